@@ -1,0 +1,25 @@
+/* Floor 1: the blocks of one object, freed together, so that every error path is one call. */
+#ifndef SL_ARENA_H
+#define SL_ARENA_H
+
+#include "error.h"
+
+/* A table has a dozen columns; a few more for scratch. */
+#define SL_ARENA_BLOCKS 24
+
+typedef struct sl_arena {
+    void *blocks[SL_ARENA_BLOCKS];
+    int32_t used;
+} sl_arena;
+
+/* A block of `size` bytes (0 gives a valid pointer). */
+int32_t sl_arena_alloc(sl_arena *arena, uint64_t size, void **out, sl_error *error);
+
+/* Makes *array (NULL at first, else a block of this arena) hold at least `needed` elements of `item` bytes,
+ * doubling *capacity so that n appends cost O(n). */
+int32_t sl_arena_grow(sl_arena *arena, void **array, uint64_t *capacity, uint64_t needed, size_t item,
+                      sl_error *error);
+
+void sl_arena_free(sl_arena *arena);
+
+#endif

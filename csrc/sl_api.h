@@ -1,0 +1,149 @@
+/* Every declaration Python sees. This file is read twice: by the C compiler through safeload.h, and by cffi as
+ * its cdef, so that the two cannot drift. Hence: no guard, no directive but integer #defines, no C beyond
+ * declarations.
+ *
+ * Conventions. A function that can fail returns SL_OK or another status and then fills `error`; outputs are
+ * untouched on failure. Sizes and offsets are bytes unless said otherwise. Objects are immutable once made, so
+ * any thread may read them.
+ */
+
+/* Status of a call; each maps to one Python exception in safeload/_native.py. */
+#define SL_OK 0
+#define SL_E_FORMAT 1    /* the bytes break their format: FormatError */
+#define SL_E_LIMIT 2     /* a named limit of ours: LimitError */
+#define SL_E_TRUNCATED 3 /* the file ended before the bytes that were asked for: FormatError */
+#define SL_E_OS 4        /* the system refused, os_errno says how: OSError */
+#define SL_E_MEMORY 5    /* MemoryError */
+#define SL_E_ARGUMENT 6  /* a caller's mistake, not the file's: SafeloadError */
+
+/* Long enough for a clipped tensor name, a shape of SL_MAX_RANK small dims and the numbers around them. */
+#define SL_MESSAGE_SIZE 1024
+
+typedef struct sl_error {
+    int32_t status;
+    int32_t os_errno; /* errno of SL_E_OS, else 0 */
+    int64_t position; /* byte in the file (or buffer) where the fault lies, or -1 */
+    char message[SL_MESSAGE_SIZE]; /* UTF-8, NUL-terminated */
+} sl_error;
+
+/* ---- dtypes: one table for all formats (dtype.c) ---- */
+
+/* An index into the table. Order is that of safetensors' Dtype enum, which decides the order of tensors in a
+ * written file: https://github.com/safetensors/safetensors/blob/main/safetensors/src/tensor.rs */
+#define SL_BOOL 0
+#define SL_F4 1
+#define SL_F6_E2M3 2
+#define SL_F6_E3M2 3
+#define SL_U8 4
+#define SL_I8 5
+#define SL_F8_E5M2 6
+#define SL_F8_E4M3 7
+#define SL_F8_E8M0 8
+#define SL_F8_E4M3FNUZ 9
+#define SL_F8_E5M2FNUZ 10
+#define SL_I16 11
+#define SL_U16 12
+#define SL_F16 13
+#define SL_BF16 14
+#define SL_I32 15
+#define SL_U32 16
+#define SL_F32 17
+#define SL_C64 18
+#define SL_F64 19
+#define SL_I64 20
+#define SL_U64 21
+#define SL_DTYPE_COUNT 22
+
+typedef struct sl_dtype_info {
+    const char *code; /* as safetensors writes it: "BF16" */
+    const char *name; /* as numpy, ml_dtypes and torch name it: "bfloat16" */
+    int32_t bits;     /* of one element */
+} sl_dtype_info;
+
+const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL when out of range */
+
+/* ---- tables: names, dtypes, shapes and byte ranges of one file (table.c) ---- */
+
+/* numpy 2 allows 64 dims (NPY_MAXDIMS); no array could show more. */
+#define SL_MAX_RANK 64
+
+typedef struct sl_table sl_table;
+
+/* A table as columns of `count` entries, in the order of the bytes in the file. Borrowed from the table. */
+typedef struct sl_columns {
+    uint64_t count;
+    const char *names; /* UTF-8, each name followed by '\n', also the last */
+    uint64_t names_size;
+    const uint64_t *name_ends; /* names[i] is [name_ends[i - 1] + 1, name_ends[i]), the first from 0 */
+    const uint8_t *dtypes;     /* SL_BOOL .. */
+    const uint64_t *dims;      /* all shapes, one after the other, outermost dim first */
+    const uint64_t *dim_ends;  /* shape i is dims[dim_ends[i - 1] .. dim_ends[i]) */
+    const uint64_t *begins;    /* byte range in the file: [begins[i], ends[i]) */
+    const uint64_t *ends;
+    const uint32_t *by_name; /* indices in ascending byte order of their names */
+    int32_t newline_in_names; /* some name holds '\n': cut by name_ends, not by splitting */
+    int32_t has_metadata;     /* 0: the file has none (or null) */
+    uint64_t metadata_count;  /* pairs */
+    const char *metadata_text; /* UTF-8: key, value, key, value, ... in file order */
+    const uint64_t *metadata_ends; /* 2 * metadata_count exclusive ends */
+    uint64_t metadata_size;
+} sl_columns;
+
+const sl_columns *sl_table_columns(const sl_table *table);
+int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size); /* index or -1 */
+void sl_table_free(sl_table *table);                                                /* NULL: nothing */
+
+/* ---- files (platform_posix.c, platform_windows.c) ---- */
+
+/* `file` is a descriptor on POSIX, a HANDLE on Windows. Opens for reading; only a regular file is accepted. */
+int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_error *error);
+void sl_file_close(int64_t file);
+
+/* A private copy-on-write mapping of [0, size); size > 0. */
+int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error);
+void sl_file_unmap(void *address, uint64_t size);
+
+/* Reserves disk space for [0, size), so that a full disk is found before the first byte is written. SL_OK too
+ * where the filesystem cannot reserve. */
+int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
+
+/* ---- safetensors (format_safetensors.c) ---- */
+
+/* Opens, reads and validates the header; data is not touched. On failure nothing stays open. */
+int32_t sl_safetensors_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_table **table,
+                            sl_error *error);
+/* The same over bytes in memory. */
+int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error);
+
+/* Builds the 8-byte length and the header (padded to 8) for tensors given as columns: count, names, name_ends,
+ * dtypes, dims, dim_ends and the metadata fields are read, the rest ignored. order[k] is the index of the k-th
+ * tensor in the file, sizes[i] the bytes of tensor i; both hold count entries. Free *header with sl_free. */
+int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64_t *sizes, void **header,
+                              uint64_t *header_size, sl_error *error);
+void sl_free(void *memory);
+
+/* ---- jobs: byte ranges between files and memory (job.c) ---- */
+
+#define SL_READ 0   /* file to memory, any order, all threads */
+#define SL_WRITE 1  /* memory to file at `offset`, any order, all threads */
+#define SL_APPEND 2 /* memory to the file's current position, in order, one thread: pipes and devices */
+
+typedef struct sl_job {
+    int64_t file;
+    uint64_t offset;
+    void *memory;
+    uint64_t size;
+} sl_job;
+
+/* Zero before the first call. */
+typedef struct sl_cursor {
+    uint64_t chunks_done; /* where the next slice starts */
+    uint64_t bytes_done;  /* for progress */
+    uint64_t failed_job;  /* set on failure */
+    int32_t finished;
+} sl_cursor;
+
+/* Works for at most slice_ms (0: no limit), joins its threads and returns; call again until cursor->finished.
+ * threads >= 1. On failure error->position is the file offset that could not be read or written. */
+int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t direction, int32_t threads, int32_t slice_ms,
+                    sl_cursor *cursor, sl_error *error);

@@ -1,0 +1,45 @@
+/* Floor 4: the table of one file. A format appends entries as it reads them; finish orders them, checks every
+ * invariant in one place and freezes the columns. */
+#ifndef SL_TABLE_H
+#define SL_TABLE_H
+
+#include "arena.h"
+#include "dtype.h"
+#include "json.h"
+
+/* Same numbers as the by_name column and the fields below. */
+#define SL_MAX_TENSORS UINT32_MAX
+
+typedef struct sl_entry {
+    uint64_t name_begin, name_end; /* in names */
+    uint64_t dim_begin, dim_end;   /* in dims */
+    uint64_t begin, end;           /* in the file */
+    int64_t position;              /* of the entry, for messages */
+    int32_t dtype;
+} sl_entry;
+
+struct sl_table {
+    sl_arena arena;
+    sl_columns columns;
+    sl_entry *entries;
+    char *names;
+    uint64_t *dims;
+    char *metadata_text;
+    uint64_t *metadata_ends;
+    uint64_t entry_capacity, name_capacity, dim_capacity, metadata_capacity, metadata_end_capacity;
+    uint64_t dim_count;
+};
+
+int32_t sl_table_new(sl_table **table, sl_error *error);
+
+/* Copies (decoded) name and dims. The byte range is as the file states it, relative to its data. */
+int32_t sl_table_append(sl_table *table, const sl_json_text *name, int32_t dtype, const uint64_t *dims, uint64_t rank,
+                        uint64_t begin, uint64_t end, sl_error *error);
+
+int32_t sl_table_append_metadata(sl_table *table, const sl_json_text *text, sl_error *error);
+
+/* Checks names, sizes and byte ranges: the data is [data_begin, file_size) and the tensors must cover it without
+ * hole or overlap. Byte ranges become absolute. */
+int32_t sl_table_finish(sl_table *table, uint64_t data_begin, uint64_t file_size, sl_error *error);
+
+#endif
