@@ -1,0 +1,44 @@
+"""safeload loads model weights into numpy: a drop-in for ``safetensors.numpy`` on a C core.
+
+>>> from safeload.numpy import load_file, save_file
+"""
+
+from __future__ import annotations
+
+from ._version import __version__
+from .checkpoint import Checkpoint, LoadStats, load, open
+from .errors import (
+    ForbiddenError,
+    FormatError,
+    LimitError,
+    SafeloadError,
+    SafetensorError,
+    TensorNotFoundError,
+    UnsupportedError,
+)
+from .formats.safetensors import deserialize, serialize, serialize_file
+from .handle import _safe_open_handle, safe_open
+from .tensor import TensorInfo, TensorMeta, TensorSpec
+
+__all__ = [
+    "Checkpoint",
+    "ForbiddenError",
+    "FormatError",
+    "LimitError",
+    "LoadStats",
+    "SafeloadError",
+    "SafetensorError",
+    "TensorInfo",
+    "TensorMeta",
+    "TensorNotFoundError",
+    "TensorSpec",
+    "UnsupportedError",
+    "__version__",
+    "_safe_open_handle",
+    "deserialize",
+    "load",
+    "open",
+    "safe_open",
+    "serialize",
+    "serialize_file",
+]

@@ -1,0 +1,387 @@
+"""One door for every format: a checkpoint is a mapping from names to arrays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, NamedTuple
+
+from . import jobs
+from .errors import FormatError, SafeloadError, UnsupportedError, os_error
+from .files import Array, PathLike, WeightFile, native_path, view_of
+from .formats import folder, safetensors, sniffing
+from .slicing import read_slice
+from .tensor import TensorInfo, missing
+
+Backend = Literal["mmap", "pread"]
+Progress = bool | Callable[[int, int], object] | None
+
+# A tensor to load: its name, its file, its index there.
+Part = tuple[str, WeightFile, int]
+
+FORMATS = ("safetensors",)
+
+
+class LoadStats(NamedTuple):
+    """What the last load did.
+
+    Attributes:
+        bytes: size of the tensors.
+        tensors: how many.
+        seconds: wall clock.
+        backend: "mmap" or "pread"; "pread" where the system refused the mapping that was asked for.
+    """
+
+    bytes: int
+    tensors: int
+    seconds: float
+    backend: str
+
+
+def check_backend(backend: object) -> None:
+    """Refuses what is neither "mmap" nor "pread"."""
+    if backend not in ("mmap", "pread"):
+        raise SafeloadError(f'backend {backend!r} is invalid (expected one of: "mmap", "pread")')
+
+
+def refuse_unbuilt(dtype: object, out: object) -> None:
+    """``dtype=`` and ``out=`` come with the conversion kernels."""
+    if dtype is not None:
+        raise UnsupportedError("dtype= is not there yet in this version: load, then convert with .astype")
+    if out is not None:
+        raise UnsupportedError("out= is not there yet in this version: load, then copy")
+
+
+def load_parts(
+    parts: list[Part],
+    *,
+    backend: str,
+    threads: int | None,
+    progress: Progress,
+    mappings: dict[WeightFile, Any] | None = None,
+) -> tuple[dict[str, Array], LoadStats]:
+    """Arrays of tensors in any files.
+
+    Args:
+        parts: name, file and index in its table.
+        backend: "mmap" for views into one mapping per file, "pread" for private memory. What cannot be a view (not
+            aligned in the file, or the system refuses the mapping) is read.
+        threads: for what is read.
+        progress: for what is read.
+        mappings: mappings to use; those made are added. None for fresh ones.
+    """
+    started = time.perf_counter()
+    arrays: dict[str, Array | None] = {}
+    to_read: list[Part] = parts
+    if backend == "mmap":
+        to_read, refused = _views(parts, {} if mappings is None else mappings, arrays)
+        backend = "pread" if refused else "mmap"
+    if to_read:
+        read = jobs.read_arrays([(file, index) for _, file, index in to_read], threads=threads, progress=progress)
+        arrays.update((name, array) for (name, _, _), array in zip(to_read, read, strict=True))
+    done = {name: array for name, array in arrays.items() if array is not None}
+    seconds = time.perf_counter() - started
+    return done, LoadStats(sum(array.nbytes for array in done.values()), len(done), seconds, backend)
+
+
+def _views(
+    parts: list[Part], mappings: dict[WeightFile, Any], arrays: dict[str, Array | None]
+) -> tuple[list[Part], bool]:
+    """Fills ``arrays`` in order with views, None where a tensor must be read.
+
+    Returns what must be read, and whether the system refused a mapping.
+    """
+    to_read: list[Part] = []
+    refused = False
+    by_file: dict[WeightFile, list[Part]] = {}
+    for part in parts:
+        by_file.setdefault(part[1], []).append(part)
+    for file, members in by_file.items():
+        buffer = mappings.get(file)
+        if buffer is None:
+            try:
+                buffer = mappings[file] = file.map()
+            except OSError:
+                refused = True
+                to_read += members
+                arrays.update((name, None) for name, _, _ in members)
+                continue
+        for part, layout in zip(members, file.layouts([index for _, _, index in members]), strict=True):
+            array = view_of(buffer, layout)
+            if array is None:
+                to_read.append(part)
+            arrays[part[0]] = array
+    return to_read, refused
+
+
+class Checkpoint(Mapping[str, Array]):
+    """The tensors of a file or a folder, by name. Made by `safeload.open`.
+
+    ``ckpt[name]`` is a writable copy-on-write view of the mapped file, the same memory each time (as
+    ``numpy.memmap`` with mode "c"): writing into it changes no file. Views stay valid after `close`. Any thread may
+    use it.
+
+    A mapping shows the file itself: if another program truncates it in place, touching a lost page kills the process
+    (SIGBUS). ``load(backend="pread")`` has no such hazard.
+
+    Attributes:
+        format: "safetensors".
+        files: paths of the files that hold the tensors.
+        metadata: text from the header; for shards that of all of them and of the index.
+        config: parsed ``config.json`` of a folder, else None.
+        last_load: `LoadStats` of the last `load`, else None.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        format: str,
+        files: list[WeightFile],
+        where: dict[str, tuple[WeightFile, int]] | None,
+        metadata: dict[str, Any],
+        config: dict[str, Any] | None,
+    ) -> None:
+        self._path = path
+        self._open = files
+        self._where = where
+        self._mappings: dict[WeightFile, Any] = {}
+        self._arrays: dict[str, Array] = {}
+        self._tensors: Mapping[str, TensorInfo] | None = None
+        self._closed = False
+        self.format = format
+        self.files = [file.path for file in files]
+        self.metadata = metadata
+        self.config = config
+        self.last_load: LoadStats | None = None
+
+    def _parts(self, names: Iterable[str] | None = None) -> list[Part]:
+        """Name, file and index of the tensors named, or of all in the order of their bytes."""
+        if names is not None:
+            return [(name, *self._locate(name)) for name in dict.fromkeys(_names(names))]
+        if self._where is not None:
+            return [(name, file, index) for name, (file, index) in self._where.items()]
+        return [(name, self._open[0], index) for index, name in enumerate(self._open[0].table.names)]
+
+    def _locate(self, name: str) -> tuple[WeightFile, int]:
+        if self._where is None:
+            return self._open[0], self._open[0].table.index(name)
+        found = self._where.get(name)
+        if found is None:
+            raise missing(name, list(self._where))
+        return found
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self._path} is closed")
+
+    def __getitem__(self, name: str) -> Array:
+        self._check_open()
+        array = self._arrays.get(name)
+        if array is None:
+            loaded, _ = load_parts(
+                self._parts([name]), backend="mmap", threads=None, progress=None, mappings=self._mappings
+            )
+            array = self._arrays.setdefault(name, loaded[name])
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open[0].table.names if self._where is None else self._where)
+
+    def __len__(self) -> int:
+        return self._open[0].table.count if self._where is None else len(self._where)
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
+        return self._open[0].table.find(name) >= 0 if self._where is None else name in self._where
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<Checkpoint {self._path!r}: {self.format}, {len(self)} tensors, {self.nbytes:,} bytes{state}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are in the files."""
+        return sum(end - begin for begin, end in self._ranges())
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        if self._where is None:
+            yield from self._open[0].table.byte_ranges()
+        else:
+            for file, index in self._where.values():
+                yield file.table.byte_range(index)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is known of each tensor, by name."""
+        if self._tensors is None:
+            self._tensors = MappingProxyType({name: file.info(index) for name, file, index in self._parts()})
+        return self._tensors
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A stand-in for a tensor that reads what is asked of it: ``ckpt.get_slice("h.0.w")[:, :128]``.
+
+        Raises:
+            TensorNotFoundError: there is no such tensor.
+        """
+        self._check_open()
+        return TensorSlice(*self._locate(name))
+
+    def load(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        dtype: Any = None,
+        backend: Backend = "mmap",
+        out: Mapping[str, Array] | None = None,
+        threads: int | None = None,
+        progress: Progress = None,
+    ) -> dict[str, Array]:
+        """Tensors as a dict, in the order of their bytes or of ``names``.
+
+        Args:
+            names: exact names; None for all.
+            dtype: not there yet.
+            backend: "mmap" for fresh copy-on-write views, "pread" to read into private memory on all cores.
+            out: not there yet.
+            threads: for what is read; None for what helps.
+            progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+
+        Raises:
+            TensorNotFoundError: an unknown name.
+            FormatError: a file ends too early, with path and offset.
+            OSError: a file cannot be read.
+        """
+        self._check_open()
+        check_backend(backend)
+        refuse_unbuilt(dtype, out)
+        arrays, self.last_load = load_parts(self._parts(names), backend=backend, threads=threads, progress=progress)
+        return arrays
+
+    def close(self) -> None:
+        """Closes the files. Arrays stay valid: a mapping goes with its last array."""
+        self._closed = True
+        self._arrays.clear()
+        self._mappings.clear()
+        for file in self._open:
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TensorSlice:
+    """A tensor that has not been read. Indexing it as numpy does (basic indexing) reads what it returns.
+
+    Attributes:
+        shape: of the array that the whole tensor would be.
+        dtype: likewise.
+    """
+
+    def __init__(self, file: WeightFile, index: int) -> None:
+        self._file = file
+        self._index = index
+        self.dtype, self.shape, _, _ = file.layout(index)
+
+    def __getitem__(self, index: Any) -> Array:
+        return read_slice(self._file, self._index, index if isinstance(index, tuple) else (index,))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<TensorSlice {self.dtype} {list(self.shape)}>"
+
+
+def _names(names: Iterable[str]) -> Iterable[str]:
+    if isinstance(names, str):
+        raise TypeError("names must be an iterable of names, not one str")
+    return names
+
+
+def open(
+    path: PathLike, *, format: str | None = None, root: str | None = None, unknown_globals: str = "refuse"
+) -> Checkpoint:
+    """Opens a weight file, a folder of them or an ``index.json``; no tensor is read.
+
+    Args:
+        path: what to open. The format is told from the content, not from the suffix.
+        format: to insist on one: "safetensors".
+        root: for formats with nested containers, of which there is none yet.
+        unknown_globals: for pickles, which are not read yet.
+
+    Raises:
+        FormatError: the file breaks its format, or an index its folder.
+        UnsupportedError: a format that this version does not read, or a folder without weights.
+        OSError: the system's own errors; FileNotFoundError and PermissionError among them.
+    """
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format is {format!r}, known are {', '.join(FORMATS)}")
+    if unknown_globals not in ("refuse", "inert"):
+        raise ValueError(f'unknown_globals is {unknown_globals!r}, but it is "refuse" or "inert"')
+    if root is not None:
+        raise UnsupportedError("root= selects a nested container, and safetensors has none")
+    text, _ = native_path(path)
+    place = Path(text)
+    if not place.exists():
+        raise os_error(errno.ENOENT, text)
+    if place.is_dir():
+        shards = folder.open_folder(place)
+        return _sharded(text, shards, folder.read_config(place))
+    if place.name.endswith(".json"):
+        return _sharded(text, folder.open_index(place), folder.read_config(place.parent))
+    if format is None:
+        _check_kind(text)
+    file = safetensors.open_file(text)
+    return Checkpoint(text, "safetensors", [file], None, dict(file.table.metadata() or {}), None)
+
+
+def _sharded(path: str, shards: folder.Shards, config: dict[str, Any] | None) -> Checkpoint:
+    metadata: dict[str, Any] = {}
+    for file in shards.files:
+        metadata.update(file.table.metadata() or {})
+    metadata.update(shards.metadata or {})
+    return Checkpoint(path, "safetensors", shards.files, shards.where, metadata, config)
+
+
+def _check_kind(path: str) -> None:
+    """Refuses a regular file that is recognizably of a kind this version does not read."""
+    if not os.path.isfile(path):
+        return
+    head = sniffing.read_head(path)
+    if sniffing.is_safetensors(head):
+        return
+    kind = sniffing.describe(head)
+    if kind is not None:
+        raise UnsupportedError(f"{path}: this is {kind}; this version reads safetensors")
+    if not path.endswith(".safetensors"):
+        raise FormatError(f"no weight format that is known starts with the bytes {head[:16].hex(' ')}", path, 0)
+
+
+def load(
+    path: PathLike,
+    names: Iterable[str] | None = None,
+    *,
+    format: str | None = None,
+    root: str | None = None,
+    unknown_globals: str = "refuse",
+    dtype: Any = None,
+    backend: Backend = "mmap",
+    out: Mapping[str, Array] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> dict[str, Array]:
+    """Opens a checkpoint, loads it and closes it: `open` and `Checkpoint.load` in one call, with their arguments."""
+    with open(path, format=format, root=root, unknown_globals=unknown_globals) as checkpoint:
+        return checkpoint.load(names, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress)

@@ -1,0 +1,59 @@
+"""The command line: ``safeload COMMAND``, also ``python -m safeload``.
+
+Exit status 0: good; 1: the file is bad or cannot be read; 2: wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .._version import __version__
+from ..errors import SafeloadError
+from . import info
+from .text import printable
+
+_EPILOG = """examples:
+  safeload info model.safetensors
+  safeload info Llama-3.2-1B/ --json
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="safeload",
+        description="Look into model weight files.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"safeload {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    info.register(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would report the pipe once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130  # as a shell reports death by SIGINT
+    except (SafeloadError, OSError, MemoryError) as error:
+        print(f"safeload: {printable(_explain(error))}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _explain(error: BaseException) -> str:
+    """One line for an error; the system's own without their number."""
+    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    return str(error) or type(error).__name__

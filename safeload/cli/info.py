@@ -1,0 +1,124 @@
+"""``safeload info``: what is in a file or a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from .. import checkpoint
+from ..checkpoint import Checkpoint
+from ..tensor import TensorInfo
+from .text import clip, printable, size, table, width
+
+# With more tensors than this the table shows the first ones; --all shows every row.
+_ROWS = 100
+
+_EPILOG = """examples:
+  safeload info model.safetensors
+  safeload info Llama-3.2-1B/
+  safeload info model.safetensors --json | jq '.tensors[] | select(.dtype == "BF16") | .name'
+
+Exit status: 0 good, 1 the file is bad or cannot be read, 2 wrong usage."""
+
+
+def register(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "info",
+        help="what is in a file or a folder",
+        description="Lists the tensors of a weight file, a folder or an index.json without reading them: name, dtype, "
+        "shape and size, totals per dtype, metadata.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", metavar="PATH", help="a weight file, a folder of them or an index.json")
+    parser.add_argument("--all", action="store_true", help=f"every tensor, also when there are more than {_ROWS}")
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what is in ``options.path``; returns the exit status."""
+    with checkpoint.open(options.path) as opened:
+        if options.json:
+            print(json.dumps(_as_json(opened), indent=1))
+        else:
+            for line in _as_text(opened, every_row=options.all):
+                print(line)
+    return 0
+
+
+def _per_dtype(opened: Checkpoint) -> dict[str, tuple[int, int, int]]:
+    """Tensors, elements and bytes per dtype, most bytes first."""
+    totals: dict[str, tuple[int, int, int]] = {}
+    for info in opened.tensors.values():
+        count, elements, nbytes = totals.get(info.dtype, (0, 0, 0))
+        totals[info.dtype] = count + 1, elements + _elements(info.shape), nbytes + info.nbytes
+    return dict(sorted(totals.items(), key=lambda item: (-item[1][2], item[0])))
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    product = 1
+    for dim in shape:
+        product *= dim
+    return product
+
+
+def _as_json(opened: Checkpoint) -> dict[str, Any]:
+    totals = _per_dtype(opened)
+    return {
+        "format": opened.format,
+        "files": [{"path": path, "nbytes": os.path.getsize(path)} for path in opened.files],
+        "metadata": opened.metadata,
+        "tensor_count": len(opened),
+        "parameters": sum(elements for _, elements, _ in totals.values()),
+        "nbytes": opened.nbytes,
+        "dtypes": {
+            code: {"tensors": count, "elements": elements, "nbytes": nbytes}
+            for code, (count, elements, nbytes) in totals.items()
+        },
+        "tensors": [info._asdict() for info in opened.tensors.values()],
+    }
+
+
+def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
+    columns = width()
+    infos = list(opened.tensors.values())
+    file_bytes = sum(os.path.getsize(path) for path in opened.files)
+    files = printable(opened.files[0]) if len(opened.files) == 1 else f"{len(opened.files)} files"
+    yield f"{files}: {opened.format}, {_plural(len(infos), 'tensor')}, {size(file_bytes)}"
+    if len(opened.files) > 1:
+        for path in opened.files[:_ROWS]:
+            yield f"  {clip(printable(path), columns - 16)}  {size(os.path.getsize(path))}"
+    if opened.metadata:
+        yield ""
+        yield "metadata"
+        for key, value in opened.metadata.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield "  " + clip(printable(f"{key}: {text}"), columns - 2)
+    totals = _per_dtype(opened)
+    if totals:
+        yield ""
+        rows = [(c, str(n), f"{e:,}", size(b)) for c, (n, e, b) in totals.items()]
+        if len(rows) > 1:
+            parts = totals.values()
+            rows.append(("total", str(len(infos)), f"{sum(p[1] for p in parts):,}", size(sum(p[2] for p in parts))))
+        yield from table(("dtype", "tensors", "elements", "size"), rows, right=frozenset((1, 2, 3)), columns=columns)
+        yield ""
+        shown = infos if every_row else infos[:_ROWS]
+        yield from table(
+            ("tensor", "dtype", "shape", "size"), [_row(info) for info in shown], right=frozenset((3,)), columns=columns
+        )
+        if len(shown) < len(infos):
+            yield f"... and {_plural(len(infos) - len(shown), 'tensor')} more; --all shows every one"
+
+
+def _row(info: TensorInfo) -> tuple[str, ...]:
+    return printable(info.name), info.dtype, str(list(info.shape)), size(info.nbytes)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

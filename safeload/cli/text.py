@@ -1,0 +1,48 @@
+"""Text for a terminal: names made harmless, sizes, columns that fit."""
+
+from __future__ import annotations
+
+import shutil
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def printable(text: str) -> str:
+    """Text from a file with everything escaped that a terminal would obey instead of show."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes for people: "3.77 MiB"."""
+    value = float(nbytes)
+    for unit in _UNITS:
+        if value < 1024 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def width() -> int:
+    """Columns of the terminal, 80 where there is none."""
+    return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+
+def clip(text: str, columns: int) -> str:
+    """Text shortened in its middle: names differ at both ends."""
+    if len(text) <= columns:
+        return text
+    left = (columns - 1) // 2
+    return f"{text[:left]}…{text[len(text) - (columns - 1 - left) :]}"
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, right: frozenset[int], columns: int) -> list[str]:
+    """Lines of a table. The first column gives way when the whole would be wider than ``columns``."""
+    widths = [max(len(row[k]) for row in (header, *rows)) for k in range(len(header))]
+    others = sum(widths[1:]) + 2 * (len(header) - 1)
+    widths[0] = max(len(header[0]), min(widths[0], columns - others))
+    lines = []
+    for row in (header, *rows):
+        cells = [clip(row[0], widths[0]), *row[1:]]
+        padded = [c.rjust(w) if k in right else c.ljust(w) for k, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        lines.append("  ".join(padded).rstrip())
+    return lines

@@ -1,0 +1,90 @@
+"""The dtypes of weight files, and what numpy calls them. The table itself is csrc/dtype.c."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._native import ffi, lib
+from .errors import SafeloadError
+
+
+class Dtype(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        number: position in the table, by which the C core knows it.
+        code: as safetensors writes it, "BF16".
+        name: as numpy, ml_dtypes and torch name it, "bfloat16".
+        bits: size of one element. Below 8 elements share bytes, first element in the low bits.
+    """
+
+    number: int
+    code: str
+    name: str
+    bits: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether elements share bytes, so that arrays show raw uint8."""
+        return self.bits < 8
+
+
+def _read_table() -> tuple[Dtype, ...]:
+    rows = []
+    for index in range(lib.SL_DTYPE_COUNT):
+        info = lib.sl_dtype_get(index)
+        rows.append(Dtype(index, ffi.string(info.code).decode(), ffi.string(info.name).decode(), info.bits))
+    return tuple(rows)
+
+
+TABLE = _read_table()
+BY_CODE = {row.code: row for row in TABLE}
+BY_NAME = {row.name: row for row in TABLE}
+
+# What numpy has itself; the others come from ml_dtypes, which is imported when the first of them is needed.
+_NUMPY_CODES = frozenset(("BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "F16", "F32", "F64", "C64"))
+
+
+@cache
+def array_dtype(number: int) -> np.dtype[Any]:
+    """The dtype of arrays that hold row ``number``: uint8 for packed ones."""
+    row = TABLE[number]
+    if row.packed:
+        return np.dtype(np.uint8)
+    if row.code in _NUMPY_CODES:
+        return np.dtype(row.name)
+    import ml_dtypes
+
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.name))
+    return found
+
+
+def of_array(array: np.ndarray[Any, Any], name: str) -> Dtype:
+    """The row that stores this array.
+
+    Raises:
+        SafeloadError: safetensors has no such dtype.
+    """
+    row = BY_NAME.get(array.dtype.name)
+    if row is None or row.packed:
+        raise SafeloadError(
+            f"tensor {name!r}: dtype {array.dtype.name!r} cannot be saved. Supported dtypes: "
+            + ", ".join(row.name for row in TABLE if not row.packed)
+        )
+    return row
+
+
+def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
+    """Shape of the array that shows a tensor of logical ``shape``.
+
+    The same, but for packed dtypes: there the last axis counts bytes when each row is whole bytes; otherwise the
+    array is 1-D.
+    """
+    if not row.packed:
+        return shape
+    if shape and shape[-1] * row.bits % 8 == 0:
+        return (*shape[:-1], shape[-1] * row.bits // 8)
+    return (nbytes,)

@@ -1,0 +1,76 @@
+"""Every refusal of safeload's own.
+
+Errors of the system stay ``OSError``, wrong arguments ``TypeError`` or ``ValueError``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+
+class SafeloadError(Exception):
+    """Base of every refusal of ours; also available as ``SafetensorError``."""
+
+
+SafetensorError = SafeloadError
+
+
+class FormatError(SafeloadError, ValueError):
+    """A file breaks its format.
+
+    Attributes:
+        path: the file, or None for bytes in memory.
+        offset: the byte in it where the fault lies, or None when no one byte is to blame.
+    """
+
+    def __init__(self, message: str, path: str | None = None, offset: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.offset = offset
+
+    def __str__(self) -> str:
+        where = [] if self.path is None else [self.path]
+        if self.offset is not None:
+            where.append(f"byte {self.offset}")
+        return f"{self.args[0]} ({', '.join(where)})" if where else str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.path, self.offset)
+
+
+class UnsupportedError(SafeloadError):
+    """Something well-formed that safeload does not do; the message says what to do instead."""
+
+
+class ForbiddenError(SafeloadError):
+    """A pickle asks for something that is not on the list of harmless globals."""
+
+
+class LimitError(SafeloadError):
+    """A named limit of safeload's is exceeded."""
+
+
+class TensorNotFoundError(SafeloadError, KeyError):
+    """No tensor has this name."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return str(self.args[0])
+
+
+class _MissingFileError(FileNotFoundError):
+    """``FileNotFoundError`` with the text that safetensors gives and its tests assert."""
+
+    def __str__(self) -> str:
+        return f"No such file or directory: {self.filename}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errno, self.strerror, self.filename)
+
+
+def os_error(number: int, path: str | None) -> OSError:
+    """The ``OSError`` subclass for an errno, with its text and path."""
+    if number == errno.ENOENT:
+        return _MissingFileError(number, os.strerror(number), path)
+    return OSError(number, os.strerror(number), path)

@@ -1,0 +1,138 @@
+"""An open weight file: its descriptor, its table and views into its mapping."""
+
+from __future__ import annotations
+
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from . import dtypes
+from ._native import Error, check, ffi, lib, mapped_buffer
+from .errors import UnsupportedError
+from .tensor import Table, TensorInfo
+
+PathLike = str | os.PathLike[str]
+Array = np.ndarray[Any, Any]
+# dtype and shape of the array that shows a tensor, and its byte range in the file.
+Layout = tuple[np.dtype[Any], tuple[int, ...], int, int]
+
+
+def native_path(path: PathLike) -> tuple[str, bytes]:
+    """A path as messages show it and as the C core takes it.
+
+    Raises:
+        TypeError: not a path.
+        ValueError: it holds a NUL, which would silently end it.
+    """
+    text = os.fsdecode(os.fspath(path))
+    encoded = text.encode() if os.name == "nt" else os.fsencode(text)
+    if b"\0" in encoded:
+        raise ValueError(f"embedded null byte in path {text!r}")
+    return text, encoded
+
+
+class WeightFile:
+    """One file, open for reading until closed or forgotten. Any thread may use it.
+
+    Attributes:
+        path: as it was given.
+        size: bytes.
+        table: its tensors.
+    """
+
+    def __init__(self, path: str, descriptor: int, size: int, table: Table) -> None:
+        self.path = path
+        self.size = size
+        self.table = table
+        self._descriptor = descriptor
+
+    @property
+    def descriptor(self) -> int:
+        """The C core's file handle, for jobs."""
+        if self._descriptor < 0:
+            raise ValueError(f"{self.path} is closed")
+        return self._descriptor
+
+    def close(self) -> None:
+        """Closes the descriptor; arrays over mappings stay valid."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            lib.sl_file_close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+    def map(self) -> Any:
+        """A new private copy-on-write mapping of the whole file, as a writable buffer.
+
+        Raises:
+            OSError: the system refuses the mapping.
+        """
+        address = ffi.new("void **")
+        error = Error()
+        check(lib.sl_file_map(self.descriptor, self.size, address, error), error, self.path)
+        return mapped_buffer(address[0], self.size)
+
+    def info(self, index: int) -> TensorInfo:
+        """What is known of one tensor."""
+        table = self.table
+        begin, end = table.byte_range(index)
+        return TensorInfo(
+            table.names[index], table.rows[index].code, table.shapes[index], end - begin, self.path, begin
+        )
+
+    def tensor_at(self, position: int) -> str | None:
+        """The tensor that a byte belongs to, as messages name it."""
+        ranges = self.table.byte_ranges()
+        index = bisect_right(ranges, (position, self.size + 1)) - 1
+        return f"tensor {self.table.names[index]!r}" if index >= 0 and position < ranges[index][1] else None
+
+    def layout(self, index: int) -> Layout:
+        """Dtype and shape of the array that shows a tensor, and its byte range in the file."""
+        row = self.table.rows[index]
+        begin, end = self.table.byte_range(index)
+        return (
+            dtypes.array_dtype(row.number),
+            dtypes.array_shape(row, self.table.shapes[index], end - begin),
+            begin,
+            end,
+        )
+
+    def layouts(self, indices: Iterable[int]) -> list[Layout]:
+        """`layout` of many tensors, at the price of one look at each column."""
+        rows, shapes, ranges = self.table.rows, self.table.shapes, self.table.byte_ranges()
+        result = []
+        for i in indices:
+            row = rows[i]
+            begin, end = ranges[i]
+            shape = dtypes.array_shape(row, shapes[i], end - begin) if row.bits < 8 else shapes[i]
+            result.append((dtypes.array_dtype(row.number), shape, begin, end))
+        return result
+
+
+def array_over(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> Array:
+    """An array over part of a buffer, which it keeps alive.
+
+    Raises:
+        UnsupportedError: this numpy cannot have an array of so many axes (32 before numpy 2).
+    """
+    try:
+        array: Array = np.ndarray(shape, dtype, buffer, offset)
+    except ValueError as error:
+        raise UnsupportedError(f"numpy {np.__version__} cannot show shape {list(shape)}: {error}") from None
+    return array
+
+
+def view_of(buffer: Any, layout: Layout) -> Array | None:
+    """The array over a mapped file, or None where it must be a copy: not aligned for its dtype, or in foreign order."""
+    dtype, shape, begin, end = layout
+    if begin == end:
+        return np.empty(shape, dtype)
+    if begin % dtype.alignment or (sys.byteorder == "big" and dtype.itemsize > 1):
+        return None
+    return array_over(buffer, dtype, shape, begin)

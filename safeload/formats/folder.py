@@ -1,0 +1,148 @@
+"""Folders of safetensors files, with and without an index."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import FormatError, UnsupportedError
+from ..files import WeightFile
+from . import safetensors
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+# An index is about 100 bytes a tensor; this is as far beyond any real one as the header limit of safetensors.
+MAX_JSON = 100_000_000
+
+# What else a folder may hold that people will look for; read in a later version.
+_LATER = ("pytorch_model.bin.index.json", "pytorch_model.bin", "consolidated.*.pth", "*.gguf")
+
+
+class Shards(NamedTuple):
+    """What a folder or an index came to.
+
+    Attributes:
+        files: the open shards.
+        where: name of each tensor to its shard and its index there; None when every tensor of every file counts.
+        metadata: the index's own "metadata", else None.
+    """
+
+    files: list[WeightFile]
+    where: dict[str, tuple[WeightFile, int]]
+    metadata: dict[str, Any] | None
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Parses a JSON file that must be an object; of a key that is there twice FormatError says which.
+
+    Raises:
+        FormatError: no JSON object.
+        OSError: the file cannot be read.
+    """
+    if path.stat().st_size > MAX_JSON:
+        raise FormatError(f"{what} has more than {MAX_JSON} bytes", str(path))
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise FormatError(f"{what}: key {twice!r} is there twice", str(path))
+        return result
+
+    try:
+        value = json.loads(path.read_bytes(), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"{what} is not JSON: {error.msg}", str(path), error.pos) from None
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:  # no text, a number of thousands of digits, deep nesting
+        raise FormatError(f"{what} is not JSON: {error}", str(path)) from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{what} must be a JSON object, found {type(value).__name__}", str(path), 0)
+    return value
+
+
+def _shard_name(value: Any, tensor: str, path: Path) -> str:
+    """A bare file name: an index must not reach out of its folder."""
+    if not isinstance(value, str) or not value:
+        raise FormatError(f"weight_map[{tensor!r}] must name a file, found {value!r}", str(path))
+    if value in (".", "..") or "\0" in value or any(c in value for c in "/\\:"):
+        raise FormatError(
+            f"weight_map[{tensor!r}] must be the bare name of a file in the same folder, found {value!r}", str(path)
+        )
+    return value
+
+
+def open_index(path: Path) -> Shards:
+    """Opens every shard that an ``index.json`` names. The index is authoritative: what it leaves out is ignored.
+
+    Raises:
+        FormatError: the index is malformed, or a tensor is not in the shard it names.
+        FileNotFoundError: a shard is missing.
+    """
+    index = read_json(path, "index.json")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise FormatError(f"weight_map must be an object, found {type(weight_map).__name__}", str(path))
+    metadata = index.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise FormatError(f"metadata must be an object, found {type(metadata).__name__}", str(path))
+    names: dict[str, list[str]] = {}
+    for tensor, file_name in weight_map.items():
+        names.setdefault(_shard_name(file_name, tensor, path), []).append(tensor)
+    files = []
+    where: dict[str, tuple[WeightFile, int]] = {}
+    for file_name, tensors in sorted(names.items()):
+        file = safetensors.open_file(path.parent / file_name)
+        files.append(file)
+        found = sorted((file.table.find(tensor), tensor) for tensor in tensors)
+        if found[0][0] < 0:
+            raise FormatError(f"tensor {found[0][1]!r} should be in {file_name}, but is not there", str(path))
+        where.update((tensor, (file, index)) for index, tensor in found)
+    return Shards(files, where, metadata)
+
+
+def _union(paths: list[Path]) -> Shards:
+    files = [safetensors.open_file(path) for path in paths]
+    where: dict[str, tuple[WeightFile, int]] = {}
+    for file in files:
+        for index, name in enumerate(file.table.names):
+            if name in where:
+                raise FormatError(f"tensor {name!r} is in both {where[name][0].path} and {file.path}", file.path)
+            where[name] = (file, index)
+    return Shards(files, where, None)
+
+
+def open_folder(path: Path) -> Shards:
+    """Opens the weights of a folder: the index if there is one, else all ``*.safetensors``.
+
+    Raises:
+        FormatError: several indexes, or the same name in two files.
+        UnsupportedError: no safetensors file; the message lists what is there.
+    """
+    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    indexes = [entry for entry in entries if entry.name.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        raise FormatError(f"several indexes: {', '.join(i.name for i in indexes)}; open one of them", str(path))
+    if indexes:
+        return open_index(indexes[0])
+    shards = [entry for entry in entries if entry.name.endswith(".safetensors") and entry.is_file()]
+    if shards:
+        return _union(shards)
+    later = [entry.name for entry in entries if any(entry.match(pattern) for pattern in _LATER)]
+    if later:
+        raise UnsupportedError(f"{path}: {', '.join(later)}: this version reads only safetensors")
+    there = ", ".join(entry.name for entry in entries[:20]) or "nothing"
+    raise UnsupportedError(f"{path}: no weights here; found {there}{' ...' if len(entries) > 20 else ''}")
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """The folder's ``config.json``, None when there is none."""
+    config = path / "config.json"
+    if not os.path.exists(config):
+        return None
+    value: dict[str, Any] = read_json(config, "config.json")
+    return value

@@ -1,0 +1,302 @@
+"""The safetensors format. The parser and the header's writer are csrc/format_safetensors.c."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import dtypes, jobs
+from .._native import Error, check, ffi, lib
+from ..errors import FormatError, SafetensorError
+from ..files import Array, PathLike, WeightFile, array_over, native_path
+from ..tensor import Table, TensorSpec
+from ..writer import AtomicFile
+from .sniffing import foreign
+
+# A tensor that is not in C order is written through a buffer of this size, not copied whole.
+_COPY_BUFFER = 16 << 20
+
+
+# ---- read ----
+
+
+def open_file(path: PathLike) -> WeightFile:
+    """Opens a file and validates its header; no tensor is read.
+
+    Raises:
+        FormatError: the file breaks the format, or is of another one.
+        OSError: the file cannot be opened.
+    """
+    text, encoded = native_path(path)
+    descriptor, size, table = ffi.new("int64_t *"), ffi.new("uint64_t *"), ffi.new("sl_table **")
+    error = Error()
+    status = lib.sl_safetensors_open(encoded, descriptor, size, table, error)
+    if status == lib.SL_E_FORMAT:
+        kind = foreign(text)
+        if kind is not None:
+            raise FormatError(f"this is {kind}, not a safetensors file", text, 0)
+    check(status, error, text)
+    return WeightFile(text, descriptor[0], size[0], Table(table[0]))
+
+
+class _Memory(NamedTuple):
+    """Bytes in memory and the table found in them."""
+
+    data: memoryview
+    table: Table
+
+
+def _parse(data: Any) -> _Memory:
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("data must be contiguous bytes")
+    view = view.cast("B") if view.nbytes else memoryview(b"")
+    table = ffi.new("sl_table **")
+    error = Error()
+    check(lib.sl_safetensors_parse(ffi.from_buffer(view), view.nbytes, table, error), error)
+    return _Memory(view, Table(table[0]))
+
+
+def parse(data: Any, *, copy: bool) -> dict[str, Array]:
+    """The tensors of a file that is in memory, in the order of their bytes.
+
+    Args:
+        data: any C-contiguous bytes-like object.
+        copy: False for views, read-only where ``data`` is; what is not aligned there is copied all the same.
+    """
+    view, table = _parse(data)
+    file = WeightFile("", -1, view.nbytes, table)
+    arrays = {}
+    for name, (dtype, shape, begin, end) in zip(table.names, file.layouts(range(table.count)), strict=True):
+        if begin == end:
+            arrays[name] = np.empty(shape, dtype)
+            continue
+        array = array_over(view, dtype, shape, begin)
+        arrays[name] = jobs.native_order(array.copy() if copy else array)
+    return arrays
+
+
+def deserialize(data: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Tensors of a file that is in memory, as safetensors' function of this name gives them.
+
+    Args:
+        data: any C-contiguous bytes-like object.
+
+    Returns:
+        ``[(name, {"shape": [...], "dtype": "F32", "data": bytearray}), ...]`` in the order of the bytes.
+
+    Raises:
+        FormatError: the bytes break the format.
+    """
+    view, table = _parse(data)
+    return [
+        (name, {"shape": list(shape), "dtype": row.code, "data": bytearray(view[begin:end])})
+        for name, shape, row, (begin, end) in zip(
+            table.names, table.shapes, table.rows, table.byte_ranges(), strict=True
+        )
+    ]
+
+
+# ---- write ----
+
+
+class _Source(NamedTuple):
+    """One tensor to be written: what the header says of it, and where its bytes are."""
+
+    row: dtypes.Dtype
+    shape: Sequence[int]
+    data: Array | TensorSpec
+
+    def pieces(self) -> Iterator[tuple[Any, int, int]]:
+        """The tensor's bytes in order as (owner, address, bytes): memory as it is where it is in C order."""
+        if isinstance(self.data, TensorSpec):
+            yield None, self.data.data_ptr, self.data.data_len
+            return
+        array = self.data
+        swap = self._must_swap(array.dtype)
+        if array.flags.c_contiguous and not swap:
+            yield array, jobs.address_of(array), array.nbytes
+        elif array.size:
+            # Walks the array in C order whatever its strides, through one small buffer: a broadcast or transposed
+            # array is never copied whole.
+            count = max(1, _COPY_BUFFER // array.dtype.itemsize)
+            for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
+                piece = np.ascontiguousarray(block)
+                piece = piece.byteswap() if swap else piece
+                yield piece, jobs.address_of(piece), piece.nbytes
+
+    @property
+    def streamed(self) -> bool:
+        """Whether `pieces` are buffers that must be written before the next is made."""
+        return isinstance(self.data, np.ndarray) and (
+            not self.data.flags.c_contiguous or self._must_swap(self.data.dtype)
+        )
+
+    @staticmethod
+    def _must_swap(dtype: np.dtype[Any]) -> bool:
+        return dtype.itemsize > 1 and dtype.isnative != (sys.byteorder == "little")
+
+
+def _source(name: str, value: Any) -> _Source:
+    if isinstance(value, TensorSpec):
+        return _Source(value._row, value._shape, value)
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"tensor {name!r} is a {type(value).__name__}, not a numpy array")
+    return _Source(dtypes.of_array(value, name), value.shape, value)
+
+
+class Writer:
+    """A file to be: its header is made, its size known, its tensors still where they are.
+
+    Args:
+        tensors: name to array (or `TensorSpec`).
+        metadata: text to text, written in ascending order of keys; None for none.
+
+    Raises:
+        TypeError: a name is no str, a value no array, metadata no text.
+        SafetensorError: a dtype or a name that the format does not have, or a header that is too large.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
+        sources = {_text(name, "a tensor name"): _source(name, value) for name, value in tensors.items()}
+        self._sources = list(sources.values())
+        count = len(sources)
+        columns = ffi.new("sl_columns *")
+        keep = _Columns(columns)
+        keep.texts("names", "name_ends", list(sources), separator=b"\n")
+        keep.array("dtypes", np.array([s.row.number for s in self._sources], np.uint8))
+        keep.array("dims", np.array([dim for s in self._sources for dim in s.shape], np.uint64))
+        keep.array("dim_ends", np.cumsum([len(s.shape) for s in self._sources], dtype=np.uint64))
+        columns.count = count
+        if metadata is not None:
+            pairs = sorted((_text(k, "a metadata key"), _text(v, f"metadata {k!r}")) for k, v in metadata.items())
+            columns.has_metadata = 1
+            columns.metadata_count = len(pairs)
+            keep.texts("metadata_text", "metadata_ends", [part for pair in pairs for part in pair], separator=b"")
+        order, sizes = np.empty(count, np.uint32), np.empty(count, np.uint64)
+        header, header_size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
+        check(
+            lib.sl_safetensors_header(
+                columns,
+                ffi.from_buffer("uint32_t[]", order),
+                ffi.from_buffer("uint64_t[]", sizes),
+                header,
+                header_size,
+                error,
+            ),
+            error,
+            subject="Error while serializing",
+        )
+        self._header = ffi.gc(header[0], lib.sl_free)
+        self._header_size = header_size[0]
+        names = list(sources)
+        self._order: list[int] = order.tolist()
+        for name, source, size in zip(names, self._sources, sizes.tolist(), strict=True):
+            if isinstance(source.data, TensorSpec):
+                _check_spec(name, source.data, size)
+        self.size: int = self._header_size + int(sizes.sum())
+
+    def pieces(self) -> Iterator[tuple[Any, int, int, bool]]:
+        """All bytes in order as (owner, address, bytes, whether they must be used before the next is asked for)."""
+        yield self._header, int(ffi.cast("uintptr_t", self._header)), self._header_size, False
+        for index in self._order:
+            source = self._sources[index]
+            streamed = source.streamed
+            for owner, address, size in source.pieces():
+                yield owner, address, size, streamed
+
+    def to_bytes(self) -> bytes:
+        """The whole file."""
+        out = bytearray(self.size)
+        position = 0
+        for _owner, address, size, _streamed in self.pieces():
+            if size:
+                out[position : position + size] = ffi.buffer(ffi.cast("char *", address), size)
+            position += size
+        return bytes(out)
+
+    def to_file(self, path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
+        """Writes the file; see `AtomicFile`."""
+        with AtomicFile(path, self.size, overwrite=overwrite, durable=durable) as file:
+            waiting: list[tuple[int, int]] = []
+            for _owner, address, size, streamed in self.pieces():
+                waiting.append((address, size))
+                if streamed:
+                    file.write(waiting)
+                    waiting.clear()
+            file.write(waiting)
+
+
+class _Columns:
+    """Fills the input columns of ``sl_safetensors_header`` and keeps their memory alive."""
+
+    def __init__(self, columns: Any) -> None:
+        self._columns = columns
+        self._alive: list[Any] = []
+
+    def array(self, field: str, values: Array) -> None:
+        view = ffi.from_buffer(values) if values.size else ffi.NULL
+        self._alive += [values, view]
+        setattr(self._columns, field, ffi.cast(ffi.typeof(getattr(self._columns, field)), view))
+
+    def texts(self, field: str, ends_field: str, texts: Sequence[str], *, separator: bytes) -> None:
+        encoded = [text.encode() for text in texts]
+        self.array(field, np.frombuffer(b"".join(part + separator for part in encoded), np.uint8))
+        ends = np.cumsum([len(part) + len(separator) for part in encoded], dtype=np.uint64) - np.uint64(len(separator))
+        self.array(ends_field, ends)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be str, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise SafetensorError(f"{what} {value!r} holds a lone surrogate, which UTF-8 cannot write") from None
+    return value
+
+
+def _check_spec(name: str, spec: TensorSpec, size: int) -> None:
+    if spec.data_len != size:
+        raise SafetensorError(
+            f"Error while serializing: tensor {name!r}: data_len is {spec.data_len}, but {spec.dtype} {spec.shape} "
+            f"needs {size} bytes"
+        )
+    if size and spec.data_ptr == 0:
+        raise SafetensorError(f"Error while serializing: tensor {name!r}: data_ptr is null")
+
+
+def _check_specs(tensor_dict: Mapping[str, TensorSpec]) -> None:
+    for name, spec in tensor_dict.items():
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(f"tensor {name!r} must be a TensorSpec, not {type(spec).__name__}")
+
+
+def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The file that holds the described memory, as bytes.
+
+    Raises:
+        TypeError: a value is not a `TensorSpec`.
+        SafetensorError: a length that does not fit its shape, or a name the format does not have.
+    """
+    _check_specs(tensor_dict)
+    return Writer(tensor_dict, metadata).to_bytes()
+
+
+def serialize_file(
+    tensor_dict: Mapping[str, TensorSpec], filename: PathLike, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes the described memory into a file, atomically and durably.
+
+    Raises:
+        TypeError: a value is not a `TensorSpec`.
+        SafetensorError: a length that does not fit its shape, or a name the format does not have.
+        OSError: the file cannot be written; what was there before is still there.
+    """
+    _check_specs(tensor_dict)
+    Writer(tensor_dict, metadata).to_file(filename)

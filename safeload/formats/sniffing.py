@@ -1,0 +1,57 @@
+"""Telling formats apart by their first bytes, also those that are no weights at all."""
+
+from __future__ import annotations
+
+# Enough for tar's magic at 257.
+HEAD_SIZE = 512
+
+# (offset, bytes there, what it is). Sources: the formats' own specifications; for LFS
+# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+_FOREIGN = (
+    (0, b"version https://git-lfs", "a Git LFS pointer: run `git lfs pull` to get the file itself"),
+    (0, b"\x1f\x8b", "gzip-compressed: decompress it first"),
+    (0, b"\x28\xb5\x2f\xfd", "zstd-compressed: decompress it first"),
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
+    (257, b"ustar", "a tar archive: unpack it first"),
+    (0, b"GGUF", "a GGUF file"),
+    (0, b"PK\x03\x04", "a zip archive (torch checkpoint or npz)"),
+    (0, b"\x80\x02", "a pickle (legacy torch checkpoint)"),
+    (0, b"\x08\x03\x12", "an ONNX model"),
+)
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Whether the first bytes could be those of a safetensors file: a size within the limit, then JSON."""
+    return (
+        len(head) > 8 and int.from_bytes(head[:8], "little") <= 100_000_000 and head[8:].lstrip(b" \t\r\n")[:1] == b"{"
+    )
+
+
+def describe(head: bytes) -> str | None:
+    """What a file that is not safetensors is, by its first bytes; None when they say nothing."""
+    if not head:
+        return "an empty file"
+    for offset, magic, what in _FOREIGN:
+        if head[offset : offset + len(magic)] == magic:
+            return what
+    text = head.lstrip()[:15].lower()
+    if text.startswith((b"<!doctype html", b"<html")):
+        return "an HTML page (a failed download?)"
+    if text.startswith(b"<?xml"):
+        return "an XML page (a failed download?)"
+    return None
+
+
+def read_head(path: str) -> bytes:
+    """The first `HEAD_SIZE` bytes of a file."""
+    with open(path, "rb") as file:
+        return file.read(HEAD_SIZE)
+
+
+def foreign(path: str) -> str | None:
+    """What the file at ``path`` is, if it looks like another format than safetensors."""
+    try:
+        head = read_head(path)
+    except OSError:
+        return None
+    return None if is_safetensors(head) else describe(head)

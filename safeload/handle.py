@@ -1,0 +1,264 @@
+"""``safe_open`` and its slices, as safetensors has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from . import dtypes
+from .checkpoint import check_backend, load_parts
+from .errors import SafetensorError
+from .files import Array, PathLike, WeightFile, native_path
+from .formats import safetensors
+from .slicing import read_slice
+from .tensor import TensorMeta
+
+# A first view of a tensor below this size would save less than the mapping costs.
+_VIEWED_FROM = 64 << 10
+
+
+class safe_open:  # noqa: N801 - safetensors' name
+    """An open safetensors file; tensors are read when asked for.
+
+    No two arrays that it hands out share memory, and writing into one changes no file. Arrays stay valid after
+    `close`. Can be pickled: the copy opens the same path.
+
+    Args:
+        filename: path of the file.
+        framework: "np" or "numpy".
+        device: "cpu".
+        backend: "mmap" for copy-on-write views where possible, "pread" to read into private memory.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SafetensorError: the file breaks the format, or the framework or device is not numpy's.
+    """
+
+    def __init__(
+        self, filename: PathLike, framework: str = "numpy", device: str | int | None = "cpu", *, backend: str = "mmap"
+    ) -> None:
+        file = safetensors.open_file(filename)
+        try:
+            _check_framework(framework, device)
+            check_backend(backend)
+        except BaseException:
+            file.close()
+            raise
+        self._file: WeightFile | None = file
+        self._backend = backend
+        self._arguments = (native_path(filename)[0], framework, device)
+        self._handed_out: set[int] = set()
+        self._mappings: dict[WeightFile, Any] = {}
+
+    def _opened(self) -> WeightFile:
+        if self._file is None:
+            raise SafetensorError("File is closed")
+        return self._file
+
+    def keys(self) -> list[str]:
+        """Names in ascending order."""
+        return self._opened().table.sorted_names()
+
+    def offset_keys(self) -> list[str]:
+        """Names in the order of the bytes."""
+        return list(self._opened().table.names)
+
+    def metadata(self) -> dict[str, str] | None:
+        """``__metadata__`` of the header; None when there is none."""
+        return self._opened().table.metadata()
+
+    def get_tensor(self, name: str) -> Array:
+        """One tensor.
+
+        Raises:
+            TensorNotFoundError: there is no such tensor.
+        """
+        file = self._opened()
+        index = file.table.index(name)
+        begin, end = file.table.byte_range(index)
+        # The first time a view; another view of the same bytes would share memory with it.
+        first = index not in self._handed_out and end - begin >= _VIEWED_FROM
+        self._handed_out.add(index)
+        backend = self._backend if first else "pread"
+        arrays, _ = load_parts(
+            [(name, file, index)], backend=backend, threads=None, progress=None, mappings=self._mappings
+        )
+        return arrays[name]
+
+    def get_tensors(self) -> dict[str, Array]:
+        """All tensors, in the order of their bytes."""
+        file = self._opened()
+        parts = [(name, file, index) for index, name in enumerate(file.table.names)]
+        return load_parts(parts, backend=self._backend, threads=None, progress=None)[0]
+
+    def get_slice(self, name: str) -> SafeSlice:
+        """A stand-in for a tensor that reads what is asked of it: ``f.get_slice("h.0.w")[:, :128]``.
+
+        Raises:
+            TensorNotFoundError: there is no such tensor.
+        """
+        file = self._opened()
+        return SafeSlice(file, file.table.index(name))
+
+    def get_tensor_meta(self, name: str) -> TensorMeta:
+        """The header's entry of a tensor: dtype code, logical shape, data_offsets.
+
+        Raises:
+            TensorNotFoundError: there is no such tensor.
+        """
+        file = self._opened()
+        index = file.table.index(name)
+        begin, end = file.table.byte_range(index)
+        data = file.table.byte_range(0)[0]
+        return TensorMeta(file.table.rows[index].code, file.table.shapes[index], (begin - data, end - data))
+
+    def close(self) -> None:
+        """Closes the file; arrays stay valid."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+        self._mappings.clear()
+
+    def __len__(self) -> int:
+        return self._opened().table.count
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._opened().table.find(name) >= 0
+
+    def __enter__(self) -> safe_open:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._opened()
+        return _reopen, (type(self), self._arguments, self._backend)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._file is None else f"{self._file.table.count} tensors"
+        return f"<{type(self).__name__} {self._arguments[0]!r}: {state}>"
+
+
+class _safe_open_handle(safe_open):  # noqa: N801 - safetensors' name
+    """`safe_open` for an open file object, of which only the name is used, as in safetensors."""
+
+    def __init__(
+        self, f: Any, framework: str = "numpy", device: str | int | None = "cpu", *, backend: str = "mmap"
+    ) -> None:
+        _ = f.fileno
+        super().__init__(f.name, framework, device, backend=backend)
+
+
+def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str) -> safe_open:
+    opened = kind.__new__(kind)
+    safe_open.__init__(opened, *arguments, backend=backend)
+    return opened
+
+
+# How to get at other frameworks: upstream's names for them.
+_OTHERS = {
+    **dict.fromkeys(("pt", "torch", "pytorch"), "torch.from_numpy(array), or safetensors.torch"),
+    **dict.fromkeys(("tf", "tensorflow"), "tf.convert_to_tensor(array), or safetensors.tensorflow"),
+    **dict.fromkeys(("jax", "flax"), "jax.numpy.asarray(array), or safetensors.flax"),
+    "mlx": "mlx.core.array(array), or safetensors.mlx",
+    "paddle": "paddle.to_tensor(array), or safetensors.paddle",
+}
+
+
+def _check_framework(framework: str, device: str | int | None) -> None:
+    if framework not in ("np", "numpy"):
+        instead = _OTHERS.get(framework)
+        if instead is None:
+            raise SafetensorError(f'framework {framework} is invalid: safeload gives numpy arrays, use "numpy"')
+        raise SafetensorError(
+            f'framework {framework}: safeload gives numpy arrays. Use framework="numpy" and {instead}'
+        )
+    if device not in ("cpu", None):
+        raise SafetensorError(f'Device {device} is not supported for framework numpy: use "cpu"')
+
+
+class SafeSlice:
+    """A tensor that has not been read; indexing it reads what it returns.
+
+    Numpy's basic indexing, but for four refusals that safetensors makes and its tests assert: a bound or an index
+    past the end, a list that is not empty, more indices than axes.
+    """
+
+    def __init__(self, file: WeightFile, index: int) -> None:
+        self._file = file
+        self._index = index
+
+    def get_shape(self) -> list[int]:
+        """Logical shape of the tensor."""
+        return list(self._file.table.shapes[self._index])
+
+    def get_dtype(self) -> str:
+        """Its safetensors code, such as "F32"."""
+        return self._file.table.rows[self._index].code
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that the whole tensor would be."""
+        return self._file.layout(self._index)[1]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the array that the whole tensor would be."""
+        return dtypes.array_dtype(self._file.table.rows[self._index].number)
+
+    def __getitem__(self, index: Any) -> Array:
+        if isinstance(index, list):
+            if index:
+                raise SafetensorError("Non empty lists are not implemented")
+            index = slice(0, 0)
+        items = index if isinstance(index, tuple) else (index,)
+        _refuse(items, self.shape)
+        try:
+            return read_slice(self._file, self._index, items)
+        except IndexError as error:
+            raise SafetensorError(str(error)) from None
+
+
+def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    """The refusals of safetensors, in its words and its order: from the last axis to the first."""
+    if any(item is None for item in items) or sum(item is Ellipsis for item in items) > 1:
+        return  # numpy's rules
+    given = [item for item in items if item is not Ellipsis]
+    where = next((k for k, item in enumerate(items) if item is Ellipsis), len(items))
+    full = [slice(None)] * (len(shape) - len(given)) if where < len(items) else []
+    given[where:where] = full
+    if not all(isinstance(item, slice) or hasattr(item, "__index__") for item in given):
+        return
+    during = f"Error during slicing [{', '.join(map(_show, given))}] with shape {list(shape)}"
+    if len(given) > len(shape):
+        raise SafetensorError(f"{during}: more slicing indexes than dimensions in tensor")
+    for axis, (item, size) in enumerate(zip(given, shape, strict=False)):
+        if not isinstance(item, slice) and item.__index__() < -size:
+            raise SafetensorError(f"Invalid index {item} for dimension {axis} of size {size}")
+    for axis in reversed(range(len(given))):
+        item, size = given[axis], shape[axis]
+        asked = None
+        if not isinstance(item, slice):
+            asked = item.__index__() if item.__index__() >= size else None
+        elif item.start is not None and item.start > size:
+            asked = item.start
+        elif item.stop is not None and item.stop > size:
+            asked = item.stop - 1
+        if asked is not None:
+            raise SafetensorError(f"{during}: index {asked} out of bounds for tensor dimension #{axis} of size {size}")
+
+
+def _show(item: Any) -> str:
+    if not isinstance(item, slice):
+        return str(item)
+    text = ":".join("" if bound is None else str(bound) for bound in (item.start, item.stop))
+    return text if item.step in (None, 1) else f"{text}:{item.step}"

@@ -1,0 +1,231 @@
+"""Python's side of the engine: plans jobs, runs them slice by slice, reports progress, lets signals in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._native import Error, check, ffi, lib
+from .files import Array, WeightFile, array_over
+
+Progress = bool | Callable[[int, int], object] | None
+
+# One slice of work in C, after which signals are handled and progress is shown.
+SLICE_MS = 50
+
+# More threads than this saturate no memory system or disk any further.
+MAX_THREADS = 16
+# A thread for less than this costs more to start than it saves.
+BYTES_PER_THREAD = 4 << 20
+
+# From this size a tensor gets memory of its own; smaller ones share a pool, so that 100,000 of them do not mean
+# 100,000 allocations and reads.
+POOLED_BELOW = 1 << 20
+# Largest pool: what one surviving small tensor can keep alive.
+POOL_SIZE = 16 << 20
+# Alignment of pools: a cache line, and more than any dtype needs.
+ALIGNMENT = 64
+
+# struct sl_job
+_JOB = np.dtype([("file", np.int64), ("offset", np.uint64), ("memory", np.uint64), ("size", np.uint64)])
+assert ffi.sizeof("sl_job") == _JOB.itemsize
+
+# (descriptor, offset in the file, address, bytes)
+Job = tuple[int, int, int, int]
+
+
+def _cgroup_cpus() -> float:
+    """CPU quota of this process's cgroup, infinity without one.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, file cpu.max; before it cpu.cfs_quota_us.
+    """
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
+        for folder in (root / own, root):
+            limit = folder / "cpu.max"
+            if limit.exists():
+                quota, period = limit.read_text().split()
+                return float("inf") if quota == "max" else int(quota) / int(period)
+        quota_v1 = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        return quota_v1 / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_v1 > 0 else float("inf")
+    except (OSError, ValueError, ZeroDivisionError):
+        return float("inf")
+
+
+@cache
+def _available_cpus() -> int:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cpus, _cgroup_cpus())))
+
+
+def thread_count(nbytes: int, threads: int | None) -> int:
+    """Threads for a job of so many bytes: what is asked for, else ``SAFELOAD_NUM_THREADS``, else what helps.
+
+    Raises:
+        ValueError: less than one thread.
+    """
+    if threads is None:
+        setting = os.environ.get("SAFELOAD_NUM_THREADS")
+        if not setting:
+            return max(1, min(nbytes // BYTES_PER_THREAD, _available_cpus(), MAX_THREADS))
+        if not setting.isdecimal() or int(setting) < 1:
+            raise ValueError(f"SAFELOAD_NUM_THREADS is {setting!r}, not a number of threads")
+        threads = int(setting)
+    if threads < 1:
+        raise ValueError(f"threads is {threads}, but at least one is needed")
+    return threads
+
+
+@contextmanager
+def _reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
+    if progress is None or progress is False:
+        yield lambda done: None
+    elif callable(progress):
+        report = progress
+        yield lambda done: report(done, total)
+    else:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            yield lambda done: None
+            return
+        with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024) as bar:
+            yield lambda done: bar.update(done - bar.n)
+
+
+def run(
+    jobs: Sequence[Job],
+    direction: int,
+    where: Callable[[int, int], tuple[str, str | None]],
+    *,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> int:
+    """Runs jobs to their end; the memory they name must be alive. Returns the bytes moved.
+
+    Args:
+        jobs: what to move.
+        direction: ``lib.SL_READ``, ``SL_WRITE`` or ``SL_APPEND``.
+        where: for an error, path and tensor of a job's index and a byte in its file.
+        threads: None for `thread_count`'s choice.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+    """
+    array = np.array(jobs, dtype=_JOB)
+    total = int(array["size"].sum())
+    count = thread_count(total, threads)
+    pointer = ffi.from_buffer("sl_job[]", array)
+    cursor = ffi.new("sl_cursor *")
+    error = Error()
+    with _reporter(progress, total) as report:
+        while not cursor.finished:
+            status = lib.sl_jobs_run(pointer, len(array), direction, count, SLICE_MS, cursor, error)
+            if status != lib.SL_OK:
+                path, subject = where(cursor.failed_job, error.position)
+                check(status, error, path, subject)
+            report(cursor.bytes_done)
+    return total
+
+
+def address_of(array: Array) -> int:
+    """Address of an array's first element."""
+    return int(array.__array_interface__["data"][0])
+
+
+def _aligned_bytes(size: int) -> Array:
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -address_of(raw) % ALIGNMENT
+    return raw[start : start + size]
+
+
+class _Reads:
+    """Collects tensors to be read into private memory."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.files: list[WeightFile] = []  # of each job
+        self.arrays: list[Array | None] = []
+        self._small: list[tuple[int, WeightFile, np.dtype[Any], tuple[int, ...], int, int]] = []
+        self._pooled = 0
+
+    def add(self, file: WeightFile, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int, end: int) -> None:
+        slot = len(self.arrays)
+        if POOLED_BELOW > end - begin > 0:
+            if self._pooled + end - begin > POOL_SIZE:
+                self.flush()
+            self._small.append((slot, file, dtype, shape, begin, end))
+            # Up to two gaps of ALIGNMENT where a run starts.
+            self._pooled += end - begin + 2 * ALIGNMENT
+            self.arrays.append(None)
+            return
+        array: Array = np.empty(shape, dtype)
+        self.arrays.append(array)
+        if end > begin:
+            self.jobs.append((file.descriptor, begin, address_of(array), end - begin))
+            self.files.append(file)
+
+    def flush(self) -> None:
+        """Places the small tensors collected so far in one pool, neighbours in the file side by side in one job."""
+        if not self._small:
+            return
+        pool = _aligned_bytes(self._pooled)
+        base = address_of(pool)
+        at, previous, previous_end = 0, None, -1
+        for slot, file, dtype, shape, begin, end in self._small:
+            if file is previous and begin == previous_end:
+                descriptor, offset, memory, size = self.jobs[-1]
+                self.jobs[-1] = (descriptor, offset, memory, size + end - begin)
+            else:
+                # The same address modulo ALIGNMENT as in the file: what is aligned there is aligned here.
+                at += (begin - at) % ALIGNMENT
+                self.jobs.append((file.descriptor, begin, base + at, end - begin))
+                self.files.append(file)
+            self.arrays[slot] = array_over(pool, dtype, shape, at)
+            at += end - begin
+            previous, previous_end = file, end
+        self._small.clear()
+        self._pooled = 0
+
+
+def read_arrays(
+    parts: Sequence[tuple[WeightFile, int]], *, threads: int | None = None, progress: Progress = None
+) -> list[Array]:
+    """Tensors of any files, read into private memory in one go: aligned, writable, C-contiguous arrays.
+
+    Raises:
+        FormatError: a file ends too early, with its path and the offset.
+        OSError: a file cannot be read.
+    """
+    reads = _Reads()
+    position = 0
+    while position < len(parts):  # one look at the columns of each file
+        file, stop = parts[position][0], position
+        while stop < len(parts) and parts[stop][0] is file:
+            stop += 1
+        indices = [index for _, index in parts[position:stop]]
+        layouts = [file.layout(indices[0])] if len(indices) == 1 else file.layouts(indices)
+        for layout in layouts:
+            reads.add(file, *layout)
+        position = stop
+    reads.flush()
+
+    def where(job: int, position: int) -> tuple[str, str | None]:
+        file = reads.files[job]
+        return file.path, file.tensor_at(position)
+
+    run(reads.jobs, lib.SL_READ, where, threads=threads, progress=progress)
+    return [native_order(array) for array in reads.arrays if array is not None]
+
+
+def native_order(array: Array) -> Array:
+    """Little-endian bytes as this machine's numbers, at an address that suits them."""
+    if sys.byteorder == "big" and array.dtype.itemsize > 1:
+        array = array.byteswap()
+    return array if array.flags.aligned else array.copy()

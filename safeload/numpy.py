@@ -1,0 +1,126 @@
+"""Drop-in for ``safetensors.numpy``: the same names, positions, defaults and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .checkpoint import Backend, Progress, check_backend, load_parts, refuse_unbuilt
+from .files import Array, PathLike
+from .formats import safetensors
+
+__all__ = ["load", "load_file", "save", "save_file"]
+
+
+def save(tensor_dict: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of a safetensors file.
+
+    Args:
+        tensor_dict: name to array of any layout: what is not C-contiguous or not little-endian is written as if it
+            were.
+        metadata: text to text for the header, written in ascending order of keys.
+
+    Returns:
+        The file's content.
+
+    Raises:
+        TypeError: a name is no str, a value no array, metadata no text.
+        SafetensorError: a dtype or a name that the format does not have.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload.numpy import load, save
+        >>> load(save({"weight": np.ones((2, 2), np.float32)}))["weight"].sum()
+        np.float32(4.0)
+    """
+    return safetensors.Writer(tensor_dict, metadata).to_bytes()
+
+
+def save_file(
+    tensor_dict: Mapping[str, Array],
+    filename: PathLike,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
+    """Writes a safetensors file, atomically: a crash at any moment leaves the old file or the new one.
+
+    Args:
+        tensor_dict: name to array of any layout; no second copy of the data is made in memory.
+        filename: a new file gets mode 0666 less the umask, an existing one keeps its mode, a symbolic link is
+            followed, a device or pipe is written through.
+        metadata: text to text for the header, written in ascending order of keys.
+        overwrite: False to raise FileExistsError where something exists.
+        durable: False to leave out the fsync of file and folder, nothing else.
+
+    Raises:
+        TypeError: a name is no str, a value no array, metadata no text.
+        SafetensorError: a dtype or a name that the format does not have.
+        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there.
+    """
+    safetensors.Writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
+
+
+def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
+    """The tensors of a safetensors file that is in memory.
+
+    Args:
+        data: any C-contiguous bytes-like object: bytes, bytearray, memoryview, mmap, uint8 array.
+        copy: False for views of ``data``, read-only where ``data`` is.
+
+    Returns:
+        Name to array, in the order of the bytes. F4 and F6 tensors are raw uint8.
+
+    Raises:
+        FormatError: the bytes break the format.
+    """
+    return safetensors.parse(data, copy=copy)
+
+
+def load_file(
+    filename: PathLike,
+    *,
+    backend: Backend = "mmap",
+    dtype: Any = None,
+    names: Iterable[str] | None = None,
+    out: Mapping[str, Array] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> dict[str, Array]:
+    """The tensors of a safetensors file.
+
+    Args:
+        filename: path of the file.
+        backend: "mmap" for copy-on-write views of one private mapping: loading costs microseconds, a page is read
+            when it is first touched, writing into an array changes no file. "pread" to read everything now, on all
+            cores, into private memory that nothing the file suffers later can reach.
+        dtype: not there yet.
+        names: exact names of the tensors wanted; None for all.
+        out: not there yet.
+        threads: for what is read; None for what helps.
+        progress: for what is read: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+
+    Returns:
+        Name to array, in the order of the bytes or of ``names``: writable, aligned, C-contiguous. BF16 and F8 tensors
+        have ml_dtypes dtypes, F4 and F6 ones are raw uint8.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FormatError: the file breaks the format, with the byte where it does.
+        TensorNotFoundError: an unknown name.
+    """
+    check_backend(backend)
+    refuse_unbuilt(dtype, out)
+    file = safetensors.open_file(filename)
+    try:
+        table = file.table
+        if names is None:
+            parts = [(name, file, index) for index, name in enumerate(table.names)]
+        elif isinstance(names, str):
+            raise TypeError("names must be an iterable of names, not one str")
+        else:
+            parts = [(name, file, table.index(name)) for name in dict.fromkeys(names)]
+        return load_parts(parts, backend=backend, threads=threads, progress=progress)[0]
+    finally:
+        file.close()

@@ -1,0 +1,156 @@
+"""Basic indexing of a tensor that is in a file: only the selected elements are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import jobs
+from ._native import lib
+from .files import Array, WeightFile
+
+# Rows this close together are read with what lies between them: a page is what the system reads anyway.
+_DENSE_PITCH = 4096
+# Bytes read at once when rows are read with what lies between them.
+_BLOCK = 1 << 20
+
+
+class _Axis(NamedTuple):
+    """Selected positions of one axis, ascending: start, start + step, ... (length of them)."""
+
+    start: int
+    step: int
+    length: int
+
+
+def _axes(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[list[_Axis], tuple[Any, ...]]:
+    """What to read per axis, and the index that makes the asked-for array of what was read."""
+    given = sum(item is not None and item is not Ellipsis for item in index)
+    if given > len(shape):
+        raise IndexError(f"too many indices: tensor is {len(shape)}-dimensional, but {given} were indexed")
+    if sum(item is Ellipsis for item in index) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    if Ellipsis not in index:
+        index = (*index, Ellipsis)
+    axes: list[_Axis] = []
+    after: list[Any] = []
+    for item in index:
+        if item is Ellipsis:
+            for size in shape[len(axes) : len(axes) + len(shape) - given]:
+                axes.append(_Axis(0, 1, size))
+                after.append(slice(None))
+        elif item is None:
+            after.append(None)
+        elif isinstance(item, slice):
+            start, stop, step = item.indices(shape[len(axes)])
+            count = len(range(start, stop, step))
+            if step > 0:
+                axes.append(_Axis(start, step, count))
+                after.append(slice(None))
+            else:
+                axes.append(_Axis(start + (count - 1) * step if count else 0, -step, count))
+                after.append(slice(None, None, -1))
+        elif hasattr(item, "__index__") and not isinstance(item, (bool, np.bool_)):
+            size, position = shape[len(axes)], item.__index__()
+            if not -size <= position < size:
+                raise IndexError(f"index {position} is out of bounds for axis {len(axes)} with size {size}")
+            axes.append(_Axis(position % size, 1, 1))
+            after.append(0)
+        else:
+            raise IndexError(
+                f"{type(item).__name__} is no basic index: a slice takes integers, slices, ... and None; "
+                "for anything else load the tensor and index the array"
+            )
+    return axes, (*after, ...)
+
+
+class _Run(NamedTuple):
+    """One read.
+
+    Attributes:
+        at: index of its elements in the result.
+        offset: of its first byte in the tensor.
+        size: bytes.
+        pitch: 0 when all of them are wanted, in order. Else the bytes are rows this far apart, along the last axis of
+            ``at``, of which the selected elements are taken.
+    """
+
+    at: tuple[Any, ...]
+    offset: int
+    size: int
+    pitch: int
+
+
+def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int) -> Iterator[_Run]:
+    """What to read."""
+    strides = [itemsize] * len(shape)
+    for k in range(len(shape) - 2, -1, -1):
+        strides[k] = strides[k + 1] * shape[k + 1]
+
+    def walk(k: int, index: tuple[Any, ...], offset: int) -> Iterator[_Run]:
+        rest = k
+        while rest < len(axes) and axes[rest].length == shape[rest]:
+            rest += 1
+        if rest == len(axes):  # all the rest is selected
+            yield _Run(index, offset, strides[k] * shape[k] if k < len(axes) else itemsize, 0)
+            return
+        axis, stride = axes[k], strides[k]
+        offset += axis.start * stride
+        inner_full = all(a.length == n for a, n in zip(axes[k + 1 :], shape[k + 1 :], strict=True))
+        if inner_full and axis.step == 1:
+            yield _Run(index, offset, axis.length * stride, 0)
+            return
+        pitch = axis.step * stride
+        selected = itemsize
+        for a in axes[k + 1 :]:
+            selected *= a.length
+        if pitch <= _BLOCK and (pitch <= _DENSE_PITCH or selected * 4 >= pitch):
+            rows = _BLOCK // pitch
+            for first in range(0, axis.length, rows):
+                count = min(rows, axis.length - first)
+                at = (*index, slice(first, first + count))
+                yield _Run(at, offset + first * pitch, (count - 1) * pitch + stride, pitch)
+            return
+        for i in range(axis.length):
+            yield from walk(k + 1, (*index, i), offset + i * pitch)
+
+    yield from walk(0, (), 0)
+
+
+def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
+    """The selected elements in private memory, read through the descriptor."""
+    dtype, shape, begin, _ = file.layout(tensor)
+    axes, after = _axes(index, shape)
+    result: Array = np.empty(tuple(axis.length for axis in axes), dtype)
+    if result.size:
+        place = file.path, f"tensor {file.table.names[tensor]!r}"
+        direct: list[jobs.Job] = []
+        for run in _runs(axes, shape, dtype.itemsize):
+            at = (*run.at, ...)  # with the ellipsis an array also where a single element is selected
+            target = result[at]
+            if run.pitch == 0:
+                direct.append((file.descriptor, begin + run.offset, jobs.address_of(target), run.size))
+                continue
+            block = np.empty(run.size, np.uint8)
+            job = (file.descriptor, begin + run.offset, jobs.address_of(block), run.size)
+            jobs.run([job], lib.SL_READ, lambda job, position: place)
+            inside = len(run.at)
+            rows = _strided(block, dtype, (len(target), *shape[inside:]), run.pitch)
+            inner = axes[inside:]
+            selected = (slice(None), *(slice(a.start, a.start + (a.length - 1) * a.step + 1, a.step) for a in inner))
+            target[...] = rows[selected]
+        jobs.run(direct, lib.SL_READ, lambda job, position: place)
+    view: Array = jobs.native_order(result)[after]
+    return view if view.flags.c_contiguous else view.copy()
+
+
+def _strided(block: Array, dtype: np.dtype[Any], shape: tuple[int, ...], pitch: int) -> Array:
+    """Rows ``pitch`` bytes apart."""
+    strides = [dtype.itemsize] * len(shape)
+    for k in range(len(shape) - 2, 0, -1):
+        strides[k] = strides[k + 1] * shape[k + 1]
+    strides[0] = pitch
+    rows: Array = np.ndarray(shape, dtype, block, 0, tuple(strides))
+    return rows

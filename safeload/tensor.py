@@ -1,0 +1,225 @@
+"""What is known of tensors: the table of a file, and the descriptions that callers see."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from . import dtypes
+from ._native import ffi, lib
+from .errors import SafetensorError, TensorNotFoundError
+
+# Above this many names a missing one is reported without suggestions: difflib compares with each of them.
+_SUGGEST_UP_TO = 5_000
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: its name.
+        dtype: its code, such as "BF16".
+        shape: logical shape, outermost axis first.
+        nbytes: bytes in the file.
+        file: path of the file that holds it.
+        offset: byte in that file where its data begins.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+    offset: int
+
+
+class TensorMeta(NamedTuple):
+    """The header entry of one tensor in a safetensors file.
+
+    Attributes:
+        dtype: safetensors code, such as "F4".
+        shape: logical shape, also for packed dtypes, whose arrays show bytes.
+        data_offsets: byte range counted from the end of the header, as the header states it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class TensorSpec:
+    """Describes memory to be serialized: the argument of `serialize` and `serialize_file`.
+
+    The caller keeps the memory alive and unchanged for the duration of the call.
+
+    Args:
+        dtype: numpy or torch name, such as "float32" or "float4_e2m1fn_x2".
+        shape: elements per axis; for "float4_e2m1fn_x2" the last axis counts bytes of two elements, as torch has it,
+            and `shape` then gives the logical number.
+        data_ptr: address of the C-contiguous little-endian data.
+        data_len: its size in bytes.
+
+    Raises:
+        SafetensorError: unknown dtype, or a shape that overflows.
+    """
+
+    __slots__ = ("_data_len", "_data_ptr", "_row", "_shape")
+
+    def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
+        two_per_byte = dtype == "float4_e2m1fn_x2"
+        row = dtypes.BY_CODE["F4"] if two_per_byte else dtypes.BY_NAME.get(dtype)
+        if row is None or (row.code == "F4" and not two_per_byte):
+            names = [r.name if r.code != "F4" else "float4_e2m1fn_x2" for r in dtypes.TABLE]
+            raise SafetensorError(f"Unknown dtype {dtype!r}. Supported dtypes: {', '.join(names)}")
+        dims = [_index(dim, "shape") for dim in shape]
+        if two_per_byte and dims:
+            dims[-1] = _index(dims[-1] * 2, "shape")
+        self._row = row
+        self._shape = dims
+        self._data_ptr = _index(data_ptr, "data_ptr")
+        self._data_len = _index(data_len, "data_len")
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors code, such as "F32"."""
+        return self._row.code
+
+    @property
+    def shape(self) -> list[int]:
+        """The logical shape, as the header records it."""
+        return list(self._shape)
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of the data."""
+        return self._data_ptr
+
+    @property
+    def data_len(self) -> int:
+        """Size of the data in bytes."""
+        return self._data_len
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorSpec(dtype={self.dtype!r}, shape={self._shape}, data_ptr={self._data_ptr}, "
+            f"data_len={self._data_len})"
+        )
+
+
+def _index(value: int, what: str) -> int:
+    """An integer of 64 bits without sign."""
+    number = value.__index__()
+    if not 0 <= number < 1 << 64:
+        raise OverflowError(f"{what}: {number} is outside 0..2^64-1")
+    return number
+
+
+class Table:
+    """The tensors of one file in the order of their bytes, read from the C core's columns when asked for.
+
+    Attributes:
+        count: number of tensors.
+    """
+
+    def __init__(self, pointer: Any) -> None:
+        self._handle = ffi.gc(pointer, lib.sl_table_free)
+        self._columns = lib.sl_table_columns(self._handle)
+        self.count: int = self._columns.count
+        self._names: list[str] | None = None
+        self._shapes: list[tuple[int, ...]] | None = None
+        self._rows: list[dtypes.Dtype] | None = None
+
+    def _column(self, name: str, count: int) -> list[int]:
+        if count == 0:
+            return []
+        return memoryview(ffi.buffer(getattr(self._columns, name), 8 * count)).cast("Q").tolist()
+
+    @property
+    def names(self) -> list[str]:
+        """Names in the order of the bytes. Not to be changed."""
+        if self._names is None:
+            size = self._columns.names_size
+            blob = bytes(ffi.buffer(self._columns.names, size)) if size else b""
+            if self._columns.newline_in_names:
+                starts = [0] + [end + 1 for end in self._column("name_ends", self.count)]
+                self._names = [blob[begin : end - 1].decode() for begin, end in pairwise(starts)]
+            else:
+                self._names = blob.decode().split("\n")[:-1]
+        return self._names
+
+    def sorted_names(self) -> list[str]:
+        """Names in ascending order of their UTF-8 bytes, which is that of their code points."""
+        names = self.names
+        if self.count == 0:
+            return []
+        order = memoryview(ffi.buffer(self._columns.by_name, 4 * self.count)).cast("I")
+        return [names[i] for i in order]
+
+    def find(self, name: str) -> int:
+        """Index of a tensor, -1 when there is none."""
+        try:
+            encoded = name.encode()
+        except UnicodeEncodeError:  # a lone surrogate is in no file
+            return -1
+        return int(lib.sl_table_find(self._handle, encoded, len(encoded)))
+
+    def index(self, name: str) -> int:
+        """Index of a tensor.
+
+        Raises:
+            TensorNotFoundError: there is none of this name.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
+        found = self.find(name)
+        if found < 0:
+            raise missing(name, self.names)
+        return found
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Logical shapes."""
+        if self._shapes is None:
+            ends = self._column("dim_ends", self.count)
+            dims = self._column("dims", ends[-1] if ends else 0)
+            self._shapes = [tuple(dims[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        return self._shapes
+
+    @property
+    def rows(self) -> list[dtypes.Dtype]:
+        """Rows of the dtype table."""
+        if self._rows is None:
+            codes = bytes(ffi.buffer(self._columns.dtypes, self.count)) if self.count else b""
+            self._rows = [dtypes.TABLE[code] for code in codes]
+        return self._rows
+
+    def byte_range(self, index: int) -> tuple[int, int]:
+        """Bytes of one tensor in the file: [begin, end)."""
+        return self._columns.begins[index], self._columns.ends[index]
+
+    def byte_ranges(self) -> list[tuple[int, int]]:
+        """Bytes of each tensor in the file."""
+        return list(zip(self._column("begins", self.count), self._column("ends", self.count), strict=True))
+
+    def metadata(self) -> dict[str, str] | None:
+        """``__metadata__``; None when the file has none. Of a key that is there twice the last value counts."""
+        columns = self._columns
+        if not columns.has_metadata:
+            return None
+        if columns.metadata_count == 0:
+            return {}
+        text = bytes(ffi.buffer(columns.metadata_text, columns.metadata_size)) if columns.metadata_size else b""
+        ends = self._column("metadata_ends", 2 * columns.metadata_count)
+        parts = [text[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
+    """The error for a name that is not there, with the names that come close."""
+    message = f"File does not contain tensor {name}"
+    close = difflib.get_close_matches(name, names, n=3) if len(names) <= _SUGGEST_UP_TO else []
+    if close:
+        message += f"; close to it: {', '.join(close)}"
+    return TensorNotFoundError(message)

@@ -1,0 +1,194 @@
+"""Atomic, durable files: the old one or the new one, at any moment, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+
+from . import jobs
+from ._native import Error, check, lib
+from .files import PathLike, native_path
+
+# The longest name of most filesystems (NAME_MAX) less what the temporary name adds.
+_LONGEST_STEM = 255 - len(".") - len(".") - 16 - len(".tmp")
+
+
+class AtomicFile:
+    """A file under construction. Leaving the ``with`` block puts it in place; an exception leaves no trace.
+
+    A new file gets mode 0666 less the umask; an existing one is replaced keeping its mode and owner; a symbolic link
+    is followed. Devices and pipes are written through, in order.
+
+    Args:
+        path: where the file shall be.
+        size: its final size in bytes, reserved before the first byte is written.
+        overwrite: False to raise FileExistsError where something exists.
+        durable: False to leave out the fsync of file and folder.
+    """
+
+    def __init__(self, path: PathLike, size: int, *, overwrite: bool = True, durable: bool = True) -> None:
+        self.path = native_path(path)[0]
+        self._target = os.path.realpath(self.path)
+        self._overwrite = overwrite
+        self._durable = durable
+        self._temporary: str | None = None
+        self._position = 0
+        try:
+            existing = os.stat(self._target)
+        except FileNotFoundError:
+            existing = None
+        if existing is not None and not overwrite:
+            raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", self.path)
+        if existing is not None and stat.S_ISDIR(existing.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
+        self._in_order = existing is not None and not stat.S_ISREG(existing.st_mode)
+        flags = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        if self._in_order:
+            self._descriptor = os.open(self._target, flags)
+            return
+        folder, name = os.path.split(self._target)
+        self._temporary = os.path.join(folder, f".{_clip(name)}.{secrets.token_hex(8)}.tmp")
+        try:
+            self._descriptor = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            self._temporary = None
+            # The caller knows the file by its own name, not by the temporary one.
+            raise type(error)(error.errno, error.strerror, self.path) from None
+        try:
+            if existing is not None:
+                self._keep_owner_and_mode(existing)
+            error_out = Error()
+            check(lib.sl_file_reserve(self._handle, size, error_out), error_out, self.path)
+        except BaseException:
+            self._abandon()
+            raise
+
+    @property
+    def _handle(self) -> int:
+        """The descriptor as the C core takes it."""
+        if sys.platform == "win32":
+            import msvcrt
+
+            return msvcrt.get_osfhandle(self._descriptor)
+        return self._descriptor
+
+    def _keep_owner_and_mode(self, existing: os.stat_result) -> None:
+        if hasattr(os, "fchown"):
+            mine = os.fstat(self._descriptor)
+            if (mine.st_uid, mine.st_gid) != (existing.st_uid, existing.st_gid):
+                with contextlib.suppress(PermissionError):  # only root gives files away
+                    os.fchown(self._descriptor, existing.st_uid, existing.st_gid)
+        if hasattr(os, "fchmod"):
+            os.fchmod(self._descriptor, stat.S_IMODE(existing.st_mode))
+
+    def write(self, pieces: list[tuple[int, int]], *, threads: int | None = None) -> None:
+        """Appends memory, given as (address, bytes), which the caller keeps alive."""
+        work: list[jobs.Job] = []
+        position = self._position
+        for address, size in pieces:
+            work.append((self._handle, position, address, size))
+            position += size
+        direction = lib.SL_APPEND if self._in_order else lib.SL_WRITE
+        jobs.run(work, direction, lambda job, position: (self.path, None), threads=threads)
+        self._position = position
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._abandon()
+            return
+        try:
+            self._commit()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _commit(self) -> None:
+        if self._temporary is None:
+            os.close(self._take_descriptor())
+            return
+        if self._durable:
+            os.fsync(self._descriptor)
+        os.close(self._take_descriptor())
+        with _naming(self.path):
+            if self._overwrite:
+                os.replace(self._temporary, self._target)
+            else:
+                _move_without_replacing(self._temporary, self._target)
+        self._temporary = None
+        if self._durable:
+            _sync_folder(os.path.dirname(self._target))
+
+    def _take_descriptor(self) -> int:
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
+    def _abandon(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._take_descriptor())
+        if self._temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
+            self._temporary = None
+
+
+def _clip(name: str) -> str:
+    """A name short enough that the temporary one is legal too, cut between characters."""
+    while len(os.fsencode(name)) > _LONGEST_STEM:
+        name = name[:-1]
+    return name
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Errors of the rename name the file as the caller does; on Windows they say why it cannot be replaced."""
+    try:
+        yield
+    except PermissionError as error:
+        if os.name == "nt":
+            message = "the file is mapped or open elsewhere (arrays that were loaded from it keep it mapped)"
+            raise PermissionError(error.errno, message, path) from None
+        raise PermissionError(error.errno, error.strerror, path) from None
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, path) from None
+
+
+def _move_without_replacing(source: str, target: str) -> None:
+    """As rename(2), which replaces, but by link(2), which refuses to.
+
+    Where a filesystem has no links there remains a moment between the check and the rename.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", target) from None
+        os.rename(source, target)
+    else:
+        os.unlink(source)
+
+
+def _sync_folder(folder: str) -> None:
+    """Makes the rename durable. Windows has no descriptor of a folder and needs none."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a filesystem that does not sync folders
+            raise
+    finally:
+        os.close(descriptor)
