@@ -1,14 +1,19 @@
-/* Floor 1: the blocks of one object, freed together, so that every error path is one call. */
+/* Floor 2: the blocks of one object, freed together, so that every error path is one call. */
 #ifndef SL_ARENA_H
 #define SL_ARENA_H
 
 #include "error.h"
 
-/* A table has a dozen columns; a few more for scratch. */
-#define SL_ARENA_BLOCKS 24
+/* A table has ten columns, twice when they are put in order, and four of scratch. */
+#define SL_ARENA_BLOCKS 32
+
+typedef struct sl_block {
+    void *memory;
+    uint64_t size;
+} sl_block;
 
 typedef struct sl_arena {
-    void *blocks[SL_ARENA_BLOCKS];
+    sl_block blocks[SL_ARENA_BLOCKS];
     int32_t used;
 } sl_arena;
 

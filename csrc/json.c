@@ -210,12 +210,11 @@ size_t sl_json_decode(const sl_json_text *text, char *out) {
     return used;
 }
 
-bool sl_json_equals(const sl_json_text *text, const char *word) {
-    size_t size = strlen(word);
-    if (!text->escaped) return text->size == size && memcmp(text->data, word, size) == 0;
+bool sl_json_equals(const sl_json_text *text, const char *word, size_t word_size) {
+    if (!text->escaped) return text->size == word_size && memcmp(text->data, word, word_size) == 0;
     char decoded[256]; /* one ASCII character takes at most 6 in the text, and our words are short */
     if (text->size > sizeof decoded) return false;
-    return sl_json_decode(text, decoded) == size && memcmp(decoded, word, size) == 0;
+    return sl_json_decode(text, decoded) == word_size && memcmp(decoded, word, word_size) == 0;
 }
 
 /* ---- steps through containers ---- */

@@ -58,7 +58,7 @@ int32_t sl_json_finish(sl_json *json);
  * it was read. */
 size_t sl_json_decode(const sl_json_text *text, char *out);
 
-/* Whether the decoded text equals the ASCII string `word`. */
-bool sl_json_equals(const sl_json_text *text, const char *word);
+/* Whether the decoded text equals an ASCII word. */
+bool sl_json_equals(const sl_json_text *text, const char *word, size_t word_size);
 
 #endif

@@ -16,6 +16,11 @@ int32_t sl_platform_read_at(int64_t file, uint64_t offset, void *memory, uint64_
 int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,
                           sl_error *error);
 
+/* Memory for a large buffer that is filled once, in huge pages where the system has them: in pages of 4 KiB the faults
+ * cost more than the bytes. NULL when there is none. */
+void *sl_platform_alloc(uint64_t size);
+void sl_platform_free(void *memory, uint64_t size);
+
 /* Microseconds of a clock that never goes back. */
 uint64_t sl_platform_now_us(void);
 

@@ -118,6 +118,17 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
     return SL_OK;
 }
 
+void *sl_platform_alloc(uint64_t size) {
+    void *memory = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (memory == MAP_FAILED) return NULL;
+#if defined(MADV_HUGEPAGE)
+    madvise(memory, (size_t)size, MADV_HUGEPAGE); /* a hint: refusal changes nothing */
+#endif
+    return memory;
+}
+
+void sl_platform_free(void *memory, uint64_t size) { munmap(memory, (size_t)size); }
+
 uint64_t sl_platform_now_us(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

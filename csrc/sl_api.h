@@ -80,7 +80,7 @@ typedef struct sl_columns {
     const uint64_t *dim_ends;  /* shape i is dims[dim_ends[i - 1] .. dim_ends[i]) */
     const uint64_t *begins;    /* byte range in the file: [begins[i], ends[i]) */
     const uint64_t *ends;
-    const uint32_t *by_name; /* indices in ascending byte order of their names */
+    const uint32_t *by_name; /* indices in ascending byte order of their names; NULL: 0, 1, 2, ... */
     int32_t newline_in_names; /* some name holds '\n': cut by name_ends, not by splitting */
     int32_t has_metadata;     /* 0: the file has none (or null) */
     uint64_t metadata_count;  /* pairs */

@@ -8,10 +8,6 @@ static uint64_t run_end(const uint32_t *order, uint64_t from, uint64_t count, sl
     return from < count ? from : count;
 }
 
-bool sl_is_sorted(const uint32_t *order, uint64_t count, sl_compare_fn compare, const void *context) {
-    return run_end(order, 0, count, compare, context) == count;
-}
-
 void sl_sort(uint32_t *order, uint32_t *spare, uint64_t count, sl_compare_fn compare, const void *context) {
     for (bool merged = true; merged;) {
         merged = false;

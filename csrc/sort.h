@@ -7,9 +7,6 @@
 /* <0, 0 or >0 as item a goes before, with or after item b. */
 typedef int (*sl_compare_fn)(const void *context, uint32_t a, uint32_t b);
 
-/* Whether order[0..count) ascends. */
-bool sl_is_sorted(const uint32_t *order, uint64_t count, sl_compare_fn compare, const void *context);
-
 /* Stable natural merge sort: one pass over what is sorted already, as writers leave it; never more than log2(count)
  * passes, whatever a hostile file does. `spare` holds count entries. */
 void sl_sort(uint32_t *order, uint32_t *spare, uint64_t count, sl_compare_fn compare, const void *context);

@@ -10,27 +10,22 @@
 /* Same numbers as the by_name column and the fields below. */
 #define SL_MAX_TENSORS UINT32_MAX
 
-typedef struct sl_entry {
-    uint64_t name_begin, name_end; /* in names */
-    uint64_t dim_begin, dim_end;   /* in dims */
-    uint64_t begin, end;           /* in the file */
-    int64_t position;              /* of the entry, for messages */
-    int32_t dtype;
-} sl_entry;
-
 struct sl_table {
     sl_arena arena;
-    sl_columns columns;
-    sl_entry *entries;
-    char *names;
-    uint64_t *dims;
-    char *metadata_text;
-    uint64_t *metadata_ends;
-    uint64_t entry_capacity, name_capacity, dim_capacity, metadata_capacity, metadata_end_capacity;
-    uint64_t dim_count;
+    sl_columns columns; /* what readers see, filled in by finish; until then only counts and sizes are kept here */
+    /* The columns while they grow. Per tensor, all with the same capacity: */
+    uint64_t *name_ends, *dim_ends, *begins, *ends;
+    uint64_t *positions; /* of the entries in the file, for messages */
+    uint8_t *dtypes;
+    uint64_t capacity;
+    /* The others: */
+    char *names, *metadata_text;
+    uint64_t *dims, *metadata_ends;
+    uint64_t name_capacity, dim_capacity, metadata_capacity, metadata_end_capacity;
 };
 
-int32_t sl_table_new(sl_table **table, sl_error *error);
+/* With room for so many tensors, bytes of names and dims; it grows beyond them. */
+int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_table **table, sl_error *error);
 
 /* Copies (decoded) name and dims. The byte range is as the file states it, relative to its data. */
 int32_t sl_table_append(sl_table *table, const sl_json_text *name, int32_t dtype, const uint64_t *dims, uint64_t rank,

@@ -1,7 +1,14 @@
-"""The only module that touches the binding: the C core's functions, and its statuses turned into exceptions."""
+"""The only module that touches the binding: the C core's functions, and its statuses turned into exceptions.
+
+`lib` has every function of sl_api.h as cffi makes them: they release the GIL. That is right for jobs, which take
+milliseconds. For what takes microseconds it is wrong: beside a busy Python thread each re-taking of the GIL costs up
+to sys.getswitchinterval(), 5 ms, where the work itself (opening 300 tensors) takes 0.07 ms. `short` has these
+functions bound through ctypes.PyDLL's calling convention, which keeps the GIL.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from .errors import FormatError, LimitError, SafeloadError, os_error
@@ -14,7 +21,30 @@ except ImportError as error:
         f"it) and start Python from another folder; elsewhere reinstall the package. ({error})"
     ) from error
 
-__all__ = ["Error", "check", "ffi", "lib", "mapped_buffer"]
+__all__ = ["Error", "check", "ffi", "lib", "mapped_buffer", "pointer", "short"]
+
+
+def pointer(cdata: Any) -> int:
+    """A cffi pointer as the integer that `short` functions take."""
+    return int(ffi.cast("uintptr_t", cdata))
+
+
+def _bind(name: str, result: Any, *arguments: Any) -> Any:
+    return ctypes.PYFUNCTYPE(result, *arguments)(pointer(ffi.addressof(lib, name)))
+
+
+class short:  # noqa: N801 - a namespace beside `lib`
+    """Functions of the C core that keep the GIL. Pointers are integers, see `pointer`."""
+
+    _pointer, _i32, _i64, _u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
+
+    sl_safetensors_open = _bind("sl_safetensors_open", _i32, ctypes.c_char_p, _pointer, _pointer, _pointer, _pointer)
+    sl_table_columns = _bind("sl_table_columns", _pointer, _pointer)
+    sl_table_find = _bind("sl_table_find", _i64, _pointer, ctypes.c_char_p, _u64)
+    sl_table_free = _bind("sl_table_free", None, _pointer)
+    sl_file_map = _bind("sl_file_map", _i32, _i64, _u64, _pointer, _pointer)
+    sl_file_unmap = _bind("sl_file_unmap", None, _pointer, _u64)
+    sl_file_close = _bind("sl_file_close", None, _i64)
 
 
 def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
@@ -33,7 +63,7 @@ def check(status: int, error: Any, path: str | None = None, subject: str | None 
     if status in (lib.SL_E_FORMAT, lib.SL_E_TRUNCATED):
         raise FormatError(message, path, offset)
     if status == lib.SL_E_LIMIT:
-        raise LimitError(FormatError(message, path, offset).__str__())
+        raise LimitError(str(FormatError(message, path, offset)))
     if status == lib.SL_E_OS:
         raised = os_error(error.os_errno, path)
         if offset is not None and hasattr(raised, "add_note"):  # Python 3.11
@@ -47,7 +77,7 @@ def check(status: int, error: Any, path: str | None = None, subject: str | None 
 def mapped_buffer(address: Any, size: int) -> Any:
     """A writable buffer over a mapping, which is unmapped when the last array over it is gone."""
 
-    def unmap(pointer: Any) -> None:
-        lib.sl_file_unmap(pointer, size)
+    def unmap(mapping: Any) -> None:
+        short.sl_file_unmap(pointer(mapping), size)
 
     return ffi.buffer(ffi.gc(address, unmap), size)

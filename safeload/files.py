@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import dtypes
-from ._native import Error, check, ffi, lib, mapped_buffer
+from ._native import Error, check, ffi, mapped_buffer, pointer, short
 from .errors import UnsupportedError
 from .tensor import Table, TensorInfo
 
@@ -61,7 +61,7 @@ class WeightFile:
         """Closes the descriptor; arrays over mappings stay valid."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            lib.sl_file_close(descriptor)
+            short.sl_file_close(descriptor)
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
@@ -75,7 +75,8 @@ class WeightFile:
         """
         address = ffi.new("void **")
         error = Error()
-        check(lib.sl_file_map(self.descriptor, self.size, address, error), error, self.path)
+        status = short.sl_file_map(self.descriptor, self.size, pointer(address), pointer(error))
+        check(status, error, self.path)
         return mapped_buffer(address[0], self.size)
 
     def info(self, index: int) -> TensorInfo:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from . import dtypes
-from ._native import ffi, lib
+from ._native import ffi, pointer, short
 from .errors import SafetensorError, TensorNotFoundError
 
 # Above this many names a missing one is reported without suggestions: difflib compares with each of them.
@@ -123,13 +123,17 @@ class Table:
         count: number of tensors.
     """
 
-    def __init__(self, pointer: Any) -> None:
-        self._handle = ffi.gc(pointer, lib.sl_table_free)
-        self._columns = lib.sl_table_columns(self._handle)
+    def __init__(self, handle: Any) -> None:
+        self._address = pointer(handle)
+        self._columns = ffi.cast("const sl_columns *", short.sl_table_columns(self._address))
         self.count: int = self._columns.count
         self._names: list[str] | None = None
         self._shapes: list[tuple[int, ...]] | None = None
         self._rows: list[dtypes.Dtype] | None = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_address"):
+            short.sl_table_free(self._address)
 
     def _column(self, name: str, count: int) -> list[int]:
         if count == 0:
@@ -140,20 +144,26 @@ class Table:
     def names(self) -> list[str]:
         """Names in the order of the bytes. Not to be changed."""
         if self._names is None:
-            size = self._columns.names_size
-            blob = bytes(ffi.buffer(self._columns.names, size)) if size else b""
-            if self._columns.newline_in_names:
-                starts = [0] + [end + 1 for end in self._column("name_ends", self.count)]
-                self._names = [blob[begin : end - 1].decode() for begin, end in pairwise(starts)]
-            else:
-                self._names = blob.decode().split("\n")[:-1]
+            self._names = self._make_names()
         return self._names
+
+    def _make_names(self) -> list[str]:
+        if self.count == 0:
+            return []
+        text = ffi.buffer(self._columns.names, self._columns.names_size)
+        if self._columns.newline_in_names:
+            starts = [0] + [end + 1 for end in self._column("name_ends", self.count)]
+            return [str(text[begin : end - 1], "utf-8") for begin, end in pairwise(starts)]
+        names = str(text, "utf-8").split("\n")
+        names.pop()  # after the last newline
+        return names
 
     def sorted_names(self) -> list[str]:
         """Names in ascending order of their UTF-8 bytes, which is that of their code points."""
-        names = self.names
-        if self.count == 0:
-            return []
+        # A list of the caller's own either way; only listing a file keeps no second one.
+        names = self._make_names() if self._names is None else list(self._names)
+        if self._columns.by_name == ffi.NULL:
+            return names
         order = memoryview(ffi.buffer(self._columns.by_name, 4 * self.count)).cast("I")
         return [names[i] for i in order]
 
@@ -163,7 +173,7 @@ class Table:
             encoded = name.encode()
         except UnicodeEncodeError:  # a lone surrogate is in no file
             return -1
-        return int(lib.sl_table_find(self._handle, encoded, len(encoded)))
+        return int(short.sl_table_find(self._address, encoded, len(encoded)))
 
     def index(self, name: str) -> int:
         """Index of a tensor.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -35,7 +36,9 @@ def clip(text: str, columns: int) -> str:
     return f"{text[:left]}…{text[len(text) - (columns - 1 - left) :]}"
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, right: frozenset[int], columns: int) -> list[str]:
+def table(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: frozenset[int], columns: int
+) -> list[str]:
     """Lines of a table. The first column gives way when the whole would be wider than ``columns``."""
     widths = [max(len(row[k]) for row in (header, *rows)) for k in range(len(header))]
     others = sum(widths[1:]) + 2 * (len(header) - 1)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import dtypes, jobs
-from .._native import Error, check, ffi, lib
+from .._native import Error, check, ffi, lib, pointer, short
 from ..errors import FormatError, SafetensorError
 from ..files import Array, PathLike, WeightFile, array_over, native_path
 from ..tensor import Table, TensorSpec
@@ -33,7 +33,7 @@ def open_file(path: PathLike) -> WeightFile:
     text, encoded = native_path(path)
     descriptor, size, table = ffi.new("int64_t *"), ffi.new("uint64_t *"), ffi.new("sl_table **")
     error = Error()
-    status = lib.sl_safetensors_open(encoded, descriptor, size, table, error)
+    status = short.sl_safetensors_open(encoded, *map(pointer, (descriptor, size, table, error)))
     if status == lib.SL_E_FORMAT:
         kind = foreign(text)
         if kind is not None:
