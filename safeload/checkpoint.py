@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +9,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
 
 from . import jobs
-from .errors import FormatError, SafeloadError, UnsupportedError, os_error
+from .errors import FormatError, SafeloadError, UnsupportedError
 from .files import Array, PathLike, WeightFile, native_path, view_of
 from .formats import folder, safetensors, sniffing
 from .slicing import read_slice
@@ -334,17 +332,18 @@ def open(
         raise UnsupportedError("root= selects a nested container, and safetensors has none")
     text, _ = native_path(path)
     place = Path(text)
-    if not place.exists():
-        raise os_error(errno.ENOENT, text)
-    if place.is_dir():
-        shards = folder.open_folder(place)
-        return _sharded(text, shards, folder.read_config(place))
-    if place.name.endswith(".json"):
+    if place.suffix == ".json":
         return _sharded(text, folder.open_index(place), folder.read_config(place.parent))
-    if format is None:
-        _check_kind(text)
-    file = safetensors.open_file(text)
-    return Checkpoint(text, "safetensors", [file], None, dict(file.table.metadata() or {}), None)
+    try:
+        # First as what it most likely is: one call and no look at the path before it.
+        file = safetensors.open_file(text)
+    except IsADirectoryError:
+        return _sharded(text, folder.open_folder(place), folder.read_config(place))
+    except FormatError:
+        if format is None:
+            _refuse_kind(text)
+        raise
+    return Checkpoint(text, "safetensors", [file], None, file.table.metadata() or {}, None)
 
 
 def _sharded(path: str, shards: folder.Shards, config: dict[str, Any] | None) -> Checkpoint:
@@ -355,18 +354,16 @@ def _sharded(path: str, shards: folder.Shards, config: dict[str, Any] | None) ->
     return Checkpoint(path, "safetensors", shards.files, shards.where, metadata, config)
 
 
-def _check_kind(path: str) -> None:
-    """Refuses a regular file that is recognizably of a kind this version does not read."""
-    if not os.path.isfile(path):
-        return
+def _refuse_kind(path: str) -> None:
+    """Raises for a file that is recognizably not meant to be safetensors."""
     head = sniffing.read_head(path)
     if sniffing.is_safetensors(head):
         return
     kind = sniffing.describe(head)
     if kind is not None:
-        raise UnsupportedError(f"{path}: this is {kind}; this version reads safetensors")
-    if not path.endswith(".safetensors"):
-        raise FormatError(f"no weight format that is known starts with the bytes {head[:16].hex(' ')}", path, 0)
+        raise UnsupportedError(f"{path}: this is {kind}; this version reads safetensors") from None
+    if head.strip() and not path.endswith(".safetensors"):
+        raise FormatError(f"no weight format that is known starts with {head[:16].hex(' ')}", path, 0) from None
 
 
 def load(

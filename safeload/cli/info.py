@@ -92,7 +92,7 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
     yield f"{files}: {opened.format}, {_plural(len(infos), 'tensor')}, {size(file_bytes)}"
     if len(opened.files) > 1:
         for path in opened.files[:_ROWS]:
-            yield f"  {clip(printable(path), columns - 16)}  {size(os.path.getsize(path))}"
+            yield f"  {clip(printable(os.path.basename(path)), columns - 16)}  {size(os.path.getsize(path))}"
     if opened.metadata:
         yield ""
         yield "metadata"
@@ -102,10 +102,10 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
     totals = _per_dtype(opened)
     if totals:
         yield ""
-        rows = [(c, str(n), f"{e:,}", size(b)) for c, (n, e, b) in totals.items()]
+        rows = [(c, f"{n:,}", f"{e:,}", size(b)) for c, (n, e, b) in totals.items()]
         if len(rows) > 1:
             parts = totals.values()
-            rows.append(("total", str(len(infos)), f"{sum(p[1] for p in parts):,}", size(sum(p[2] for p in parts))))
+            rows.append(("total", f"{len(infos):,}", f"{sum(p[1] for p in parts):,}", size(sum(p[2] for p in parts))))
         yield from table(("dtype", "tensors", "elements", "size"), rows, right=frozenset((1, 2, 3)), columns=columns)
         yield ""
         shown = infos if every_row else infos[:_ROWS]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 # Enough for tar's magic at 257.
 HEAD_SIZE = 512
 
@@ -43,15 +45,17 @@ def describe(head: bytes) -> str | None:
 
 
 def read_head(path: str) -> bytes:
-    """The first `HEAD_SIZE` bytes of a file."""
-    with open(path, "rb") as file:
-        return file.read(HEAD_SIZE)
+    """The first `HEAD_SIZE` bytes of a regular file; a blank for anything else, whose read could wait forever."""
+    if not os.path.isfile(path):
+        return b" "
+    try:
+        with open(path, "rb") as file:
+            return file.read(HEAD_SIZE)
+    except OSError:  # the error worth telling is the one that led here
+        return b" "
 
 
 def foreign(path: str) -> str | None:
     """What the file at ``path`` is, if it looks like another format than safetensors."""
-    try:
-        head = read_head(path)
-    except OSError:
-        return None
+    head = read_head(path)
     return None if is_safetensors(head) else describe(head)
