@@ -194,7 +194,7 @@ class Table:
         if self._shapes is None:
             ends = self._column("dim_ends", self.count)
             dims = self._column("dims", ends[-1] if ends else 0)
-            self._shapes = [tuple(dims[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+            self._shapes = [tuple(dims[a:b]) for a, b in pairwise([0, *ends])]
         return self._shapes
 
     @property
@@ -222,7 +222,7 @@ class Table:
             return {}
         text = bytes(ffi.buffer(columns.metadata_text, columns.metadata_size)) if columns.metadata_size else b""
         ends = self._column("metadata_ends", 2 * columns.metadata_count)
-        parts = [text[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        parts = [text[a:b].decode() for a, b in pairwise([0, *ends])]
         return dict(zip(parts[::2], parts[1::2], strict=True))
 
 

@@ -18,7 +18,6 @@ _FOREIGN = (
     (0, b"GGUF", "a GGUF file"),
     (0, b"PK\x03\x04", "a zip archive (torch checkpoint or npz)"),
     (0, b"\x80\x02", "a pickle (legacy torch checkpoint)"),
-    (0, b"\x08\x03\x12", "an ONNX model"),
 )
 
 
@@ -36,6 +35,9 @@ def describe(head: bytes) -> str | None:
     for offset, magic, what in _FOREIGN:
         if head[offset : offset + len(magic)] == magic:
             return what
+    # A protobuf whose field 1 is a small integer (ir_version) and field 2 text (producer_name): onnx.proto's ModelProto.
+    if len(head) > 3 and head[0] == 0x08 and head[1] < 32 and head[2] == 0x12:
+        return "an ONNX model"
     text = head.lstrip()[:15].lower()
     if text.startswith((b"<!doctype html", b"<html")):
         return "an HTML page (a failed download?)"

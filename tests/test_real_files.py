@@ -1,0 +1,98 @@
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import safeload
+from safeload.numpy import load, load_file
+
+HERE = Path(__file__).resolve().parent
+SHARED = HERE.parent.parent / "shared" / "data"
+
+LOCAL = json.loads((HERE / "data" / "expected.json").read_text())
+OUTSIDE = (
+    {k: v for k, v in json.loads((SHARED / "expected.json").read_text()).items() if k.startswith("safetensors/")}
+    if SHARED.is_dir()
+    else {}
+)
+
+FILES = [pytest.param(HERE / "data" / name, want, id=name) for name, want in LOCAL.items()] + [
+    pytest.param(SHARED / name, want, id=f"shared/{name}") for name, want in OUTSIDE.items()
+]
+needs_shared = pytest.mark.skipif(not OUTSIDE, reason="../shared/data is not here")
+
+
+def digest(array):
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def check_arrays(arrays, want):
+    assert set(arrays) == set(want["tensors"])
+    for name, entry in want["tensors"].items():
+        array = arrays[name]
+        assert array.shape == tuple(entry["shape"]), name
+        assert digest(array) == entry["sha256"], name
+        assert array.flags.aligned, name
+        assert array.flags.c_contiguous, name
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize(("path", "want"), FILES)
+def test_every_way_of_loading_gives_the_expected_tensors(path, want, backend):
+    check_arrays(load_file(path, backend=backend), want)
+    with safeload.open(path) as checkpoint:
+        check_arrays(checkpoint.load(backend=backend), want)
+        check_arrays(checkpoint, want)
+        assert {n: i.dtype for n, i in checkpoint.tensors.items()} == {
+            n: e["dtype"] for n, e in want["tensors"].items()
+        }
+        assert checkpoint.metadata == (want["metadata"] or {})
+    with safeload.safe_open(path, backend=backend) as opened:
+        assert opened.metadata() == want["metadata"]
+        check_arrays({name: opened.get_tensor(name) for name in opened.keys()}, want)  # noqa: SIM118 - upstream's name
+        check_arrays(opened.get_tensors(), want)
+
+
+@pytest.mark.parametrize(("path", "want"), FILES)
+def test_bytes_in_memory_give_the_expected_tensors(path, want):
+    data = path.read_bytes()
+    check_arrays(load(data), want)
+    raw = dict(safeload.deserialize(data))
+    assert {n: hashlib.sha256(e["data"]).hexdigest() for n, e in raw.items()} == {
+        n: e["sha256"] for n, e in want["tensors"].items()
+    }
+    assert {n: (e["dtype"], e["shape"]) for n, e in raw.items()} == {
+        n: (e["dtype"], e["shape"]) for n, e in want["tensors"].items()
+    }
+
+
+@needs_shared
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("index", ["", "model.safetensors.index.json"])
+def test_a_sharded_folder_is_the_union_of_its_shards(index, backend):
+    folder = "safetensors/minilm-l0-sharded-f16"
+    shards = {name: want for name, want in OUTSIDE.items() if name.startswith(folder + "/")}
+    tensors = {name: entry for want in shards.values() for name, entry in want["tensors"].items()}
+    with safeload.open(SHARED / folder / index) as checkpoint:
+        check_arrays(checkpoint.load(backend=backend), {"tensors": tensors})
+        assert len(checkpoint.files) == len(shards) == 4
+        assert checkpoint.metadata["total_size"] == checkpoint.nbytes == 3947776
+
+
+@needs_shared
+def test_the_same_weights_as_f16_and_bf16_agree_to_the_precision_of_both():
+    bf16 = safeload.load(SHARED / "safetensors/minilm-l0-bf16.safetensors")
+    f16 = safeload.load(SHARED / "safetensors/minilm-l0-sharded-f16")
+    assert set(bf16) == set(f16)
+    for name, array in bf16.items():
+        np.testing.assert_allclose(array.astype(np.float32), f16[name].astype(np.float32), rtol=2**-8, atol=1e-6)
+
+
+def test_readme_gives_the_digest_of_each_file(data):
+    readme = (data / "README.md").read_text()
+    files = sorted(data.glob("*.safetensors"))
+    assert {path.name for path in files} == set(LOCAL)
+    for path in files:
+        assert f"`{hashlib.sha256(path.read_bytes()).hexdigest()}`" in readme, path.name

@@ -1,0 +1,70 @@
+"""Runs upstream's own tests of the numpy path with safeload standing in for safetensors.
+
+    python tests/upstream/run.py SDIST [safetensors]
+
+SDIST is the .tar.gz of safetensors 0.8.0 or its unpacked folder. With "safetensors" as second argument upstream itself
+is run, under the same mocks, for comparison. torch is absent: it and safetensors.torch are mocked.
+"""
+
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+FILES = ("test_simple", "test_handle", "test_multithreaded", "test_threadable", "test_pread_backend")
+
+# Tests of torch's path: with torch mocked they say nothing, whoever runs them.
+TORCH_ONLY = (
+    "test_simple.py::TestCase::test_accept_path",
+    "test_simple.py::TestCase::test_pt_sf_save_model_overlapping_storage",
+    "test_simple.py::WindowsTestCase::test_get_correctly_dropped",
+    "test_simple.py::ReadmeTestCase::test_torch_example",
+    "test_simple.py::ReadmeTestCase::test_torch_slice",
+    "test_multithreaded.py::test_multithreaded_roundtripping_torch",
+    "test_pread_backend.py::PreadBackendTests::test_data_offset_overflow_is_rejected",
+    "test_pread_backend.py::PreadBackendTests::test_default_backend_unchanged",
+    "test_pread_backend.py::PreadBackendTests::test_get_slice",
+    "test_pread_backend.py::PreadBackendTests::test_get_tensors_round_trip",
+    "test_pread_backend.py::PreadBackendTests::test_invalid_backend_string_raises",
+    "test_pread_backend.py::PreadBackendTests::test_load_file_round_trip",
+    "test_pread_backend.py::PreadBackendTests::test_load_model",
+    "test_pread_backend.py::PreadBackendTests::test_safe_open_round_trip",
+    "test_pread_backend.py::PreadBackendTests::test_truncated_header_is_rejected",
+)
+
+
+def stand_in() -> None:
+    import safeload
+    import safeload.numpy
+
+    sys.modules["safetensors"] = safeload
+    sys.modules["safetensors.numpy"] = safeload.numpy
+
+
+def main() -> int:
+    sdist = Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        if sdist.is_file():
+            with tarfile.open(sdist) as archive:
+                archive.extractall(Path(folder) / "sdist", filter="data")
+            sdist = next((Path(folder) / "sdist").iterdir())
+        tests = Path(folder) / "tests"
+        tests.mkdir()
+        for name in FILES:
+            shutil.copy(sdist / "bindings/python/tests" / f"{name}.py", tests)
+        if sys.argv[2:] != ["safetensors"]:
+            stand_in()
+        sys.modules["torch"] = sys.modules["safetensors.torch"] = MagicMock()
+        import os
+
+        os.chdir(tests)  # they write files where they stand
+        arguments = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", str(tests), "-c", os.devnull]
+        return int(pytest.main([*arguments, *(f"--deselect={name}" for name in TORCH_ONLY), str(tests)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
