@@ -72,6 +72,7 @@ def load_parts(
         progress: for what is read.
         mappings: mappings to use; those made are added. None for fresh ones.
     """
+    jobs.check_threads(threads)
     started = time.perf_counter()
     arrays: dict[str, Array | None] = {}
     to_read: list[Part] = parts
@@ -332,7 +333,7 @@ def open(
         raise UnsupportedError("root= selects a nested container, and safetensors has none")
     text, _ = native_path(path)
     place = Path(text)
-    if place.suffix == ".json":
+    if place.suffix == ".json" and not sniffing.is_safetensors(sniffing.read_head(text)):
         return _sharded(text, folder.open_index(place), folder.read_config(place.parent))
     try:
         # First as what it most likely is: one call and no look at the path before it.

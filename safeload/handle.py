@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from .checkpoint import check_backend, load_parts
 from .errors import SafetensorError
 from .files import Array, PathLike, WeightFile, native_path
 from .formats import safetensors
-from .slicing import read_slice
+from .slicing import as_index, read_slice
 from .tensor import TensorMeta
 
 # A first view of a tensor below this size would save less than the mapping costs.
@@ -116,9 +117,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         return TensorMeta(file.table.rows[index].code, file.table.shapes[index], (begin - data, end - data))
 
     def close(self) -> None:
-        """Closes the file; arrays stay valid."""
-        if self._file is not None:
-            self._file.close()
+        """Closes the file once no slice needs it; arrays and slices stay valid."""
         self._file = None
         self._mappings.clear()
 
@@ -236,19 +235,19 @@ def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     where = next((k for k, item in enumerate(items) if item is Ellipsis), len(items))
     full = [slice(None)] * (len(shape) - len(given)) if where < len(items) else []
     given[where:where] = full
-    if not all(isinstance(item, slice) or hasattr(item, "__index__") for item in given):
+    if not all(isinstance(item, slice) or as_index(item) is not None for item in given):
         return
     during = f"Error during slicing [{', '.join(map(_show, given))}] with shape {list(shape)}"
     if len(given) > len(shape):
         raise SafetensorError(f"{during}: more slicing indexes than dimensions in tensor")
     for axis, (item, size) in enumerate(zip(given, shape, strict=False)):
-        if not isinstance(item, slice) and item.__index__() < -size:
+        if not isinstance(item, slice) and operator.index(item) < -size:
             raise SafetensorError(f"Invalid index {item} for dimension {axis} of size {size}")
     for axis in reversed(range(len(given))):
         item, size = given[axis], shape[axis]
         asked = None
         if not isinstance(item, slice):
-            asked = item.__index__() if item.__index__() >= size else None
+            asked = operator.index(item) if operator.index(item) >= size else None
         elif item.start is not None and item.start > size:
             asked = item.start
         elif item.stop is not None and item.stop > size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -66,12 +67,15 @@ def _available_cpus() -> int:
     return max(1, int(min(cpus, _cgroup_cpus())))
 
 
-def thread_count(nbytes: int, threads: int | None) -> int:
-    """Threads for a job of so many bytes: what is asked for, else ``SAFELOAD_NUM_THREADS``, else what helps.
+def check_threads(threads: int | None) -> None:
+    """Refuses what is no number of threads: TypeError where it is no integer, ValueError below 1."""
+    if threads is not None and operator.index(threads) < 1:
+        raise ValueError(f"threads is {threads}, but at least one is needed")
 
-    Raises:
-        ValueError: less than one thread.
-    """
+
+def thread_count(nbytes: int, threads: int | None) -> int:
+    """Threads for a job of so many bytes: what is asked for, else ``SAFELOAD_NUM_THREADS``, else what helps."""
+    check_threads(threads)
     if threads is None:
         setting = os.environ.get("SAFELOAD_NUM_THREADS")
         if not setting:
@@ -79,8 +83,6 @@ def thread_count(nbytes: int, threads: int | None) -> int:
         if not setting.isdecimal() or int(setting) < 1:
             raise ValueError(f"SAFELOAD_NUM_THREADS is {setting!r}, not a number of threads")
         threads = int(setting)
-    if threads < 1:
-        raise ValueError(f"threads is {threads}, but at least one is needed")
     return threads
 
 

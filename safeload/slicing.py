@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,16 @@ class _Axis(NamedTuple):
     length: int
 
 
+def as_index(item: Any) -> int | None:
+    """An integer of any kind as int; None for what numpy does not take for one, booleans among them."""
+    if isinstance(item, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(item)
+    except TypeError:
+        return None
+
+
 def _axes(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[list[_Axis], tuple[Any, ...]]:
     """What to read per axis, and the index that makes the asked-for array of what was read."""
     given = sum(item is not None and item is not Ellipsis for item in index)
@@ -32,7 +43,7 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[list[_Axis], 
         raise IndexError(f"too many indices: tensor is {len(shape)}-dimensional, but {given} were indexed")
     if sum(item is Ellipsis for item in index) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
-    if Ellipsis not in index:
+    if not any(item is Ellipsis for item in index):
         index = (*index, Ellipsis)
     axes: list[_Axis] = []
     after: list[Any] = []
@@ -52,8 +63,8 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[list[_Axis], 
             else:
                 axes.append(_Axis(start + (count - 1) * step if count else 0, -step, count))
                 after.append(slice(None, None, -1))
-        elif hasattr(item, "__index__") and not isinstance(item, (bool, np.bool_)):
-            size, position = shape[len(axes)], item.__index__()
+        elif (position := as_index(item)) is not None:
+            size = shape[len(axes)]
             if not -size <= position < size:
                 raise IndexError(f"index {position} is out of bounds for axis {len(axes)} with size {size}")
             axes.append(_Axis(position % size, 1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -68,6 +69,8 @@ class TensorSpec:
     __slots__ = ("_data_len", "_data_ptr", "_row", "_shape")
 
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
+        if not isinstance(dtype, str):
+            raise TypeError(f"dtype must be str, not {type(dtype).__name__}")
         two_per_byte = dtype == "float4_e2m1fn_x2"
         row = dtypes.BY_CODE["F4"] if two_per_byte else dtypes.BY_NAME.get(dtype)
         if row is None or (row.code == "F4" and not two_per_byte):
@@ -75,7 +78,9 @@ class TensorSpec:
             raise SafetensorError(f"Unknown dtype {dtype!r}. Supported dtypes: {', '.join(names)}")
         dims = [_index(dim, "shape") for dim in shape]
         if two_per_byte and dims:
-            dims[-1] = _index(dims[-1] * 2, "shape")
+            dims[-1] *= 2
+            if dims[-1] >= 1 << 64:
+                raise SafetensorError(f"shape: {dims[-1]} elements of F4 in the last axis do not fit in 64 bits")
         self._row = row
         self._shape = dims
         self._data_ptr = _index(data_ptr, "data_ptr")
@@ -109,8 +114,8 @@ class TensorSpec:
 
 
 def _index(value: int, what: str) -> int:
-    """An integer of 64 bits without sign."""
-    number = value.__index__()
+    """An integer of 64 bits without sign; TypeError or OverflowError for anything else."""
+    number = operator.index(value)
     if not 0 <= number < 1 << 64:
         raise OverflowError(f"{what}: {number} is outside 0..2^64-1")
     return number

@@ -34,13 +34,12 @@ class AtomicFile:
 
     def __init__(self, path: PathLike, size: int, *, overwrite: bool = True, durable: bool = True) -> None:
         self.path = native_path(path)[0]
-        self._target = os.path.realpath(self.path)
         self._overwrite = overwrite
         self._durable = durable
         self._temporary: str | None = None
         self._position = 0
         try:
-            existing = os.stat(self._target)
+            existing = os.stat(self.path)
         except FileNotFoundError:
             existing = None
         if existing is not None and not overwrite:
@@ -49,9 +48,10 @@ class AtomicFile:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         self._in_order = existing is not None and not stat.S_ISREG(existing.st_mode)
         flags = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        if self._in_order:
-            self._descriptor = os.open(self._target, flags)
+        if self._in_order:  # by the path as it is: /dev/stdout leads to no path of a file
+            self._descriptor = os.open(self.path, flags)
             return
+        self._target = os.path.realpath(self.path)
         folder, name = os.path.split(self._target)
         self._temporary = os.path.join(folder, f".{_clip(name)}.{secrets.token_hex(8)}.tmp")
         try:

@@ -79,11 +79,11 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
     return arrays
 
 
-def deserialize(data: Any) -> list[tuple[str, dict[str, Any]]]:
+def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
     """Tensors of a file that is in memory, as safetensors' function of this name gives them.
 
     Args:
-        data: any C-contiguous bytes-like object.
+        bytes: any C-contiguous bytes-like object.
 
     Returns:
         ``[(name, {"shape": [...], "dtype": "F32", "data": bytearray}), ...]`` in the order of the bytes.
@@ -91,7 +91,7 @@ def deserialize(data: Any) -> list[tuple[str, dict[str, Any]]]:
     Raises:
         FormatError: the bytes break the format.
     """
-    view, table = _parse(data)
+    view, table = _parse(bytes)
     return [
         (name, {"shape": list(shape), "dtype": row.code, "data": bytearray(view[begin:end])})
         for name, shape, row, (begin, end) in zip(

@@ -35,7 +35,7 @@ def describe(head: bytes) -> str | None:
     for offset, magic, what in _FOREIGN:
         if head[offset : offset + len(magic)] == magic:
             return what
-    # A protobuf whose field 1 is a small integer (ir_version) and field 2 text (producer_name): onnx.proto's ModelProto.
+    # A protobuf: field 1 a small integer (ir_version), field 2 text (producer_name), as in ModelProto of onnx.proto.
     if len(head) > 3 and head[0] == 0x08 and head[1] < 32 and head[2] == 0x12:
         return "an ONNX model"
     text = head.lstrip()[:15].lower()
