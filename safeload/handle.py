@@ -51,7 +51,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         self._file: WeightFile | None = file
         self._backend = backend
         self._arguments = (native_path(filename)[0], framework, device)
-        self._handed_out: set[int] = set()
+        self._handed_out: dict[int, object] = {}  # tensor to the call that got it first
         self._mappings: dict[WeightFile, Any] = {}
 
     def _opened(self) -> WeightFile:
@@ -81,9 +81,9 @@ class safe_open:  # noqa: N801 - safetensors' name
         index = file.table.index(name)
         begin, end = file.table.byte_range(index)
         # The first time a view; another view of the same bytes would share memory with it.
-        first = index not in self._handed_out and end - begin >= _VIEWED_FROM
-        self._handed_out.add(index)
-        backend = self._backend if first else "pread"
+        caller = object()
+        first = self._handed_out.setdefault(index, caller) is caller  # one step: of two threads only one is first
+        backend = self._backend if first and end - begin >= _VIEWED_FROM else "pread"
         arrays, _ = load_parts(
             [(name, file, index)], backend=backend, threads=None, progress=None, mappings=self._mappings
         )
