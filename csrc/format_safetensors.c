@@ -316,7 +316,7 @@ typedef struct text {
 } text;
 
 static void put(text *out, const char *bytes, uint64_t size) {
-    if (out->failed) return;
+    if (out->failed || size == 0) return; /* memcpy from no text at all would be undefined */
     if (size > out->capacity - out->size) {
         uint64_t capacity = (out->capacity + size) * 2; /* both are below MAX_HEADER or a name's size */
         char *grown = realloc(out->data, (size_t)capacity);
