@@ -5,3 +5,13 @@
 #include "safeload.h"
 
 void sl_free(void *memory) { free(memory); }
+
+const char *sl_compiler(void) {
+#if defined(__clang__)
+    return __VERSION__; /* starts with "Clang" */
+#elif defined(__GNUC__)
+    return "GCC " __VERSION__;
+#else
+    return "MSVC";
+#endif
+}

@@ -43,7 +43,14 @@ static inline uint64_t sl_load_le64(const void *source) {
 
 static inline void sl_store_le64(void *destination, uint64_t value) {
     uint8_t *b = destination;
-    for (int i = 0; i < 8; i++) b[i] = (uint8_t)(value >> (8 * i));
+    b[0] = (uint8_t)value;
+    b[1] = (uint8_t)(value >> 8);
+    b[2] = (uint8_t)(value >> 16);
+    b[3] = (uint8_t)(value >> 24);
+    b[4] = (uint8_t)(value >> 32);
+    b[5] = (uint8_t)(value >> 40);
+    b[6] = (uint8_t)(value >> 48);
+    b[7] = (uint8_t)(value >> 56);
 }
 
 /* Number of zero bits below the lowest set bit of value != 0. */

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 
+#include "kernel.h"
 #include "platform.h"
 
 typedef struct run {
@@ -9,6 +10,7 @@ typedef struct run {
     uint64_t count;
     const uint64_t *first_chunk; /* of job i; one more at the end: the number of chunks */
     int32_t direction;
+    int32_t tier;
 } run;
 
 static uint64_t chunks_of(const sl_job *job) { return job->size / SL_CHUNK + (job->size % SL_CHUNK != 0); }
@@ -26,27 +28,62 @@ static uint64_t job_of(const run *self, uint64_t chunk) {
     return low;
 }
 
-static int32_t move_chunk(void *context, uint64_t chunk, sl_error *error) {
+static const uint8_t *address(const sl_job *job) { return (const uint8_t *)(uintptr_t)job->offset; }
+
+/* Source bytes [begin, begin + size) of a job to its destination, converted. */
+static int32_t convert_chunk(const run *self, const sl_job *job, uint64_t begin, uint64_t size, void *passage,
+                             sl_error *error) {
+    sl_conversion conversion;
+    if (!sl_conversion_find(self->tier, job->from, job->to, &conversion))
+        return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from dtype %d to %d", job->from, job->to);
+    uint64_t from_bits = (uint64_t)conversion.from_bits, to_bits = (uint64_t)conversion.to_bits;
+    for (uint64_t end = begin + size; begin < end;) {
+        uint64_t some = sl_min_u64(end - begin, SL_PASSAGE), element = begin * 8 / from_bits;
+        const void *source = passage;
+        if (job->file == SL_MEMORY)
+            source = address(job) + begin;
+        else {
+            int32_t status = sl_platform_read_at(job->file, job->offset + begin, passage, some, error);
+            if (status != SL_OK) return status;
+        }
+        sl_conversion_run(&conversion, source, (uint8_t *)job->memory + element * to_bits / 8, (size_t)(some * 8 / from_bits));
+        begin += some;
+    }
+    return SL_OK;
+}
+
+static int32_t move_chunk(void *context, uint64_t chunk, void *passage, sl_error *error) {
     const run *self = context;
     uint64_t i = job_of(self, chunk);
     const sl_job *job = &self->jobs[i];
     uint64_t begin = (chunk - self->first_chunk[i]) * SL_CHUNK;
     uint64_t size = sl_min_u64(job->size - begin, SL_CHUNK);
     uint8_t *memory = (uint8_t *)job->memory + begin;
-    if (self->direction == SL_READ) return sl_platform_read_at(job->file, job->offset + begin, memory, size, error);
-    return sl_platform_write(job->file, self->direction == SL_APPEND, job->offset + begin, memory, size, error);
+    if (self->direction != SL_READ)
+        return sl_platform_write(job->file, self->direction == SL_APPEND, job->offset + begin, memory, size, error);
+    if (job->from != job->to) return convert_chunk(self, job, begin, size, passage, error);
+    if (job->file == SL_MEMORY) {
+        memcpy(memory, address(job) + begin, (size_t)size);
+        return SL_OK;
+    }
+    return sl_platform_read_at(job->file, job->offset + begin, memory, size, error);
 }
 
-int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t direction, int32_t threads, int32_t slice_ms,
-                    sl_cursor *cursor, sl_error *error) {
+int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t direction, int32_t tier, int32_t threads,
+                    int32_t slice_ms, sl_cursor *cursor, sl_error *error) {
     uint64_t *first_chunk = malloc((size_t)(count + 1) * sizeof *first_chunk);
     if (first_chunk == NULL) return sl_fail_memory(error, (count + 1) * sizeof *first_chunk);
     first_chunk[0] = 0;
-    for (uint64_t i = 0; i < count; i++) first_chunk[i + 1] = first_chunk[i] + chunks_of(&jobs[i]);
+    uint64_t passage = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        first_chunk[i + 1] = first_chunk[i] + chunks_of(&jobs[i]);
+        if (jobs[i].from != jobs[i].to) passage = SL_PASSAGE;
+    }
 
-    run self = {jobs, count, first_chunk, direction};
+    run self = {jobs, count, first_chunk, direction, tier};
     uint64_t total = first_chunk[count], next = cursor->chunks_done;
-    int32_t status = sl_parallel(move_chunk, &self, next, total, direction == SL_APPEND ? 1 : threads, slice_ms, &next, error);
+    int32_t status = sl_parallel(move_chunk, &self, passage, next, total, direction == SL_APPEND ? 1 : threads, slice_ms,
+                                 &next, error);
     if (status == SL_OK) {
         cursor->chunks_done = next;
         cursor->finished = next == total;

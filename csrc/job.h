@@ -1,12 +1,17 @@
-/* Floor 6: jobs. A job is a range of a file and a range of memory of the same size; sl_jobs_run (sl_api.h) moves the
- * bytes of all jobs, cut into chunks that the threads share. */
+/* Floor 6: jobs. A job is a source (a range of a file, or memory) and a destination in memory, with what to do on the
+ * way; or memory to be written. sl_jobs_run (sl_api.h) cuts all jobs into chunks that the threads share. */
 #ifndef SL_JOB_H
 #define SL_JOB_H
 
 #include "parallel.h"
 
-/* Bytes in a chunk: large enough that a system call, a counter and a clock are noise (4 MiB take about 1 ms), small
- * enough that threads end together and a slice of 50 ms keeps its time even on a disk of 200 MB/s. */
-#define SL_CHUNK ((uint64_t)4 << 20)
+/* Bytes in a chunk: large enough that a system call, a counter and a clock are noise (3 MiB take about 1 ms), small
+ * enough that threads end together and a slice of 50 ms keeps its time even on a disk of 200 MB/s. A multiple of 3, so
+ * that chunks of 6-bit elements are whole blocks of 4. */
+#define SL_CHUNK ((uint64_t)3 << 20)
+
+/* Bytes of a file on their way through a conversion: they are read and converted while they are in the second-level
+ * cache, so that memory sees only the result. Likewise a multiple of 3. */
+#define SL_PASSAGE ((uint64_t)192 << 10)
 
 #endif

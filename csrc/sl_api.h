@@ -62,6 +62,25 @@ typedef struct sl_dtype_info {
 
 const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL when out of range */
 
+const char *sl_compiler(void); /* that built this, with its version */
+
+/* ---- kernels (kernel.c) ---- */
+
+/* Instruction sets. Every tier gives the same bits as scalar C. */
+#define SL_TIER_SCALAR 0
+#define SL_TIER_AVX2 1
+#define SL_TIER_AVX512 2
+#define SL_TIER_NEON 3
+#define SL_TIER_COUNT 4
+
+const char *sl_tier_name(int32_t tier);   /* "avx2"; NULL when out of range */
+int32_t sl_tier_available(int32_t tier);  /* whether this processor and this build have it */
+int32_t sl_convertible(int32_t from, int32_t to); /* whether sl_convert and sl_jobs_run can */
+
+/* Converts `count` elements between dtypes in memory, little-endian on both sides, the source at any alignment.
+ * SL_E_ARGUMENT when there is no such conversion or tier. */
+int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, void *destination, uint64_t count);
+
 /* ---- tables: names, dtypes, shapes and byte ranges of one file (table.c) ---- */
 
 /* numpy 2 allows 64 dims (NPY_MAXDIMS); no array could show more. */
@@ -124,15 +143,18 @@ void sl_free(void *memory);
 
 /* ---- jobs: byte ranges between files and memory (job.c) ---- */
 
-#define SL_READ 0   /* file to memory, any order, all threads */
+#define SL_READ 0   /* file or memory to memory, converted on the way, any order, all threads */
 #define SL_WRITE 1  /* memory to file at `offset`, any order, all threads */
 #define SL_APPEND 2 /* memory to the file's current position, in order, one thread: pipes and devices */
+
+#define SL_MEMORY -1 /* as sl_job.file: the source is memory, and offset its address */
 
 typedef struct sl_job {
     int64_t file;
     uint64_t offset;
     void *memory;
-    uint64_t size;
+    uint64_t size;    /* bytes at the source, whole elements */
+    int32_t from, to; /* dtypes of an SL_READ; equal: the bytes as they are */
 } sl_job;
 
 /* Zero before the first call. */
@@ -145,5 +167,5 @@ typedef struct sl_cursor {
 
 /* Works for at most slice_ms (0: no limit), joins its threads and returns; call again until cursor->finished.
  * threads >= 1. On failure error->position is the file offset that could not be read or written. */
-int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t direction, int32_t threads, int32_t slice_ms,
-                    sl_cursor *cursor, sl_error *error);
+int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t direction, int32_t tier, int32_t threads,
+                    int32_t slice_ms, sl_cursor *cursor, sl_error *error);

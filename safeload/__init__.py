@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from ._version import __version__
-from .checkpoint import Checkpoint, LoadStats, load, open
+from .casting import astype
+from .checkpoint import Checkpoint, load, open
+from .configuration import show_config
 from .errors import (
     ForbiddenError,
     FormatError,
@@ -18,6 +20,7 @@ from .errors import (
 )
 from .formats.safetensors import deserialize, serialize, serialize_file
 from .handle import _safe_open_handle, safe_open
+from .loading import LoadStats
 from .tensor import TensorInfo, TensorMeta, TensorSpec
 
 __all__ = [
@@ -35,10 +38,12 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "_safe_open_handle",
+    "astype",
     "deserialize",
     "load",
     "open",
     "safe_open",
     "serialize",
     "serialize_file",
+    "show_config",
 ]

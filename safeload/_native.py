@@ -9,6 +9,7 @@ functions bound through ctypes.PyDLL's calling convention, which keeps the GIL.
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 from .errors import FormatError, LimitError, SafeloadError, os_error
@@ -21,7 +22,34 @@ except ImportError as error:
         f"it) and start Python from another folder; elsewhere reinstall the package. ({error})"
     ) from error
 
-__all__ = ["Error", "check", "ffi", "lib", "mapped_buffer", "pointer", "short"]
+__all__ = ["TIER", "Error", "available_tiers", "check", "ffi", "lib", "mapped_buffer", "pointer", "short", "tier_name"]
+
+
+def tier_name(tier: int) -> str:
+    """The name of an instruction set, such as "avx2"."""
+    return str(ffi.string(lib.sl_tier_name(tier)), "ascii")
+
+
+def available_tiers() -> list[int]:
+    """Instruction sets that this processor and this build have, best first."""
+    return [tier for tier in reversed(range(lib.SL_TIER_COUNT)) if lib.sl_tier_available(tier)]
+
+
+def _choose_tier() -> int:
+    """The best instruction set, or the one that ``SAFELOAD_ISA`` names."""
+    available = available_tiers()
+    wanted = os.environ.get("SAFELOAD_ISA")
+    if not wanted:
+        return available[0]
+    for tier in available:
+        if tier_name(tier) == wanted:
+            return tier
+    raise ImportError(
+        f"SAFELOAD_ISA is {wanted!r}, but available here are {', '.join(tier_name(tier) for tier in available)}"
+    )
+
+
+TIER = _choose_tier()
 
 
 def pointer(cdata: Any) -> int:

@@ -2,119 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from . import jobs
-from .errors import FormatError, SafeloadError, UnsupportedError
-from .files import Array, PathLike, WeightFile, native_path, view_of
+from .errors import FormatError, UnsupportedError
+from .files import Array, PathLike, WeightFile, native_path
 from .formats import folder, safetensors, sniffing
+from .jobs import Progress
+from .loading import Backend, LoadStats, Part, load_parts
 from .slicing import read_slice
 from .tensor import TensorInfo, missing
 
-Backend = Literal["mmap", "pread"]
-Progress = bool | Callable[[int, int], object] | None
-
-# A tensor to load: its name, its file, its index there.
-Part = tuple[str, WeightFile, int]
-
 FORMATS = ("safetensors",)
-
-
-class LoadStats(NamedTuple):
-    """What the last load did.
-
-    Attributes:
-        bytes: size of the tensors.
-        tensors: how many.
-        seconds: wall clock.
-        backend: "mmap" or "pread"; "pread" where the system refused the mapping that was asked for.
-    """
-
-    bytes: int
-    tensors: int
-    seconds: float
-    backend: str
-
-
-def check_backend(backend: object) -> None:
-    """Refuses what is neither "mmap" nor "pread"."""
-    if backend not in ("mmap", "pread"):
-        raise SafeloadError(f'backend {backend!r} is invalid (expected one of: "mmap", "pread")')
-
-
-def refuse_unbuilt(dtype: object, out: object) -> None:
-    """``dtype=`` and ``out=`` come with the conversion kernels."""
-    if dtype is not None:
-        raise UnsupportedError("dtype= is not there yet in this version: load, then convert with .astype")
-    if out is not None:
-        raise UnsupportedError("out= is not there yet in this version: load, then copy")
-
-
-def load_parts(
-    parts: list[Part],
-    *,
-    backend: str,
-    threads: int | None,
-    progress: Progress,
-    mappings: dict[WeightFile, Any] | None = None,
-) -> tuple[dict[str, Array], LoadStats]:
-    """Arrays of tensors in any files.
-
-    Args:
-        parts: name, file and index in its table.
-        backend: "mmap" for views into one mapping per file, "pread" for private memory. What cannot be a view (not
-            aligned in the file, or the system refuses the mapping) is read.
-        threads: for what is read.
-        progress: for what is read.
-        mappings: mappings to use; those made are added. None for fresh ones.
-    """
-    jobs.check_threads(threads)
-    started = time.perf_counter()
-    arrays: dict[str, Array | None] = {}
-    to_read: list[Part] = parts
-    if backend == "mmap":
-        to_read, refused = _views(parts, {} if mappings is None else mappings, arrays)
-        backend = "pread" if refused else "mmap"
-    if to_read:
-        read = jobs.read_arrays([(file, index) for _, file, index in to_read], threads=threads, progress=progress)
-        arrays.update((name, array) for (name, _, _), array in zip(to_read, read, strict=True))
-    done = {name: array for name, array in arrays.items() if array is not None}
-    seconds = time.perf_counter() - started
-    return done, LoadStats(sum(array.nbytes for array in done.values()), len(done), seconds, backend)
-
-
-def _views(
-    parts: list[Part], mappings: dict[WeightFile, Any], arrays: dict[str, Array | None]
-) -> tuple[list[Part], bool]:
-    """Fills ``arrays`` in order with views, None where a tensor must be read.
-
-    Returns what must be read, and whether the system refused a mapping.
-    """
-    to_read: list[Part] = []
-    refused = False
-    by_file: dict[WeightFile, list[Part]] = {}
-    for part in parts:
-        by_file.setdefault(part[1], []).append(part)
-    for file, members in by_file.items():
-        buffer = mappings.get(file)
-        if buffer is None:
-            try:
-                buffer = mappings[file] = file.map()
-            except OSError:
-                refused = True
-                to_read += members
-                arrays.update((name, None) for name, _, _ in members)
-                continue
-        for part, layout in zip(members, file.layouts([index for _, _, index in members]), strict=True):
-            array = view_of(buffer, layout)
-            if array is None:
-                to_read.append(part)
-            arrays[part[0]] = array
-    return to_read, refused
 
 
 class Checkpoint(Mapping[str, Array]):
@@ -181,9 +82,7 @@ class Checkpoint(Mapping[str, Array]):
         self._check_open()
         array = self._arrays.get(name)
         if array is None:
-            loaded, _ = load_parts(
-                self._parts([name]), backend="mmap", threads=None, progress=None, mappings=self._mappings
-            )
+            loaded, _ = load_parts(self._parts([name]), backend="mmap", mappings=self._mappings)
             array = self._arrays.setdefault(name, loaded[name])
         return array
 
@@ -244,21 +143,27 @@ class Checkpoint(Mapping[str, Array]):
 
         Args:
             names: exact names; None for all.
-            dtype: not there yet.
-            backend: "mmap" for fresh copy-on-write views, "pread" to read into private memory on all cores.
-            out: not there yet.
+            dtype: what floating tensors are converted to while they are read, in one pass: float64, float32, float16,
+                bfloat16, float8_e4m3fn or float8_e5m2 as numpy or ml_dtypes type, name or code. Integer, bool and
+                complex tensors come unchanged. F4 and F6 tensors are decoded.
+            backend: "mmap" for fresh copy-on-write views of what is not converted, "pread" to read into private memory
+                on all cores.
+            out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get; all are checked
+                before the first byte is written. If reading fails they may be partly filled.
             threads: for what is read; None for what helps.
             progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
 
         Raises:
             TensorNotFoundError: an unknown name.
+            UnsupportedError: a conversion that there is not.
+            ValueError: an array of ``out`` that does not fit.
             FormatError: a file ends too early, with path and offset.
             OSError: a file cannot be read.
         """
         self._check_open()
-        check_backend(backend)
-        refuse_unbuilt(dtype, out)
-        arrays, self.last_load = load_parts(self._parts(names), backend=backend, threads=threads, progress=progress)
+        arrays, self.last_load = load_parts(
+            self._parts(names), backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
+        )
         return arrays
 
     def close(self) -> None:
@@ -289,7 +194,7 @@ class TensorSlice:
     def __init__(self, file: WeightFile, index: int) -> None:
         self._file = file
         self._index = index
-        self.dtype, self.shape, _, _ = file.layout(index)
+        self.dtype, self.shape, *_ = file.layout(index)
 
     def __getitem__(self, index: Any) -> Array:
         return read_slice(self._file, self._index, index if isinstance(index, tuple) else (index,))

@@ -27,6 +27,11 @@ class Dtype(NamedTuple):
     bits: int
 
     @property
+    def floating(self) -> bool:
+        """Whether elements are real floating-point numbers."""
+        return self.code.startswith(("F", "BF"))
+
+    @property
     def packed(self) -> bool:
         """Whether elements share bytes, so that arrays show raw uint8."""
         return self.bits < 8
@@ -50,16 +55,38 @@ _NUMPY_CODES = frozenset(("BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64",
 
 @cache
 def array_dtype(number: int) -> np.dtype[Any]:
-    """The dtype of arrays that hold row ``number``: uint8 for packed ones."""
+    """The dtype of arrays that show a tensor of row ``number``: uint8 for packed ones."""
+    return np.dtype(np.uint8) if TABLE[number].packed else element_dtype(number)
+
+
+@cache
+def element_dtype(number: int) -> np.dtype[Any]:
+    """The dtype of single elements of row ``number``; ml_dtypes keeps packed ones in a byte each."""
     row = TABLE[number]
-    if row.packed:
-        return np.dtype(np.uint8)
     if row.code in _NUMPY_CODES:
         return np.dtype(row.name)
     import ml_dtypes
 
     found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.name))
     return found
+
+
+def parse(dtype: Any) -> Dtype:
+    """The row for a dtype given as numpy dtype or type, ml_dtypes type, name ("float32") or safetensors code ("F32").
+
+    Raises:
+        TypeError: no such dtype.
+    """
+    if isinstance(dtype, str) and (found := BY_CODE.get(dtype) or BY_NAME.get(dtype)) is not None:
+        return found
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = None
+    row = BY_NAME.get(name) if name is not None else None
+    if row is None:
+        raise TypeError(f"dtype {dtype!r} is none of {', '.join(r.name for r in TABLE)}")
+    return row
 
 
 def of_array(array: np.ndarray[Any, Any], name: str) -> Dtype:

@@ -6,19 +6,37 @@ import os
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import dtypes
-from ._native import Error, check, ffi, mapped_buffer, pointer, short
+from ._native import Error, check, ffi, lib, mapped_buffer, pointer, short
 from .errors import UnsupportedError
 from .tensor import Table, TensorInfo
 
 PathLike = str | os.PathLike[str]
 Array = np.ndarray[Any, Any]
-# dtype and shape of the array that shows a tensor, and its byte range in the file.
-Layout = tuple[np.dtype[Any], tuple[int, ...], int, int]
+
+
+class Layout(NamedTuple):
+    """How a tensor becomes an array.
+
+    Attributes:
+        dtype: of the array.
+        shape: of the array.
+        begin: first byte in the file.
+        end: past the last byte in the file.
+        source: number of the dtype in the file.
+        target: number of the dtype that it is converted to; ``source`` when its bytes are taken as they are.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    source: int
+    target: int
 
 
 def native_path(path: PathLike) -> tuple[str, bytes]:
@@ -94,26 +112,40 @@ class WeightFile:
         return f"tensor {self.table.names[index]!r}" if index >= 0 and position < ranges[index][1] else None
 
     def layout(self, index: int) -> Layout:
-        """Dtype and shape of the array that shows a tensor, and its byte range in the file."""
-        row = self.table.rows[index]
-        begin, end = self.table.byte_range(index)
-        return (
-            dtypes.array_dtype(row.number),
-            dtypes.array_shape(row, self.table.shapes[index], end - begin),
-            begin,
-            end,
-        )
+        """How one tensor becomes an array."""
+        return _layout(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
 
-    def layouts(self, indices: Iterable[int]) -> list[Layout]:
-        """`layout` of many tensors, at the price of one look at each column."""
+    def layouts(self, indices: Iterable[int], target: dtypes.Dtype | None = None) -> list[Layout]:
+        """`layout` of many tensors, at the price of one look at each column.
+
+        Args:
+            indices: which.
+            target: dtype to convert floating tensors to.
+
+        Raises:
+            UnsupportedError: there is no such conversion.
+        """
         rows, shapes, ranges = self.table.rows, self.table.shapes, self.table.byte_ranges()
+        if target is None:
+            return [_layout(rows[i], shapes[i], *ranges[i]) for i in indices]
         result = []
         for i in indices:
             row = rows[i]
-            begin, end = ranges[i]
-            shape = dtypes.array_shape(row, shapes[i], end - begin) if row.bits < 8 else shapes[i]
-            result.append((dtypes.array_dtype(row.number), shape, begin, end))
+            if not row.floating or row is target:
+                result.append(_layout(row, shapes[i], *ranges[i]))
+            elif lib.sl_convertible(row.number, target.number):
+                dtype = dtypes.array_dtype(target.number)
+                result.append(Layout(dtype, shapes[i], *ranges[i], row.number, target.number))
+            else:
+                name = self.table.names[i]
+                raise UnsupportedError(f"tensor {name!r}: there is no conversion from {row.code} to {target.code}")
         return result
+
+
+def _layout(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) -> Layout:
+    if row.bits < 8:
+        shape = dtypes.array_shape(row, shape, end - begin)
+    return Layout(dtypes.array_dtype(row.number), shape, begin, end, row.number, row.number)
 
 
 def array_over(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> Array:
@@ -130,10 +162,10 @@ def array_over(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset
 
 
 def view_of(buffer: Any, layout: Layout) -> Array | None:
-    """The array over a mapped file, or None where it must be a copy: not aligned for its dtype, or in foreign order."""
-    dtype, shape, begin, end = layout
+    """The array over a mapped file, or None where it must be a copy: converted, not aligned, or in foreign order."""
+    dtype, shape, begin, end, source, target = layout
     if begin == end:
         return np.empty(shape, dtype)
-    if begin % dtype.alignment or (sys.byteorder == "big" and dtype.itemsize > 1):
+    if source != target or begin % dtype.alignment or (sys.byteorder == "big" and dtype.itemsize > 1):
         return None
     return array_over(buffer, dtype, shape, begin)

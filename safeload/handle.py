@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from . import dtypes
-from .checkpoint import check_backend, load_parts
 from .errors import SafetensorError
 from .files import Array, PathLike, WeightFile, native_path
 from .formats import safetensors
+from .loading import check_backend, load_parts
 from .slicing import as_index, read_slice
 from .tensor import TensorMeta
 
@@ -84,16 +84,14 @@ class safe_open:  # noqa: N801 - safetensors' name
         caller = object()
         first = self._handed_out.setdefault(index, caller) is caller  # one step: of two threads only one is first
         backend = self._backend if first and end - begin >= _VIEWED_FROM else "pread"
-        arrays, _ = load_parts(
-            [(name, file, index)], backend=backend, threads=None, progress=None, mappings=self._mappings
-        )
+        arrays, _ = load_parts([(name, file, index)], backend=backend, mappings=self._mappings)
         return arrays[name]
 
-    def get_tensors(self) -> dict[str, Array]:
-        """All tensors, in the order of their bytes."""
+    def get_tensors(self, *, dtype: Any = None, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """All tensors, in the order of their bytes; ``dtype`` and ``out`` as in `safeload.numpy.load_file`."""
         file = self._opened()
         parts = [(name, file, index) for index, name in enumerate(file.table.names)]
-        return load_parts(parts, backend=self._backend, threads=None, progress=None)[0]
+        return load_parts(parts, backend=self._backend, dtype=dtype, out=out)[0]
 
     def get_slice(self, name: str) -> SafeSlice:
         """A stand-in for a tensor that reads what is asked of it: ``f.get_slice("h.0.w")[:, :128]``.
@@ -207,7 +205,7 @@ class SafeSlice:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array that the whole tensor would be."""
-        return self._file.layout(self._index)[1]
+        return self._file.layout(self._index).shape
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from ._native import Error, check, ffi, lib
-from .files import Array, WeightFile, array_over
+from ._native import TIER, Error, check, ffi, lib
+from .files import Array, Layout, WeightFile, array_over
 
 Progress = bool | Callable[[int, int], object] | None
 
@@ -35,11 +35,37 @@ POOL_SIZE = 16 << 20
 ALIGNMENT = 64
 
 # struct sl_job
-_JOB = np.dtype([("file", np.int64), ("offset", np.uint64), ("memory", np.uint64), ("size", np.uint64)])
+_JOB = np.dtype(
+    [
+        ("file", np.int64),
+        ("offset", np.uint64),
+        ("memory", np.uint64),
+        ("size", np.uint64),
+        ("from", np.int32),
+        ("to", np.int32),
+    ]
+)
 assert ffi.sizeof("sl_job") == _JOB.itemsize
 
-# (descriptor, offset in the file, address, bytes)
-Job = tuple[int, int, int, int]
+
+class Job(NamedTuple):
+    """One ``sl_job``.
+
+    Attributes:
+        file: descriptor, or ``lib.SL_MEMORY`` where the source is memory.
+        offset: in the file, or the address of the source.
+        memory: address of the destination (of the source of a write).
+        size: bytes at the source.
+        source: number of its dtype.
+        target: number of the dtype it is converted to; the same: bytes as they are.
+    """
+
+    file: int
+    offset: int
+    memory: int
+    size: int
+    source: int = 0
+    target: int = 0
 
 
 def _cgroup_cpus() -> float:
@@ -62,7 +88,8 @@ def _cgroup_cpus() -> float:
 
 
 @cache
-def _available_cpus() -> int:
+def available_cpus() -> int:
+    """CPUs that this process may use, at least 1: its affinity, within its cgroup's quota."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cpus, _cgroup_cpus())))
 
@@ -79,7 +106,7 @@ def thread_count(nbytes: int, threads: int | None) -> int:
     if threads is None:
         setting = os.environ.get("SAFELOAD_NUM_THREADS")
         if not setting:
-            return max(1, min(nbytes // BYTES_PER_THREAD, _available_cpus(), MAX_THREADS))
+            return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
         if not setting.isdecimal() or int(setting) < 1:
             raise ValueError(f"SAFELOAD_NUM_THREADS is {setting!r}, not a number of threads")
         threads = int(setting)
@@ -128,7 +155,7 @@ def run(
     error = Error()
     with _reporter(progress, total) as report:
         while not cursor.finished:
-            status = lib.sl_jobs_run(pointer, len(array), direction, count, SLICE_MS, cursor, error)
+            status = lib.sl_jobs_run(pointer, len(array), direction, TIER, count, SLICE_MS, cursor, error)
             if status != lib.SL_OK:
                 path, subject = where(cursor.failed_job, error.position)
                 check(status, error, path, subject)
@@ -154,23 +181,23 @@ class _Reads:
         self.jobs: list[Job] = []
         self.files: list[WeightFile] = []  # of each job
         self.arrays: list[Array | None] = []
-        self._small: list[tuple[int, WeightFile, np.dtype[Any], tuple[int, ...], int, int]] = []
+        self._small: list[tuple[int, WeightFile, Layout]] = []
         self._pooled = 0
 
-    def add(self, file: WeightFile, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int, end: int) -> None:
-        slot = len(self.arrays)
-        if POOLED_BELOW > end - begin > 0:
-            if self._pooled + end - begin > POOL_SIZE:
+    def add(self, file: WeightFile, layout: Layout, into: Array | None) -> None:
+        size = layout.end - layout.begin
+        if into is None and layout.source == layout.target and POOLED_BELOW > size > 0:
+            if self._pooled + size > POOL_SIZE:
                 self.flush()
-            self._small.append((slot, file, dtype, shape, begin, end))
+            self._small.append((len(self.arrays), file, layout))
             # Up to two gaps of ALIGNMENT where a run starts.
-            self._pooled += end - begin + 2 * ALIGNMENT
+            self._pooled += size + 2 * ALIGNMENT
             self.arrays.append(None)
             return
-        array: Array = np.empty(shape, dtype)
+        array: Array = np.empty(layout.shape, layout.dtype) if into is None else into
         self.arrays.append(array)
-        if end > begin:
-            self.jobs.append((file.descriptor, begin, address_of(array), end - begin))
+        if size > 0:
+            self.jobs.append(Job(file.descriptor, layout.begin, address_of(array), size, layout.source, layout.target))
             self.files.append(file)
 
     def flush(self) -> None:
@@ -180,14 +207,13 @@ class _Reads:
         pool = _aligned_bytes(self._pooled)
         base = address_of(pool)
         at, previous, previous_end = 0, None, -1
-        for slot, file, dtype, shape, begin, end in self._small:
+        for slot, file, (dtype, shape, begin, end, _, _) in self._small:
             if file is previous and begin == previous_end:
-                descriptor, offset, memory, size = self.jobs[-1]
-                self.jobs[-1] = (descriptor, offset, memory, size + end - begin)
+                self.jobs[-1] = self.jobs[-1]._replace(size=self.jobs[-1].size + end - begin)
             else:
                 # The same address modulo ALIGNMENT as in the file: what is aligned there is aligned here.
                 at += (begin - at) % ALIGNMENT
-                self.jobs.append((file.descriptor, begin, base + at, end - begin))
+                self.jobs.append(Job(file.descriptor, begin, base + at, end - begin))
                 self.files.append(file)
             self.arrays[slot] = array_over(pool, dtype, shape, at)
             at += end - begin
@@ -197,25 +223,27 @@ class _Reads:
 
 
 def read_arrays(
-    parts: Sequence[tuple[WeightFile, int]], *, threads: int | None = None, progress: Progress = None
+    parts: Sequence[tuple[WeightFile, Layout]],
+    *,
+    into: Sequence[Array] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
 ) -> list[Array]:
-    """Tensors of any files, read into private memory in one go: aligned, writable, C-contiguous arrays.
+    """Tensors of any files, read (and converted) into private memory in one go: aligned, writable, C-contiguous.
+
+    Args:
+        parts: what to read.
+        into: arrays to fill, one for each part, C-contiguous and of its dtype and shape; None for new ones.
+        threads: see `thread_count`.
+        progress: see `run`.
 
     Raises:
         FormatError: a file ends too early, with its path and the offset.
         OSError: a file cannot be read.
     """
     reads = _Reads()
-    position = 0
-    while position < len(parts):  # one look at the columns of each file
-        file, stop = parts[position][0], position
-        while stop < len(parts) and parts[stop][0] is file:
-            stop += 1
-        indices = [index for _, index in parts[position:stop]]
-        layouts = [file.layout(indices[0])] if len(indices) == 1 else file.layouts(indices)
-        for layout in layouts:
-            reads.add(file, *layout)
-        position = stop
+    for k, (file, layout) in enumerate(parts):
+        reads.add(file, layout, None if into is None else into[k])
     reads.flush()
 
     def where(job: int, position: int) -> tuple[str, str | None]:
@@ -223,7 +251,13 @@ def read_arrays(
         return file.path, file.tensor_at(position)
 
     run(reads.jobs, lib.SL_READ, where, threads=threads, progress=progress)
-    return [native_order(array) for array in reads.arrays if array is not None]
+    arrays = [native_order(array) for array in reads.arrays if array is not None]
+    if into is not None:
+        for given, array in zip(into, arrays, strict=True):
+            if array is not given:  # only where bytes had to be swapped
+                given[...] = array
+        return list(into)
+    return arrays
 
 
 def native_order(array: Array) -> Array:

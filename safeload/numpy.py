@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .checkpoint import Backend, Progress, check_backend, load_parts, refuse_unbuilt
 from .files import Array, PathLike
 from .formats import safetensors
+from .jobs import Progress
+from .loading import Backend, check_backend, load_parts
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
@@ -95,9 +96,13 @@ def load_file(
         backend: "mmap" for copy-on-write views of one private mapping: loading costs microseconds, a page is read
             when it is first touched, writing into an array changes no file. "pread" to read everything now, on all
             cores, into private memory that nothing the file suffers later can reach.
-        dtype: not there yet.
+        dtype: what floating tensors are converted to while they are read, in one pass: float64, float32, float16,
+            bfloat16, float8_e4m3fn or float8_e5m2 as numpy or ml_dtypes type, name or code. Integer, bool and complex
+            tensors come unchanged; F4 and F6 tensors are decoded.
         names: exact names of the tensors wanted; None for all.
-        out: not there yet.
+        out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get: a service reloads
+            weights without new memory. All are checked before the first byte is written; if reading fails they may be
+            partly filled.
         threads: for what is read; None for what helps.
         progress: for what is read: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
 
@@ -109,9 +114,10 @@ def load_file(
         FileNotFoundError: there is no such file.
         FormatError: the file breaks the format, with the byte where it does.
         TensorNotFoundError: an unknown name.
+        UnsupportedError: a conversion that there is not.
+        ValueError: an array of ``out`` that does not fit.
     """
     check_backend(backend)
-    refuse_unbuilt(dtype, out)
     file = safetensors.open_file(filename)
     try:
         table = file.table
@@ -121,6 +127,6 @@ def load_file(
             raise TypeError("names must be an iterable of names, not one str")
         else:
             parts = [(name, file, table.index(name)) for name in dict.fromkeys(names)]
-        return load_parts(parts, backend=backend, threads=threads, progress=progress)[0]
+        return load_parts(parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()

@@ -132,7 +132,7 @@ def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int) -> Iterator[
 
 def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
     """The selected elements in private memory, read through the descriptor."""
-    dtype, shape, begin, _ = file.layout(tensor)
+    dtype, shape, begin, *_ = file.layout(tensor)
     axes, after = _axes(index, shape)
     result: Array = np.empty(tuple(axis.length for axis in axes), dtype)
     if result.size:
@@ -142,10 +142,10 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
             at = (*run.at, ...)  # with the ellipsis an array also where a single element is selected
             target = result[at]
             if run.pitch == 0:
-                direct.append((file.descriptor, begin + run.offset, jobs.address_of(target), run.size))
+                direct.append(jobs.Job(file.descriptor, begin + run.offset, jobs.address_of(target), run.size))
                 continue
             block = np.empty(run.size, np.uint8)
-            job = (file.descriptor, begin + run.offset, jobs.address_of(block), run.size)
+            job = jobs.Job(file.descriptor, begin + run.offset, jobs.address_of(block), run.size)
             jobs.run([job], lib.SL_READ, lambda job, position: place)
             inside = len(run.at)
             rows = _strided(block, dtype, (len(target), *shape[inside:]), run.pitch)

@@ -210,6 +210,18 @@ class Table:
             self._rows = [dtypes.TABLE[code] for code in codes]
         return self._rows
 
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Logical shape of one tensor, without a look at the others."""
+        if self._shapes is not None:
+            return self._shapes[index]
+        ends = self._columns.dim_ends
+        return tuple(self._columns.dims[ends[index - 1] if index else 0 : ends[index]])
+
+    def row(self, index: int) -> dtypes.Dtype:
+        """Row of the dtype table of one tensor."""
+        number: int = self._columns.dtypes[index]
+        return dtypes.TABLE[number]
+
     def byte_range(self, index: int) -> tuple[int, int]:
         """Bytes of one tensor in the file: [begin, end)."""
         return self._columns.begins[index], self._columns.ends[index]

@@ -92,7 +92,7 @@ class AtomicFile:
         work: list[jobs.Job] = []
         position = self._position
         for address, size in pieces:
-            work.append((self._handle, position, address, size))
+            work.append(jobs.Job(self._handle, position, address, size))
             position += size
         direction = lib.SL_APPEND if self._in_order else lib.SL_WRITE
         jobs.run(work, direction, lambda job, position: (self.path, None), threads=threads)

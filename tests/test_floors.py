@@ -13,8 +13,17 @@ PACKAGE = ROOT / "safeload"
 C_FLOORS = {
     0: ["sl_api", "safeload"],
     1: ["base", "error"],
-    2: ["platform", "platform_posix", "platform_windows", "arena"],
-    3: ["json", "dtype", "sort"],
+    2: ["platform", "platform_posix", "platform_windows", "cpu", "arena"],
+    3: [
+        "json",
+        "sort",
+        "dtype",
+        "kernel",
+        "kernel_scalar",
+        "kernel_avx2",
+        "kernel_avx512",
+        "kernel_neon",
+    ],
     4: ["table"],
     5: ["format_safetensors"],
     6: ["parallel", "job"],
@@ -22,14 +31,17 @@ C_FLOORS = {
 }
 C_FLOOR_OF = {name: floor for floor, names in C_FLOORS.items() for name in names}
 STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
+# Instructions of a processor, not of a system.
+INTRINSICS = {"cpu": {"cpuid.h", "intrin.h"}, "kernel_avx2": {"immintrin.h"}, "kernel_avx512": {"immintrin.h"}}
+INTRINSICS["kernel_neon"] = {"arm_neon.h"}
 
 # Modules of one floor in the order in which they may import each other.
 PYTHON_FLOORS = {
     0: ["_version", "errors"],
     1: ["_native"],
-    2: ["dtypes", "tensor", "files", "jobs", "slicing", "writer"],
+    2: ["dtypes", "tensor", "files", "jobs", "slicing", "writer", "casting", "configuration"],
     3: ["formats", "formats.sniffing", "formats.safetensors", "formats.folder"],
-    4: ["checkpoint", "handle"],
+    4: ["loading", "checkpoint", "handle"],
     6: ["numpy", "__init__", "cli.text", "cli.info", "cli", "__main__"],
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}
@@ -57,13 +69,13 @@ def test_c_includes_go_down(path):
 @pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.name)
 def test_only_the_platform_files_know_the_system(path):
     if not path.stem.startswith("platform_"):
-        assert set(includes(path, "<>")) <= STANDARD_HEADERS
+        assert set(includes(path, "<>")) <= STANDARD_HEADERS | INTRINSICS.get(path.stem, set())
 
 
 def test_the_cdef_has_no_directive_but_integer_defines():
     for line in (CSRC / "sl_api.h").read_text().splitlines():
         if line.lstrip().startswith("#"):
-            assert re.fullmatch(r"#define SL_\w+ \d+\s*(/\*.*)?", line), line
+            assert re.fullmatch(r"#define SL_\w+ -?\d+\s*(/\*.*)?", line), line
 
 
 def test_every_declared_function_is_defined_once():

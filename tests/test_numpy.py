@@ -602,14 +602,6 @@ def test_an_unknown_backend_is_refused_as_upstream_does(backend, tmp_path):
         load_file(tmp_path / "x", backend=backend)
 
 
-def test_dtype_and_out_say_that_they_are_not_there_yet(tmp_path):
-    save_file({"x": np.arange(3.0)}, tmp_path / "x", durable=False)
-    with pytest.raises(safeload.UnsupportedError, match="dtype="):
-        load_file(tmp_path / "x", dtype="float32")
-    with pytest.raises(safeload.UnsupportedError, match="out="):
-        load_file(tmp_path / "x", out={"x": np.zeros(3)})
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_missing_file_is_file_not_found(backend, tmp_path):
     with pytest.raises(FileNotFoundError) as caught:

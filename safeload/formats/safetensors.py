@@ -70,7 +70,7 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
     view, table = _parse(data)
     file = WeightFile("", -1, view.nbytes, table)
     arrays = {}
-    for name, (dtype, shape, begin, end) in zip(table.names, file.layouts(range(table.count)), strict=True):
+    for name, (dtype, shape, begin, end, *_) in zip(table.names, file.layouts(range(table.count)), strict=True):
         if begin == end:
             arrays[name] = np.empty(shape, dtype)
             continue

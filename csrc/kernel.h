@@ -1,0 +1,36 @@
+/* Floor 3: conversion kernels. Scalar C is the definition; every other tier gives the same bits.
+ *
+ * Both sides are little-endian, as files are. To f32: exact; a NaN keeps its payload and is quieted (8-bit formats have one NaN, as ml_dtypes has it). From f32 and
+ * f64: round to nearest, ties to even, once; a NaN stays a NaN.
+ */
+#ifndef SL_KERNEL_H
+#define SL_KERNEL_H
+
+#include "dtype.h"
+
+/* Converts `count` elements. The source may have any alignment; elements of less than a byte start at the low bits of
+ * the first byte. Source and destination do not overlap. */
+typedef void (*sl_convert_fn)(const void *source, void *destination, size_t count);
+
+typedef struct sl_kernel {
+    int16_t from, to; /* SL_F32, ...; from < 0 ends a table */
+    sl_convert_fn convert;
+} sl_kernel;
+
+extern const sl_kernel sl_kernels_scalar[];
+extern const sl_kernel sl_kernels_avx2[];   /* empty where the compiler has no AVX2 */
+extern const sl_kernel sl_kernels_avx512[]; /* likewise */
+extern const sl_kernel sl_kernels_neon[];   /* likewise */
+
+/* How to convert: directly, or through f32 block by block (second != NULL). */
+typedef struct sl_conversion {
+    sl_convert_fn first, second;
+    int32_t from_bits, to_bits;
+} sl_conversion;
+
+/* False when there is no such conversion. `tier` must be available. */
+bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *out);
+
+void sl_conversion_run(const sl_conversion *conversion, const void *source, void *destination, size_t count);
+
+#endif

@@ -1,0 +1,171 @@
+"""Tensors of open files as a dict of arrays: as views where their bytes allow it, read and converted otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from . import dtypes, jobs
+from ._native import lib
+from .errors import SafeloadError, UnsupportedError
+from .files import Array, Layout, WeightFile, view_of
+from .jobs import Progress
+
+Backend = Literal["mmap", "pread"]
+
+# A tensor to load: its name, its file, its index there.
+Part = tuple[str, WeightFile, int]
+
+
+class LoadStats(NamedTuple):
+    """What the last load did.
+
+    Attributes:
+        bytes: size of the arrays.
+        tensors: how many.
+        seconds: wall clock.
+        backend: "mmap" or "pread"; "pread" where the system refused the mapping that was asked for.
+    """
+
+    bytes: int
+    tensors: int
+    seconds: float
+    backend: str
+
+
+def check_backend(backend: object) -> None:
+    """Refuses what is neither "mmap" nor "pread"."""
+    if backend not in ("mmap", "pread"):
+        raise SafeloadError(f'backend {backend!r} is invalid (expected one of: "mmap", "pread")')
+
+
+def parse_target(dtype: Any) -> dtypes.Dtype | None:
+    """The dtype that floating tensors are converted to while loading; None for none.
+
+    Raises:
+        TypeError: no dtype at all.
+        UnsupportedError: one that nothing is converted to.
+    """
+    if dtype is None:
+        return None
+    row = dtypes.parse(dtype)
+    if not row.floating or not (row.code == "F32" or lib.sl_convertible(dtypes.BY_CODE["F32"].number, row.number)):
+        able = [r.name for r in dtypes.TABLE if lib.sl_convertible(dtypes.BY_CODE["F64"].number, r.number)]
+        raise UnsupportedError(f"dtype={row.name} is no dtype to load as; able are float64, {', '.join(able)}")
+    return row
+
+
+def load_parts(
+    parts: Sequence[Part],
+    *,
+    backend: str,
+    dtype: Any = None,
+    out: Mapping[str, Array] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+    mappings: dict[WeightFile, Any] | None = None,
+) -> tuple[dict[str, Array], LoadStats]:
+    """Arrays of tensors in any files, in the order of ``parts``.
+
+    Args:
+        parts: what to load.
+        backend: "mmap" for views into one mapping per file, "pread" for private memory. What cannot be a view
+            (converted, not aligned in the file, or the system refuses the mapping) is read.
+        dtype: what floating tensors are converted to; None for none.
+        out: arrays to fill, by name; all of them are checked before the first byte is written.
+        threads: for what is read.
+        progress: for what is read.
+        mappings: mappings to use; those made are added. None for fresh ones.
+
+    Raises:
+        ValueError, TypeError: wrong arguments, an array of ``out`` that does not fit among them.
+        UnsupportedError: a conversion that there is not.
+        FormatError: a file ends too early, with path and offset.
+        OSError: a file cannot be read.
+    """
+    check_backend(backend)
+    jobs.check_threads(threads)
+    target = parse_target(dtype)
+    started = time.perf_counter()
+    layouts = _layouts(parts, target)
+    arrays: list[Array | None] = [None] * len(parts)
+    into = None
+    if out is not None:
+        into = _check_out(parts, layouts, out)
+        backend = "pread"
+    elif backend == "mmap" and not _fill_views(parts, layouts, {} if mappings is None else mappings, arrays):
+        backend = "pread"
+    missing = [k for k, array in enumerate(arrays) if array is None]
+    if missing:
+        to_read = [(parts[k][1], layouts[k]) for k in missing]
+        for k, array in zip(
+            missing, jobs.read_arrays(to_read, into=into, threads=threads, progress=progress), strict=True
+        ):
+            arrays[k] = array
+    done = {part[0]: array for part, array in zip(parts, arrays, strict=True) if array is not None}
+    nbytes = sum(array.nbytes for array in done.values())
+    return done, LoadStats(nbytes, len(done), time.perf_counter() - started, backend)
+
+
+def _by_file(parts: Sequence[Part]) -> dict[WeightFile, list[int]]:
+    """Positions in ``parts`` of the tensors of each file."""
+    positions: dict[WeightFile, list[int]] = {}
+    for k, (_, file, _) in enumerate(parts):
+        positions.setdefault(file, []).append(k)
+    return positions
+
+
+def _layouts(parts: Sequence[Part], target: dtypes.Dtype | None) -> list[Layout]:
+    if len(parts) == 1 and target is None:
+        return [parts[0][1].layout(parts[0][2])]
+    result: dict[int, Layout] = {}
+    for file, positions in _by_file(parts).items():
+        result.update(zip(positions, file.layouts([parts[k][2] for k in positions], target), strict=True))
+    return [result[k] for k in range(len(parts))]
+
+
+def _fill_views(
+    parts: Sequence[Part], layouts: list[Layout], mappings: dict[WeightFile, Any], arrays: list[Array | None]
+) -> bool:
+    """Fills in views where they can be; whether the system allowed every mapping."""
+    allowed = True
+    for file, positions in _by_file(parts).items():
+        buffer = mappings.get(file)
+        if buffer is None:
+            if all(layouts[k].source != layouts[k].target for k in positions):
+                continue  # nothing to view
+            try:
+                buffer = mappings[file] = file.map()
+            except OSError:
+                allowed = False
+                continue
+        for k in positions:
+            arrays[k] = view_of(buffer, layouts[k])
+    return allowed
+
+
+def _check_out(parts: Sequence[Part], layouts: list[Layout], out: Mapping[str, Array]) -> list[Array]:
+    """The arrays to fill, in the order of ``parts``."""
+    names = [name for name, _, _ in parts]
+    unknown = sorted(set(out) - set(names))
+    if unknown:
+        raise ValueError(f"out: {unknown[0]!r} is no tensor of this load")
+    arrays = []
+    for name, layout in zip(names, layouts, strict=True):
+        array = out.get(name)
+        if array is None:
+            raise ValueError(f"out: no array for tensor {name!r}")
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"out: {name!r} is a {type(array).__name__}, not a numpy array")
+        if array.dtype != layout.dtype or array.shape != layout.shape:
+            raise ValueError(
+                f"out: {name!r} is {array.dtype} {list(array.shape)}, but the tensor needs {layout.dtype} "
+                f"{list(layout.shape)}"
+            )
+        if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
+            raise ValueError(f"out: {name!r} must be C-contiguous, aligned and writable")
+        arrays.append(array)
+    return arrays
