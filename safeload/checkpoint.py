@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from .errors import FormatError, UnsupportedError
 from .files import Array, PathLike, WeightFile, native_path
-from .formats import folder, safetensors, sniffing
+from .formats import safetensors, sniffing
 from .jobs import Progress
 from .loading import Backend, LoadStats, Part, load_parts
 from .slicing import read_slice
@@ -237,14 +236,13 @@ def open(
     if root is not None:
         raise UnsupportedError("root= selects a nested container, and safetensors has none")
     text, _ = native_path(path)
-    place = Path(text)
-    if place.suffix == ".json" and not sniffing.is_safetensors(sniffing.read_head(text)):
-        return _sharded(text, folder.open_index(place), folder.read_config(place.parent))
+    if text.endswith(".json") and not sniffing.is_safetensors(sniffing.read_head(text)):
+        return _open_shards(text)
     try:
         # First as what it most likely is: one call and no look at the path before it.
         file = safetensors.open_file(text)
     except IsADirectoryError:
-        return _sharded(text, folder.open_folder(place), folder.read_config(place))
+        return _open_shards(text)
     except FormatError:
         if format is None:
             _refuse_kind(text)
@@ -252,7 +250,11 @@ def open(
     return Checkpoint(text, "safetensors", [file], None, file.table.metadata() or {}, None)
 
 
-def _sharded(path: str, shards: folder.Shards, config: dict[str, Any] | None) -> Checkpoint:
+def _open_shards(path: str) -> Checkpoint:
+    """A folder or an ``index.json``."""
+    from .formats import folder  # only here: json and pathlib take milliseconds that every import would pay
+
+    shards, config = folder.open_path(path)
     metadata: dict[str, Any] = {}
     for file in shards.files:
         metadata.update(file.table.metadata() or {})

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -73,16 +72,20 @@ def _cgroup_cpus() -> float:
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, file cpu.max; before it cpu.cfs_quota_us.
     """
-    root = Path("/sys/fs/cgroup")
+    root = "/sys/fs/cgroup"
+
+    def read(path: str) -> str:
+        with open(path) as file:
+            return file.read().strip()
+
     try:
-        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
-        for folder in (root / own, root):
-            limit = folder / "cpu.max"
-            if limit.exists():
-                quota, period = limit.read_text().split()
+        own = os.path.normpath(f"{root}/{read('/proc/self/cgroup').rpartition('::')[2]}")
+        for folder in (own, root):
+            if os.path.exists(f"{folder}/cpu.max"):
+                quota, period = read(f"{folder}/cpu.max").split()
                 return float("inf") if quota == "max" else int(quota) / int(period)
-        quota_v1 = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        return quota_v1 / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_v1 > 0 else float("inf")
+        quota_v1 = int(read(f"{root}/cpu/cpu.cfs_quota_us"))
+        return quota_v1 / int(read(f"{root}/cpu/cpu.cfs_period_us")) if quota_v1 > 0 else float("inf")
     except (OSError, ValueError, ZeroDivisionError):
         return float("inf")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
@@ -245,6 +244,8 @@ class Table:
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
     """The error for a name that is not there, with the names that come close."""
+    import difflib  # only here: it takes a millisecond that every import would pay
+
     message = f"File does not contain tensor {name}"
     close = difflib.get_close_matches(name, names, n=3) if len(names) <= _SUGGEST_UP_TO else []
     if close:

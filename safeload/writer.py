@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Iterator
@@ -53,7 +52,7 @@ class AtomicFile:
             return
         self._target = os.path.realpath(self.path)
         folder, name = os.path.split(self._target)
-        self._temporary = os.path.join(folder, f".{_clip(name)}.{secrets.token_hex(8)}.tmp")
+        self._temporary = os.path.join(folder, f".{_clip(name)}.{os.urandom(8).hex()}.tmp")
         try:
             self._descriptor = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:

@@ -139,6 +139,18 @@ def open_folder(path: Path) -> Shards:
     raise UnsupportedError(f"{path}: no weights here; found {there}{' ...' if len(entries) > 20 else ''}")
 
 
+def open_path(path: str) -> tuple[Shards, dict[str, Any] | None]:
+    """Opens a folder or an ``index.json``, with the ``config.json`` beside it.
+
+    Raises:
+        FormatError, UnsupportedError, OSError: see `open_folder` and `open_index`.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return open_folder(place), read_config(place)
+    return open_index(place), read_config(place.parent)
+
+
 def read_config(path: Path) -> dict[str, Any] | None:
     """The folder's ``config.json``, None when there is none."""
     config = path / "config.json"
