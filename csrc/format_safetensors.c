@@ -275,7 +275,7 @@ int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, 
 static int32_t read_file(int64_t file, uint64_t file_size, sl_table **table, sl_error *error) {
     uint64_t header_size = 0, got = sl_min_u64(file_size, FIRST_READ);
     char first[FIRST_READ];
-    int32_t status = sl_platform_read_at(file, 0, first, got, error);
+    int32_t status = sl_file_read(file, 0, first, got, error);
     if (status == SL_OK) status = header_size_of(first, file_size, &header_size, error);
     if (status != SL_OK) return status;
     if (LENGTH_SIZE + header_size <= got) return make_table(first + LENGTH_SIZE, header_size, file_size, table, error);
@@ -284,7 +284,7 @@ static int32_t read_file(int64_t file, uint64_t file_size, sl_table **table, sl_
     if (header == NULL) return sl_fail_memory(error, header_size);
     got -= LENGTH_SIZE;
     memcpy(header, first + LENGTH_SIZE, (size_t)got);
-    status = sl_platform_read_at(file, LENGTH_SIZE + got, header + got, header_size - got, error);
+    status = sl_file_read(file, LENGTH_SIZE + got, header + got, header_size - got, error);
     if (status == SL_OK) status = make_table(header, header_size, file_size, table, error);
     sl_platform_free(header, header_size);
     return status;

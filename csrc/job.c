@@ -43,7 +43,7 @@ static int32_t convert_chunk(const run *self, const sl_job *job, uint64_t begin,
         if (job->file == SL_MEMORY)
             source = address(job) + begin;
         else {
-            int32_t status = sl_platform_read_at(job->file, job->offset + begin, passage, some, error);
+            int32_t status = sl_file_read(job->file, job->offset + begin, passage, some, error);
             if (status != SL_OK) return status;
         }
         sl_conversion_run(&conversion, source, (uint8_t *)job->memory + element * to_bits / 8, (size_t)(some * 8 / from_bits));
@@ -66,7 +66,7 @@ static int32_t move_chunk(void *context, uint64_t chunk, void *passage, sl_error
         memcpy(memory, address(job) + begin, (size_t)size);
         return SL_OK;
     }
-    return sl_platform_read_at(job->file, job->offset + begin, memory, size, error);
+    return sl_file_read(job->file, job->offset + begin, memory, size, error);
 }
 
 int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t direction, int32_t tier, int32_t threads,

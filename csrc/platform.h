@@ -8,10 +8,6 @@
 
 #include "error.h"
 
-/* Reads exactly `size` bytes at `offset`; SL_E_TRUNCATED with the offset where the file ended if there are
- * fewer. Interrupted and short reads are continued. */
-int32_t sl_platform_read_at(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error);
-
 /* Writes exactly `size` bytes, at `offset` or at the file's current position (`append`). */
 int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,
                           sl_error *error);

@@ -84,7 +84,7 @@ int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error) {
     return SL_OK;
 }
 
-int32_t sl_platform_read_at(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error) {
+int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error) {
     uint8_t *at = memory;
     uint64_t end = offset + size;
     while (offset < end) {

@@ -118,6 +118,10 @@ void sl_table_free(sl_table *table);                                            
 int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_error *error);
 void sl_file_close(int64_t file);
 
+/* Reads exactly `size` bytes at `offset`; SL_E_TRUNCATED with the offset where the file ended if there are fewer.
+ * Interrupted and short reads are continued. error may be NULL. */
+int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error);
+
 /* A private copy-on-write mapping of [0, size); size > 0. */
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error);
 void sl_file_unmap(void *address, uint64_t size);

@@ -70,6 +70,7 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_table_columns = _bind("sl_table_columns", _pointer, _pointer)
     sl_table_find = _bind("sl_table_find", _i64, _pointer, ctypes.c_char_p, _u64)
     sl_table_free = _bind("sl_table_free", None, _pointer)
+    sl_file_read = _bind("sl_file_read", _i32, _i64, _u64, _pointer, _u64, _pointer)
     sl_file_map = _bind("sl_file_map", _i32, _i64, _u64, _pointer, _pointer)
     sl_file_unmap = _bind("sl_file_unmap", None, _pointer, _u64)
     sl_file_close = _bind("sl_file_close", None, _i64)

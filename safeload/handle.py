@@ -13,6 +13,7 @@ from . import dtypes
 from .errors import SafetensorError
 from .files import Array, PathLike, WeightFile, native_path
 from .formats import safetensors
+from .jobs import read_small
 from .loading import check_backend, load_parts
 from .slicing import as_index, read_slice
 from .tensor import TensorMeta
@@ -79,11 +80,13 @@ class safe_open:  # noqa: N801 - safetensors' name
         """
         file = self._opened()
         index = file.table.index(name)
-        begin, end = file.table.byte_range(index)
+        layout = file.layout(index)
+        if layout.end - layout.begin < _VIEWED_FROM:
+            return read_small(file, layout)
         # The first time a view; another view of the same bytes would share memory with it.
         caller = object()
         first = self._handed_out.setdefault(index, caller) is caller  # one step: of two threads only one is first
-        backend = self._backend if first and end - begin >= _VIEWED_FROM else "pread"
+        backend = self._backend if first else "pread"
         arrays, _ = load_parts([(name, file, index)], backend=backend, mappings=self._mappings)
         return arrays[name]
 

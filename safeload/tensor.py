@@ -14,6 +14,9 @@ from .errors import SafetensorError, TensorNotFoundError
 # Above this many names a missing one is reported without suggestions: difflib compares with each of them.
 _SUGGEST_UP_TO = 5_000
 
+# A binary search in C takes as long as putting so many names into a dict: after that many searches a dict is made.
+_SEARCH_COST = 16
+
 
 class TensorInfo(NamedTuple):
     """One tensor of a checkpoint.
@@ -132,6 +135,8 @@ class Table:
         self._columns = ffi.cast("const sl_columns *", short.sl_table_columns(self._address))
         self.count: int = self._columns.count
         self._names: list[str] | None = None
+        self._index: dict[str, int] | None = None
+        self._searches = 0
         self._shapes: list[tuple[int, ...]] | None = None
         self._rows: list[dtypes.Dtype] | None = None
 
@@ -173,6 +178,12 @@ class Table:
 
     def find(self, name: str) -> int:
         """Index of a tensor, -1 when there is none."""
+        if self._index is not None:
+            return self._index.get(name, -1)
+        self._searches += 1
+        if self._searches * _SEARCH_COST > self.count:
+            self._index = {known: index for index, known in enumerate(self.names)}
+            return self._index.get(name, -1)
         try:
             encoded = name.encode()
         except UnicodeEncodeError:  # a lone surrogate is in no file
