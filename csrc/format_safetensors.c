@@ -49,7 +49,7 @@ static int32_t read_dtype(sl_json *json, const sl_json_text *name, fields *entry
     sl_json_text code;
     int32_t status = sl_json_text_value(json, &code, "dtype");
     if (status != SL_OK) return status;
-    char decoded[64]; /* the longest code has 11 characters, each at most 6 in the text: \u0046 */
+    char decoded[66]; /* the longest code has 11 characters, each at most 6 in the text: \u0046 */
     size_t size = code.size <= sizeof decoded ? sl_json_decode(&code, decoded) : 0;
     entry->dtype = sl_dtype_find(decoded, size);
     entry->has_dtype = true;

@@ -9,8 +9,9 @@
 
 #include "error.h"
 
-/* As serde_json's recursion limit, which is what upstream's reader stops at. */
-#define SL_JSON_MAX_DEPTH 128
+/* Levels of a value that is skipped. serde_json stops upstream's reader at its level 128, the header and the tensor's
+ * entry are the first two, and the last is one below. */
+#define SL_JSON_MAX_DEPTH 125
 
 typedef struct sl_json {
     const char *begin, *at, *end;

@@ -187,10 +187,11 @@ static int32_t check_names(sl_table *table, sl_error *error) {
 static void describe(const sl_table *table, uint64_t i, char *out, size_t size) {
     size_t used = (size_t)snprintf(out, size, "%s [", sl_dtype_get(table->dtypes[i])->code);
     uint64_t first = dim_begin(table, i);
-    for (uint64_t k = first; k < table->dim_ends[i] && used + 24 < size; k++)
+    uint64_t k = first;
+    for (; k < table->dim_ends[i] && used + 29 < size; k++)
         used += (size_t)snprintf(out + used, size - used, "%s%llu", k == first ? "" : ", ",
                                  (unsigned long long)table->dims[k]);
-    if (used + 2 < size) memcpy(out + used, "]", 2);
+    snprintf(out + used, size - used, "%s", k < table->dim_ends[i] ? ", ...]" : "]");
 }
 
 /* The strides of an array count empty dims as 1, so numpy refuses [0, 2^40, 2^40]; and no address space holds more
@@ -222,7 +223,7 @@ static int32_t check_size(const sl_table *table, uint64_t i, sl_error *error) {
                        (unsigned long long)table->ends[i], (unsigned long long)stated, shape, (unsigned long long)size);
     }
     if (size > 0) return SL_OK;
-    uint64_t span = (uint64_t)sl_dtype_get(table->dtypes[i])->bits / 8 + 1;
+    uint64_t bits = (uint64_t)sl_dtype_get(table->dtypes[i])->bits, span = bits < 8 ? 1 : bits / 8;
     for (uint64_t k = 0; k < rank; k++)
         if (!sl_mul_u64(span, dims[k] > 0 ? dims[k] : 1, &span) || span > LARGEST_ARRAY)
             return fail_size(table, i, SL_E_LIMIT, "no array can have the shape of %s", error);

@@ -20,6 +20,12 @@ MAX_JSON = 100_000_000
 _LATER = ("pytorch_model.bin.index.json", "pytorch_model.bin", "consolidated.*.pth", "*.gguf")
 
 
+def _show(value: Any) -> str:
+    """A value of a file as messages show it: escaped, and no longer than a line or two."""
+    text = repr(value[:200] if isinstance(value, (str, list)) else value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 class Shards(NamedTuple):
     """What a folder or an index came to.
 
@@ -49,13 +55,14 @@ def read_json(path: Path, what: str) -> Any:
         if len(result) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise FormatError(f"{what}: key {twice!r} is there twice", str(path))
+            raise FormatError(f"{what}: key {_show(twice)} is there twice", str(path))
         return result
 
     try:
         value = json.loads(path.read_bytes(), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise FormatError(f"{what} is not JSON: {error.msg}", str(path), error.pos) from None
+        offset = len(error.doc[: error.pos].encode("utf-8", "surrogatepass"))
+        raise FormatError(f"{what} is not JSON: {error.msg}", str(path), offset) from None
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:  # no text, a number of thousands of digits, deep nesting
@@ -68,11 +75,10 @@ def read_json(path: Path, what: str) -> Any:
 def _shard_name(value: Any, tensor: str, path: Path) -> str:
     """A bare file name: an index must not reach out of its folder."""
     if not isinstance(value, str) or not value:
-        raise FormatError(f"weight_map[{tensor!r}] must name a file, found {value!r}", str(path))
-    if value in (".", "..") or "\0" in value or any(c in value for c in "/\\:"):
-        raise FormatError(
-            f"weight_map[{tensor!r}] must be the bare name of a file in the same folder, found {value!r}", str(path)
-        )
+        raise FormatError(f"weight_map[{_show(tensor)}] must name a file, found {_show(value)}", str(path))
+    if value in (".", "..") or any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in value):
+        wanted = "the bare name of a file in the same folder"
+        raise FormatError(f"weight_map[{_show(tensor)}] must be {wanted}, found {_show(value)}", str(path))
     return value
 
 
@@ -100,7 +106,7 @@ def open_index(path: Path) -> Shards:
         files.append(file)
         found = sorted((file.table.find(tensor), tensor) for tensor in tensors)
         if found[0][0] < 0:
-            raise FormatError(f"tensor {found[0][1]!r} should be in {file_name}, but is not there", str(path))
+            raise FormatError(f"tensor {_show(found[0][1])} should be in {file_name}, but is not there", str(path))
         where.update((tensor, (file, index)) for index, tensor in found)
     return Shards(files, where, metadata)
 
@@ -111,7 +117,7 @@ def _union(paths: list[Path]) -> Shards:
     for file in files:
         for index, name in enumerate(file.table.names):
             if name in where:
-                raise FormatError(f"tensor {name!r} is in both {where[name][0].path} and {file.path}", file.path)
+                raise FormatError(f"tensor {_show(name)} is in both {where[name][0].path} and {file.path}", file.path)
             where[name] = (file, index)
     return Shards(files, where, None)
 

@@ -17,7 +17,7 @@ _FOREIGN = (
     (257, b"ustar", "a tar archive: unpack it first"),
     (0, b"GGUF", "a GGUF file"),
     (0, b"PK\x03\x04", "a zip archive (torch checkpoint or npz)"),
-    (0, b"\x80\x02", "a pickle (legacy torch checkpoint)"),
+    *((0, bytes((0x80, protocol)), "a pickle (legacy torch checkpoint)") for protocol in range(2, 6)),
 )
 
 
