@@ -10,26 +10,28 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "safeload"
 
+# Floors of groups of files. A file includes headers of the floors below it and, within its group, of itself and those
+# named before it.
 C_FLOORS = {
-    0: ["sl_api", "safeload"],
-    1: ["base", "error"],
-    2: ["platform", "platform_posix", "platform_windows", "cpu", "arena"],
+    0: [["sl_api", "safeload"]],
+    1: [["base", "error"]],
+    2: [["platform", "platform_posix", "platform_windows", "cpu", "arena"]],
     3: [
-        "json",
-        "sort",
-        "dtype",
-        "kernel",
-        "kernel_scalar",
-        "kernel_avx2",
-        "kernel_avx512",
-        "kernel_neon",
+        ["json"],
+        ["sort"],
+        ["dtype", "kernel", "kernel_scalar", "kernel_avx2", "kernel_avx512", "kernel_neon"],
     ],
-    4: ["table"],
-    5: ["format_safetensors"],
-    6: ["parallel", "job"],
-    7: ["api"],
+    4: [["table"]],
+    5: [["format_safetensors"]],
+    6: [["parallel", "job"]],
+    7: [["api"]],
 }
-C_FLOOR_OF = {name: floor for floor, names in C_FLOORS.items() for name in names}
+C_PLACE = {
+    stem: (floor, group, rank)
+    for floor, groups in C_FLOORS.items()
+    for group, stems in enumerate(groups)
+    for rank, stem in enumerate(stems)
+}
 STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
 # Instructions of a processor, not of a system.
 INTRINSICS = {"cpu": {"cpuid.h", "intrin.h"}, "kernel_avx2": {"immintrin.h"}, "kernel_avx512": {"immintrin.h"}}
@@ -55,15 +57,24 @@ def includes(path, brackets):
 
 
 def test_every_c_file_stands_on_a_floor():
-    assert {path.stem for path in C_FILES} == set(C_FLOOR_OF)
+    assert {path.stem for path in C_FILES} == set(C_PLACE)
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.name)
 def test_c_includes_go_down(path):
-    floor = C_FLOOR_OF[path.stem]
+    floor, group, rank = C_PLACE[path.stem]
     for header in includes(path, '""'):
-        stem = header.removesuffix(".h")
-        assert C_FLOOR_OF[stem] < floor or (C_FLOOR_OF[stem] == floor and stem in C_FLOORS[floor]), header
+        assert (CSRC / header).is_file(), header
+        below, its_group, its_rank = C_PLACE[header.removesuffix(".h")]
+        own = path.suffix == ".c" and header == f"{path.stem}.h"
+        assert below < floor or own or (below == floor and its_group == group and its_rank < rank), header
+
+
+def test_every_include_is_seen():
+    """The two patterns above miss none: not by a macro, not by white space, not in another suffix."""
+    for path in C_FILES:
+        lines = [line for line in path.read_text().splitlines() if re.match(r"\s*#\s*include\b", line)]
+        assert len(lines) == len(includes(path, '""')) + len(includes(path, "<>")), path.name
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.name)
@@ -78,13 +89,22 @@ def test_the_cdef_has_no_directive_but_integer_defines():
             assert re.fullmatch(r"#define SL_\w+ -?\d+\s*(/\*.*)?", line), line
 
 
-def test_every_declared_function_is_defined_once():
-    text = re.sub(r"/\*.*?\*/", "", (CSRC / "sl_api.h").read_text(), flags=re.DOTALL)
-    declared = re.findall(r"(sl_\w+)\([^;{]*\);", text)
-    source = "\n".join(p.read_text() for p in CSRC.glob("*.c") if p.name != "platform_windows.c")
+def without_comments(path):
+    return re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+
+
+def definitions(name, path):
+    return len(re.findall(rf"^[a-z][^\n;]*\b{name}\([^;{{]*\)\s*{{", without_comments(path), re.MULTILINE))
+
+
+def test_every_declared_function_is_defined_once_for_each_system():
+    declared = re.findall(r"\b(sl_\w+)\([^;{]*\);", without_comments(CSRC / "sl_api.h"))
     assert len(declared) > 10
-    for name in declared:
-        assert len(re.findall(rf"^[a-z][^\n;]*\b{name}\([^;]*?\) {{", source, re.MULTILINE)) == 1, name
+    sources = [path for path in C_FILES if not path.stem.startswith("platform_")]
+    for system in ("posix", "windows"):
+        for name in declared:
+            found = [p.name for p in (*sources, CSRC / f"platform_{system}.c") for _ in range(definitions(name, p))]
+            assert len(found) == 1, (name, system, found)
 
 
 def module_name(path):
@@ -93,21 +113,33 @@ def module_name(path):
 
 
 def imported(path):
-    package = path.relative_to(PACKAGE).parts[:-1]
+    """Modules of ours that a file imports, in whatever way it says so."""
+    package = ("safeload", *path.relative_to(PACKAGE).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level > 0:
-            base = list(package[: len(package) - (node.level - 1)])
-            target = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            if target in PYTHON_RANK or target == "_core":
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - (node.level - 1)]] if node.level else []
+            module = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            assert name != "safeload" or isinstance(node, ast.ImportFrom), "the package imports itself from above"
+            target = name.removeprefix("safeload.")
+            if target != name and (target in PYTHON_RANK or target.startswith("_core")):
                 yield target
-            for alias in node.names:
-                full = f"{target}.{alias.name}".strip(".")
-                if full in PYTHON_RANK:
-                    yield full
+            elif name == "safeload" and node.level == 0:
+                yield "__init__"
 
 
 def test_every_python_module_stands_on_a_floor():
     assert {module_name(path) for path in PYTHON_FILES} == set(PYTHON_RANK)
+
+
+def test_the_binding_is_named_in_one_module_only():
+    """So that no computed import reaches it either."""
+    assert [path.name for path in PYTHON_FILES if re.search(r"\b_core\b", path.read_text())] == ["_native.py"]
 
 
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=module_name)
@@ -116,7 +148,7 @@ def test_python_imports_go_down(path):
     for target in imported(path):
         if target == name:  # a package that imports its own modules
             continue
-        if target == "_core":
+        if target.startswith("_core"):
             assert name == "_native"
         else:
             assert PYTHON_RANK[target] < PYTHON_RANK[name], f"{name} imports {target}"

@@ -18,10 +18,26 @@ OUTSIDE = (
     else {}
 )
 
-FILES = [pytest.param(HERE / "data" / name, want, id=name) for name, want in LOCAL.items()] + [
-    pytest.param(SHARED / name, want, id=f"shared/{name}") for name, want in OUTSIDE.items()
-]
 needs_shared = pytest.mark.skipif(not OUTSIDE, reason="../shared/data is not here")
+FILES = [
+    *(pytest.param(HERE / "data" / name, want, id=name) for name, want in LOCAL.items()),
+    *(pytest.param(SHARED / name, want, id=f"shared/{name}") for name, want in OUTSIDE.items()),
+    *([] if OUTSIDE else [pytest.param(None, None, id="shared", marks=needs_shared)]),
+]
+
+# What numpy calls the dtypes of these files; ml_dtypes' name where numpy has none.
+NUMPY_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}
 
 
 def digest(array):
@@ -32,6 +48,7 @@ def check_arrays(arrays, want):
     assert set(arrays) == set(want["tensors"])
     for name, entry in want["tensors"].items():
         array = arrays[name]
+        assert array.dtype.name == NUMPY_NAMES[entry["dtype"]], name
         assert array.shape == tuple(entry["shape"]), name
         assert digest(array) == entry["sha256"], name
         assert array.flags.aligned, name
@@ -53,6 +70,9 @@ def test_every_way_of_loading_gives_the_expected_tensors(path, want, backend):
         assert opened.metadata() == want["metadata"]
         check_arrays({name: opened.get_tensor(name) for name in opened.keys()}, want)  # noqa: SIM118 - upstream's name
         check_arrays(opened.get_tensors(), want)
+        assert {name: opened.get_tensor_meta(name)[:2] for name in want["tensors"]} == {
+            name: (entry["dtype"], tuple(entry["shape"])) for name, entry in want["tensors"].items()
+        }
 
 
 @pytest.mark.parametrize(("path", "want"), FILES)
@@ -77,7 +97,14 @@ def test_a_sharded_folder_is_the_union_of_its_shards(index, backend):
     tensors = {name: entry for want in shards.values() for name, entry in want["tensors"].items()}
     with safeload.open(SHARED / folder / index) as checkpoint:
         check_arrays(checkpoint.load(backend=backend), {"tensors": tensors})
+        check_arrays(checkpoint, {"tensors": tensors})
+        assert {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()} == {
+            name: (entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()
+        }
         assert len(checkpoint.files) == len(shards) == 4
+        assert {Path(file) for file in checkpoint.files} == {SHARED / name for name in shards}
+        for want in shards.values():
+            assert (want["metadata"] or {}).items() <= checkpoint.metadata.items()
         assert checkpoint.metadata["total_size"] == checkpoint.nbytes == 3947776
 
 
@@ -90,9 +117,19 @@ def test_the_same_weights_as_f16_and_bf16_agree_to_the_precision_of_both():
         np.testing.assert_allclose(array.astype(np.float32), f16[name].astype(np.float32), rtol=2**-8, atol=1e-6)
 
 
-def test_readme_gives_the_digest_of_each_file(data):
+def test_readme_gives_origin_licence_and_digest_of_each_file(data):
     readme = (data / "README.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in readme.splitlines() if "|" in line][2:]
     files = sorted(data.glob("*.safetensors"))
-    assert {path.name for path in files} == set(LOCAL)
-    for path in files:
-        assert f"`{hashlib.sha256(path.read_bytes()).hexdigest()}`" in readme, path.name
+    assert [path.name for path in files] == sorted(LOCAL)
+    assert [row[0] for row in sorted(rows)] == [path.name for path in files]
+    for name, origin, licence, why, digest_there in rows:
+        assert digest_there == f"`{hashlib.sha256((data / name).read_bytes()).hexdigest()}`", name
+        assert origin, name
+        assert licence, name
+        assert why, name
+
+
+@needs_shared
+def test_what_is_expected_here_is_what_is_expected_there():
+    assert {f"safetensors/{name}": want for name, want in LOCAL.items()}.items() <= OUTSIDE.items()

@@ -75,7 +75,23 @@ for n in range(8):
     fault(f"file of {n} bytes", f"the file has {n} bytes", n, build()[:n])
 fault("header size over the limit", "header too large: 100000001 bytes", 0, build(length=100_000_001))
 fault("header size of 2^64-1", "header too large: 18446744073709551615 bytes", 0, build(length=2**64 - 1))
+fault("header size at the limit in a short file", "ends past the end of the file", 0, build(length=100_000_000))
 fault("header past the end", "ends past the end of the file", 0, build(length=len(GOOD_HEADER) + 25))
+fault(
+    "header over all of the data",
+    "found byte 0x00 where the end of the header",
+    At(b"}}", 2),
+    build(length=len(GOOD_HEADER) + 24),
+)
+fault(
+    "header size one too large",
+    "found byte 0x00 where the end of the header",
+    At(b"}}", 2),
+    build(length=len(GOOD_HEADER) + 1),
+)
+fault(
+    "header size one too small", "ends where ',' or '}' was expected", At(b"}}", 1), build(length=len(GOOD_HEADER) - 1)
+)
 fault("header of no bytes", "'{' was expected", 8, build(b"", b""))
 fault("truncated data", "which has 23 bytes", B, build()[:-1])
 fault("no data", "which has 0 bytes", A, build(data=b""))
@@ -94,6 +110,30 @@ fault(
         b'{"c":{"dtype":"U8","shape":[16],"data_offsets":[0,16]},"d":{"dtype":"U8","shape":[16],"data_offsets":[0,16]}}',
         bytes(16),
     ),
+)
+fault(
+    "empty tensor inside another",
+    "an overlap of 8 bytes",
+    At(b'"z"'),
+    change(b',"b"', b',"z":{"dtype":"U8","shape":[0],"data_offsets":[8,8]},"b"'),
+)
+fault(
+    "empty tensor past the data",
+    "a hole of 1 bytes",
+    At(b'"z"'),
+    change(b',"b"', b',"z":{"dtype":"U8","shape":[0],"data_offsets":[25,25]},"b"'),
+)
+fault(
+    "both ranges moved from 0",
+    "a hole of 8 bytes",
+    A,
+    build(GOOD_HEADER.replace(b"[0,16]", b"[8,24]").replace(b"[16,24]", b"[24,32]"), bytes(32)),
+)
+fault(
+    "begin and end exchanged",
+    "end before they begin",
+    T,
+    one(b'{"dtype":"U8","shape":[0],"data_offsets":[4,0]}', bytes(4)),
 )
 fault("first range not at 0", "a hole of 1 bytes", T, one(b'{"dtype":"U8","shape":[1],"data_offsets":[1,2]}', bytes(2)))
 fault(
@@ -148,7 +188,7 @@ fault(
 fault(
     "empty shape that no array has",
     "no array can have the shape of U8 [0, 4294967296, 4294967296]",
-    None,
+    T,
     one(b'{"dtype":"U8","shape":[0,4294967296,4294967296],"data_offsets":[0,0]}'),
     LimitError,
 )
@@ -165,9 +205,27 @@ fault(
     one(b'{"dtype":"F6_E2M3","shape":[2],"data_offsets":[0,2]}', bytes(2)),
 )
 fault(
+    "F6 of 3 elements",
+    "F6_E3M2 [3] is not a whole number of bytes",
+    T,
+    one(b'{"dtype":"F6_E3M2","shape":[3],"data_offsets":[0,2]}', bytes(2)),
+)
+fault(
+    "F4 of no dims",
+    "F4 [] is not a whole number of bytes",
+    T,
+    one(b'{"dtype":"F4","shape":[],"data_offsets":[0,1]}', b"\0"),
+)
+fault(
+    "elements of 2^64",
+    "the size of U8 [2, 9223372036854775808] does not fit in 64 bits",
+    T,
+    one(b'{"dtype":"U8","shape":[2,9223372036854775808],"data_offsets":[0,0]}'),
+)
+fault(
     "65 dims",
     "tensor 't': shape has more than 64 dims",
-    None,
+    At(b"[1,1"),
     one(b'{"dtype":"U8","shape":[' + b",".join([b"1"] * 65) + b'],"data_offsets":[0,1]}', b"\0"),
     LimitError,
 )
@@ -177,6 +235,17 @@ fault(
 fault("unknown dtype", "tensor 'a': dtype 'F33' is none of BOOL F4", At(b'"F33"'), change(b"F32", b"F33"))
 fault("dtype in lower case", "dtype 'f32' is none of", At(b'"f32"'), change(b"F32", b"f32"))
 fault("empty dtype", "dtype '' is none of", At(b'"",'), change(b'"F32"', b'""'))
+for code in (
+    b"F128",
+    b"BF17",
+    b"float32",
+    b"F32 ",
+    b"F3",
+    b"F8_E4M3FNUZZ",
+    b"\\u0000F32",
+    "F\N{FULLWIDTH DIGIT THREE}2".encode(),
+):
+    fault(f"dtype {code!r}", "is none of BOOL F4", At(b'"' + code + b'"'), change(b"F32", code))
 fault("dtype is a number", "dtype: found '3' where a string was expected", At(b"32,"), change(b'"F32"', b"32"))
 fault("dtype is null", "dtype: found 'n' where a string", At(b"null"), change(b'"F32"', b"null"))
 fault("shape is a number", "shape: found '4' where '[' was expected", At(b"4,"), change(b"[2,2]", b"4"))
@@ -206,6 +275,42 @@ fault(
 )
 fault("offsets as text", "data_offsets: found '\"'", At(b'"0"'), change(b"[0,16]", b'["0",16]'))
 fault("negative offset", "data_offsets: found '-'", At(b"-1"), change(b"[0,16]", b"[-1,16]"))
+# Every kind of JSON value in every place that wants another; a number as text and a number that is no integer too.
+NUMBERS = (b"-0", b"-1", b"1.0", b"1e0", b"1E2", b"00", b"18446744073709551616", b"9" * 1000)
+KINDS = (b"null", b"true", b"false", b"7", b'"7"', b"[7]", b"{}", b'{"F32":null}')
+for field, good, first, wanted in (
+    ("dtype", b'"F32"', b'"', "a string"),
+    ("shape", b"[2,2]", b"[", "'['"),
+    ("data_offsets", b"[0,16]", b"[", "'['"),
+):
+    for bad in (*KINDS, *NUMBERS):
+        if bad[:1] != first:
+            key = b'"' + field.encode() + b'":'
+            fault(
+                f"{field} is {bad[:24].decode()}",
+                f"{field}: found '{bad[:1].decode()}' where {wanted} was expected",
+                At(key + bad, len(key)),
+                change(key + good, key + bad) if field != "data_offsets" else change(good, bad),
+            )
+for field, good, before, after in (("shape", b"[2,2]", b"[2,", b"]"), ("data_offsets", b"[0,16]", b"[", b",16]")):
+    for bad in (*KINDS, *NUMBERS):
+        if bad == b"7":
+            continue
+        message, k = {
+            b"00": (f"{field}: the number has a leading zero", 0),
+            b"18446744073709551616": (f"{field}: the number does not fit in 64 bits", 0),
+            b"9" * 1000: (f"{field}: the number does not fit in 64 bits", 0),
+            b"1.0": (f"{field}: found '.' where the end of an integer", 1),
+            b"1e0": (f"{field}: found 'e' where the end of an integer", 1),
+            b"1E2": (f"{field}: found 'E' where the end of an integer", 1),
+        }.get(bad, (f"{field}: found '{bad[:1].decode()}' where an integer", 0))
+        fault(
+            f"{field} holds {bad[:24].decode()}",
+            message,
+            At(before + bad + after, len(before) + k),
+            change(good, before + bad + after),
+        )
+fault("data_offsets is empty", "data_offsets must be two integers, found fewer", At(b"[]}"), change(b"[0,16]", b"[]"))
 for field in (b'"dtype":"F32",', b'"shape":[2,2],'):
     key = field[1 : field.index(b'"', 1)].decode()
     fault(f"{key} is missing", f"tensor 'a': {key} is missing", A, change(field, b""))
@@ -218,6 +323,23 @@ fault(
     "tensor 'a': data_offsets is given twice",
     At(b',"data_offsets":[0,16],"d', 23),
     change(b',"data_offsets":[0,16]', b',"data_offsets":[0,16],"data_offsets":[0,16]'),
+)
+fault(
+    "dtype twice, once escaped",
+    "tensor 'a': dtype is given twice",
+    At(b'"\\u0064type"'),
+    change(b'"shape":[2,2]', b'"\\u0064type":"F32","shape":[2,2]'),
+)
+for bad in (b"true", b"7", b"-1"):
+    fault(
+        f"entry is {bad.decode()}", f"tensor entry: found '{bad[:1].decode()}' where '{{'", At(b":" + bad, 1), one(bad)
+    )
+fault("entry as an empty array", "has 3 elements, found fewer", T, one(b"[]"))
+fault(
+    "entry as an array in another order",
+    "dtype: found '['",
+    At(b"[1]"),
+    one(b'[[1],"U8",[0,1]]', b"\0"),
 )
 fault("entry is null", "tensor entry: found 'n' where '{' was expected", At(b"null"), one(b"null"))
 fault("entry is a string", "tensor entry: found '\"' where '{'", At(b'"x"'), one(b'"x"'))
@@ -242,6 +364,33 @@ fault(
     At(b'"__metadata__":{}'),
     change(b'"a":{', b'"__metadata__":{},"a":{'),
 )
+fault(
+    "metadata twice, once escaped",
+    "__metadata__ is given twice",
+    At(b'"\\u005f_metadata__"'),
+    change(b'"a":{', b'"\\u005f_metadata__":{},"a":{'),
+)
+fault(
+    "metadata twice, once null",
+    "__metadata__ is given twice",
+    At(b'"__metadata__":null'),
+    change(b'"a":{', b'"__metadata__":null,"a":{'),
+)
+fault(
+    "metadata looks like a tensor",
+    "__metadata__: found '[' where a string",
+    At(b"[2]"),
+    change(b'{"format":"np"}', b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'),
+)
+for bad in (b"true", b"[]", b"-1.5", b'{"a":"b"}'):
+    fault(
+        f"metadata value is {bad.decode()}",
+        f"__metadata__: found '{bad[:1].decode()}' where a string",
+        At(b'"format":' + bad, 9),
+        change(b'"np"', bad),
+    )
+for bad in (b"true", b"7"):
+    fault(f"metadata is {bad.decode()}", "__metadata__: found", At(b":" + bad, 1), change(b'{"format":"np"}', bad))
 fault("metadata value is a number", "__metadata__: found '1' where a string", At(b"1}"), change(b'"np"', b"1"))
 fault("metadata value is null", "__metadata__: found 'n' where a string", At(b"null"), change(b'"np"', b"null"))
 fault("metadata value is an object", "__metadata__: found '{' where a string", At(b"{}"), change(b'"np"', b"{}"))
@@ -297,36 +446,92 @@ for name, bad in (
     fault(f"invalid UTF-8: {name}", "invalid UTF-8", At(bad), change(b'"a"', b'"' + bad + b'"'))
     fault(f"invalid UTF-8 in a value: {name}", "invalid UTF-8", At(bad), change(b'"np"', b'"' + bad + b'"'))
 fault("invalid UTF-8 outside of strings", "found byte 0xff where", At(b"\xff"), change(b',"a"', b',\xff"a"'))
-for name, bad in (
-    ("a bare word", b"yes"),
-    ("NaN", b"NaN"),
-    ("half a number", b"-"),
-    ("1.", b"1."),
-    (".5", b".5"),
-    ("1e", b"1e"),
-    ("01", b"01"),
-    ("+1", b"+1"),
-    ("0x1", b"0x1"),
-    ("True", b"True"),
-    ("nothing", b""),
+# The byte is that of the first character that cannot be part of a value: so many after the value's first.
+for bad, k in (
+    (b"yes", 0),
+    (b"tru", 0),
+    (b"nulll", 4),
+    (b"True", 0),
+    (b"NaN", 0),
+    (b"Infinity", 0),
+    (b"-Infinity", 1),
+    (b"-", 1),
+    (b"--1", 1),
+    (b"+1", 0),
+    (b"1.", 2),
+    (b"1.e3", 2),
+    (b".5", 0),
+    (b"1e", 2),
+    (b"1e+", 3),
+    (b"01", 1),
+    (b"-01", 2),
+    (b"0x1", 1),
+    (b"1_000", 1),
+    (b"'x'", 0),
+    (b"/*x*/1", 0),
+    (b"//x\n1", 0),
+    (b"[1,]", 3),
+    (b"[1 2]", 3),
+    (b"[,1]", 1),
+    (b"[1}", 2),
+    (b'{"k"}', 4),
+    (b'{"k":}', 5),
+    (b"{k:1}", 1),
+    (b'{"k":1,}', 7),
+    (b'{"k":1]', 6),
+    (b"{1:1}", 1),
+    (b"", 0),
+    (b"\x0b1", 0),
+    (b"\xa0", 0),
+    (b"\0", 0),
 ):
     fault(
-        f"ignored field is {name}",
-        "was expected" if bad != b"01" else "leading zero",
-        None,
+        f"ignored field is {bad!r}",
+        "leading zero" if bad in (b"01", b"-01") else "was expected",
+        At(b'"x":' + bad, 4 + k),
         change(b'"dtype":"F32"', b'"x":' + bad + b',"dtype":"F32"'),
     )
+for bad, fragment in ((b"\\x", "invalid escape"), (b"\x1f", "a control character"), (b"\xc0\x80", "invalid UTF-8")):
+    fault(
+        f"ignored string holds {bad!r}",
+        fragment,
+        At(b'"x":"' + bad, 5),
+        change(b'"dtype":"F32"', b'"x":"' + bad + b'","dtype":"F32"'),
+    )
+    fault(
+        f"ignored name holds {bad!r}",
+        fragment,
+        At(b'"x":{"' + bad, 6),
+        change(b'"dtype":"F32"', b'"x":{"' + bad + b'":1},"dtype":"F32"'),
+    )
+
+# serde_json, and so upstream, stops at its level 128; the header and the entry are the first two.
+DEEPEST = 125
+
+
+def nested(levels: int, opening: bytes = b"[", inner: bytes = b"", closing: bytes = b"]") -> bytes:
+    """The good file with an ignored field of so many levels."""
+    return change(b'"dtype":"F32"', b'"x":' + opening * levels + inner + closing * levels + b',"dtype":"F32"')
+
+
 fault(
-    "129 levels in an ignored field",
-    "nested deeper than 128",
-    None,
-    change(b'"dtype":"F32"', b'"x":' + b"[" * 129 + b"]" * 129 + b',"dtype":"F32"'),
+    "too many lists in an ignored field",
+    "nested deeper than",
+    At(b'"x":[', 4 + DEEPEST),
+    nested(DEEPEST + 1),
+    LimitError,
+)
+fault(
+    "too many objects in an ignored field",
+    "nested deeper than",
+    At(b'"x":{', 4 + DEEPEST * len(b'{"k":')),
+    nested(DEEPEST + 1, b'{"k":', b"1", b"}"),
     LimitError,
 )
 fault(
     "a megabyte of brackets",
-    "nested deeper than 128",
-    None,
+    "nested deeper than",
+    At(b'"x":[', 4 + DEEPEST),
     change(b'"dtype":"F32"', b'"x":' + b"[" * 1_000_000 + b',"dtype":"F32"'),
     LimitError,
 )
@@ -346,10 +551,23 @@ ACCEPTED = {
     ),
     "unknown fields": change(b'"dtype":"F32"', b'"x":[1,{"y":[-1.5e-3,true,false,null,""]}],"dtype":"F32","z":{}'),
     "unknown field twice": change(b'"dtype":"F32"', b'"x":1,"x":2,"dtype":"F32"'),
-    "100 levels in an ignored field": change(b'"dtype":"F32"', b'"x":' + b"[" * 100 + b"]" * 100 + b',"dtype":"F32"'),
+    "the deepest lists in an ignored field": nested(DEEPEST),
+    "the deepest objects in an ignored field": nested(DEEPEST, b'{"k":', b"1", b"}"),
+    "a long row of empty lists": change(b'"dtype":"F32"', b'"x":[' + b"[]," * 10_000 + b'0],"dtype":"F32"'),
+    "numbers of every form": change(
+        b'"dtype":"F32"',
+        b'"x":[0,-0,1,-1,0.5,-0.5,1e3,1E3,1e+3,1e-3,0e0,1.5e-7,123456789012345678901234567890],"dtype":"F32"',
+    ),
     "fields in another order": change(
         b'{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}', b'{"data_offsets":[0,16],"shape":[2,2],"dtype":"F32"}'
     ),
+    "escaped metadata name": change(b'"__metadata__"', b'"\\u005f\\u005fmetadata__"'),
+    "names close to the metadata's": build(
+        b'{"__metadata":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+        b'"__metadata__ ":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
+        bytes(2),
+    ),
+    "field names close to the known ones": change(b'"dtype":"F32"', b'"Dtype":1,"dtype ":2,"shap":3,"dtype":"F32"'),
     "escaped field names": change(b'"dtype":"F32"', b'"d\\u0074ype":"F\\u0033\\u0032"'),
     "entry as an array": change(b'{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}', b'["F32",[2,2],[0,16]]'),
     "no tensors": build(b"{}", b""),
@@ -361,7 +579,12 @@ ACCEPTED = {
     "emoji": change(b'"a"', '"\N{GRINNING FACE}"'.encode()),
     "escaped emoji": change(b'"a"', b'"\\ud83d\\ude00"'),
     "zero-size tensors": one(b'{"dtype":"F32","shape":[0,3],"data_offsets":[0,0]}'),
-    "64 dims": one(b'{"dtype":"U8","shape":[' + b",".join([b"1"] * 32) + b'],"data_offsets":[0,1]}', b"\0"),
+    "empty tensors between, before and after others": build(
+        GOOD_HEADER[:-1] + b',"p":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+        b',"q":{"dtype":"F64","shape":[3,0],"data_offsets":[16,16]}'
+        b',"r":{"dtype":"F4","shape":[0],"data_offsets":[24,24]}}'
+    ),
+    "32 dims": one(b'{"dtype":"U8","shape":[' + b",".join([b"1"] * 32) + b'],"data_offsets":[0,1]}', b"\0"),
     "header not in the order of the bytes": build(
         b'{"z":{"dtype":"U8","shape":[2],"data_offsets":[4,6]},"y":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
         b'"x":{"dtype":"U8","shape":[0],"data_offsets":[4,4]}}',

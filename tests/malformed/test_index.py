@@ -1,4 +1,9 @@
+import gzip
+import io
 import json
+import pickle
+import tarfile
+import zipfile
 
 import numpy as np
 import pytest
@@ -40,6 +45,14 @@ def test_a_wrong_total_size_is_no_refusal(folder, total):
     ("index", "message"),
     [
         ("", "is not JSON"),
+        ("\n", "is not JSON"),
+        ("weight_map", "is not JSON"),
+        ("{'weight_map': {}}", "is not JSON"),
+        ('{"weight_map": {},}', "is not JSON"),
+        ('{"weight_map": {}} {}', "is not JSON"),
+        ('{"weight_map": {}}\0', "is not JSON"),
+        ('{"weight_map": {"a": "one.safetensors}}', "is not JSON"),
+        ('{"weight_map": {} // comment\n}', "is not JSON"),
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"a":' * 100_000, "is not JSON"),
@@ -48,6 +61,14 @@ def test_a_wrong_total_size_is_no_refusal(folder, total):
         ("7", "must be a JSON object, found int"),
         ("{}", "weight_map must be an object, found NoneType"),
         ('{"weight_map": []}', "weight_map must be an object, found list"),
+        ('{"weight_map": null}', "weight_map must be an object, found NoneType"),
+        ('{"weight_map": "one.safetensors"}', "weight_map must be an object, found str"),
+        ('{"weight_map": true}', "weight_map must be an object, found bool"),
+        ('{"weight_map": {}, "weight_map": {}}', "key 'weight_map' is there twice"),
+        ('{"weight_map": {}, "weight\\u005fmap": {}}', "key 'weight_map' is there twice"),
+        ('{"weight_map": {}, "metadata": {"x": 1, "x": 2}}', "key 'x' is there twice"),
+        ('{"weight_map": {}, "metadata": []}', "metadata must be an object, found list"),
+        ('{"weight_map": {"\\ud800": "one.safetensors"}}', "should be in one.safetensors, but is not there"),
         ('{"weight_map": {}, "metadata": 3}', "metadata must be an object, found int"),
         ('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "key 'a' is there twice"),
         ('{"weight_map": {"a": "two.safetensors"}}', "tensor 'a' should be in two.safetensors, but is not there"),
@@ -57,6 +78,12 @@ def test_a_wrong_total_size_is_no_refusal(folder, total):
             for value in (
                 "../one.safetensors",
                 "sub/one.safetensors",
+                "./one.safetensors",
+                "one.safetensors/",
+                "sub\\one.safetensors",
+                "\\\\host\\share\\one.safetensors",
+                "C:\\one.safetensors",
+                "\ud800.safetensors",
                 "/etc/passwd",
                 "..",
                 ".",
@@ -66,7 +93,9 @@ def test_a_wrong_total_size_is_no_refusal(folder, total):
                 "",
                 None,
                 3,
+                True,
                 ["one.safetensors"],
+                {"one.safetensors": 1},
             )
         ),
     ],
@@ -78,6 +107,53 @@ def test_a_malformed_index_is_refused(folder, index, message):
             safeload.open(path)
         assert message in str(caught.value)
         assert caught.value.path == str(folder / INDEX)
+
+
+@pytest.mark.parametrize("before", ["", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{GRINNING FACE}" * 100])
+def test_the_offset_of_a_fault_in_an_index_counts_bytes(folder, before):
+    text = f'{{"{before}": 1, wrong}}'.encode()
+    (folder / INDEX).write_bytes(text)
+    with pytest.raises(FormatError) as caught:
+        safeload.open(folder)
+    assert caught.value.offset == text.index(b"wrong")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"weight_map": {"n" * 100_000: "one.safetensors"}},
+        {"weight_map": {"n" * 100_000: 3}},
+        {"weight_map": {"a": "../" + "n" * 100_000}},
+        {"weight_map": {"a": list(range(50_000))}},
+        "{" + ",".join(['"' + "k" * 100_000 + '": 1'] * 2) + "}",
+    ],
+)
+def test_a_long_text_of_an_index_is_clipped_in_messages(folder, index):
+    write(folder, index)
+    with pytest.raises(FormatError) as caught:
+        safeload.open(folder)
+    assert len(str(caught.value)) < 1000 + len(str(folder))
+
+
+@pytest.mark.parametrize("control", ["\x1b[31m", "\x07", "\x7f", "\x9b31m", "\n", "\u202e"])
+def test_what_a_terminal_would_obey_is_escaped_in_messages(folder, control):
+    for index in (
+        {"weight_map": {control: "one.safetensors"}},
+        {"weight_map": {control: 3}},
+        {"weight_map": {"a": "../" + control}},
+        f"{{{json.dumps(control)}: 1, {json.dumps(control)}: 2}}",
+    ):
+        write(folder, index)
+        with pytest.raises(FormatError) as caught:
+            safeload.open(folder)
+        assert str(caught.value).isprintable()
+
+
+def test_an_index_of_no_tensors_is_an_empty_checkpoint(folder):
+    write(folder, {"weight_map": {}})
+    with safeload.open(folder) as checkpoint:
+        assert dict(checkpoint) == {}
+        assert checkpoint.files == []
 
 
 def test_an_index_that_is_no_text_is_refused(folder):
@@ -133,35 +209,67 @@ def test_a_malformed_config_is_refused(folder, config):
         safeload.open(folder)
 
 
+def tar_archive():
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("weights.bin"))
+    return out.getvalue()
+
+
+def zip_archive():
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("archive/data.pkl", b"")
+    return out.getvalue()
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 FOREIGN = {
-    "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
-    "an HTML page": b"<!DOCTYPE html>\n<html><body>Not found</body></html>",
-    "an XML page": b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>',
-    "gzip-compressed": b"\x1f\x8b\x08\x00" + bytes(40),
-    "zstd-compressed": b"\x28\xb5\x2f\xfd" + bytes(40),
-    "an HDF5 file": b"\x89HDF\r\n\x1a\n" + bytes(40),
-    "a tar archive": bytes(257) + b"ustar\x0000" + bytes(248),
-    "a GGUF file": b"GGUF\x03\x00\x00\x00" + bytes(40),
-    "a zip archive": b"PK\x03\x04" + bytes(40),
-    "a pickle": b"\x80\x02}q\x00." + bytes(40),
-    "an ONNX model": b"\x08\x07\x12\x07pytorch" + bytes(40),
-    "an empty file": b"",
+    "lfs": ("a Git LFS pointer", LFS_POINTER),
+    "lfs with CRLF": ("a Git LFS pointer", LFS_POINTER.replace(b"\n", b"\r\n")),
+    "html": ("an HTML page", b"<!DOCTYPE html>\n<html><body>Not found</body></html>"),
+    "html of old": ("an HTML page", b'\n<!doctype HTML PUBLIC "-//W3C//DTD HTML 4.01//EN">'),
+    "html without doctype": ("an HTML page", b"  <HTML><HEAD><TITLE>503</TITLE></HEAD></HTML>"),
+    "xml": ("an XML page", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>'),
+    "gzip": ("gzip-compressed", gzip.compress(bytes(1000))),
+    "zstd": ("zstd-compressed", b"\x28\xb5\x2f\xfd" + bytes(40)),
+    "hdf5": ("an HDF5 file", b"\x89HDF\r\n\x1a\n" + bytes(40)),
+    "tar": ("a tar archive", tar_archive()),
+    "gguf": ("a GGUF file", b"GGUF\x03\x00\x00\x00" + bytes(40)),
+    "zip": ("a zip archive", zip_archive()),
+    **{
+        f"pickle {protocol}": ("a pickle", pickle.dumps({"a": [1.5, 2.5]}, protocol=protocol))
+        for protocol in range(2, 6)
+    },
+    "onnx": ("an ONNX model", b"\x08\x07\x12\x07pytorch" + bytes(40)),
+    "empty": ("an empty file", b""),
 }
 
 
-@pytest.mark.parametrize("what", FOREIGN)
-def test_a_file_of_another_kind_is_told_as_what_it_is(what, tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(FOREIGN[what])
-    with pytest.raises(FormatError, match=what) as caught:
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_of_another_kind_is_told_as_what_it_is(kind, name, tmp_path):
+    what, content = FOREIGN[kind]
+    path = tmp_path / name
+    path.write_bytes(content)
+    for backend in ("mmap", "pread"):
+        with pytest.raises(FormatError, match=what) as caught:
+            load_file(path, backend=backend)
+        assert caught.value.path == str(path)
+        with pytest.raises(FormatError, match=what):
+            safeload.safe_open(path, backend=backend)
+    with pytest.raises(SafeloadError, match=what) as caught:
+        safeload.open(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"hello world, this is text", b"hi", b'{"error": "not found"}', b"\xff" * 600])
+def test_bytes_of_no_known_kind_are_refused_and_shown(content, tmp_path):
+    path = tmp_path / "model.xyz"
+    path.write_bytes(content)
+    with pytest.raises(FormatError) as caught:
         load_file(path)
     assert caught.value.path == str(path)
-    with pytest.raises(SafeloadError, match=what):
+    with pytest.raises(FormatError, match=f"starts with {content[:5].hex(' ')}") as caught:
         safeload.open(path)
-
-
-def test_bytes_of_no_known_kind_are_shown(tmp_path):
-    path = tmp_path / "model.xyz"
-    path.write_bytes(b"hello world, this is text")
-    with pytest.raises(FormatError, match="starts with 68 65 6c 6c 6f"):
-        safeload.open(path)
+    assert caught.value.path == str(path)
