@@ -8,11 +8,11 @@
  * of malloc's memory took as long as parsing. */
 #define LARGE_BLOCK ((uint64_t)1 << 20)
 
-static void *take(uint64_t size) { return size >= LARGE_BLOCK ? sl_platform_alloc(size) : malloc((size_t)size); }
+static void *take(uint64_t size) { return size >= LARGE_BLOCK ? sl_memory_alloc(size) : malloc((size_t)size); }
 
 static void give_back(const sl_block *block) {
     if (block->size >= LARGE_BLOCK)
-        sl_platform_free(block->memory, block->size);
+        sl_memory_free(block->memory, block->size);
     else
         free(block->memory);
 }

@@ -280,13 +280,13 @@ static int32_t read_file(int64_t file, uint64_t file_size, sl_table **table, sl_
     if (status != SL_OK) return status;
     if (LENGTH_SIZE + header_size <= got) return make_table(first + LENGTH_SIZE, header_size, file_size, table, error);
 
-    char *header = sl_platform_alloc(header_size);
+    char *header = sl_memory_alloc(header_size);
     if (header == NULL) return sl_fail_memory(error, header_size);
     got -= LENGTH_SIZE;
     memcpy(header, first + LENGTH_SIZE, (size_t)got);
     status = sl_file_read(file, LENGTH_SIZE + got, header + got, header_size - got, error);
     if (status == SL_OK) status = make_table(header, header_size, file_size, table, error);
-    sl_platform_free(header, header_size);
+    sl_memory_free(header, header_size);
     return status;
 }
 

@@ -1,7 +1,7 @@
 /* Floor 2: the operating system. platform_posix.c and platform_windows.c are the only files with system
  * headers; both are always compiled and each is empty on the other's system.
  *
- * The sl_file_* functions of sl_api.h are implemented there too.
+ * The sl_file_* and sl_memory_* functions of sl_api.h are implemented there too.
  */
 #ifndef SL_PLATFORM_H
 #define SL_PLATFORM_H
@@ -11,11 +11,6 @@
 /* Writes exactly `size` bytes, at `offset` or at the file's current position (`append`). */
 int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,
                           sl_error *error);
-
-/* Memory for a large buffer that is filled once, in huge pages where the system has them: in pages of 4 KiB the faults
- * cost more than the bytes. NULL when there is none. */
-void *sl_platform_alloc(uint64_t size);
-void sl_platform_free(void *memory, uint64_t size);
 
 /* Microseconds of a clock that never goes back. */
 uint64_t sl_platform_now_us(void);

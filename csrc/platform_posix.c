@@ -23,6 +23,9 @@ _Static_assert(sizeof(off_t) == 8, "files larger than 2 GiB need a 64-bit off_t"
 /* Linux moves at most 0x7ffff000 bytes in one call and macOS refuses more than INT_MAX; see read(2). */
 #define LARGEST_TRANSFER ((uint64_t)1 << 30)
 
+/* Of x86-64 and of AArch64 with 4 KiB pages. */
+#define HUGE_PAGE ((size_t)2 << 20)
+
 #ifndef MAP_NORESERVE
 #define MAP_NORESERVE 0
 #endif
@@ -118,16 +121,25 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
     return SL_OK;
 }
 
-void *sl_platform_alloc(uint64_t size) {
-    void *memory = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (memory == MAP_FAILED) return NULL;
+void *sl_memory_alloc(uint64_t size) {
+    /* Huge pages need their own alignment. malloc and numpy do not give it, which leaves up to 2 MiB of every block in
+     * pages of 4 KiB: of the 8 MiB blocks of a 1B model a quarter. */
+    size_t length = (size_t)size, slack = size >= HUGE_PAGE ? HUGE_PAGE : 0;
+    if (length > SIZE_MAX - slack) return NULL;
+    uint8_t *mapped = mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (mapped == MAP_FAILED) return NULL;
+    if (slack == 0) return mapped;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (length + page - 1) / page * page;
+    size_t head = (HUGE_PAGE - (uintptr_t)mapped % HUGE_PAGE) % HUGE_PAGE, tail = slack - head;
+    if (head > 0) munmap(mapped, head);
+    if (tail > 0) munmap(mapped + head + whole, tail);
 #if defined(MADV_HUGEPAGE)
-    madvise(memory, (size_t)size, MADV_HUGEPAGE); /* a hint: refusal changes nothing */
+    madvise(mapped + head, whole, MADV_HUGEPAGE); /* a hint: refusal changes nothing */
 #endif
-    return memory;
+    return mapped + head;
 }
 
-void sl_platform_free(void *memory, uint64_t size) { munmap(memory, (size_t)size); }
+void sl_memory_free(void *memory, uint64_t size) { munmap(memory, (size_t)size); }
 
 uint64_t sl_platform_now_us(void) {
     struct timespec now;

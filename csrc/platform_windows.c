@@ -144,11 +144,11 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
     return SL_OK;
 }
 
-void *sl_platform_alloc(uint64_t size) {
+void *sl_memory_alloc(uint64_t size) {
     return VirtualAlloc(NULL, (SIZE_T)size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
 }
 
-void sl_platform_free(void *memory, uint64_t size) {
+void sl_memory_free(void *memory, uint64_t size) {
     (void)size;
     VirtualFree(memory, 0, MEM_RELEASE);
 }

@@ -112,7 +112,12 @@ const sl_columns *sl_table_columns(const sl_table *table);
 int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size); /* index or -1 */
 void sl_table_free(sl_table *table);                                                /* NULL: nothing */
 
-/* ---- files (platform_posix.c, platform_windows.c) ---- */
+/* ---- memory and files (platform_posix.c, platform_windows.c) ---- */
+
+/* Zeroed memory for a large buffer that is filled once, size > 0, in huge pages where the system has them: in pages of
+ * 4 KiB the faults cost more than the bytes. NULL when there is none. */
+void *sl_memory_alloc(uint64_t size);
+void sl_memory_free(void *memory, uint64_t size);
 
 /* `file` is a descriptor on POSIX, a HANDLE on Windows. Opens for reading; only a regular file is accepted. */
 int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_error *error);

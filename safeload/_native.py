@@ -22,7 +22,19 @@ except ImportError as error:
         f"it) and start Python from another folder; elsewhere reinstall the package. ({error})"
     ) from error
 
-__all__ = ["TIER", "Error", "available_tiers", "check", "ffi", "lib", "mapped_buffer", "pointer", "short", "tier_name"]
+__all__ = [
+    "TIER",
+    "Error",
+    "available_tiers",
+    "check",
+    "ffi",
+    "lib",
+    "mapped_buffer",
+    "pointer",
+    "private_buffer",
+    "short",
+    "tier_name",
+]
 
 
 def tier_name(tier: int) -> str:
@@ -70,6 +82,8 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_table_columns = _bind("sl_table_columns", _pointer, _pointer)
     sl_table_find = _bind("sl_table_find", _i64, _pointer, ctypes.c_char_p, _u64)
     sl_table_free = _bind("sl_table_free", None, _pointer)
+    sl_memory_alloc = _bind("sl_memory_alloc", _pointer, _u64)
+    sl_memory_free = _bind("sl_memory_free", None, _pointer, _u64)
     sl_file_read = _bind("sl_file_read", _i32, _i64, _u64, _pointer, _u64, _pointer)
     sl_file_map = _bind("sl_file_map", _i32, _i64, _u64, _pointer, _pointer)
     sl_file_unmap = _bind("sl_file_unmap", None, _pointer, _u64)
@@ -101,6 +115,22 @@ def check(status: int, error: Any, path: str | None = None, subject: str | None 
     if status == lib.SL_E_MEMORY:
         raise MemoryError(message)
     raise SafeloadError(message)
+
+
+def private_buffer(size: int) -> Any:
+    """A writable buffer of fresh memory in huge pages, freed when the last array over it is gone; size > 0.
+
+    Raises:
+        MemoryError: there is none.
+    """
+    address = short.sl_memory_alloc(size)
+    if not address:
+        raise MemoryError(f"cannot allocate {size} bytes")
+
+    def free(memory: Any) -> None:
+        short.sl_memory_free(pointer(memory), size)
+
+    return ffi.buffer(ffi.gc(ffi.cast("void *", address), free), size)
 
 
 def mapped_buffer(address: Any, size: int) -> Any:

@@ -37,7 +37,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     wanted = dtypes.element_dtype(target.number)
     jobs.check_threads(threads)
     if out is None:
-        out = np.empty(array.shape, wanted)
+        out = jobs.private_array(array.shape, wanted)
     elif not isinstance(out, np.ndarray) or out.dtype != wanted or out.shape != array.shape:
         raise ValueError(f"out must be an array of {wanted} {list(array.shape)}")
     elif not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._native import TIER, Error, check, ffi, lib, pointer, short
+from ._native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
 from .files import Array, Layout, WeightFile, array_over
 
 Progress = bool | Callable[[int, int], object] | None
@@ -177,6 +177,14 @@ def _aligned_bytes(size: int) -> Array:
     return raw[start : start + size]
 
 
+def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A new array, its values undefined, in huge pages if it is large."""
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    return np.empty(shape, dtype) if size < POOLED_BELOW else array_over(private_buffer(size), dtype, shape, 0)
+
+
 class _Reads:
     """Collects tensors to be read into private memory."""
 
@@ -197,7 +205,7 @@ class _Reads:
             self._pooled += size + 2 * ALIGNMENT
             self.arrays.append(None)
             return
-        array: Array = np.empty(layout.shape, layout.dtype) if into is None else into
+        array = private_array(layout.shape, layout.dtype) if into is None else into
         self.arrays.append(array)
         if size > 0:
             self.jobs.append(Job(file.descriptor, layout.begin, address_of(array), size, layout.source, layout.target))
