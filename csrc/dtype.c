@@ -38,9 +38,14 @@ const sl_dtype_info *sl_dtype_get(int32_t dtype) {
     return dtype >= 0 && dtype < SL_DTYPE_COUNT ? &TABLE[dtype].info : NULL;
 }
 
-int32_t sl_dtype_find(const char *code, size_t size) {
+static bool is_code(int32_t dtype, const char *code, size_t size) {
+    return TABLE[dtype].code_size == size && memcmp(TABLE[dtype].info.code, code, size) == 0;
+}
+
+int32_t sl_dtype_find(const char *code, size_t size, int32_t guess) {
+    if (is_code(guess, code, size)) return guess;
     for (int32_t i = 0; i < SL_DTYPE_COUNT; i++)
-        if (TABLE[i].code_size == size && memcmp(TABLE[i].info.code, code, size) == 0) return i;
+        if (is_code(i, code, size)) return i;
     return -1;
 }
 

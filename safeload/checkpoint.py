@@ -116,8 +116,12 @@ class Checkpoint(Mapping[str, Array]):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """What is known of each tensor, by name."""
         if self._tensors is None:
-            self._tensors = MappingProxyType({name: file.info(index) for name, file, index in self._parts()})
+            self._tensors = MappingProxyType(self._make_tensors())
         return self._tensors
+
+    def _make_tensors(self) -> dict[str, TensorInfo]:
+        known = {file: file.infos() for file in self._open}
+        return {name: known[file][index] for name, file, index in self._parts()}
 
     def get_slice(self, name: str) -> TensorSlice:
         """A stand-in for a tensor that reads what is asked of it: ``ckpt.get_slice("h.0.w")[:, :128]``.

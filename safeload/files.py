@@ -97,13 +97,15 @@ class WeightFile:
         check(status, error, self.path)
         return mapped_buffer(address[0], self.size)
 
-    def info(self, index: int) -> TensorInfo:
-        """What is known of one tensor."""
+    def infos(self) -> list[TensorInfo]:
+        """What is known of each tensor."""
         table = self.table
-        begin, end = table.byte_range(index)
-        return TensorInfo(
-            table.names[index], table.rows[index].code, table.shapes[index], end - begin, self.path, begin
-        )
+        return [
+            TensorInfo(name, row.code, shape, end - begin, self.path, begin)
+            for name, row, shape, (begin, end) in zip(
+                table.names, table.rows, table.shapes, table.byte_ranges(), strict=True
+            )
+        ]
 
     def tensor_at(self, position: int) -> str | None:
         """The tensor that a byte belongs to, as messages name it."""
