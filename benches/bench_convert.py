@@ -1,0 +1,131 @@
+"""Conversion while loading, and the kernels in memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import files
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from bench_load import prepare, threads
+from compare import Comparison, race, same_bytes
+
+import safeload
+import safeload.numpy
+
+ROUNDS = 5
+PEER = "safetensors.numpy.load_file, astype"
+
+
+@pytest.fixture(scope="session")
+def llama_f16() -> Path:
+    """The Llama file's shapes as F16, 2.47 GB."""
+    return files.make("llama-1b-f16", [entry._replace(dtype="F16") for entry in files.llama_1b()])
+
+
+def _as_f32(path: Path) -> Callable[[], dict[str, np.ndarray]]:
+    return lambda: {name: a.astype(np.float32) for name, a in safetensors.numpy.load_file(path).items()}
+
+
+def _quiet_nans(ours: Any, theirs: Any) -> None:
+    """Random bits hold signalling NaNs, which we quiet and ml_dtypes does not: compared as values."""
+    if not isinstance(theirs, dict):
+        return
+    for name, array in ours.items():
+        other = theirs[name]
+        assert array.dtype == other.dtype == np.float32
+        assert np.array_equal(array[..., ::7], other[..., ::7], equal_nan=True), name
+
+
+def _race(job: str, path: Path, target: float, table, report) -> None:
+    plain = safeload.numpy.load_file(path, dtype="float32")
+    sides = {
+        "ours": lambda: safeload.numpy.load_file(path, dtype="float32"),
+        PEER: _as_f32(path),
+        "ours with out=": lambda: safeload.numpy.load_file(path, dtype="float32", out=plain),
+    }
+    samples = race(sides, ROUNDS, check=_quiet_nans, prepare=prepare(path))
+    rows = [table.add(job, PEER, Comparison(samples["ours"], samples[PEER]), target=target)]
+    rows.append(table.add(f"{job}, out=", PEER, Comparison(samples["ours with out="], samples[PEER])))
+    report(sides["ours"], rows, rounds=3, prepare=prepare(path))
+
+
+def test_bf16_to_f32_while_loading(llama: Path, table, report) -> None:
+    _race("load 2.5 GB bf16 as f32", llama, 8, table, report)
+
+
+def test_f16_to_f32_while_loading(llama_f16: Path, table, report) -> None:
+    _race("load 2.5 GB f16 as f32", llama_f16, 6, table, report)
+
+
+def test_bf16_to_f32_against_torch(llama: Path, table, report) -> None:
+    pytest.importorskip("torch", reason="torch is absent")
+    import safetensors.torch
+
+    peer = "safetensors.torch.load_file, float()"
+    sides = {
+        "ours": lambda: safeload.numpy.load_file(llama, dtype="float32"),
+        peer: lambda: {name: t.float() for name, t in safetensors.torch.load_file(llama).items()},
+    }
+
+    def check(ours: dict[str, np.ndarray], theirs: dict[str, Any]) -> None:
+        assert sorted(ours) == sorted(theirs)
+        for name, array in ours.items():
+            assert np.array_equal(array[..., ::7], theirs[name].numpy()[..., ::7], equal_nan=True), name
+
+    samples = race(sides, ROUNDS, check=check, prepare=prepare(llama))
+    row = table.add("load 2.5 GB bf16 as f32", peer, Comparison(samples["ours"], samples[peer]), target=1.5)
+    report(sides["ours"], [row], rounds=3, prepare=prepare(llama))
+
+
+def _stream(nbytes: int, workers: int) -> Callable[[], np.ndarray]:
+    """memcpy that moves ``nbytes`` in all, half read and half written, in memory that has been touched.
+
+    glibc's memcpy of large blocks is the better of plain and non-temporal loops.
+    """
+    half = nbytes // 2
+    source, target = np.ones(half, np.uint8), np.ones(half, np.uint8)
+    step = -(-half // workers)
+    pool = ThreadPoolExecutor(workers)
+
+    def piece(begin: int) -> None:
+        ctypes.memmove(target.ctypes.data + begin, source.ctypes.data + begin, min(step, half - begin))
+
+    def copy() -> np.ndarray:
+        list(pool.map(piece, range(0, half, step)))
+        return target
+
+    return copy
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_kernels_to_f32_in_memory(name: str, table, report) -> None:
+    dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+    count = 128 << 20
+    source = np.resize(np.random.default_rng(5).integers(0, 256, 1 << 20, np.uint8), count * dtype.itemsize).view(dtype)
+    target = np.ones(count, np.float32)
+    limit = "limit: memcpy of as many bytes"
+    sides = {
+        "ours": lambda: safeload.astype(source, "float32", out=target),
+        "ml_dtypes": lambda: source.astype(np.float32),
+        limit: _stream(source.nbytes + target.nbytes, threads()),
+    }
+
+    def check(ours: np.ndarray, theirs: np.ndarray) -> None:
+        if theirs.dtype == np.float32:
+            assert np.array_equal(ours[::7], theirs[::7], equal_nan=True)
+
+    samples = race(sides, ROUNDS, check=check)
+    job = f"{name} to f32, 128 Mi elements in memory"
+    rows = [
+        table.add(job, "numpy's astype", Comparison(samples["ours"], samples["ml_dtypes"])),
+        table.add(job, limit, Comparison(samples["ours"], samples[limit]), target=0.8),
+    ]
+    report(sides["ours"], rows, rounds=3)
+    assert same_bytes(target, safeload.astype(source, "float32"))

@@ -1,0 +1,73 @@
+"""Importing safeload against importing numpy, in fresh interpreters."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from compare import Comparison
+
+ROUNDS = 40
+
+_TIMED = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # Not in the repository, where the source tree would be found first.
+    return subprocess.run(
+        [sys.executable, *arguments], check=True, capture_output=True, text=True, cwd=Path(sys.executable).parent
+    )
+
+
+def _seconds(module: str) -> float:
+    """The import statement alone, as the interpreter's start is the same for both."""
+    return float(_python("-c", _TIMED.format(module)).stdout)
+
+
+def test_import(table, report) -> None:
+    samples: dict[str, list[float]] = {"safeload": [], "numpy": []}
+    for module in samples:
+        _seconds(module)  # byte code written, files in the page cache
+    order = list(samples)
+    for _ in range(ROUNDS):
+        random.shuffle(order)
+        for module in order:
+            samples[module].append(_seconds(module))
+    row = table.add("import safeload", "import numpy", Comparison(samples["safeload"], samples["numpy"]), at_most=1.15)
+    report(lambda: _seconds("safeload"), [row], rounds=5)
+
+
+def test_importtime(table) -> None:
+    """numpy's share of our own import, by -X importtime: cumulative, both from one process."""
+    ours, theirs, parts = [], [], {}
+    for _ in range(ROUNDS // 2):
+        text = _python("-X", "importtime", "-c", "import safeload").stderr
+        found = {
+            name: (int(own), int(cumulative))
+            for own, cumulative, name in re.findall(r"import time:\s+(\d+) \|\s+(\d+) \|\s+(\S+)", text)
+        }
+        ours.append(found["safeload"][1] / 1e6)
+        theirs.append(found["numpy"][1] / 1e6)
+        for name in _outside_numpy(text):
+            parts.setdefault(name, []).append(found[name][1])
+    table.add("import safeload, -X importtime", "numpy within it", Comparison(ours, theirs), at_most=1.15)
+    dearest = sorted(((statistics.median(times), name) for name, times in parts.items()), reverse=True)[:12]
+    print("\ncumulative us of what safeload imports beside numpy:", *(f"\n  {t:8.0f}  {name}" for t, name in dearest))
+
+
+def _outside_numpy(text: str) -> set[str]:
+    """Modules that are imported below safeload but not below numpy. A module's line follows those of its imports."""
+    found: set[str] = set()
+    below: int | None = None  # numpy's indent while within its imports
+    for indent, name in reversed(re.findall(r"\| +\d+ \| (\s*)(\S+)$", text, re.MULTILINE)):
+        if below is not None and len(indent) <= below:
+            below = None
+        if name == "numpy":
+            below = len(indent)
+        if below is None:
+            found.add(name)
+    return found

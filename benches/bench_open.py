@@ -1,0 +1,103 @@
+"""Opening a file and listing its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import files
+import pytest
+import safetensors
+from compare import Comparison, race, same_list, spinning
+
+import safeload
+
+PEER = "safetensors.safe_open"
+
+# Per file: rounds, calls to a sample, the ratio to be reached.
+SIZES = {"n300": (100, 10, 2), "n100k": (15, 1, 10), "n100k_by_layer": (15, 1, 10)}
+
+
+def _sides(path: Path) -> dict[str, Callable[[], list[str]]]:
+    def ours() -> list[str]:
+        with safeload.safe_open(path, framework="np") as file:
+            return file.keys()
+
+    def ours_open() -> list[str]:
+        with safeload.open(path) as checkpoint:
+            return list(checkpoint)
+
+    def theirs() -> list[str]:
+        with safetensors.safe_open(path, framework="np") as file:
+            return list(file.keys())
+
+    # What no reader in Python is spared: reading the header and making one str per name.
+    header, data = files.header_of(path)
+    names = "\n".join(header)
+
+    def limit() -> list[str]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.pread(descriptor, data, 0)
+        finally:
+            os.close(descriptor)
+        return names.split("\n")
+
+    return {"safe_open": ours, "open": ours_open, PEER: theirs, "limit: read the header, make the names": limit}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_open_and_list(size: str, table, report, request) -> None:
+    rounds, number, target = SIZES[size]
+    sides = _sides(request.getfixturevalue(size))
+    samples = race(sides, rounds, check=same_list, number=number)
+    rows = []
+    for ours in ("safe_open", "open"):
+        job = f"{ours} and list, {size}"
+        rows.append(table.add(job, PEER, Comparison(samples[ours], samples[PEER]), target=target))
+        limit = next(name for name in samples if name.startswith("limit"))
+        rows.append(table.add(job, limit, Comparison(samples[ours], samples[limit])))
+    report(sides["safe_open"], rows, rounds=rounds, number=number)
+
+
+@pytest.mark.parametrize(("size", "rounds"), [("n300", 400), ("n100k", 25)])
+def test_open_and_list_beside_a_spinning_thread(size: str, rounds: int, table, report, request) -> None:
+    sides = _sides(request.getfixturevalue(size))
+    sides = {name: side for name, side in sides.items() if not name.startswith("limit")}
+    rows = []
+    with spinning() as drift:
+        samples = race(sides, rounds, check=same_list, prepare=drift)
+        for ours in ("safe_open", "open"):
+            for by in ("median", "mean"):
+                job = f"{ours} and list, {size}, beside a spinning thread"
+                rows.append(table.add(job, PEER, Comparison(samples[ours], samples[PEER]), target=1, by=by))
+        report(sides["safe_open"], rows, rounds=rounds, prepare=drift)
+
+
+@pytest.mark.parametrize("size", ["n300", "n100k"])
+def test_open_and_describe(size: str, table, report, request) -> None:
+    """Dtype and shape of every tensor too. No target: shown."""
+    path = request.getfixturevalue(size)
+    rounds, number, _ = SIZES[size]
+
+    def ours() -> dict[str, tuple[str, list[int]]]:
+        with safeload.open(path) as checkpoint:
+            return {name: (info.dtype, list(info.shape)) for name, info in checkpoint.tensors.items()}
+
+    def theirs() -> dict[str, tuple[str, list[int]]]:
+        with safetensors.safe_open(path, framework="np") as file:
+            found = {}
+            for name in file.keys():  # noqa: SIM118 - it has no other iteration
+                tensor = file.get_slice(name)
+                found[name] = (tensor.get_dtype(), tensor.get_shape())
+            return found
+
+    def check(ours: object, theirs: object) -> None:
+        assert ours == theirs
+
+    samples = race({"ours": ours, "theirs": theirs}, rounds, check=check, number=number)
+    row = table.add(
+        f"open, dtype and shape of all, {size}", f"{PEER}, get_slice", Comparison(samples["ours"], samples["theirs"])
+    )
+    report(ours, [row], rounds=rounds, number=number)

@@ -1,0 +1,170 @@
+"""The files that the benches read: made once, without either library, and kept outside the repository."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+CACHE = Path(tempfile.gettempdir()) / "safeload-bench"
+
+# Part of every file's name: a new number when what is generated changes.
+VERSION = 2
+
+# Length of the random block that is repeated to fill a file. A prime, so that no two tensors hold the same bytes and
+# one read from the wrong place is seen.
+BLOCK = 67_108_859
+
+
+class Entry(NamedTuple):
+    """One tensor of a file to be made."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * {"F32": 4, "F16": 2, "BF16": 2}[self.dtype]
+
+
+def small(count: int, *, by_name: bool = True) -> list[Entry]:
+    """Many small tensors named as a mixture-of-experts model names its own.
+
+    Args:
+        count: how many.
+        by_name: in the order of their names, as safetensors writes tensors of one dtype; False for layer by layer, as
+            other writers do.
+    """
+    parts = ("gate_proj", "up_proj", "down_proj", "q_proj", "k_proj")
+    entries = [
+        Entry(f"model.layers.{i // 500}.mlp.experts.{i // 5 % 100}.{parts[i % 5]}.weight", "F32", (2, 4))
+        for i in range(count)
+    ]
+    return sorted(entries) if by_name else entries
+
+
+def llama_1b() -> list[Entry]:
+    """The 146 tensors of Llama-3.2-1B: 2.47 GB of BF16, no lm_head (it is tied to embed_tokens)."""
+
+    def layer(i: int) -> Iterator[Entry]:
+        shapes = {
+            "input_layernorm": (2048,),
+            "mlp.down_proj": (2048, 8192),
+            "mlp.gate_proj": (8192, 2048),
+            "mlp.up_proj": (8192, 2048),
+            "post_attention_layernorm": (2048,),
+            "self_attn.k_proj": (512, 2048),
+            "self_attn.o_proj": (2048, 2048),
+            "self_attn.q_proj": (2048, 2048),
+            "self_attn.v_proj": (512, 2048),
+        }
+        for part, shape in shapes.items():
+            yield Entry(f"model.layers.{i}.{part}.weight", "BF16", shape)
+
+    entries = [Entry("model.embed_tokens.weight", "BF16", (128256, 2048))]
+    for i in range(16):
+        entries += layer(i)
+    return [*entries, Entry("model.norm.weight", "BF16", (2048,))]
+
+
+def make(name: str, entries: list[Entry]) -> Path:
+    """Path of the file, written unless an earlier run has left it."""
+    path = CACHE / f"{name}-v{VERSION}.safetensors"
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [end, end + entry.nbytes],
+        }
+        end += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if path.exists() and path.stat().st_size == 8 + len(text) + end:
+        return path
+    CACHE.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(CACHE).free < end + (1 << 30):
+        pytest.skip(f"{path} needs {end / 1e9:.1f} GB of disk and a little more")
+    block = np.random.default_rng(20).bytes(min(BLOCK, end))
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for begin in range(0, end, BLOCK):
+            file.write(block[: min(BLOCK, end - begin)])
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    return path
+
+
+def header_of(path: Path) -> tuple[dict[str, dict[str, object]], int]:
+    """Header of a safetensors file by the standard library, and where the data begins: for the limits."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
+
+
+def warm(path: Path) -> None:
+    """Brings a file into the page cache."""
+    buffer = bytearray(16 << 20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def cached(path: Path) -> bool:
+    """Whether the page cache holds the file, judged by a page of every MiB."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return True
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        page = bytearray(4096)
+        for offset in range(0, path.stat().st_size, 1 << 20):
+            os.preadv(descriptor, [page], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:  # a filesystem that cannot tell
+        return True
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def settle(nbytes: int) -> None:
+    """Takes memory and gives it back, so that the system hands out the same to whoever asks next.
+
+    In a virtual machine with free page reporting, memory that has been free for 2 s goes back to the host, and taking
+    it again costs ten times the copy that a bench wants to time: without this the order of the sides would decide.
+    Both in small pages and in huge ones, which come from different lists of the kernel.
+    """
+    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return
+    held = []
+    for advice in (mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE):
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(advice)
+        np.frombuffer(memory, np.uint8)[::4096] = 1
+        held.append(memory)
+
+
+def available_memory() -> int:
+    """Bytes that programs may still take, page cache included."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 1 << 62
