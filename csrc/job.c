@@ -13,7 +13,23 @@ typedef struct run {
     int32_t tier;
 } run;
 
-static uint64_t chunks_of(const sl_job *job) { return job->size / SL_CHUNK + (job->size % SL_CHUNK != 0); }
+static uint64_t chunk_size(int32_t direction) { return direction == SL_READ ? SL_CHUNK : SL_WRITE_CHUNK; }
+
+/* Bytes by which a job's first chunk is shorter than the others: those that are written are aligned in the file. */
+static uint64_t shortfall(const sl_job *job, int32_t direction) {
+    return direction == SL_READ ? 0 : job->offset % SL_WRITE_CHUNK;
+}
+
+static uint64_t chunks_of(const sl_job *job, int32_t direction) {
+    uint64_t chunk = chunk_size(direction);
+    return job->size > 0 ? (job->size - 1 + shortfall(job, direction)) / chunk + 1 : 0;
+}
+
+/* Where chunk `c` of a job begins; the job's size for the chunk after its last. */
+static uint64_t chunk_begin(const sl_job *job, int32_t direction, uint64_t c) {
+    uint64_t whole = c * chunk_size(direction), less = shortfall(job, direction);
+    return sl_min_u64(whole > less ? whole - less : 0, job->size);
+}
 
 /* The job that a chunk belongs to. */
 static uint64_t job_of(const run *self, uint64_t chunk) {
@@ -56,8 +72,8 @@ static int32_t move_chunk(void *context, uint64_t chunk, void *passage, sl_error
     const run *self = context;
     uint64_t i = job_of(self, chunk);
     const sl_job *job = &self->jobs[i];
-    uint64_t begin = (chunk - self->first_chunk[i]) * SL_CHUNK;
-    uint64_t size = sl_min_u64(job->size - begin, SL_CHUNK);
+    uint64_t begin = chunk_begin(job, self->direction, chunk - self->first_chunk[i]);
+    uint64_t size = chunk_begin(job, self->direction, chunk - self->first_chunk[i] + 1) - begin;
     uint8_t *memory = (uint8_t *)job->memory + begin;
     if (self->direction != SL_READ)
         return sl_platform_write(job->file, self->direction == SL_APPEND, job->offset + begin, memory, size, error);
@@ -76,7 +92,7 @@ int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t direction, int32
     first_chunk[0] = 0;
     uint64_t passage = 0;
     for (uint64_t i = 0; i < count; i++) {
-        first_chunk[i + 1] = first_chunk[i] + chunks_of(&jobs[i]);
+        first_chunk[i + 1] = first_chunk[i] + chunks_of(&jobs[i], direction);
         if (jobs[i].from != jobs[i].to) passage = SL_PASSAGE;
     }
 
@@ -90,7 +106,7 @@ int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t direction, int32
         uint64_t i = count > 0 ? job_of(&self, next) : 0;
         cursor->bytes_done = 0;
         for (uint64_t k = 0; k < i; k++) cursor->bytes_done += jobs[k].size;
-        if (i < count) cursor->bytes_done += sl_min_u64((next - first_chunk[i]) * SL_CHUNK, jobs[i].size);
+        if (i < count) cursor->bytes_done += chunk_begin(&jobs[i], direction, next - first_chunk[i]);
     } else
         cursor->failed_job = job_of(&self, next);
     free(first_chunk);

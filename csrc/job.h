@@ -10,6 +10,11 @@
  * that chunks of 6-bit elements are whole blocks of 4. */
 #define SL_CHUNK ((uint64_t)3 << 20)
 
+/* Bytes in a chunk that is written, which starts and ends at a multiple of it in the file: the page cache takes memory in
+ * large runs only for large aligned writes. With chunks of 3 MiB that were not aligned, saving 1 GiB took 0.3 to 0.9 s
+ * instead of 0.2. */
+#define SL_WRITE_CHUNK ((uint64_t)16 << 20)
+
 /* Bytes of a file on their way through a conversion: they are read and converted while they are in the second-level
  * cache, so that memory sees only the result. Likewise a multiple of 3. */
 #define SL_PASSAGE ((uint64_t)192 << 10)

@@ -86,7 +86,7 @@ class AtomicFile:
         if hasattr(os, "fchmod"):
             os.fchmod(self._descriptor, stat.S_IMODE(existing.st_mode))
 
-    def write(self, pieces: list[tuple[int, int]], *, threads: int | None = None) -> None:
+    def write(self, pieces: list[tuple[int, int]]) -> None:
         """Appends memory, given as (address, bytes), which the caller keeps alive."""
         work: list[jobs.Job] = []
         position = self._position
@@ -94,7 +94,9 @@ class AtomicFile:
             work.append(jobs.Job(self._handle, position, address, size))
             position += size
         direction = lib.SL_APPEND if self._in_order else lib.SL_WRITE
-        jobs.run(work, direction, lambda job, position: (self.path, None), threads=threads)
+        # One thread: buffered writes into one file take its lock in turn (ext4, xfs). Two were no faster and less
+        # steady, 0.16 to 0.42 s for 1 GiB against 0.14 to 0.20.
+        jobs.run(work, direction, lambda job, position: (self.path, None), threads=1)
         self._position = position
 
     def __enter__(self) -> AtomicFile:
