@@ -22,6 +22,9 @@ extern const sl_kernel sl_kernels_avx2[];   /* empty where the compiler has no A
 extern const sl_kernel sl_kernels_avx512[]; /* likewise */
 extern const sl_kernel sl_kernels_neon[];   /* likewise */
 
+/* The remainder of a vector kernel's length, by the scalar kernel, which there must be. */
+void sl_convert_rest(int32_t from, int32_t to, const void *source, void *destination, size_t count);
+
 /* How to convert: directly, or through f32 block by block (second != NULL). */
 typedef struct sl_conversion {
     sl_convert_fn first, second;

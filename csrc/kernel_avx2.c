@@ -16,11 +16,6 @@
 /* 16 elements: two registers of results. */
 #define STEP ((size_t)16)
 
-static void rest(int32_t from, int32_t to, const void *source, void *destination, size_t count) {
-    for (const sl_kernel *k = sl_kernels_scalar; k->from >= 0; k++)
-        if (k->from == from && k->to == to) k->convert(source, destination, count);
-}
-
 TARGET static __m256i load8_u16(const uint8_t *source) {
     return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)source));
 }
@@ -41,7 +36,7 @@ TARGET static void sl_bf16_to_f32_avx2(const void *source, void *destination, si
         _mm256_storeu_si256((__m256i *)(out + 4 * i), quiet(low));
         _mm256_storeu_si256((__m256i *)(out + 4 * i + 32), quiet(high));
     }
-    rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+    sl_convert_rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
 TARGET static void sl_f16_to_f32_avx2(const void *source, void *destination, size_t count) {
@@ -52,7 +47,7 @@ TARGET static void sl_f16_to_f32_avx2(const void *source, void *destination, siz
         _mm256_storeu_ps((float *)(out + 4 * i), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + 2 * i))));
         _mm256_storeu_ps((float *)(out + 4 * i + 32), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + 2 * i + 16))));
     }
-    rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+    sl_convert_rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
 /* NaN lanes of `value` replaced by the one NaN with the sign of `value`. */
@@ -73,7 +68,7 @@ TARGET static void sl_f8_e5m2_to_f32_avx2(const void *source, void *destination,
         _mm256_storeu_ps((float *)(out + 4 * i), one_nan(low));
         _mm256_storeu_ps((float *)(out + 4 * i + 32), one_nan(high));
     }
-    rest(SL_F8_E5M2, SL_F32, in + i, out + 4 * i, count - i);
+    sl_convert_rest(SL_F8_E5M2, SL_F32, in + i, out + 4 * i, count - i);
 }
 
 /* e4m3 with its bits moved to where an f16 has them is 2^-8 of the value, exactly, subnormals too (bias 15 against 7);
@@ -97,7 +92,7 @@ TARGET static void sl_f8_e4m3_to_f32_avx2(const void *source, void *destination,
         _mm256_storeu_ps((float *)(out + 4 * i), e4m3_from_words(_mm_cvtepu8_epi16(codes)));
         _mm256_storeu_ps((float *)(out + 4 * i + 32), e4m3_from_words(_mm_cvtepu8_epi16(_mm_srli_si128(codes, 8))));
     }
-    rest(SL_F8_E4M3, SL_F32, in + i, out + 4 * i, count - i);
+    sl_convert_rest(SL_F8_E4M3, SL_F32, in + i, out + 4 * i, count - i);
 }
 
 TARGET static void sl_f32_to_f16_avx2(const void *source, void *destination, size_t count) {
@@ -110,7 +105,7 @@ TARGET static void sl_f32_to_f16_avx2(const void *source, void *destination, siz
         _mm_storeu_si128((__m128i *)(out + 2 * i), low);
         _mm_storeu_si128((__m128i *)(out + 2 * i + 16), high);
     }
-    rest(SL_F32, SL_F16, in + 4 * i, out + 2 * i, count - i);
+    sl_convert_rest(SL_F32, SL_F16, in + 4 * i, out + 2 * i, count - i);
 }
 
 /* Eight results in the low halves of the lanes. */
@@ -135,7 +130,7 @@ TARGET static void sl_f32_to_bf16_avx2(const void *source, void *destination, si
         __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
         _mm256_storeu_si256((__m256i *)(out + 2 * i), packed);
     }
-    rest(SL_F32, SL_BF16, in + 4 * i, out + 2 * i, count - i);
+    sl_convert_rest(SL_F32, SL_BF16, in + 4 * i, out + 2 * i, count - i);
 }
 
 const sl_kernel sl_kernels_avx2[] = {

@@ -15,11 +15,6 @@
 /* 32 elements: two registers of results. */
 #define STEP ((size_t)32)
 
-static void rest(int32_t from, int32_t to, const void *source, void *destination, size_t count) {
-    for (const sl_kernel *k = sl_kernels_scalar; k->from >= 0; k++)
-        if (k->from == from && k->to == to) k->convert(source, destination, count);
-}
-
 TARGET static __m512i bf16_lanes(const uint8_t *source) {
     __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)source)), 16);
     __mmask16 nan = _mm512_cmp_ps_mask(_mm512_castsi512_ps(bits), _mm512_castsi512_ps(bits), _CMP_UNORD_Q);
@@ -34,7 +29,7 @@ TARGET static void sl_bf16_to_f32_avx512(const void *source, void *destination, 
         _mm512_storeu_si512(out + 4 * i, bf16_lanes(in + 2 * i));
         _mm512_storeu_si512(out + 4 * i + 64, bf16_lanes(in + 2 * i + 32));
     }
-    rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+    sl_convert_rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
 TARGET static void sl_f16_to_f32_avx512(const void *source, void *destination, size_t count) {
@@ -45,7 +40,7 @@ TARGET static void sl_f16_to_f32_avx512(const void *source, void *destination, s
         _mm512_storeu_ps(out + 4 * i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(in + 2 * i))));
         _mm512_storeu_ps(out + 4 * i + 64, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(in + 2 * i + 32))));
     }
-    rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+    sl_convert_rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
 TARGET static __m256i f16_lanes(const uint8_t *source) {
@@ -60,7 +55,7 @@ TARGET static void sl_f32_to_f16_avx512(const void *source, void *destination, s
         _mm256_storeu_si256((__m256i *)(out + 2 * i), f16_lanes(in + 4 * i));
         _mm256_storeu_si256((__m256i *)(out + 2 * i + 32), f16_lanes(in + 4 * i + 64));
     }
-    rest(SL_F32, SL_F16, in + 4 * i, out + 2 * i, count - i);
+    sl_convert_rest(SL_F32, SL_F16, in + 4 * i, out + 2 * i, count - i);
 }
 
 TARGET static __m256i round_to_bf16(const uint8_t *source) {
@@ -81,7 +76,7 @@ TARGET static void sl_f32_to_bf16_avx512(const void *source, void *destination, 
         _mm256_storeu_si256((__m256i *)(out + 2 * i), round_to_bf16(in + 4 * i));
         _mm256_storeu_si256((__m256i *)(out + 2 * i + 32), round_to_bf16(in + 4 * i + 64));
     }
-    rest(SL_F32, SL_BF16, in + 4 * i, out + 2 * i, count - i);
+    sl_convert_rest(SL_F32, SL_BF16, in + 4 * i, out + 2 * i, count - i);
 }
 
 const sl_kernel sl_kernels_avx512[] = {

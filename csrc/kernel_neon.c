@@ -6,11 +6,6 @@
 
 #define STEP ((size_t)8)
 
-static void rest(int32_t from, int32_t to, const void *source, void *destination, size_t count) {
-    for (const sl_kernel *k = sl_kernels_scalar; k->from >= 0; k++)
-        if (k->from == from && k->to == to) k->convert(source, destination, count);
-}
-
 static uint16x8_t load8(const uint8_t *source) { return vreinterpretq_u16_u8(vld1q_u8(source)); }
 
 static void store4(uint8_t *destination, uint32x4_t bits) { vst1q_u8(destination, vreinterpretq_u8_u32(bits)); }
@@ -34,7 +29,7 @@ static void sl_bf16_to_f32_neon(const void *source, void *destination, size_t co
         store4(out + 4 * i, quiet(vshll_n_u16(vget_low_u16(halves), 16)));
         store4(out + 4 * i + 16, quiet(vshll_n_u16(vget_high_u16(halves), 16)));
     }
-    rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+    sl_convert_rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
 /* FCVTL keeps the payload of a NaN and quiets it (FPCR.DN is 0 in every process's start). */
@@ -47,7 +42,7 @@ static void sl_f16_to_f32_neon(const void *source, void *destination, size_t cou
         store4(out + 4 * i, vreinterpretq_u32_f32(vcvt_f32_f16(vget_low_f16(halves))));
         store4(out + 4 * i + 16, vreinterpretq_u32_f32(vcvt_high_f32_f16(halves)));
     }
-    rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+    sl_convert_rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
 static float32x4_t load4_f32(const uint8_t *source) { return vreinterpretq_f32_u8(vld1q_u8(source)); }
@@ -61,7 +56,7 @@ static void sl_f32_to_f16_neon(const void *source, void *destination, size_t cou
         float16x8_t both = vcvt_high_f16_f32(low, load4_f32(in + 4 * i + 16));
         vst1q_u8(out + 2 * i, vreinterpretq_u8_f16(both));
     }
-    rest(SL_F32, SL_F16, in + 4 * i, out + 2 * i, count - i);
+    sl_convert_rest(SL_F32, SL_F16, in + 4 * i, out + 2 * i, count - i);
 }
 
 static uint16x4_t round_to_bf16(const uint8_t *source) {
@@ -78,7 +73,7 @@ static void sl_f32_to_bf16_neon(const void *source, void *destination, size_t co
     size_t i = 0;
     for (; i + STEP <= count; i += STEP)
         vst1q_u8(out + 2 * i, vreinterpretq_u8_u16(vcombine_u16(round_to_bf16(in + 4 * i), round_to_bf16(in + 4 * i + 16))));
-    rest(SL_F32, SL_BF16, in + 4 * i, out + 2 * i, count - i);
+    sl_convert_rest(SL_F32, SL_BF16, in + 4 * i, out + 2 * i, count - i);
 }
 
 const sl_kernel sl_kernels_neon[] = {

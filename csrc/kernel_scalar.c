@@ -352,3 +352,8 @@ const sl_kernel sl_kernels_scalar[] = {
     {SL_BF16, SL_F64, sl_bf16_to_f64_scalar},
     {-1, -1, NULL},
 };
+
+void sl_convert_rest(int32_t from, int32_t to, const void *source, void *destination, size_t count) {
+    for (const sl_kernel *k = sl_kernels_scalar; k->from >= 0; k++)
+        if (k->from == from && k->to == to) k->convert(source, destination, count);
+}

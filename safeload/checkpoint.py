@@ -10,7 +10,7 @@ from .errors import FormatError, UnsupportedError
 from .files import Array, PathLike, WeightFile, native_path
 from .formats import safetensors, sniffing
 from .jobs import Progress
-from .loading import Backend, LoadStats, Part, load_parts
+from .loading import Backend, LoadStats, Part, distinct, load_parts, parts_of
 from .slicing import read_slice
 from .tensor import TensorInfo, missing
 
@@ -59,11 +59,11 @@ class Checkpoint(Mapping[str, Array]):
 
     def _parts(self, names: Iterable[str] | None = None) -> list[Part]:
         """Name, file and index of the tensors named, or of all in the order of their bytes."""
-        if names is not None:
-            return [(name, *self._locate(name)) for name in dict.fromkeys(_names(names))]
-        if self._where is not None:
+        if self._where is None:
+            return parts_of(self._open[0], names)
+        if names is None:
             return [(name, file, index) for name, (file, index) in self._where.items()]
-        return [(name, self._open[0], index) for index, name in enumerate(self._open[0].table.names)]
+        return [(name, *self._locate(name)) for name in distinct(names)]
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:
         if self._where is None:
@@ -209,12 +209,6 @@ class TensorSlice:
 
     def __repr__(self) -> str:
         return f"<TensorSlice {self.dtype} {list(self.shape)}>"
-
-
-def _names(names: Iterable[str]) -> Iterable[str]:
-    if isinstance(names, str):
-        raise TypeError("names must be an iterable of names, not one str")
-    return names
 
 
 def open(

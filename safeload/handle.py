@@ -14,7 +14,7 @@ from .errors import SafetensorError
 from .files import Array, PathLike, WeightFile, native_path
 from .formats import safetensors
 from .jobs import read_small
-from .loading import check_backend, load_parts
+from .loading import check_backend, load_parts, parts_of
 from .slicing import as_index, read_slice
 from .tensor import TensorMeta
 
@@ -93,8 +93,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     def get_tensors(self, *, dtype: Any = None, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """All tensors, in the order of their bytes; ``dtype`` and ``out`` as in `safeload.numpy.load_file`."""
         file = self._opened()
-        parts = [(name, file, index) for index, name in enumerate(file.table.names)]
-        return load_parts(parts, backend=self._backend, dtype=dtype, out=out)[0]
+        return load_parts(parts_of(file), backend=self._backend, dtype=dtype, out=out)[0]
 
     def get_slice(self, name: str) -> SafeSlice:
         """A stand-in for a tensor that reads what is asked of it: ``f.get_slice("h.0.w")[:, :128]``.

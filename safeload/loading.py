@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -56,6 +56,24 @@ def parse_target(dtype: Any) -> dtypes.Dtype | None:
         able = [r.name for r in dtypes.TABLE if lib.sl_convertible(dtypes.BY_CODE["F64"].number, r.number)]
         raise UnsupportedError(f"dtype={row.name} is no dtype to load as; able are float64, {', '.join(able)}")
     return row
+
+
+def distinct(names: Iterable[str]) -> Iterable[str]:
+    """Names to load, each once; TypeError for a single str, whose characters nobody means."""
+    if isinstance(names, str):
+        raise TypeError("names must be an iterable of names, not one str")
+    return dict.fromkeys(names)
+
+
+def parts_of(file: WeightFile, names: Iterable[str] | None = None) -> list[Part]:
+    """The tensors named, or all in the order of their bytes.
+
+    Raises:
+        TensorNotFoundError: an unknown name.
+    """
+    if names is None:
+        return [(name, file, index) for index, name in enumerate(file.table.names)]
+    return [(name, file, file.table.index(name)) for name in distinct(names)]
 
 
 def load_parts(

@@ -8,7 +8,7 @@ from typing import Any
 from .files import Array, PathLike
 from .formats import safetensors
 from .jobs import Progress
-from .loading import Backend, check_backend, load_parts
+from .loading import Backend, check_backend, load_parts, parts_of
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
@@ -120,13 +120,7 @@ def load_file(
     check_backend(backend)
     file = safetensors.open_file(filename)
     try:
-        table = file.table
-        if names is None:
-            parts = [(name, file, index) for index, name in enumerate(table.names)]
-        elif isinstance(names, str):
-            raise TypeError("names must be an iterable of names, not one str")
-        else:
-            parts = [(name, file, table.index(name)) for name in dict.fromkeys(names)]
+        parts = parts_of(file, names)
         return load_parts(parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()
