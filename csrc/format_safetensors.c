@@ -419,10 +419,10 @@ static int32_t compute_sizes(const sl_columns *tensors, uint64_t *sizes, sl_erro
     uint64_t total = 0;
     for (uint64_t i = 0; i < tensors->count; i++) {
         uint64_t first = i > 0 ? tensors->dim_ends[i - 1] : 0;
-        bool whole_bytes;
-        if (!sl_dtype_size(tensors->dtypes[i], tensors->dims + first, tensors->dim_ends[i] - first, &sizes[i], &whole_bytes))
+        bool whole_blocks;
+        if (!sl_dtype_size(tensors->dtypes[i], tensors->dims + first, tensors->dim_ends[i] - first, &sizes[i], &whole_blocks))
             return fail_tensor(tensors, i, SL_E_ARGUMENT,
-                               whole_bytes ? "its size does not fit in 64 bits" : "its size is not a whole number of bytes",
+                               whole_blocks ? "its size does not fit in 64 bits" : "its size is not a whole number of bytes",
                                error);
         if (!sl_add_u64(total, sizes[i], &total) || total > INT64_MAX)
             return fail_tensor(tensors, i, SL_E_ARGUMENT, "with it the file would be larger than any file can be", error);

@@ -52,9 +52,9 @@ static int32_t convert_chunk(const run *self, const sl_job *job, uint64_t begin,
     sl_conversion conversion;
     if (!sl_conversion_find(self->tier, job->from, job->to, &conversion))
         return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from dtype %d to %d", job->from, job->to);
-    uint64_t from_bits = (uint64_t)conversion.from_bits, to_bits = (uint64_t)conversion.to_bits;
+    uint64_t block = (uint64_t)conversion.from->block, block_bytes = (uint64_t)conversion.from->block_bytes;
     for (uint64_t end = begin + size; begin < end;) {
-        uint64_t some = sl_min_u64(end - begin, SL_PASSAGE), element = begin * 8 / from_bits;
+        uint64_t some = sl_min_u64(end - begin, SL_PASSAGE), element = begin / block_bytes * block;
         const void *source = passage;
         if (job->file == SL_MEMORY)
             source = address(job) + begin;
@@ -62,7 +62,8 @@ static int32_t convert_chunk(const run *self, const sl_job *job, uint64_t begin,
             int32_t status = sl_file_read(job->file, job->offset + begin, passage, some, error);
             if (status != SL_OK) return status;
         }
-        sl_conversion_run(&conversion, source, (uint8_t *)job->memory + element * to_bits / 8, (size_t)(some * 8 / from_bits));
+        sl_conversion_run(&conversion, source, (uint8_t *)job->memory + sl_dtype_bytes(conversion.to, element),
+                          (size_t)(some / block_bytes * block));
         begin += some;
     }
     return SL_OK;

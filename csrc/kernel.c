@@ -38,7 +38,7 @@ static sl_convert_fn find(int32_t tier, int32_t from, int32_t to) {
 bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *out) {
     const sl_dtype_info *source = sl_dtype_get(from), *target = sl_dtype_get(to);
     if (source == NULL || target == NULL || sl_tier_name(tier) == NULL) return false;
-    sl_conversion found = {find(tier, from, to), NULL, source->bits, target->bits};
+    sl_conversion found = {find(tier, from, to), NULL, source, target};
     if (found.first == NULL) {
         found.first = find(tier, from, SL_F32);
         found.second = find(tier, SL_F32, to);
@@ -48,8 +48,7 @@ bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *o
     return true;
 }
 
-/* f32 values between the two halves of a conversion: 8 KiB stay in the first-level cache. A multiple of 4, so that
- * blocks of packed elements are whole bytes. */
+/* f32 values between the two halves of a conversion: 8 KiB stay in the first-level cache. Whole blocks of every type. */
 #define BLOCK ((size_t)2048)
 
 void sl_conversion_run(const sl_conversion *conversion, const void *source, void *destination, size_t count) {
@@ -60,8 +59,8 @@ void sl_conversion_run(const sl_conversion *conversion, const void *source, void
     float values[BLOCK];
     for (size_t i = 0; i < count; i += BLOCK) {
         size_t some = count - i < BLOCK ? count - i : BLOCK;
-        conversion->first((const uint8_t *)source + i * (size_t)conversion->from_bits / 8, values, some);
-        conversion->second(values, (uint8_t *)destination + i * (size_t)conversion->to_bits / 8, some);
+        conversion->first((const uint8_t *)source + sl_dtype_bytes(conversion->from, i), values, some);
+        conversion->second(values, (uint8_t *)destination + sl_dtype_bytes(conversion->to, i), some);
     }
 }
 

@@ -8,8 +8,8 @@
 
 #include "dtype.h"
 
-/* Converts `count` elements. The source may have any alignment; elements of less than a byte start at the low bits of
- * the first byte. Source and destination do not overlap. */
+/* Converts `count` elements, whole blocks of block types. The source may have any alignment; elements of less than a byte
+ * start at the low bits of the first byte. Source and destination do not overlap. */
 typedef void (*sl_convert_fn)(const void *source, void *destination, size_t count);
 
 typedef struct sl_kernel {
@@ -28,8 +28,14 @@ void sl_convert_rest(int32_t from, int32_t to, const void *source, void *destina
 /* How to convert: directly, or through f32 block by block (second != NULL). */
 typedef struct sl_conversion {
     sl_convert_fn first, second;
-    int32_t from_bits, to_bits;
+    const sl_dtype_info *from, *to;
 } sl_conversion;
+
+/* Elements that are whole blocks on both sides. */
+static inline uint64_t sl_conversion_unit(const sl_conversion *conversion) {
+    int32_t from = conversion->from->block, to = conversion->to->block; /* powers of two */
+    return (uint64_t)(from > to ? from : to);
+}
 
 /* False when there is no such conversion. `tier` must be available. */
 bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *out);

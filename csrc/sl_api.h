@@ -52,15 +52,51 @@ typedef struct sl_error {
 #define SL_F64 19
 #define SL_I64 20
 #define SL_U64 21
-#define SL_DTYPE_COUNT 22
+#define SL_DTYPE_COUNT 22 /* of element types, numbered without a gap */
+
+/* Block types of GGUF: SL_GGML + the number that enum ggml_type gives them, with gaps. Rows are cut into blocks of so many
+ * elements that share their scales: https://github.com/ggml-org/ggml/blob/master/include/ggml.h */
+#define SL_GGML 64
+#define SL_Q4_0 66
+#define SL_Q4_1 67
+#define SL_Q5_0 70
+#define SL_Q5_1 71
+#define SL_Q8_0 72
+#define SL_Q8_1 73
+#define SL_Q2_K 74
+#define SL_Q3_K 75
+#define SL_Q4_K 76
+#define SL_Q5_K 77
+#define SL_Q6_K 78
+#define SL_Q8_K 79
+#define SL_IQ2_XXS 80
+#define SL_IQ2_XS 81
+#define SL_IQ3_XXS 82
+#define SL_IQ1_S 83
+#define SL_IQ4_NL 84
+#define SL_IQ3_S 85
+#define SL_IQ2_S 86
+#define SL_IQ4_XS 87
+#define SL_IQ1_M 93
+#define SL_TQ1_0 98
+#define SL_TQ2_0 99
+#define SL_MXFP4 103
+#define SL_NVFP4 104
+#define SL_Q1_0 105
+#define SL_DTYPE_LIMIT 106 /* every number is below */
+
+/* Only to convert to: Q4_0 with the scale absmax / 7, where SL_Q4_0 takes ggml's signed maximum / -8. */
+#define SL_Q4_0_ABSMAX 63
 
 typedef struct sl_dtype_info {
-    const char *code; /* as safetensors writes it: "BF16" */
-    const char *name; /* as numpy, ml_dtypes and torch name it: "bfloat16" */
-    int32_t bits;     /* of one element */
+    const char *code; /* as safetensors or ggml writes it: "BF16", "Q4_0" */
+    const char *name; /* as numpy, ml_dtypes, torch and ggml name it: "bfloat16", "q4_0" */
+    int32_t bits;     /* of one element; 0 for block types */
+    int32_t block;    /* the fewest elements that are whole bytes */
+    int32_t block_bytes;
 } sl_dtype_info;
 
-const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL when out of range */
+const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL when there is none of this number */
 
 const char *sl_compiler(void); /* that built this, with its version */
 
@@ -77,8 +113,8 @@ const char *sl_tier_name(int32_t tier);   /* "avx2"; NULL when out of range */
 int32_t sl_tier_available(int32_t tier);  /* whether this processor and this build have it */
 int32_t sl_convertible(int32_t from, int32_t to); /* whether sl_convert and sl_jobs_run can */
 
-/* Converts `count` elements between dtypes in memory, little-endian on both sides, the source at any alignment.
- * SL_E_ARGUMENT when there is no such conversion or tier. */
+/* Converts `count` elements, whole blocks of both dtypes, in memory, little-endian on both sides, the source at any
+ * alignment. SL_E_ARGUMENT when there is no such conversion or tier. */
 int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, void *destination, uint64_t count);
 
 /* ---- tables: names, dtypes, shapes and byte ranges of one file (table.c) ---- */

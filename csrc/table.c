@@ -209,10 +209,10 @@ static int32_t fail_size(const sl_table *table, uint64_t i, int32_t status, cons
 static int32_t check_size(const sl_table *table, uint64_t i, sl_error *error) {
     const uint64_t *dims = table->dims + dim_begin(table, i);
     uint64_t rank = table->dim_ends[i] - dim_begin(table, i), stated = table->ends[i] - table->begins[i], size = 0;
-    bool whole_bytes;
-    if (!sl_dtype_size(table->dtypes[i], dims, rank, &size, &whole_bytes))
+    bool whole_blocks;
+    if (!sl_dtype_size(table->dtypes[i], dims, rank, &size, &whole_blocks))
         return fail_size(table, i, SL_E_FORMAT,
-                         whole_bytes ? "the size of %s does not fit in 64 bits" : "%s is not a whole number of bytes",
+                         whole_blocks ? "the size of %s does not fit in 64 bits" : "%s is not a whole number of bytes",
                          error);
     if (size != stated) {
         char quoted[SL_QUOTE_SIZE], shape[256];

@@ -15,16 +15,20 @@ class Dtype(NamedTuple):
     """One row of the table.
 
     Attributes:
-        number: position in the table, by which the C core knows it.
-        code: as safetensors writes it, "BF16".
-        name: as numpy, ml_dtypes and torch name it, "bfloat16".
-        bits: size of one element. Below 8 elements share bytes, first element in the low bits.
+        number: by which the C core knows it.
+        code: as safetensors or ggml writes it: "BF16", "Q4_0".
+        name: as numpy, ml_dtypes, torch and ggml name it: "bfloat16", "q4_0".
+        bits: size of one element, 0 for block types. Below 8 elements share bytes, first element in the low bits.
+        block: the fewest elements that are whole bytes: 32 for "Q4_0", 2 for "F4", 1 for most.
+        block_bytes: size of so many elements.
     """
 
     number: int
     code: str
     name: str
     bits: int
+    block: int
+    block_bytes: int
 
     @property
     def floating(self) -> bool:
@@ -37,17 +41,20 @@ class Dtype(NamedTuple):
         return self.bits < 8
 
 
-def _read_table() -> tuple[Dtype, ...]:
-    rows = []
-    for index in range(lib.SL_DTYPE_COUNT):
-        info = lib.sl_dtype_get(index)
-        rows.append(Dtype(index, ffi.string(info.code).decode(), ffi.string(info.name).decode(), info.bits))
-    return tuple(rows)
+def _row(number: int) -> Dtype | None:
+    info = lib.sl_dtype_get(number)
+    if info == ffi.NULL:
+        return None
+    code, name = (ffi.string(text).decode() for text in (info.code, info.name))
+    return Dtype(number, code, name, info.bits, info.block, info.block_bytes)
 
 
-TABLE = _read_table()
+# Element types, each at its number; they are what safetensors has.
+TABLE = tuple(row for row in map(_row, range(lib.SL_DTYPE_COUNT)) if row is not None)
 BY_CODE = {row.code: row for row in TABLE}
 BY_NAME = {row.name: row for row in TABLE}
+# Block types of GGUF, by lower-case name.
+BLOCK_TYPES = {row.name: row for row in map(_row, range(lib.SL_GGML, lib.SL_DTYPE_LIMIT)) if row is not None}
 
 # What numpy has itself; the others come from ml_dtypes, which is imported when the first of them is needed.
 _NUMPY_CODES = frozenset(("BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "F16", "F32", "F64", "C64"))
