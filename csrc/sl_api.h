@@ -194,12 +194,21 @@ void sl_free(void *memory);
 
 #define SL_MEMORY -1 /* as sl_job.file: the source is memory, and offset its address */
 
+/* Two axes of an SL_READ whose elements (of whole bytes) are not one run on both sides. Strides are bytes from one row or
+ * column to the next, in memory any, also negative. In a file columns are side by side and rows do not overlap. */
+typedef struct sl_grid {
+    uint64_t rows, columns;
+    int64_t source_row, source_column;
+    int64_t memory_row, memory_column;
+} sl_grid;
+
 typedef struct sl_job {
     int64_t file;
     uint64_t offset;
     void *memory;
-    uint64_t size;    /* bytes at the source, whole elements */
+    uint64_t size;    /* bytes of all elements at the source, whole blocks */
     int32_t from, to; /* dtypes of an SL_READ; equal: the bytes as they are */
+    const sl_grid *grid; /* NULL: one run on both sides */
 } sl_job;
 
 /* Zero before the first call. */

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import dtypes, jobs
+from . import dtypes
 from ._native import lib
 from .files import Array
+from .jobs import Grid, Job, address_of, check_threads, private_array, run
 
 
 def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None = None) -> Array:
@@ -35,9 +37,9 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     array = np.asarray(x)
     target = dtypes.parse(dtype)
     wanted = dtypes.element_dtype(target.number)
-    jobs.check_threads(threads)
+    check_threads(threads)
     if out is None:
-        out = jobs.private_array(array.shape, wanted)
+        out = private_array(array.shape, wanted)
     elif not isinstance(out, np.ndarray) or out.dtype != wanted or out.shape != array.shape:
         raise ValueError(f"out must be an array of {wanted} {list(array.shape)}")
     elif not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):
@@ -46,19 +48,70 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     if source is None or not _in_core(source, target, array):
         np.copyto(out, array.astype(wanted), casting="unsafe")
         return out
-    if np.may_share_memory(array, out):
-        array = array.copy()
-    contiguous = array if array.flags.c_contiguous else array.copy(order="C")
-    job = jobs.Job(
-        lib.SL_MEMORY,
-        jobs.address_of(contiguous),
-        jobs.address_of(out),
-        contiguous.nbytes,
-        source.number,
-        target.number,
-    )
-    jobs.run([job], lib.SL_READ, lambda job, position: ("", None), threads=threads)
+    if np.may_share_memory(array, out) or _planes(array) > _MAX_PLANES:
+        array = array.copy(order="C")
+    jobs, grids = _jobs(array, out, source, target)
+    run(jobs, lib.SL_READ, lambda job, position: ("", None), grids=grids, threads=threads)
     return out
+
+
+# Elements from which a copy along an axis fills its cache lines.
+_LINE = 16
+# More planes than this are left to numpy's copy: planning each would take longer.
+_MAX_PLANES = 1 << 14
+
+
+class _Axis(NamedTuple):
+    """One axis on its way: elements, bytes from one to the next in the source and in the destination."""
+
+    length: int
+    stride: int
+    target_stride: int
+
+
+def _merged_axes(array: Array, itemsize: int) -> list[_Axis]:
+    """As few axes as visit the array's elements in C order, which is the order of the destination."""
+    axes: list[_Axis] = []
+    for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
+        if length == 1:
+            continue
+        if axes and axes[-1].length * axes[-1].stride == stride:
+            axes[-1] = axes[-1]._replace(length=axes[-1].length * length)
+        else:
+            target = axes[-1].length * axes[-1].target_stride if axes else itemsize
+            axes.append(_Axis(length, stride, target))
+    return axes
+
+
+def _take_plane(axes: list[_Axis]) -> tuple[_Axis, _Axis]:
+    """Takes rows and columns out of the axes: columns along the destination's memory if that fills cache lines."""
+    while len(axes) < 2:
+        axes.append(_Axis(1, 0, 0))
+    columns = axes.pop(0 if axes[0].length >= _LINE else axes.index(max(axes)))
+    rows = axes.pop(axes.index(max(axes)))
+    return rows, columns
+
+
+def _planes(array: Array) -> int:
+    axes = _merged_axes(array, array.dtype.itemsize)
+    _take_plane(axes)
+    return math.prod(axis.length for axis in axes)
+
+
+def _jobs(array: Array, out: Array, source: dtypes.Dtype, target: dtypes.Dtype) -> tuple[list[Job], list[Grid]]:
+    """Jobs from an array of any strides to a C-contiguous one, one for each plane of two of its axes."""
+    axes = _merged_axes(array, out.dtype.itemsize)
+    begin, memory = array.__array_interface__["data"][0], address_of(out)
+    if len(axes) == 0 or (len(axes) == 1 and axes[0].stride == array.dtype.itemsize):
+        return [Job(lib.SL_MEMORY, begin, memory, array.nbytes, source.number, target.number)], []
+    rows, columns = _take_plane(axes)
+    planes = [(begin, memory)]
+    for axis in axes:
+        planes = [(a + k * axis.stride, b + k * axis.target_stride) for k in range(axis.length) for a, b in planes]
+    size = rows.length * columns.length * array.dtype.itemsize
+    strides = rows.stride, columns.stride, rows.target_stride, columns.target_stride
+    jobs = [Job(lib.SL_MEMORY, a, b, size, source.number, target.number, grid=1) for a, b in planes]
+    return jobs, [Grid(rows.length, columns.length, strides)]
 
 
 def _in_core(source: dtypes.Dtype, target: dtypes.Dtype, array: Array) -> bool:

@@ -33,6 +33,10 @@ POOL_SIZE = 16 << 20
 # Alignment of pools: a cache line, and more than any dtype needs.
 ALIGNMENT = 64
 
+# struct sl_grid
+_GRID = np.dtype([("rows", np.uint64), ("columns", np.uint64), ("strides", np.int64, 4)])
+assert ffi.sizeof("sl_grid") == _GRID.itemsize
+
 # struct sl_job
 _JOB = np.dtype(
     [
@@ -42,9 +46,24 @@ _JOB = np.dtype(
         ("size", np.uint64),
         ("from", np.int32),
         ("to", np.int32),
+        ("grid", np.uint64),
     ]
 )
 assert ffi.sizeof("sl_job") == _JOB.itemsize
+
+
+class Grid(NamedTuple):
+    """One ``sl_grid``: two axes whose elements are not one run on both sides.
+
+    Attributes:
+        rows: how many.
+        columns: how many elements in each.
+        strides: bytes from one to the next: rows and columns of the source, rows and columns of the destination.
+    """
+
+    rows: int
+    columns: int
+    strides: tuple[int, int, int, int]
 
 
 class Job(NamedTuple):
@@ -54,9 +73,10 @@ class Job(NamedTuple):
         file: descriptor, or ``lib.SL_MEMORY`` where the source is memory.
         offset: in the file, or the address of the source.
         memory: address of the destination (of the source of a write).
-        size: bytes at the source.
+        size: bytes of all elements at the source.
         source: number of its dtype.
         target: number of the dtype it is converted to; the same: bytes as they are.
+        grid: 1 + index of its grid among those given to `run`; 0 where the elements are one run on both sides.
     """
 
     file: int
@@ -65,6 +85,7 @@ class Job(NamedTuple):
     size: int
     source: int = 0
     target: int = 0
+    grid: int = 0
 
 
 def _cgroup_cpus() -> float:
@@ -138,6 +159,7 @@ def run(
     direction: int,
     where: Callable[[int, int], tuple[str, str | None]],
     *,
+    grids: Sequence[Grid] = (),
     threads: int | None = None,
     progress: Progress = None,
 ) -> int:
@@ -147,10 +169,15 @@ def run(
         jobs: what to move.
         direction: ``lib.SL_READ``, ``SL_WRITE`` or ``SL_APPEND``.
         where: for an error, path and tensor of a job's index and a byte in its file.
+        grids: what `Job.grid` counts in.
         threads: None for `thread_count`'s choice.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
     """
     array = np.array(jobs, dtype=_JOB)
+    if grids:
+        planes = np.array(grids, dtype=_GRID)
+        numbers = array["grid"]
+        array["grid"] = np.where(numbers > 0, address_of(planes) + (numbers - 1) * _GRID.itemsize, 0)
     total = int(array["size"].sum())
     count = thread_count(total, threads)
     described = ffi.from_buffer("sl_job[]", array)

@@ -146,3 +146,53 @@ def test_show_config_prints_the_choice(capsys):
     text = capsys.readouterr().out
     assert f"safeload         {safeload.__version__}" in text
     assert "instruction set" in text
+
+
+def layouts(x):
+    """Views of a 4-D array in orders that one run of memory does not have."""
+    yield "transposed", x.T
+    yield "two axes swapped", x.swapaxes(1, 2)
+    yield "last axis first", np.moveaxis(x, -1, 0)
+    yield "every other", x[::2, :, ::3]
+    yield "last axis cut", x[..., 1:-1]
+    yield "reversed", x[::-1, :, ::-1, ::-1]
+    yield "broadcast", np.broadcast_to(x[:, :1], x.shape)
+    yield "one axis", x[:, 0, 0, 0]
+    yield "Fortran", np.asfortranarray(x)
+    yield "one element", x[1:2, 2:3, 1:2, 4:5]
+    yield "not aligned", np.frombuffer(b"\0" + x.tobytes(), x.dtype, offset=1).reshape(x.shape).swapaxes(0, 3)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("target", [np.float32, None], ids=["converted", "copied"])
+def test_any_layout(dtype, target):
+    x = rng.integers(-100, 100, (5, 18, 20, 33)).astype(dtype)
+    for what, view in layouts(x):
+        got = astype(view, target or dtype)
+        want = view.astype(target or dtype)
+        assert got.flags.c_contiguous, what
+        np.testing.assert_array_equal(got, want, err_msg=what)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_large_planes_in_any_number_of_threads(threads):
+    """Several chunks and tiles, none of them whole."""
+    x = np.arange(1531 * 2053, dtype=np.uint32).reshape(1531, 2053)
+    np.testing.assert_array_equal(astype(x.T, np.uint32, threads=threads), x.T)
+    halves = (x % 0x7F80).astype(np.uint16).view(ml_dtypes.bfloat16)  # no NaN among them
+    np.testing.assert_array_equal(
+        bits(astype(halves.T, np.float32, threads=threads)), bits(halves.astype(np.float32).T)
+    )
+    long = np.arange(4_000_000, dtype=np.uint16).reshape(2, -1)
+    np.testing.assert_array_equal(astype(long.T, np.uint16, threads=threads), long.T)
+    np.testing.assert_array_equal(astype(long[:, ::-1], np.float32, threads=threads), long[:, ::-1])
+
+
+def test_many_small_planes_are_left_to_numpy():
+    x = (
+        (np.arange(300 * 300 * 9) % 1000)
+        .astype(np.float32)
+        .reshape(3, 3, 300, 300)
+        .transpose(2, 3, 0, 1)[:, :, ::-1, ::2]
+    )
+    np.testing.assert_array_equal(astype(x, np.float16), x.astype(np.float16))

@@ -19,11 +19,12 @@ C_FLOORS = {
     3: [
         ["json"],
         ["sort"],
+        ["copy2d"],
         ["dtype", "kernel", "kernel_scalar", "kernel_avx2", "kernel_avx512", "kernel_neon"],
     ],
     4: [["table"]],
     5: [["format_safetensors"]],
-    6: [["parallel", "job"]],
+    6: [["parallel", "job", "job_grid"]],
     7: [["api"]],
 }
 C_PLACE = {
