@@ -81,9 +81,19 @@ class Checkpoint(Mapping[str, Array]):
         self._check_open()
         array = self._arrays.get(name)
         if array is None:
-            loaded, _ = load_parts(self._parts([name]), backend="mmap", mappings=self._mappings)
-            array = self._arrays.setdefault(name, loaded[name])
+            file, index = self._locate(name)
+            loaded, _ = load_parts(self._together(name, file, index), backend="mmap", mappings=self._mappings)
+            for other, view in loaded.items():
+                self._arrays.setdefault(other, view)
+            array = self._arrays[name]
         return array
+
+    def _together(self, name: str, file: WeightFile, index: int) -> list[Part]:
+        """The tensor and those that share bytes with it: what has to be copied is copied once for all of them."""
+        if not file.table.shaped:
+            return [(name, file, index)]
+        known = ((file.table.names[k], file, k) for k in file.table.together(index))
+        return [part for part in known if self._where is None or self._where.get(part[0]) == part[1:]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._open[0].table.names if self._where is None else self._where)
@@ -103,14 +113,10 @@ class Checkpoint(Mapping[str, Array]):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors as they are in the files."""
-        return sum(end - begin for begin, end in self._ranges())
-
-    def _ranges(self) -> Iterator[tuple[int, int]]:
+        sizes = {file: file.table.sizes() for file in self._open}
         if self._where is None:
-            yield from self._open[0].table.byte_ranges()
-        else:
-            for file, index in self._where.values():
-                yield file.table.byte_range(index)
+            return sum(sizes[self._open[0]])
+        return sum(sizes[file][index] for file, index in self._where.values())
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

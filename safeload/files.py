@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import numpy as np
 from . import dtypes
 from ._native import Error, check, ffi, lib, mapped_buffer, pointer, short
 from .errors import UnsupportedError
-from .tensor import Table, TensorInfo
+from .tensor import ListedTable, Table, TensorInfo
 
 PathLike = str | os.PathLike[str]
 Array = np.ndarray[Any, Any]
@@ -29,6 +28,8 @@ class Layout(NamedTuple):
         end: past the last byte in the file.
         source: number of the dtype in the file.
         target: number of the dtype that it is converted to; ``source`` when its bytes are taken as they are.
+        strides: bytes between neighbours along each axis in the file; None where they are those of C order.
+        big_endian: whether the bytes of elements are in that order in the file.
     """
 
     dtype: np.dtype[Any]
@@ -37,6 +38,8 @@ class Layout(NamedTuple):
     end: int
     source: int
     target: int
+    strides: tuple[int, ...] | None = None
+    big_endian: bool = False
 
 
 def native_path(path: PathLike) -> tuple[str, bytes]:
@@ -67,6 +70,21 @@ class WeightFile:
         self.size = size
         self.table = table
         self._descriptor = descriptor
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Bytes of the file, fewer where it ends; GIL kept, so for what is small.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        size = max(0, min(size, self.size - offset))
+        if size == 0:
+            return b""
+        memory = ffi.new("char[]", size)
+        error = Error()
+        status = short.sl_file_read(self.descriptor, offset, pointer(memory), size, pointer(error))
+        check(status, error, self.path)
+        return bytes(ffi.buffer(memory, size))
 
     @property
     def descriptor(self) -> int:
@@ -100,22 +118,26 @@ class WeightFile:
     def infos(self) -> list[TensorInfo]:
         """What is known of each tensor."""
         table = self.table
+        ranges = table.byte_ranges()
+        sizes = table.sizes() if table.shaped else [end - begin for begin, end in ranges]
         return [
-            TensorInfo(name, row.code, shape, end - begin, self.path, begin)
-            for name, row, shape, (begin, end) in zip(
-                table.names, table.rows, table.shapes, table.byte_ranges(), strict=True
+            TensorInfo(name, row.code, shape, size, self.path, begin)
+            for name, row, shape, size, (begin, _) in zip(
+                table.names, table.rows, table.shapes, sizes, ranges, strict=True
             )
         ]
 
     def tensor_at(self, position: int) -> str | None:
         """The tensor that a byte belongs to, as messages name it."""
-        ranges = self.table.byte_ranges()
-        index = bisect_right(ranges, (position, self.size + 1)) - 1
-        return f"tensor {self.table.names[index]!r}" if index >= 0 and position < ranges[index][1] else None
+        for name, (begin, end) in zip(self.table.names, self.table.byte_ranges(), strict=True):
+            if begin <= position < end:
+                return f"tensor {name!r}"
+        return None
 
     def layout(self, index: int) -> Layout:
         """How one tensor becomes an array."""
-        return _layout(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
+        layout = _layout(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
+        return self._shaped(index, layout) if self.table.shaped else layout
 
     def layouts(self, indices: Iterable[int], target: dtypes.Dtype | None = None) -> list[Layout]:
         """`layout` of many tensors, at the price of one look at each column.
@@ -127,6 +149,16 @@ class WeightFile:
         Raises:
             UnsupportedError: there is no such conversion.
         """
+        if self.table.shaped:
+            indices = list(indices)
+            plain = self._plain_layouts(indices, target)
+            return [self._shaped(i, layout) for i, layout in zip(indices, plain, strict=True)]
+        return self._plain_layouts(indices, target)
+
+    def _shaped(self, index: int, layout: Layout) -> Layout:
+        return layout._replace(strides=self.table.strides(index), big_endian=self.table.big_endian)
+
+    def _plain_layouts(self, indices: Iterable[int], target: dtypes.Dtype | None) -> list[Layout]:
         rows, shapes, ranges = self.table.rows, self.table.shapes, self.table.byte_ranges()
         if target is None:
             return [_layout(rows[i], shapes[i], *ranges[i]) for i in indices]
@@ -144,20 +176,34 @@ class WeightFile:
         return result
 
 
+def open_descriptor(path: PathLike) -> WeightFile:
+    """An open file whose table is still empty, for readers in Python.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    text, encoded = native_path(path)
+    descriptor, size, error = ffi.new("int64_t *"), ffi.new("uint64_t *"), Error()
+    check(short.sl_file_open(encoded, *map(pointer, (descriptor, size, error))), error, text)
+    return WeightFile(text, descriptor[0], size[0], ListedTable([]))
+
+
 def _layout(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) -> Layout:
     if row.bits < 8:
         shape = dtypes.array_shape(row, shape, end - begin)
     return Layout(dtypes.array_dtype(row.number), shape, begin, end, row.number, row.number)
 
 
-def array_over(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> Array:
-    """An array over part of a buffer, which it keeps alive.
+def array_over(
+    buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, strides: tuple[int, ...] | None = None
+) -> Array:
+    """An array over part of a buffer, which it keeps alive; in C order without strides.
 
     Raises:
         UnsupportedError: this numpy cannot have an array of so many axes (32 before numpy 2).
     """
     try:
-        array: Array = np.ndarray(shape, dtype, buffer, offset)
+        array: Array = np.ndarray(shape, dtype, buffer, offset, strides)
     except ValueError as error:
         raise UnsupportedError(f"numpy {np.__version__} cannot show shape {list(shape)}: {error}") from None
     return array
@@ -165,9 +211,22 @@ def array_over(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset
 
 def view_of(buffer: Any, layout: Layout) -> Array | None:
     """The array over a mapped file, or None where it must be a copy: converted, not aligned, or in foreign order."""
-    dtype, shape, begin, end, source, target = layout
+    dtype, shape, begin, end, source, target, strides, big_endian = layout
     if begin == end:
         return np.empty(shape, dtype)
-    if source != target or begin % dtype.alignment or (sys.byteorder == "big" and dtype.itemsize > 1):
+    if source != target or begin % dtype.alignment or (foreign_order(big_endian) and dtype.itemsize > 1):
         return None
-    return array_over(buffer, dtype, shape, begin)
+    return array_over(buffer, dtype, shape, begin, strides)
+
+
+def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Bytes between neighbours along each axis of an array in C order."""
+    strides = [itemsize] * len(shape)
+    for k in range(len(shape) - 2, -1, -1):
+        strides[k] = strides[k + 1] * shape[k + 1]
+    return tuple(strides)
+
+
+def foreign_order(big_endian: bool) -> bool:
+    """Whether elements of that byte order are not this machine's numbers."""
+    return big_endian != (sys.byteorder == "big")

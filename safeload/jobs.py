@@ -245,7 +245,7 @@ class _Reads:
         pool = _aligned_bytes(self._pooled)
         base = address_of(pool)
         at, previous, previous_end = 0, None, -1
-        for slot, file, (dtype, shape, begin, end, _, _) in self._small:
+        for slot, file, (dtype, shape, begin, end, *_) in self._small:
             if file is previous and begin == previous_end:
                 self.jobs[-1] = self.jobs[-1]._replace(size=self.jobs[-1].size + end - begin)
             else:
@@ -263,7 +263,7 @@ class _Reads:
 def read_arrays(
     parts: Sequence[tuple[WeightFile, Layout]],
     *,
-    into: Sequence[Array] | None = None,
+    into: Sequence[Array | None] | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> list[Array]:
@@ -290,11 +290,10 @@ def read_arrays(
 
     run(reads.jobs, lib.SL_READ, where, threads=threads, progress=progress)
     arrays = [native_order(array) for array in reads.arrays if array is not None]
-    if into is not None:
-        for given, array in zip(into, arrays, strict=True):
-            if array is not given:  # only where bytes had to be swapped
-                given[...] = array
-        return list(into)
+    for k, given in enumerate(into or ()):
+        if given is not None and arrays[k] is not given:  # only where bytes had to be swapped
+            given[...] = arrays[k]
+            arrays[k] = given
     return arrays
 
 

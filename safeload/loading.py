@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from . import dtypes, jobs
+from . import dtypes, jobs, strided
 from ._native import lib
 from .errors import SafeloadError, UnsupportedError
 from .files import Array, Layout, WeightFile, view_of
@@ -91,7 +91,8 @@ def load_parts(
     Args:
         parts: what to load.
         backend: "mmap" for views into one mapping per file, "pread" for private memory. What cannot be a view
-            (converted, not aligned in the file, or the system refuses the mapping) is read.
+            (converted, not aligned in the file, or the system refuses the mapping) is read. Tensors that share bytes
+            share memory either way, unless they are converted.
         dtype: what floating tensors are converted to; None for none.
         out: arrays to fill, by name; all of them are checked before the first byte is written.
         threads: for what is read.
@@ -120,7 +121,7 @@ def load_parts(
     if missing:
         to_read = [(parts[k][1], layouts[k]) for k in missing]
         for k, array in zip(
-            missing, jobs.read_arrays(to_read, into=into, threads=threads, progress=progress), strict=True
+            missing, strided.read_arrays(to_read, into=into, threads=threads, progress=progress), strict=True
         ):
             arrays[k] = array
     done = {part[0]: array for part, array in zip(parts, arrays, strict=True) if array is not None}

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import jobs
 from ._native import lib
-from .files import Array, WeightFile
+from .files import Array, Layout, WeightFile, array_over, c_strides
 
 # Rows this close together are read with what lies between them: a page is what the system reads anyway.
 _DENSE_PITCH = 4096
@@ -96,9 +96,7 @@ class _Run(NamedTuple):
 
 def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int) -> Iterator[_Run]:
     """What to read."""
-    strides = [itemsize] * len(shape)
-    for k in range(len(shape) - 2, -1, -1):
-        strides[k] = strides[k + 1] * shape[k + 1]
+    strides = c_strides(shape, itemsize)
 
     def walk(k: int, index: tuple[Any, ...], offset: int) -> Iterator[_Run]:
         rest = k
@@ -132,11 +130,30 @@ def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int) -> Iterator[
 
 def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
     """The selected elements in private memory, read through the descriptor."""
-    dtype, shape, begin, *_ = file.layout(tensor)
-    axes, after = _axes(index, shape)
+    layout = file.layout(tensor)
+    axes, after = _axes(index, layout.shape)
+    place = file.path, f"tensor {file.table.names[tensor]!r}"
+    if layout.strides is None:
+        result = _read_dense(file, layout.dtype, layout.shape, layout.begin, axes, place)
+    else:
+        result = _read_strided(file, layout, layout.strides, axes, place)
+    if layout.big_endian:
+        result = result.byteswap()  # native_order swaps once more where that is this machine's order
+    view: Array = jobs.native_order(result)[after]
+    return view if view.flags.c_contiguous else view.copy()
+
+
+def _read_dense(
+    file: WeightFile,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    begin: int,
+    axes: list[_Axis],
+    place: tuple[str, str],
+) -> Array:
+    """Selected elements of a tensor in C order."""
     result: Array = np.empty(tuple(axis.length for axis in axes), dtype)
     if result.size:
-        place = file.path, f"tensor {file.table.names[tensor]!r}"
         direct: list[jobs.Job] = []
         for run in _runs(axes, shape, dtype.itemsize):
             at = (*run.at, ...)  # with the ellipsis an array also where a single element is selected
@@ -153,15 +170,35 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
             selected = (slice(None), *(slice(a.start, a.start + (a.length - 1) * a.step + 1, a.step) for a in inner))
             target[...] = rows[selected]
         jobs.run(direct, lib.SL_READ, lambda job, position: place)
-    view: Array = jobs.native_order(result)[after]
-    return view if view.flags.c_contiguous else view.copy()
+    return result
+
+
+def _read_strided(
+    file: WeightFile, layout: Layout, strides: tuple[int, ...], axes: list[_Axis], place: tuple[str, str]
+) -> Array:
+    """Selected elements of a tensor with strides of its own."""
+    # With its axes in order of their strides it is in C order as a rule: a transposed matrix. Those of a single element
+    # go last; their strides mean nothing.
+    order = sorted(range(len(strides)), key=lambda k: (layout.shape[k] == 1, -strides[k]))
+    shape = tuple(layout.shape[k] for k in order)
+    wanted = c_strides(shape, layout.dtype.itemsize)
+    if all(layout.shape[k] == 1 or strides[k] == stride for k, stride in zip(order, wanted, strict=True)):
+        dense = _read_dense(file, layout.dtype, shape, layout.begin, [axes[k] for k in order], place)
+        turned: Array = dense.transpose([order.index(k) for k in range(len(order))])
+        return turned
+    selected = tuple(axis.length for axis in axes)
+    if 0 in selected:
+        return np.empty(selected, layout.dtype)
+    # Else from the first byte to the last, with what lies between.
+    begin = sum(axis.start * stride for axis, stride in zip(axes, strides, strict=True))
+    steps = tuple(a.step * stride if a.length > 1 else 0 for a, stride in zip(axes, strides, strict=True))
+    reach = sum((axis.length - 1) * step for axis, step in zip(axes, steps, strict=True))
+    block = np.empty(reach + layout.dtype.itemsize, np.uint8)
+    job = jobs.Job(file.descriptor, layout.begin + begin, jobs.address_of(block), block.size)
+    jobs.run([job], lib.SL_READ, lambda job, position: place)
+    return array_over(block, layout.dtype, selected, 0, steps)
 
 
 def _strided(block: Array, dtype: np.dtype[Any], shape: tuple[int, ...], pitch: int) -> Array:
     """Rows ``pitch`` bytes apart."""
-    strides = [dtype.itemsize] * len(shape)
-    for k in range(len(shape) - 2, 0, -1):
-        strides[k] = strides[k + 1] * shape[k + 1]
-    strides[0] = pitch
-    rows: Array = np.ndarray(shape, dtype, block, 0, tuple(strides))
-    return rows
+    return array_over(block, dtype, shape, 0, (pitch, *c_strides(shape, dtype.itemsize)[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 from . import dtypes
@@ -25,7 +26,7 @@ class TensorInfo(NamedTuple):
         name: its name.
         dtype: its code, such as "BF16".
         shape: logical shape, outermost axis first.
-        nbytes: bytes in the file.
+        nbytes: bytes of its elements, as in the file.
         file: path of the file that holds it.
         offset: byte in that file where its data begins.
     """
@@ -128,7 +129,13 @@ class Table:
 
     Attributes:
         count: number of tensors.
+        shaped: whether a tensor may be other than its bytes in C order, little-endian and all its own: then `strides`,
+            `big_endian` and `together` say what it is.
+        big_endian: whether the bytes of elements are in that order.
     """
+
+    shaped = False
+    big_endian = False
 
     def __init__(self, handle: Any) -> None:
         self._address = pointer(handle)
@@ -240,7 +247,19 @@ class Table:
         """Bytes of each tensor in the file."""
         return list(zip(self._column("begins", self.count), self._column("ends", self.count), strict=True))
 
-    def metadata(self) -> dict[str, str] | None:
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor's elements."""
+        return [end - begin for begin, end in self.byte_ranges()]
+
+    def strides(self, index: int) -> tuple[int, ...] | None:
+        """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
+        return None
+
+    def together(self, index: int) -> list[int]:
+        """One tensor and those that share bytes with it, in ascending order."""
+        return [index]
+
+    def metadata(self) -> dict[str, Any] | None:
         """``__metadata__``; None when the file has none. Of a key that is there twice the last value counts."""
         columns = self._columns
         if not columns.has_metadata:
@@ -251,6 +270,102 @@ class Table:
         ends = self._column("metadata_ends", 2 * columns.metadata_count)
         parts = [text[a:b].decode() for a, b in pairwise([0, *ends])]
         return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+class Listing(NamedTuple):
+    """One tensor of a `ListedTable`.
+
+    Attributes:
+        name: its name.
+        row: row of the dtype table.
+        shape: logical shape.
+        begin: first byte in the file.
+        end: past the last byte in the file that belongs to it.
+        strides: bytes between neighbours along each axis; None where they are those of C order.
+    """
+
+    name: str
+    row: dtypes.Dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    strides: tuple[int, ...] | None = None
+
+
+class ListedTable(Table):
+    """A table made in Python, for formats whose readers are: in the order given, tensors may share bytes.
+
+    Args:
+        tensors: what is in it, checked by its maker: names differ, bytes are in the file, shapes and strides stay in
+            them.
+        metadata: whatever else the file says.
+        big_endian: whether the bytes of elements are in that order.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Listing], metadata: dict[str, Any] | None = None, *, big_endian: bool = False
+    ) -> None:
+        self.count = len(tensors)
+        self.big_endian = big_endian
+        self._names = [tensor.name for tensor in tensors]
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._rows = [tensor.row for tensor in tensors]
+        self._ranges = [(tensor.begin, tensor.end) for tensor in tensors]
+        self._strides = [tensor.strides for tensor in tensors]
+        self._metadata = metadata
+        self._groups = _overlapping(self._ranges)
+        self.shaped = big_endian or bool(self._groups) or any(strides is not None for strides in self._strides)
+
+    def sorted_names(self) -> list[str]:
+        """Names in ascending order of their code points."""
+        return sorted(self.names)
+
+    def row(self, index: int) -> dtypes.Dtype:
+        """Row of the dtype table of one tensor."""
+        return self.rows[index]
+
+    def byte_range(self, index: int) -> tuple[int, int]:
+        """Bytes of one tensor in the file: [begin, end), with those of others that lie between its own."""
+        return self._ranges[index]
+
+    def byte_ranges(self) -> list[tuple[int, int]]:
+        """Bytes of each tensor in the file."""
+        return list(self._ranges)
+
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor's elements: not those between them, and one that is repeated as often as it is."""
+        return [prod(shape) * row.bits // 8 for shape, row in zip(self.shapes, self.rows, strict=True)]
+
+    def strides(self, index: int) -> tuple[int, ...] | None:
+        """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
+        return self._strides[index]
+
+    def together(self, index: int) -> list[int]:
+        """One tensor and those that share bytes with it, in ascending order."""
+        return self._groups.get(index, [index])
+
+    def metadata(self) -> dict[str, Any] | None:
+        """Whatever else the file says; None for nothing."""
+        return self._metadata
+
+
+def _overlapping(ranges: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """For each range that shares bytes with another the indices of all that hang together with it."""
+    groups: dict[int, list[int]] = {}
+    group: list[int] = []
+    reach = -1
+    for index in sorted((k for k, (begin, end) in enumerate(ranges) if begin < end), key=ranges.__getitem__):
+        begin, end = ranges[index]
+        if begin < reach:
+            group.append(index)
+            groups.update(dict.fromkeys(group[-2:] if len(group) == 2 else group[-1:], group))
+        else:
+            group = [index]
+        reach = max(reach, end)
+    for members in {id(members): members for members in groups.values()}.values():
+        members.sort()
+    return groups
 
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:

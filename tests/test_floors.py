@@ -42,7 +42,7 @@ INTRINSICS["kernel_neon"] = {"arm_neon.h"}
 PYTHON_FLOORS = {
     0: ["_version", "errors"],
     1: ["_native"],
-    2: ["dtypes", "tensor", "files", "jobs", "slicing", "writer", "casting", "configuration"],
+    2: ["dtypes", "tensor", "files", "jobs", "slicing", "writer", "casting", "strided", "configuration"],
     3: ["formats", "formats.sniffing", "formats.safetensors", "formats.folder"],
     4: ["loading", "checkpoint", "handle"],
     6: ["numpy", "__init__", "cli.text", "cli.info", "cli", "__main__"],

@@ -1,0 +1,260 @@
+"""Tables made in Python: tensors with strides, sharing bytes, not aligned, big-endian; every way to load them."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from safeload import astype, dtypes, errors
+from safeload.checkpoint import Checkpoint
+from safeload.files import c_strides, open_descriptor
+from safeload.tensor import ListedTable, Listing
+
+MIB = 1 << 20
+
+
+class Builder:
+    """A file of raw bytes with a table over it, and what its tensors are."""
+
+    def __init__(self, path, *, big_endian=False, start=0):
+        self.path = path
+        self.data = bytearray(start)
+        self.big = big_endian
+        self.listings = []
+        self.want = {}
+
+    def storage(self, array):
+        """Appends an array's bytes; returns where they begin."""
+        begin = len(self.data)
+        self.data += (array.byteswap() if self.big else array).tobytes()
+        return begin
+
+    def tensor(self, name, array, begin, offset=0, shape=None, strides=None):
+        """A tensor over elements of a storage that holds the flat ``array``."""
+        shape = array.shape if shape is None else shape
+        item = array.itemsize
+        elements = strides or tuple(s // item for s in c_strides(shape, item))
+        last = sum((n - 1) * s for n, s in zip(shape, elements, strict=True))
+        self.want[name] = np.lib.stride_tricks.as_strided(
+            array.reshape(-1)[offset:], shape, tuple(s * item for s in elements)
+        ).copy()
+        self.listings.append(
+            Listing(
+                name,
+                dtypes.BY_NAME[array.dtype.name],
+                shape,
+                begin + offset * item,
+                begin + (offset + last + 1) * item,
+                None if strides is None else tuple(s * item for s in strides),
+            )
+        )
+
+    def open(self):
+        self.path.write_bytes(self.data)
+        file = open_descriptor(self.path)
+        file.table = ListedTable(self.listings, {"made": "here"}, big_endian=self.big)
+        return Checkpoint(str(self.path), "test", [file], None, {}, None)
+
+
+def build(path, **options):
+    b = Builder(path, **options)
+    random = np.random.default_rng(3)
+    f32 = random.standard_normal(1000).astype(np.float32)
+    at = b.storage(f32)
+    b.tensor("flat", f32, at)
+    b.tensor("matrix", f32, at, 8, (20, 30))
+    b.tensor("transposed", f32, at, 8, (30, 20), (1, 30))
+    b.tensor("every other", f32, at, 1, (10, 7), (40, 2))
+    b.tensor("expanded", f32, at, 5, (4, 3), (0, 1))
+    b.tensor("unit axes", f32, at, 0, (1, 6, 1), (999, 1, 77))
+    b.tensor("scalar", f32, at, 999, ())
+    bf16 = random.standard_normal(64).astype(ml_dtypes.bfloat16)
+    at = b.storage(bf16)
+    b.tensor("bf16", bf16.reshape(8, 8), at)
+    b.tensor("bf16.T", bf16, at, 0, (8, 8), (1, 8))
+    f64 = random.standard_normal(49)
+    b.tensor("f64", f64, b.storage(f64), 0, (5, 5), (10, 2))
+    c64 = (f64[:20] + 1j * f64[20:40]).astype(np.complex64)
+    b.tensor("c64", c64.reshape(4, 5), b.storage(c64))
+    i16 = np.arange(24, dtype=np.int16)
+    b.tensor("i16", i16, b.storage(i16), 0, (2, 3, 4), (1, 2, 6))
+    u8 = np.arange(11, dtype=np.uint8)
+    b.tensor("u8", u8, b.storage(u8))
+    large = random.standard_normal(MIB).astype(np.float16)
+    at = b.storage(large)
+    b.tensor("large", large.reshape(1024, 1024), at)
+    b.tensor("large.T", large, at, 0, (1024, 1024), (1, 1024))
+    return b
+
+
+KINDS = {
+    "little": {},
+    "big": {"big_endian": True},
+    "unaligned": {"start": 3},
+    "big unaligned": {"big_endian": True, "start": 1},
+}
+
+
+@pytest.fixture(params=KINDS)
+def built(request, tmp_path):
+    return build(tmp_path / "raw.bin", **KINDS[request.param])
+
+
+def same(got, want, name):
+    assert (got.dtype, got.shape) == (want.dtype, want.shape), name
+    assert got.flags.aligned, name
+    assert got.flags.writeable, name
+    assert got.tobytes() == want.tobytes(), name
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_each_tensor_is_what_its_strides_say(built, backend):
+    with built.open() as checkpoint:
+        loaded = checkpoint.load(backend=backend)
+        assert list(loaded) == list(built.want)
+        for name, want in built.want.items():
+            same(loaded[name], want, name)
+            same(checkpoint.load([name], backend=backend)[name], want, name)
+            same(checkpoint[name], want, name)
+            if name != "unit axes" or backend == "pread":
+                listing = built.listings[list(built.want).index(name)]
+                strides = listing.strides or c_strides(listing.shape, want.itemsize)
+                assert loaded[name].strides == strides, name
+
+
+def sharing(arrays):
+    return {
+        frozenset((a, b)) for a, b in itertools.combinations(arrays, 2) if np.may_share_memory(arrays[a], arrays[b])
+    }
+
+
+def shared_in_file(built):
+    ranges = {listing.name: (listing.begin, listing.end) for listing in built.listings}
+    return {
+        frozenset((a, b))
+        for (a, (b0, e0)), (b, (b1, e1)) in itertools.combinations(ranges.items(), 2)
+        if b0 < e1 and b1 < e0
+    }
+
+
+def test_what_shares_bytes_shares_memory(built):
+    want = shared_in_file(built)
+    with built.open() as checkpoint:
+        for backend in ("mmap", "pread"):
+            assert sharing(checkpoint.load(backend=backend)) == want
+        one_by_one = {name: checkpoint[name] for name in reversed(built.want)}
+        assert sharing(one_by_one) == want
+        one_by_one["matrix"][0, 1] = 5
+        assert checkpoint["transposed"][1, 0] == 5
+        assert checkpoint["flat"][9] == 5
+    assert built.path.read_bytes() == built.data
+
+
+def test_converted_tensors_are_contiguous_and_alone(built):
+    with built.open() as checkpoint:
+        loaded = checkpoint.load(dtype="float32")
+        out = {name: np.full_like(array, 3, order="C") for name, array in loaded.items()}
+        checkpoint.load(dtype="float32", out=out)
+        for name, want in built.want.items():
+            if want.dtype.kind not in "iuc":
+                want = astype(want, "float32")
+            if built.want[name].dtype != np.float32 and want.dtype == np.float32:
+                assert loaded[name].flags.c_contiguous, name
+            same(loaded[name], want, name)
+            same(out[name], want, name)
+        assert not any("bf16" in pair or "large" in pair for pair in sharing(loaded))
+        assert not sharing(out)
+
+
+def test_out_is_filled(built):
+    with built.open() as checkpoint:
+        out = {name: np.zeros_like(want, order="C") for name, want in built.want.items()}
+        loaded = checkpoint.load(out=out)
+        for name, want in built.want.items():
+            assert loaded[name] is out[name]
+            same(out[name], want, name)
+
+
+INDICES = [
+    (),
+    (0,),
+    (-1,),
+    (slice(None, None, -1),),
+    (slice(1, 3),),
+    (..., 0),
+    (..., slice(None, None, 2)),
+    (..., slice(1, None)),
+    (slice(2, 1),),
+    (None, ...),
+    (slice(0, None, 10**18),),
+    (slice(0, 3), slice(None, None, -2)),
+    (1, slice(1, 4)),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=repr)
+def test_slices_are_numpys(built, index):
+    with built.open() as checkpoint:
+        for name, want in built.want.items():
+            try:
+                expected = np.array(want[index])
+            except IndexError:
+                with pytest.raises(IndexError):
+                    checkpoint.get_slice(name)[index]
+                continue
+            got = checkpoint.get_slice(name)[index]
+            same(got, expected, name)
+            assert got.flags.c_contiguous
+
+
+def test_sizes_are_those_of_the_elements(built):
+    with built.open() as checkpoint:
+        assert {name: info.nbytes for name, info in checkpoint.tensors.items()} == {
+            name: want.nbytes for name, want in built.want.items()
+        }
+        assert checkpoint.nbytes == sum(want.nbytes for want in built.want.values())
+
+
+def test_a_refused_mapping_is_read_and_still_shared(built, monkeypatch):
+    with built.open() as checkpoint:
+
+        def refuse():
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(checkpoint._open[0], "map", refuse)
+        loaded = checkpoint.load()
+        assert checkpoint.last_load.backend == "pread"
+        assert sharing(loaded) == shared_in_file(built)
+        for name, want in built.want.items():
+            same(loaded[name], want, name)
+
+
+def test_a_file_that_ends_early_names_the_tensor(built):
+    with built.open() as checkpoint:
+        with built.path.open("r+b") as file:
+            file.truncate(100)
+        with pytest.raises(errors.FormatError, match=r"^tensor '.*: the file ends at byte 100, "):
+            checkpoint.load(["flat"], backend="pread")
+
+
+def test_progress_counts_each_byte_of_a_block_once(tmp_path):
+    built = build(tmp_path / "raw.bin")
+    seen = []
+    with built.open() as checkpoint:
+        checkpoint.load(backend="pread", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == len(built.data)
+
+
+def test_tensors_that_hang_together():
+    row = dtypes.BY_CODE["U8"]
+    ranges = [(10, 20), (0, 5), (5, 10), (19, 30), (29, 31), (40, 40), (0, 1)]
+    table = ListedTable([Listing(str(k), row, (e - b,), b, e) for k, (b, e) in enumerate(ranges)])
+    assert [table.together(k) for k in range(7)] == [[0, 3, 4], [1, 6], [2], [0, 3, 4], [0, 3, 4], [5], [1, 6]]
+    assert table.shaped
+    assert not ListedTable([Listing("a", row, (5,), 0, 5), Listing("b", row, (5,), 5, 10)]).shaped
+    assert table.find("3") == 3
+    assert table.find("7") == -1
+    assert table.sorted_names() == list("0123456")
+    with pytest.raises(errors.TensorNotFoundError):
+        table.index("7")
