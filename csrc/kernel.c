@@ -5,12 +5,14 @@
 /* What each tier looks through, best first. */
 static const struct {
     const char *name;
-    const sl_kernel *tables[4];
+    const sl_kernel *tables[7]; /* NULL ends */
 } TIERS[] = {
-    [SL_TIER_SCALAR] = {"scalar", {sl_kernels_scalar}},
-    [SL_TIER_AVX2] = {"avx2", {sl_kernels_avx2, sl_kernels_scalar}},
-    [SL_TIER_AVX512] = {"avx512", {sl_kernels_avx512, sl_kernels_avx2, sl_kernels_scalar}},
-    [SL_TIER_NEON] = {"neon", {sl_kernels_neon, sl_kernels_scalar}},
+    [SL_TIER_SCALAR] = {"scalar", {sl_kernels_scalar, sl_quant_kernels_scalar}},
+    [SL_TIER_AVX2] = {"avx2", {sl_kernels_avx2, sl_quant_kernels_avx2, sl_kernels_scalar, sl_quant_kernels_scalar}},
+    [SL_TIER_AVX512] = {"avx512",
+                        {sl_kernels_avx512, sl_quant_kernels_avx512, sl_kernels_avx2, sl_quant_kernels_avx2,
+                         sl_kernels_scalar, sl_quant_kernels_scalar}},
+    [SL_TIER_NEON] = {"neon", {sl_kernels_neon, sl_quant_kernels_neon, sl_kernels_scalar, sl_quant_kernels_scalar}},
 };
 
 _Static_assert(sizeof TIERS / sizeof TIERS[0] == SL_TIER_COUNT, "one row for each SL_TIER_*");
@@ -29,10 +31,14 @@ int32_t sl_tier_available(int32_t tier) {
 }
 
 static sl_convert_fn find(int32_t tier, int32_t from, int32_t to) {
-    for (size_t t = 0; t < sizeof TIERS[tier].tables / sizeof *TIERS[tier].tables && TIERS[tier].tables[t] != NULL; t++)
-        for (const sl_kernel *kernel = TIERS[tier].tables[t]; kernel->from >= 0; kernel++)
+    for (const sl_kernel *const *table = TIERS[tier].tables; *table != NULL; table++)
+        for (const sl_kernel *kernel = *table; kernel->from >= 0; kernel++)
             if (kernel->from == from && kernel->to == to) return kernel->convert;
     return NULL;
+}
+
+void sl_convert_rest(int32_t from, int32_t to, const void *source, void *destination, size_t count) {
+    if (count > 0) find(SL_TIER_SCALAR, from, to)(source, destination, count);
 }
 
 bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *out) {

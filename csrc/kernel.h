@@ -22,6 +22,11 @@ extern const sl_kernel sl_kernels_avx2[];   /* empty where the compiler has no A
 extern const sl_kernel sl_kernels_avx512[]; /* likewise */
 extern const sl_kernel sl_kernels_neon[];   /* likewise */
 
+extern const sl_kernel sl_quant_kernels_scalar[]; /* blocks: quant.h */
+extern const sl_kernel sl_quant_kernels_avx2[];
+extern const sl_kernel sl_quant_kernels_avx512[];
+extern const sl_kernel sl_quant_kernels_neon[];
+
 /* The remainder of a vector kernel's length, by the scalar kernel, which there must be. */
 void sl_convert_rest(int32_t from, int32_t to, const void *source, void *destination, size_t count);
 

@@ -117,6 +117,23 @@ int32_t sl_convertible(int32_t from, int32_t to); /* whether sl_convert and sl_j
  * alignment. SL_E_ARGUMENT when there is no such conversion or tier. */
 int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, void *destination, uint64_t count);
 
+/* ---- quantization kernels (quant.c) ---- */
+
+/* Index of the first of `count` blocks (SL_Q4_0, SL_Q4_0_ABSMAX, SL_Q8_0) whose scale is not finite, or count. The kernels
+ * write such a scale exactly where the source held NaN or infinity, or f16 cannot hold the block's scale. */
+uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count);
+
+/* int8 in memory. f32 and 16-bit elements lie at any alignment, little-endian; SL_E_ARGUMENT when there is no such tier or
+ * `from`. *bits: of the f32 that is the largest |x| of SL_F32, SL_BF16 or SL_F16; infinity or NaN when some x is. */
+int32_t sl_absmax(int32_t tier, int32_t from, const void *source, uint64_t count, uint32_t *bits);
+int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_t count); /* raises bits[i] to |source[i]| */
+
+/* x * factor: rounded half away from zero, within [-128, 127], NaN to 127; and back. `each`: factors[i] for element i,
+ * otherwise factors[0] for all. */
+int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors, int32_t each);
+int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint64_t count, const float *factors,
+                     int32_t each);
+
 /* ---- tables: names, dtypes, shapes and byte ranges of one file (table.c) ---- */
 
 /* numpy 2 allows 64 dims (NPY_MAXDIMS); no array could show more. */

@@ -1,8 +1,5 @@
 """Each tier against scalar C bit for bit, and scalar against ml_dtypes and numpy."""
 
-import ctypes
-import ctypes.util
-import mmap
 import os
 import subprocess
 import sys
@@ -10,6 +7,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded, unsigned
 
 from safeload import dtypes
 from safeload._native import available_tiers, ffi, lib, tier_name
@@ -36,10 +34,6 @@ def numpy_type(code):
     return np.dtype(getattr(ml_dtypes, name, None) or name)
 
 
-def unsigned(array):
-    return array.view(f"u{array.dtype.itemsize}")
-
-
 def nbytes(code, count):
     return count * dtypes.BY_CODE[code].bits // 8
 
@@ -60,19 +54,6 @@ def convert(tier, source_code, target_code, source, count=None):
     return out.view(numpy_type(target_code)) if dtypes.BY_CODE[target_code].bits >= 8 else out
 
 
-# Powers of two and their neighbours, zeros, subnormals, infinities, NaNs of every kind, ties of bf16, f16 and f8.
-F32_SPECIALS = np.unique(
-    np.concatenate(
-        [
-            np.array([base + near & 0xFFFFFFFF for base in range(0, 2**32, 1 << 19) for near in (-1, 0, 1)], np.uint32),
-            np.array(
-                [0x7F800001, 0xFF800001, 0x7FBFFFFF, 0x7FC00000, 0xFFFFFFFF, 0x7F7FFFFF, 1, 0x80000001], np.uint32
-            ),
-            unsigned(np.array([448, 464, 464.0001, 480, 57344, 61440, 61439.99, 65504, 65519.99, 65520], np.float32)),
-        ]
-    )
-).view(np.float32)
-F32_RANDOM = rng.integers(0, 2**32, 1_000_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
 with np.errstate(all="ignore"):
     F64_SAMPLES = np.concatenate(
         [
@@ -129,24 +110,6 @@ def test_every_length_and_alignment_gives_the_bits_of_scalar(tier, pair):
             assert bytes(got) == want.tobytes()
             assert (raw_out[:shift] == 0xA5).all()
             assert (raw_out[shift + count * target_size :] == 0xA5).all()
-
-
-class Guarded:
-    """Memory between two pages that must not be touched; ``at_end`` puts the bytes against the second."""
-
-    def __init__(self, size, at_end):
-        page = mmap.PAGESIZE
-        middle = -(-max(size, 1) // page) * page
-        self.map = mmap.mmap(-1, middle + 2 * page)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        libc = ctypes.CDLL(None, use_errno=True)
-        for guard in (base, base + page + middle):
-            assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
-        self.address = base + page + (middle - size if at_end else 0)
-        self.size = size
-
-    def bytes(self):
-        return (ctypes.c_char * self.size).from_address(self.address)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect")
