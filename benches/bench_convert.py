@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import files
+import ggml
 import ml_dtypes
 import numpy as np
 import pytest
@@ -129,3 +130,32 @@ def test_kernels_to_f32_in_memory(name: str, table, report) -> None:
     ]
     report(sides["ours"], rows, rounds=3)
     assert same_bytes(target, safeload.astype(source, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("function", "source", "target"),
+    [
+        ("ggml_bf16_to_fp32_row", "bfloat16", "float32"),
+        ("ggml_fp16_to_fp32_row", "float16", "float32"),
+        ("ggml_fp32_to_bf16_row", "float32", "bfloat16"),
+        ("ggml_fp32_to_fp16_row", "float32", "float16"),
+    ],
+)
+def test_rows_against_ggml_in_one_thread(function: str, source: str, target: str, table, report) -> None:
+    count = 64 << 20
+    values = np.resize(np.random.default_rng(6).standard_normal(1 << 20, np.float32), count)
+    x = values if source == "float32" else safeload.astype(values, source)
+    wanted = np.dtype(getattr(ml_dtypes, target, target))
+    ours, theirs = np.ones(count, wanted), np.ones(count, wanted)
+    sides = {
+        "ours": lambda: safeload.astype(x, target, out=ours, threads=1),
+        function: lambda: ggml.convert_row(function, x, theirs),
+    }
+
+    def check(a: np.ndarray, b: np.ndarray) -> None:
+        assert same_bytes(a, b)
+
+    samples = race(sides, ROUNDS, check=check)
+    job = f"{source} to {target}, 64 Mi elements in memory, one thread"
+    rows = [table.add(job, function, Comparison(samples["ours"], samples[function]))]
+    report(sides["ours"], rows, rounds=3)
