@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -77,9 +78,32 @@ def llama_1b() -> list[Entry]:
     return [*entries, Entry("model.norm.weight", "BF16", (2048,))]
 
 
-def make(name: str, entries: list[Entry]) -> Path:
-    """Path of the file, written unless an earlier run has left it."""
-    path = CACHE / f"{name}-v{VERSION}.safetensors"
+def weights() -> bytes:
+    """BF16 as trained weights are: normal, of deviation 0.02; whole elements, fewer than `BLOCK` bytes."""
+    values = np.random.default_rng(21).standard_normal(BLOCK // 2, np.float32) * np.float32(0.02)
+    return values.astype(ml_dtypes.bfloat16).tobytes()
+
+
+def llama_folder() -> Path:
+    """Llama-3.2-1B as a folder: two shards of `weights`, an index and a config.json."""
+    entries = llama_1b()
+    folder = CACHE / f"llama-1b-v{VERSION}"
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    for k, part in enumerate((entries[:60], entries[60:])):
+        file = f"model-{k + 1:05}-of-00002.safetensors"
+        make(file, part, path=folder / file, block=weights())
+        weight_map |= dict.fromkeys((entry.name for entry in part), file)
+    index = {"metadata": {"total_size": sum(e.nbytes for e in entries)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make(name: str, entries: list[Entry], *, path: Path | None = None, block: bytes | None = None) -> Path:
+    """Path of the file, written unless an earlier run has left it; ``block`` is repeated in it, else random bytes."""
+    path = CACHE / f"{name}-v{VERSION}.safetensors" if path is None else path
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -96,12 +120,13 @@ def make(name: str, entries: list[Entry]) -> Path:
     CACHE.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(CACHE).free < end + (1 << 30):
         pytest.skip(f"{path} needs {end / 1e9:.1f} GB of disk and a little more")
-    block = np.random.default_rng(20).bytes(min(BLOCK, end))
+    if block is None:
+        block = np.random.default_rng(20).bytes(min(BLOCK, end))
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for begin in range(0, end, BLOCK):
-            file.write(block[: min(BLOCK, end - begin)])
+        for begin in range(0, end, len(block)):
+            file.write(block[: min(len(block), end - begin)])
         os.fsync(file.fileno())
     temporary.rename(path)
     return path

@@ -53,6 +53,11 @@ static inline void sl_store_le64(void *destination, uint64_t value) {
     b[7] = (uint8_t)(value >> 56);
 }
 
+static inline uint32_t sl_load_le32(const void *source) {
+    const uint8_t *b = source;
+    return (uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
+}
+
 /* Number of zero bits below the lowest set bit of value != 0. */
 static inline int sl_trailing_zeros(uint64_t value) {
 #if defined(__GNUC__) || defined(__clang__)

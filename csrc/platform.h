@@ -32,5 +32,7 @@ uint64_t sl_atomic_add(sl_atomic *counter, uint64_t amount); /* returns the valu
 uint64_t sl_atomic_load(const sl_atomic *counter);
 /* Lowers the counter to `value` if that is smaller. */
 void sl_atomic_lower(sl_atomic *counter, uint64_t value);
+/* Raises a number in memory that threads share to `value` if that is larger. */
+void sl_atomic_raise_u32(uint32_t *number, uint32_t value);
 
 #endif

@@ -214,6 +214,16 @@ void sl_atomic_lower(sl_atomic *counter, uint64_t value) {
     }
 }
 
+void sl_atomic_raise_u32(uint32_t *number, uint32_t value) {
+    volatile LONG *shared = (volatile LONG *)number;
+    uint32_t seen = (uint32_t)InterlockedCompareExchange(shared, 0, 0);
+    while (value > seen) {
+        uint32_t found = (uint32_t)InterlockedCompareExchange(shared, (LONG)value, (LONG)seen);
+        if (found == seen) break;
+        seen = found;
+    }
+}
+
 #endif
 
 /* ISO C wants a translation unit to declare something, also where this file is empty. */

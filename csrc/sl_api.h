@@ -15,6 +15,7 @@
 #define SL_E_OS 4        /* the system refused, os_errno says how: OSError */
 #define SL_E_MEMORY 5    /* MemoryError */
 #define SL_E_ARGUMENT 6  /* a caller's mistake, not the file's: SafeloadError */
+#define SL_E_RANGE 7     /* a value that the target cannot hold, position is its element's index: RangeError */
 
 /* Long enough for a clipped tensor name, a shape of SL_MAX_RANK small dims and the numbers around them. */
 #define SL_MESSAGE_SIZE 1024
@@ -87,6 +88,10 @@ typedef struct sl_error {
 
 /* Only to convert to: Q4_0 with the scale absmax / 7, where SL_Q4_0 takes ggml's signed maximum / -8. */
 #define SL_Q4_0_ABSMAX 63
+/* Only as the target of a job: the largest |x| of each channel, as the bits of an f32 (sl_channels). */
+#define SL_ABSMAX 62
+/* Only as the target of a job: nothing is written, and an element that is not finite is SL_E_RANGE. */
+#define SL_FINITE 61
 
 typedef struct sl_dtype_info {
     const char *code; /* as safetensors or ggml writes it: "BF16", "Q4_0" */
@@ -219,13 +224,25 @@ typedef struct sl_grid {
     int64_t memory_row, memory_column;
 } sl_grid;
 
+/* What int8 values are scaled by in an SL_READ, which then is one of three:
+ *   any real dtype to SL_ABSMAX: memory holds `count` u32, zero or what other jobs left there, and is raised to the bits
+ *     of the largest |x| of each channel (infinity and NaN are larger than any number); factors are not looked at;
+ *   any real dtype to SL_I8: x * factor, rounded half away from zero, within [-128, 127];
+ *   SL_I8 to any real dtype: x * factor. */
+typedef struct sl_channels {
+    uint64_t count; /* at least 1 */
+    uint64_t inner; /* element i belongs to channel i / inner % count; at least 1 */
+    const float *factors; /* one for each channel */
+} sl_channels;
+
 typedef struct sl_job {
     int64_t file;
     uint64_t offset;
     void *memory;
     uint64_t size;    /* bytes of all elements at the source, whole blocks */
     int32_t from, to; /* dtypes of an SL_READ; equal: the bytes as they are */
-    const sl_grid *grid; /* NULL: one run on both sides */
+    const sl_grid *grid;         /* NULL: one run on both sides */
+    const sl_channels *channels; /* NULL: values as they are */
 } sl_job;
 
 /* Zero before the first call. */

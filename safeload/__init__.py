@@ -13,6 +13,7 @@ from .errors import (
     ForbiddenError,
     FormatError,
     LimitError,
+    RangeError,
     SafeloadError,
     SafetensorError,
     TensorNotFoundError,
@@ -21,6 +22,8 @@ from .errors import (
 from .formats.safetensors import deserialize, serialize, serialize_file
 from .handle import _safe_open_handle, safe_open
 from .loading import LoadStats
+from .quantization import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
+from .quantized import QuantizedTensor
 from .tensor import TensorInfo, TensorMeta, TensorSpec
 
 __all__ = [
@@ -29,6 +32,10 @@ __all__ = [
     "FormatError",
     "LimitError",
     "LoadStats",
+    "QuantizationError",
+    "QuantizedDict",
+    "QuantizedTensor",
+    "RangeError",
     "SafeloadError",
     "SafetensorError",
     "TensorInfo",
@@ -41,7 +48,10 @@ __all__ = [
     "astype",
     "deserialize",
     "load",
+    "load_quantized",
     "open",
+    "quantization_error",
+    "quantize",
     "safe_open",
     "serialize",
     "serialize_file",

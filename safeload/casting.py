@@ -38,12 +38,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     target = dtypes.parse(dtype)
     wanted = dtypes.element_dtype(target.number)
     check_threads(threads)
-    if out is None:
-        out = private_array(array.shape, wanted)
-    elif not isinstance(out, np.ndarray) or out.dtype != wanted or out.shape != array.shape:
-        raise ValueError(f"out must be an array of {wanted} {list(array.shape)}")
-    elif not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):
-        raise ValueError("out must be C-contiguous, aligned and writable")
+    out = target_array(array.shape, wanted, out)
     source = dtypes.BY_NAME.get(array.dtype.name)
     if source is None or not _in_core(source, target, array):
         np.copyto(out, array.astype(wanted), casting="unsafe")
@@ -52,6 +47,21 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
         array = array.copy(order="C")
     jobs, grids = _jobs(array, out, source, target)
     run(jobs, lib.SL_READ, lambda job, position: ("", None), grids=grids, threads=threads)
+    return out
+
+
+def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None) -> Array:
+    """The array that a result of this shape and dtype goes into: ``out`` if it fits, a new one for None.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if out is None:
+        return private_array(shape, dtype)
+    if not isinstance(out, np.ndarray) or out.dtype != dtype or out.shape != shape:
+        raise ValueError(f"out must be an array of {dtype} {list(shape)}")
+    if not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):
+        raise ValueError("out must be C-contiguous, aligned and writable")
     return out
 
 

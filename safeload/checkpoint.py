@@ -8,16 +8,16 @@ from typing import Any
 
 from .errors import FormatError, UnsupportedError
 from .files import Array, PathLike, WeightFile, native_path
-from .formats import safetensors, sniffing
+from .formats import quantized, safetensors, sniffing
 from .jobs import Progress
-from .loading import Backend, LoadStats, Part, distinct, load_parts, parts_of
+from .loading import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
 from .slicing import read_slice
 from .tensor import TensorInfo, missing
 
 FORMATS = ("safetensors",)
 
 
-class Checkpoint(Mapping[str, Array]):
+class Checkpoint(Mapping[str, Value]):
     """The tensors of a file or a folder, by name. Made by `safeload.open`.
 
     ``ckpt[name]`` is a writable copy-on-write view of the mapped file, the same memory each time (as
@@ -44,11 +44,14 @@ class Checkpoint(Mapping[str, Array]):
         metadata: dict[str, Any],
         config: dict[str, Any] | None,
     ) -> None:
+        if format == "safetensors":
+            where = _unpack(files, where)
+            metadata.pop(quantized.KEY, None)  # what it said is in the tensors now
         self._path = path
         self._open = files
         self._where = where
         self._mappings: dict[WeightFile, Any] = {}
-        self._arrays: dict[str, Array] = {}
+        self._arrays: dict[str, Value] = {}
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._closed = False
         self.format = format
@@ -77,7 +80,7 @@ class Checkpoint(Mapping[str, Array]):
         if self._closed:
             raise ValueError(f"{self._path} is closed")
 
-    def __getitem__(self, name: str) -> Array:
+    def __getitem__(self, name: str) -> Value:
         self._check_open()
         array = self._arrays.get(name)
         if array is None:
@@ -136,7 +139,10 @@ class Checkpoint(Mapping[str, Array]):
             TensorNotFoundError: there is no such tensor.
         """
         self._check_open()
-        return TensorSlice(*self._locate(name))
+        file, index = self._locate(name)
+        if file.table.quantized and (file.table.row(index).blocked or file.table.scale(index) is not None):
+            raise UnsupportedError(f"tensor {name!r} is quantized: its parts are not read, only the whole")
+        return TensorSlice(file, index)
 
     def load(
         self,
@@ -147,7 +153,7 @@ class Checkpoint(Mapping[str, Array]):
         out: Mapping[str, Array] | None = None,
         threads: int | None = None,
         progress: Progress = None,
-    ) -> dict[str, Array]:
+    ) -> dict[str, Any]:
         """Tensors as a dict, in the order of their bytes or of ``names``.
 
         Args:
@@ -190,6 +196,17 @@ class Checkpoint(Mapping[str, Array]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _unpack(
+    files: list[WeightFile], where: dict[str, tuple[WeightFile, int]] | None
+) -> dict[str, tuple[WeightFile, int]] | None:
+    """Finds the quantized tensors that safetensors files say they hold; scales are no tensors of their own then."""
+    changed = {file for file in files if quantized.KEY in (file.table.metadata() or {}) and quantized.unpack(file)}
+    if where is None or not changed:
+        return where
+    found = ((name, file, file.table.find(name) if file in changed else index) for name, (file, index) in where.items())
+    return {name: (file, index) for name, file, index in found if index >= 0}
 
 
 class TensorSlice:
@@ -290,7 +307,7 @@ def load(
     out: Mapping[str, Array] | None = None,
     threads: int | None = None,
     progress: Progress = None,
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     """Opens a checkpoint, loads it and closes it: `open` and `Checkpoint.load` in one call, with their arguments."""
     with open(path, format=format, root=root, unknown_globals=unknown_globals) as checkpoint:
         return checkpoint.load(names, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress)

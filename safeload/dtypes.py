@@ -38,7 +38,16 @@ class Dtype(NamedTuple):
     @property
     def packed(self) -> bool:
         """Whether elements share bytes, so that arrays show raw uint8."""
-        return self.bits < 8
+        return 0 < self.bits < 8
+
+    @property
+    def blocked(self) -> bool:
+        """Whether rows are cut into blocks whose elements share scales: `QuantizedTensor` shows them."""
+        return self.bits == 0
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of so many elements, whole blocks."""
+        return count // self.block * self.block_bytes
 
 
 def _row(number: int) -> Dtype | None:
@@ -55,6 +64,7 @@ BY_CODE = {row.code: row for row in TABLE}
 BY_NAME = {row.name: row for row in TABLE}
 # Block types of GGUF, by lower-case name.
 BLOCK_TYPES = {row.name: row for row in map(_row, range(lib.SL_GGML, lib.SL_DTYPE_LIMIT)) if row is not None}
+BY_NUMBER = {row.number: row for row in (*TABLE, *BLOCK_TYPES.values())}
 
 # What numpy has itself; the others come from ml_dtypes, which is imported when the first of them is needed.
 _NUMPY_CODES = frozenset(("BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "F16", "F32", "F64", "C64"))
@@ -62,8 +72,9 @@ _NUMPY_CODES = frozenset(("BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64",
 
 @cache
 def array_dtype(number: int) -> np.dtype[Any]:
-    """The dtype of arrays that show a tensor of row ``number``: uint8 for packed ones."""
-    return np.dtype(np.uint8) if TABLE[number].packed else element_dtype(number)
+    """The dtype of arrays that show a tensor of row ``number``: uint8 for packed and blocked ones."""
+    row = BY_NUMBER[number]
+    return np.dtype(np.uint8) if row.packed or row.blocked else element_dtype(number)
 
 
 @cache
@@ -114,11 +125,11 @@ def of_array(array: np.ndarray[Any, Any], name: str) -> Dtype:
 def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
     """Shape of the array that shows a tensor of logical ``shape``.
 
-    The same, but for packed dtypes: there the last axis counts bytes when each row is whole bytes; otherwise the
-    array is 1-D.
+    The same, but for packed and blocked dtypes: there the last axis counts bytes when each row is whole bytes;
+    otherwise the array is 1-D.
     """
-    if not row.packed:
+    if not (row.packed or row.blocked):
         return shape
-    if shape and shape[-1] * row.bits % 8 == 0:
-        return (*shape[:-1], shape[-1] * row.bits // 8)
+    if shape and shape[-1] % row.block == 0:
+        return (*shape[:-1], row.nbytes(shape[-1]))
     return (nbytes,)

@@ -52,6 +52,10 @@ class LimitError(SafeloadError):
     """A named limit of safeload's is exceeded."""
 
 
+class RangeError(SafeloadError, ValueError):
+    """A value that the target cannot hold: NaN or infinity to be quantized, or a block scale beyond float16."""
+
+
 class TensorNotFoundError(SafeloadError, KeyError):
     """No tensor has this name."""
 

@@ -165,7 +165,8 @@ class WeightFile:
         result = []
         for i in indices:
             row = rows[i]
-            if not row.floating or row is target:
+            restored = self.table.quantized and (row.blocked or self.table.scale(i) is not None)
+            if row is target or not (row.floating or restored):
                 result.append(_layout(row, shapes[i], *ranges[i]))
             elif lib.sl_convertible(row.number, target.number):
                 dtype = dtypes.array_dtype(target.number)

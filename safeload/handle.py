@@ -87,6 +87,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         caller = object()
         first = self._handed_out.setdefault(index, caller) is caller  # one step: of two threads only one is first
         backend = self._backend if first else "pread"
+        arrays: dict[str, Array]
         arrays, _ = load_parts([(name, file, index)], backend=backend, mappings=self._mappings)
         return arrays[name]
 

@@ -47,9 +47,14 @@ _JOB = np.dtype(
         ("from", np.int32),
         ("to", np.int32),
         ("grid", np.uint64),
+        ("channels", np.uint64),
     ]
 )
 assert ffi.sizeof("sl_job") == _JOB.itemsize
+
+# struct sl_channels
+_CHANNELS = np.dtype([("count", np.uint64), ("inner", np.uint64), ("factors", np.uint64)])
+assert ffi.sizeof("sl_channels") == _CHANNELS.itemsize
 
 
 class Grid(NamedTuple):
@@ -66,6 +71,36 @@ class Grid(NamedTuple):
     strides: tuple[int, int, int, int]
 
 
+class Channels(NamedTuple):
+    """One ``sl_channels``: what values are scaled by, or the channels whose absmax is wanted.
+
+    Attributes:
+        number: how many.
+        inner: consecutive elements (in C order) of one channel.
+        factors: f32 of shape [number]; None where only absmax is wanted.
+    """
+
+    number: int
+    inner: int
+    factors: Array | None = None
+
+
+class Refused(Exception):  # noqa: N818 - becomes an error where name and shape of the tensor are known
+    """A value that the target of a job cannot hold.
+
+    Attributes:
+        job: index of the job.
+        element: index of the value in C order.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, job: int, element: int, reason: str) -> None:
+        super().__init__(reason)
+        self.job = job
+        self.element = element
+        self.reason = reason
+
+
 class Job(NamedTuple):
     """One ``sl_job``.
 
@@ -77,6 +112,7 @@ class Job(NamedTuple):
         source: number of its dtype.
         target: number of the dtype it is converted to; the same: bytes as they are.
         grid: 1 + index of its grid among those given to `run`; 0 where the elements are one run on both sides.
+        channels: likewise of its channels; 0 where values are taken as they are.
     """
 
     file: int
@@ -86,6 +122,7 @@ class Job(NamedTuple):
     source: int = 0
     target: int = 0
     grid: int = 0
+    channels: int = 0
 
 
 def _cgroup_cpus() -> float:
@@ -160,6 +197,7 @@ def run(
     where: Callable[[int, int], tuple[str, str | None]],
     *,
     grids: Sequence[Grid] = (),
+    channels: Sequence[Channels] = (),
     threads: int | None = None,
     progress: Progress = None,
 ) -> int:
@@ -170,14 +208,23 @@ def run(
         direction: ``lib.SL_READ``, ``SL_WRITE`` or ``SL_APPEND``.
         where: for an error, path and tensor of a job's index and a byte in its file.
         grids: what `Job.grid` counts in.
+        channels: what `Job.channels` counts in.
         threads: None for `thread_count`'s choice.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+    Raises:
+        Refused: a value that the target cannot hold.
+        FormatError: a file ends too early, with its path and the offset.
+        OSError: a file cannot be read or written.
     """
     array = np.array(jobs, dtype=_JOB)
-    if grids:
-        planes = np.array(grids, dtype=_GRID)
-        numbers = array["grid"]
-        array["grid"] = np.where(numbers > 0, address_of(planes) + (numbers - 1) * _GRID.itemsize, 0)
+    planes = np.array(list(grids), dtype=_GRID)
+    factors = [(c.number, c.inner, 0 if c.factors is None else address_of(c.factors)) for c in channels]
+    scales = np.array(factors, dtype=_CHANNELS)
+    for field, table in (("grid", planes), ("channels", scales)):
+        if table.size:
+            numbers = array[field]
+            array[field] = np.where(numbers > 0, address_of(table) + (numbers - 1) * table.itemsize, 0)
     total = int(array["size"].sum())
     count = thread_count(total, threads)
     described = ffi.from_buffer("sl_job[]", array)
@@ -186,6 +233,8 @@ def run(
     with _reporter(progress, total) as report:
         while not cursor.finished:
             status = lib.sl_jobs_run(described, len(array), direction, TIER, count, SLICE_MS, cursor, error)
+            if status == lib.SL_E_RANGE:
+                raise Refused(cursor.failed_job, error.position, ffi.string(error.message).decode())
             if status != lib.SL_OK:
                 path, subject = where(cursor.failed_job, error.position)
                 check(status, error, path, subject)

@@ -13,8 +13,15 @@ from ._native import lib
 from .errors import SafeloadError, UnsupportedError
 from .files import Array, Layout, WeightFile, view_of
 from .jobs import Progress
+from .quantized import INT8, QuantizedTensor
+from .tensor import Scale
 
 Backend = Literal["mmap", "pread"]
+
+# What a tensor becomes.
+Value = Array | QuantizedTensor
+
+_F32 = dtypes.BY_CODE["F32"]
 
 # A tensor to load: its name, its file, its index there.
 Part = tuple[str, WeightFile, int]
@@ -85,15 +92,15 @@ def load_parts(
     threads: int | None = None,
     progress: Progress = None,
     mappings: dict[WeightFile, Any] | None = None,
-) -> tuple[dict[str, Array], LoadStats]:
-    """Arrays of tensors in any files, in the order of ``parts``.
+) -> tuple[dict[str, Any], LoadStats]:
+    """Arrays (or quantized tensors) of tensors in any files, in the order of ``parts``.
 
     Args:
         parts: what to load.
         backend: "mmap" for views into one mapping per file, "pread" for private memory. What cannot be a view
             (converted, not aligned in the file, or the system refuses the mapping) is read. Tensors that share bytes
             share memory either way, unless they are converted.
-        dtype: what floating tensors are converted to; None for none.
+        dtype: what floating tensors are converted to and quantized ones restored to; None for none.
         out: arrays to fill, by name; all of them are checked before the first byte is written.
         threads: for what is read.
         progress: for what is read.
@@ -117,16 +124,46 @@ def load_parts(
         backend = "pread"
     elif backend == "mmap" and not _fill_views(parts, layouts, {} if mappings is None else mappings, arrays):
         backend = "pread"
+    for k, part in enumerate(parts):
+        if layouts[k].source != layouts[k].target and _scale(part) is not None:
+            arrays[k] = _quantized(part, _read_raw(part, threads)).dequantize(
+                dtypes.array_dtype(layouts[k].target), out=None if into is None else into[k], threads=threads
+            )
     missing = [k for k, array in enumerate(arrays) if array is None]
     if missing:
         to_read = [(parts[k][1], layouts[k]) for k in missing]
-        for k, array in zip(
-            missing, strided.read_arrays(to_read, into=into, threads=threads, progress=progress), strict=True
-        ):
+        places = None if into is None else [into[k] for k in missing]
+        read = strided.read_arrays(to_read, into=places, threads=threads, progress=progress)
+        for k, array in zip(missing, read, strict=True):
             arrays[k] = array
-    done = {part[0]: array for part, array in zip(parts, arrays, strict=True) if array is not None}
-    nbytes = sum(array.nbytes for array in done.values())
+    done: dict[str, Any] = {}
+    for part, layout, loaded in zip(parts, layouts, arrays, strict=True):
+        if loaded is not None:
+            raw = part[1].table.quantized and layout.source == layout.target
+            done[part[0]] = _quantized(part, loaded) if raw else loaded
+    nbytes = sum(value.nbytes for value in done.values())
     return done, LoadStats(nbytes, len(done), time.perf_counter() - started, backend)
+
+
+def _scale(part: Part) -> Scale | None:
+    return part[1].table.scale(part[2]) if part[1].table.quantized else None
+
+
+def _read_raw(part: Part, threads: int | None) -> Array:
+    return jobs.read_arrays([(part[1], part[1].layout(part[2]))], threads=threads)[0]
+
+
+def _quantized(part: Part, array: Array) -> Any:
+    """The tensor that raw data belongs to: itself, or quantized."""
+    _, file, index = part
+    row, scale = file.table.row(index), _scale(part)
+    if row.blocked:
+        return QuantizedTensor(row.name, file.table.shape(index), array)
+    if scale is None:
+        return array
+    number = _F32.number
+    layout = Layout(dtypes.array_dtype(number), scale.shape, scale.begin, scale.end, number, number)
+    return QuantizedTensor(INT8, array.shape, array, jobs.read_small(file, layout), scale.axis)
 
 
 def _by_file(parts: Sequence[Part]) -> dict[WeightFile, list[int]]:

@@ -6,19 +6,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .files import Array, PathLike
-from .formats import safetensors
+from .formats import quantized, safetensors
 from .jobs import Progress
 from .loading import Backend, check_backend, load_parts, parts_of
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
 
-def save(tensor_dict: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> bytes:
+def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
     """The bytes of a safetensors file.
 
     Args:
         tensor_dict: name to array of any layout: what is not C-contiguous or not little-endian is written as if it
-            were.
+            were. A `QuantizedTensor` is written as its data (and, for int8, ``<name>_scale``) with a key of the
+            metadata from which `safeload.open` makes it again.
         metadata: text to text for the header, written in ascending order of keys.
 
     Returns:
@@ -34,11 +35,11 @@ def save(tensor_dict: Mapping[str, Array], metadata: Mapping[str, str] | None = 
         >>> load(save({"weight": np.ones((2, 2), np.float32)}))["weight"].sum()
         np.float32(4.0)
     """
-    return safetensors.Writer(tensor_dict, metadata).to_bytes()
+    return safetensors.Writer(*quantized.pack(tensor_dict, metadata)).to_bytes()
 
 
 def save_file(
-    tensor_dict: Mapping[str, Array],
+    tensor_dict: Mapping[str, Any],
     filename: PathLike,
     metadata: Mapping[str, str] | None = None,
     *,
@@ -48,7 +49,8 @@ def save_file(
     """Writes a safetensors file, atomically: a crash at any moment leaves the old file or the new one.
 
     Args:
-        tensor_dict: name to array of any layout; no second copy of the data is made in memory.
+        tensor_dict: name to array of any layout or `QuantizedTensor`, see `save`; no second copy of the data is made in
+            memory.
         filename: a new file gets mode 0666 less the umask, an existing one keeps its mode, a symbolic link is
             followed, a device or pipe is written through.
         metadata: text to text for the header, written in ascending order of keys.
@@ -60,7 +62,7 @@ def save_file(
         SafetensorError: a dtype or a name that the format does not have.
         OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there.
     """
-    safetensors.Writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
+    safetensors.Writer(*quantized.pack(tensor_dict, metadata)).to_file(filename, overwrite=overwrite, durable=durable)
 
 
 def load(data: Any, *, copy: bool = True) -> dict[str, Array]:

@@ -132,10 +132,12 @@ class Table:
         shaped: whether a tensor may be other than its bytes in C order, little-endian and all its own: then `strides`,
             `big_endian` and `together` say what it is.
         big_endian: whether the bytes of elements are in that order.
+        quantized: whether a tensor may be in blocks, or int8 with a scale.
     """
 
     shaped = False
     big_endian = False
+    quantized = False
 
     def __init__(self, handle: Any) -> None:
         self._address = pointer(handle)
@@ -224,7 +226,7 @@ class Table:
         """Rows of the dtype table."""
         if self._rows is None:
             codes = bytes(ffi.buffer(self._columns.dtypes, self.count)) if self.count else b""
-            self._rows = [dtypes.TABLE[code] for code in codes]
+            self._rows = [dtypes.BY_NUMBER[code] for code in codes]
         return self._rows
 
     def shape(self, index: int) -> tuple[int, ...]:
@@ -237,7 +239,7 @@ class Table:
     def row(self, index: int) -> dtypes.Dtype:
         """Row of the dtype table of one tensor."""
         number: int = self._columns.dtypes[index]
-        return dtypes.TABLE[number]
+        return dtypes.BY_NUMBER[number]
 
     def byte_range(self, index: int) -> tuple[int, int]:
         """Bytes of one tensor in the file: [begin, end)."""
@@ -259,6 +261,10 @@ class Table:
         """One tensor and those that share bytes with it, in ascending order."""
         return [index]
 
+    def scale(self, index: int) -> Scale | None:
+        """The scales of one tensor where it is quantized int8, else None."""
+        return None
+
     def metadata(self) -> dict[str, Any] | None:
         """``__metadata__``; None when the file has none. Of a key that is there twice the last value counts."""
         columns = self._columns
@@ -272,6 +278,22 @@ class Table:
         return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+class Scale(NamedTuple):
+    """Where the scales of an int8 tensor are in its file.
+
+    Attributes:
+        axis: of the tensor, which keeps a scale for each of its elements; None for one scale.
+        shape: of the scales, which are F32.
+        begin: first byte.
+        end: past the last byte.
+    """
+
+    axis: int | None
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
 class Listing(NamedTuple):
     """One tensor of a `ListedTable`.
 
@@ -282,6 +304,7 @@ class Listing(NamedTuple):
         begin: first byte in the file.
         end: past the last byte in the file that belongs to it.
         strides: bytes between neighbours along each axis; None where they are those of C order.
+        scale: of quantized int8.
     """
 
     name: str
@@ -290,6 +313,7 @@ class Listing(NamedTuple):
     begin: int
     end: int
     strides: tuple[int, ...] | None = None
+    scale: Scale | None = None
 
 
 class ListedTable(Table):
@@ -313,6 +337,8 @@ class ListedTable(Table):
         self._rows = [tensor.row for tensor in tensors]
         self._ranges = [(tensor.begin, tensor.end) for tensor in tensors]
         self._strides = [tensor.strides for tensor in tensors]
+        self._scales = [tensor.scale for tensor in tensors]
+        self.quantized = any(row.blocked for row in self._rows) or any(self._scales)
         self._metadata = metadata
         self._groups = _overlapping(self._ranges)
         self.shaped = big_endian or bool(self._groups) or any(strides is not None for strides in self._strides)
@@ -335,7 +361,7 @@ class ListedTable(Table):
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor's elements: not those between them, and one that is repeated as often as it is."""
-        return [prod(shape) * row.bits // 8 for shape, row in zip(self.shapes, self.rows, strict=True)]
+        return [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
 
     def strides(self, index: int) -> tuple[int, ...] | None:
         """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
@@ -344,6 +370,10 @@ class ListedTable(Table):
     def together(self, index: int) -> list[int]:
         """One tensor and those that share bytes with it, in ascending order."""
         return self._groups.get(index, [index])
+
+    def scale(self, index: int) -> Scale | None:
+        """The scales of one tensor where it is quantized int8, else None."""
+        return self._scales[index]
 
     def metadata(self) -> dict[str, Any] | None:
         """Whatever else the file says; None for nothing."""

@@ -27,7 +27,7 @@ C_FLOORS = {
     ],
     4: [["table"]],
     5: [["format_safetensors"]],
-    6: [["parallel", "job", "job_grid"]],
+    6: [["parallel", "job", "job_grid", "job_values"]],
     7: [["api"]],
 }
 C_PLACE = {
@@ -46,9 +46,10 @@ for _stem in ("kernel_avx2", "kernel_avx512", "quant_avx2", "quant_avx512"):
 PYTHON_FLOORS = {
     0: ["_version", "errors"],
     1: ["_native"],
-    2: ["dtypes", "tensor", "files", "jobs", "slicing", "writer", "casting", "strided", "configuration"],
-    3: ["formats", "formats.sniffing", "formats.safetensors", "formats.folder"],
+    2: ["dtypes", "tensor", "files", "jobs", "slicing", "writer", "casting", "quantized", "strided", "configuration"],
+    3: ["formats", "formats.sniffing", "formats.safetensors", "formats.quantized", "formats.folder"],
     4: ["loading", "checkpoint", "handle"],
+    5: ["quantization"],
     6: ["numpy", "__init__", "cli.text", "cli.info", "cli", "__main__"],
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}

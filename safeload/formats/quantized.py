@@ -1,0 +1,131 @@
+"""Quantized tensors in safetensors files: plain tensors, and a key of the metadata that says what they are.
+
+``__metadata__["safeload.quantized"]`` is JSON, name to {"scheme", "shape", "axis"}. An int8 tensor is stored as
+``<name>`` (I8) and ``<name>_scale`` (F32), as compressed-tensors names them; blocks are U8 whose last axis counts
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import dtypes
+from ..errors import FormatError, SafetensorError
+from ..files import WeightFile
+from ..quantized import QuantizedTensor, storage_of
+from ..tensor import ListedTable, Listing, Scale
+
+KEY = "safeload.quantized"
+SCALE_SUFFIX = "_scale"
+
+
+def pack(
+    tensors: Mapping[str, Any], metadata: Mapping[str, str] | None
+) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
+    """Tensors and metadata as a file holds them.
+
+    Raises:
+        SafetensorError: the scale of an int8 tensor would have the name of another tensor.
+    """
+    if not any(isinstance(value, QuantizedTensor) for value in tensors.values()):
+        if metadata is not None and KEY in metadata:  # of another file: it would lie about this one
+            metadata = {key: value for key, value in metadata.items() if key != KEY}
+        return tensors, metadata
+    import json  # only where it is needed: it takes a millisecond that every import would pay
+
+    packed: dict[str, Any] = {}
+    described = {}
+    for name, value in tensors.items():
+        if not isinstance(value, QuantizedTensor):
+            packed[name] = value
+            continue
+        described[name] = {"scheme": value.scheme, "shape": list(value.shape), "axis": value.axis}
+        packed[name] = value.data
+        if value.scale is not None:
+            if name + SCALE_SUFFIX in tensors:
+                raise SafetensorError(
+                    f"tensor {name + SCALE_SUFFIX!r} has the name of the scale of int8 tensor {name!r}"
+                )
+            packed[name + SCALE_SUFFIX] = value.scale
+    return packed, {**(metadata or {}), KEY: json.dumps(described, sort_keys=True)}
+
+
+def unpack(file: WeightFile) -> bool:
+    """Gives an open safetensors file the table that its metadata describes; whether there was anything to do.
+
+    Raises:
+        FormatError: the description is malformed, or not of the tensors in the file.
+    """
+    table = file.table
+    metadata = table.metadata() or {}
+    text = metadata.get(KEY)
+    if text is None:
+        return False
+    described = _parse(text, file.path)
+    listings = {}
+    scales = set()
+    for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
+        listings[name] = Listing(name, row, shape, begin, end)
+    for name, entry in described.items():
+        stored = listings.get(name)
+        if stored is None:
+            raise FormatError(f"{KEY} describes tensor {name!r}, which is not in the file", file.path)
+        scheme, shape, axis = _entry(name, entry, file.path)
+        try:
+            data, scale = storage_of(scheme, shape, axis)
+        except ValueError as error:
+            raise FormatError(f"{KEY}: tensor {name!r}: {error}", file.path) from None
+        _expect(stored, data, name, file.path)
+        row = dtypes.BLOCK_TYPES.get(scheme, stored.row)
+        described_scale = None
+        if scale is not None:
+            held = listings.get(name + SCALE_SUFFIX)
+            if held is None:
+                raise FormatError(f"{KEY}: int8 tensor {name!r} has no {name + SCALE_SUFFIX!r}", file.path)
+            _expect(held, scale, name + SCALE_SUFFIX, file.path)
+            described_scale = Scale(axis, held.shape, held.begin, held.end)
+            scales.add(name + SCALE_SUFFIX)
+        listings[name] = stored._replace(row=row, shape=shape, scale=described_scale)
+    both = scales & described.keys()
+    if both:
+        raise FormatError(f"{KEY}: {min(both)!r} is a scale and a quantized tensor", file.path)
+    rest = {key: value for key, value in metadata.items() if key != KEY}
+    file.table = ListedTable([entry for name, entry in listings.items() if name not in scales], rest)
+    return True
+
+
+def _parse(text: str, path: str) -> dict[str, Any]:
+    import json  # as in `pack`
+
+    try:
+        described = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{KEY} is not JSON: {error}", path) from None
+    if not isinstance(described, dict):
+        raise FormatError(f"{KEY} must be a JSON object, found {type(described).__name__}", path)
+    return described
+
+
+def _entry(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int | None]:
+    wanted = 'must be {"scheme": text, "shape": [integers], "axis": integer or null}'
+    if not isinstance(entry, dict) or not isinstance(entry.get("scheme"), str):
+        raise FormatError(f"{KEY}: the entry of {name!r} {wanted}", path)
+    shape, axis = entry.get("shape"), entry.get("axis")
+    if not isinstance(shape, list) or not all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape):
+        raise FormatError(f"{KEY}: the entry of {name!r} {wanted}", path)
+    if axis is not None and type(axis) is not int:
+        raise FormatError(f"{KEY}: the entry of {name!r} {wanted}", path)
+    return entry["scheme"], tuple(shape), axis
+
+
+def _expect(stored: Listing, wanted: tuple[np.dtype[Any], tuple[int, ...]], name: str, path: str) -> None:
+    row = dtypes.BY_NAME[wanted[0].name]
+    if (stored.row, stored.shape) != (row, wanted[1]):
+        raise FormatError(
+            f"{KEY}: tensor {name!r} is {stored.row.code} {list(stored.shape)}, but its description needs {row.code} "
+            f"{list(wanted[1])}",
+            path,
+        )

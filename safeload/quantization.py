@@ -1,0 +1,552 @@
+"""Arrays and whole checkpoints in int8, Q4_0 or Q8_0, quantized in the pass that reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import checkpoint as checkpoints
+from . import dtypes, jobs
+from ._native import lib
+from .casting import astype
+from .checkpoint import Checkpoint
+from .errors import RangeError
+from .files import Array, PathLike, WeightFile
+from .jobs import Job, Progress
+from .quantized import INT8, QuantizedTensor, channels_of, storage_of
+
+# What `quantize` makes, with the number that the C core knows each rounding by.
+_BLOCK_TARGETS = {
+    ("q4_0", "absmax"): lib.SL_Q4_0_ABSMAX,
+    ("q4_0", "ggml"): lib.SL_Q4_0,
+    ("q8_0", "absmax"): lib.SL_Q8_0,  # the same: ggml's own scale is absmax / 127
+    ("q8_0", "ggml"): lib.SL_Q8_0,
+}
+SCHEMES = (INT8, "q4_0", "q8_0")
+ROUNDINGS = ("absmax", "ggml")
+
+# Matrices that engines want in full precision: look-up tables, and what is small or scales others.
+KEPT_NAMES = ("*embed*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Keep = str | Iterable[str] | Callable[[str], object] | None
+Scheme = str | Mapping[str, str | None]
+
+_F32 = dtypes.BY_CODE["F32"]
+_INFINITY_BITS = 0x7F800000
+
+
+class _Source(NamedTuple):
+    """Where a tensor's values are, in C order: in memory or in a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: dtypes.Dtype
+    descriptor: int
+    offset: int
+    file: WeightFile | None
+    owner: Any  # keeps memory alive
+
+    @property
+    def size(self) -> int:
+        return self.row.nbytes(math.prod(self.shape))
+
+    def job(self, memory: int, target: int, channels: int = 0) -> Job:
+        return Job(self.descriptor, self.offset, memory, self.size, self.row.number, target, channels=channels)
+
+
+def _in_memory(name: str, x: Any, threads: int | None) -> _Source:
+    """An array as a source: as it is where the core reads its dtype, else as float32."""
+    array = np.asarray(x)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
+        raise TypeError(f"{_subject(name)}{array.dtype} cannot be quantized: it holds no real numbers")
+    direct = row is not None and row.floating and not row.packed and array.dtype.isnative
+    if not direct or row is None:
+        row, array = _F32, astype(array, np.float32, threads=threads)
+    elif not array.flags.c_contiguous:
+        array = astype(array, array.dtype, threads=threads)
+    little = jobs.native_order(array)  # the core takes the byte order of files
+    address = jobs.address_of(little) if little.size else 0
+    return _Source(name, array.shape, row, lib.SL_MEMORY, address, None, little)
+
+
+def _subject(name: str) -> str:
+    return f"tensor {name!r}: " if name else ""
+
+
+class _Wanted(NamedTuple):
+    """What to make of a source: a quantized tensor, or an array of the dtype numbered ``target``."""
+
+    source: _Source
+    result: QuantizedTensor | Array
+    target: int
+
+
+def _new(source: _Source, scheme: str, axis: int | None) -> QuantizedTensor:
+    """A quantized tensor to be filled."""
+    (data_dtype, data_shape), scale = storage_of(scheme, source.shape, axis)
+    scales = None if scale is None else np.zeros(scale[1], scale[0])
+    return QuantizedTensor(scheme, source.shape, jobs.private_array(data_shape, data_dtype), scales, axis)
+
+
+def _address(array: Array) -> int:
+    return jobs.address_of(array) if array.size else 0
+
+
+def _run(wanted: Sequence[_Wanted], *, threads: int | None, progress: Progress) -> None:
+    """Fills results: int8 in two passes over its source, everything else in one.
+
+    Raises:
+        RangeError: a value that its scheme cannot hold, with tensor and index.
+    """
+    scaled = [w for w in wanted if isinstance(w.result, QuantizedTensor) and w.result.scale is not None]
+    first, second = _halves(progress, sum(w.source.size for w in scaled), sum(w.source.size for w in wanted))
+    factors = _scales(scaled, threads, first)
+    channels = []
+    work = []
+    for w in wanted:
+        number = 0
+        if id(w) in factors:
+            assert isinstance(w.result, QuantizedTensor)
+            channels.append(channels_of(w.source.shape, w.result.axis, factors[id(w)]))
+            number = len(channels)
+        array = w.result.data if isinstance(w.result, QuantizedTensor) else w.result
+        work.append(w.source.job(_address(array), w.target, number))
+    _run_jobs([w.source for w in wanted], work, channels, threads, second)
+
+
+def _run_jobs(
+    sources: Sequence[_Source],
+    work: Sequence[Job],
+    channels: Sequence[jobs.Channels],
+    threads: int | None,
+    progress: Progress,
+) -> None:
+    def where(job: int, position: int) -> tuple[str, str | None]:
+        file = sources[job].file
+        return file.path if file is not None else "", f"tensor {sources[job].name!r}"
+
+    try:
+        jobs.run(work, lib.SL_READ, where, channels=channels, threads=threads, progress=progress)
+    except jobs.Refused as refused:
+        source = sources[refused.job]
+        index = [int(k) for k in np.unravel_index(refused.element, source.shape)]
+        raise RangeError(f"{_subject(source.name)}element {index} {refused.reason}") from None
+
+
+def _scales(scaled: Sequence[_Wanted], threads: int | None, progress: Progress) -> dict[int, Array]:
+    """Fills in the scales of int8 tensors; what each is to be multiplied by, by identity."""
+    maxima = [np.zeros(w.result.scale.shape, np.uint32) for w in scaled]  # type: ignore[union-attr]
+    channels = [channels_of(w.source.shape, w.result.axis, None) for w in scaled]  # type: ignore[union-attr]
+    work = [
+        w.source.job(_address(bits), lib.SL_ABSMAX, k + 1)
+        for k, (w, bits) in enumerate(zip(scaled, maxima, strict=True))
+    ]
+    _run_jobs([w.source for w in scaled], work, channels, threads, progress)
+    factors = {}
+    for w, bits in zip(scaled, maxima, strict=True):
+        if (bits >= _INFINITY_BITS).any():
+            _run_jobs([w.source], [w.source.job(0, lib.SL_FINITE)], (), threads, None)  # says where
+        absmax = bits.view(np.float32)
+        with np.errstate(divide="ignore", over="ignore"):
+            inverse = np.float32(127) / absmax
+        usable = np.isfinite(inverse)
+        w.result.scale[...] = np.where(usable, absmax / np.float32(127), np.float32(0))  # type: ignore[union-attr,index]
+        factors[id(w)] = np.ascontiguousarray(np.where(usable, inverse, np.float32(0)), np.float32)
+    return factors
+
+
+def _halves(progress: Progress, first: int, second: int) -> tuple[Progress, Progress]:
+    """Progress of two runs as that of one."""
+    if not callable(progress) or not first:
+        return None, progress
+    report = progress
+    return (lambda done, total: report(done, first + second)), (
+        lambda done, total: report(first + done, first + second)
+    )
+
+
+# ---- one array ----
+
+
+def quantize(
+    x: Any,
+    scheme: str,
+    *,
+    axis: int | None = None,
+    rounding: str | None = None,
+    out: QuantizedTensor | None = None,
+    threads: int | None = None,
+) -> QuantizedTensor:
+    """An array in int8, "q4_0" or "q8_0".
+
+    - "int8": scale = absmax / 127, codes x * (127 / absmax) rounded half away from zero, within [-128, 127].
+    - "q4_0": blocks of 32 along the last axis, each with a float16 scale d and 4-bit codes q, value (q - 8) * d. With
+      ``rounding="absmax"`` d = absmax / 7 and q = round(x / d) + 8; with "ggml" what llama.cpp's reference makes, byte
+      for byte.
+    - "q8_0": blocks of 32 with a float16 scale absmax / 127 and int8 codes, as llama.cpp's reference makes them.
+
+    An absmax of zero, or so small that its inverse is not finite, gives scale 0 and codes that restore to 0.
+
+    Args:
+        x: array of real numbers, or what numpy makes one of; for blocks with whole blocks of 32 in its last axis.
+        scheme: "int8", "q4_0" or "q8_0".
+        axis: for int8 the axis that keeps a scale for each of its elements; None for one scale.
+        rounding: for "q4_0": "absmax" (the default) or "ggml".
+        out: a quantized tensor of the same scheme, shape and axis to fill; None for a new one.
+        threads: None for what helps.
+
+    Raises:
+        RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with the index of the first.
+        ValueError: no such scheme or rounding, an axis that is not there, rows that are not whole blocks, an ``out``
+            that does not fit.
+        TypeError: no real numbers.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> safeload.quantize(np.float32([-0.5, -0.25, 0.1, 0.5]), "int8").data
+        array([-127,  -64,   25,  127], dtype=int8)
+    """
+    _check_scheme(scheme)
+    target = _target(scheme, rounding)
+    if scheme == INT8 and rounding is not None:
+        raise ValueError("rounding is for q4_0: int8 has one")
+    jobs.check_threads(threads)
+    source = _in_memory("", x, threads)
+    if axis is not None and axis < 0:
+        axis += len(source.shape)
+    storage_of(scheme, source.shape, axis)
+    result = _new(source, scheme, axis) if out is None else _fitting(out, source, scheme, axis)
+    _run([_Wanted(source, result, target)], threads=threads, progress=None)
+    return result
+
+
+def _check_scheme(scheme: object) -> None:
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme {scheme!r} is none of {', '.join(SCHEMES)}")
+
+
+def _target(scheme: str, rounding: str | None) -> int:
+    """The number of what a job makes."""
+    if rounding is not None and rounding not in ROUNDINGS:
+        raise ValueError(f"rounding {rounding!r} is none of {', '.join(ROUNDINGS)}")
+    number: int = lib.SL_I8 if scheme == INT8 else _BLOCK_TARGETS[scheme, rounding or "absmax"]
+    return number
+
+
+def _fitting(out: QuantizedTensor, source: _Source, scheme: str, axis: int | None) -> QuantizedTensor:
+    if not isinstance(out, QuantizedTensor):
+        raise TypeError(f"out must be a QuantizedTensor, not {type(out).__name__}")
+    if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
+        raise ValueError(f"out is {out!r}, but {scheme} {list(source.shape)} with axis={axis} is made")
+    if not (out.data.flags.c_contiguous and out.data.flags.writeable):
+        raise ValueError("out.data must be C-contiguous and writable")
+    return out
+
+
+# ---- whole checkpoints ----
+
+
+class Summary(NamedTuple):
+    """What `load_quantized` did; prints as a table.
+
+    Attributes:
+        bytes_before: of all tensors as they were in the source.
+        bytes_after: of the result.
+        quantized: name to scheme of what was quantized.
+        kept: name to the reason why it was not.
+    """
+
+    bytes_before: int
+    bytes_after: int
+    quantized: dict[str, str]
+    kept: dict[str, str]
+
+    def __str__(self) -> str:
+        ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+        lines = [f"{self.bytes_before:,} bytes became {self.bytes_after:,} ({ratio:.2f} times smaller)"]
+        for verb, groups in (("quantized to", self.quantized), ("kept:", self.kept)):
+            counts: dict[str, list[str]] = {}
+            for name, what in groups.items():
+                counts.setdefault(what, []).append(name)
+            for what, names in counts.items():
+                lines.append(f"{len(names):6,} {verb} {what}: {names[0]}{', ...' if len(names) > 1 else ''}")
+        return "\n".join(lines)
+
+
+class QuantizedDict(dict[str, QuantizedTensor | Array]):
+    """Name to array or `QuantizedTensor`, in the order of the source.
+
+    Attributes:
+        summary: what was quantized, what was kept and why.
+    """
+
+    summary: Summary
+
+
+class _Plan(NamedTuple):
+    """What becomes of a tensor: a scheme, or None and the reason."""
+
+    scheme: str | None
+    reason: str = ""
+
+
+class _Rules:
+    """Which tensors are quantized to what."""
+
+    def __init__(self, scheme: Scheme, keep: Keep) -> None:
+        self._schemes = {"*": scheme} if isinstance(scheme, str) else dict(scheme)
+        for known in self._schemes.values():
+            if known is not None:
+                _check_scheme(known)
+        self._keep = keep if callable(keep) else None
+        self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
+
+    def plan(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> _Plan:
+        if row.blocked:
+            return _Plan(None, f"is {row.name} already")
+        if not row.floating:
+            return _Plan(None, f"is {row.name}, not floating")
+        if len(shape) not in (2, 3):
+            return _Plan(None, f"has {len(shape)} axes, not 2 or 3")
+        found = next(((p, s) for p, s in self._schemes.items() if fnmatchcase(name, p)), None)
+        if found is None:
+            return _Plan(None, "no pattern of scheme= matches")
+        if found[1] is None:
+            return _Plan(None, f"scheme={{{found[0]!r}: None}}")
+        kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
+        if kept is not None:
+            return _Plan(None, f"keep={kept!r}")
+        if self._keep is not None and self._keep(name):
+            return _Plan(None, "keep= said so")
+        usual = next((p for p in KEPT_NAMES if fnmatchcase(name, p)), None)
+        if usual is not None and found[0] == "*":  # a pattern of one's own is stronger than the usual
+            return _Plan(None, f"matches {usual}")
+        if found[1] != INT8 and shape[-1] % 32:
+            return _Plan(None, f"rows of {shape[-1]} elements are no whole blocks of 32")
+        return _Plan(found[1])
+
+
+def load_quantized(
+    source: PathLike | Checkpoint | Mapping[str, Any],
+    scheme: Scheme = "q4_0",
+    *,
+    keep: Keep = None,
+    tie_lm_head: bool = True,
+    rounding: str | None = None,
+    axis: int | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> QuantizedDict:
+    """A checkpoint with its matrices quantized and everything else floating as float32, in one pass over its bytes.
+
+    Quantized are floating tensors of 2 axes (of 3: each matrix), except those whose names match `KEPT_NAMES`:
+    embeddings, norms, biases. Integer, bool and complex tensors come unchanged, and what is quantized already stays as
+    it is. For int8 each matrix is read twice, once for its absmax.
+
+    Where ``lm_head.weight`` is absent and ``model.embed_tokens.weight`` is there (Llama's tied head) the embedding
+    stays float32 and ``lm_head.weight`` appears quantized from it.
+
+    Args:
+        source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
+        scheme: "int8", "q4_0" or "q8_0"; or pattern (as `fnmatch` has them) to scheme for mixed precision, where the
+            first that matches counts, None keeps, and any pattern but "*" is stronger than `KEPT_NAMES`.
+        keep: patterns of names to keep, or a function of the name.
+        tie_lm_head: False to leave out the tied head.
+        rounding: for "q4_0": "absmax" (the default) or "ggml".
+        axis: for int8 the axis that keeps its own scales; None for one scale a matrix: [N] for N of them in one tensor.
+        threads: None for what helps.
+        progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+
+    Raises:
+        RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with tensor and index.
+        ValueError: wrong arguments.
+        FormatError, UnsupportedError, OSError: see `safeload.open` and `Checkpoint.load`.
+    """
+    _target("q4_0", rounding)
+    jobs.check_threads(threads)
+    rules = _Rules(scheme, keep)
+    if isinstance(source, Checkpoint):
+        return _quantize_all(source, rules, tie_lm_head, rounding, axis, threads, progress)
+    if isinstance(source, Mapping):
+        return _quantize_all(source, rules, tie_lm_head, rounding, axis, threads, progress)
+    with checkpoints.open(source) as opened:
+        return _quantize_all(opened, rules, tie_lm_head, rounding, axis, threads, progress)
+
+
+def _quantize_all(
+    given: Checkpoint | Mapping[str, Any],
+    rules: _Rules,
+    tie_lm_head: bool,
+    rounding: str | None,
+    axis: int | None,
+    threads: int | None,
+    progress: Progress,
+) -> QuantizedDict:
+    tensors = _tensors(given)
+    before = sum(value.size if isinstance(value, _Source) else value.nbytes for value in tensors.values())
+    tied = tensors.get(EMBEDDING) if tie_lm_head and HEAD not in tensors else None
+    if isinstance(tied, _Source) and tied.row.floating and rules.plan(HEAD, tied.row, tied.shape).scheme is not None:
+        tensors[HEAD] = tied._replace(name=HEAD)
+    result, quantized, kept = QuantizedDict(), {}, {}
+    wanted = []
+    for name, source in tensors.items():
+        if isinstance(source, QuantizedTensor):
+            result[name], kept[name] = source, f"is {source.scheme} already"
+            continue
+        plan = rules.plan(name, source.row, source.shape)
+        if plan.scheme is None:
+            kept[name] = plan.reason
+            row = _F32 if source.row.floating else source.row
+            array = jobs.private_array(source.shape, dtypes.array_dtype(row.number))
+            result[name] = array
+            wanted.append(_Wanted(source, array, row.number))
+            continue
+        quantized[name] = plan.scheme
+        kept_axis = None
+        if plan.scheme == INT8:
+            kept_axis = _axis_of(source, axis)
+        new = _new(source, plan.scheme, kept_axis)
+        result[name] = new
+        wanted.append(_Wanted(source, new, _target(plan.scheme, rounding if plan.scheme == "q4_0" else None)))
+    _run(wanted, threads=threads, progress=progress)
+    for name, value in result.items():
+        if isinstance(value, np.ndarray):
+            result[name] = jobs.native_order(value)
+    result.summary = Summary(before, sum(value.nbytes for value in result.values()), quantized, kept)
+    return result
+
+
+def _axis_of(source: _Source, axis: int | None) -> int | None:
+    """The axis of a tensor whose elements keep their own scales: of 3 axes at least one for each matrix."""
+    if axis is None:
+        return 0 if len(source.shape) == 3 else None
+    if not -len(source.shape) <= axis < len(source.shape):
+        raise ValueError(f"{_subject(source.name)}axis {axis} is outside the axes of {list(source.shape)}")
+    return axis % len(source.shape)
+
+
+def _tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, _Source | QuantizedTensor]:
+    """Each tensor as a source, or as what it is if it is quantized already."""
+    if isinstance(given, Checkpoint):
+        return {name: _of_file(given, name, file, index) for name, file, index in given._parts()}
+    return {name: v if isinstance(v, QuantizedTensor) else _of_array(name, v) for name, v in given.items()}
+
+
+def _of_array(name: str, value: Any) -> _Source:
+    array = np.asarray(value)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    if row is None or row.packed:
+        raise TypeError(f"{_subject(name)}{array.dtype} is no dtype of weights")
+    if row.floating:
+        return _in_memory(name, array, None)
+    kept = np.ascontiguousarray(jobs.native_order(array))
+    return _Source(name, array.shape, row, lib.SL_MEMORY, _address(kept), None, kept)
+
+
+def _of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> _Source | QuantizedTensor:
+    table = file.table
+    row = table.row(index)
+    layout = file.layout(index)
+    if row.blocked or table.scale(index) is not None:
+        value = opened.load([name], backend="pread")[name]
+        assert isinstance(value, QuantizedTensor)
+        return value
+    if layout.strides is not None or layout.big_endian:  # in memory, in C order; rare
+        array: Array = np.ascontiguousarray(opened.load([name], backend="pread")[name])
+        return _of_array(name, array)
+    return _Source(name, table.shape(index), row, file.descriptor, layout.begin, file, opened)
+
+
+# ---- what it cost ----
+
+
+class QuantizationError(NamedTuple):
+    """How far restored values are from the original ones.
+
+    Attributes:
+        max_error: largest absolute difference.
+        rms_error: root of the mean square of the differences.
+        snr_db: 10 * log10(sum of squares of the original / sum of squares of the differences); infinite for no
+            difference.
+    """
+
+    max_error: float
+    rms_error: float
+    snr_db: float
+
+
+# Elements that are compared at a time.
+_COMPARED = 1 << 20
+
+
+def quantization_error(
+    source: PathLike | Checkpoint | Mapping[str, Any] | Array,
+    quantized: PathLike | Checkpoint | Mapping[str, Any] | QuantizedTensor,
+) -> dict[str, QuantizationError] | QuantizationError:
+    """What quantization cost: of one tensor, or of each quantized tensor of a checkpoint.
+
+    Args:
+        source: the original values: an array, a dict of arrays, a `Checkpoint` or a path.
+        quantized: what became of them: a `QuantizedTensor` for an array, else a dict (as `load_quantized` gives it), a
+            `Checkpoint` or a path. A tied ``lm_head.weight`` is compared with ``model.embed_tokens.weight``.
+
+    Raises:
+        TensorNotFoundError: a quantized tensor is not in the source.
+        ValueError: shapes differ, or one is a single tensor and the other is not.
+    """
+    if isinstance(quantized, QuantizedTensor):
+        if not isinstance(source, np.ndarray):
+            raise ValueError(f"a single QuantizedTensor is compared with an array, not with a {type(source).__name__}")
+        return _error_of("", source, quantized)
+    if isinstance(source, np.ndarray):
+        raise ValueError(f"an array is compared with a QuantizedTensor, not with a {type(quantized).__name__}")
+    if not isinstance(source, Mapping):
+        with checkpoints.open(source) as opened:
+            return quantization_error(opened, quantized)
+    if not isinstance(quantized, Mapping):
+        with checkpoints.open(quantized) as opened:
+            return quantization_error(source, opened)
+    errors = {}
+    for name in quantized:
+        value = quantized[name]
+        if isinstance(value, QuantizedTensor):
+            original = EMBEDDING if name == HEAD and HEAD not in source and EMBEDDING in source else name
+            errors[name] = _error_of(name, source[original], value)
+    return errors
+
+
+def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> QuantizationError:
+    if isinstance(original, QuantizedTensor):
+        original = original.dequantize()
+    if original.shape != quantized.shape:
+        raise ValueError(
+            f"{_subject(name)}the original has shape {list(original.shape)}, the quantized one {list(quantized.shape)}"
+        )
+    largest, squares, signal = 0.0, 0.0, 0.0
+    for exact, restored in _pieces(original, quantized):
+        difference = exact - restored
+        largest = max(largest, float(np.abs(difference).max(initial=0)))
+        squares += float(np.square(difference).sum())
+        signal += float(np.square(exact).sum())
+    count = max(1, original.size)
+    snr = math.inf if squares == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / squares)
+    return QuantizationError(largest, math.sqrt(squares / count), snr)
+
+
+def _pieces(original: Array, quantized: QuantizedTensor) -> Iterable[tuple[Array, Array]]:
+    """Original and restored values in float64, some rows at a time."""
+    if len(original.shape) < 2:
+        yield np.float64(original), quantized.dequantize(np.float32).astype(np.float64)
+        return
+    step = max(1, _COMPARED * original.shape[0] // max(1, original.size))
+    for begin in range(0, original.shape[0], step):
+        rows = slice(begin, begin + step)
+        exact = original[rows].astype(np.float64)
+        yield exact, quantized._rows(rows).dequantize(np.float32).astype(np.float64)

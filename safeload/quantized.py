@@ -1,0 +1,162 @@
+"""A tensor in int8 or in blocks of ggml, as it is stored."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from . import dtypes, jobs
+from ._native import lib
+from .casting import target_array
+from .errors import UnsupportedError
+from .files import Array
+
+INT8 = "int8"
+_I8 = dtypes.BY_CODE["I8"].number
+
+
+class QuantizedTensor:
+    """A tensor in int8 with scales, or in blocks of ggml.
+
+    Two are equal when scheme, shape, axis and all bytes are. Its arrays are what the constructor was given: nothing is
+    copied.
+
+    Args:
+        scheme: "int8" or the lower-case name of a ggml type: "q4_0", "q8_0", "q6_k", ...
+        shape: logical shape, outermost axis first.
+        data: int8 of the tensor's shape; or uint8 whose last axis counts bytes of blocks: [..., K / 32 * 18] for q4_0.
+        scale: float32 that restores int8 values: of shape [] or, with ``axis``, [shape[axis]]; None for blocks.
+        axis: the axis that keeps a scale for each of its elements; None for one scale.
+
+    Attributes:
+        nbytes: bytes of data and scale.
+
+    Raises:
+        ValueError: an unknown scheme, or arrays that do not fit the shape.
+        TypeError: no arrays.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("axis", "data", "scale", "scheme", "shape")
+
+    def __init__(
+        self, scheme: str, shape: tuple[int, ...], data: Array, scale: Array | None = None, axis: int | None = None
+    ) -> None:
+        self.scheme = scheme
+        self.shape = tuple(int(dim) for dim in shape)
+        self.data = data
+        self.scale = scale
+        self.axis = axis
+        wanted = storage_of(scheme, self.shape, axis)
+        _check(f"{scheme} data", data, wanted[0])
+        if wanted[1] is None:
+            if scale is not None:
+                raise ValueError(f"{scheme} has its scales in its blocks: scale must be None")
+        else:
+            _check(f"{scheme} scale", scale, wanted[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scale."""
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None, threads: int | None = None) -> Array:
+        """The values: int8 times its scale, or what ggml's reference gives for its blocks.
+
+        Args:
+            dtype: a floating dtype that float32 converts to.
+            out: C-contiguous array of that dtype and of the tensor's shape to fill; None for a new one.
+            threads: None for what helps.
+
+        Raises:
+            UnsupportedError: there is no kernel for this scheme, or no conversion to this dtype.
+            ValueError: ``out`` does not fit.
+        """
+        target = dtypes.parse(dtype)
+        source = _I8 if self.scheme == INT8 else dtypes.BLOCK_TYPES[self.scheme].number
+        if not target.floating or target.packed or not lib.sl_convertible(source, target.number):
+            raise UnsupportedError(f"there is no kernel that dequantizes {self.scheme} to {target.name}")
+        jobs.check_threads(threads)
+        result = target_array(self.shape, dtypes.element_dtype(target.number), out)
+        data = np.ascontiguousarray(self.data)
+        if data.size:
+            job = jobs.Job(
+                lib.SL_MEMORY, jobs.address_of(data), jobs.address_of(result), data.nbytes, source, target.number
+            )
+            scales: list[jobs.Channels] = []
+            if self.scale is not None:
+                scales.append(channels_of(self.shape, self.axis, np.ascontiguousarray(self.scale, np.float32)))
+                job = job._replace(channels=1)
+            jobs.run([job], lib.SL_READ, lambda job, position: ("", None), channels=scales, threads=threads)
+        restored = jobs.native_order(result)
+        if restored is not result:  # only where bytes had to be swapped
+            result[...] = restored
+        return result
+
+    def _rows(self, rows: slice) -> QuantizedTensor:
+        """Some elements of the first axis; of a tensor of one axis in blocks all of it."""
+        data, scale = self.data[rows], self.scale
+        if self.scheme != INT8 and len(self.shape) == 1:
+            return self
+        if self.axis == 0 and scale is not None:
+            scale = scale[rows]
+        return QuantizedTensor(self.scheme, (len(data), *self.shape[1:]), data, scale, self.axis)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, QuantizedTensor):
+            return NotImplemented
+        return (
+            (self.scheme, self.shape, self.axis) == (other.scheme, other.shape, other.axis)
+            and np.array_equal(self.data, other.data)
+            and (self.scale is None) == (other.scale is None)
+            and (self.scale is None or other.scale is None or self.scale.tobytes() == other.scale.tobytes())
+        )
+
+    def __repr__(self) -> str:
+        axis = "" if self.axis is None else f", axis={self.axis}"
+        return f"<QuantizedTensor {self.scheme} {list(self.shape)}{axis}, {self.nbytes:,} bytes>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.scheme, self.shape, self.data, self.scale, self.axis)
+
+
+def storage_of(
+    scheme: str, shape: tuple[int, ...], axis: int | None
+) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], tuple[np.dtype[Any], tuple[int, ...]] | None]:
+    """Dtype and shape of a quantized tensor's data and of its scale (None for blocks).
+
+    Raises:
+        ValueError: an unknown scheme, an axis that there is not, or a row that is not whole blocks.
+    """
+    if scheme == INT8:
+        if axis is not None and not 0 <= axis < len(shape):
+            raise ValueError(f"axis {axis} is outside the axes of {list(shape)}")
+        scales = () if axis is None else (shape[axis],)
+        return (np.dtype(np.int8), shape), (np.dtype(np.float32), scales)
+    row = dtypes.BLOCK_TYPES.get(scheme)
+    if row is None:
+        raise ValueError(f"scheme {scheme!r} is none of {INT8}, {', '.join(dtypes.BLOCK_TYPES)}")
+    if axis is not None:
+        raise ValueError(f"{scheme} has a scale for each block: axis is for {INT8}")
+    if not shape or shape[-1] % row.block:
+        last = f"rows of {shape[-1]} elements" if shape else "a scalar"
+        raise ValueError(
+            f"{scheme} stores blocks of {row.block} elements, of which {last} {list(shape)} is no multiple"
+        )
+    return (np.dtype(np.uint8), (*shape[:-1], row.nbytes(shape[-1]))), None
+
+
+def channels_of(shape: tuple[int, ...], axis: int | None, factors: Array | None) -> jobs.Channels:
+    """The channels of a tensor of this shape: one, or one for each element of an axis."""
+    if axis is None:
+        return jobs.Channels(1, 1, factors)
+    return jobs.Channels(max(1, shape[axis]), max(1, math.prod(shape[axis + 1 :])), factors)
+
+
+def _check(what: str, array: Any, wanted: tuple[np.dtype[Any], tuple[int, ...]]) -> None:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{what} must be a numpy array, not {type(array).__name__}")
+    if (array.dtype, array.shape) != wanted:
+        raise ValueError(f"{what} is {array.dtype} {list(array.shape)}, but it must be {wanted[0]} {list(wanted[1])}")
