@@ -6,15 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from .errors import FormatError, UnsupportedError
+from .errors import UnsupportedError
 from .files import Array, PathLike, WeightFile, native_path
-from .formats import quantized, safetensors, sniffing
+from .formats import opening, quantized, sniffing
 from .jobs import Progress
 from .loading import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
 from .slicing import read_slice
 from .tensor import TensorInfo, missing
-
-FORMATS = ("safetensors",)
 
 
 class Checkpoint(Mapping[str, Value]):
@@ -28,9 +26,10 @@ class Checkpoint(Mapping[str, Value]):
     (SIGBUS). ``load(backend="pread")`` has no such hazard.
 
     Attributes:
-        format: "safetensors".
+        format: "safetensors", "torch zip" or "torch legacy".
         files: paths of the files that hold the tensors.
-        metadata: text from the header; for shards that of all of them and of the index.
+        metadata: text from the header; of a torch checkpoint all that is no tensor, nested as it was, also outside
+            ``root``; for shards that of all of them and of the index.
         config: parsed ``config.json`` of a folder, else None.
         last_load: `LoadStats` of the last `load`, else None.
     """
@@ -239,60 +238,54 @@ def open(
 ) -> Checkpoint:
     """Opens a weight file, a folder of them or an ``index.json``; no tensor is read.
 
+    Nothing that a file says is executed: the pickle of a torch checkpoint is read by a machine that builds plain values
+    and descriptions of tensors. Nested containers give names with dots: ``{"model": {"w": ...}}`` gives "model.w", the
+    third of a list "2", a tensor that is all there is "tensor".
+
     Args:
         path: what to open. The format is told from the content, not from the suffix.
-        format: to insist on one: "safetensors".
-        root: for formats with nested containers, of which there is none yet.
-        unknown_globals: for pickles, which are not read yet.
+        format: to insist on one: "safetensors", "torch" (either of the following), "torch zip" or "torch legacy".
+        root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is left out of their
+            names. For torch checkpoints.
+        unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
+            "refuse" it with an error that names them all, or keep them "inert", as placeholders, and read the tensors
+            around them. They are neither imported nor called; what one was given as its state has the step ``<state>``
+            in names, its arguments ``<args>``.
 
     Raises:
         FormatError: the file breaks its format, or an index its folder.
-        UnsupportedError: a format that this version does not read, or a folder without weights.
+        ForbiddenError: foreign globals in a pickle.
+        UnsupportedError: a format or a tensor that this version does not read, or a folder without weights.
+        LimitError: a named limit is exceeded.
+        TensorNotFoundError: there is no such root; the message lists what is there.
         OSError: the system's own errors; FileNotFoundError and PermissionError among them.
     """
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"format is {format!r}, known are {', '.join(FORMATS)}")
+    if format is not None and format not in opening.FORMATS:
+        raise ValueError(f"format is {format!r}, known are {', '.join(opening.FORMATS)}")
     if unknown_globals not in ("refuse", "inert"):
         raise ValueError(f'unknown_globals is {unknown_globals!r}, but it is "refuse" or "inert"')
-    if root is not None:
-        raise UnsupportedError("root= selects a nested container, and safetensors has none")
+    formats = None if format is None else opening.FORMATS[format]
+    wanted = opening.Wanted(formats, root, unknown_globals == "inert")
     text, _ = native_path(path)
     if text.endswith(".json") and not sniffing.is_safetensors(sniffing.read_head(text)):
-        return _open_shards(text)
+        return _open_shards(text, wanted)
     try:
-        # First as what it most likely is: one call and no look at the path before it.
-        file = safetensors.open_file(text)
+        opened = opening.open_file(text, wanted)
     except IsADirectoryError:
-        return _open_shards(text)
-    except FormatError:
-        if format is None:
-            _refuse_kind(text)
-        raise
-    return Checkpoint(text, "safetensors", [file], None, file.table.metadata() or {}, None)
+        return _open_shards(text, wanted)
+    return Checkpoint(text, opened.format, [opened.file], None, opened.metadata, None)
 
 
-def _open_shards(path: str) -> Checkpoint:
+def _open_shards(path: str, wanted: opening.Wanted) -> Checkpoint:
     """A folder or an ``index.json``."""
     from .formats import folder  # only here: json and pathlib take milliseconds that every import would pay
 
-    shards, config = folder.open_path(path)
+    shards, config = folder.open_path(path, wanted)
     metadata: dict[str, Any] = {}
     for file in shards.files:
         metadata.update(file.table.metadata() or {})
     metadata.update(shards.metadata or {})
-    return Checkpoint(path, "safetensors", shards.files, shards.where, metadata, config)
-
-
-def _refuse_kind(path: str) -> None:
-    """Raises for a file that is recognizably not meant to be safetensors."""
-    head = sniffing.read_head(path)
-    if sniffing.is_safetensors(head):
-        return
-    kind = sniffing.describe(head)
-    if kind is not None:
-        raise UnsupportedError(f"{path}: this is {kind}; this version reads safetensors") from None
-    if head.strip() and not path.endswith(".safetensors"):
-        raise FormatError(f"no weight format that is known starts with {head[:16].hex(' ')}", path, 0) from None
+    return Checkpoint(path, shards.format, shards.files, shards.where, metadata, config)
 
 
 def load(

@@ -47,7 +47,12 @@ PYTHON_FLOORS = {
     0: ["_version", "errors"],
     1: ["_native"],
     2: ["dtypes", "tensor", "files", "jobs", "slicing", "writer", "casting", "quantized", "strided", "configuration"],
-    3: ["formats", "formats.sniffing", "formats.safetensors", "formats.quantized", "formats.folder"],
+    3: [
+        *("formats", "formats.sniffing", "formats.safetensors", "formats.quantized"),
+        *("formats.pickle_machine", "formats.pickle_opcodes", "formats.unpickler"),
+        *("formats.torch_globals", "formats.flattening", "formats.torch_tensors"),
+        *("formats.torch_zip", "formats.torch_legacy", "formats.opening", "formats.folder"),
+    ],
     4: ["loading", "checkpoint", "handle"],
     5: ["quantization"],
     6: ["numpy", "__init__", "cli.text", "cli.info", "cli", "__main__"],

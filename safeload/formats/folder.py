@@ -1,4 +1,4 @@
-"""Folders of safetensors files, with and without an index."""
+"""Folders of weight files, with and without an index."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 from ..errors import FormatError, UnsupportedError
 from ..files import WeightFile
-from . import safetensors
+from .opening import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+TORCH_FILE = "pytorch_model.bin"
 
 # An index is about 100 bytes a tensor; this is as far beyond any real one as the header limit of safetensors.
 MAX_JSON = 100_000_000
 
 # What else a folder may hold that people will look for; read in a later version.
-_LATER = ("pytorch_model.bin.index.json", "pytorch_model.bin", "consolidated.*.pth", "*.gguf")
+_LATER = ("*.gguf",)
 
 
 def _show(value: Any) -> str:
@@ -30,11 +32,13 @@ class Shards(NamedTuple):
     """What a folder or an index came to.
 
     Attributes:
+        format: of the first of them.
         files: the open shards.
         where: name of each tensor to its shard and its index there; None when every tensor of every file counts.
         metadata: the index's own "metadata", else None.
     """
 
+    format: str
     files: list[WeightFile]
     where: dict[str, tuple[WeightFile, int]]
     metadata: dict[str, Any] | None
@@ -82,7 +86,7 @@ def _shard_name(value: Any, tensor: str, path: Path) -> str:
     return value
 
 
-def open_index(path: Path) -> Shards:
+def open_index(path: Path, wanted: Wanted) -> Shards:
     """Opens every shard that an ``index.json`` names. The index is authoritative: what it leaves out is ignored.
 
     Raises:
@@ -99,53 +103,81 @@ def open_index(path: Path) -> Shards:
     names: dict[str, list[str]] = {}
     for tensor, file_name in weight_map.items():
         names.setdefault(_shard_name(file_name, tensor, path), []).append(tensor)
-    files = []
+    shards: list[Opened] = []
     where: dict[str, tuple[WeightFile, int]] = {}
     for file_name, tensors in sorted(names.items()):
-        file = safetensors.open_file(path.parent / file_name)
-        files.append(file)
+        shards.append(open_file(str(path.parent / file_name), wanted))
+        file = shards[-1].file
         found = sorted((file.table.find(tensor), tensor) for tensor in tensors)
         if found[0][0] < 0:
             raise FormatError(f"tensor {_show(found[0][1])} should be in {file_name}, but is not there", str(path))
         where.update((tensor, (file, index)) for index, tensor in found)
-    return Shards(files, where, metadata)
+    return _shards(shards, where, metadata)
 
 
-def _union(paths: list[Path]) -> Shards:
-    files = [safetensors.open_file(path) for path in paths]
+def _shards(shards: list[Opened], where: dict[str, tuple[WeightFile, int]], metadata: dict[str, Any] | None) -> Shards:
+    return Shards(shards[0].format if shards else SAFETENSORS, [shard.file for shard in shards], where, metadata)
+
+
+def _union(paths: list[Path], wanted: Wanted) -> Shards:
+    shards = [open_file(str(path), wanted) for path in paths]
     where: dict[str, tuple[WeightFile, int]] = {}
-    for file in files:
+    for _, file in shards:
         for index, name in enumerate(file.table.names):
             if name in where:
                 raise FormatError(f"tensor {_show(name)} is in both {where[name][0].path} and {file.path}", file.path)
             where[name] = (file, index)
-    return Shards(files, where, None)
+    return _shards(shards, where, None)
 
 
-def open_folder(path: Path) -> Shards:
-    """Opens the weights of a folder: the index if there is one, else all ``*.safetensors``.
+def open_folder(path: Path, wanted: Wanted) -> Shards:
+    """Opens the weights of a folder: the first of these that is there.
+
+    ``*.safetensors.index.json``; all ``*.safetensors``; ``pytorch_model.bin.index.json``; ``pytorch_model.bin``; one
+    ``consolidated.*.pth``. A format that is insisted on leaves out the others.
 
     Raises:
         FormatError: several indexes, or the same name in two files.
-        UnsupportedError: no safetensors file; the message lists what is there.
+        UnsupportedError: nothing of these; the message lists what is there.
     """
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    indexes = [entry for entry in entries if entry.name.endswith(INDEX_SUFFIX)]
-    if len(indexes) > 1:
-        raise FormatError(f"several indexes: {', '.join(i.name for i in indexes)}; open one of them", str(path))
-    if indexes:
-        return open_index(indexes[0])
-    shards = [entry for entry in entries if entry.name.endswith(".safetensors") and entry.is_file()]
-    if shards:
-        return _union(shards)
+    formats = wanted.formats or (SAFETENSORS, TORCH_ZIP)
+    if SAFETENSORS in formats:
+        indexes = [entry for entry in entries if entry.name.endswith(INDEX_SUFFIX)]
+        if len(indexes) > 1:
+            raise FormatError(f"several indexes: {', '.join(i.name for i in indexes)}; open one of them", str(path))
+        if indexes:
+            return open_index(indexes[0], wanted)
+        shards = [entry for entry in entries if entry.name.endswith(".safetensors") and entry.is_file()]
+        if shards:
+            return _union(shards, wanted)
+    if TORCH_ZIP in formats or TORCH_LEGACY in formats:
+        found = _torch_of(entries, path)
+        if found is not None:
+            return open_index(found, wanted) if found.name == TORCH_INDEX else _union([found], wanted)
     later = [entry.name for entry in entries if any(entry.match(pattern) for pattern in _LATER)]
     if later:
-        raise UnsupportedError(f"{path}: {', '.join(later)}: this version reads only safetensors")
+        raise UnsupportedError(f"{path}: {', '.join(later)}: this version reads safetensors and torch checkpoints")
     there = ", ".join(entry.name for entry in entries[:20]) or "nothing"
     raise UnsupportedError(f"{path}: no weights here; found {there}{' ...' if len(entries) > 20 else ''}")
 
 
-def open_path(path: str) -> tuple[Shards, dict[str, Any] | None]:
+def _torch_of(entries: list[Path], path: Path) -> Path | None:
+    """What torch has left in a folder: its index, its file or Meta's single one."""
+    by_name = {entry.name: entry for entry in entries}
+    for name in (TORCH_INDEX, TORCH_FILE):
+        if name in by_name:
+            return by_name[name]
+    parts = [entry for entry in entries if entry.match("consolidated.*.pth")]
+    if len(parts) > 1:
+        raise UnsupportedError(
+            f"{path}: {len(parts)} files {parts[0].name} to {parts[-1].name} are model-parallel: each holds a slice of "
+            "every tensor. Open them one by one, or convert them to a single file first"
+        )
+    return parts[0] if parts else None
+
+
+def open_path(path: str, wanted: Wanted) -> tuple[Shards, dict[str, Any] | None]:
     """Opens a folder or an ``index.json``, with the ``config.json`` beside it.
 
     Raises:
@@ -153,8 +185,8 @@ def open_path(path: str) -> tuple[Shards, dict[str, Any] | None]:
     """
     place = Path(path)
     if place.is_dir():
-        return open_folder(place), read_config(place)
-    return open_index(place), read_config(place.parent)
+        return open_folder(place, wanted), read_config(place)
+    return open_index(place, wanted), read_config(place.parent)
 
 
 def read_config(path: Path) -> dict[str, Any] | None:

@@ -14,6 +14,10 @@ _FOREIGN = (
     (0, b"\x1f\x8b", "gzip-compressed: decompress it first"),
     (0, b"\x28\xb5\x2f\xfd", "zstd-compressed: decompress it first"),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
+    *(
+        (0, name, "a torch checkpoint of before 2017, in a tar archive: load it with torch and save it again")
+        for name in (b"sys_info\0", b"storages\0", b"tensors\0", b"pickle\0")
+    ),
     (257, b"ustar", "a tar archive: unpack it first"),
     (0, b"GGUF", "a GGUF file"),
     (0, b"PK\x03\x04", "a zip archive (torch checkpoint or npz)"),
@@ -26,6 +30,16 @@ def is_safetensors(head: bytes) -> bool:
     return (
         len(head) > 8 and int.from_bytes(head[:8], "little") <= 100_000_000 and head[8:].lstrip(b" \t\r\n")[:1] == b"{"
     )
+
+
+def is_zip(head: bytes) -> bool:
+    """Whether the first bytes are those of a zip archive."""
+    return head[:4] == b"PK\x03\x04"
+
+
+def is_torch(head: bytes) -> bool:
+    """Whether the first bytes could be those of a torch checkpoint: a zip archive, or a pickle of protocol 2 to 5."""
+    return is_zip(head) or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5)
 
 
 def describe(head: bytes) -> str | None:

@@ -197,8 +197,8 @@ def test_a_folder_without_weights_says_what_is_there(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(UnsupportedError, match=r"found notes\.txt"):
         safeload.open(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UnsupportedError, match=r"pytorch_model\.bin: this version reads only safetensors"):
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match=r"model\.gguf: this version reads safetensors and torch checkpoints"):
         safeload.open(tmp_path)
 
 
@@ -216,10 +216,10 @@ def tar_archive():
     return out.getvalue()
 
 
-def zip_archive():
+def zip_archive(name):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr("archive/data.pkl", b"")
+        archive.writestr(name, b"")
     return out.getvalue()
 
 
@@ -236,7 +236,9 @@ FOREIGN = {
     "hdf5": ("an HDF5 file", b"\x89HDF\r\n\x1a\n" + bytes(40)),
     "tar": ("a tar archive", tar_archive()),
     "gguf": ("a GGUF file", b"GGUF\x03\x00\x00\x00" + bytes(40)),
-    "zip": ("a zip archive", zip_archive()),
+    "zip": ("a zip archive", zip_archive("notes.txt")),
+    "npz": ("npz", zip_archive("weight.npy")),
+    "tar of torch": ("a torch checkpoint of before 2017", b"sys_info".ljust(257, b"\0") + b"ustar" + bytes(250)),
     **{
         f"pickle {protocol}": ("a pickle", pickle.dumps({"a": [1.5, 2.5]}, protocol=protocol))
         for protocol in range(2, 6)

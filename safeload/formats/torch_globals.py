@@ -1,0 +1,233 @@
+"""The globals that a torch checkpoint may name: one table, and the inert values that are built of them.
+
+What `torch.save` writes for tensors, no more. The functions build descriptions; they take whatever arguments a pickle
+gives, torch_tensors.py checks those of the tensors that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .pickle_machine import Fault, Foreign, Global, Inert, describe, put
+
+
+class Storage:
+    """Bytes that tensors share.
+
+    Attributes:
+        type: row of its class or dtype.
+        key: what the file calls it.
+        count: elements.
+        part: (first element, elements) of the storage of this key that it is; None for all of it.
+    """
+
+    __slots__ = ("count", "key", "part", "type")
+
+    def __init__(self, type: Global, key: str, count: int, part: tuple[int, int] | None = None) -> None:
+        self.type = type
+        self.key = key
+        self.count = count
+        self.part = part
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage of this key."""
+        return self.count * self.type.itemsize
+
+
+class Tensor:
+    """What the pickle says of a tensor, unchecked.
+
+    Attributes:
+        storage: where its elements are.
+        offset: its first element.
+        shape: elements per axis.
+        strides: elements between neighbours along each axis.
+        dtype: row of its dtype; None for that of the storage.
+        pending: what is still to be done with the elements, such as {"conj": True}.
+    """
+
+    __slots__ = ("dtype", "offset", "pending", "shape", "storage", "strides")
+
+    def __init__(
+        self, storage: Storage, offset: Any, shape: Any, strides: Any, dtype: Global | None, pending: Any
+    ) -> None:
+        self.storage = storage
+        self.offset = offset
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+        self.pending = pending
+
+
+def _arity(args: tuple[Any, ...], least: int, most: int, what: str) -> None:
+    if not least <= len(args) <= most:
+        wanted = str(least) if least == most else f"{least} to {most}"
+        raise Fault(f"{what} takes {wanted} arguments, found {len(args)}")
+
+
+def _ordered_dict(args: tuple[Any, ...]) -> Any:
+    """Empty, or of a list of pairs (Python 2)."""
+    _arity(args, 0, 1, "OrderedDict")
+    made: dict[Any, Any] = {}
+    pairs = args[0] if args else []
+    if type(pairs) not in (list, tuple) or any(type(p) not in (list, tuple) or len(p) != 2 for p in pairs):
+        raise Fault("OrderedDict takes a list of pairs")
+    if pairs:
+        put(made, [x for pair in pairs for x in pair])
+    return made
+
+
+def _size(args: tuple[Any, ...]) -> Any:
+    _arity(args, 1, 1, "torch.Size")
+    if type(args[0]) not in (list, tuple):
+        raise Fault(f"torch.Size takes a tuple, found {describe(args[0])}")
+    return tuple(args[0])
+
+
+def _device(args: tuple[Any, ...]) -> Any:
+    _arity(args, 1, 2, "torch.device")
+    if type(args[0]) is not str or any(type(index) is not int for index in args[1:]):
+        raise Fault("torch.device takes a name and a number")
+    return ":".join(map(str, args))
+
+
+def _tensor(args: tuple[Any, ...], dtype: Global | None, pending: Any) -> Any:
+    storage, offset, shape, strides = args[:4]
+    if type(storage) is Inert:
+        return Inert(storage.name, (storage,))
+    if type(storage) is not Storage:
+        raise Fault(f"a tensor's first argument must be a storage, found {describe(storage)}")
+    return Tensor(storage, offset, shape, strides, dtype, pending)
+
+
+def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
+    _arity(args, 4, 4, "_rebuild_tensor")
+    return _tensor(args, None, None)
+
+
+def _rebuild_tensor_v2(args: tuple[Any, ...]) -> Any:
+    _arity(args, 6, 7, "_rebuild_tensor_v2")
+    return _tensor(args, None, args[6] if len(args) > 6 else None)
+
+
+def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
+    _arity(args, 7, 8, "_rebuild_tensor_v3")
+    dtype = args[6]
+    if type(dtype) is not Global or dtype.kind != DTYPE:
+        raise Fault(f"_rebuild_tensor_v3 takes a dtype, found {describe(dtype)}")
+    return _tensor(args, dtype, args[7] if len(args) > 7 else None)
+
+
+def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
+    _arity(args, 3, 4, "_rebuild_parameter")
+    if type(args[0]) not in (Tensor, Inert):
+        raise Fault(f"a parameter's first argument must be a tensor, found {describe(args[0])}")
+    return args[0]
+
+
+STORAGE, DTYPE, TENSOR, CONTAINER, VALUE = "storage", "dtype", "tensor", "container", "value"
+
+# Name of the dtype in torch; code in the table of dtypes, None where no array can show it; bytes of an element; storage
+# classes. Sources: torch/storage.py (_dtype_to_storage_type_map), torch/csrc/api/include/torch/types.h.
+_DTYPES = (
+    ("float64", "F64", 8, "DoubleStorage"),
+    ("float32", "F32", 4, "FloatStorage"),
+    ("float16", "F16", 2, "HalfStorage"),
+    ("bfloat16", "BF16", 2, "BFloat16Storage"),
+    ("int64", "I64", 8, "LongStorage"),
+    ("int32", "I32", 4, "IntStorage"),
+    ("int16", "I16", 2, "ShortStorage"),
+    ("int8", "I8", 1, "CharStorage"),
+    ("uint8", "U8", 1, "ByteStorage"),
+    ("bool", "BOOL", 1, "BoolStorage"),
+    ("complex64", "C64", 8, "ComplexFloatStorage"),
+    ("complex128", None, 16, "ComplexDoubleStorage"),
+    ("quint8", None, 1, "QUInt8Storage"),
+    ("qint8", None, 1, "QInt8Storage"),
+    ("qint32", None, 4, "QInt32Storage"),
+    ("quint4x2", None, 1, "QUInt4x2Storage"),
+    ("quint2x4", None, 1, "QUInt2x4Storage"),
+    ("complex32", None, 4, None),
+    ("uint16", "U16", 2, None),
+    ("uint32", "U32", 4, None),
+    ("uint64", "U64", 8, None),
+    ("float8_e4m3fn", "F8_E4M3", 1, None),
+    ("float8_e5m2", "F8_E5M2", 1, None),
+    ("float8_e4m3fnuz", "F8_E4M3FNUZ", 1, None),
+    ("float8_e5m2fnuz", "F8_E5M2FNUZ", 1, None),
+    ("float8_e8m0fnu", "F8_E8M0", 1, None),
+    ("float4_e2m1fn_x2", "F4", 1, None),
+)
+
+_FUNCTIONS: tuple[tuple[str, str, Callable[[tuple[Any, ...]], Any]], ...] = (
+    ("collections.OrderedDict", CONTAINER, _ordered_dict),
+    ("torch._utils._rebuild_tensor", TENSOR, _rebuild_tensor),
+    ("torch._utils._rebuild_tensor_v2", TENSOR, _rebuild_tensor_v2),
+    ("torch._utils._rebuild_tensor_v3", TENSOR, _rebuild_tensor_v3),
+    ("torch._utils._rebuild_parameter", TENSOR, _rebuild_parameter),
+    ("torch._utils._rebuild_parameter_with_state", TENSOR, _rebuild_parameter),
+    ("torch.Size", VALUE, _size),
+    ("torch.device", VALUE, _device),
+)
+
+# Storages of bytes, whatever their elements are.
+_UNTYPED = ("torch.storage.UntypedStorage", "torch.storage._UntypedStorage", "torch.UntypedStorage")
+
+ALLOWED: dict[str, Global] = {
+    row.name: row
+    for row in (
+        *(Global(name, kind, build) for name, kind, build in _FUNCTIONS),
+        *(Global(f"torch.{name}", DTYPE, None, code, size) for name, code, size, _ in _DTYPES),
+        *(Global(f"torch.{storage}", STORAGE, None, code, size) for _, code, size, storage in _DTYPES if storage),
+        *(Global(name, STORAGE, None, "U8", 1) for name in _UNTYPED),
+    )
+}
+
+
+def read_persistent_id(value: Any, storages: dict[str, Storage]) -> Any:
+    """The storage that a persistent id describes, or the class of a ``("module", class, ...)`` of old files.
+
+    Args:
+        value: ("storage", class, key, location, elements), in legacy files with a sixth: None or
+            (key, first element, elements) of a part.
+        storages: those found so far by key; one of the same key must say the same.
+    """
+    if type(value) is tuple and len(value) == 4 and value[0] == "module":
+        return value[1]
+    if type(value) is not tuple or len(value) not in (5, 6) or value[0] != "storage":
+        raise Fault(f"a persistent id must be a tuple of 'storage' and 4 or 5 more, found {_show_id(value)}")
+    _, type_, key, _, count, *more = value
+    if type(type_) in (Foreign, Inert):
+        return Inert(type_.name, (key,))
+    if type(type_) is not Global or type_.kind != STORAGE:
+        raise Fault(f"a storage's class must be one of torch's, found {describe(type_)}")
+    if type(key) is int and abs(key) < 1 << 63:  # torch.package
+        key = str(key)
+    if type(key) is not str:
+        raise Fault(f"a storage's key must be a string, found {describe(key)}")
+    if type(count) is not int or not 0 <= count < 1 << 63:
+        raise Fault(f"storage {describe(key)}: the number of elements is {describe(count)}")
+    part = more[0] if more else None
+    storage = Storage(type_, key, count)
+    first = storages.setdefault(key, storage)
+    if (first.type, first.count) != (type_, count):
+        raise Fault(
+            f"storage {describe(key)} is {count} elements of {type_.name}, but before it was {first.count} of "
+            f"{first.type.name}"
+        )
+    if part is None:
+        return first
+    if type(part) is not tuple or len(part) != 3 or any(type(x) is not int for x in part[1:]):
+        raise Fault(f"storage {describe(key)}: a part must be (key, first, elements), found {_show_id(part)}")
+    _, begin, size = part
+    if begin < 0 or size < 0 or begin + size > count:
+        raise Fault(f"storage {describe(key)}: elements [{begin}, {begin + size}) of {count}")
+    return Storage(type_, key, count, (begin, size))
+
+
+def _show_id(value: Any) -> str:
+    if type(value) is not tuple:
+        return describe(value)
+    return f"({', '.join(describe(item) for item in value[:6])}{', ...' if len(value) > 6 else ''})"

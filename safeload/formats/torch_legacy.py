@@ -1,0 +1,105 @@
+"""What torch.save wrote before torch 1.6, and still does when asked to: no zip archive.
+
+1. Five pickles, one after the other: a magic number, the protocol 1001, facts about the machine, the object, and the
+   list of the storages' keys.
+2. For each key in that list: the number of elements (int64), then their bytes, little-endian on every machine
+   (torch/csrc/utils/storage.cpp). Nothing is aligned.
+3. A storage's persistent id has six fields; the sixth describes a part of another storage, or is None.
+
+Strings may be Python 2's. What follows the last storage is not looked at, as torch does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import FormatError, UnsupportedError
+from ..files import WeightFile
+from .pickle_machine import Fault, describe, show
+from .torch_globals import ALLOWED, Storage, read_persistent_id
+from .torch_tensors import Options, TorchTable, make_table
+from .unpickler import TruncatedError, Unpickled, unpickle
+
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL = 1001
+
+# Bytes of the file that are read for a pickle at first; eight times as many as long as it does not end in them.
+_WINDOW = 1 << 16
+
+
+def _pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None, inert: bool) -> Unpickled:
+    """The pickle that starts at a byte of the file; `Unpickled.end` is relative to it."""
+
+    def persistent(value: Any) -> Any:
+        if storages is None:
+            raise Fault("a persistent id where there are no storages")
+        return read_persistent_id(value, storages)
+
+    size = _WINDOW
+    while True:
+        data = file.read_at(offset, size)
+        complete = offset + size >= file.size
+        try:
+            return unpickle(data, ALLOWED, persistent, path=file.path, base=offset, inert=inert, complete=complete)
+        except TruncatedError:
+            if complete:
+                raise
+        size *= 8
+
+
+def read_table(file: WeightFile, options: Options) -> TorchTable:
+    """The tensors of a file.
+
+    Raises:
+        FormatError, UnsupportedError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
+        OSError: the file cannot be read.
+    """
+    magic = _pickle_at(file, 0, None, options.inert)
+    if magic.value != MAGIC or type(magic.value) is not int:
+        raise UnsupportedError(
+            f"{file.path}: this is a pickle that torch.save did not write (it begins with {describe(magic.value)}); "
+            "it may run code when unpickled, and safeload reads only tensors of torch from pickles"
+        )
+    at = magic.end
+    protocol = _pickle_at(file, at, None, inert=False)
+    if protocol.value != PROTOCOL:
+        raise FormatError(f"protocol {describe(protocol.value)}, but there is only {PROTOCOL}", file.path, at)
+    at += protocol.end
+    at += _pickle_at(file, at, None, inert=False).end  # facts about the machine, which change nothing
+    storages: dict[str, Storage] = {}
+    found = _pickle_at(file, at, storages, options.inert)
+    at += found.end
+    keys = _pickle_at(file, at, None, inert=False)
+    if type(keys.value) is not list:
+        raise FormatError(f"the storages' keys must be a list, found {describe(keys.value)}", file.path, at)
+    begins = _walk(file, at + keys.end, keys.value, storages)
+
+    def locate(storage: Storage) -> int:
+        begin = begins.get(storage.key)
+        if begin is None:
+            raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
+        return begin
+
+    return make_table(found, options, file.path, locate)
+
+
+def _walk(file: WeightFile, at: int, keys: list[Any], storages: dict[str, Storage]) -> dict[str, int]:
+    """Where each storage's bytes begin."""
+    begins: dict[str, int] = {}
+    for key in keys:
+        storage = storages.get(key) if type(key) is str else None
+        if storage is None or key in begins:
+            what = "is there twice" if type(key) is str and key in begins else "is used by nothing in the pickle"
+            raise FormatError(f"key {describe(key)} in the list of storages {what}", file.path, at)
+        head = file.read_at(at, 8)
+        count = int.from_bytes(head, "little", signed=True)
+        if len(head) < 8 or count * storage.type.itemsize > file.size - at - 8:
+            message = f"storage {show(key)}: {count if len(head) == 8 else 'an unknown number of'} elements of "
+            message += f"{storage.type.itemsize} bytes end past the end of the file, which has {file.size} bytes"
+            raise FormatError(message, file.path, at)
+        if count != storage.count:
+            message = f"storage {show(key)} has {count} elements, but the pickle says {storage.count}"
+            raise FormatError(message, file.path, at)
+        begins[key] = at + 8
+        at += 8 + count * storage.type.itemsize
+    return begins

@@ -1,0 +1,186 @@
+"""From what a torch pickle says to a table: every tensor is checked against its storage before it is in one.
+
+A tensor of shape n and strides s, in elements, uses of its storage the elements from ``offset`` to
+``offset + sum((n - 1) * s)``; all arithmetic is Python's, which is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from .. import dtypes
+from ..errors import FormatError, LimitError, UnsupportedError
+from ..files import c_strides
+from ..tensor import ListedTable, Listing
+from .flattening import Tree
+from .pickle_machine import Global, describe, show
+from .torch_globals import Storage, Tensor
+from .unpickler import Unpickled
+
+# numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
+MAX_RANK = 64
+# Bytes that a tensor may show of a smaller storage by repeating elements (a stride of 0). Real ones are masks and
+# positions of some MiB; converted or copied, all of it takes memory.
+MAX_REPEATED = 1 << 32
+# Bytes of any array, as numpy has it (NPY_MAX_INTP).
+_MAX_BYTES = (1 << 63) - 1
+
+
+class Options(NamedTuple):
+    """How to open a torch file.
+
+    Attributes:
+        root: name of the container to take; None for all.
+        inert: whether foreign globals may be there, as placeholders.
+    """
+
+    root: str | None = None
+    inert: bool = False
+
+
+class TorchTable(ListedTable):
+    """The tensors of a torch file.
+
+    Attributes:
+        harmless: globals that its pickle names and that are on the list of harmless ones.
+        foreign: globals that it names and that are not.
+    """
+
+    harmless: list[str]
+    foreign: list[str]
+
+
+def make_table(
+    found: Unpickled,
+    options: Options,
+    path: str,
+    locate: Callable[[Storage], int],
+    *,
+    big_endian: bool = False,
+) -> TorchTable:
+    """The table of a file.
+
+    Args:
+        found: its pickle.
+        options: what to take.
+        path: for messages.
+        locate: where in the file a storage of a key begins; it raises `FormatError` and others of ours.
+        big_endian: order of the bytes of elements.
+
+    Raises:
+        FormatError: a tensor that does not fit its storage, or two of one name.
+        UnsupportedError: a tensor that no array can show.
+        LimitError: a limit is exceeded.
+        TensorNotFoundError: there is no ``options.root``.
+    """
+    tree = Tree(found.value, path)
+    root = None if options.root is None else tree.select(options.root)
+    places: dict[int, Listing] = {}
+    listings: dict[str, Listing] = {}
+    for name, tensor in tree.tensors(root):
+        if name in listings:
+            raise FormatError(f"two tensors are named {show(name)}", path)
+        place = places.get(id(tensor))
+        if place is None:
+            place = places[id(tensor)] = _place(name, tensor, path, locate)
+        listings[name] = place._replace(name=name)
+    table = TorchTable(list(listings.values()), tree.metadata, big_endian=big_endian)
+    table.harmless, table.foreign = found.harmless, found.foreign
+    return table
+
+
+def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int]) -> Listing:
+    """One tensor, checked."""
+    storage = tensor.storage
+    type_ = tensor.dtype or storage.type
+    row = _row(name, tensor, type_, path)
+    itemsize = type_.itemsize
+    shape = _integers(tensor.shape, "the shape", name, path)
+    strides = _integers(tensor.strides, "the strides", name, path)
+    (offset,) = _integers((tensor.offset,), "the offset", name, path)
+    if len(shape) != len(strides) or len(shape) > MAX_RANK:
+        message = f"{len(shape)} axes and {len(strides)} strides; wanted are as many, and {MAX_RANK} at most"
+        raise _refusal(name, message, path)
+    count = prod(shape)
+    try:
+        begin = locate(storage)
+    except (FormatError, UnsupportedError) as error:
+        raise _with_name(error, name) from None
+    first, size = (0, storage.nbytes) if storage.part is None else (x * storage.type.itemsize for x in storage.part)
+    begin += first
+    if max((1, *shape)) * itemsize > _MAX_BYTES or count * itemsize > _MAX_BYTES:
+        raise _refusal(name, f"shape {list(shape)} has more bytes than memory can have", path)
+    if count == 0:
+        return _listing(name, row, shape, begin, begin, None, path)
+    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if (last + 1) * itemsize > size:
+        raise _refusal(
+            name,
+            f"shape {list(shape)} with strides {list(strides)} from element {offset} uses "
+            f"{(last + 1) * itemsize} bytes of storage {show(storage.key)}, which has {size}",
+            path,
+        )
+    if count * itemsize > max(size, MAX_REPEATED):
+        message = f"tensor {show(name)}: shape {list(shape)} repeats {size} bytes to {count * itemsize}"
+        raise LimitError(f"{path}: {message}, the most is {MAX_REPEATED}")
+    steps = tuple(stride * itemsize for stride in strides)
+    if max((0, *steps)) > _MAX_BYTES:  # of an axis of one element, where it leads nowhere
+        raise _refusal(name, f"strides {list(strides)} are more than memory can have", path)
+    begin += offset * itemsize
+    plain = steps == c_strides(shape, itemsize)
+    end = begin + (last + 1 - offset) * itemsize
+    return _listing(name, row, shape, begin, end, None if plain else steps, path)
+
+
+def _listing(
+    name: str,
+    row: dtypes.Dtype,
+    shape: tuple[int, ...],
+    begin: int,
+    end: int,
+    strides: tuple[int, ...] | None,
+    path: str,
+) -> Listing:
+    if row.packed:  # two elements in a byte: torch's last axis counts bytes
+        if not shape or strides is not None:
+            raise UnsupportedError(f"{path}: tensor {show(name)}: {row.code} with strides or without an axis")
+        shape = (*shape[:-1], shape[-1] * 8 // row.bits)
+    return Listing(name, row, shape, begin, end, strides)
+
+
+def _row(name: str, tensor: Tensor, type_: Global, path: str) -> dtypes.Dtype:
+    """The row of a tensor's dtype."""
+    if type_.code is None:
+        raise UnsupportedError(f"{path}: tensor {show(name)} is of {type_.name}, for which there is no array")
+    pending = tensor.pending
+    if isinstance(pending, Mapping) and any(pending.get(bit) for bit in ("conj", "neg")):
+        raise UnsupportedError(
+            f"{path}: tensor {show(name)} was saved with its conjugation or negation pending; save it after "
+            "resolve_conj() and resolve_neg()"
+        )
+    return dtypes.BY_CODE[type_.code]
+
+
+def _integers(values: Any, what: str, name: str, path: str) -> tuple[int, ...]:
+    if type(values) not in (tuple, list):
+        raise _refusal(name, f"{what} must be a tuple of integers, found {describe(values)}", path)
+    for value in values:
+        if type(value) is not int:
+            raise _refusal(name, f"{what} must be integers, found {describe(value)}", path)
+        if value < 0:
+            raise _refusal(name, f"{what} must not be negative, found {describe(value)}", path)
+        if value > _MAX_BYTES:
+            raise _refusal(name, f"{what}: {describe(value)} is more than memory can have", path)
+    return tuple(values)
+
+
+def _refusal(name: str, message: str, path: str) -> FormatError:
+    return FormatError(f"tensor {show(name)}: {message}", path)
+
+
+def _with_name(error: FormatError | UnsupportedError, name: str) -> Exception:
+    if isinstance(error, FormatError):
+        return FormatError(f"tensor {show(name)}: {error.args[0]}", error.path, error.offset)
+    return UnsupportedError(f"{error} (of tensor {show(name)})")
