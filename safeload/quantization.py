@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import dtypes, jobs
+from . import dtypes, jobs, sources
 from ._native import lib
-from .casting import astype
 from .checkpoint import Checkpoint
-from .errors import RangeError
-from .files import Array, PathLike, WeightFile
-from .jobs import Job, Progress
+from .files import Array, PathLike
+from .jobs import Progress
 from .quantized import INT8, QuantizedTensor, channels_of, storage_of
+from .sources import Source, subject
 
 # What `quantize` makes, with the number that the C core knows each rounding by.
 _BLOCK_TARGETS = {
@@ -41,62 +40,19 @@ _F32 = dtypes.BY_CODE["F32"]
 _INFINITY_BITS = 0x7F800000
 
 
-class _Source(NamedTuple):
-    """Where a tensor's values are, in C order: in memory or in a file."""
-
-    name: str
-    shape: tuple[int, ...]
-    row: dtypes.Dtype
-    descriptor: int
-    offset: int
-    file: WeightFile | None
-    owner: Any  # keeps memory alive
-
-    @property
-    def size(self) -> int:
-        return self.row.nbytes(math.prod(self.shape))
-
-    def job(self, memory: int, target: int, channels: int = 0) -> Job:
-        return Job(self.descriptor, self.offset, memory, self.size, self.row.number, target, channels=channels)
-
-
-def _in_memory(name: str, x: Any, threads: int | None) -> _Source:
-    """An array as a source: as it is where the core reads its dtype, else as float32."""
-    array = np.asarray(x)
-    row = dtypes.BY_NAME.get(array.dtype.name)
-    if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
-        raise TypeError(f"{_subject(name)}{array.dtype} cannot be quantized: it holds no real numbers")
-    direct = row is not None and row.floating and not row.packed and array.dtype.isnative
-    if not direct or row is None:
-        row, array = _F32, astype(array, np.float32, threads=threads)
-    elif not array.flags.c_contiguous:
-        array = astype(array, array.dtype, threads=threads)
-    little = jobs.native_order(array)  # the core takes the byte order of files
-    address = jobs.address_of(little) if little.size else 0
-    return _Source(name, array.shape, row, lib.SL_MEMORY, address, None, little)
-
-
-def _subject(name: str) -> str:
-    return f"tensor {name!r}: " if name else ""
-
-
 class _Wanted(NamedTuple):
     """What to make of a source: a quantized tensor, or an array of the dtype numbered ``target``."""
 
-    source: _Source
+    source: Source
     result: QuantizedTensor | Array
     target: int
 
 
-def _new(source: _Source, scheme: str, axis: int | None) -> QuantizedTensor:
+def _new(source: Source, scheme: str, axis: int | None) -> QuantizedTensor:
     """A quantized tensor to be filled."""
     (data_dtype, data_shape), scale = storage_of(scheme, source.shape, axis)
     scales = None if scale is None else np.zeros(scale[1], scale[0])
     return QuantizedTensor(scheme, source.shape, jobs.private_array(data_shape, data_dtype), scales, axis)
-
-
-def _address(array: Array) -> int:
-    return jobs.address_of(array) if array.size else 0
 
 
 def _run(wanted: Sequence[_Wanted], *, threads: int | None, progress: Progress) -> None:
@@ -117,27 +73,8 @@ def _run(wanted: Sequence[_Wanted], *, threads: int | None, progress: Progress) 
             channels.append(channels_of(w.source.shape, w.result.axis, factors[id(w)]))
             number = len(channels)
         array = w.result.data if isinstance(w.result, QuantizedTensor) else w.result
-        work.append(w.source.job(_address(array), w.target, number))
-    _run_jobs([w.source for w in wanted], work, channels, threads, second)
-
-
-def _run_jobs(
-    sources: Sequence[_Source],
-    work: Sequence[Job],
-    channels: Sequence[jobs.Channels],
-    threads: int | None,
-    progress: Progress,
-) -> None:
-    def where(job: int, position: int) -> tuple[str, str | None]:
-        file = sources[job].file
-        return file.path if file is not None else "", f"tensor {sources[job].name!r}"
-
-    try:
-        jobs.run(work, lib.SL_READ, where, channels=channels, threads=threads, progress=progress)
-    except jobs.Refused as refused:
-        source = sources[refused.job]
-        index = [int(k) for k in np.unravel_index(refused.element, source.shape)]
-        raise RangeError(f"{_subject(source.name)}element {index} {refused.reason}") from None
+        work.append(w.source.job(sources.address(array), w.target, channels=number))
+    sources.run([w.source for w in wanted], work, channels=channels, threads=threads, progress=second)
 
 
 def _scales(scaled: Sequence[_Wanted], threads: int | None, progress: Progress) -> dict[int, Array]:
@@ -145,14 +82,14 @@ def _scales(scaled: Sequence[_Wanted], threads: int | None, progress: Progress) 
     maxima = [np.zeros(w.result.scale.shape, np.uint32) for w in scaled]  # type: ignore[union-attr]
     channels = [channels_of(w.source.shape, w.result.axis, None) for w in scaled]  # type: ignore[union-attr]
     work = [
-        w.source.job(_address(bits), lib.SL_ABSMAX, k + 1)
+        w.source.job(sources.address(bits), lib.SL_ABSMAX, channels=k + 1)
         for k, (w, bits) in enumerate(zip(scaled, maxima, strict=True))
     ]
-    _run_jobs([w.source for w in scaled], work, channels, threads, progress)
+    sources.run([w.source for w in scaled], work, channels=channels, threads=threads, progress=progress)
     factors = {}
     for w, bits in zip(scaled, maxima, strict=True):
         if (bits >= _INFINITY_BITS).any():
-            _run_jobs([w.source], [w.source.job(0, lib.SL_FINITE)], (), threads, None)  # says where
+            sources.run([w.source], [w.source.job(0, lib.SL_FINITE)], threads=threads)  # says where
         absmax = bits.view(np.float32)
         with np.errstate(divide="ignore", over="ignore"):
             inverse = np.float32(127) / absmax
@@ -218,7 +155,7 @@ def quantize(
     if scheme == INT8 and rounding is not None:
         raise ValueError("rounding is for q4_0: int8 has one")
     jobs.check_threads(threads)
-    source = _in_memory("", x, threads)
+    source = sources.of_reals("", x, threads)
     if axis is not None and axis < 0:
         axis += len(source.shape)
     storage_of(scheme, source.shape, axis)
@@ -240,7 +177,7 @@ def _target(scheme: str, rounding: str | None) -> int:
     return number
 
 
-def _fitting(out: QuantizedTensor, source: _Source, scheme: str, axis: int | None) -> QuantizedTensor:
+def _fitting(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> QuantizedTensor:
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"out must be a QuantizedTensor, not {type(out).__name__}")
     if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
@@ -389,10 +326,10 @@ def _quantize_all(
     threads: int | None,
     progress: Progress,
 ) -> QuantizedDict:
-    tensors = _tensors(given)
-    before = sum(value.size if isinstance(value, _Source) else value.nbytes for value in tensors.values())
+    tensors = sources.tensors(given)
+    before = sum(value.size if isinstance(value, Source) else value.nbytes for value in tensors.values())
     tied = tensors.get(EMBEDDING) if tie_lm_head and HEAD not in tensors else None
-    if isinstance(tied, _Source) and tied.row.floating and rules.plan(HEAD, tied.row, tied.shape).scheme is not None:
+    if isinstance(tied, Source) and tied.row.floating and rules.plan(HEAD, tied.row, tied.shape).scheme is not None:
         tensors[HEAD] = tied._replace(name=HEAD)
     result, quantized, kept = QuantizedDict(), {}, {}
     wanted = []
@@ -423,45 +360,13 @@ def _quantize_all(
     return result
 
 
-def _axis_of(source: _Source, axis: int | None) -> int | None:
+def _axis_of(source: Source, axis: int | None) -> int | None:
     """The axis of a tensor whose elements keep their own scales: of 3 axes at least one for each matrix."""
     if axis is None:
         return 0 if len(source.shape) == 3 else None
     if not -len(source.shape) <= axis < len(source.shape):
-        raise ValueError(f"{_subject(source.name)}axis {axis} is outside the axes of {list(source.shape)}")
+        raise ValueError(f"{subject(source.name)}axis {axis} is outside the axes of {list(source.shape)}")
     return axis % len(source.shape)
-
-
-def _tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, _Source | QuantizedTensor]:
-    """Each tensor as a source, or as what it is if it is quantized already."""
-    if isinstance(given, Checkpoint):
-        return {name: _of_file(given, name, file, index) for name, file, index in given._parts()}
-    return {name: v if isinstance(v, QuantizedTensor) else _of_array(name, v) for name, v in given.items()}
-
-
-def _of_array(name: str, value: Any) -> _Source:
-    array = np.asarray(value)
-    row = dtypes.BY_NAME.get(array.dtype.name)
-    if row is None or row.packed:
-        raise TypeError(f"{_subject(name)}{array.dtype} is no dtype of weights")
-    if row.floating:
-        return _in_memory(name, array, None)
-    kept = np.ascontiguousarray(jobs.native_order(array))
-    return _Source(name, array.shape, row, lib.SL_MEMORY, _address(kept), None, kept)
-
-
-def _of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> _Source | QuantizedTensor:
-    table = file.table
-    row = table.row(index)
-    layout = file.layout(index)
-    if row.blocked or table.scale(index) is not None:
-        value = opened.load([name], backend="pread")[name]
-        assert isinstance(value, QuantizedTensor)
-        return value
-    if layout.strides is not None or layout.big_endian:  # in memory, in C order; rare
-        array: Array = np.ascontiguousarray(opened.load([name], backend="pread")[name])
-        return _of_array(name, array)
-    return _Source(name, table.shape(index), row, file.descriptor, layout.begin, file, opened)
 
 
 # ---- what it cost ----
@@ -527,7 +432,7 @@ def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> Quantizat
         original = original.dequantize()
     if original.shape != quantized.shape:
         raise ValueError(
-            f"{_subject(name)}the original has shape {list(original.shape)}, the quantized one {list(quantized.shape)}"
+            f"{subject(name)}the original has shape {list(original.shape)}, the quantized one {list(quantized.shape)}"
         )
     largest, squares, signal = 0.0, 0.0, 0.0
     for exact, restored in _pieces(original, quantized):

@@ -54,7 +54,7 @@ PYTHON_FLOORS = {
         *("formats.torch_zip", "formats.torch_legacy", "formats.opening", "formats.folder"),
     ],
     4: ["loading", "checkpoint", "handle"],
-    5: ["quantization"],
+    5: ["sources", "quantization"],
     6: ["numpy", "__init__", "cli.text", "cli.info", "cli", "__main__"],
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}

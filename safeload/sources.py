@@ -1,0 +1,147 @@
+"""Tensors as sources of jobs, wherever they are: in an array, in a file, in a checkpoint of any format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import dtypes, jobs
+from ._native import lib
+from .casting import astype
+from .checkpoint import Checkpoint
+from .errors import RangeError
+from .files import Array, WeightFile
+from .jobs import Job, Progress
+from .quantized import QuantizedTensor
+
+_F32 = dtypes.BY_CODE["F32"]
+
+
+class Source(NamedTuple):
+    """Where a tensor's values are, in C order and little-endian: in memory or in a file.
+
+    Attributes:
+        name: for messages; "" for a single array.
+        shape: logical shape.
+        row: row of the dtype table.
+        descriptor: of the file, or ``lib.SL_MEMORY``.
+        offset: in the file, or the address.
+        file: None for memory.
+        owner: keeps memory or file alive.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    row: dtypes.Dtype
+    descriptor: int
+    offset: int
+    file: WeightFile | None
+    owner: Any  # keeps memory alive
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.row.nbytes(math.prod(self.shape))
+
+    def job(self, memory: int, target: int, *, grid: int = 0, channels: int = 0) -> Job:
+        """What moves it to an address, as the dtype numbered ``target``."""
+        return Job(self.descriptor, self.offset, memory, self.size, self.row.number, target, grid, channels)
+
+
+def subject(name: str) -> str:
+    """The tensor as messages begin with it; nothing for a single array."""
+    return f"tensor {name!r}: " if name else ""
+
+
+def of_reals(name: str, x: Any, threads: int | None) -> Source:
+    """An array of real numbers as a source: as it is where the core reads its dtype, else as float32.
+
+    Raises:
+        TypeError: no real numbers.
+    """
+    array = np.asarray(x)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
+        raise TypeError(f"{subject(name)}{array.dtype} holds no real numbers")
+    direct = row is not None and row.floating and not row.packed and array.dtype.isnative
+    if not direct or row is None:
+        row, array = _F32, astype(array, np.float32, threads=threads)
+    elif not array.flags.c_contiguous:
+        array = astype(array, array.dtype, threads=threads)
+    little = jobs.native_order(array)  # the core takes the byte order of files
+    return Source(name, array.shape, row, lib.SL_MEMORY, address(little), None, little)
+
+
+def tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | QuantizedTensor]:
+    """Each tensor as a source, or as what it is if it is quantized already."""
+    if isinstance(given, Checkpoint):
+        return {name: of_file(given, name, file, index) for name, file, index in given._parts()}
+    return {name: v if isinstance(v, QuantizedTensor) else of_array(name, v) for name, v in given.items()}
+
+
+def of_array(name: str, value: Any) -> Source:
+    """An array of any dtype that weights have.
+
+    Raises:
+        TypeError: it has another.
+    """
+    array = np.asarray(value)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    if row is None or row.packed:
+        raise TypeError(f"{subject(name)}{array.dtype} is no dtype of weights")
+    if row.floating:
+        return of_reals(name, array, None)
+    kept = np.ascontiguousarray(jobs.native_order(array))
+    return Source(name, array.shape, row, lib.SL_MEMORY, address(kept), None, kept)
+
+
+def of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | QuantizedTensor:
+    """A tensor of a checkpoint; what is quantized, or not in C order in its file, is read now."""
+    table = file.table
+    row = table.row(index)
+    layout = file.layout(index)
+    if row.blocked or table.scale(index) is not None:
+        value = opened.load([name], backend="pread")[name]
+        assert isinstance(value, QuantizedTensor)
+        return value
+    if layout.strides is not None or layout.big_endian:  # in memory, in C order; rare
+        array: Array = np.ascontiguousarray(opened.load([name], backend="pread")[name])
+        return of_array(name, array)
+    return Source(name, table.shape(index), row, file.descriptor, layout.begin, file, opened)
+
+
+def address(array: Array) -> int:
+    """Address of a contiguous array's first element, 0 where there is none."""
+    return jobs.address_of(array) if array.size else 0
+
+
+def run(
+    sources: Sequence[Source],
+    work: Sequence[Job],
+    *,
+    grids: Sequence[jobs.Grid] = (),
+    channels: Sequence[jobs.Channels] = (),
+    threads: int | None = None,
+    progress: Progress = None,
+) -> None:
+    """Runs jobs, each of the source at its place.
+
+    Raises:
+        RangeError: a value that its target cannot hold, with tensor and index.
+        FormatError: a file ends too early, with its path and the offset.
+        OSError: a file cannot be read.
+    """
+
+    def where(job: int, position: int) -> tuple[str, str | None]:
+        file = sources[job].file
+        return file.path if file is not None else "", f"tensor {sources[job].name!r}"
+
+    try:
+        jobs.run(work, lib.SL_READ, where, grids=grids, channels=channels, threads=threads, progress=progress)
+    except jobs.Refused as refused:
+        source = sources[refused.job]
+        index = [int(k) for k in np.unravel_index(refused.element, source.shape)]
+        raise RangeError(f"{subject(source.name)}element {index} {refused.reason}") from None
