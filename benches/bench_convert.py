@@ -51,10 +51,10 @@ def _race(job: str, path: Path, target: float, table, report) -> None:
         PEER: _as_f32(path),
         "ours with out=": lambda: safeload.numpy.load_file(path, dtype="float32", out=plain),
     }
-    samples = race(sides, ROUNDS, check=_quiet_nans, prepare=prepare(path))
+    samples = race(sides, ROUNDS, check=_quiet_nans, prepare=prepare(path, 2))
     rows = [table.add(job, PEER, Comparison(samples["ours"], samples[PEER]), target=target)]
     rows.append(table.add(f"{job}, out=", PEER, Comparison(samples["ours with out="], samples[PEER])))
-    report(sides["ours"], rows, rounds=3, prepare=prepare(path))
+    report(sides["ours"], rows, rounds=3, prepare=prepare(path, 2))
 
 
 def test_bf16_to_f32_while_loading(llama: Path, table, report) -> None:
@@ -80,9 +80,9 @@ def test_bf16_to_f32_against_torch(llama: Path, table, report) -> None:
         for name, array in ours.items():
             assert np.array_equal(array[..., ::7], theirs[name].numpy()[..., ::7], equal_nan=True), name
 
-    samples = race(sides, ROUNDS, check=check, prepare=prepare(llama))
+    samples = race(sides, ROUNDS, check=check, prepare=prepare(llama, 2))
     row = table.add("load 2.5 GB bf16 as f32", peer, Comparison(samples["ours"], samples[peer]), target=1.5)
-    report(sides["ours"], [row], rounds=3, prepare=prepare(llama))
+    report(sides["ours"], [row], rounds=3, prepare=prepare(llama, 2))
 
 
 def _stream(nbytes: int, workers: int) -> Callable[[], np.ndarray]:

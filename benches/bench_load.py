@@ -26,14 +26,19 @@ ROUNDS = 7
 PEER = "safetensors.numpy.load_file"
 
 
-def prepare(path: Path) -> Callable[[], None]:
-    """The same state before every sample: the file in the page cache, as much memory as a result needs at hand."""
+def prepare(path: Path, widening: int = 1) -> Callable[[], None]:
+    """The same state before every sample: the file in the page cache, as much memory as a result needs at hand.
+
+    Args:
+        path: the file.
+        widening: how many times larger than the file a result is.
+    """
 
     def prepare() -> None:
         if not files.cached(path):
             files.warm(path)
         release()
-        files.settle(int(path.stat().st_size * 1.1))
+        files.settle(int(path.stat().st_size * 1.1 * widening))
         # The caches hold nothing but that memory now, which a load of half a millisecond would pay for.
         time.sleep(0.02)
         for _ in range(20):
