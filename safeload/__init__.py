@@ -24,12 +24,14 @@ from .handle import _safe_open_handle, safe_open
 from .loading import LoadStats
 from .quantization import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
 from .quantized import QuantizedTensor
+from .stacking import Layout, StackedDict, StackedTensor, stack
 from .tensor import TensorInfo, TensorMeta, TensorSpec
 
 __all__ = [
     "Checkpoint",
     "ForbiddenError",
     "FormatError",
+    "Layout",
     "LimitError",
     "LoadStats",
     "QuantizationError",
@@ -38,6 +40,8 @@ __all__ = [
     "RangeError",
     "SafeloadError",
     "SafetensorError",
+    "StackedDict",
+    "StackedTensor",
     "TensorInfo",
     "TensorMeta",
     "TensorNotFoundError",
@@ -56,4 +60,5 @@ __all__ = [
     "serialize",
     "serialize_file",
     "show_config",
+    "stack",
 ]

@@ -46,16 +46,28 @@ for _stem in ("kernel_avx2", "kernel_avx512", "quant_avx2", "quant_avx512"):
 PYTHON_FLOORS = {
     0: ["_version", "errors"],
     1: ["_native"],
-    2: ["dtypes", "tensor", "files", "jobs", "slicing", "writer", "casting", "quantized", "strided", "configuration"],
+    2: [
+        "dtypes",
+        "tensor",
+        "files",
+        "jobs",
+        "slicing",
+        "writer",
+        "casting",
+        "quantized",
+        "strided",
+        "lazy",
+        "configuration",
+    ],
     3: [
         *("formats", "formats.sniffing", "formats.safetensors", "formats.quantized"),
         *("formats.pickle_machine", "formats.pickle_opcodes", "formats.unpickler"),
         *("formats.torch_globals", "formats.flattening", "formats.torch_tensors"),
-        *("formats.torch_zip", "formats.torch_legacy", "formats.opening", "formats.folder"),
+        *("formats.torch_zip", "formats.torch_legacy", "formats.moon", "formats.opening", "formats.folder"),
     ],
     4: ["loading", "checkpoint", "handle"],
-    5: ["sources", "quantization"],
-    6: ["numpy", "__init__", "cli.text", "cli.info", "cli", "__main__"],
+    5: ["sources", "quantization", "stacking"],
+    6: ["numpy", "moon", "layouts", "__init__", "cli.text", "cli.info", "cli", "__main__"],
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}
 

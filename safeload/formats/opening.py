@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from ..errors import FormatError, UnsupportedError
 from ..files import WeightFile, open_descriptor
+from ..tensor import ListedTable
 from . import safetensors, sniffing
 
-SAFETENSORS, TORCH_ZIP, TORCH_LEGACY = "safetensors", "torch zip", "torch legacy"
+SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, MOON = "safetensors", "torch zip", "torch legacy", "moon"
 
 # What `format=` insists on, and the formats that it means.
 FORMATS = {
@@ -16,7 +17,11 @@ FORMATS = {
     "torch": (TORCH_ZIP, TORCH_LEGACY),
     TORCH_ZIP: (TORCH_ZIP,),
     TORCH_LEGACY: (TORCH_LEGACY,),
+    MOON: (MOON,),
 }
+
+
+_ABLE = "safetensors, torch checkpoints and MOON"
 
 
 class Wanted(NamedTuple):
@@ -66,8 +71,8 @@ def open_file(path: str, wanted: Wanted) -> Opened:
             head = sniffing.read_head(path)
             if wanted.formats is not None or sniffing.is_safetensors(head):
                 raise
-            if not sniffing.is_torch(head):
-                _refuse(path, head, "safetensors and torch checkpoints")
+            if _format_of(head) is None:
+                _refuse(path, head, _ABLE)
                 raise
         else:
             if wanted.root is not None:
@@ -76,26 +81,43 @@ def open_file(path: str, wanted: Wanted) -> Opened:
             return Opened(SAFETENSORS, file)
     file = open_descriptor(path)
     try:
-        return _open_torch(path, file, wanted)
+        head = file.read_at(0, sniffing.HEAD_SIZE)
+        format = _format_of(head)
+        if format is None:
+            _refuse(path, head, _ABLE, whatever=True)
+        elif wanted.formats is not None and format not in wanted.formats:
+            raise FormatError(f"this is {sniffing.describe(head)}, not {wanted.formats[0]}", path, 0)
+        else:
+            file.table = _read_table(format, file, wanted)
+            return Opened(format, file)
     except BaseException:
         file.close()
         raise
+    raise AssertionError("a file is opened or refused")
 
 
-def _open_torch(path: str, file: WeightFile, wanted: Wanted) -> Opened:
-    head = file.read_at(0, sniffing.HEAD_SIZE)
-    if not sniffing.is_torch(head):
-        _refuse(path, head, "torch checkpoints", whatever=True)
-    format = TORCH_ZIP if sniffing.is_zip(head) else TORCH_LEGACY
-    if wanted.formats is not None and format not in wanted.formats:
-        raise FormatError(f"this is {sniffing.describe(head)}, not {wanted.formats[0]}", path, 0)
-    # Only here: what these import takes milliseconds that every import would pay.
+def _format_of(head: bytes) -> str | None:
+    """Which of the formats that are read in Python a file is, by its first bytes."""
+    if sniffing.is_moon(head):
+        return MOON
+    if sniffing.is_torch(head):
+        return TORCH_ZIP if sniffing.is_zip(head) else TORCH_LEGACY
+    return None
+
+
+def _read_table(format: str, file: WeightFile, wanted: Wanted) -> ListedTable:
+    # What these import takes milliseconds that every import would pay.
+    if format == MOON:
+        from . import moon
+
+        if wanted.root is not None:
+            raise UnsupportedError(f"{file.path}: root= selects a nested container, and MOON has none")
+        return moon.read_table(file)
     from . import torch_legacy, torch_zip
     from .torch_tensors import Options
 
     read = torch_zip.read_table if format == TORCH_ZIP else torch_legacy.read_table
-    file.table = read(file, Options(wanted.root, wanted.inert))
-    return Opened(format, file)
+    return read(file, Options(wanted.root, wanted.inert))
 
 
 def _refuse(path: str, head: bytes, able: str, *, whatever: bool = False) -> None:

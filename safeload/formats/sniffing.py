@@ -20,6 +20,7 @@ _FOREIGN = (
     ),
     (257, b"ustar", "a tar archive: unpack it first"),
     (0, b"GGUF", "a GGUF file"),
+    (0, b"NOOM", "a MOON file"),
     (0, b"PK\x03\x04", "a zip archive (torch checkpoint or npz)"),
     *((0, bytes((0x80, protocol)), "a pickle (legacy torch checkpoint)") for protocol in range(2, 6)),
 )
@@ -40,6 +41,11 @@ def is_zip(head: bytes) -> bool:
 def is_torch(head: bytes) -> bool:
     """Whether the first bytes could be those of a torch checkpoint: a zip archive, or a pickle of protocol 2 to 5."""
     return is_zip(head) or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5)
+
+
+def is_moon(head: bytes) -> bool:
+    """Whether the first bytes are those of a MOON file."""
+    return head[:4] == b"NOOM"
 
 
 def describe(head: bytes) -> str | None:

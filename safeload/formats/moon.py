@@ -1,0 +1,163 @@
+"""The MOON format, f16 tensors that an engine reads with a loop. Little-endian.
+
+1. u32 magic 0x4D4F4F4E ("NOOM" in the file), u32 version 2
+2. to the end of the file, per tensor:
+   u32 bytes of the name, u32 number of dims, u32 number of elements,
+   the name in UTF-8, the dims as u64, the elements as f16
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import dtypes, jobs
+from ..errors import FormatError, SafeloadError, UnsupportedError
+from ..files import PathLike, WeightFile
+from ..lazy import Lazy, materialize
+from ..tensor import ListedTable, Listing
+from ..writer import AtomicFile
+
+MAGIC = 0x4D4F4F4E
+VERSION = 2
+
+# The format's own: its first reader holds names and dims in arrays of this length.
+MAX_NAME = 256
+MAX_DIMS = 4
+# The number of elements is a u32.
+MAX_ELEMENTS = (1 << 32) - 1
+
+_HEAD = struct.Struct("<II")
+_ENTRY = struct.Struct("<III")
+_F16 = dtypes.BY_CODE["F16"]
+
+
+# ---- read ----
+
+
+class _Reader:
+    """Reads entries one after the other; a fault is reported with the byte where it lies."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self._file = file
+        self.position = 0
+
+    def take(self, size: int, what: str) -> bytes:
+        data = self._file.read_at(self.position, size)
+        if len(data) < size:
+            raise self.fault(f"{what} needs {size} bytes, but the file ends after {len(data)} of them")
+        self.position += size
+        return data
+
+    def fault(self, message: str, position: int | None = None) -> FormatError:
+        return FormatError(message, self._file.path, self.position if position is None else position)
+
+
+def read_table(file: WeightFile) -> ListedTable:
+    """The tensors of an open file, in its order.
+
+    Raises:
+        FormatError: it breaks the format, with the byte where it does.
+    """
+    reader = _Reader(file)
+    magic, version = _HEAD.unpack(reader.take(_HEAD.size, "the MOON header"))
+    if magic != MAGIC:
+        raise reader.fault(f"magic is {magic:#010x}, but MOON's is {MAGIC:#010x}", 0)
+    if version != VERSION:
+        raise reader.fault(f"version is {version}, but only {VERSION} is known", 4)
+    listings: dict[str, Listing] = {}
+    while reader.position < file.size:
+        begin = reader.position
+        entry = _read_entry(reader, file.size)
+        if entry.name in listings:
+            raise reader.fault(f"tensor {entry.name!r} is there twice", begin)
+        listings[entry.name] = entry
+    return ListedTable(list(listings.values()))
+
+
+def _read_entry(reader: _Reader, file_size: int) -> Listing:
+    begin = reader.position
+    name_size, rank, count = _ENTRY.unpack(reader.take(_ENTRY.size, "the head of a tensor"))
+    if not 1 <= name_size <= MAX_NAME:
+        raise reader.fault(f"a name of {name_size} bytes, but MOON has 1 to {MAX_NAME}", begin)
+    if rank > MAX_DIMS:
+        raise reader.fault(f"a tensor of {rank} dims, but MOON has at most {MAX_DIMS}", begin + 4)
+    raw = reader.take(name_size, "a name")
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError as error:
+        raise reader.fault(f"a name is not UTF-8: {error.reason}", begin + _ENTRY.size + error.start) from None
+    shape = struct.unpack(f"<{rank}Q", reader.take(8 * rank, f"tensor {name!r}: the dims"))
+    product = math.prod(shape)
+    if product != count:
+        hint = ": it looks like a byte count" if count == 2 * product else ""
+        raise reader.fault(
+            f"tensor {name!r}: {count} elements, but the product of {list(shape)} is {product}{hint}", begin + 8
+        )
+    end = reader.position + 2 * count
+    if end > file_size:
+        left = file_size - reader.position
+        raise reader.fault(f"tensor {name!r}: F16 {list(shape)} needs {2 * count} bytes, but {left} are left")
+    if any(dim >= 1 << 63 for dim in shape):  # beside a dim of zero
+        raise reader.fault(f"tensor {name!r}: no array can have the shape {list(shape)}", begin + 12 + name_size)
+    listing = Listing(name, _F16, shape, reader.position, end)
+    reader.position = end
+    return listing
+
+
+# ---- write ----
+
+
+def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
+    """Writes a MOON file in the order of ``tensors``; see `safeload.moon.save_file`."""
+    tensors = {name: np.asarray(v) if isinstance(v, np.generic) else v for name, v in tensors.items()}
+    heads = [_entry(name, value) for name, value in tensors.items()]
+    size = _HEAD.size + sum(
+        len(head) + 2 * math.prod(value.shape) for head, value in zip(heads, tensors.values(), strict=True)
+    )
+    with AtomicFile(path, size, overwrite=overwrite, durable=durable) as file:
+        _write(file, _HEAD.pack(MAGIC, VERSION))
+        for head, value in zip(heads, tensors.values(), strict=True):
+            _write(file, head)
+            array = np.ascontiguousarray(materialize(value), "<f2")
+            if array.size:
+                file.write([(jobs.address_of(array), array.nbytes)])
+            del array  # before the next one is made
+
+
+def _write(file: AtomicFile, data: bytes) -> None:
+    array = np.frombuffer(data, np.uint8)
+    file.write([(jobs.address_of(array), array.nbytes)])
+
+
+def _entry(name: Any, value: Any) -> bytes:
+    """What stands before a tensor's elements.
+
+    Raises:
+        TypeError: a name is no str, a value no array.
+        UnsupportedError: not float16.
+        SafeloadError: what the format does not have.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
+    if not isinstance(value, (np.ndarray, Lazy)):
+        raise UnsupportedError(
+            f'tensor {name!r} is a {type(value).__name__}; MOON holds float16 arrays: pass dtype="float16"'
+        )
+    if value.dtype.newbyteorder("=") != np.float16:
+        raise UnsupportedError(f'tensor {name!r} is {value.dtype.name}; MOON holds only float16: pass dtype="float16"')
+    raw = name.encode()
+    count = math.prod(value.shape)
+    if not 1 <= len(raw) <= MAX_NAME:
+        raise SafeloadError(f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but MOON has 1 to {MAX_NAME}")
+    if len(value.shape) > MAX_DIMS:
+        raise SafeloadError(f"tensor {name!r} has {len(value.shape)} dims, but MOON has at most {MAX_DIMS}")
+    if count > MAX_ELEMENTS:
+        raise SafeloadError(
+            f"tensor {name!r} has {count} elements, but MOON counts them in 32 bits: at most {MAX_ELEMENTS}"
+        )
+    return _ENTRY.pack(len(raw), len(value.shape), count) + raw + struct.pack(f"<{len(value.shape)}Q", *value.shape)

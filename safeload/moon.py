@@ -1,0 +1,37 @@
+"""MOON files: f16 tensors that an engine reads with a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .checkpoint import load
+from .files import Array, PathLike
+from .formats import moon
+
+__all__ = ["load_file", "save_file"]
+
+
+def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
+    """Writes a MOON file (version 2) in the order of ``tensors``, atomically.
+
+    Args:
+        tensors: name (1 to 256 bytes of UTF-8) to float16 array of at most 4 dims and 2^32 - 1 elements.
+        path: see `safeload.numpy.save_file`.
+        overwrite: False to raise FileExistsError where something exists.
+        durable: False to leave out the fsync of file and folder, nothing else.
+
+    Raises:
+        UnsupportedError: an array that is not float16; `safeload.astype` converts.
+        SafeloadError: a name, a shape or a size that the format does not have.
+        OSError: the file cannot be written; the old one is still there.
+    """
+    moon.save(tensors, path, overwrite=overwrite, durable=durable)
+
+
+def load_file(path: PathLike) -> dict[str, Array]:
+    """The tensors of a MOON file, as float16, in its order; `safeload.open` has more.
+
+    Raises:
+        FormatError: the file breaks its format, with the byte where it does.
+    """
+    return load(path, format="moon")

@@ -1,0 +1,381 @@
+"""Layers stacked into one tensor for each kind of weight, transposed where an engine wants it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import checkpoint as checkpoints
+from . import dtypes, jobs, sources
+from .casting import target_array
+from .checkpoint import Checkpoint
+from .errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from .files import Array, PathLike
+from .jobs import Grid, Job, Progress
+from .loading import parse_target
+from .quantized import QuantizedTensor
+from .sources import Source
+
+_LAYER = "{}"
+
+
+@dataclass(frozen=True)
+class StackedTensor:
+    """One tensor of a `Layout`.
+
+    Attributes:
+        name: what it is called in the result.
+        source: where it comes from: the name of a tensor, or one with ``{}`` where the number of the layer stands; then
+            the result is [layers, ...].
+        transpose: whether each layer (a matrix) is transposed.
+
+    Raises:
+        ValueError: ``{}`` is there twice.
+    """
+
+    name: str
+    source: str
+    transpose: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value in (("name", self.name), ("source", self.source)):
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{what} must be a text that is not empty, not {value!r}")
+        if not isinstance(self.transpose, bool):
+            raise ValueError(f"{self.name!r}: transpose must be true or false, not {self.transpose!r}")
+        if self.source.count(_LAYER) > 1:
+            raise ValueError(f"{self.name!r}: {self.source!r} has more than one place for a layer's number")
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it has a layer axis."""
+        return _LAYER in self.source
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an engine wants its weights to look like: its tensors, in the order of the result.
+
+    Attributes:
+        name: of the layout.
+        tensors: what is in it.
+
+    Raises:
+        ValueError: a name is there twice.
+
+    Example:
+        >>> Layout("tiny", [StackedTensor("ffn", "layers.{}.mlp.weight", transpose=True)]).tensors[0].stacked
+        True
+    """
+
+    name: str
+    tensors: Sequence[StackedTensor]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        names = [tensor.name for tensor in self.tensors]
+        twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
+        if twice is not None:
+            raise ValueError(f"layout {self.name!r}: {twice!r} is there twice")
+
+    @classmethod
+    def from_json(cls, source: PathLike | Mapping[str, Any]) -> Layout:
+        """A layout from a JSON file, or from what such a file holds.
+
+        ``{"name": "tiny", "tensors": [{"name": "ffn", "source": "layers.{}.mlp.weight", "transpose": true}, ...]}``
+
+        Raises:
+            FormatError: it is no such JSON.
+            OSError: the file cannot be read.
+        """
+        path = None if isinstance(source, Mapping) else os.fspath(source)
+        content = source if isinstance(source, Mapping) else _read_json(os.fspath(source))
+        entries = content.get("tensors")
+        if not isinstance(content.get("name"), str) or not isinstance(entries, list) or content.keys() - _FIELDS:
+            raise FormatError('a layout is {"name": text, "tensors": [...]}', path)
+        tensors = []
+        for k, entry in enumerate(entries):
+            if (
+                not isinstance(entry, Mapping)
+                or entry.keys() - _TENSOR_FIELDS
+                or not {"name", "source"} <= entry.keys()
+            ):
+                raise FormatError(f'tensors[{k}] must be {{"name": text, "source": text, "transpose": bool}}', path)
+            try:
+                tensors.append(StackedTensor(**entry))
+            except ValueError as error:
+                raise FormatError(f"tensors[{k}]: {error}", path) from None
+        try:
+            return cls(content["name"], tensors)
+        except ValueError as error:
+            raise FormatError(str(error), path) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` takes, for ``json.dump``."""
+        return {
+            "name": self.name,
+            "tensors": [{"name": t.name, "source": t.source, "transpose": t.transpose} for t in self.tensors],
+        }
+
+
+_FIELDS = {"name", "tensors"}
+_TENSOR_FIELDS = {"name", "source", "transpose"}
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    from pathlib import Path  # only here: what follows takes milliseconds that every import would pay
+
+    from .formats.folder import read_json
+
+    content: dict[str, Any] = read_json(Path(path), "the layout")
+    return content
+
+
+class StackedDict(dict[str, Array]):
+    """Name to stacked array, in the order of the layout.
+
+    Attributes:
+        left_out: names of tensors that no entry of the layout named.
+    """
+
+    left_out: tuple[str, ...] = ()
+
+
+# What is known of a tensor before it is read: row of the dtype table, shape, whether it is quantized.
+class _Known(NamedTuple):
+    row: dtypes.Dtype
+    shape: tuple[int, ...]
+    quantized: bool
+
+
+class Stack(NamedTuple):
+    """One tensor of the result, planned.
+
+    Attributes:
+        entry: of the layout.
+        names: of its layers, in order; the one tensor where there is no layer axis.
+        layer: shape of a layer in the source.
+        shape: of the result.
+        row: dtype of the result.
+    """
+
+    entry: StackedTensor
+    names: list[str]
+    layer: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: dtypes.Dtype
+
+
+def stack(
+    source: PathLike | Checkpoint | Mapping[str, Any],
+    layout: Layout,
+    *,
+    dtype: Any = None,
+    out: Mapping[str, Array] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> StackedDict:
+    """The tensors of a checkpoint as a layout wants them, read, converted, transposed and placed in one pass.
+
+    Args:
+        source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
+        layout: what to make; see `safeload.layouts`.
+        dtype: what floating tensors become; None for what they are. Quantized tensors need one.
+        out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get; all are checked before
+            the first byte is written.
+        threads: None for what helps.
+        progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+
+    Returns:
+        Name to array in the order of the layout; what was not named is its ``left_out``.
+
+    Raises:
+        TensorNotFoundError: a source that is missing, or a hole in the layers, with layer and tensor.
+        SafeloadError: layers of different shape or dtype, with the names of two.
+        UnsupportedError: a transposed tensor that is no matrix, or no such conversion.
+        ValueError: an array of ``out`` that does not fit.
+        FormatError, OSError: see `safeload.open`.
+    """
+    if not isinstance(source, Mapping):
+        with checkpoints.open(source) as opened:
+            return stack(opened, layout, dtype=dtype, out=out, threads=threads, progress=progress)
+    jobs.check_threads(threads)
+    plans = plan(source, layout, dtype)
+    result = StackedDict()
+    unknown = sorted(set(out or ()) - {p.entry.name for p in plans})
+    if unknown:
+        raise ValueError(f"out: {unknown[0]!r} is no tensor of this layout")
+    for planned in plans:
+        wanted = dtypes.array_dtype(planned.row.number)
+        name = planned.entry.name
+        if out is not None and name not in out:
+            raise ValueError(f"out: no array for {name!r}")
+        try:
+            result[name] = target_array(planned.shape, wanted, None if out is None else out[name])
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+    fill(source, [(planned, result[planned.entry.name]) for planned in plans], threads=threads, progress=progress)
+    named = {name for planned in plans for name in planned.names}
+    result.left_out = tuple(name for name in source if name not in named)
+    return result
+
+
+# ---- plan ----
+
+
+def plan(source: Checkpoint | Mapping[str, Any], layout: Layout, dtype: Any) -> list[Stack]:
+    """What `fill` is to make, every name and shape checked.
+
+    Raises:
+        TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
+    """
+    target = parse_target(dtype)
+    known = dict(_known(source))
+    counts = _layer_counts(known, layout)
+    return [_plan_one(entry, known, counts, target) for entry in layout.tensors]
+
+
+def _known(source: Checkpoint | Mapping[str, Any]) -> Iterator[tuple[str, _Known]]:
+    if isinstance(source, Checkpoint):
+        for name, file, index in source._parts():
+            table = file.table
+            row = table.row(index)
+            yield name, _Known(row, table.shape(index), row.blocked or table.scale(index) is not None)
+        return
+    for name, value in source.items():
+        if isinstance(value, QuantizedTensor):
+            row = dtypes.BLOCK_TYPES.get(value.scheme, dtypes.BY_CODE["I8"])
+            yield name, _Known(row, value.shape, True)
+        else:
+            array = np.asarray(value)
+            yield name, _Known(dtypes.of_array(array, name), array.shape, False)
+
+
+def _layer_counts(known: Mapping[str, _Known], layout: Layout) -> dict[str, int]:
+    """Layers for each text before ``{}``: one more than the largest number that any entry finds."""
+    counts: dict[str, int] = {}
+    for entry in layout.tensors:
+        if entry.stacked:
+            prefix, suffix = entry.source.split(_LAYER)
+            pattern = re.compile(re.escape(prefix) + r"(0|[1-9][0-9]{0,8})" + re.escape(suffix), re.ASCII)
+            found = [int(match[1]) for name in known if (match := pattern.fullmatch(name))]
+            counts[prefix] = max(counts.get(prefix, 0), *(k + 1 for k in found), 0)
+    return counts
+
+
+def _plan_one(
+    entry: StackedTensor, known: Mapping[str, _Known], counts: Mapping[str, int], target: dtypes.Dtype | None
+) -> Stack:
+    names = [entry.source]
+    if entry.stacked:
+        prefix, suffix = entry.source.split(_LAYER)
+        count = counts[prefix]
+        names = [f"{prefix}{k}{suffix}" for k in range(count)]
+        if not any(name in known for name in names):
+            raise TensorNotFoundError(f"{entry.name!r}: no tensor is called {entry.source!r} with a layer's number")
+        for k, name in enumerate(names):
+            if name not in known:
+                raise TensorNotFoundError(
+                    f"{entry.name!r}: layer {k} of {count} is missing: there is no tensor {name!r}"
+                )
+    elif entry.source not in known:
+        raise TensorNotFoundError(f"{entry.name!r}: there is no tensor {entry.source!r}")
+    first = known[names[0]]
+    for name in names[1:]:
+        if known[name].shape != first.shape:
+            shape = list(known[name].shape)
+            raise SafeloadError(f"{entry.name!r}: {names[0]!r} has shape {list(first.shape)}, but {name!r} has {shape}")
+    rows = [_result_row(name, known[name], target) for name in names]
+    for name, row in zip(names, rows, strict=True):
+        if row is not rows[0]:
+            raise SafeloadError(
+                f"{entry.name!r}: {names[0]!r} is {rows[0].name}, but {name!r} is {row.name}: pass dtype="
+            )
+    layer = first.shape
+    if entry.transpose:
+        if len(layer) != 2:
+            raise UnsupportedError(
+                f"{entry.name!r}: {names[0]!r} has shape {list(layer)}: only matrices are transposed"
+            )
+        layer = layer[::-1]
+    return Stack(entry, names, first.shape, (len(names), *layer) if entry.stacked else layer, rows[0])
+
+
+def _result_row(name: str, known: _Known, target: dtypes.Dtype | None) -> dtypes.Dtype:
+    if target is not None and (known.row.floating or known.quantized):
+        return target
+    if known.quantized or known.row.packed:
+        raise UnsupportedError(f"tensor {name!r} is {known.row.name}: pass a dtype= to stack its values")
+    return known.row
+
+
+# ---- fill ----
+
+
+def fill(
+    source: Checkpoint | Mapping[str, Any],
+    wanted: Sequence[tuple[Stack, Array]],
+    *,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> None:
+    """Fills C-contiguous arrays with what is planned, all in one run.
+
+    Raises:
+        FormatError, OSError: a file cannot be read.
+    """
+    parts = _parts(source)
+    used: list[Source] = []
+    work: list[Job] = []
+    grids: list[Grid] = []
+    for planned, array in wanted:
+        size = math.prod(planned.layer) * array.dtype.itemsize
+        number = 0
+        for k, name in enumerate(planned.names):
+            origin = parts(name, planned.row)
+            if origin.size == 0:
+                continue
+            if planned.entry.transpose and number == 0:
+                rows, columns = planned.layer
+                element, item = origin.row.block_bytes, array.dtype.itemsize
+                grids.append(Grid(rows, columns, (columns * element, element, item, rows * item)))
+                number = len(grids)
+            if number and grids[number - 1].strides[1] != origin.row.block_bytes:  # layers of different dtypes
+                element = origin.row.block_bytes
+                grids.append(grids[number - 1]._replace(strides=(columns * element, element, item, rows * item)))
+                number = len(grids)
+            used.append(origin)
+            work.append(origin.job(jobs.address_of(array) + k * size, planned.row.number, grid=number))
+    sources.run(used, work, grids=grids, threads=threads, progress=progress)
+    for _, array in wanted:
+        restored = jobs.native_order(array)
+        if restored is not array:  # only where bytes had to be swapped
+            array[...] = restored
+
+
+def _parts(source: Checkpoint | Mapping[str, Any]) -> Any:
+    """A function from a name to a source that jobs can convert to a row."""
+
+    def of_value(name: str, value: Any, row: dtypes.Dtype) -> Source:
+        if isinstance(value, QuantizedTensor):
+            value = value.dequantize(dtypes.element_dtype(row.number))
+        return sources.of_array(name, value)
+
+    if not isinstance(source, Checkpoint):
+        return lambda name, row: of_value(name, source[name], row)
+    places = {name: (file, index) for name, file, index in source._parts()}
+
+    def find(name: str, row: dtypes.Dtype) -> Source:
+        found = sources.of_file(source, name, *places[name])
+        if isinstance(found, Source) and not found.row.packed:
+            return found
+        value = found if isinstance(found, QuantizedTensor) else source.load([name], dtype=row.name)[name]
+        return of_value(name, value, row)
+
+    return find
