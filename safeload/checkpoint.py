@@ -121,6 +121,14 @@ class Checkpoint(Mapping[str, Value]):
         return sum(sizes[file][index] for file, index in self._where.values())
 
     @property
+    def named_globals(self) -> dict[str, bool]:
+        """Classes and functions that the pickles of a torch checkpoint name, and whether each is on the harmless list.
+
+        Empty for other formats. Only ``unknown_globals="inert"`` lets any be off the list.
+        """
+        return {name: harmless for file in self._open for name, harmless in file.table.named_globals.items()}
+
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """What is known of each tensor, by name."""
         if self._tensors is None:

@@ -81,10 +81,12 @@ class WeightFile:
         if size == 0:
             return b""
         memory = ffi.new("char[]", size)
-        error = Error()
-        status = short.sl_file_read(self.descriptor, offset, pointer(memory), size, pointer(error))
-        check(status, error, self.path)
-        return bytes(ffi.buffer(memory, size))
+        if short.sl_file_read(self.descriptor, offset, pointer(memory), size, None) != lib.SL_OK:
+            error = Error()  # once more, to hear why
+            status = short.sl_file_read(self.descriptor, offset, pointer(memory), size, pointer(error))
+            check(status, error, self.path)
+        data: bytes = ffi.unpack(memory, size)
+        return data
 
     @property
     def descriptor(self) -> int:

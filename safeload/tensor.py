@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from . import dtypes
@@ -133,11 +134,13 @@ class Table:
             `big_endian` and `together` say what it is.
         big_endian: whether the bytes of elements are in that order.
         quantized: whether a tensor may be in blocks, or int8 with a scale.
+        named_globals: what a pickle in the file names, and whether it is on the list of harmless globals.
     """
 
     shaped = False
     big_endian = False
     quantized = False
+    named_globals: Mapping[str, bool] = MappingProxyType({})
 
     def __init__(self, handle: Any) -> None:
         self._address = pointer(handle)
@@ -324,10 +327,16 @@ class ListedTable(Table):
             them.
         metadata: whatever else the file says.
         big_endian: whether the bytes of elements are in that order.
+        named_globals: see `Table`.
     """
 
     def __init__(
-        self, tensors: Sequence[Listing], metadata: dict[str, Any] | None = None, *, big_endian: bool = False
+        self,
+        tensors: Sequence[Listing],
+        metadata: dict[str, Any] | None = None,
+        *,
+        big_endian: bool = False,
+        named_globals: Mapping[str, bool] | None = None,
     ) -> None:
         self.count = len(tensors)
         self.big_endian = big_endian
@@ -340,6 +349,7 @@ class ListedTable(Table):
         self._scales = [tensor.scale for tensor in tensors]
         self.quantized = any(row.blocked for row in self._rows) or any(self._scales)
         self._metadata = metadata
+        self.named_globals = named_globals or {}
         self._groups = _overlapping(self._ranges)
         self.shaped = big_endian or bool(self._groups) or any(strides is not None for strides in self._strides)
 

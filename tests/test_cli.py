@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from torch_build import Call, Ref, Storage, tensor, zip_file
 
 import safeload
 from safeload.cli import main
@@ -189,3 +190,43 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path):
     assert "20,000 tensors" in done.stdout
     assert done.stdout.count("\n") == 1
     assert done.stderr == ""
+
+
+def test_info_of_a_torch_checkpoint(data, tmp_path, capsys):
+    path = data / "torch" / "checkpoint.pt"
+    status, out, _ = run(capsys, "info", path)
+    assert status == 0
+    assert "torch zip, 5 tensors" in out
+    assert "epoch: 42" in out
+    assert "  torch._utils._rebuild_tensor_v2\n" in out
+    status, out, _ = run(capsys, "info", path, "--json", "--root", "model_state_dict")
+    found = json.loads(out)
+    assert found["format"] == "torch zip"
+    assert found["globals"]["torch.FloatStorage"] is True
+    assert found["metadata"] == {"epoch": 42, "loss": 0.123}
+    assert next(iter(found["tensors"]))["name"] == "fc1.weight"
+    status, _, err = run(capsys, "info", path, "--root", "nothing")
+    assert status == 1
+    assert "those with tensors are model_state_dict" in err
+
+
+def test_info_of_a_suspicious_file(tmp_path, capsys):
+    evil = Call(Ref("os", "system"), "touch marker")
+    value = {
+        "w": tensor(Storage("0", np.zeros(2, np.float32))),
+        "evil": evil,
+        "odd": {(1, 2): {3}, b"k": b"\xff", 1: float("nan"), "t": (1, None)},
+    }
+    path = tmp_path / "evil.pt"
+    path.write_bytes(zip_file(value, protocol=4))
+    status, out, err = run(capsys, "info", path)
+    assert (status, out) == (1, "")
+    assert "off the list of harmless ones: os.system" in err
+    status, out, _ = run(capsys, "info", path, "--unknown-globals", "inert")
+    assert status == 0
+    assert "  os.system  off the list, kept inert\n" in out
+    _, out, _ = run(capsys, "info", path, "--unknown-globals", "inert", "--json")
+    found = json.loads(out)
+    assert found["globals"]["os.system"] is False
+    assert found["metadata"]["odd"] == {"(1, 2)": [3], "b'k'": "ff", "1": "nan", "t": [1, None]}
+    assert found["metadata"]["evil"] == {"<global>": "os.system", "<args>": ["touch marker"]}

@@ -11,7 +11,7 @@ from typing import Any
 from .. import checkpoint
 from ..checkpoint import Checkpoint
 from ..tensor import TensorInfo
-from .text import clip, printable, size, table, width
+from .text import clip, jsonable, printable, size, table, width
 
 # With more tensors than this the table shows the first ones; --all shows every row.
 _ROWS = 100
@@ -19,6 +19,7 @@ _ROWS = 100
 _EPILOG = """examples:
   safeload info model.safetensors
   safeload info Llama-3.2-1B/
+  safeload info lightning.ckpt --unknown-globals inert --root state_dict
   safeload info model.safetensors --json | jq '.tensors[] | select(.dtype == "BF16") | .name'
 
 Exit status: 0 good, 1 the file is bad or cannot be read, 2 wrong usage."""
@@ -30,19 +31,28 @@ def register(commands: Any) -> None:
         "info",
         help="what is in a file or a folder",
         description="Lists the tensors of a weight file, a folder or an index.json without reading them: name, dtype, "
-        "shape and size, totals per dtype, metadata.",
+        "shape and size, totals per dtype, metadata; of a torch checkpoint also the classes and functions that its "
+        "pickle names, none of which is imported or called.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", metavar="PATH", help="a weight file, a folder of them or an index.json")
     parser.add_argument("--all", action="store_true", help=f"every tensor, also when there are more than {_ROWS}")
+    parser.add_argument("--root", metavar="NAME", help="only the tensors in this nested dict of a torch checkpoint")
+    parser.add_argument(
+        "--unknown-globals",
+        choices=("refuse", "inert"),
+        default="refuse",
+        help="a torch checkpoint that names classes or functions off the list of harmless ones: refuse it (default), "
+        "or keep them as inert placeholders and list the tensors around them",
+    )
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints what is in ``options.path``; returns the exit status."""
-    with checkpoint.open(options.path) as opened:
+    with checkpoint.open(options.path, root=options.root, unknown_globals=options.unknown_globals) as opened:
         if options.json:
             print(json.dumps(_as_json(opened), indent=1))
         else:
@@ -72,7 +82,8 @@ def _as_json(opened: Checkpoint) -> dict[str, Any]:
     return {
         "format": opened.format,
         "files": [{"path": path, "nbytes": os.path.getsize(path)} for path in opened.files],
-        "metadata": opened.metadata,
+        "metadata": jsonable(opened.metadata),
+        "globals": opened.named_globals,
         "tensor_count": len(opened),
         "parameters": sum(elements for _, elements, _ in totals.values()),
         "nbytes": opened.nbytes,
@@ -97,8 +108,13 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
         yield ""
         yield "metadata"
         for key, value in opened.metadata.items():
-            text = value if isinstance(value, str) else json.dumps(value)
+            text = value if isinstance(value, str) else json.dumps(jsonable(value))
             yield "  " + clip(printable(f"{key}: {text}"), columns - 2)
+    if opened.named_globals:
+        yield ""
+        yield "globals that the pickle names (nothing is imported or called)"
+        for name, harmless in list(opened.named_globals.items())[:_ROWS]:
+            yield "  " + clip(printable(name), columns - 30) + ("" if harmless else "  off the list, kept inert")
     totals = _per_dtype(opened)
     if totals:
         yield ""

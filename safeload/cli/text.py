@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -11,6 +13,21 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def printable(text: str) -> str:
     """Text from a file with everything escaped that a terminal would obey instead of show."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def jsonable(value: Any) -> Any:
+    """What metadata holds as what JSON has: keys as text, tuples and sets as lists, bytes as hexadecimal digits."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((jsonable(item) for item in value), key=repr)
+    if isinstance(value, (bytes, bytearray)):
+        return value.hex()
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
 
 
 def size(nbytes: int) -> str:

@@ -113,11 +113,13 @@ def _read_table(format: str, file: WeightFile, wanted: Wanted) -> ListedTable:
         if wanted.root is not None:
             raise UnsupportedError(f"{file.path}: root= selects a nested container, and MOON has none")
         return moon.read_table(file)
-    from . import torch_legacy, torch_zip
+    if format == TORCH_ZIP:
+        from .torch_zip import read_table
+    else:
+        from .torch_legacy import read_table
     from .torch_tensors import Options
 
-    read = torch_zip.read_table if format == TORCH_ZIP else torch_legacy.read_table
-    return read(file, Options(wanted.root, wanted.inert))
+    return read_table(file, Options(wanted.root, wanted.inert))
 
 
 def _refuse(path: str, head: bytes, able: str, *, whatever: bool = False) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 from ..errors import FormatError, UnsupportedError
 from ..files import WeightFile
+from ..tensor import ListedTable
 from .pickle_machine import Fault, describe, show
 from .torch_globals import ALLOWED, Storage, read_persistent_id
-from .torch_tensors import Options, TorchTable, make_table
+from .torch_tensors import Options, make_table
 from .unpickler import TruncatedError, Unpickled, unpickle
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -47,7 +48,7 @@ def _pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | Non
         size *= 8
 
 
-def read_table(file: WeightFile, options: Options) -> TorchTable:
+def read_table(file: WeightFile, options: Options) -> ListedTable:
     """The tensors of a file.
 
     Raises:

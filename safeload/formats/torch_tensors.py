@@ -40,18 +40,6 @@ class Options(NamedTuple):
     inert: bool = False
 
 
-class TorchTable(ListedTable):
-    """The tensors of a torch file.
-
-    Attributes:
-        harmless: globals that its pickle names and that are on the list of harmless ones.
-        foreign: globals that it names and that are not.
-    """
-
-    harmless: list[str]
-    foreign: list[str]
-
-
 def make_table(
     found: Unpickled,
     options: Options,
@@ -59,7 +47,7 @@ def make_table(
     locate: Callable[[Storage], int],
     *,
     big_endian: bool = False,
-) -> TorchTable:
+) -> ListedTable:
     """The table of a file.
 
     Args:
@@ -86,9 +74,8 @@ def make_table(
         if place is None:
             place = places[id(tensor)] = _place(name, tensor, path, locate)
         listings[name] = place._replace(name=name)
-    table = TorchTable(list(listings.values()), tree.metadata, big_endian=big_endian)
-    table.harmless, table.foreign = found.harmless, found.foreign
-    return table
+    named = dict.fromkeys(found.harmless, True) | dict.fromkeys(found.foreign, False)
+    return ListedTable(list(listings.values()), tree.metadata, big_endian=big_endian, named_globals=named)
 
 
 def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int]) -> Listing:
@@ -103,16 +90,16 @@ def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int
     if len(shape) != len(strides) or len(shape) > MAX_RANK:
         message = f"{len(shape)} axes and {len(strides)} strides; wanted are as many, and {MAX_RANK} at most"
         raise _refusal(name, message, path)
-    count = prod(shape)
     try:
         begin = locate(storage)
     except (FormatError, UnsupportedError) as error:
         raise _with_name(error, name) from None
     first, size = (0, storage.nbytes) if storage.part is None else (x * storage.type.itemsize for x in storage.part)
     begin += first
-    if max((1, *shape)) * itemsize > _MAX_BYTES or count * itemsize > _MAX_BYTES:
+    count = prod(shape) or prod(n for n in shape if n > 0)  # numpy leaves out zeros likewise
+    if count * itemsize > _MAX_BYTES:
         raise _refusal(name, f"shape {list(shape)} has more bytes than memory can have", path)
-    if count == 0:
+    if 0 in shape:
         return _listing(name, row, shape, begin, begin, None, path)
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if (last + 1) * itemsize > size:

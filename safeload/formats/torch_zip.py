@@ -15,15 +15,17 @@ local header says what the directory says, no two entries that are used overlap.
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 import zlib
 from typing import Any
 
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from ..files import WeightFile
+from ..tensor import ListedTable
 from .pickle_machine import show
 from .torch_globals import ALLOWED, Storage, read_persistent_id
-from .torch_tensors import Options, TorchTable, make_table
+from .torch_tensors import Options, make_table
 from .unpickler import unpickle
 
 # Bytes that a compressed pickle may unfold to. Real ones have a few MiB, and are not compressed.
@@ -41,7 +43,12 @@ _ZIP_ERRORS = (
     OverflowError,
 )
 
-_LOCAL_HEADER = 30
+# The local header: flags, method, compressed and full size, lengths of name and extra field; then the name.
+_LOCAL = struct.Struct("<6x2H8x2I2H").unpack_from
+_LOCAL_SIZE = 30
+# Bytes read for a local header: a page, which is what the system reads anyway.
+_WINDOW = 4096
+
 _ENCRYPTED, _UTF8 = 0x1, 0x800
 
 
@@ -88,6 +95,7 @@ class _Archive:
         self._file = file
         self.entries: dict[str, zipfile.ZipInfo] = {}
         self._used: dict[int, tuple[int, str]] = {}
+        self._window, self._window_at = b"", 0
         try:
             with zipfile.ZipFile(_Stream(file)) as archive:
                 infos = archive.infolist()
@@ -109,34 +117,47 @@ class _Archive:
             FormatError: local header and directory disagree, or the entry reaches beyond the data or into another.
             UnsupportedError: it is encrypted.
         """
-        info, file = self.entries[name], self._file
+        info = self.entries[name]
         at = info.header_offset
-        subject = f"zip entry {show(name)}"
-        head = file.read_at(at, _LOCAL_HEADER) if at >= 0 else b""
-        if len(head) < _LOCAL_HEADER or head[:4] != b"PK\x03\x04":
-            raise FormatError(f"{subject}: there is no local header at its offset", file.path, max(at, 0))
-        flags, method = (int.from_bytes(head[k : k + 2], "little") for k in (6, 8))
+        wanted = name.encode("utf-8" if info.flag_bits & _UTF8 else "cp437", "surrogateescape")
+        head = self._head(at, _LOCAL_SIZE + len(wanted))
+        if len(head) < _LOCAL_SIZE or head[:4] != b"PK\x03\x04":
+            raise self._fault(name, "there is no local header at its offset", 0)
+        flags, method, packed, size, name_size, extra_size = _LOCAL(head)
         if (flags | info.flag_bits) & _ENCRYPTED:
-            raise UnsupportedError(f"{file.path}: {subject} is encrypted")
-        name_size, extra_size = (int.from_bytes(head[k : k + 2], "little") for k in (26, 28))
-        local = file.read_at(at + _LOCAL_HEADER, name_size)
-        if local != name.encode("utf-8" if info.flag_bits & _UTF8 else "cp437", "surrogateescape"):
-            raise FormatError(f"{subject} is called {show(local)} in its local header", file.path, at + _LOCAL_HEADER)
+            raise UnsupportedError(f"{self._file.path}: zip entry {show(name)} is encrypted")
+        if name_size != len(wanted) or head[_LOCAL_SIZE:] != wanted:
+            local = self._file.read_at(at + _LOCAL_SIZE, name_size)
+            raise self._fault(name, f"it is called {show(local)} in its local header", _LOCAL_SIZE)
+        # Sizes of 0 are said after the data, the largest in a ZIP64 field.
         if method != info.compress_type:
-            message = f"{subject}: compression {method} in its local header, {info.compress_type} in the directory"
-            raise FormatError(message, file.path, at + 8)
-        for k, size, what in ((18, info.compress_size, "compressed"), (22, info.file_size, "uncompressed")):
-            stated = int.from_bytes(head[k : k + 4], "little")
-            if stated not in (0, 0xFFFFFFFF, size):  # 0: after the data; the largest: in a ZIP64 field
-                message = f"{subject}: {stated} bytes {what} in its local header, {size} in the directory"
-                raise FormatError(message, file.path, at + k)
-        begin = at + _LOCAL_HEADER + name_size + extra_size
+            raise self._differ(name, "compression", method, info.compress_type, 8)
+        if packed not in (0, 0xFFFFFFFF, info.compress_size):
+            raise self._differ(name, "compressed size", packed, info.compress_size, 18)
+        if size not in (0, 0xFFFFFFFF, info.file_size):
+            raise self._differ(name, "size", size, info.file_size, 22)
+        begin: int = at + _LOCAL_SIZE + name_size + extra_size
         end = begin + info.compress_size
         if end > self._directory:
-            message = f"{subject}: bytes [{begin}, {end}) reach beyond the data, which ends at {self._directory}"
-            raise FormatError(message, file.path, at)
+            message = f"bytes [{begin}, {end}) reach beyond the data, which ends at {self._directory}"
+            raise self._fault(name, message, 0)
         self._used[at] = (end, name)
         return begin
+
+    def _head(self, at: int, size: int) -> bytes:
+        """Bytes of a local header, from the last read where it had them: small storages lie close together."""
+        start = at - self._window_at
+        if not 0 <= start <= len(self._window) - size:
+            self._window = self._file.read_at(at, max(size, _WINDOW)) if at >= 0 else b""
+            self._window_at, start = at, 0
+        return self._window[start : start + size]
+
+    def _fault(self, name: str, message: str, at: int) -> FormatError:
+        offset = max(0, self.entries[name].header_offset + at)
+        return FormatError(f"zip entry {show(name)}: {message}", self._file.path, offset)
+
+    def _differ(self, name: str, what: str, local: int, central: int, at: int) -> FormatError:
+        return self._fault(name, f"{what} {local} in its local header, but {central} in the directory", at)
 
     def check_overlap(self) -> None:
         """Refuses entries located so far that share bytes."""
@@ -204,7 +225,7 @@ def _kind(archive: _Archive, prefix: str) -> str | None:
     return None
 
 
-def read_table(file: WeightFile, options: Options) -> TorchTable:
+def read_table(file: WeightFile, options: Options) -> ListedTable:
     """The tensors of a file.
 
     Raises:

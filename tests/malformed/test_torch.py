@@ -66,6 +66,7 @@ bent("strides that overflow 64 bits", "uses 73786976294838206468 bytes", 0, (3, 
 bent("shape that overflows 64 bits", "has more bytes than memory can have", 0, (2**32, 2**32), (0, 0))
 bent("shape whose product wraps to 6", "has more bytes than memory can have", 0, (2**63 - 1, 2, 3), (0, 0, 0))
 bent("empty shape with a huge axis", "has more bytes than memory can have", 0, (0, 2**62), (1, 1))
+bent("empty shape of huge axes", "has more bytes than memory can have", 0, (2**31, 0, 2**31), (1, 1, 1))
 bent("offset of 2^62", "uses ", 2**62, (1,), (1,))
 bent("offset of 2^64", "the offset: 18446744073709551616 is more than", 2**64, (1,), (1,))
 bent("negative offset", "the offset must not be negative, found -1", -1, (2,), (1,))
@@ -283,17 +284,19 @@ fault("no local header", f"{ENTRY}: there is no local header", patch(HERE, b"PK\
 fault("offset of another place", f"{ENTRY}: there is no local header", patch(THERE + 42, U4(HERE + 1)))
 fault("offset past the end", f"{ENTRY}: there is no local header", patch(THERE + 42, U4(len(GOOD) + 5)))
 fault("offset of 4 GiB", f"{ENTRY}: there is no local header", patch(THERE + 42, U4(0xFFFFFFFE)))
-fault("offset of another entry", f"{ENTRY} is called b'archive/data/1'", patch(THERE + 42, U4(local("data/1"))))
-fault("another local name", f"{ENTRY} is called b'archive/data/X'", patch(HERE + 30 + 13, b"X"))
-fault("a longer local name", f"{ENTRY} is called ", patch(HERE + 26, U2(15)))
+fault("offset of another entry", f"{ENTRY}: it is called b'archive/data/1'", patch(THERE + 42, U4(local("data/1"))))
+fault("another local name", f"{ENTRY}: it is called b'archive/data/X'", patch(HERE + 30 + 13, b"X"))
+fault("a longer local name", f"{ENTRY}: it is called ", patch(HERE + 26, U2(15)))
 fault("encrypted in the directory", f"{ENTRY} is encrypted", patch(THERE + 8, U2(1)), UnsupportedError)
 fault("encrypted in the local header", f"{ENTRY} is encrypted", patch(HERE + 6, U2(1)), UnsupportedError)
 fault("strongly encrypted", f"{ENTRY} is encrypted", patch(THERE + 8, U2(0x41)), UnsupportedError)
-fault("compressed in the local header", f"{ENTRY}: compression 8 in its local header, 0 in", patch(HERE + 8, U2(8)))
-fault("compressed in the directory", f"{ENTRY}: compression 0 in its local header, 8 in", patch(THERE + 10, U2(8)))
-fault("another size in the local header", f"{ENTRY}: 23 bytes compressed in its local header", patch(HERE + 18, U4(23)))
-fault("another full size in the local header", f"{ENTRY}: 25 bytes uncompressed", patch(HERE + 22, U4(25)))
-fault("two sizes in the directory", f"{ENTRY}: 24 bytes compressed in its local header, 23", patch(THERE + 20, U4(23)))
+fault("compressed in the local header", f"{ENTRY}: compression 8 in its local header, but 0 in", patch(HERE + 8, U2(8)))
+fault("compressed in the directory", f"{ENTRY}: compression 0 in its local header, but 8 in", patch(THERE + 10, U2(8)))
+fault("another size in the local header", f"{ENTRY}: compressed size 23 in its local header", patch(HERE + 18, U4(23)))
+fault("another full size in the local header", f"{ENTRY}: size 25 in its local header", patch(HERE + 22, U4(25)))
+fault(
+    "two sizes in the directory", f"{ENTRY}: compressed size 24 in its local header, but 23", patch(THERE + 20, U4(23))
+)
 fault("a longer extra field", "reach beyond the data", patch(HERE + 28, U2(65535)))
 fault(
     "an extra field that leads into the next entry",
@@ -445,7 +448,7 @@ def test_any_one_byte_may_be_anything(content, tmp_path):
     """A result, or an error of ours: never another, at any byte."""
     path = tmp_path / "bent.pt"
     for at in range(len(content)):
-        for value in {0, 255, content[at] ^ 1, content[at] ^ 0x80}:
+        for value in {255, content[at] ^ 1}:
             attempt(path, content[:at] + bytes((value,)) + content[at + 1 :])
 
 
