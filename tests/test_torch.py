@@ -403,7 +403,7 @@ def test_a_missing_root_lists_what_is_there(tmp_path, root):
     value = {"model": {"w": one(1), "ema": {"w": one(2)}}, "epoch": 5, "notes": {"a": 1}}
     with pytest.raises(TensorNotFoundError) as caught:
         opened(tmp_path, value, root=root)
-    message = f"made.pt has no container {root!r}; those with tensors are model (2 tensors), model.ema (1 tensors)"
+    message = f"made.pt has no container {root!r}; those with tensors are model (2 tensors), model.ema (1 tensor)"
     assert str(caught.value).endswith(message)
 
 
@@ -490,6 +490,35 @@ def test_long_names_are_a_limit(tmp_path, monkeypatch):
     opened(tmp_path, {"x" * 400: {"y" * 500: one()}})
     with pytest.raises(LimitError, match="more than 1,000 characters in the names"):
         opened(tmp_path, {"x" * 400: {"y" * 500: one(), "z": one(1)}})
+
+
+def test_a_pickle_too_large_to_be_one_is_a_limit(tmp_path, monkeypatch):
+    from safeload.formats import torch_legacy, unpickler
+
+    value = {"w": one(), "text": "x" * 5000}
+    path = tmp_path / "large.pt"
+    monkeypatch.setattr(torch_legacy, "_WINDOW", 16)  # and so many windows are read
+    path.write_bytes(legacy_file(value))
+    assert safeload.load(path)["w"].tolist() == [0, 0]
+    monkeypatch.setattr(unpickler, "MAX_PICKLE", 1000)
+    for content in (legacy_file(value), zip_file(value)):
+        path.write_bytes(content)
+        with pytest.raises(LimitError, match=r"has more than 1000 bytes"):
+            safeload.open(path)
+
+
+def test_zip64(tmp_path, monkeypatch):
+    """Sizes and offsets in ZIP64 fields, as where they need more than 32 bits."""
+    monkeypatch.setattr("zipfile.ZIP64_LIMIT", 20)
+    value = {"a": tensor(Storage("0", np.arange(100.0))), "b": one(5)}
+    content = zip_file(value, align=1)
+    assert content.count(b"\xff\xff\xff\xff") > 8
+    path = tmp_path / "large.pt"
+    path.write_bytes(content)
+    monkeypatch.undo()
+    loaded = safeload.load(path)
+    assert loaded["a"].tolist() == list(range(100))
+    assert loaded["b"].tolist() == [5, 5]
 
 
 # ---- archives of other makers ----

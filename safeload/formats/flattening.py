@@ -209,7 +209,7 @@ class Tree:
                     inner = self._nodes.get(id(child)) if _is_container(child) else None
                     if inner is not None and inner.tensors:
                         name = prefix + step_text(step)
-                        found.append(f"{show(name)[1:-1]} ({inner.tensors} tensors)")
+                        found.append(f"{show(name)[1:-1]} ({inner.tensors} tensor{'s' * (inner.tensors > 1)})")
                         below.append((f"{name}.", inner))
             level = below[:most]
         return [*found[:most], *(["..."] if len(found) > most else [])]

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import FormatError, UnsupportedError
+from ..errors import FormatError, LimitError, UnsupportedError
 from ..files import WeightFile
 from ..tensor import ListedTable
+from . import unpickler
 from .pickle_machine import Fault, describe, show
 from .torch_globals import ALLOWED, Storage, read_persistent_id
 from .torch_tensors import Options, make_table
@@ -45,6 +46,8 @@ def _pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | Non
         except TruncatedError:
             if complete:
                 raise
+        if size >= unpickler.MAX_PICKLE:
+            raise LimitError(f"{file.path}: the pickle at byte {offset} has more than {unpickler.MAX_PICKLE} bytes")
         size *= 8
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from ..files import WeightFile
 from ..tensor import ListedTable
+from . import unpickler
 from .pickle_machine import show
 from .torch_globals import ALLOWED, Storage, read_persistent_id
 from .torch_tensors import Options, make_table
@@ -248,6 +249,8 @@ def read_table(file: WeightFile, options: Options) -> ListedTable:
             begin = begins[storage.key] = _locate_storage(archive, storage, prefix, package, file.path)
         return begin
 
+    if archive.entries[name].file_size > unpickler.MAX_PICKLE:
+        raise LimitError(f"{file.path}: the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes")
     data, base = archive.read(name)
     kind = _kind(archive, prefix)
     try:
@@ -284,6 +287,9 @@ def _is_big_endian(archive: _Archive, prefix: str, path: str) -> bool:
     name = f"{prefix}byteorder"
     if name not in archive.entries:
         return False
+    size = archive.entries[name].file_size
+    if size > len("little"):
+        raise FormatError(f'byteorder has {size} bytes, wanted is "little" or "big"', path)
     order, begin = archive.read(name)
     if order not in (b"little", b"big"):
         raise FormatError(f'byteorder is {show(order)}, wanted is "little" or "big"', path, begin)

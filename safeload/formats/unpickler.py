@@ -27,6 +27,8 @@ from .pickle_opcodes import OPCODES
 # 50 times the opcodes of the largest real file known (400,000). Each allocates at most 216 bytes (an empty set) beyond
 # what it copies from the file.
 MAX_OPCODES = 20_000_000
+# Bytes of a pickle, which is read into memory. The largest real ones have some 10 MB; tensors are not in them.
+MAX_PICKLE = 1 << 30
 # Names in one message.
 MAX_SHOWN = 100
 

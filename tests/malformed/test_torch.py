@@ -225,7 +225,8 @@ def without(name):
 
 fault("no entry for a storage", "tensor 'b': the archive has no entry for storage '1'", zip_archive(without("data/1")))
 fault("compressed storage", "'archive/data/0' is compressed", zip_file(VALUE, deflate=["data/0"]), UnsupportedError)
-fault("byteorder of neither kind", "byteorder is b'middle'", zip_archive({**ENTRIES, "byteorder": b"middle"}))
+fault("byteorder of neither kind", "byteorder is b'midway'", zip_archive({**ENTRIES, "byteorder": b"midway"}))
+fault("byteorder of a novel", "byteorder has 7 bytes", zip_archive({**ENTRIES, "byteorder": b"little\n"}))
 fault("empty byteorder", "byteorder is b''", zip_archive({**ENTRIES, "byteorder": b""}))
 fault("no pickle", "a zip archive without a pickle", zip_archive(without("data.pkl")), UnsupportedError)
 fault(
@@ -350,7 +351,7 @@ def inflated(claimed):
 
 fault("a pickle that unfolds to more", "unfolds to 101 bytes or more, 100 were said", inflated(100))
 fault("a pickle that unfolds to less", "unfolds to 5001 bytes or more, 6000 were said", inflated(6000))
-fault("a pickle that unfolds to gigabytes", "unfolds to more than 268435456 bytes", inflated(3 << 30), LimitError)
+fault("a pickle that unfolds to gigabytes", "unfolds to more than 268435456 bytes", inflated(1 << 29), LimitError)
 packed = zip_archive({"archive/data.pkl": b"N" * 5000 + b"."}, prefix="", deflate=["archive/data.pkl"])
 hole = packed.index(zlib.compress(b"N" * 5000 + b".")[2:10])
 fault("a damaged pickle", "is damaged", packed[:hole] + b"\xff" * 8 + packed[hole + 8 :])
