@@ -3,8 +3,8 @@
 static const sl_quant *const TIERS[] = {
     [SL_TIER_SCALAR] = &sl_quant_scalar,
     [SL_TIER_AVX2] = &sl_quant_avx2,
-    [SL_TIER_AVX512] = &sl_quant_avx2,
-    [SL_TIER_NEON] = &sl_quant_scalar,
+    [SL_TIER_AVX512] = &sl_quant_avx512,
+    [SL_TIER_NEON] = &sl_quant_neon,
 };
 
 _Static_assert(sizeof TIERS / sizeof TIERS[0] == SL_TIER_COUNT, "one row for each SL_TIER_*");

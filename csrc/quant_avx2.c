@@ -1,25 +1,11 @@
-#include "quant.h"
+#include "quant_x86.h"
 
-/* Not with GCC for Windows: see kernel_avx2.c. */
-#if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
+#ifdef SL_QUANT_X86
 
-#include <immintrin.h>
-
-#if defined(_MSC_VER) && !defined(__clang__)
-#define TARGET
-#else
-#define TARGET __attribute__((target("avx2,f16c")))
-#endif
+#define TARGET AVX2
 
 /* 32 elements: four registers of f32, one of int8, one block. */
 #define STEP ((size_t)32)
-/* Blocks that share their reductions and divisions. Fewer go to the scalar kernel. */
-#define TOGETHER ((size_t)4)
-/* Blocks that get their scales before any of them gets its codes: a scale takes some 60 cycles from load to inverse, which
- * only other scales can hide. 4 KiB of f32 stay in the first-level cache. */
-#define BATCH ((size_t)32)
-/* Bytes of f32 in a block. */
-#define BLOCK (4 * SL_QK)
 
 /* Register k of 32 f32. */
 TARGET static __m256 load_f32(const uint8_t *source, int k) { return _mm256_loadu_ps((const float *)(source + 32 * k)); }
@@ -30,7 +16,7 @@ TARGET static __m256i load_bits(const uint8_t *source, int k) { return _mm256_lo
 
 TARGET static __m256i bits_of_abs(__m256i bits) { return _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)); }
 
-TARGET static uint32_t sl_absmax_f32_avx2(const void *source, size_t count) {
+TARGET uint32_t sl_absmax_f32_avx2(const void *source, size_t count) {
     const uint8_t *in = source;
     __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
     size_t i = 0;
@@ -64,14 +50,14 @@ TARGET static uint16_t absmax_half(const uint8_t *in, size_t count) {
     return absmax;
 }
 
-TARGET static uint32_t sl_absmax_bf16_avx2(const void *source, size_t count) {
+TARGET uint32_t sl_absmax_bf16_avx2(const void *source, size_t count) {
     const uint8_t *in = source;
     size_t done = count / (2 * STEP) * (2 * STEP);
     uint32_t absmax = (uint32_t)absmax_half(in, count) << 16, rest = sl_quant_scalar.absmax_bf16(in + 2 * done, count - done);
     return absmax > rest ? absmax : rest;
 }
 
-TARGET static uint32_t sl_absmax_f16_avx2(const void *source, size_t count) {
+TARGET uint32_t sl_absmax_f16_avx2(const void *source, size_t count) {
     const uint8_t *in = source;
     size_t done = count / (2 * STEP) * (2 * STEP);
     uint16_t half = absmax_half(in, count);
@@ -80,7 +66,7 @@ TARGET static uint32_t sl_absmax_f16_avx2(const void *source, size_t count) {
     return absmax > rest ? absmax : rest;
 }
 
-TARGET static void sl_absmax_each_avx2(const void *source, uint32_t *absmax, size_t count) {
+TARGET void sl_absmax_each_avx2(const void *source, uint32_t *absmax, size_t count) {
     const uint8_t *in = source;
     size_t i = 0;
     for (; i + 8 <= count; i += 8) {
@@ -148,7 +134,7 @@ TARGET static void sl_int8_to_f32_avx2(const int8_t *source, void *destination, 
     sl_quant_scalar.from_int8(source + i, out + 4 * i, count - i, factor);
 }
 
-TARGET static void sl_int8_to_f32_each_avx2(const int8_t *source, void *destination, size_t count, const float *factors) {
+TARGET void sl_int8_to_f32_each_avx2(const int8_t *source, void *destination, size_t count, const float *factors) {
     uint8_t *out = destination;
     size_t i = 0;
     for (; i + 8 <= count; i += 8) store_values(out + 4 * i, load_8(source + i), _mm256_loadu_ps(factors + i));
@@ -195,25 +181,6 @@ TARGET static __m128i absmax_of_blocks(const uint8_t *in) {
                            absmax_lanes(in + 3 * BLOCK));
 }
 
-TARGET static bool all_finite(__m128i absmax) {
-    return _mm_movemask_epi8(_mm_cmpgt_epi32(absmax, _mm_set1_epi32((int)SL_F32_INFINITY - 1))) == 0;
-}
-
-/* Lanes whose scale d has an inverse, of d without its sign. */
-TARGET static __m128 invertible(__m128 d) { return _mm_cmp_ps(d, _mm_set1_ps(SL_SCALE_WITHOUT_INVERSE), _CMP_GT_OQ); }
-
-/* The scales of four blocks as f16. */
-TARGET static void store_scales(uint8_t *out, size_t block_bytes, __m128 d) {
-    uint16_t halves[8];
-    _mm_storeu_si128((__m128i *)halves, _mm_cvtps_ph(d, _MM_FROUND_TO_NEAREST_INT));
-    memcpy(out, &halves[0], sizeof *halves);
-    memcpy(out + block_bytes, &halves[1], sizeof *halves);
-    memcpy(out + 2 * block_bytes, &halves[2], sizeof *halves);
-    memcpy(out + 3 * block_bytes, &halves[3], sizeof *halves);
-}
-
-static size_t batch(size_t blocks) { return blocks < BATCH ? blocks / TOGETHER * TOGETHER : BATCH; }
-
 /* The low bytes of 16 words of [0, 255], which packs has left as 0-3, 8-11 | 4-7, 12-15. */
 TARGET static __m128i bytes_of_words(__m256i words) {
     __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -232,16 +199,12 @@ TARGET static __m128i nibbles_absmax(const uint8_t *in, __m256 inverse) {
     return bytes_of_words(_mm256_add_epi16(both, _mm256_set1_epi16(8 + 8 * 16)));
 }
 
-/* False when some element is not finite. */
-TARGET static bool scales_absmax(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
-    for (size_t b = 0; b < blocks; b += TOGETHER) {
-        __m128i absmax = absmax_of_blocks(in + BLOCK * b);
-        if (!all_finite(absmax)) return false;
-        __m128 d = _mm_div_ps(_mm_castsi128_ps(absmax), _mm_set1_ps(7.0f)), kept = invertible(d);
-        _mm_storeu_ps(inverses + b, _mm_and_ps(kept, _mm_div_ps(_mm_set1_ps(1.0f), d)));
-        store_scales(out[b].d, sizeof *out, _mm_and_ps(kept, d));
-    }
-    return true;
+/* Scales and inverses; false when these blocks are for the scalar kernel. */
+TARGET static bool all_scales_absmax(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
+    bool good = true;
+    for (size_t b = 0; b < blocks; b += TOGETHER)
+        good &= scales_absmax(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
+    return good;
 }
 
 TARGET static void sl_f32_to_q4_0_absmax_avx2(const void *source, void *destination, size_t count) {
@@ -250,23 +213,13 @@ TARGET static void sl_f32_to_q4_0_absmax_avx2(const void *source, void *destinat
     float inverses[BATCH];
     size_t blocks = count / SL_QK;
     for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!scales_absmax(in, out, inverses, some))
+        if (!all_scales_absmax(in, out, inverses, some))
             sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * some);
         else
             for (size_t b = 0; b < some; b++)
                 _mm_storeu_si128((__m128i *)out[b].codes, nibbles_absmax(in + BLOCK * b, _mm256_set1_ps(inverses[b])));
     }
     sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * blocks);
-}
-
-/* The sign bit of the element with the largest |x|, of several the first. */
-static uint32_t sign_of_first(const uint8_t *in, uint32_t absmax) {
-    uint32_t bits;
-    do {
-        memcpy(&bits, in, sizeof bits);
-        in += sizeof bits;
-    } while ((bits & 0x7fffffff) != absmax);
-    return bits & 0x80000000;
 }
 
 TARGET static __m256i most_positive(const uint8_t *x) {
@@ -277,29 +230,19 @@ TARGET static __m256i most_negative(const uint8_t *x) {
     return _mm256_max_epu32(_mm256_max_epu32(load_bits(x, 0), load_bits(x, 1)), _mm256_max_epu32(load_bits(x, 2), load_bits(x, 3)));
 }
 
-/* Of four blocks the largest |x|, with the sign of the first element that has it; +0 for zeros. As i32 the largest bits are
- * those of the largest positive, as u32 those of the most negative; only where these two are as large as each other
- * must one look which comes first. */
 TARGET static __m128i signed_max_of_blocks(const uint8_t *in) {
-    const __m128i sign = _mm_set1_epi32((int)0x80000000u);
     __m128i most = largest_of_each(most_positive(in), most_positive(in + BLOCK), most_positive(in + 2 * BLOCK),
                                    most_positive(in + 3 * BLOCK));
     __m128i lowest = largest_of_each_unsigned(most_negative(in), most_negative(in + BLOCK), most_negative(in + 2 * BLOCK),
                                               most_negative(in + 3 * BLOCK));
-    __m128i positive = _mm_max_epi32(most, _mm_setzero_si128());
-    __m128i negative = _mm_andnot_si128(sign, _mm_and_si128(lowest, _mm_srai_epi32(lowest, 31)));
-    __m128i wins = _mm_cmpgt_epi32(negative, positive), absmax = _mm_max_epi32(negative, positive);
-    __m128i signs = _mm_and_si128(wins, sign);
-    __m128i tie = _mm_andnot_si128(_mm_cmpeq_epi32(absmax, _mm_setzero_si128()), _mm_cmpeq_epi32(negative, positive));
-    if (_mm_movemask_epi8(tie) != 0) {
-        uint32_t each[4], both[4];
-        _mm_storeu_si128((__m128i *)each, absmax);
-        _mm_storeu_si128((__m128i *)both, signs);
-        for (size_t b = 0; b < TOGETHER; b++)
-            if (each[b] != 0) both[b] = sign_of_first(in + BLOCK * b, each[b]);
-        signs = _mm_loadu_si128((const __m128i *)both);
-    }
-    return _mm_or_si128(absmax, signs);
+    return signed_max(most, lowest, in);
+}
+
+TARGET static bool all_scales_ggml(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
+    bool good = true;
+    for (size_t b = 0; b < blocks; b += TOGETHER)
+        good &= scales_ggml(signed_max_of_blocks(in + BLOCK * b), out + b, inverses + b);
+    return good;
 }
 
 /* From 0 to 16. */
@@ -316,27 +259,13 @@ TARGET static __m128i nibbles_ggml(const uint8_t *in, __m256 inverse) {
     return bytes_of_words(_mm256_or_si256(low, _mm256_slli_epi16(high, 4)));
 }
 
-/* False when some element is not finite, or some scale but zero has no inverse. */
-TARGET static bool scales_ggml(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
-    const __m128 sign = _mm_set1_ps(-0.0f);
-    for (size_t b = 0; b < blocks; b += TOGETHER) {
-        __m128 max = _mm_castsi128_ps(signed_max_of_blocks(in + BLOCK * b)), d = _mm_mul_ps(max, _mm_set1_ps(-0.125f));
-        __m128 kept = invertible(_mm_andnot_ps(sign, d)), zero = _mm_cmp_ps(d, _mm_setzero_ps(), _CMP_EQ_OQ);
-        if (!all_finite(_mm_castps_si128(_mm_andnot_ps(sign, max)))) return false;
-        if (_mm_movemask_ps(_mm_or_ps(kept, zero)) != 15) return false;
-        _mm_storeu_ps(inverses + b, _mm_and_ps(kept, _mm_div_ps(_mm_set1_ps(1.0f), d)));
-        store_scales(out[b].d, sizeof *out, d);
-    }
-    return true;
-}
-
 TARGET static void sl_f32_to_q4_0_avx2(const void *source, void *destination, size_t count) {
     const uint8_t *in = source;
     sl_q4_0 *out = destination;
     float inverses[BATCH];
     size_t blocks = count / SL_QK;
     for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!scales_ggml(in, out, inverses, some))
+        if (!all_scales_ggml(in, out, inverses, some))
             sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * some);
         else
             for (size_t b = 0; b < some; b++)
@@ -345,15 +274,11 @@ TARGET static void sl_f32_to_q4_0_avx2(const void *source, void *destination, si
     sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * blocks);
 }
 
-TARGET static bool scales_q8_0(const uint8_t *in, sl_q8_0 *out, float *inverses, size_t blocks) {
-    for (size_t b = 0; b < blocks; b += TOGETHER) {
-        __m128i absmax = absmax_of_blocks(in + BLOCK * b);
-        if (!all_finite(absmax)) return false;
-        __m128 d = _mm_div_ps(_mm_castsi128_ps(absmax), _mm_set1_ps(127.0f));
-        _mm_storeu_ps(inverses + b, _mm_and_ps(invertible(d), _mm_div_ps(_mm_set1_ps(1.0f), d)));
-        store_scales(out[b].d, sizeof *out, d);
-    }
-    return true;
+TARGET static bool all_scales_q8_0(const uint8_t *in, sl_q8_0 *out, float *inverses, size_t blocks) {
+    bool good = true;
+    for (size_t b = 0; b < blocks; b += TOGETHER)
+        good &= scales_q8_0(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
+    return good;
 }
 
 TARGET static __m256i codes_q8_0(const uint8_t *in, __m256 inverse) {
@@ -366,7 +291,7 @@ TARGET static void sl_f32_to_q8_0_avx2(const void *source, void *destination, si
     float inverses[BATCH];
     size_t blocks = count / SL_QK;
     for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!scales_q8_0(in, out, inverses, some))
+        if (!all_scales_q8_0(in, out, inverses, some))
             sl_convert_rest(SL_F32, SL_Q8_0, in, out, SL_QK * some);
         else
             for (size_t b = 0; b < some; b++)

@@ -30,8 +30,12 @@ static void sl_absmax_each_scalar(const void *source, uint32_t *absmax, size_t c
 
 /* ---- int8 ---- */
 
-/* Rounded half away from zero; |value| < 2^31. */
-static int32_t round_away(float value) { return (int32_t)(value + (value < 0.0f ? -SL_BELOW_HALF : SL_BELOW_HALF)); }
+/* Rounded half away from zero; |value| < 2^31. A sum in a variable is rounded to f32 also where C computes in f64
+ * (FLT_EVAL_METHOD 1, GCC for s390x). */
+static int32_t round_away(float value) {
+    float sum = value + (value < 0.0f ? -SL_BELOW_HALF : SL_BELOW_HALF);
+    return (int32_t)sum;
+}
 
 static int8_t int8_code(float value) {
     float below = value < 127.0f ? value : 127.0f; /* NaN is not below */
@@ -128,8 +132,8 @@ static void q4_0_ggml_block(const uint8_t *x, sl_q4_0 *block) {
     if (!has_inverse && d != 0.0f) return;
     float inverse = has_inverse ? 1.0f / d : 0.0f;
     for (size_t i = 0; i < SL_QK; i++) {
-        int32_t q = (int32_t)(float_of(load32(x, i)) * inverse + 8.5f); /* from 0 to 16 */
-        q = q > 15 ? 15 : q;
+        float product = float_of(load32(x, i)) * inverse, sum = product + 8.5f;
+        int32_t q = sum < 16.0f ? (int32_t)sum : 15; /* from 0 */
         block->codes[i % 16] |= (uint8_t)(i < 16 ? q : q << 4);
     }
 }

@@ -22,7 +22,7 @@ C_FLOORS = {
         ["copy2d"],
         [
             *("dtype", "scalar", "kernel", "kernel_scalar", "kernel_avx2", "kernel_avx512", "kernel_neon"),
-            *("quant", "quant_scalar", "quant_avx2", "quant_avx512", "quant_neon"),
+            *("quant", "quant_scalar", "quant_x86", "quant_avx2", "quant_avx512", "quant_neon"),
         ],
     ],
     4: [["table"]],
@@ -39,7 +39,7 @@ C_PLACE = {
 STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
 # Instructions of a processor, not of a system.
 INTRINSICS = {"cpu": {"cpuid.h", "intrin.h"}, "kernel_neon": {"arm_neon.h"}, "quant_neon": {"arm_neon.h"}}
-for _stem in ("kernel_avx2", "kernel_avx512", "quant_avx2", "quant_avx512"):
+for _stem in ("kernel_avx2", "kernel_avx512", "quant_x86", "quant_avx2", "quant_avx512"):
     INTRINSICS[_stem] = {"immintrin.h"}
 
 # Modules of one floor in the order in which they may import each other.
