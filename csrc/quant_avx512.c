@@ -124,11 +124,15 @@ TARGET static void sl_f32_to_q4_0_absmax_avx512(const void *source, void *destin
     float inverses[BATCH];
     size_t blocks = count / SL_QK;
     for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!all_scales_absmax(in, out, inverses, some))
+        if (!all_scales_absmax(in, out, inverses, some)) {
             sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * some);
-        else
-            for (size_t b = 0; b < some; b++)
-                _mm_storeu_si128((__m128i *)out[b].codes, nibbles_absmax(in + BLOCK * b, _mm512_set1_ps(inverses[b])));
+            continue;
+        }
+        for (size_t b = 0; b < some; b++) {
+            const uint8_t *x = in + BLOCK * b;
+            fetch_ahead(x);
+            _mm_storeu_si128((__m128i *)out[b].codes, nibbles_absmax(x, _mm512_set1_ps(inverses[b])));
+        }
     }
     sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * blocks);
 }
@@ -168,11 +172,15 @@ TARGET static void sl_f32_to_q4_0_avx512(const void *source, void *destination, 
     float inverses[BATCH];
     size_t blocks = count / SL_QK;
     for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!all_scales_ggml(in, out, inverses, some))
+        if (!all_scales_ggml(in, out, inverses, some)) {
             sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * some);
-        else
-            for (size_t b = 0; b < some; b++)
-                _mm_storeu_si128((__m128i *)out[b].codes, nibbles_ggml(in + BLOCK * b, _mm512_set1_ps(inverses[b])));
+            continue;
+        }
+        for (size_t b = 0; b < some; b++) {
+            const uint8_t *x = in + BLOCK * b;
+            fetch_ahead(x);
+            _mm_storeu_si128((__m128i *)out[b].codes, nibbles_ggml(x, _mm512_set1_ps(inverses[b])));
+        }
     }
     sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * blocks);
 }
@@ -195,10 +203,15 @@ TARGET static void sl_f32_to_q8_0_avx512(const void *source, void *destination, 
     float inverses[BATCH];
     size_t blocks = count / SL_QK;
     for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!all_scales_q8_0(in, out, inverses, some))
+        if (!all_scales_q8_0(in, out, inverses, some)) {
             sl_convert_rest(SL_F32, SL_Q8_0, in, out, SL_QK * some);
-        else
-            for (size_t b = 0; b < some; b++) store_q8_0(out[b].codes, in + BLOCK * b, _mm512_set1_ps(inverses[b]));
+            continue;
+        }
+        for (size_t b = 0; b < some; b++) {
+            const uint8_t *x = in + BLOCK * b;
+            fetch_ahead(x);
+            store_q8_0(out[b].codes, x, _mm512_set1_ps(inverses[b]));
+        }
     }
     sl_convert_rest(SL_F32, SL_Q8_0, in, out, SL_QK * blocks);
 }

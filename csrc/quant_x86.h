@@ -25,6 +25,14 @@
  * only other scales can hide (2.9 ns a block instead of 5.5). 4 KiB of f32 stay in the first-level cache. */
 #define BATCH ((size_t)32)
 
+/* Fetches the block that lies two batches further on, if there is one: while a batch gets its codes nothing else is read, and
+ * the processor's own fetching falls behind (10 ns a block from memory instead of 3.5). */
+static inline void fetch_ahead(const uint8_t *x) {
+    const char *line = (const char *)((uintptr_t)x + 2 * BLOCK * BATCH); /* past the end nothing happens */
+    _mm_prefetch(line, _MM_HINT_T0);
+    _mm_prefetch(line + 64, _MM_HINT_T0);
+}
+
 static inline size_t batch(size_t blocks) { return blocks < BATCH ? blocks / TOGETHER * TOGETHER : BATCH; }
 
 /* Of four largest |x|. */

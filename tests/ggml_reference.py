@@ -23,10 +23,11 @@ def load():
     return None
 
 
-def quantize(library, scheme, x):
-    """Blocks as ggml writes them: uint8 [blocks, bytes of a block]."""
+def quantize(library, scheme, x, out=None):
+    """Blocks as ggml writes them: uint8 [blocks, bytes of a block]; ``out`` is such an array to fill."""
     x = np.ascontiguousarray(x, np.float32)
-    out = np.empty((x.size // 32, BLOCK_BYTES[scheme]), np.uint8)
+    if out is None:
+        out = np.empty((x.size // 32, BLOCK_BYTES[scheme]), np.uint8)
     function = getattr(library, f"quantize_row_{scheme}_ref")
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     function.restype = None
