@@ -9,6 +9,7 @@ from ._version import __version__
 from .casting import astype
 from .checkpoint import Checkpoint, load, open
 from .configuration import show_config
+from .conversion import convert
 from .errors import (
     ForbiddenError,
     FormatError,
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "_safe_open_handle",
     "astype",
+    "convert",
     "deserialize",
     "load",
     "load_quantized",

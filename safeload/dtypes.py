@@ -107,7 +107,7 @@ def parse(dtype: Any) -> Dtype:
     return row
 
 
-def of_array(array: np.ndarray[Any, Any], name: str) -> Dtype:
+def of_array(array: Any, name: str) -> Dtype:
     """The row that stores this array.
 
     Raises:

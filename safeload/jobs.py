@@ -175,7 +175,8 @@ def thread_count(nbytes: int, threads: int | None) -> int:
 
 
 @contextmanager
-def _reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
+def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
+    """A function that shows how many bytes are done, as `Progress` wants it."""
     if progress is None or progress is False:
         yield lambda done: None
     elif callable(progress):
@@ -230,7 +231,7 @@ def run(
     described = ffi.from_buffer("sl_job[]", array)
     cursor = ffi.new("sl_cursor *")
     error = Error()
-    with _reporter(progress, total) as report:
+    with reporter(progress, total) as report:
         while not cursor.finished:
             status = lib.sl_jobs_run(described, len(array), direction, TIER, count, SLICE_MS, cursor, error)
             if status == lib.SL_E_RANGE:

@@ -164,6 +164,29 @@ def quantize(
     return result
 
 
+def quantize_source(
+    source: Source | Array | QuantizedTensor,
+    scheme: str,
+    *,
+    axis: int | None,
+    rounding: str | None,
+    data: Array,
+    threads: int | None,
+) -> QuantizedTensor:
+    """One tensor, quantized into ``data``.
+
+    Raises:
+        RangeError: a value that the scheme cannot hold, with tensor and index.
+    """
+    if isinstance(source, QuantizedTensor):
+        source = source.dequantize(threads=threads)
+    given = source if isinstance(source, Source) else sources.of_reals("", source, threads)
+    scale = storage_of(scheme, given.shape, axis)[1]
+    result = QuantizedTensor(scheme, given.shape, data, None if scale is None else np.zeros(scale[1], scale[0]), axis)
+    _run([_Wanted(given, result, _target(scheme, rounding))], threads=threads, progress=None)
+    return result
+
+
 def _check_scheme(scheme: object) -> None:
     if scheme not in SCHEMES:
         raise ValueError(f"scheme {scheme!r} is none of {', '.join(SCHEMES)}")
@@ -234,7 +257,7 @@ class _Plan(NamedTuple):
     reason: str = ""
 
 
-class _Rules:
+class Rules:
     """Which tensors are quantized to what."""
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
@@ -246,12 +269,15 @@ class _Rules:
         self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
 
     def plan(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> _Plan:
+        """What becomes of a tensor."""
         if row.blocked:
             return _Plan(None, f"is {row.name} already")
         if not row.floating:
             return _Plan(None, f"is {row.name}, not floating")
         if len(shape) not in (2, 3):
             return _Plan(None, f"has {len(shape)} axes, not 2 or 3")
+        if 0 in shape:
+            return _Plan(None, "is empty")
         found = next(((p, s) for p, s in self._schemes.items() if fnmatchcase(name, p)), None)
         if found is None:
             return _Plan(None, "no pattern of scheme= matches")
@@ -308,7 +334,7 @@ def load_quantized(
     """
     _target("q4_0", rounding)
     jobs.check_threads(threads)
-    rules = _Rules(scheme, keep)
+    rules = Rules(scheme, keep)
     if isinstance(source, Checkpoint):
         return _quantize_all(source, rules, tie_lm_head, rounding, axis, threads, progress)
     if isinstance(source, Mapping):
@@ -319,7 +345,7 @@ def load_quantized(
 
 def _quantize_all(
     given: Checkpoint | Mapping[str, Any],
-    rules: _Rules,
+    rules: Rules,
     tie_lm_head: bool,
     rounding: str | None,
     axis: int | None,

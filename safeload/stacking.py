@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ from . import dtypes, jobs, sources
 from .casting import target_array
 from .checkpoint import Checkpoint
 from .errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
-from .files import Array, PathLike
+from .files import Array, PathLike, WeightFile
 from .jobs import Grid, Job, Progress
 from .loading import parse_target
-from .quantized import QuantizedTensor
+from .quantized import INT8, QuantizedTensor
 from .sources import Source
 
 _LAYER = "{}"
@@ -147,11 +147,41 @@ class StackedDict(dict[str, Array]):
     left_out: tuple[str, ...] = ()
 
 
-# What is known of a tensor before it is read: row of the dtype table, shape, whether it is quantized.
-class _Known(NamedTuple):
+class Known(NamedTuple):
+    """What is known of a tensor before it is read.
+
+    Attributes:
+        row: row of the dtype table.
+        shape: logical shape.
+        scheme: of a quantized tensor, else None.
+        axis: of int8 with a scale for each of its elements, else None.
+    """
+
     row: dtypes.Dtype
     shape: tuple[int, ...]
-    quantized: bool
+    scheme: str | None = None
+    axis: int | None = None
+
+
+def known_of_file(file: WeightFile, index: int) -> Known:
+    """What is known of a tensor in a file."""
+    row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
+    if scale is not None:
+        return Known(row, shape, INT8, scale.axis)
+    return Known(row, shape, row.name if row.blocked else None)
+
+
+def known_of_value(name: str, value: Any) -> Known:
+    """What is known of a tensor in memory.
+
+    Raises:
+        SafeloadError: it has no dtype of weights.
+    """
+    if isinstance(value, QuantizedTensor):
+        row = dtypes.BLOCK_TYPES.get(value.scheme, dtypes.BY_CODE["I8"])
+        return Known(row, value.shape, value.scheme, value.axis)
+    array = np.asarray(value)
+    return Known(dtypes.of_array(array, name), array.shape)
 
 
 class Stack(NamedTuple):
@@ -235,29 +265,20 @@ def plan(source: Checkpoint | Mapping[str, Any], layout: Layout, dtype: Any) -> 
     Raises:
         TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
     """
-    target = parse_target(dtype)
-    known = dict(_known(source))
+    if isinstance(source, Checkpoint):
+        known = {name: known_of_file(file, index) for name, file, index in source._parts()}
+    else:
+        known = {name: known_of_value(name, value) for name, value in source.items()}
+    return plan_known(known, layout, parse_target(dtype))
+
+
+def plan_known(known: Mapping[str, Known], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
+    """`plan` from what is known of the tensors."""
     counts = _layer_counts(known, layout)
     return [_plan_one(entry, known, counts, target) for entry in layout.tensors]
 
 
-def _known(source: Checkpoint | Mapping[str, Any]) -> Iterator[tuple[str, _Known]]:
-    if isinstance(source, Checkpoint):
-        for name, file, index in source._parts():
-            table = file.table
-            row = table.row(index)
-            yield name, _Known(row, table.shape(index), row.blocked or table.scale(index) is not None)
-        return
-    for name, value in source.items():
-        if isinstance(value, QuantizedTensor):
-            row = dtypes.BLOCK_TYPES.get(value.scheme, dtypes.BY_CODE["I8"])
-            yield name, _Known(row, value.shape, True)
-        else:
-            array = np.asarray(value)
-            yield name, _Known(dtypes.of_array(array, name), array.shape, False)
-
-
-def _layer_counts(known: Mapping[str, _Known], layout: Layout) -> dict[str, int]:
+def _layer_counts(known: Mapping[str, Known], layout: Layout) -> dict[str, int]:
     """Layers for each text before ``{}``: one more than the largest number that any entry finds."""
     counts: dict[str, int] = {}
     for entry in layout.tensors:
@@ -270,7 +291,7 @@ def _layer_counts(known: Mapping[str, _Known], layout: Layout) -> dict[str, int]
 
 
 def _plan_one(
-    entry: StackedTensor, known: Mapping[str, _Known], counts: Mapping[str, int], target: dtypes.Dtype | None
+    entry: StackedTensor, known: Mapping[str, Known], counts: Mapping[str, int], target: dtypes.Dtype | None
 ) -> Stack:
     names = [entry.source]
     if entry.stacked:
@@ -307,11 +328,13 @@ def _plan_one(
     return Stack(entry, names, first.shape, (len(names), *layer) if entry.stacked else layer, rows[0])
 
 
-def _result_row(name: str, known: _Known, target: dtypes.Dtype | None) -> dtypes.Dtype:
-    if target is not None and (known.row.floating or known.quantized):
+def _result_row(name: str, known: Known, target: dtypes.Dtype | None) -> dtypes.Dtype:
+    if target is not None and (known.row.floating or known.scheme is not None):
         return target
-    if known.quantized or known.row.packed:
-        raise UnsupportedError(f"tensor {name!r} is {known.row.name}: pass a dtype= to stack its values")
+    if known.scheme is not None or known.row.packed:
+        raise UnsupportedError(
+            f"tensor {name!r} is {known.scheme or known.row.name}: pass a dtype= to stack its values"
+        )
     return known.row
 
 
@@ -330,7 +353,17 @@ def fill(
     Raises:
         FormatError, OSError: a file cannot be read.
     """
-    parts = _parts(source)
+    fill_from(_values(source), wanted, threads=threads, progress=progress)
+
+
+def fill_from(
+    values: Callable[[str], Source | QuantizedTensor],
+    wanted: Sequence[tuple[Stack, Array]],
+    *,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> None:
+    """`fill` from a function that finds a tensor by its name."""
     used: list[Source] = []
     work: list[Job] = []
     grids: list[Grid] = []
@@ -338,7 +371,7 @@ def fill(
         size = math.prod(planned.layer) * array.dtype.itemsize
         number = 0
         for k, name in enumerate(planned.names):
-            origin = parts(name, planned.row)
+            origin = _convertible(values(name), planned.row, threads)
             if origin.size == 0:
                 continue
             if planned.entry.transpose and number == 0:
@@ -359,23 +392,27 @@ def fill(
             array[...] = restored
 
 
-def _parts(source: Checkpoint | Mapping[str, Any]) -> Any:
-    """A function from a name to a source that jobs can convert to a row."""
-
-    def of_value(name: str, value: Any, row: dtypes.Dtype) -> Source:
-        if isinstance(value, QuantizedTensor):
-            value = value.dequantize(dtypes.element_dtype(row.number))
-        return sources.of_array(name, value)
-
+def _values(source: Checkpoint | Mapping[str, Any]) -> Callable[[str], Source | QuantizedTensor]:
+    """A function that finds a tensor by its name."""
     if not isinstance(source, Checkpoint):
-        return lambda name, row: of_value(name, source[name], row)
-    places = {name: (file, index) for name, file, index in source._parts()}
 
-    def find(name: str, row: dtypes.Dtype) -> Source:
-        found = sources.of_file(source, name, *places[name])
-        if isinstance(found, Source) and not found.row.packed:
-            return found
-        value = found if isinstance(found, QuantizedTensor) else source.load([name], dtype=row.name)[name]
-        return of_value(name, value, row)
+        def of_dict(name: str) -> Source | QuantizedTensor:
+            value = source[name]
+            return value if isinstance(value, QuantizedTensor) else sources.of_array(name, value)
 
-    return find
+        return of_dict
+    opened = source
+    places = {name: (file, index) for name, file, index in opened._parts()}
+    return lambda name: sources.of_file(opened, name, *places[name])
+
+
+def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:
+    """A source of whole bytes that a grid can take: restored or decoded first where it is none."""
+    if isinstance(value, QuantizedTensor):
+        return sources.of_array("", value.dequantize(dtypes.element_dtype(row.number), threads=threads))
+    if not value.row.packed:
+        return value
+    decoded = jobs.private_array(value.shape, dtypes.array_dtype(row.number))
+    if value.size:
+        sources.run([value], [value.job(jobs.address_of(decoded), row.number)], threads=threads)
+    return sources.of_array(value.name, jobs.native_order(decoded))

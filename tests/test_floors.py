@@ -63,11 +63,19 @@ PYTHON_FLOORS = {
         *("formats", "formats.sniffing", "formats.safetensors", "formats.quantized"),
         *("formats.pickle_machine", "formats.pickle_opcodes", "formats.unpickler"),
         *("formats.torch_globals", "formats.flattening", "formats.torch_tensors"),
-        *("formats.torch_zip", "formats.torch_legacy", "formats.moon", "formats.opening", "formats.folder"),
+        *(
+            "formats.archive",
+            "formats.torch_zip",
+            "formats.torch_legacy",
+            "formats.moon",
+            "formats.npz",
+            "formats.opening",
+            "formats.folder",
+        ),
     ],
     4: ["loading", "checkpoint", "handle"],
-    5: ["sources", "quantization", "stacking"],
-    6: ["numpy", "moon", "layouts", "__init__", "cli.text", "cli.info", "cli", "__main__"],
+    5: ["sources", "quantization", "stacking", "conversion"],
+    6: ["numpy", "moon", "layouts", "__init__", "cli.text", "cli.info", "cli.convert", "cli", "__main__"],
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}
 

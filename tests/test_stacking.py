@@ -110,7 +110,11 @@ def test_ten_layers_are_in_the_order_of_their_numbers():
 @pytest.mark.parametrize(
     ("change", "kind", "fragment"),
     [
-        (lambda t: t.pop("layers.1.w.bias"), KeyError, "'b': layer 1 of 3 is missing: there is no tensor 'layers.1.w.bias'"),
+        (
+            lambda t: t.pop("layers.1.w.bias"),
+            KeyError,
+            "'b': layer 1 of 3 is missing: there is no tensor 'layers.1.w.bias'",
+        ),
         (lambda t: t.pop("layers.2.w.bias"), KeyError, "'b': layer 2 of 3 is missing"),
         (lambda t: t.pop("embed.weight"), KeyError, "'embed': there is no tensor 'embed.weight'"),
         (

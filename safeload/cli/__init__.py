@@ -13,25 +13,27 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import SafeloadError
-from . import info
+from . import convert, info
 from .text import printable
 
 _EPILOG = """examples:
   safeload info model.safetensors
   safeload info Llama-3.2-1B/ --json
+  safeload convert model.pth model.safetensors
 """
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="safeload",
-        description="Look into model weight files.",
+        description="Look into model weight files and convert them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"safeload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     info.register(commands)
+    convert.register(commands)
     return parser
 
 
@@ -53,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SafeloadError, OSError, MemoryError) as error:
         print(f"safeload: {printable(_explain(error))}", file=sys.stderr)
         return 1
+    except (ValueError, TypeError) as error:  # wrong arguments; what is wrong with a file is a SafeloadError
+        print(f"safeload: {printable(str(error))}", file=sys.stderr)
+        return 2
     return status
 
 

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 from ..errors import FormatError, UnsupportedError
 from ..files import WeightFile, open_descriptor
-from ..tensor import ListedTable
 from . import safetensors, sniffing
 
-SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, MOON = "safetensors", "torch zip", "torch legacy", "moon"
+SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, MOON, NPZ = "safetensors", "torch zip", "torch legacy", "moon", "npz"
 
 # What `format=` insists on, and the formats that it means.
 FORMATS = {
@@ -18,10 +17,11 @@ FORMATS = {
     TORCH_ZIP: (TORCH_ZIP,),
     TORCH_LEGACY: (TORCH_LEGACY,),
     MOON: (MOON,),
+    NPZ: (NPZ,),
 }
 
 
-_ABLE = "safetensors, torch checkpoints and MOON"
+_ABLE = "safetensors, torch checkpoints, npz and MOON"
 
 
 class Wanted(NamedTuple):
@@ -71,7 +71,7 @@ def open_file(path: str, wanted: Wanted) -> Opened:
             head = sniffing.read_head(path)
             if wanted.formats is not None or sniffing.is_safetensors(head):
                 raise
-            if _format_of(head) is None:
+            if not (sniffing.is_moon(head) or sniffing.is_torch(head)):
                 _refuse(path, head, _ABLE)
                 raise
         else:
@@ -82,44 +82,56 @@ def open_file(path: str, wanted: Wanted) -> Opened:
     file = open_descriptor(path)
     try:
         head = file.read_at(0, sniffing.HEAD_SIZE)
-        format = _format_of(head)
-        if format is None:
+        if not (sniffing.is_moon(head) or sniffing.is_torch(head)):
             _refuse(path, head, _ABLE, whatever=True)
-        elif wanted.formats is not None and format not in wanted.formats:
-            raise FormatError(f"this is {sniffing.describe(head)}, not {wanted.formats[0]}", path, 0)
-        else:
-            file.table = _read_table(format, file, wanted)
-            return Opened(format, file)
+        if sniffing.is_zip(head):
+            return _open_zip(file, wanted)
+        return _open_plain(file, MOON if sniffing.is_moon(head) else TORCH_LEGACY, wanted)
     except BaseException:
         file.close()
         raise
-    raise AssertionError("a file is opened or refused")
 
 
-def _format_of(head: bytes) -> str | None:
-    """Which of the formats that are read in Python a file is, by its first bytes."""
-    if sniffing.is_moon(head):
-        return MOON
-    if sniffing.is_torch(head):
-        return TORCH_ZIP if sniffing.is_zip(head) else TORCH_LEGACY
-    return None
+# The formats below are read in Python. What they import takes milliseconds that every import would pay.
 
 
-def _read_table(format: str, file: WeightFile, wanted: Wanted) -> ListedTable:
-    # What these import takes milliseconds that every import would pay.
+def _open_plain(file: WeightFile, format: str, wanted: Wanted) -> Opened:
+    _check_format(file, format, wanted)
     if format == MOON:
         from . import moon
 
-        if wanted.root is not None:
-            raise UnsupportedError(f"{file.path}: root= selects a nested container, and MOON has none")
-        return moon.read_table(file)
-    if format == TORCH_ZIP:
-        from .torch_zip import read_table
+        file.table = moon.read_table(file)
     else:
         from .torch_legacy import read_table
-    from .torch_tensors import Options
+        from .torch_tensors import Options
 
-    return read_table(file, Options(wanted.root, wanted.inert))
+        file.table = read_table(file, Options(wanted.root, wanted.inert))
+    return Opened(format, file)
+
+
+def _open_zip(file: WeightFile, wanted: Wanted) -> Opened:
+    """A zip archive of torch or of numpy, which its entries tell apart."""
+    from . import npz
+    from .archive import Archive
+
+    archive = Archive(file)
+    format = NPZ if npz.is_npz(archive) else TORCH_ZIP
+    _check_format(file, format, wanted)
+    if format == NPZ:
+        return Opened(format, npz.open_archive(archive, file))
+    from .torch_tensors import Options
+    from .torch_zip import read_table
+
+    file.table = read_table(archive, file, Options(wanted.root, wanted.inert))
+    return Opened(format, file)
+
+
+def _check_format(file: WeightFile, format: str, wanted: Wanted) -> None:
+    if wanted.formats is not None and format not in wanted.formats:
+        kind = sniffing.describe(file.read_at(0, sniffing.HEAD_SIZE))
+        raise FormatError(f"this is {kind}, not {wanted.formats[0]}", file.path, 0)
+    if wanted.root is not None and format in (MOON, NPZ):
+        raise UnsupportedError(f"{file.path}: root= selects a nested container, and {format} has none")
 
 
 def _refuse(path: str, head: bytes, able: str, *, whatever: bool = False) -> None:

@@ -15,11 +15,14 @@ import numpy as np
 from .. import dtypes
 from ..errors import FormatError, SafetensorError
 from ..files import WeightFile
+from ..lazy import LazyQuantized
 from ..quantized import QuantizedTensor, storage_of
 from ..tensor import ListedTable, Listing, Scale
 
 KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"
+
+_QUANTIZED = (QuantizedTensor, LazyQuantized)
 
 
 def pack(
@@ -30,7 +33,7 @@ def pack(
     Raises:
         SafetensorError: the scale of an int8 tensor would have the name of another tensor.
     """
-    if not any(isinstance(value, QuantizedTensor) for value in tensors.values()):
+    if not any(isinstance(value, _QUANTIZED) for value in tensors.values()):
         if metadata is not None and KEY in metadata:  # of another file: it would lie about this one
             metadata = {key: value for key, value in metadata.items() if key != KEY}
         return tensors, metadata
@@ -39,7 +42,7 @@ def pack(
     packed: dict[str, Any] = {}
     described = {}
     for name, value in tensors.items():
-        if not isinstance(value, QuantizedTensor):
+        if not isinstance(value, _QUANTIZED):
             packed[name] = value
             continue
         described[name] = {"scheme": value.scheme, "shape": list(value.shape), "axis": value.axis}

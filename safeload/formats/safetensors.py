@@ -12,6 +12,7 @@ from .. import dtypes, jobs
 from .._native import Error, check, ffi, lib, pointer, short
 from ..errors import FormatError, SafetensorError
 from ..files import Array, PathLike, WeightFile, array_over, native_path
+from ..lazy import Lazy, materialize
 from ..tensor import Table, TensorSpec
 from ..writer import AtomicFile
 from .sniffing import foreign
@@ -108,14 +109,14 @@ class _Source(NamedTuple):
 
     row: dtypes.Dtype
     shape: Sequence[int]
-    data: Array | TensorSpec
+    data: Array | Lazy | TensorSpec
 
     def pieces(self) -> Iterator[tuple[Any, int, int]]:
         """The tensor's bytes in order as (owner, address, bytes): memory as it is where it is in C order."""
         if isinstance(self.data, TensorSpec):
             yield None, self.data.data_ptr, self.data.data_len
             return
-        array = self.data
+        array = materialize(self.data)
         swap = self._must_swap(array.dtype)
         if array.flags.c_contiguous and not swap:
             yield array, jobs.address_of(array), array.nbytes
@@ -131,9 +132,9 @@ class _Source(NamedTuple):
     @property
     def streamed(self) -> bool:
         """Whether `pieces` are buffers that must be written before the next is made."""
-        return isinstance(self.data, np.ndarray) and (
-            not self.data.flags.c_contiguous or self._must_swap(self.data.dtype)
-        )
+        if isinstance(self.data, TensorSpec):
+            return False
+        return isinstance(self.data, Lazy) or not self.data.flags.c_contiguous or self._must_swap(self.data.dtype)
 
     @staticmethod
     def _must_swap(dtype: np.dtype[Any]) -> bool:
@@ -145,7 +146,7 @@ def _source(name: str, value: Any) -> _Source:
         return _Source(value._row, value._shape, value)
     if isinstance(value, np.generic):
         value = np.asarray(value)
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, (np.ndarray, Lazy)):
         raise TypeError(f"tensor {name!r} is a {type(value).__name__}, not a numpy array")
     return _Source(dtypes.of_array(value, name), value.shape, value)
 
@@ -154,7 +155,7 @@ class Writer:
     """A file to be: its header is made, its size known, its tensors still where they are.
 
     Args:
-        tensors: name to array (or `TensorSpec`).
+        tensors: name to array, `TensorSpec` or `Lazy`.
         metadata: text to text, written in ascending order of keys; None for none.
 
     Raises:
@@ -223,13 +224,17 @@ class Writer:
     def to_file(self, path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
         """Writes the file; see `AtomicFile`."""
         with AtomicFile(path, self.size, overwrite=overwrite, durable=durable) as file:
-            waiting: list[tuple[int, int]] = []
-            for _owner, address, size, streamed in self.pieces():
-                waiting.append((address, size))
-                if streamed:
-                    file.write(waiting)
-                    waiting.clear()
-            file.write(waiting)
+            self.write_to(file)
+
+    def write_to(self, file: AtomicFile) -> None:
+        """Writes it all into a file that is under construction."""
+        waiting: list[tuple[int, int]] = []
+        for _owner, address, size, streamed in self.pieces():
+            waiting.append((address, size))
+            if streamed:
+                file.write(waiting)
+                waiting.clear()
+        file.write(waiting)
 
 
 class _Columns:

@@ -237,7 +237,6 @@ FOREIGN = {
     "tar": ("a tar archive", tar_archive()),
     "gguf": ("a GGUF file", b"GGUF\x03\x00\x00\x00" + bytes(40)),
     "zip": ("a zip archive", zip_archive("notes.txt")),
-    "npz": ("npz", zip_archive("weight.npy")),
     "tar of torch": ("a torch checkpoint of before 2017", b"sys_info".ljust(257, b"\0") + b"ustar" + bytes(250)),
     **{
         f"pickle {protocol}": ("a pickle", pickle.dumps({"a": [1.5, 2.5]}, protocol=protocol))

@@ -239,7 +239,6 @@ fault(
     "2 pickles that could be the checkpoint: 'a/b/x.pkl', 'a/b/y.pkl'",
     zip_archive({"a/b/x.pkl": b"N.", "a/b/y.pkl": b"N."}, prefix=""),
 )
-fault("npz", "an npz archive", zip_archive({"w.npy": b""}, prefix=""), UnsupportedError)
 fault("empty pickle", "the pickle ends without STOP", zip_archive({**ENTRIES, "data.pkl": b""}))
 fault(
     "tensors of one name",

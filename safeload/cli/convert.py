@@ -1,0 +1,80 @@
+"""``safeload convert``: another format, dtype or layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from .. import checkpoint, conversion, layouts
+from ..stacking import Layout
+from .text import printable, size
+
+_EPILOG = """examples:
+  safeload convert model.pth model.safetensors --dtype bfloat16
+  safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
+  safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
+  safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
+
+Names stay as they are: this is no converter between model architectures.
+Exit status: 0 good, 1 a file is bad or cannot be read or written, 2 wrong usage."""
+
+_LAYOUTS = {"moondream2": layouts.MOONDREAM2}
+
+
+def register(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "convert",
+        help="write another format, dtype or layout",
+        description="Writes the tensors and the metadata of files or folders in another format, with the memory of one "
+        f"tensor. The destination's suffix says which: {', '.join(conversion.SUFFIXES)}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")
+    parser.add_argument("destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size")
+    parser.add_argument("--dtype", help='what floating tensors become: "float32", "BF16", ...')
+    parser.add_argument("--quantize", metavar="SCHEME", help="int8, q4_0 or q8_0 for the matrices")
+    parser.add_argument("--layout", metavar="NAME", help=f"stack layers: {', '.join(_LAYOUTS)}, or a JSON file")
+    parser.add_argument("--name", metavar="TENSOR", action="append", help="only this tensor; may be given often")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help='shards of at most so many bytes: "500MB", "5GB"')
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--threads", type=int, help="for reading and converting; as many as help by default")
+    parser.add_argument("--json", action="store_true", help="what was written as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Converts; returns the exit status."""
+    started = time.perf_counter()
+    conversion.convert(
+        options.source,
+        options.destination,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        layout=_layout(options.layout),
+        names=options.name,
+        max_shard_size=options.max_shard_size,
+        overwrite=options.overwrite,
+        threads=options.threads,
+        progress=True if sys.stderr.isatty() else None,
+    )
+    seconds = time.perf_counter() - started
+    with checkpoint.open(options.destination) as written:
+        nbytes = sum(os.path.getsize(path) for path in written.files)
+        if options.json:
+            result = {"files": written.files, "format": written.format, "tensors": len(written), "nbytes": nbytes}
+            print(json.dumps({**result, "seconds": round(seconds, 3)}, indent=1))
+        else:
+            tensors = f"{len(written):,} tensor{'' if len(written) == 1 else 's'}"
+            files = f" in {len(written.files)} files" if len(written.files) > 1 else ""
+            print(f"{printable(options.destination)}: {written.format}, {tensors}, {size(nbytes)}{files}")
+    return 0
+
+
+def _layout(name: str | None) -> Layout | None:
+    return None if name is None else _LAYOUTS.get(name) or Layout.from_json(name)

@@ -1,0 +1,220 @@
+"""npz archives: numpy's own, faults, and what is written."""
+
+import contextlib
+import io
+import struct
+import zipfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import safeload
+from safeload.formats import npz
+
+rng = np.random.default_rng(13)
+
+
+def arrays():
+    return {
+        "f": rng.standard_normal((5, 7)).astype(np.float32),
+        "half": rng.standard_normal(9).astype(np.float16),
+        "fortran": np.asfortranarray(rng.standard_normal((4, 6, 3))),
+        "scalar": np.float64(3.5),
+        "empty": np.zeros((0, 4), np.int32),
+        "flags": np.array([True, False, True]),
+        "z": (rng.standard_normal(4) + 1j).astype(np.complex64),
+        "ünï/x": np.arange(5, dtype=np.uint64),
+        "one": np.asfortranarray(np.ones((1, 3), np.int8)),
+    }
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "weights.npz"
+
+
+def same(got, want):
+    assert list(got) == list(want)
+    for name, array in want.items():
+        assert got[name].dtype == np.asarray(array).dtype.newbyteorder("="), name
+        assert got[name].shape == np.asarray(array).shape, name
+        np.testing.assert_array_equal(got[name], array)
+        assert got[name].flags.aligned
+        assert got[name].flags.writeable
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed, lambda path, **a: npz.save(a, path)])
+def test_every_way_to_read_it(path, save):
+    want = arrays()
+    save(path, **want)
+    with safeload.open(path) as opened:
+        assert (opened.format, opened.files, len(opened)) == ("npz", [str(path)], len(want))
+        same(dict(opened), want)
+        same(opened.load(), want)
+        same(opened.load(backend="pread"), want)
+        np.testing.assert_array_equal(opened.get_slice("fortran")[1:3, ::2, -1], want["fortran"][1:3, ::2, -1])
+        converted = opened.load(["fortran", "half"], dtype="bfloat16")
+        np.testing.assert_array_equal(converted["fortran"], want["fortran"].astype(ml_dtypes.bfloat16))
+        opened["f"][0, 0] = 77
+    assert np.load(path)["f"][0, 0] != 77
+
+
+def test_stored_members_are_views(path):
+    np.savez(path, a=np.arange(1000.0))
+    with safeload.open(path) as opened:
+        assert opened["a"] is opened["a"]
+        assert not opened["a"].flags.owndata or opened.tensors["a"].offset % 8
+
+
+def test_numpy_reads_what_is_written(path):
+    want = arrays()
+    npz.save(want, path)
+    with np.load(path) as got:
+        assert list(got) == list(want)
+        for name in want:
+            np.testing.assert_array_equal(got[name], want[name])
+    first = path.read_bytes()
+    npz.save(want, path)
+    assert path.read_bytes() == first
+    with pytest.raises(FileExistsError):
+        npz.save(want, path, overwrite=False)
+
+
+def test_big_endian(path):
+    np.savez(path, a=np.arange(5, dtype=">f4"), b=np.arange(3, dtype=np.int8))
+    same(safeload.load(path), {"a": np.arange(5, dtype=np.float32), "b": np.arange(3, dtype=np.int8)})
+    np.savez(path, a=np.arange(5, dtype=">f4"), b=np.arange(5, dtype="<f4"))
+    with pytest.raises(safeload.UnsupportedError, match="both byte orders"):
+        safeload.open(path)
+
+
+def test_a_real_file(shared):
+    path = shared / "npz/checkpoint20.npz"
+    with np.load(path) as want:
+        same(safeload.load(path), dict(want))
+
+
+@pytest.mark.parametrize(
+    ("value", "fragment"),
+    [
+        (np.array([1, "a", None], object), "array 'bad' holds Python objects"),
+        (np.array(["a", "b"]), "array 'bad' is <U1, no dtype of weights"),
+        (np.ones(3, ml_dtypes.bfloat16), "numpy forgets bfloat16"),
+        (np.ones(3, np.complex128), "complex128"),
+        (np.zeros(3, [("a", "f4")]), "no dtype of weights"),
+    ],
+)
+def test_arrays_that_are_refused(path, value, fragment):
+    np.savez(path, fine=np.ones(3), bad=value)
+    with pytest.raises(safeload.UnsupportedError, match=fragment):
+        safeload.open(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "fragment"),
+    [
+        (np.ones(3, ml_dtypes.bfloat16), "'a' is bfloat16, .* pass dtype="),
+        (np.ones(3, ml_dtypes.float8_e5m2), "float8_e5m2"),
+        (safeload.quantize(np.ones(32), "q4_0"), "'a' is q4_0"),
+        (np.array([None]), "object"),
+    ],
+)
+def test_what_npz_does_not_have(path, value, fragment):
+    with pytest.raises(safeload.UnsupportedError, match=fragment):
+        npz.save({"a": value}, path)
+    assert not path.exists()
+
+
+# ---- faults ----
+
+
+def header(text, version=b"\1\0"):
+    data = text.encode()
+    return b"\x93NUMPY" + version + struct.pack("<H", len(data)) + data
+
+
+def archive(members, method=zipfile.ZIP_STORED):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as file:
+        for name, data in members.items():
+            file.writestr(name, data)
+    return bytearray(out.getvalue())
+
+
+def good(shape="(2,)", descr="'<f4'", data=bytes(8)):
+    return header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}") + data
+
+
+@pytest.mark.parametrize(
+    ("member", "fragment"),
+    [
+        (b"", "npy header cannot be read"),
+        (b"\x93NUMPX\1\0", "npy header cannot be read"),
+        (b"\x93NUMPY\4\0" + bytes(20), "npy version 4"),
+        (b"\x93NUMPY\1\0\xff\xff{", "npy header cannot be read"),
+        (header("{'descr': '<f4'}"), "npy header cannot be read"),
+        (header("[" * 5000), "npy header cannot be read"),
+        (header("__import__('os')"), "npy header cannot be read"),
+        (good(shape="(3,)"), r"F32 \[3\] needs 12 bytes, but its entry has 8"),
+        (good(shape="(1,)"), "needs 4 bytes, but its entry has 8"),
+        (good(shape="(-2,)"), "no array can have the shape"),
+        (good(shape=f"({1 << 62}, 8)"), "needs 147573952589676412928 bytes"),
+        (good(shape=f"(0, {1 << 70})", data=b""), "no array can have the shape"),
+        (good(shape="(True, 2)"), "no array can have the shape"),
+        (good(descr="'|O'"), "Python objects"),
+        (good(descr="'<f4, <f4'"), "npy header cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_members_that_are_no_arrays(path, member, fragment, method):
+    path.write_bytes(archive({"ok.npy": good(), "bad.npy": member}, method))
+    with pytest.raises(safeload.SafeloadError, match=fragment) as caught:
+        safeload.open(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_name_that_is_there_twice(path):
+    data = archive({"a.npy": good(), "b.npy": good()})
+    path.write_bytes(data.replace(b"b.npy", b"a.npy"))
+    with pytest.raises(safeload.FormatError, match="twice"):
+        safeload.open(path)
+
+
+def test_a_damaged_stream(path):
+    data = archive({"a.npy": good(shape="(9000,)", data=rng.bytes(36000))}, zipfile.ZIP_DEFLATED)
+    data[20_000:20_010] = bytes(10)
+    data[60] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(safeload.FormatError, match=r"damaged|unfolds"):
+        safeload.open(path)
+
+
+def test_a_member_that_unfolds_to_more_than_it_says(path):
+    member = good(shape="(2,)")
+    data = archive({"a.npy": member + bytes(100_000)}, zipfile.ZIP_DEFLATED)
+    place = data.rindex(b"PK\1\2")
+    data[place + 24 : place + 28] = struct.pack("<I", len(member))
+    data[22:26] = struct.pack("<I", len(member))
+    path.write_bytes(data)
+    with pytest.raises(safeload.FormatError, match="unfolds to more than"):
+        safeload.open(path)
+
+
+def test_other_entries_are_left_out(path):
+    path.write_bytes(archive({"a.npy": good(), "readme.txt": b"hello"}))
+    assert list(safeload.open(path)) == ["a"]
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_bent_bytes(path, save):
+    save(path, a=np.arange(9, dtype=np.float32), b=np.ones((3, 3), np.int8))
+    whole = path.read_bytes()
+    for k in range(2500):
+        bent = bytearray(whole) if k % 2 else bytearray(whole[: rng.integers(len(whole))])
+        for _ in range(rng.integers(1, 4)):
+            if bent:
+                bent[rng.integers(len(bent))] = rng.integers(256)
+        path.write_bytes(bent)
+        with contextlib.suppress(safeload.SafeloadError):
+            dict(safeload.open(path))
