@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
 from .casting import astype
 from .checkpoint import Checkpoint, load, open
 from .configuration import show_config
-from .conversion import convert
 from .errors import (
     ForbiddenError,
     FormatError,
@@ -23,10 +24,23 @@ from .errors import (
 from .formats.safetensors import deserialize, serialize, serialize_file
 from .handle import _safe_open_handle, safe_open
 from .loading import LoadStats
-from .quantization import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
 from .quantized import QuantizedTensor
-from .stacking import Layout, StackedDict, StackedTensor, stack
 from .tensor import TensorInfo, TensorMeta, TensorSpec
+
+if TYPE_CHECKING:
+    from .conversion import convert
+    from .quantization import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
+    from .stacking import Layout, StackedDict, StackedTensor, stack
+
+# Imported when they are first asked for: `import safeload` takes little longer than `import numpy`.
+_LATER = {
+    **dict.fromkeys(("convert",), "conversion"),
+    **dict.fromkeys(
+        ("QuantizationError", "QuantizedDict", "load_quantized", "quantization_error", "quantize"), "quantization"
+    ),
+    **dict.fromkeys(("Layout", "StackedDict", "StackedTensor", "stack"), "stacking"),
+}
+_MODULES = ("layouts", "moon", "numpy")
 
 __all__ = [
     "Checkpoint",
@@ -64,3 +78,19 @@ __all__ = [
     "show_config",
     "stack",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    module = _LATER.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{module}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER, *_MODULES})
