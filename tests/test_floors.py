@@ -38,7 +38,12 @@ C_PLACE = {
 }
 STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
 # Instructions of a processor, not of a system.
-INTRINSICS = {"cpu": {"cpuid.h", "intrin.h"}, "kernel_neon": {"arm_neon.h"}, "quant_neon": {"arm_neon.h"}}
+INTRINSICS = {
+    "cpu": {"cpuid.h", "intrin.h"},
+    "copy2d": {"emmintrin.h"},
+    "kernel_neon": {"arm_neon.h"},
+    "quant_neon": {"arm_neon.h"},
+}
 for _stem in ("kernel_avx2", "kernel_avx512", "quant_x86", "quant_avx2", "quant_avx512"):
     INTRINSICS[_stem] = {"immintrin.h"}
 
