@@ -275,7 +275,7 @@ class Rules:
         if not row.floating:
             return _Plan(None, f"is {row.name}, not floating")
         if len(shape) not in (2, 3):
-            return _Plan(None, f"has {len(shape)} axes, not 2 or 3")
+            return _Plan(None, f"is {len(shape)}-D, not 2-D or 3-D")
         if 0 in shape:
             return _Plan(None, "is empty")
         found = next(((p, s) for p, s in self._schemes.items() if fnmatchcase(name, p)), None)
