@@ -33,3 +33,12 @@ def quantize(library, scheme, x, out=None):
     function.restype = None
     function(x.ctypes.data, out.ctypes.data, x.size)
     return out
+
+
+def convert_row(library, name, source, target):
+    """``ggml_bf16_to_fp32_row`` and its like, into ``target``."""
+    function = getattr(library, name)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    function.restype = None
+    function(source.ctypes.data, target.ctypes.data, source.size)
+    return target
