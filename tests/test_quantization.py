@@ -9,6 +9,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import QuantizedTensor, RangeError, load_quantized, quantization_error, quantize
@@ -570,3 +571,26 @@ def test_memory_is_the_result_and_little_more(tmp_path, scheme):
     )
     growth, result = map(int, done.stdout.split())
     assert growth < result + (64 << 20)
+
+
+# ---- other formats ----
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("order", ["little", "big"])
+def test_torch_checkpoints(tmp_path, scheme, order):
+    """Also what is transposed, shared or big-endian in its file."""
+    x = rng.standard_normal((64, 96)).astype(np.float32)
+    storage = Storage("0", x.ravel())
+    value = {
+        "plain.weight": tensor(storage, (64, 96), (96, 1)),
+        "turned.weight": tensor(storage, (96, 64), (1, 96)),
+        "norm.weight": tensor(storage, (96,), (1,), 96),
+    }
+    path = tmp_path / "m.pth"
+    path.write_bytes(zip_file(value, order=order))
+    result = load_quantized(path, scheme)
+    assert result["plain.weight"] == quantize(x, scheme)
+    assert result["turned.weight"] == quantize(x.T, scheme)
+    np.testing.assert_array_equal(result["norm.weight"], x[1])
+    assert quantization_error(path, result)["turned.weight"].snr_db > 15
