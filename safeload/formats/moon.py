@@ -149,7 +149,9 @@ def _entry(name: Any, value: Any) -> bytes:
             f'tensor {name!r} is a {type(value).__name__}; MOON holds float16 arrays: pass dtype="float16"'
         )
     if value.dtype.newbyteorder("=") != np.float16:
-        raise UnsupportedError(f'tensor {name!r} is {value.dtype.name}; MOON holds only float16: pass dtype="float16"')
+        floating = dtypes.of_array(value, name).floating
+        advice = 'pass dtype="float16"' if floating else "leave it out"
+        raise UnsupportedError(f"tensor {name!r} is {value.dtype.name}; MOON holds only float16: {advice}")
     raw = name.encode()
     count = math.prod(value.shape)
     if not 1 <= len(raw) <= MAX_NAME:
