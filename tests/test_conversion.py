@@ -283,6 +283,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak RSS is read from /proc")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer holds freed memory back")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
