@@ -5,14 +5,14 @@
 /* What each tier looks through, best first. */
 static const struct {
     const char *name;
-    const sl_kernel *tables[7]; /* NULL ends */
+    const sl_kernel *tables[8]; /* NULL ends */
 } TIERS[] = {
-    [SL_TIER_SCALAR] = {"scalar", {sl_kernels_scalar, sl_quant_kernels_scalar}},
-    [SL_TIER_AVX2] = {"avx2", {sl_kernels_avx2, sl_quant_kernels_avx2, sl_kernels_scalar, sl_quant_kernels_scalar}},
+    [SL_TIER_SCALAR] = {"scalar", {sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels}},
+    [SL_TIER_AVX2] = {"avx2", {sl_kernels_avx2, sl_quant_kernels_avx2, sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels}},
     [SL_TIER_AVX512] = {"avx512",
                         {sl_kernels_avx512, sl_quant_kernels_avx512, sl_kernels_avx2, sl_quant_kernels_avx2,
-                         sl_kernels_scalar, sl_quant_kernels_scalar}},
-    [SL_TIER_NEON] = {"neon", {sl_kernels_neon, sl_quant_kernels_neon, sl_kernels_scalar, sl_quant_kernels_scalar}},
+                         sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels}},
+    [SL_TIER_NEON] = {"neon", {sl_kernels_neon, sl_quant_kernels_neon, sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels}},
 };
 
 _Static_assert(sizeof TIERS / sizeof TIERS[0] == SL_TIER_COUNT, "one row for each SL_TIER_*");

@@ -42,3 +42,24 @@ def convert_row(library, name, source, target):
     function.restype = None
     function(source.ctypes.data, target.ctypes.data, source.size)
     return target
+
+
+def make_blocks(library, scheme, x, block_bytes):
+    """Blocks that ggml makes of f32, as uint8; for types that it makes without an importance matrix."""
+    x = np.ascontiguousarray(x, np.float32)
+    size = {"q2_k": 256, "q3_k": 256, "q4_k": 256, "q5_k": 256, "q6_k": 256}.get(scheme, 32)
+    out = np.empty((x.size // size, block_bytes), np.uint8)
+    name = scheme if size == 32 else scheme.upper().replace("Q", "q", 1)
+    convert_row(library, f"quantize_row_{name}_ref", x, out)
+    return out
+
+
+def dequantize(library, scheme, blocks, count):
+    """What ggml restores from blocks: f32."""
+    name = scheme.upper().replace("Q", "q", 1) if scheme.endswith("_k") else scheme
+    out = np.empty(count, np.float32)
+    function = getattr(library, f"dequantize_row_{name}")
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    function.restype = None
+    function(np.ascontiguousarray(blocks).ctypes.data, out.ctypes.data, count)
+    return out

@@ -22,7 +22,7 @@ C_FLOORS = {
         ["copy2d"],
         [
             *("dtype", "scalar", "kernel", "kernel_scalar", "kernel_avx2", "kernel_avx512", "kernel_neon"),
-            *("quant", "quant_scalar", "quant_x86", "quant_avx2", "quant_avx512", "quant_neon"),
+            *("quant", "quant_scalar", "quant_x86", "quant_avx2", "quant_avx512", "quant_neon", "dequant"),
         ],
     ],
     4: [["table"]],
