@@ -232,7 +232,7 @@ static int32_t read_header(const char *header, uint64_t header_size, uint64_t fi
     if (step == SL_JSON_FAILED) return SL_E_FORMAT;
     status = sl_json_finish(&json);
     if (status != SL_OK) return status;
-    return sl_table_finish(table, LENGTH_SIZE + header_size, file_size, error);
+    return sl_table_finish(table, LENGTH_SIZE + header_size, file_size, "data_offsets", false, error);
 }
 
 /* N from the first bytes of a file of `file_size` bytes. */

@@ -1,5 +1,7 @@
 #include "json.h"
 
+#include "utf8.h"
+
 static int64_t position_of(const sl_json *json, const char *at) { return json->base + (at - json->begin); }
 
 /* Refuses at json->at: what stands there against what was wanted. */
@@ -46,21 +48,6 @@ int32_t sl_json_enter(sl_json *json, char bracket, const char *what) {
 }
 
 /* ---- strings ---- */
-
-/* Length of the UTF-8 character at `at` (its first byte is >= 0x80), 0 when invalid. The ranges are table 3-7 of
- * the Unicode Standard: no overlong forms, no surrogates, nothing above U+10FFFF. */
-static size_t utf8_length(const char *at, const char *end) {
-    const unsigned char *b = (const unsigned char *)at;
-    size_t left = (size_t)(end - at);
-    size_t length = b[0] >= 0xc2 && b[0] <= 0xdf ? 2 : b[0] >= 0xe0 && b[0] <= 0xef ? 3 : b[0] >= 0xf0 && b[0] <= 0xf4 ? 4 : 0;
-    if (length == 0 || left < length) return 0;
-    unsigned char low = b[0] == 0xe0 ? 0xa0 : b[0] == 0xf0 ? 0x90 : 0x80;
-    unsigned char high = b[0] == 0xed ? 0x9f : b[0] == 0xf4 ? 0x8f : 0xbf;
-    if (b[1] < low || b[1] > high) return 0;
-    for (size_t i = 2; i < length; i++)
-        if (b[i] < 0x80 || b[i] > 0xbf) return 0;
-    return length;
-}
 
 /* Marks with its top bit each of 8 bytes that is a quote, a backslash, below 0x20 or above 0x7f: the bytes that end
  * the plain run of a string. Mycroft's zero-byte test; a borrow may mark a byte above a marked one, so that the
@@ -144,7 +131,7 @@ static int32_t read_string(sl_json *json, sl_json_text *text, const char *what) 
             length = 0;
             fault = "a control character that is not escaped";
         } else if (c >= 0x80) {
-            length = utf8_length(at, end);
+            length = sl_utf8_length(at, end);
             fault = "invalid UTF-8";
         }
         if (length == 0) {

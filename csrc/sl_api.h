@@ -16,6 +16,7 @@
 #define SL_E_MEMORY 5    /* MemoryError */
 #define SL_E_ARGUMENT 6  /* a caller's mistake, not the file's: SafeloadError */
 #define SL_E_RANGE 7     /* a value that the target cannot hold, position is its element's index: RangeError */
+#define SL_E_UNSUPPORTED 8 /* well-formed, but nothing of ours: UnsupportedError */
 
 /* Long enough for a clipped tensor name, a shape of SL_MAX_RANK small dims and the numbers around them. */
 #define SL_MESSAGE_SIZE 1024
@@ -207,6 +208,45 @@ int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, 
 int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64_t *sizes, void **header,
                               uint64_t *header_size, sl_error *error);
 void sl_free(void *memory);
+
+/* ---- GGUF (format_gguf.c) ---- */
+
+/* Types of metadata values, as the format numbers them. */
+#define SL_GGUF_U8 0
+#define SL_GGUF_I8 1
+#define SL_GGUF_U16 2
+#define SL_GGUF_I16 3
+#define SL_GGUF_U32 4
+#define SL_GGUF_I32 5
+#define SL_GGUF_F32 6
+#define SL_GGUF_BOOL 7
+#define SL_GGUF_STRING 8
+#define SL_GGUF_ARRAY 9
+#define SL_GGUF_U64 10
+#define SL_GGUF_I64 11
+#define SL_GGUF_F64 12
+#define SL_GGUF_TYPE_COUNT 13
+
+/* One key of the metadata; ranges are bytes of the file. */
+typedef struct sl_gguf_entry {
+    uint64_t key_begin, key_end; /* UTF-8 */
+    uint64_t begin, end;         /* the value as it is stored, after the number of its type */
+    int32_t type;                /* SL_GGUF_U8 .. */
+} sl_gguf_entry;
+
+/* The metadata of a file as it is stored: every count and length in it has been checked. */
+typedef struct sl_gguf {
+    const uint8_t *bytes; /* the file to the end of the tensors' descriptions */
+    uint64_t size;
+    const sl_gguf_entry *entries; /* in file order */
+    uint64_t count;
+    uint64_t alignment; /* of the tensors */
+    int32_t version;
+} sl_gguf;
+
+/* Reads and validates all that stands before the data of an open file of so many bytes; data is not touched. */
+int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error);
+void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 
 /* ---- jobs: byte ranges between files and memory (job.c) ---- */
 

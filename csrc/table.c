@@ -206,20 +206,22 @@ static int32_t fail_size(const sl_table *table, uint64_t i, int32_t status, cons
     return sl_fail(error, status, (int64_t)table->positions[i], "tensor %s: %s", quoted_name(quoted, table, i), reason);
 }
 
-static int32_t check_size(const sl_table *table, uint64_t i, sl_error *error) {
+static int32_t check_size(const sl_table *table, uint64_t i, const char *ranges, sl_error *error) {
     const uint64_t *dims = table->dims + dim_begin(table, i);
     uint64_t rank = table->dim_ends[i] - dim_begin(table, i), stated = table->ends[i] - table->begins[i], size = 0;
     bool whole_blocks;
     if (!sl_dtype_size(table->dtypes[i], dims, rank, &size, &whole_blocks))
         return fail_size(table, i, SL_E_FORMAT,
-                         whole_blocks ? "the size of %s does not fit in 64 bits" : "%s is not a whole number of bytes",
+                         whole_blocks                                  ? "the size of %s does not fit in 64 bits"
+                         : sl_dtype_get(table->dtypes[i])->bits > 0 ? "%s is not a whole number of bytes"
+                                                                       : "the rows of %s are no whole number of blocks",
                          error);
     if (size != stated) {
         char quoted[SL_QUOTE_SIZE], shape[256];
         describe(table, i, shape, sizeof shape);
         return sl_fail(error, SL_E_FORMAT, (int64_t)table->positions[i],
-                       "tensor %s: data_offsets [%llu, %llu) hold %llu bytes, but %s needs %llu",
-                       quoted_name(quoted, table, i), (unsigned long long)table->begins[i],
+                       "tensor %s: %s [%llu, %llu) hold %llu bytes, but %s needs %llu", quoted_name(quoted, table, i),
+                       ranges, (unsigned long long)table->begins[i],
                        (unsigned long long)table->ends[i], (unsigned long long)stated, shape, (unsigned long long)size);
     }
     if (size > 0) return SL_OK;
@@ -231,36 +233,37 @@ static int32_t check_size(const sl_table *table, uint64_t i, sl_error *error) {
 }
 
 /* Refuses a range; `format` takes three numbers. */
-static int32_t fail_range(const sl_table *table, uint64_t i, const char *format, uint64_t a, uint64_t b, uint64_t c,
-                          sl_error *error) {
+static int32_t fail_range(const sl_table *table, uint64_t i, const char *ranges, const char *format, uint64_t a, uint64_t b,
+                          uint64_t c, sl_error *error) {
     char quoted[SL_QUOTE_SIZE], reason[256];
     snprintf(reason, sizeof reason, format, (unsigned long long)a, (unsigned long long)b, (unsigned long long)c);
-    return sl_fail(error, SL_E_FORMAT, (int64_t)table->positions[i], "tensor %s: data_offsets [%llu, %llu) %s",
-                   quoted_name(quoted, table, i), (unsigned long long)table->begins[i],
+    return sl_fail(error, SL_E_FORMAT, (int64_t)table->positions[i], "tensor %s: %s [%llu, %llu) %s",
+                   quoted_name(quoted, table, i), ranges, (unsigned long long)table->begins[i],
                    (unsigned long long)table->ends[i], reason);
 }
 
-static int32_t check_ranges(const sl_table *table, uint64_t data_begin, uint64_t file_size, sl_error *error) {
-    uint64_t covered = 0, data_size = file_size - data_begin;
+static int32_t check_ranges(const sl_table *table, uint64_t data_begin, uint64_t file_size, const char *ranges, bool holes,
+                            sl_error *error) {
+    uint64_t covered = 0, data_size = file_size > data_begin ? file_size - data_begin : 0;
     for (uint64_t i = 0; i < table->columns.count; i++) {
         uint64_t begin = table->begins[i], end = table->ends[i];
-        if (end < begin) return fail_range(table, i, "end before they begin", 0, 0, 0, error);
-        if (begin > covered)
-            return fail_range(table, i, "begin at %llu, but the bytes before end at %llu: a hole of %llu bytes", begin,
+        if (end < begin) return fail_range(table, i, ranges, "end before they begin", 0, 0, 0, error);
+        if (begin > covered && !holes)
+            return fail_range(table, i, ranges, "begin at %llu, but the bytes before end at %llu: a hole of %llu bytes", begin,
                               covered, begin - covered, error);
         if (begin < covered)
-            return fail_range(table, i, "begin at %llu, but the bytes before end at %llu: an overlap of %llu bytes", begin,
-                              covered, covered - begin, error);
-        int32_t status = check_size(table, i, error);
+            return fail_range(table, i, ranges, "begin at %llu, but the bytes before end at %llu: an overlap of %llu bytes",
+                              begin, covered, covered - begin, error);
+        int32_t status = check_size(table, i, ranges, error);
         if (status != SL_OK) return status;
         if (end > data_size)
-            return fail_range(table, i,
+            return fail_range(table, i, ranges,
                               "end past the data, which has %llu bytes (file of %llu bytes, data from byte %llu): the file "
                               "is truncated, or its header belongs to another file",
                               data_size, file_size, data_begin, error);
         covered = end;
     }
-    if (covered == data_size) return SL_OK;
+    if (covered == data_size || holes) return SL_OK;
     return sl_fail(error, SL_E_FORMAT, (int64_t)(data_begin + covered),
                    "the tensors end at byte %llu, but the file has %llu bytes: %llu bytes belong to no tensor",
                    (unsigned long long)(data_begin + covered), (unsigned long long)file_size,
@@ -286,10 +289,11 @@ static void freeze(sl_table *table, uint64_t data_begin) {
     columns->metadata_ends = table->metadata_ends;
 }
 
-int32_t sl_table_finish(sl_table *table, uint64_t data_begin, uint64_t file_size, sl_error *error) {
+int32_t sl_table_finish(sl_table *table, uint64_t data_begin, uint64_t file_size, const char *ranges, bool holes,
+                        sl_error *error) {
     int32_t status = order_by_range(table, error);
     if (status == SL_OK) status = check_names(table, error);
-    if (status == SL_OK) status = check_ranges(table, data_begin, file_size, error);
+    if (status == SL_OK) status = check_ranges(table, data_begin, file_size, ranges, holes, error);
     if (status == SL_OK) freeze(table, data_begin);
     return status;
 }

@@ -33,8 +33,10 @@ int32_t sl_table_append(sl_table *table, const sl_json_text *name, int32_t dtype
 
 int32_t sl_table_append_metadata(sl_table *table, const sl_json_text *text, sl_error *error);
 
-/* Checks names, sizes and byte ranges: the data is [data_begin, file_size) and the tensors must cover it without
- * hole or overlap. Byte ranges become absolute. */
-int32_t sl_table_finish(sl_table *table, uint64_t data_begin, uint64_t file_size, sl_error *error);
+/* Checks names, sizes and byte ranges: the data is [data_begin, file_size) and the tensors must cover it without overlap
+ * and, unless `holes` are allowed, without hole. Byte ranges become absolute. `ranges` is what messages call them. With
+ * holes the data may begin past the end of the file, and is nothing then. */
+int32_t sl_table_finish(sl_table *table, uint64_t data_begin, uint64_t file_size, const char *ranges, bool holes,
+                        sl_error *error);
 
 #endif

@@ -12,7 +12,7 @@ import ctypes
 import os
 from typing import Any
 
-from .errors import FormatError, LimitError, SafeloadError, os_error
+from .errors import FormatError, LimitError, SafeloadError, UnsupportedError, os_error
 
 try:
     from ._core import ffi, lib
@@ -79,6 +79,8 @@ class short:  # noqa: N801 - a namespace beside `lib`
     _pointer, _i32, _i64, _u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 
     sl_safetensors_open = _bind("sl_safetensors_open", _i32, ctypes.c_char_p, _pointer, _pointer, _pointer, _pointer)
+    sl_gguf_read = _bind("sl_gguf_read", _i32, _i64, _u64, _pointer, _pointer, _pointer)
+    sl_gguf_free = _bind("sl_gguf_free", None, _pointer)
     sl_table_columns = _bind("sl_table_columns", _pointer, _pointer)
     sl_table_find = _bind("sl_table_find", _i64, _pointer, ctypes.c_char_p, _u64)
     sl_table_free = _bind("sl_table_free", None, _pointer)
@@ -108,6 +110,8 @@ def check(status: int, error: Any, path: str | None = None, subject: str | None 
         raise FormatError(message, path, offset)
     if status == lib.SL_E_LIMIT:
         raise LimitError(str(FormatError(message, path, offset)))
+    if status == lib.SL_E_UNSUPPORTED:
+        raise UnsupportedError(str(FormatError(message, path, offset)))
     if status == lib.SL_E_OS:
         raised = os_error(error.os_errno, path)
         if offset is not None and hasattr(raised, "add_note"):  # Python 3.11

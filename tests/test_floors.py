@@ -17,7 +17,8 @@ C_FLOORS = {
     1: [["base", "error"]],
     2: [["platform", "platform_posix", "platform_windows", "cpu", "arena"]],
     3: [
-        ["json"],
+        ["utf8", "json"],
+        ["reader"],
         ["sort"],
         ["copy2d"],
         [
@@ -26,7 +27,7 @@ C_FLOORS = {
         ],
     ],
     4: [["table"]],
-    5: [["format_safetensors"]],
+    5: [["format_safetensors"], ["format_gguf"]],
     6: [["parallel", "job", "job_grid", "job_values"]],
     7: [["api"]],
 }
