@@ -75,6 +75,7 @@ PYTHON_FLOORS = {
             "formats.torch_legacy",
             "formats.moon",
             "formats.npz",
+            "formats.gguf_values",
             "formats.opening",
             "formats.folder",
         ),
