@@ -9,11 +9,16 @@ import stat
 import sys
 from collections.abc import Iterator
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from . import jobs
 from ._native import Error, check, lib
-from .files import PathLike, native_path
+from .files import Array, PathLike, native_path
+
+# A tensor that is not in C order is written through a buffer of this size, not copied whole.
+_COPY_BUFFER = 16 << 20
 
 # The longest name of most filesystems (NAME_MAX) less what the temporary name adds.
 _LONGEST_STEM = 255 - len(".") - len(".") - 16 - len(".tmp")
@@ -148,6 +153,32 @@ class AtomicFile:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
             self._temporary = None
+
+
+def written_as_is(array: Array) -> bool:
+    """Whether the bytes of an array are those of a file: in C order, little-endian."""
+    return bool(array.flags.c_contiguous) and not _must_swap(array)
+
+
+def pieces_of(array: Array) -> Iterator[tuple[Any, int, int]]:
+    """The bytes of an array as files hold them, in order, as (owner, address, bytes).
+
+    Each is to be used before the next is asked for, unless the array is `written_as_is`.
+    """
+    if written_as_is(array):
+        yield array, jobs.address_of(array), array.nbytes
+    elif array.size:
+        # Walks the array in C order whatever its strides, through one small buffer: a broadcast or transposed array is
+        # never copied whole.
+        count = max(1, _COPY_BUFFER // array.dtype.itemsize)
+        for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
+            piece = np.ascontiguousarray(block)
+            piece = piece.byteswap() if _must_swap(array) else piece
+            yield piece, jobs.address_of(piece), piece.nbytes
+
+
+def _must_swap(array: Array) -> bool:
+    return array.dtype.itemsize > 1 and bool(array.dtype.isnative) != (sys.byteorder == "little")
 
 
 def _clip(name: str) -> str:

@@ -1,7 +1,7 @@
 """Values of GGUF metadata: numbers that remember the type they are stored as, so that a copy of a file keeps it.
 
-A number in Python has one type, in GGUF one of ten, and readers insist: llama.cpp refuses a layer count that is no u32. So
-what is read is an `int` or a `float` of a class that says the type, and equal to the plain number in every way.
+A number in Python has one type, in GGUF one of ten, and readers insist: llama.cpp refuses a layer count that is no u32.
+So what is read is an `int` or a `float` of a class that says the type, and equal to the plain number in every way.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +13,8 @@ from ..errors import FormatError, SafetensorError
 from ..files import Array, PathLike, WeightFile, array_over, native_path
 from ..lazy import Lazy, materialize
 from ..tensor import Table, TensorSpec
-from ..writer import AtomicFile
+from ..writer import AtomicFile, pieces_of, written_as_is
 from .sniffing import foreign
-
-# A tensor that is not in C order is written through a buffer of this size, not copied whole.
-_COPY_BUFFER = 16 << 20
-
 
 # ---- read ----
 
@@ -116,29 +111,14 @@ class _Source(NamedTuple):
         if isinstance(self.data, TensorSpec):
             yield None, self.data.data_ptr, self.data.data_len
             return
-        array = materialize(self.data)
-        swap = self._must_swap(array.dtype)
-        if array.flags.c_contiguous and not swap:
-            yield array, jobs.address_of(array), array.nbytes
-        elif array.size:
-            # Walks the array in C order whatever its strides, through one small buffer: a broadcast or transposed
-            # array is never copied whole.
-            count = max(1, _COPY_BUFFER // array.dtype.itemsize)
-            for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
-                piece = np.ascontiguousarray(block)
-                piece = piece.byteswap() if swap else piece
-                yield piece, jobs.address_of(piece), piece.nbytes
+        yield from pieces_of(materialize(self.data))
 
     @property
     def streamed(self) -> bool:
         """Whether `pieces` are buffers that must be written before the next is made."""
         if isinstance(self.data, TensorSpec):
             return False
-        return isinstance(self.data, Lazy) or not self.data.flags.c_contiguous or self._must_swap(self.data.dtype)
-
-    @staticmethod
-    def _must_swap(dtype: np.dtype[Any]) -> bool:
-        return dtype.itemsize > 1 and dtype.isnative != (sys.byteorder == "little")
+        return isinstance(self.data, Lazy) or not written_as_is(self.data)
 
 
 def _source(name: str, value: Any) -> _Source:
