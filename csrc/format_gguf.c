@@ -33,8 +33,9 @@
 /* GGML_MAX_DIMS. */
 #define MAX_DIMS 4
 
-/* All of a header is held in memory; vocabularies of 250,000 tokens with their merges have 10 MB. */
-#define MAX_HEADER ((uint64_t)1 << 30)
+/* All of a header is held in memory; a vocabulary of 250,000 tokens with its merges has 10 MB, and so have the descriptions
+ * of 100,000 tensors. */
+#define MAX_HEADER ((uint64_t)128 << 20)
 
 /* Padding is there so that data can be mapped: no processor has a larger page (x86-64's are 1 GiB). */
 #define MAX_ALIGNMENT ((uint64_t)1 << 30)

@@ -26,10 +26,11 @@ class Checkpoint(Mapping[str, Value]):
     (SIGBUS). ``load(backend="pread")`` has no such hazard.
 
     Attributes:
-        format: "safetensors", "torch zip" or "torch legacy".
+        format: "safetensors", "torch zip", "torch legacy", "gguf", "npz" or "moon".
         files: paths of the files that hold the tensors.
         metadata: text from the header; of a torch checkpoint all that is no tensor, nested as it was, also outside
-            ``root``; for shards that of all of them and of the index.
+            ``root``; of a GGUF file a mapping that unpacks values when they are asked for; for shards that of all of
+            them and of the index.
         config: parsed ``config.json`` of a folder, else None.
         last_load: `LoadStats` of the last `load`, else None.
     """
@@ -40,12 +41,13 @@ class Checkpoint(Mapping[str, Value]):
         format: str,
         files: list[WeightFile],
         where: dict[str, tuple[WeightFile, int]] | None,
-        metadata: dict[str, Any],
+        metadata: Mapping[str, Any],
         config: dict[str, Any] | None,
     ) -> None:
         if format == "safetensors":
             where = _unpack(files, where)
-            metadata.pop(quantized.KEY, None)  # what it said is in the tensors now
+            # what it said is in the tensors now
+            metadata = {key: value for key, value in metadata.items() if key != quantized.KEY}
         self._path = path
         self._open = files
         self._where = where
@@ -252,7 +254,8 @@ def open(
 
     Args:
         path: what to open. The format is told from the content, not from the suffix.
-        format: to insist on one: "safetensors", "torch" (either of the following), "torch zip" or "torch legacy".
+        format: to insist on one: "safetensors", "torch" (either of the following), "torch zip", "torch legacy", "gguf",
+            "npz" or "moon".
         root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is left out of their
             names. For torch checkpoints.
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
@@ -289,10 +292,12 @@ def _open_shards(path: str, wanted: opening.Wanted) -> Checkpoint:
     from .formats import folder  # only here: json and pathlib take milliseconds that every import would pay
 
     shards, config = folder.open_path(path, wanted)
-    metadata: dict[str, Any] = {}
+    metadata: Mapping[str, Any] = {}
     for file in shards.files:
-        metadata.update(file.table.metadata() or {})
-    metadata.update(shards.metadata or {})
+        found = file.table.metadata() or {}
+        metadata = {**metadata, **found} if metadata else found
+    if shards.metadata:
+        metadata = {**metadata, **shards.metadata}
     return Checkpoint(path, shards.format, shards.files, shards.where, metadata, config)
 
 

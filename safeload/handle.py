@@ -70,7 +70,8 @@ class safe_open:  # noqa: N801 - safetensors' name
 
     def metadata(self) -> dict[str, str] | None:
         """``__metadata__`` of the header; None when there is none."""
-        return self._opened().table.metadata()
+        metadata = self._opened().table.metadata()
+        return None if metadata is None else dict(metadata)
 
     def get_tensor(self, name: str) -> Array:
         """One tensor.

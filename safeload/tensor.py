@@ -268,7 +268,7 @@ class Table:
         """The scales of one tensor where it is quantized int8, else None."""
         return None
 
-    def metadata(self) -> dict[str, Any] | None:
+    def metadata(self) -> Mapping[str, Any] | None:
         """``__metadata__``; None when the file has none. Of a key that is there twice the last value counts."""
         columns = self._columns
         if not columns.has_metadata:
@@ -333,7 +333,7 @@ class ListedTable(Table):
     def __init__(
         self,
         tensors: Sequence[Listing],
-        metadata: dict[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         *,
         big_endian: bool = False,
         named_globals: Mapping[str, bool] | None = None,
@@ -385,7 +385,7 @@ class ListedTable(Table):
         """The scales of one tensor where it is quantized int8, else None."""
         return self._scales[index]
 
-    def metadata(self) -> dict[str, Any] | None:
+    def metadata(self) -> Mapping[str, Any] | None:
         """Whatever else the file says; None for nothing."""
         return self._metadata
 

@@ -76,6 +76,7 @@ PYTHON_FLOORS = {
             "formats.moon",
             "formats.npz",
             "formats.gguf_values",
+            "formats.gguf",
             "formats.opening",
             "formats.folder",
         ),

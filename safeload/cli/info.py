@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from .. import checkpoint
 from ..checkpoint import Checkpoint
 from ..tensor import TensorInfo
@@ -15,6 +17,8 @@ from .text import clip, jsonable, printable, size, table, width
 
 # With more tensors than this the table shows the first ones; --all shows every row.
 _ROWS = 100
+# Of a list in the metadata, such as a vocabulary, so many values are shown; --json has all.
+_ITEMS = 8
 
 _EPILOG = """examples:
   safeload info model.safetensors
@@ -108,8 +112,7 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
         yield ""
         yield "metadata"
         for key, value in opened.metadata.items():
-            text = value if isinstance(value, str) else json.dumps(jsonable(value))
-            yield "  " + clip(printable(f"{key}: {text}"), columns - 2)
+            yield "  " + clip(printable(f"{key}: {_brief(value)}"), columns - 2)
     if opened.named_globals:
         yield ""
         yield "globals that the pickle names (nothing is imported or called)"
@@ -130,6 +133,15 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
         )
         if len(shown) < len(infos):
             yield f"... and {_plural(len(infos) - len(shown), 'tensor')} more; --all shows every one"
+
+
+def _brief(value: Any) -> str:
+    """A value of the metadata, of a long list its beginning."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:
+        return f"{len(value):,} values, {json.dumps(jsonable(value[:_ITEMS]))[:-1]}, ..."
+    return json.dumps(jsonable(value))
 
 
 def _row(info: TensorInfo) -> tuple[str, ...]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -16,8 +18,10 @@ def printable(text: str) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """What metadata holds as what JSON has: keys as text, tuples and sets as lists, bytes as hexadecimal digits."""
-    if isinstance(value, dict):
+    """What metadata holds as what JSON has: keys as text, arrays, tuples and sets as lists, bytes as hexadecimal."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return jsonable(value.tolist())
+    if isinstance(value, Mapping):
         return {key if isinstance(key, str) else str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [jsonable(item) for item in value]

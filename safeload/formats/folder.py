@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import FormatError, UnsupportedError
 from ..files import WeightFile
-from .opening import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
+from .opening import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
@@ -17,9 +17,6 @@ TORCH_FILE = "pytorch_model.bin"
 
 # An index is about 100 bytes a tensor; this is as far beyond any real one as the header limit of safetensors.
 MAX_JSON = 100_000_000
-
-# What else a folder may hold that people will look for; read in a later version.
-_LATER = ("*.gguf",)
 
 
 def _show(value: Any) -> str:
@@ -134,14 +131,14 @@ def open_folder(path: Path, wanted: Wanted) -> Shards:
     """Opens the weights of a folder: the first of these that is there.
 
     ``*.safetensors.index.json``; all ``*.safetensors``; ``pytorch_model.bin.index.json``; ``pytorch_model.bin``; one
-    ``consolidated.*.pth``. A format that is insisted on leaves out the others.
+    ``consolidated.*.pth``; one ``*.gguf``. A format that is insisted on leaves out the others.
 
     Raises:
         FormatError: several indexes, or the same name in two files.
         UnsupportedError: nothing of these; the message lists what is there.
     """
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    formats = wanted.formats or (SAFETENSORS, TORCH_ZIP)
+    formats = wanted.formats or (SAFETENSORS, TORCH_ZIP, GGUF)
     if SAFETENSORS in formats:
         indexes = [entry for entry in entries if entry.name.endswith(INDEX_SUFFIX)]
         if len(indexes) > 1:
@@ -155,9 +152,13 @@ def open_folder(path: Path, wanted: Wanted) -> Shards:
         found = _torch_of(entries, path)
         if found is not None:
             return open_index(found, wanted) if found.name == TORCH_INDEX else _union([found], wanted)
-    later = [entry.name for entry in entries if any(entry.match(pattern) for pattern in _LATER)]
-    if later:
-        raise UnsupportedError(f"{path}: {', '.join(later)}: this version reads safetensors and torch checkpoints")
+    if GGUF in formats:
+        models = [entry for entry in entries if entry.suffix == ".gguf" and entry.is_file()]
+        if len(models) > 1:
+            names = ", ".join(entry.name for entry in models[:20])
+            raise UnsupportedError(f"{path}: {len(models)} GGUF files: {names}; open one of them")
+        if models:
+            return _union(models, wanted)
     there = ", ".join(entry.name for entry in entries[:20]) or "nothing"
     raise UnsupportedError(f"{path}: no weights here; found {there}{' ...' if len(entries) > 20 else ''}")
 

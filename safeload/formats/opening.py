@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import FormatError, UnsupportedError
 from ..files import WeightFile, open_descriptor
 from . import safetensors, sniffing
 
-SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, MOON, NPZ = "safetensors", "torch zip", "torch legacy", "moon", "npz"
+SAFETENSORS, TORCH_ZIP, TORCH_LEGACY = "safetensors", "torch zip", "torch legacy"
+GGUF, MOON, NPZ = "gguf", "moon", "npz"
 
 # What `format=` insists on, and the formats that it means.
 FORMATS = {
@@ -16,12 +18,13 @@ FORMATS = {
     "torch": (TORCH_ZIP, TORCH_LEGACY),
     TORCH_ZIP: (TORCH_ZIP,),
     TORCH_LEGACY: (TORCH_LEGACY,),
+    GGUF: (GGUF,),
     MOON: (MOON,),
     NPZ: (NPZ,),
 }
 
 
-_ABLE = "safetensors, torch checkpoints, npz and MOON"
+_ABLE = "safetensors, torch checkpoints, GGUF, npz and MOON"
 
 
 class Wanted(NamedTuple):
@@ -50,7 +53,7 @@ class Opened(NamedTuple):
     file: WeightFile
 
     @property
-    def metadata(self) -> dict[Any, Any]:
+    def metadata(self) -> Mapping[Any, Any]:
         """What it says besides its tensors."""
         return self.file.table.metadata() or {}
 
@@ -71,7 +74,7 @@ def open_file(path: str, wanted: Wanted) -> Opened:
             head = sniffing.read_head(path)
             if wanted.formats is not None or sniffing.is_safetensors(head):
                 raise
-            if not (sniffing.is_moon(head) or sniffing.is_torch(head)):
+            if not sniffing.is_other(head):
                 _refuse(path, head, _ABLE)
                 raise
         else:
@@ -82,11 +85,12 @@ def open_file(path: str, wanted: Wanted) -> Opened:
     file = open_descriptor(path)
     try:
         head = file.read_at(0, sniffing.HEAD_SIZE)
-        if not (sniffing.is_moon(head) or sniffing.is_torch(head)):
+        if not sniffing.is_other(head):
             _refuse(path, head, _ABLE, whatever=True)
         if sniffing.is_zip(head):
             return _open_zip(file, wanted)
-        return _open_plain(file, MOON if sniffing.is_moon(head) else TORCH_LEGACY, wanted)
+        format = MOON if sniffing.is_moon(head) else GGUF if sniffing.is_gguf(head) else TORCH_LEGACY
+        return _open_plain(file, format, wanted)
     except BaseException:
         file.close()
         raise
@@ -101,6 +105,10 @@ def _open_plain(file: WeightFile, format: str, wanted: Wanted) -> Opened:
         from . import moon
 
         file.table = moon.read_table(file)
+    elif format == GGUF:
+        from . import gguf
+
+        file.table = gguf.read_table(file)
     else:
         from .torch_legacy import read_table
         from .torch_tensors import Options
@@ -130,7 +138,7 @@ def _check_format(file: WeightFile, format: str, wanted: Wanted) -> None:
     if wanted.formats is not None and format not in wanted.formats:
         kind = sniffing.describe(file.read_at(0, sniffing.HEAD_SIZE))
         raise FormatError(f"this is {kind}, not {wanted.formats[0]}", file.path, 0)
-    if wanted.root is not None and format in (MOON, NPZ):
+    if wanted.root is not None and format in (GGUF, MOON, NPZ):
         raise UnsupportedError(f"{file.path}: root= selects a nested container, and {format} has none")
 
 

@@ -48,6 +48,16 @@ def is_moon(head: bytes) -> bool:
     return head[:4] == b"NOOM"
 
 
+def is_gguf(head: bytes) -> bool:
+    """Whether the first bytes are those of a GGUF file."""
+    return head[:4] == b"GGUF"
+
+
+def is_other(head: bytes) -> bool:
+    """Whether the first bytes could be those of a format that is read and is not safetensors."""
+    return is_moon(head) or is_gguf(head) or is_torch(head)
+
+
 def describe(head: bytes) -> str | None:
     """What a file that is not safetensors is, by its first bytes; None when they say nothing."""
     if not head:

@@ -197,8 +197,9 @@ def test_a_folder_without_weights_says_what_is_there(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(UnsupportedError, match=r"found notes\.txt"):
         safeload.open(tmp_path)
-    (tmp_path / "model.gguf").write_bytes(b"")
-    with pytest.raises(UnsupportedError, match=r"model\.gguf: this version reads safetensors and torch checkpoints"):
+    (tmp_path / "a.gguf").write_bytes(b"")
+    (tmp_path / "b.gguf").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match=r"2 GGUF files: a\.gguf, b\.gguf; open one of them"):
         safeload.open(tmp_path)
 
 
@@ -235,7 +236,6 @@ FOREIGN = {
     "zstd": ("zstd-compressed", b"\x28\xb5\x2f\xfd" + bytes(40)),
     "hdf5": ("an HDF5 file", b"\x89HDF\r\n\x1a\n" + bytes(40)),
     "tar": ("a tar archive", tar_archive()),
-    "gguf": ("a GGUF file", b"GGUF\x03\x00\x00\x00" + bytes(40)),
     "zip": ("a zip archive", zip_archive("notes.txt")),
     "tar of torch": ("a torch checkpoint of before 2017", b"sys_info".ljust(257, b"\0") + b"ustar" + bytes(250)),
     **{

@@ -1,0 +1,151 @@
+"""GGUF files as tables, with their metadata. The parser is csrc/format_gguf.c, which opens with the format."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .._native import Error, check, ffi, lib, pointer, short
+from ..files import Array, WeightFile
+from ..tensor import Table
+from .gguf_values import DTYPES, NUMBERS
+
+_SIZE = struct.Struct("<Q")  # of a string
+_ARRAY_HEAD = struct.Struct("<IQ")  # type of the elements, how many
+
+
+class Metadata(Mapping[str, Any]):
+    """The metadata of a GGUF file, in its order. Values are unpacked when they are asked for, and the same each time.
+
+    Integers are ``int`` and floats ``float`` of classes that remember how they are stored, bools ``bool``, strings
+    ``str``; arrays of numbers and bools are 1-D numpy arrays of their type, arrays of strings lists of ``str``, arrays
+    of arrays lists of these. Bytes that are not UTF-8 become lone surrogates, as in `os.fsdecode`. It stays valid when
+    the file is closed.
+
+    Attributes:
+        version: of the format, 2 or 3.
+    """
+
+    def __init__(self, gguf: Any) -> None:
+        self._owner = ffi.gc(gguf, lambda handle: short.sl_gguf_free(pointer(handle)))
+        self._bytes = ffi.buffer(gguf.bytes, gguf.size)
+        self.version: int = gguf.version
+        self._entries: dict[str, tuple[int, int, int]] = {}
+        for k in range(gguf.count):
+            entry = gguf.entries[k]
+            key = str(self._bytes[entry.key_begin : entry.key_end], "utf-8")
+            self._entries[key] = entry.type, entry.begin, entry.end
+        self._values: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._values:
+            type, begin, end = self._entries[key]
+            self._values[key] = _unpack(type, self._bytes[begin:end])
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def stored(self, key: str) -> bytes:
+        """A value as it is in the file: the number of its type as u32, its bytes."""
+        type, begin, end = self._entries[key]
+        value: bytes = type.to_bytes(4, "little") + self._bytes[begin:end]
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return self.keys() == other.keys() and all(_same(value, other[key]) for key, value in self.items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = []
+        for key, (type, begin, _) in self._entries.items():
+            if type == lib.SL_GGUF_ARRAY:
+                count = _ARRAY_HEAD.unpack_from(self._bytes, begin)[1]
+                shown.append(f"{key!r}: <array of {count:,}>")
+            else:
+                shown.append(f"{key!r}: {self[key]!r}")
+        return f"{{{', '.join(shown)}}}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # the values; the file does not come along
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality of two values. NaN is not equal to itself, as everywhere."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+def _unpack(type: int, data: bytes) -> Any:
+    """The value of bytes that the C core has checked."""
+    if type == lib.SL_GGUF_ARRAY:
+        return _unpack_array(data, 0)[0]
+    if type == lib.SL_GGUF_STRING:
+        return str(data[_SIZE.size :], "utf-8", "surrogateescape")
+    value = np.frombuffer(data, DTYPES[type])[0].item()
+    return value if type == lib.SL_GGUF_BOOL else NUMBERS[type](value)
+
+
+def _unpack_array(data: bytes, at: int) -> tuple[Any, int]:
+    """The array at ``at``, and where it ends."""
+    item, count = _ARRAY_HEAD.unpack_from(data, at)
+    at += _ARRAY_HEAD.size
+    values: list[Any] = []
+    if item == lib.SL_GGUF_ARRAY:
+        for _ in range(count):
+            inner, at = _unpack_array(data, at)
+            values.append(inner)
+        return values, at
+    if item == lib.SL_GGUF_STRING:
+        size_at, size = _SIZE.unpack_from, _SIZE.size
+        for _ in range(count):
+            begin = at + size
+            at = begin + size_at(data, at)[0]
+            values.append(str(data[begin:at], "utf-8", "surrogateescape"))
+        return values, at
+    stored = DTYPES[item]
+    array: Array = np.frombuffer(data, stored, count, at).astype(stored.newbyteorder("="))
+    return array, at + array.nbytes
+
+
+class GgufTable(Table):
+    """The tensors of a GGUF file in the order of their bytes."""
+
+    def __init__(self, handle: Any, metadata: Metadata) -> None:
+        super().__init__(handle)
+        self._metadata = metadata
+        self.quantized = any(row.blocked for row in self.rows)
+
+    def metadata(self) -> Metadata:
+        """What the file says besides its tensors."""
+        return self._metadata
+
+
+def read_table(file: WeightFile) -> GgufTable:
+    """The tensors of an open file.
+
+    Raises:
+        FormatError: it breaks the format, with the byte where it does.
+        UnsupportedError: another version or byte order, or a type that ggml has removed or does not have yet.
+        LimitError: a header of more than 128 MiB.
+        OSError: it cannot be read.
+    """
+    table, gguf, error = ffi.new("sl_table **"), ffi.new("sl_gguf **"), Error()
+    status = short.sl_gguf_read(file.descriptor, file.size, *map(pointer, (table, gguf, error)))
+    check(status, error, file.path)
+    return GgufTable(table[0], Metadata(gguf[0]))
