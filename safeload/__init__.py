@@ -40,7 +40,7 @@ _LATER = {
     ),
     **dict.fromkeys(("Layout", "StackedDict", "StackedTensor", "stack"), "stacking"),
 }
-_MODULES = ("layouts", "moon", "numpy")
+_MODULES = ("gguf", "layouts", "moon", "numpy")
 
 __all__ = [
     "Checkpoint",

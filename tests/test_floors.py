@@ -77,13 +77,14 @@ PYTHON_FLOORS = {
             "formats.npz",
             "formats.gguf_values",
             "formats.gguf",
+            "formats.gguf_writing",
             "formats.opening",
             "formats.folder",
         ),
     ],
     4: ["loading", "checkpoint", "handle"],
     5: ["sources", "quantization", "stacking", "conversion"],
-    6: ["numpy", "moon", "layouts", "__init__", "cli.text", "cli.info", "cli.convert", "cli", "__main__"],
+    6: ["numpy", "moon", "gguf", "layouts", "__init__", "cli.text", "cli.info", "cli.convert", "cli", "__main__"],
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}
 

@@ -58,8 +58,8 @@ class Metadata(Mapping[str, Any]):
     def stored(self, key: str) -> bytes:
         """A value as it is in the file: the number of its type as u32, its bytes."""
         type, begin, end = self._entries[key]
-        value: bytes = type.to_bytes(4, "little") + self._bytes[begin:end]
-        return value
+        data: bytes = type.to_bytes(4, "little") + self._bytes[begin:end]
+        return data
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):

@@ -1,0 +1,318 @@
+"""Writing GGUF files. csrc/format_gguf.c opens with the format."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import dtypes, jobs
+from .._native import lib
+from ..errors import SafeloadError, UnsupportedError
+from ..files import Array, PathLike
+from ..lazy import Lazy, LazyQuantized, materialize
+from ..quantized import INT8, QuantizedTensor
+from ..writer import AtomicFile, pieces_of, written_as_is
+from .gguf import Metadata
+from .gguf_values import DTYPES, NUMBERS
+
+MAGIC = b"GGUF"
+VERSION = 3
+
+ALIGNMENT_KEY = "general.alignment"
+DEFAULT_ALIGNMENT = 32
+# As the reader has it: no processor has a larger page.
+MAX_ALIGNMENT = 1 << 30
+
+# ggml's own (GGML_MAX_DIMS).
+MAX_DIMS = 4
+# llama.cpp takes names of fewer than 64 bytes (GGML_MAX_NAME), stable-diffusion.cpp builds ggml with 128: names that no
+# build of it reads are refused.
+MAX_NAME = 127
+# The format's own.
+MAX_KEY = (1 << 16) - 1
+
+# Element types by the number that enum ggml_type gives them; block types have theirs in the table of dtypes.
+_ELEMENT_TYPES = {"F32": 0, "F16": 1, "I8": 24, "I16": 25, "I32": 26, "I64": 27, "F64": 28, "BF16": 30}
+
+_U32, _U64, _ARRAY_HEAD = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
+
+# Where a plain integer goes: the first type that has it. The first is what gguf-py gives one too.
+_INTEGERS = (
+    (lib.SL_GGUF_I32, -(1 << 31), (1 << 31) - 1),
+    (lib.SL_GGUF_U32, 0, (1 << 32) - 1),
+    (lib.SL_GGUF_I64, -(1 << 63), (1 << 63) - 1),
+    (lib.SL_GGUF_U64, 0, (1 << 64) - 1),
+)
+_OF_NUMBER = {kind: number for number, kind in NUMBERS.items()}
+_OF_DTYPE = {dtype: number for number, dtype in DTYPES.items()}
+
+
+def save(
+    tensors: Mapping[str, Any],
+    path: PathLike,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
+    """Writes a GGUF file in the order of ``tensors``; see `safeload.gguf.save_file`."""
+    metadata = {} if metadata is None else metadata
+    alignment = _alignment(metadata)
+    entries = [_key(key) + _stored(metadata, key, alignment) for key in metadata]
+    plans = [_plan(name, value) for name, value in tensors.items()]
+    head = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(plans), len(entries)))
+    head += b"".join(entries)
+    offset = 0
+    for plan in plans:
+        head += plan.description + _U64.pack(offset)
+        offset += plan.nbytes + -plan.nbytes % alignment
+    if plans:
+        head += bytes(-len(head) % alignment)
+    if len(head) + offset >= 1 << 63:
+        raise SafeloadError(f"{len(head) + offset} bytes are more than any file can have")
+    with AtomicFile(path, len(head) + offset, overwrite=overwrite, durable=durable) as file:
+        _write(file, np.frombuffer(head, np.uint8), [plan.data for plan in plans], alignment)
+
+
+def _write(file: AtomicFile, head: Array, tensors: Sequence[Array | Lazy], alignment: int) -> None:
+    """Writes everything in order; what is in memory as it shall be in the file is handed over in one list."""
+    padding = np.zeros(alignment, np.uint8)
+    waiting = [(jobs.address_of(head), head.size)]
+    for data in tensors:
+        for _owner, address, size in pieces_of(materialize(data)):
+            waiting.append((address, size))
+            if isinstance(data, Lazy) or not written_as_is(data):
+                file.write([piece for piece in waiting if piece[1]])
+                waiting.clear()
+        waiting.append((jobs.address_of(padding), -data.nbytes % alignment))
+    file.write([piece for piece in waiting if piece[1]])
+
+
+# ---- tensors ----
+
+
+class _Plan(NamedTuple):
+    """A tensor to be written: what the file says of it, but for its offset; its bytes."""
+
+    description: bytes
+    data: Array | Lazy
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+def _plan(name: Any, value: Any) -> _Plan:
+    """What a tensor comes to.
+
+    Raises:
+        TypeError: a name is no str, a value no array.
+        UnsupportedError: a dtype or a scheme that GGUF does not have.
+        SafeloadError: a name or a shape that it does not have.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    data: Array | Lazy
+    if isinstance(value, (QuantizedTensor, LazyQuantized)):
+        if value.scheme == INT8:
+            raise UnsupportedError(
+                f"tensor {name!r} is int8 with scales, which GGUF does not have: "
+                'pass quantize="q8_0" or dtype="float32"'
+            )
+        number, data = dtypes.BLOCK_TYPES[value.scheme].number - lib.SL_GGML, value.data
+    elif isinstance(value, (np.ndarray, Lazy)):
+        number, data = _element_type(name, value.dtype), value
+    else:
+        raise TypeError(f"tensor {name!r} is a {type(value).__name__}, not a numpy array or a QuantizedTensor")
+    raw, shape = _encode(name, "a tensor name"), value.shape
+    if len(raw) > MAX_NAME:
+        raise SafeloadError(f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but ggml reads at most {MAX_NAME}")
+    if len(shape) > MAX_DIMS:
+        raise SafeloadError(f"tensor {name!r} has {len(shape)} dims, but GGUF has at most {MAX_DIMS}")
+    dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+    return _Plan(_U64.pack(len(raw)) + raw + dims + _U32.pack(number), data)
+
+
+def _element_type(name: str, dtype: np.dtype[Any]) -> int:
+    row = dtypes.BY_NAME.get(dtype.name)
+    number = None if row is None else _ELEMENT_TYPES.get(row.code)
+    if number is not None:
+        return number
+    if row is not None and row.floating and not row.packed:
+        raise UnsupportedError(f'tensor {name!r} is {dtype.name}, which GGUF does not have: pass dtype="float16"')
+    raise UnsupportedError(
+        f"tensor {name!r} is {dtype.name}, which GGUF does not have: of integers it has int8 to int64. Convert it with "
+        "safeload.astype, or leave it out"
+    )
+
+
+# ---- metadata ----
+
+
+def _encode(text: str, what: str, errors: str = "strict") -> bytes:
+    try:
+        return text.encode("utf-8", errors)
+    except UnicodeEncodeError:
+        raise SafeloadError(f"{what} {text[:40]!r} holds a lone surrogate, which UTF-8 cannot write") from None
+
+
+def _text(text: str) -> bytes:
+    """A string that is a value; bytes that were no UTF-8 when it was read are these bytes again."""
+    raw = _encode(text, "the text", "surrogateescape")
+    return _U64.pack(len(raw)) + raw
+
+
+def _key(key: Any) -> bytes:
+    if not isinstance(key, str):
+        raise TypeError(f"a metadata key is a str, not {type(key).__name__}")
+    raw = _encode(key, "metadata key")
+    if not 1 <= len(raw) <= MAX_KEY:
+        raise SafeloadError(f"metadata key {key[:40]!r} has {len(raw)} bytes, but GGUF has 1 to {MAX_KEY}")
+    return _U64.pack(len(raw)) + raw
+
+
+def _alignment(metadata: Mapping[str, Any]) -> int:
+    """What tensors are aligned to.
+
+    Raises:
+        SafeloadError: nothing that anything can be aligned to.
+    """
+    value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"metadata {ALIGNMENT_KEY!r} is an int, not {type(value).__name__}")
+    if not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+        raise SafeloadError(f"metadata {ALIGNMENT_KEY!r} is {value}, but must be a power of two up to {MAX_ALIGNMENT}")
+    return int(value)
+
+
+def _stored(metadata: Mapping[str, Any], key: str, alignment: int) -> bytes:
+    """A value with the number of its type in front."""
+    if key == ALIGNMENT_KEY:
+        return struct.pack("<II", lib.SL_GGUF_U32, alignment)
+    if isinstance(metadata, Metadata):  # as it is in the file it comes from: nothing is unpacked
+        return metadata.stored(key)
+    try:
+        return b"".join(_pack(metadata[key]))
+    except (TypeError, SafeloadError) as error:
+        raise type(error)(f"metadata {key!r}: {error}") from None
+
+
+def can_hold(value: Any) -> bool:
+    """Whether GGUF has a type for a value of metadata."""
+    try:
+        for _ in _pack(value):
+            pass
+    except (TypeError, SafeloadError):
+        return False
+    return True
+
+
+def _pack(value: Any) -> Iterator[bytes]:
+    """The number of a value's type, then its bytes.
+
+    Raises:
+        TypeError: GGUF has nothing like it.
+        SafeloadError: an integer beyond 64 bits.
+    """
+    if isinstance(value, str):
+        yield _U32.pack(lib.SL_GGUF_STRING)
+        yield _text(value)
+    elif _is_array(value):
+        yield _U32.pack(lib.SL_GGUF_ARRAY)
+        yield from _pack_array(value, _pack_inner)
+    else:
+        number = _number_type([value])
+        yield _U32.pack(number)
+        yield _numbers(number, [value])
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
+def _pack_array(value: Any, nested: Callable[[Any], Iterator[bytes]]) -> Iterator[bytes]:
+    """Type and number of elements, then these. ``nested`` takes those that are arrays themselves."""
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind not in "OUST":
+        number = _array_type(value.dtype)
+        yield _ARRAY_HEAD.pack(number, value.size)
+        yield value.astype(DTYPES[number]).tobytes()
+        return
+    items = list(value)
+    if all(isinstance(item, str) for item in items):
+        yield _ARRAY_HEAD.pack(lib.SL_GGUF_STRING, len(items))
+        for item in items:
+            yield _text(item)
+    elif all(map(_is_array, items)):
+        yield _ARRAY_HEAD.pack(lib.SL_GGUF_ARRAY, len(items))
+        for item in items:
+            yield from nested(item)
+    else:
+        number = _number_type(items)
+        yield _ARRAY_HEAD.pack(number, len(items))
+        yield _numbers(number, items)
+
+
+def _pack_inner(value: Any) -> Iterator[bytes]:
+    """An array that is an element of another."""
+
+    def refuse(value: Any) -> Iterator[bytes]:
+        raise TypeError("arrays of arrays of arrays are not written")
+
+    return _pack_array(value, refuse)
+
+
+def _array_type(dtype: np.dtype[Any]) -> int:
+    number = _OF_DTYPE.get(dtype.newbyteorder("<"))
+    if number is None:
+        raise TypeError(f"GGUF has no values of dtype {dtype}")
+    return number
+
+
+def _number_type(values: Sequence[Any]) -> int:
+    """The type of some numbers: the one that all of them say, else the first that holds each of them exactly."""
+    said = {_said_type(value) for value in values}
+    if len(said) == 1 and None not in said:
+        return int(said.pop() or 0)
+    if any(isinstance(value, (bool, np.bool_)) for value in values):
+        raise TypeError("bools and numbers in one array")
+    if all(isinstance(value, (int, np.integer)) for value in values):
+        low, high = int(min(values)), int(max(values))
+        for number, lowest, highest in _INTEGERS:
+            if lowest <= low and high <= highest:
+                return int(number)
+        raise SafeloadError(f"{low if low < 0 else high} does not fit in 64 bits")
+    return int(lib.SL_GGUF_F32 if all(map(_is_f32, values)) else lib.SL_GGUF_F64)
+
+
+def _said_type(value: Any) -> int | None:
+    """The type that a value itself asks for; None for plain ints and floats."""
+    if isinstance(value, (bool, np.bool_)):
+        return int(lib.SL_GGUF_BOOL)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _array_type(value.dtype)
+    if type(value) in _OF_NUMBER:
+        return _OF_NUMBER[type(value)]
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"GGUF has no values of type {type(value).__name__}")
+    return None
+
+
+def _is_f32(value: Any) -> bool:
+    """Whether f32 has the number exactly."""
+    number = float(value)
+    with np.errstate(over="ignore"):
+        return math.isnan(number) or float(np.float32(number)) == number
+
+
+def _numbers(number: int, values: Sequence[Any]) -> bytes:
+    try:
+        with np.errstate(over="raise"):
+            return np.array(values, DTYPES[number]).tobytes()
+    except (OverflowError, FloatingPointError):  # a class of `gguf_values` made by hand
+        raise SafeloadError(f"a number is too large for {DTYPES[number].name}") from None
