@@ -429,8 +429,28 @@ def _write_npz(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: st
     npz.save(outputs, path, overwrite=overwrite)
 
 
+def _write_gguf(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
+    from .formats import gguf_writing
+
+    gguf_writing.save(outputs, path, _gguf_values(metadata), overwrite=overwrite)
+
+
+def _gguf_values(metadata: Mapping[Any, Any]) -> dict[str, Any]:
+    """Metadata as GGUF holds it: what has no type there as JSON, what is neither left out."""
+    from .formats import gguf_writing
+
+    values: dict[str, Any] = {}
+    for key, value in metadata.items():
+        if gguf_writing.can_hold(value):
+            values[str(key)] = value
+        else:
+            values.update(_texts({key: value}))
+    return values
+
+
 _WRITERS: dict[str, Callable[[dict[str, Output], Mapping[Any, Any], str, bool], None]] = {
     "safetensors": _write_safetensors,
     "moon": _write_moon,
     "npz": _write_npz,
+    "gguf": _write_gguf,
 }

@@ -15,7 +15,7 @@ from torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import QuantizedTensor, convert, quantize
-from safeload.conversion import parse_size
+from safeload.conversion import _gguf_values, parse_size
 from safeload.formats import npz
 from safeload.layouts import MOONDREAM2
 from safeload.numpy import load_file, save_file
@@ -361,3 +361,61 @@ def test_layouts_on_the_command_line(tmp_path):
     status, out, err = command("m.safetensors", "n.npz", "--layout", "layout.json", cwd=tmp_path)
     assert (status, err) == (0, "")
     assert list(np.load(tmp_path / "n.npz")) == ["n"]
+
+
+# ---- GGUF ----
+
+
+def test_gguf_and_back(source, tmp_path):
+    convert(source, tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as opened:
+        same(opened, load_file(source))
+        assert dict(opened.metadata) == {"origin": "here"}
+    convert(tmp_path / "x.gguf", tmp_path / "back.safetensors")
+    assert (tmp_path / "back.safetensors").read_bytes() == source.read_bytes()
+    convert(tmp_path / "x.gguf", tmp_path / "y.gguf")
+    assert (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
+
+
+def test_gguf_is_quantized_as_llama_cpp_does(source, tmp_path):
+    convert(source, tmp_path / "x.gguf", quantize={"*up_proj*": "q4_0", "*embed*": "q8_0", "*": None})
+    got, plain = safeload.load(tmp_path / "x.gguf"), load_file(source)
+    name = "model.layers.0.up_proj.weight"
+    assert got[name] == quantize(plain[name], "q4_0", rounding="ggml")
+    assert got["model.norm.weight"].tobytes() == plain["model.norm.weight"].tobytes()
+    convert(tmp_path / "x.gguf", tmp_path / "y.gguf")  # blocks go as they are
+    assert (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
+    convert(tmp_path / "x.gguf", tmp_path / "x.safetensors")
+    same(safeload.load(tmp_path / "x.safetensors"), got)
+
+
+def test_what_gguf_does_not_have(tmp_path):
+    path = tmp_path / "x.gguf"
+    with pytest.raises(safeload.UnsupportedError, match=r"'a' is float8_e4m3fn, .* pass dtype="):
+        convert({"a": np.zeros(3, ml_dtypes.float8_e4m3fn)}, path)
+    with pytest.raises(safeload.UnsupportedError, match="'b' is bool"):
+        convert({"b": np.zeros(3, bool)}, path)
+    with pytest.raises(safeload.UnsupportedError, match="'c' is int8 with scales"):
+        convert({"c": quantize(np.ones((2, 2)), "int8")}, path)
+    assert not path.exists()
+    convert({"a": np.ones(3, ml_dtypes.float8_e4m3fn)}, path, dtype="float16")
+    assert safeload.load(path)["a"].tolist() == [1, 1, 1]
+
+
+def test_metadata_from_and_to_gguf(tmp_path):
+    values = {"s": "text", "n": np.uint32(3), "f": 0.5, "b": True, "t": ["a", "b"], "i": np.arange(2, dtype=np.int8)}
+    safeload.gguf.save_file({}, tmp_path / "x.gguf", values)
+    convert(tmp_path / "x.gguf", tmp_path / "y.gguf")
+    assert (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
+    convert(tmp_path / "x.gguf", tmp_path / "x.safetensors")
+    with safeload.open(tmp_path / "x.safetensors") as opened:
+        texts = {"s": "text", "n": "3", "f": "0.5", "b": "true", "t": '["a", "b"]', "i": "[0, 1]"}
+        assert opened.metadata == texts
+    foreign = {"step": 3, "nested": {"lr": 0.5}, "mixed": ["a", 1], "none": None, "big": 2**70, "object": {1, 2}}
+    assert _gguf_values(foreign) == {
+        "step": 3,
+        "nested": '{"lr": 0.5}',
+        "mixed": '["a", 1]',
+        "none": "null",
+        "big": str(2**70),
+    }
