@@ -1,14 +1,17 @@
-"""Blocks of ggml to f32 in memory, against gguf-py and ggml's compiled reference."""
+"""Blocks of ggml to f32, in memory and out of a whole file, against gguf-py and ggml's compiled reference."""
 
 from __future__ import annotations
 
+import files
 import ggml_reference
 import numpy as np
 import pytest
-from compare import Comparison, race, same_bytes
-from gguf import GGMLQuantizationType
+from bench_load import prepare
+from compare import Comparison, race, same_arrays, same_bytes
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
+import safeload
 from safeload import QuantizedTensor, dtypes
 
 ROUNDS = 5
@@ -38,3 +41,20 @@ def test_one_thread(scheme: str, table, report) -> None:
     job = f"{scheme} to f32, 8 Mi elements in memory, one thread"
     rows = [table.add(job, name, Comparison(samples["ours"], samples[name])) for name in sides if name != "ours"]
     report(sides["ours"], rows, rounds=3)
+
+
+def test_a_whole_model(table, report) -> None:
+    """Llama-3.2-1B in Q4_0, 1.1 GB, to 4.9 GB of f32."""
+    if files.available_memory() < 14 << 30:
+        pytest.skip("needs 14 GiB of memory")
+    path = files.CACHE / f"llama-1b-q4_0-v{files.VERSION}.gguf"
+    if not path.exists():
+        safeload.convert(files.llama_folder(), path, quantize="q4_0")
+
+    def by_hand() -> dict[str, np.ndarray]:
+        return {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(path).tensors}
+
+    sides = {"ours": lambda: safeload.load(path, dtype="float32"), "gguf-py": by_hand}
+    samples = race(sides, 3, check=same_arrays, prepare=prepare(path, 5))
+    row = table.add("load a Q4_0 model of 1.1 GB as f32", "gguf-py", Comparison(samples["ours"], samples["gguf-py"]))
+    report(sides["ours"], [row], rounds=1, prepare=prepare(path, 5))
