@@ -93,7 +93,7 @@ static int32_t need(parser *self, uint64_t size, const char *what) {
     if (size > left)
         return refuse(self, SL_E_FORMAT, self->in.at, "%s needs %llu bytes, but the file ends after %llu of them", what,
                       (unsigned long long)size, (unsigned long long)left);
-    if (size > MAX_HEADER - self->in.at)
+    if (self->in.at + size > MAX_HEADER) /* no overflow: the file has these bytes */
         return refuse(self, SL_E_LIMIT, self->in.at, "%s reaches beyond byte %llu, the most that a header may have", what,
                       (unsigned long long)MAX_HEADER);
     return sl_reader_hold(&self->in, size, self->error);

@@ -303,6 +303,16 @@ def test_a_header_beyond_the_limit_is_refused_before_it_is_read(path):
     assert time.perf_counter() - started < 1
 
 
+def test_many_small_values_do_not_pass_the_limit_by(path):
+    """What is read ahead may reach beyond the limit; what follows there is refused all the same."""
+    with path.open("wb") as file:
+        file.write(make(entries={}, tensors={}, data=b"", entry_count=1) + g.text("k"))
+        file.write(struct.pack("<IIQ", g.ARRAY, g.STRING, 1 << 26) + struct.pack("<Q", 100 << 20))
+        file.truncate(1 << 31)  # a string of 100 MiB, then empty ones
+    with pytest.raises(LimitError, match="reaches beyond byte 134217728"):
+        safeload.open(path)
+
+
 def test_counts_are_not_believed_ahead(path):
     """Room is taken for what has been read, not for all that a sparse file could have."""
     with path.open("wb") as file:
