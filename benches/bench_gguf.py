@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import files
+import gguf_build as g
 import numpy as np
 import pytest
 from compare import Comparison, race, ratio
@@ -23,7 +24,7 @@ TOKENS, LAYERS = 250_000, 32
 @pytest.fixture(scope="module")
 def vocabulary() -> Path:
     """As large models have it: 250,000 tokens with scores and types, as many merges, 290 small tensors."""
-    path = files.CACHE / f"vocabulary-v{files.VERSION}.gguf"
+    path = files.CACHE / f"vocabulary-v{files.VERSION}.gguf"  # of the format's own fields, by neither library
     if path.exists():
         return path
     files.CACHE.mkdir(parents=True, exist_ok=True)
@@ -32,16 +33,18 @@ def vocabulary() -> Path:
     letters = rng.integers(97, 123, int(sizes.sum()), np.uint8).tobytes().decode()
     ends = np.cumsum(sizes).tolist()
     tokens = [letters[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
-    metadata = {
-        "general.architecture": "llama",
-        "llama.block_count": np.uint32(LAYERS),
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": rng.standard_normal(TOKENS).astype(np.float32),
-        "tokenizer.ggml.token_type": np.ones(TOKENS, np.int32),
-        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in zip(tokens, reversed(tokens), strict=True)],
-    }
-    names = [f"blk.{layer}.{part}.weight" for layer in range(LAYERS) for part in "abcdefghi"]
-    ours_gguf.save_file({name: np.ones(64, np.float32) for name in ["token_embd.weight", *names]}, path, metadata)
+    merges = [f"{a} {b}" for a, b in zip(tokens, reversed(tokens), strict=True)]
+    entries = [
+        g.entry("general.architecture", g.STRING, "llama"),
+        g.entry("llama.block_count", g.U32, LAYERS),
+        g.entry("tokenizer.ggml.tokens", g.ARRAY, (g.STRING, tokens)),
+        g.entry("tokenizer.ggml.scores", g.ARRAY, (g.F32, rng.standard_normal(TOKENS).tolist())),
+        g.entry("tokenizer.ggml.token_type", g.ARRAY, (g.I32, [1] * TOKENS)),
+        g.entry("tokenizer.ggml.merges", g.ARRAY, (g.STRING, merges)),
+    ]
+    names = ["token_embd.weight", *(f"blk.{layer}.{part}.weight" for layer in range(LAYERS) for part in "abcdefghi")]
+    tensors = [g.tensor(name, (64,), 0, 256 * k) for k, name in enumerate(names)]
+    path.write_bytes(g.build(entries, tensors, np.ones(64 * len(names), "<f4").tobytes()))
     return path
 
 
