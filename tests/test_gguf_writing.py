@@ -26,6 +26,10 @@ ELEMENTS = {
     "int32": np.int32,
     "int64": np.int64,
 }
+RESTORED = {
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"),
+    *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"),
+}
 
 
 @pytest.fixture
@@ -89,6 +93,23 @@ def test_block_types(path, scheme):
         assert found[name].tensor_type.name.lower() == scheme
         assert found[name].data.tobytes() == want[name].data.tobytes()
         assert found[name].shape.tolist() == list(reversed(want[name].shape))
+
+
+@pytest.mark.parametrize("scheme", dtypes.BLOCK_TYPES)
+def test_load_restores_what_gguf_py_restores(path, scheme):
+    given = blocks(scheme, (5, 2 * dtypes.BLOCK_TYPES[scheme].block))
+    gguf.save_file({"n": elements((3,), np.float16), "a": given}, path)
+    if scheme not in RESTORED:
+        with pytest.raises(UnsupportedError, match=f"'a': there is no conversion from {scheme.upper()} to F32"):
+            safeload.load(path, dtype="float32")
+        return
+    with np.errstate(all="ignore"):
+        want = peer.dequantize(given.data, peer.GGMLQuantizationType[scheme.upper()])
+    got = safeload.load(path, dtype="float32", threads=2)
+    assert got["n"].dtype == np.float32
+    nan = np.isnan(want)  # of random scales
+    np.testing.assert_array_equal(np.isnan(got["a"]), nan)
+    np.testing.assert_array_equal(got["a"].view(np.uint32)[~nan], want.view(np.uint32)[~nan])
 
 
 def test_quantized_with_ggml_rounding_is_what_gguf_py_quantizes(path):
