@@ -6,8 +6,7 @@ import files
 import ggml_reference
 import numpy as np
 import pytest
-from bench_load import prepare
-from compare import Comparison, race, same_arrays, same_bytes
+from compare import Comparison, race, release, same_arrays, same_bytes
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
@@ -54,7 +53,13 @@ def test_a_whole_model(table, report) -> None:
     def by_hand() -> dict[str, np.ndarray]:
         return {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(path).tensors}
 
+    def ready() -> None:
+        if not files.cached(path):
+            files.warm(path)
+        release()
+        files.settle(5 << 30)
+
     sides = {"ours": lambda: safeload.load(path, dtype="float32"), "gguf-py": by_hand}
-    samples = race(sides, 3, check=same_arrays, prepare=prepare(path, 5))
+    samples = race(sides, 3, check=same_arrays, prepare=ready)
     row = table.add("load a Q4_0 model of 1.1 GB as f32", "gguf-py", Comparison(samples["ours"], samples["gguf-py"]))
-    report(sides["ours"], [row], rounds=1, prepare=prepare(path, 5))
+    report(sides["ours"], [row], rounds=1, prepare=ready)
