@@ -28,26 +28,34 @@ from .quantized import QuantizedTensor
 from .tensor import TensorInfo, TensorMeta, TensorSpec
 
 if TYPE_CHECKING:
+    from .checks.findings import Finding, Limits, ValidationReport
     from .conversion import convert
     from .quantization import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
     from .stacking import Layout, StackedDict, StackedTensor, stack
+    from .statistics import TensorStats, stats
+    from .validation import validate
 
 # Imported when they are first asked for: `import safeload` takes little longer than `import numpy`.
 _LATER = {
+    **dict.fromkeys(("Finding", "Limits", "ValidationReport"), "checks.findings"),
     **dict.fromkeys(("convert",), "conversion"),
     **dict.fromkeys(
         ("QuantizationError", "QuantizedDict", "load_quantized", "quantization_error", "quantize"), "quantization"
     ),
     **dict.fromkeys(("Layout", "StackedDict", "StackedTensor", "stack"), "stacking"),
+    **dict.fromkeys(("TensorStats", "stats"), "statistics"),
+    **dict.fromkeys(("validate",), "validation"),
 }
 _MODULES = ("gguf", "layouts", "moon", "numpy")
 
 __all__ = [
     "Checkpoint",
+    "Finding",
     "ForbiddenError",
     "FormatError",
     "Layout",
     "LimitError",
+    "Limits",
     "LoadStats",
     "QuantizationError",
     "QuantizedDict",
@@ -61,7 +69,9 @@ __all__ = [
     "TensorMeta",
     "TensorNotFoundError",
     "TensorSpec",
+    "TensorStats",
     "UnsupportedError",
+    "ValidationReport",
     "__version__",
     "_safe_open_handle",
     "astype",
@@ -77,6 +87,8 @@ __all__ = [
     "serialize_file",
     "show_config",
     "stack",
+    "stats",
+    "validate",
 ]
 
 

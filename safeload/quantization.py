@@ -11,11 +11,13 @@ import numpy as np
 
 from . import checkpoint as checkpoints
 from . import dtypes, jobs, sources
+from . import schema as schemas
 from ._native import lib
 from .checkpoint import Checkpoint
 from .files import Array, PathLike
 from .jobs import Progress
 from .quantized import INT8, QuantizedTensor, channels_of, storage_of
+from .schema import Schema
 from .sources import Source, subject
 
 # What `quantize` makes, with the number that the C core knows each rounding by.
@@ -28,8 +30,11 @@ _BLOCK_TARGETS = {
 SCHEMES = (INT8, "q4_0", "q8_0")
 ROUNDINGS = ("absmax", "ggml")
 
-# Matrices that engines want in full precision: look-up tables, and what is small or scales others.
+# Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without a
+# schema; where there is one, it says what a tensor is.
 KEPT_NAMES = ("*embed*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
+
+_KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -257,10 +262,30 @@ class _Plan(NamedTuple):
     reason: str = ""
 
 
+def schema_of(given: Checkpoint | Mapping[str, Any]) -> Schema | None:
+    """The schema of a checkpoint's architecture, None for one that is not known."""
+    if not isinstance(given, Checkpoint):
+        return None
+    choice = schemas.choose(given.config, given.format, given.keys())
+    return None if choice is None else choice.schema
+
+
+def tied_heads(given: Checkpoint | Mapping[str, Any], schema: Schema | None) -> dict[str, str]:
+    """Heads that are not there because they are the same as an embedding, and that embedding."""
+    if schema is None:
+        return {HEAD: EMBEDDING} if HEAD not in given and EMBEDDING in given else {}
+    assert isinstance(given, Checkpoint)
+    try:
+        return schema.tied(given.keys(), given.config)
+    except ValueError:  # a config that does not say
+        return {}
+
+
 class Rules:
     """Which tensors are quantized to what."""
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
+        self.schema: Schema | None = None
         self._schemes = {"*": scheme} if isinstance(scheme, str) else dict(scheme)
         for known in self._schemes.values():
             if known is not None:
@@ -288,12 +313,20 @@ class Rules:
             return _Plan(None, f"keep={kept!r}")
         if self._keep is not None and self._keep(name):
             return _Plan(None, "keep= said so")
-        usual = next((p for p in KEPT_NAMES if fnmatchcase(name, p)), None)
+        usual = self._usual(name)
         if usual is not None and found[0] == "*":  # a pattern of one's own is stronger than the usual
-            return _Plan(None, f"matches {usual}")
+            return _Plan(None, usual)
         if found[1] != INT8 and shape[-1] % 32:
             return _Plan(None, f"rows of {shape[-1]} elements are no whole blocks of 32")
         return _Plan(found[1])
+
+    def _usual(self, name: str) -> str | None:
+        """Why a tensor is usually kept, None where it is not."""
+        role = None if self.schema is None else self.schema.role(name)
+        if role is not None:
+            return _KEPT_ROLES.get(role)
+        pattern = next((p for p in KEPT_NAMES if fnmatchcase(name, p)), None)
+        return None if pattern is None else f"matches {pattern}"
 
 
 def load_quantized(
@@ -309,12 +342,13 @@ def load_quantized(
 ) -> QuantizedDict:
     """A checkpoint with its matrices quantized and everything else floating as float32, in one pass over its bytes.
 
-    Quantized are floating tensors of 2 axes (of 3: each matrix), except those whose names match `KEPT_NAMES`:
-    embeddings, norms, biases. Integer, bool and complex tensors come unchanged, and what is quantized already stays as
-    it is. For int8 each matrix is read twice, once for its absmax.
+    Quantized are floating tensors of 2 axes (of 3: each matrix), except embeddings, norms and biases. What is one, the
+    schema of the architecture says that ``config.json`` names (see `safeload.schema`); for others their names do, by
+    `KEPT_NAMES`. Integer, bool and complex tensors come unchanged, and what is quantized already stays as it is. For
+    int8 each matrix is read twice, once for its absmax.
 
-    Where ``lm_head.weight`` is absent and ``model.embed_tokens.weight`` is there (Llama's tied head) the embedding
-    stays float32 and ``lm_head.weight`` appears quantized from it.
+    A head that is absent because it is tied to the embedding (by the schema and the config; of an unknown architecture
+    ``lm_head.weight`` to ``model.embed_tokens.weight``) appears quantized from it, and the embedding stays float32.
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
@@ -354,9 +388,11 @@ def _quantize_all(
 ) -> QuantizedDict:
     tensors = sources.tensors(given)
     before = sum(value.size if isinstance(value, Source) else value.nbytes for value in tensors.values())
-    tied = tensors.get(EMBEDDING) if tie_lm_head and HEAD not in tensors else None
-    if isinstance(tied, Source) and tied.row.floating and rules.plan(HEAD, tied.row, tied.shape).scheme is not None:
-        tensors[HEAD] = tied._replace(name=HEAD)
+    rules.schema = schema_of(given)
+    for head, embedding in tied_heads(given, rules.schema).items() if tie_lm_head else ():
+        tied = tensors[embedding]
+        if isinstance(tied, Source) and tied.row.floating and rules.plan(head, tied.row, tied.shape).scheme is not None:
+            tensors[head] = tied._replace(name=head)
     result, quantized, kept = QuantizedDict(), {}, {}
     wanted = []
     for name, source in tensors.items():
@@ -426,7 +462,7 @@ def quantization_error(
     Args:
         source: the original values: an array, a dict of arrays, a `Checkpoint` or a path.
         quantized: what became of them: a `QuantizedTensor` for an array, else a dict (as `load_quantized` gives it), a
-            `Checkpoint` or a path. A tied ``lm_head.weight`` is compared with ``model.embed_tokens.weight``.
+            `Checkpoint` or a path. A tied head is compared with the embedding.
 
     Raises:
         TensorNotFoundError: a quantized tensor is not in the source.
@@ -444,12 +480,12 @@ def quantization_error(
     if not isinstance(quantized, Mapping):
         with checkpoints.open(quantized) as opened:
             return quantization_error(source, opened)
+    tied = tied_heads(source, schema_of(source))
     errors = {}
     for name in quantized:
         value = quantized[name]
         if isinstance(value, QuantizedTensor):
-            original = EMBEDDING if name == HEAD and HEAD not in source and EMBEDDING in source else name
-            errors[name] = _error_of(name, source[original], value)
+            errors[name] = _error_of(name, source[tied.get(name, name)], value)
     return errors
 
 

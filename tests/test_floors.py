@@ -50,7 +50,7 @@ for _stem in ("kernel_avx2", "kernel_avx512", "quant_x86", "quant_avx2", "quant_
 
 # Modules of one floor in the order in which they may import each other.
 PYTHON_FLOORS = {
-    0: ["_version", "errors"],
+    0: ["_version", "errors", "text", "expressions", "log"],
     1: ["_native"],
     2: [
         "dtypes",
@@ -83,8 +83,11 @@ PYTHON_FLOORS = {
         ),
     ],
     4: ["loading", "checkpoint", "handle"],
-    5: ["sources", "quantization", "stacking", "conversion"],
-    6: ["numpy", "moon", "gguf", "layouts", "__init__", "cli.text", "cli.info", "cli.convert", "cli", "__main__"],
+    5: [
+        *("sources", "reading", "schema", "quantization", "stacking", "statistics", "conversion"),
+        *("checks", "checks.findings", "checks.names", "checks.files", "checks.values", "validation"),
+    ],
+    6: ["numpy", "moon", "gguf", "layouts", "__init__", "cli.info", "cli.convert", "cli", "__main__"],
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}
 

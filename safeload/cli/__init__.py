@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import SafeloadError
+from ..text import printable
 from . import convert, info
-from .text import printable
 
 _EPILOG = """examples:
   safeload info model.safetensors

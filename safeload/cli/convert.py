@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import checkpoint, conversion, layouts
 from ..stacking import Layout
-from .text import printable, size
+from ..text import printable, size
 
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16

@@ -13,7 +13,7 @@ import numpy as np
 from .. import checkpoint
 from ..checkpoint import Checkpoint
 from ..tensor import TensorInfo
-from .text import clip, jsonable, printable, size, table, width
+from ..text import clip, jsonable, plural, printable, size, table, width
 
 # With more tensors than this the table shows the first ones; --all shows every row.
 _ROWS = 100
@@ -104,7 +104,7 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
     infos = list(opened.tensors.values())
     file_bytes = sum(os.path.getsize(path) for path in opened.files)
     files = printable(opened.files[0]) if len(opened.files) == 1 else f"{len(opened.files)} files"
-    yield f"{files}: {opened.format}, {_plural(len(infos), 'tensor')}, {size(file_bytes)}"
+    yield f"{files}: {opened.format}, {plural(len(infos), 'tensor')}, {size(file_bytes)}"
     if len(opened.files) > 1:
         for path in opened.files[:_ROWS]:
             yield f"  {clip(printable(os.path.basename(path)), columns - 16)}  {size(os.path.getsize(path))}"
@@ -132,7 +132,7 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
             ("tensor", "dtype", "shape", "size"), [_row(info) for info in shown], right=frozenset((3,)), columns=columns
         )
         if len(shown) < len(infos):
-            yield f"... and {_plural(len(infos) - len(shown), 'tensor')} more; --all shows every one"
+            yield f"... and {plural(len(infos) - len(shown), 'tensor')} more; --all shows every one"
 
 
 def _brief(value: Any) -> str:
@@ -146,7 +146,3 @@ def _brief(value: Any) -> str:
 
 def _row(info: TensorInfo) -> tuple[str, ...]:
     return printable(info.name), info.dtype, str(list(info.shape)), size(info.nbytes)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

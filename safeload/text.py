@@ -70,3 +70,8 @@ def table(
         padded = [c.rjust(w) if k in right else c.ljust(w) for k, (c, w) in enumerate(zip(cells, widths, strict=True))]
         lines.append("  ".join(padded).rstrip())
     return lines
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things: "1 tensor", "1,024 tensors"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""What `safeload.validate` looks at: files, names and shapes, values."""

@@ -1,0 +1,164 @@
+"""Checks of the files themselves: an index against its shards, CRC-32 of the entries of zip archives."""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..checkpoint import Checkpoint
+from ..errors import SafeloadError
+from ..files import WeightFile, open_descriptor
+from ..formats import sniffing
+from ..formats.archive import Archive
+from ..jobs import Progress
+from ..reading import Meter, file_pieces, in_order
+from .findings import Finding, error, warning
+
+_SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\..*)", re.ASCII | re.DOTALL)
+
+
+def check_index(opened: Checkpoint) -> Iterator[Finding]:
+    """An ``index.json`` against the shards that it names; without one, shards by the number in their names."""
+    path = _index_of(opened)
+    if path is None:
+        yield from _check_shard_names(opened.files)
+        return
+    from ..formats.folder import read_json
+
+    try:
+        index = read_json(path, "index.json")
+    except (SafeloadError, OSError) as problem:  # it was read a moment ago
+        yield error("file.read", None, str(problem))
+        return
+    metadata = index.get("metadata")
+    said = metadata.get("total_size") if isinstance(metadata, dict) else None
+    held = opened.nbytes
+    scales = sum(
+        scale.end - scale.begin
+        for _, file, k in opened._parts()
+        if file.table.quantized and (scale := file.table.scale(k)) is not None
+    )
+    if said is not None and said not in (held, held + scales):
+        yield warning(
+            "index.total_size", None, f"{path.name} says total_size {said}, but its tensors have {held + scales} bytes"
+        )
+    listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in opened._parts()}
+    for file in opened._open:
+        for k, name in enumerate(file.table.names):
+            if (file, k) not in listed:
+                base = os.path.basename(file.path)
+                yield warning("index.unlisted", name, f"is in {base}, but not in {path.name}, so nothing reads it")
+
+
+def _index_of(opened: Checkpoint) -> Path | None:
+    """The index that a checkpoint was opened by."""
+    path = Path(opened._path)
+    if path.is_file():
+        return path if path.suffix == ".json" and str(path) not in opened.files else None
+    suffix = "safetensors.index.json" if opened.format == "safetensors" else "pytorch_model.bin.index.json"
+    found = sorted(entry for entry in path.iterdir() if entry.name.endswith(suffix) and entry.name[0] != ".")
+    return found[0] if found else None
+
+
+def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
+    """Files called ``...-00001-of-00003...`` of which some are not there."""
+    groups: dict[tuple[str, str, str], set[int]] = {}
+    for path in paths:
+        parts = _SHARD.fullmatch(os.path.basename(path))
+        if parts is not None:
+            groups.setdefault((parts[1], parts[3], parts[4]), set()).add(int(parts[2]))
+    if sum(map(len, groups.values())) < 2:
+        return  # a single shard was asked for
+    for (stem, total, suffix), numbers in groups.items():
+        for number in range(1, min(int(total), 100_000) + 1):
+            if number not in numbers:
+                yield error("index.shard", None, f"{stem}-{number:05}-of-{total}{suffix} is not there")
+
+
+# ---- CRC-32 ----
+
+
+class _Entry(NamedTuple):
+    """One entry of an archive.
+
+    Attributes:
+        archive: the archive.
+        file: likewise.
+        info: what the directory says.
+        begin: its first byte in the file.
+        tensors: names of those in it.
+    """
+
+    archive: Archive
+    file: WeightFile
+    info: zipfile.ZipInfo
+    begin: int
+    tensors: list[str]
+
+
+def check_crc(opened: Checkpoint, *, threads: int | None = None, progress: Progress = None) -> Iterator[Finding]:
+    """The CRC-32 that a zip archive has for each entry, against its bytes."""
+    entries = [entry for file in opened._open for entry in _entries(file, opened.format)]
+    stored = [entry for entry in entries if entry.info.compress_type == zipfile.ZIP_STORED]
+    meter = Meter(progress, sum(entry.info.compress_size for entry in entries))
+
+    def check(entry: _Entry) -> str | None:
+        problem = _check_entry(entry)
+        meter.add(entry.info.compress_size)
+        return problem
+
+    results = in_order(check, stored, threads, sum(entry.info.compress_size for entry in stored))
+    problems = dict(zip((entry.info.orig_filename for entry in stored), results, strict=True))
+    for entry in entries:
+        name = entry.info.orig_filename
+        problem = problems[name] if name in problems else check(entry)
+        if problem is not None:
+            more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
+            message = f"zip entry {name!r} of {entry.file.path}{more}: {problem}"
+            yield error("file.crc", entry.tensors[0] if entry.tensors else None, message)
+
+
+def _entries(opened: WeightFile, format: str) -> Iterator[_Entry]:
+    """The entries of a file that is a zip archive."""
+    # Compressed arrays have been unpacked into another file.
+    file = open_descriptor(opened.path) if format == "npz" and not _is_zip(opened) else opened
+    if not _is_zip(file):
+        return
+    archive = Archive(file)
+    names = opened.table.names
+    ranges = sorted((begin, end, name) for name, (begin, end) in zip(names, opened.table.byte_ranges(), strict=True))
+    for name, info in archive.entries.items():
+        begin = archive.locate(name)
+        if file is opened:
+            first = bisect_left(ranges, (begin, 0, ""))
+            last = bisect_left(ranges, (begin + info.compress_size, 0, ""))
+            tensors = [tensor for _, _, tensor in ranges[first:last]]
+        else:
+            tensors = [tensor for tensor in (name.removesuffix(".npy"),) if opened.table.find(tensor) >= 0]
+        yield _Entry(archive, file, info, begin, tensors)
+
+
+def _is_zip(file: WeightFile) -> bool:
+    return sniffing.is_zip(file.read_at(0, 4))
+
+
+def _check_entry(entry: _Entry) -> str | None:
+    """What is wrong with an entry, None for nothing."""
+    info = entry.info
+    found = 0
+    try:
+        if info.compress_type == zipfile.ZIP_STORED:
+            for piece in file_pieces(entry.file, entry.begin, entry.begin + info.compress_size):
+                found = zlib.crc32(piece, found)
+        else:
+            for data in entry.archive.inflate(info.orig_filename):
+                found = zlib.crc32(data, found)
+    except (SafeloadError, OSError) as problem:
+        return str(problem)
+    return None if found == info.CRC else f"its bytes have CRC-32 {found:08x}, the directory says {info.CRC:08x}"

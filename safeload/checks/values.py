@@ -1,0 +1,153 @@
+"""Checks of values: NaN and infinity, range, constant matrices, scales of quantized tensors, tied heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import sources
+from ..checkpoint import Checkpoint
+from ..files import Array
+from ..quantized import INT8, QuantizedTensor
+from ..reading import source_pieces
+from ..sources import Source
+from ..statistics import TensorStats
+from .findings import Finding, Limits, error, warning
+from .names import Known
+
+# Block type to where its float16 scales are: byte in the block, and how many. Source: the structs of ggml's
+# ggml-common.h.
+_BLOCK_SCALES = {
+    "q4_0": (0, 1),
+    "q4_1": (0, 2),
+    "q5_0": (0, 1),
+    "q5_1": (0, 2),
+    "q8_0": (0, 1),
+    "q8_1": (0, 2),
+    "iq4_nl": (0, 1),
+    "q2_k": (80, 2),
+    "q3_k": (108, 1),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208, 1),
+}
+
+# How far a float32 scale may be from the one expected, as a part of it: two roundings.
+_SCALE_TOLERANCE = 2.0**-22
+
+
+def check_values(
+    stats: Mapping[str, TensorStats], tensors: Mapping[str, Known], limits: Limits, skip: set[str]
+) -> Iterator[Finding]:
+    """NaN and infinity as errors; values out of range and matrices of a single value as warnings.
+
+    Args:
+        stats: of the tensors.
+        tensors: what else is known of them.
+        limits: the range.
+        skip: names whose values are not worth a word, since their scales are bad.
+    """
+    for name, found in stats.items():
+        known = tensors[name]
+        if name in skip or not (known.floating or known.quantized):
+            continue
+        for code, what, count, first in (
+            ("value.nan", "NaN", found.nan, found.first_nan),
+            ("value.inf", "infinite", found.inf, found.first_inf),
+        ):
+            if count:
+                of = f"{count:,} of {found.count:,} values {'is' if count == 1 else 'are'} {what}"
+                yield error(code, name, of + (f", the first at {list(first)}" if first is not None else ""))
+        if found.count == 0 or math.isnan(found.min):
+            continue
+        if found.min < limits.low or found.max > limits.high:
+            reach = f"values reach from {found.min:.6g} to {found.max:.6g}"
+            yield warning("value.range", name, f"{reach}, outside [{limits.low:g}, {limits.high:g}]")
+        if sum(size > 1 for size in known.shape) > 1 and found.nan + found.inf == 0 and found.min == found.max:
+            what, code = ("0", "value.zero") if found.absmax == 0 else (f"{found.min:.6g}", "value.constant")
+            yield warning(code, name, f"all {found.count:,} values of the matrix are {what}")
+
+
+# ---- quantized tensors ----
+
+
+def check_scales(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[Finding]:
+    """Scales that are not finite, or not what they should be."""
+    if value.scheme == INT8:
+        yield from _check_int8(name, value, limits)
+        return
+    place = _BLOCK_SCALES.get(value.scheme)
+    if place is None or value.data.size == 0:
+        return
+    at, count = place
+    size = value.data.size * _block_of(value) // math.prod(value.shape)
+    blocks = np.ascontiguousarray(value.data).reshape(-1, size)
+    scales = np.ascontiguousarray(blocks[:, at : at + 2 * count]).view("<f2")
+    bad = ~np.isfinite(scales).all(axis=1)
+    if bad.any():
+        block = int(bad.argmax())
+        shown = ", ".join(str(scale) for scale in scales[block])
+        of = f"{int(bad.sum()):,} of {len(blocks):,} blocks have a scale that is not finite"
+        yield error("quantization.scale", name, f"{of}, the first is block {block} with {shown}")
+
+
+def _block_of(value: QuantizedTensor) -> int:
+    from .. import dtypes
+
+    return dtypes.BLOCK_TYPES[value.scheme].block
+
+
+def _check_int8(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[Finding]:
+    scales: Array = np.atleast_1d(np.asarray(value.scale, np.float64))
+    bad = ~np.isfinite(scales) | (scales < 0)
+    if bad.any():
+        first = int(bad.argmax())
+        where = "" if value.axis is None else f" {first} of axis {value.axis}"
+        yield error("quantization.scale", name, f"scale{where} is {scales[first]:g}, a finite number from 0 is wanted")
+        return
+    for what, given, factor in (("scale", limits.scale, 1.0), ("absmax / 127", limits.absmax, 1 / 127)):
+        expected: Any = given.get(name) if isinstance(given, Mapping) else given
+        if expected is None:
+            continue
+        wanted = float(expected) * factor
+        off = np.abs(scales - wanted) > _SCALE_TOLERANCE * abs(wanted)
+        if off.any():
+            first = int(off.argmax())
+            yield error("quantization.scale", name, f"scale is {scales[first]:.9g}, but {what} is {wanted:.9g}")
+
+
+# ---- tied head ----
+
+
+def check_tied(given: Checkpoint | Mapping[str, Any], pairs: Mapping[str, str]) -> Iterator[Finding]:
+    """Heads that the config ties to an embedding, although the file has other values for them."""
+    for head, embedding in pairs.items():
+        one, other = _source(given, head), _source(given, embedding)
+        if one is None or other is None or one.row is not other.row or one.shape != other.shape:
+            continue
+        at = 0
+        for a, b in zip(source_pieces(one), source_pieces(other), strict=True):
+            if a != b:
+                differ = int((np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)).argmax()) + at
+                element = differ // one.row.block_bytes
+                index = [int(k) for k in np.unravel_index(element, one.shape)]
+                yield warning(
+                    "head.tied", head, f"differs from {embedding!r} from {index} on, but the config ties the two"
+                )
+                break
+            at += len(a)
+
+
+def _source(given: Checkpoint | Mapping[str, Any], name: str) -> Source | None:
+    """A tensor as a source, None where it is quantized or packed."""
+    if isinstance(given, Checkpoint):
+        found = sources.of_file(given, name, *given._locate(name))
+    else:
+        value = given[name]
+        if isinstance(value, QuantizedTensor):
+            return None
+        found = sources.of_array(name, value)
+    return found if isinstance(found, Source) and not found.row.packed else None

@@ -1,0 +1,160 @@
+"""Bytes and values of tensors piece by piece, on several threads, in bounded memory, never through a mapping."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
+from typing import Any, TypeVar
+
+import numpy as np
+
+from . import dtypes, jobs
+from ._native import lib
+from .files import Array, WeightFile
+from .jobs import Job, Progress
+from .sources import Source
+
+# Bytes read at a time by each thread: far more than what starting a read costs, little beside any machine's memory.
+PIECE = 4 << 20
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], threads: int | None, nbytes: int
+) -> Iterator[Result]:
+    """Results of a function that releases the GIL, called on several threads, in the order of its arguments.
+
+    No more than a few calls are ahead of what was taken, and none outlives this generator.
+
+    Args:
+        function: called in any thread.
+        items: its arguments.
+        threads: None for what helps with so many bytes.
+        nbytes: what is read in all.
+    """
+    count = jobs.thread_count(nbytes, threads)
+    if count == 1:
+        yield from map(function, items)
+        return
+    from concurrent.futures import Future, ThreadPoolExecutor  # only here: it takes milliseconds
+
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > 2 * count:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+class Meter:
+    """Counts bytes for a progress report; any thread may add to it.
+
+    Args:
+        progress: a callable that gets (bytes_done, bytes_total), or None. A bar is for the caller to draw.
+        total: bytes in all.
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._report = progress if callable(progress) else None
+        self._total = total
+        self._done = 0
+        self._lock = Lock()
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+        if self._report is not None:
+            with self._lock:
+                self._done += nbytes
+                self._report(self._done, self._total)
+
+
+def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
+    """The bytes [begin, end) of a file, in pieces; each is overwritten by the next.
+
+    Raises:
+        FormatError: the file ends before.
+        OSError: it cannot be read.
+    """
+    memory = np.empty(min(PIECE, max(1, end - begin)), np.uint8) if buffer is None else buffer
+
+    def where(job: int, position: int) -> tuple[str, str | None]:
+        return file.path, file.tensor_at(position)
+
+    for at in range(begin, end, PIECE):
+        size = min(PIECE, end - at)
+        jobs.run([Job(file.descriptor, at, jobs.address_of(memory), size)], lib.SL_READ, where, threads=1)
+        yield memory[:size].data
+
+
+def source_pieces(source: Source) -> Iterator[memoryview]:
+    """The bytes of a tensor, in pieces; each is overwritten by the next.
+
+    Raises:
+        FormatError, OSError: see `file_pieces`.
+    """
+    if source.file is not None:
+        yield from file_pieces(source.file, source.offset, source.offset + source.size)
+    elif source.size:
+        yield from (piece.data for piece in _cut(memory_of(source)))
+
+
+def memory_of(source: Source) -> Array:
+    """The bytes of a source that is in memory."""
+    array: Array = np.asarray(source.owner)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _cut(raw: Array) -> Iterator[Array]:
+    for at in range(0, raw.size, PIECE):
+        yield raw[at : at + PIECE]
+
+
+def values(source: Source, begin: int, count: int) -> Array:
+    """Elements of a tensor in C order, as float64; bool as 0 and 1.
+
+    Args:
+        source: of real numbers, not packed.
+        begin: the first.
+        count: how many.
+
+    Raises:
+        FormatError, OSError: see `file_pieces`.
+    """
+    row = source.row
+    item = row.block_bytes
+
+    def where(job: int, position: int) -> tuple[str, str | None]:
+        return (source.file.path if source.file is not None else ""), f"tensor {source.name!r}"
+
+    convert = row.floating and row.code != "F64"
+    dtype: np.dtype[Any] = np.dtype(np.float32) if convert else dtypes.element_dtype(row.number)
+    target = dtypes.BY_CODE["F32"].number if convert else row.number
+    result = np.empty(count, dtype)
+    if count:
+        job = Job(
+            source.descriptor,
+            source.offset + begin * item,
+            jobs.address_of(result),
+            count * item,
+            row.number,
+            target,
+        )
+        jobs.run([job], lib.SL_READ, where, threads=1)
+    return jobs.native_order(result).astype(np.float64)
+
+
+def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of pieces of a tensor whose float64 values fill `PIECE`."""
+    total, step = math.prod(shape), PIECE // 8
+    for begin in range(0, total, step):
+        yield begin, min(step, total - begin)

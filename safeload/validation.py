@@ -1,0 +1,270 @@
+"""Whether a checkpoint is sound: its files, its names and shapes, its values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import checkpoint as checkpoints
+from . import dtypes, log, statistics
+from . import schema as schemas
+from .checkpoint import Checkpoint
+from .checks import files, names, values
+from .checks.findings import Finding, Limits, ValidationReport, error
+from .checks.names import Known
+from .errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError, os_error
+from .files import Array, PathLike, native_path
+from .jobs import Progress
+from .quantized import QuantizedTensor
+from .schema import Choice, Schema
+
+# What a file that cannot be opened is reported as.
+_REFUSALS = (
+    (ForbiddenError, "file.forbidden"),
+    (UnsupportedError, "file.unsupported"),
+    (LimitError, "file.limit"),
+    (SafeloadError, "file.format"),
+)
+
+# The name of a single array in a report.
+ARRAY = "array"
+
+Source = PathLike | Checkpoint | Mapping[str, Any] | Array | QuantizedTensor
+
+
+def validate(
+    source: Source,
+    *,
+    config: PathLike | Mapping[str, Any] | None = None,
+    schema: str | PathLike | Mapping[str, Any] | None = "auto",
+    shape: tuple[int | None, ...] | None = None,
+    limits: Limits | Mapping[str, Any] | tuple[float, float] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> ValidationReport:
+    """Looks for everything that may be wrong with weights, and reports it; nothing that is found is raised.
+
+    Errors are: a file that breaks its format, a shard that is missing, an entry of a zip archive whose CRC-32 is not
+    that of its bytes; no tensors; NaN and infinity; tensors that are missing, unexpected or of another shape by the
+    config; holes in the layers; scales of quantized tensors that are not finite or not the expected ones. Warnings are:
+    values outside of ``limits``, matrices of a single value, tensors without elements or axes, layers of different
+    dtypes, an index whose total_size is wrong, a tied head with values of its own.
+
+    Args:
+        source: path of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single array.
+        config: parsed config.json or its path; None for the one of a folder.
+        schema: what names and shapes to expect: "auto" to choose by the config's architectures and model_type, the name
+            of a schema, the path or the content of one (see `safeload.schema`), None for none.
+        shape: of a single array what it has to be; None in it for any size.
+        limits: (low, high) that values are to stay within; or a dict with any of low, high, parameters (elements in
+            all), scale and absmax (of int8 tensors: a number, or one for each name).
+        threads: None for what helps.
+        progress: a callable that gets (bytes_done, bytes_total).
+
+    Raises:
+        ValueError, TypeError: wrong arguments.
+        FormatError: a schema or config given by path that is none.
+        OSError: the file cannot be opened: FileNotFoundError, PermissionError, ...
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> report = safeload.validate({"w": np.float32([[1, np.nan]])})
+        >>> report.ok, report.errors[0].code
+        (False, 'value.nan')
+    """
+    bounds = Limits.of(limits)
+    asked = schemas.load(schema) if schema is not None and schema != "auto" else None
+    settings = _read_config(config)
+    choose = schema == "auto"
+    if isinstance(source, (np.ndarray, QuantizedTensor)):
+        return _validate_array(source, shape, bounds, threads)
+    if shape is not None:
+        raise ValueError("shape= is for a single array")
+    if isinstance(source, Mapping):
+        name = source._path if isinstance(source, Checkpoint) else "dict"
+        return _validate_tensors(ValidationReport(name), source, settings, asked, choose, bounds, threads, progress)
+    return validate_path(
+        source,
+        lambda: checkpoints.open(source),
+        settings,
+        asked,
+        choose,
+        bounds,
+        threads,
+        progress,
+    )
+
+
+def _read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if config is None or isinstance(config, Mapping):
+        return config
+    from .formats.folder import read_json
+
+    found: Mapping[str, Any] = read_json(Path(native_path(config)[0]), "config.json")
+    return found
+
+
+def validate_path(
+    path: PathLike,
+    open: Callable[[], Checkpoint],
+    config: Mapping[str, Any] | None,
+    asked: Schema | None,
+    choose: bool,
+    limits: Limits,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> ValidationReport:
+    """`validate` of a path that ``open`` opens."""
+    text = native_path(path)[0]
+    report = ValidationReport(text)
+    if not os.path.lexists(text):
+        raise os_error(2, text)
+    try:
+        opened = open()
+    except SafeloadError as problem:
+        code = next(code for kind, code in _REFUSALS if isinstance(problem, kind))
+        report.add([error(code, None, str(problem))])
+        return report
+    except FileNotFoundError as problem:
+        if problem.filename in (None, text):
+            raise
+        report.add([error("index.shard", None, f"{problem.filename} is not there, but the index names it")])
+        return report
+    with opened:
+        return _validate_tensors(report, opened, config, asked, choose, limits, threads, progress)
+
+
+# ---- parts ----
+
+
+def _validate_array(
+    x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, limits: Limits, threads: int | None
+) -> ValidationReport:
+    report = ValidationReport(ARRAY)
+    known = _known_of(x)
+    if shape is not None:
+        if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
+            raise TypeError(f"shape must be a tuple of whole numbers and None, not {shape!r}")
+        if not names._fits(known.shape, tuple(shape)):
+            wanted = ", ".join("?" if size is None else str(size) for size in shape)
+            report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, wanted is [{wanted}]")])
+    return _validate_tensors(report, {ARRAY: x}, None, None, False, limits, threads, None)
+
+
+def _validate_tensors(
+    report: ValidationReport,
+    given: Checkpoint | Mapping[str, Any],
+    config: Mapping[str, Any] | None,
+    asked: Schema | None,
+    choose: bool,
+    limits: Limits,
+    threads: int | None,
+    progress: Progress,
+) -> ValidationReport:
+    known = known_tensors(given)
+    report.tensors = len(known)
+    report.parameters = sum(_elements(tensor.shape) for tensor in known.values())
+    if isinstance(given, Checkpoint):
+        config = given.config if config is None else config
+        report.format, report.files, report.nbytes = given.format, list(given.files), given.nbytes
+        report.add(files.check_index(given))
+    else:
+        report.nbytes = sum(value.nbytes for value in map(_as_value, given.values()))
+    report.add(names.check_sizes(known))
+    choice = Choice(asked, True) if asked is not None else None
+    if choose:
+        choice = schemas.choose(config, report.format, known.keys())
+    log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
+    if choice is None:
+        report.add(names.check_layers(known))
+    elif known:
+        report.schema = choice.schema.name
+        report.add(names.check_schema(choice, config, known))
+    if limits.parameters is not None and report.parameters != limits.parameters:
+        message = f"{report.parameters:,} parameters, expected are {limits.parameters:,}"
+        report.add([error("model.parameters", None, message)])
+    report.add(names.check_dtypes(known, config))
+    try:
+        if isinstance(given, Checkpoint):
+            report.add(files.check_crc(given, threads=threads))
+        _check_contents(report, given, known, limits, threads, progress)
+        if choice is not None:
+            report.add(values.check_tied(given, _tied_pairs(choice.schema, config, known)))
+    except FormatError as problem:
+        report.add([error("file.read", None, str(problem))])
+    except OSError as problem:
+        report.add([error("file.read", None, f"{problem.strerror}: {problem.filename}")])
+    return report
+
+
+def _check_contents(
+    report: ValidationReport,
+    given: Checkpoint | Mapping[str, Any],
+    known: Mapping[str, Known],
+    limits: Limits,
+    threads: int | None,
+    progress: Progress,
+) -> None:
+    bad = set()
+    for name, tensor in known.items():
+        if tensor.quantized:
+            value: Any = given.load([name], backend="pread")[name] if isinstance(given, Checkpoint) else given[name]
+            found = list(values.check_scales(name, value, limits))
+            report.add(found)
+            if found:
+                bad.add(name)
+    found_stats = statistics.stats(given, threads=threads)
+    assert isinstance(found_stats, dict)
+    report.stats = found_stats
+    report.add(values.check_values(found_stats, known, limits, bad))
+
+
+def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, Known]) -> dict[str, str]:
+    """Heads and embeddings that are both there although the config ties them."""
+    try:
+        wanted = schema.expand(config, known.keys())
+    except ValueError:  # has been reported
+        return {}
+    return {w.name: w.tied for w in wanted.values() if w.tied is not None and w.name in known and w.tied in known}
+
+
+# ---- what is known ----
+
+
+def known_tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Known]:
+    """What is known of each tensor without reading it."""
+    if not isinstance(given, Checkpoint):
+        return {name: _known_of(value) for name, value in given.items()}
+    result = {}
+    for name, file, index in given._parts():
+        table = file.table
+        row = table.row(index)
+        quantized = row.blocked or (table.quantized and table.scale(index) is not None)
+        result[name] = Known(row.name, table.shape(index), row.floating, quantized)
+    return result
+
+
+def _as_value(value: Any) -> Any:
+    return value if isinstance(value, QuantizedTensor) else np.asarray(value)
+
+
+def _known_of(value: Any) -> Known:
+    if isinstance(value, QuantizedTensor):
+        return Known(value.scheme, value.shape, False, True)
+    array = np.asarray(value)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    return Known(array.dtype.name, array.shape, row is not None and row.floating, False)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+__all__ = ["Finding", "Limits", "ValidationReport", "validate"]
