@@ -509,3 +509,31 @@ def test_debug_lines(caplog):
     with caplog.at_level(logging.DEBUG, "safeload"):
         validate({"w": np.ones(2)})
     assert "validate dict: schema None" in caplog.text
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_crc_of_npz(save, tmp_path):
+    path = tmp_path / "x.npz"
+    rng = np.random.default_rng(1)
+    save(path, a=rng.standard_normal((20, 20)), b=rng.standard_normal((20, 20)))
+    assert codes(validate(path)) == []
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo("b.npy")
+    flip(path, info.header_offset + 30 + len("b.npy") + (1000 if save is np.savez else 500))
+    report = validate(path)
+    if save is np.savez:
+        assert codes(report) == [("error", "file.crc", "b")]
+    else:  # numpy.savez_compressed: unpacked when it is opened
+        assert not report.ok
+
+
+def test_two_files_may_have_entries_of_the_same_name(tmp_path):
+    for k in range(2):
+        data = zip_file({f"w{k}": tensor(Storage("0", np.float32([1, 2, 3, k])))})
+        (tmp_path / f"pytorch_model-0000{k + 1}-of-00002.bin").write_bytes(data)
+    weight_map = {f"w{k}": f"pytorch_model-0000{k + 1}-of-00002.bin" for k in range(2)}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert codes(validate(tmp_path)) == []
+    path = tmp_path / "pytorch_model-00001-of-00002.bin"
+    flip(path, safeload.open(tmp_path).tensors["w0"].offset)
+    assert codes(validate(tmp_path)) == [("error", "file.crc", "w0")]

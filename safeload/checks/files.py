@@ -114,11 +114,12 @@ def check_crc(opened: Checkpoint, *, threads: int | None = None, progress: Progr
         return problem
 
     results = in_order(check, stored, threads, sum(entry.info.compress_size for entry in stored))
-    problems = dict(zip((entry.info.orig_filename for entry in stored), results, strict=True))
-    for entry in entries:
-        name = entry.info.orig_filename
-        problem = problems[name] if name in problems else check(entry)
+    found = list(zip(stored, results, strict=True))
+    # Unfolding one after the other: an archive keeps the last header it read.
+    found += [(entry, check(entry)) for entry in entries if entry.info.compress_type != zipfile.ZIP_STORED]
+    for entry, problem in found:
         if problem is not None:
+            name = entry.info.orig_filename
             more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
             message = f"zip entry {name!r} of {entry.file.path}{more}: {problem}"
             yield error("file.crc", entry.tensors[0] if entry.tensors else None, message)
