@@ -30,6 +30,7 @@ from .tensor import TensorInfo, TensorMeta, TensorSpec
 if TYPE_CHECKING:
     from .checks.findings import Finding, Limits, ValidationReport
     from .conversion import convert
+    from .differences import DiffReport, TensorDiff, diff
     from .quantization import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
     from .stacking import Layout, StackedDict, StackedTensor, stack
     from .statistics import TensorStats, stats
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _LATER = {
     **dict.fromkeys(("Finding", "Limits", "ValidationReport"), "checks.findings"),
     **dict.fromkeys(("convert",), "conversion"),
+    **dict.fromkeys(("DiffReport", "TensorDiff", "diff"), "differences"),
     **dict.fromkeys(
         ("QuantizationError", "QuantizedDict", "load_quantized", "quantization_error", "quantize"), "quantization"
     ),
@@ -50,6 +52,7 @@ _MODULES = ("gguf", "layouts", "moon", "numpy")
 
 __all__ = [
     "Checkpoint",
+    "DiffReport",
     "Finding",
     "ForbiddenError",
     "FormatError",
@@ -65,6 +68,7 @@ __all__ = [
     "SafetensorError",
     "StackedDict",
     "StackedTensor",
+    "TensorDiff",
     "TensorInfo",
     "TensorMeta",
     "TensorNotFoundError",
@@ -77,6 +81,7 @@ __all__ = [
     "astype",
     "convert",
     "deserialize",
+    "diff",
     "load",
     "load_quantized",
     "open",

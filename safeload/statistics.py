@@ -9,14 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
+from . import dtypes
 from .checkpoint import Checkpoint
 from .files import Array
 from .quantized import QuantizedTensor
+
+HISTOGRAM_EDGES: Array = np.ldexp(1.0, np.arange(65) - 48)
 
 
 class TensorStats(NamedTuple):
     """Statistics of one tensor."""
 
+    dtype: str
+    shape: tuple[int, ...]
     count: int  # type: ignore[assignment]
     min: float
     max: float
@@ -45,10 +50,13 @@ def _of_one(x: Any, histogram: bool) -> TensorStats:
     bins = None
     if histogram:
         magnitudes = np.abs(finite[finite != 0])
-        exponents = np.clip(np.floor(np.log2(magnitudes)), -32, 31).astype(np.int64) + 32
+        exponents = np.clip(np.floor(np.log2(magnitudes)), -48, 15).astype(np.int64) + 48
         bins = np.bincount(exponents, minlength=64)
     some = finite if finite.size else np.array([math.nan])
+    row = dtypes.BY_NAME.get(array.dtype.name)
     return TensorStats(
+        array.dtype.name if row is None else row.code,
+        array.shape,
         array.size,
         float(some.min()),
         float(some.max()),
@@ -64,7 +72,9 @@ def _of_one(x: Any, histogram: bool) -> TensorStats:
     )
 
 
-def stats(x: Any, *, histogram: bool = False, threads: int | None = None) -> TensorStats | dict[str, TensorStats]:
+def stats(
+    x: Any, *, histogram: bool = False, threads: int | None = None, progress: Any = None
+) -> TensorStats | dict[str, TensorStats]:
     """Statistics of an array, of a quantized tensor, or of each tensor of a path, checkpoint or dict."""
     if isinstance(x, (np.ndarray, QuantizedTensor)):
         return _of_one(x, histogram)

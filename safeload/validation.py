@@ -78,7 +78,7 @@ def validate(
     """
     bounds = Limits.of(limits)
     asked = schemas.load(schema) if schema is not None and schema != "auto" else None
-    settings = _read_config(config)
+    settings = read_config(config)
     choose = schema == "auto"
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         return _validate_array(source, shape, bounds, threads)
@@ -99,7 +99,13 @@ def validate(
     )
 
 
-def _read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A config that may be given by its path.
+
+    Raises:
+        FormatError: the file is no JSON object.
+        OSError: it cannot be read.
+    """
     if config is None or isinstance(config, Mapping):
         return config
     from .formats.folder import read_json
@@ -217,7 +223,7 @@ def _check_contents(
             report.add(found)
             if found:
                 bad.add(name)
-    found_stats = statistics.stats(given, threads=threads)
+    found_stats = statistics.stats(given, threads=threads, progress=progress)
     assert isinstance(found_stats, dict)
     report.stats = found_stats
     report.add(values.check_values(found_stats, known, limits, bad))

@@ -48,6 +48,8 @@ INTRINSICS = {
 for _stem in ("kernel_avx2", "kernel_avx512", "quant_x86", "quant_avx2", "quant_avx512"):
     INTRINSICS[_stem] = {"immintrin.h"}
 
+_CLI = [f"cli.{name}" for name in ("common", "info", "check", "stats", "convert", "diff", "bench")]
+
 # Modules of one floor in the order in which they may import each other.
 PYTHON_FLOORS = {
     0: ["_version", "errors", "text", "expressions", "log"],
@@ -85,9 +87,10 @@ PYTHON_FLOORS = {
     4: ["loading", "checkpoint", "handle"],
     5: [
         *("sources", "reading", "schema", "quantization", "stacking", "statistics", "conversion"),
-        *("checks", "checks.findings", "checks.names", "checks.files", "checks.values", "validation"),
+        *("checks", "checks.findings", "checks.names", "checks.files", "checks.values"),
+        *("validation", "manifest", "differences"),
     ],
-    6: ["numpy", "moon", "gguf", "layouts", "__init__", "cli.info", "cli.convert", "cli", "__main__"],
+    6: ["numpy", "moon", "gguf", "layouts", "__init__", *_CLI, "cli", "__main__"],
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}
 

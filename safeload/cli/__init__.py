@@ -14,26 +14,30 @@ from collections.abc import Sequence
 from .._version import __version__
 from ..errors import SafeloadError
 from ..text import printable
-from . import convert, info
+from . import bench, check, convert, diff, info, stats
 
 _EPILOG = """examples:
   safeload info model.safetensors
   safeload info Llama-3.2-1B/ --json
+  safeload check Llama-3.2-1B/
+  safeload stats model.safetensors --sort absmax
   safeload convert model.pth model.safetensors
-"""
+  safeload diff model.pth model.safetensors
+
+`safeload COMMAND --help` has more of them."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="safeload",
-        description="Look into model weight files and convert them.",
+        description="Look into model weight files, check and compare them, convert them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"safeload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    info.register(commands)
-    convert.register(commands)
+    for command in (info, check, stats, convert, diff, bench):
+        command.register(commands)
     return parser
 
 

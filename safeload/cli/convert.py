@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from typing import Any
 
 from .. import checkpoint, conversion, layouts
 from ..stacking import Layout
-from ..text import printable, size
+from ..text import plural, printable, size
+from .common import add_command, bar
 
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
@@ -20,6 +20,7 @@ _EPILOG = """examples:
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
 
 Names stay as they are: this is no converter between model architectures.
+
 Exit status: 0 good, 1 a file is bad or cannot be read or written, 2 wrong usage."""
 
 _LAYOUTS = {"moondream2": layouts.MOONDREAM2}
@@ -27,13 +28,13 @@ _LAYOUTS = {"moondream2": layouts.MOONDREAM2}
 
 def register(commands: Any) -> None:
     """Adds the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "convert",
         help="write another format, dtype or layout",
         description="Writes the tensors and the metadata of files or folders in another format, with the memory of one "
         f"tensor. The destination's suffix says which: {', '.join(conversion.SUFFIXES)}.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")
     parser.add_argument("destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size")
@@ -51,18 +52,19 @@ def register(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Converts; returns the exit status."""
     started = time.perf_counter()
-    conversion.convert(
-        options.source,
-        options.destination,
-        dtype=options.dtype,
-        quantize=options.quantize,
-        layout=_layout(options.layout),
-        names=options.name,
-        max_shard_size=options.max_shard_size,
-        overwrite=options.overwrite,
-        threads=options.threads,
-        progress=True if sys.stderr.isatty() else None,
-    )
+    with bar("convert") as progress:
+        conversion.convert(
+            options.source,
+            options.destination,
+            dtype=options.dtype,
+            quantize=options.quantize,
+            layout=_layout(options.layout),
+            names=options.name,
+            max_shard_size=options.max_shard_size,
+            overwrite=options.overwrite,
+            threads=options.threads,
+            progress=progress,
+        )
     seconds = time.perf_counter() - started
     with checkpoint.open(options.destination) as written:
         nbytes = sum(os.path.getsize(path) for path in written.files)
@@ -70,9 +72,9 @@ def run(options: argparse.Namespace) -> int:
             result = {"files": written.files, "format": written.format, "tensors": len(written), "nbytes": nbytes}
             print(json.dumps({**result, "seconds": round(seconds, 3)}, indent=1))
         else:
-            tensors = f"{len(written):,} tensor{'' if len(written) == 1 else 's'}"
             files = f" in {len(written.files)} files" if len(written.files) > 1 else ""
-            print(f"{printable(options.destination)}: {written.format}, {tensors}, {size(nbytes)}{files}")
+            what = f"{written.format}, {plural(len(written), 'tensor')}, {size(nbytes)}{files}"
+            print(f"{printable(options.destination)}: {what}")
     return 0
 
 

@@ -10,58 +10,55 @@ from typing import Any
 
 import numpy as np
 
-from .. import checkpoint
 from ..checkpoint import Checkpoint
 from ..tensor import TensorInfo
 from ..text import clip, jsonable, plural, printable, size, table, width
+from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter
 
 # With more tensors than this the table shows the first ones; --all shows every row.
 _ROWS = 100
 # Of a list in the metadata, such as a vocabulary, so many values are shown; --json has all.
 _ITEMS = 8
 
-_EPILOG = """examples:
+# How the lines begin that say what those below them are.
+_HEADS = ("metadata", "globals that", "dtype  ", "tensor  ")
+
+_EPILOG = f"""examples:
   safeload info model.safetensors
   safeload info Llama-3.2-1B/
   safeload info lightning.ckpt --unknown-globals inert --root state_dict
-  safeload info model.safetensors --json | jq '.tensors[] | select(.dtype == "BF16") | .name'
+  safeload info model.safetensors --json | jq '.tensors[0]'
 
-Exit status: 0 good, 1 the file is bad or cannot be read, 2 wrong usage."""
+{STATUS}"""
 
 
 def register(commands: Any) -> None:
     """Adds the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "info",
-        help="what is in a file or a folder",
+        help="what is in it",
         description="Lists the tensors of a weight file, a folder or an index.json without reading them: name, dtype, "
         "shape and size, totals per dtype, metadata; of a torch checkpoint also the classes and functions that its "
         "pickle names, none of which is imported or called.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", metavar="PATH", help="a weight file, a folder of them or an index.json")
+    add_path(parser)
     parser.add_argument("--all", action="store_true", help=f"every tensor, also when there are more than {_ROWS}")
-    parser.add_argument("--root", metavar="NAME", help="only the tensors in this nested dict of a torch checkpoint")
-    parser.add_argument(
-        "--unknown-globals",
-        choices=("refuse", "inert"),
-        default="refuse",
-        help="a torch checkpoint that names classes or functions off the list of harmless ones: refuse it (default), "
-        "or keep them as inert placeholders and list the tensors around them",
-    )
-    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    add_opening(parser)
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints what is in ``options.path``; returns the exit status."""
-    with checkpoint.open(options.path, root=options.root, unknown_globals=options.unknown_globals) as opened:
+    with open_path(options.path, options) as opened:
         if options.json:
             print(json.dumps(_as_json(opened), indent=1))
         else:
+            paint = painter()
             for line in _as_text(opened, every_row=options.all):
-                print(line)
+                print(paint(line, "head") if line.startswith(_HEADS) else line)
     return 0
 
 

@@ -1,0 +1,221 @@
+"""``safeload bench``: this file on this machine, ours beside what else is installed."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..text import printable, size, table, width
+from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter, positive
+
+_EPILOG = f"""examples:
+  safeload bench model.safetensors
+  safeload bench Llama-3.2-1B/ --rounds 9
+  safeload bench model.pth --json
+
+Times are medians; every round runs all sides in an order of its own, from a warm page cache.
+
+{STATUS}"""
+
+Side = Callable[[], Any]
+
+
+def register(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = add_command(
+        commands,
+        "bench",
+        help="how fast it loads here",
+        description="Times opening, loading and converting a file with safeload and with what else is installed that "
+        "reads it: safetensors.numpy, torch, gguf, numpy.",
+        epilog=_EPILOG,
+    )
+    add_path(parser)
+    parser.add_argument("--rounds", metavar="N", type=positive, default=5, help="how many times; 5 by default")
+    add_opening(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Times ``options.path``; returns the exit status."""
+    with open_path(options.path, options) as opened:
+        files, nbytes, format = list(opened.files), opened.nbytes, opened.format
+        floating = all(info.dtype.startswith(("F", "BF")) for info in opened.tensors.values())
+    jobs = _jobs(options, files, format, floating=floating)
+    _warm(files)
+    results = [(job, _race(sides, options.rounds)) for job, sides in jobs.items()]
+    if options.json:
+        rows = [
+            {"job": job, "side": side, "seconds": statistics.median(taken), "samples": taken}
+            for job, sides in results
+            for side, taken in sides.items()
+        ]
+        print(json.dumps({"path": options.path, "format": format, "nbytes": nbytes, "rows": rows}, indent=1))
+        return 0
+    paint = painter()
+    print(f"{printable(options.path)}: {format}, {size(nbytes)}, {options.rounds} rounds, page cache warm")
+    cells = []
+    for job, sides in results:
+        ours = statistics.median(sides["safeload"])
+        for side, taken in sides.items():
+            other = statistics.median(taken)
+            ratio = "" if side == "safeload" else f"{other / ours:.3g}x"
+            cells.append((job if side == "safeload" else "", side, _seconds(other), ratio))
+    header = ("job", "with", "median", "ours is faster")
+    lines = table(header, cells, right=frozenset((2, 3)), columns=width())
+    print()
+    print(paint(lines[0], "head"))
+    for line in lines[1:]:
+        print(line)
+    if all(len(sides) == 1 for sides in jobs.values()):
+        print("\nnothing else that reads this format is installed")
+    return 0
+
+
+def _jobs(options: argparse.Namespace, files: list[str], format: str, *, floating: bool) -> dict[str, dict[str, Side]]:
+    """Job to sides, ours first."""
+
+    def opened(action: Callable[[Checkpoint], Any]) -> Side:
+        def side() -> Any:
+            with open_path(options.path, options) as checkpoint:
+                return action(checkpoint)
+
+        return side
+
+    jobs: dict[str, dict[str, Side]] = {
+        "open and list": {"safeload": opened(lambda c: list(c))},
+        "load": {"safeload": opened(lambda c: c.load())},
+        "load, read every page": {"safeload": opened(lambda c: _touch(c.load()))},
+        "load into memory (pread)": {"safeload": opened(lambda c: c.load(backend="pread"))},
+    }
+    if floating:
+        jobs["load as float32"] = {"safeload": opened(lambda c: c.load(dtype="float32"))}
+    for name, action in _peers(files, format).items():
+        jobs["load"][name] = action
+        jobs["load into memory (pread)"][name] = action
+        jobs["load, read every page"][name] = _touching(action)
+    lister = _lister(files, format)
+    if lister is not None:
+        jobs["open and list"][lister[0]] = lister[1]
+    if floating and format == "safetensors" and "safetensors.numpy" in jobs["load"]:
+        peer = jobs["load"]["safetensors.numpy"]
+        jobs["load as float32"]["safetensors.numpy"] = lambda: {
+            name: array.astype("float32") for name, array in peer().items()
+        }
+    return jobs
+
+
+def _touching(action: Side) -> Side:
+    return lambda: _touch(action())
+
+
+def _lister(files: list[str], format: str) -> tuple[str, Side] | None:
+    if format != "safetensors":
+        return None
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        return None
+
+    def side() -> list[str]:
+        names = []
+        for path in files:
+            with safe_open(path, "numpy") as handle:
+                names += handle.keys()
+        return names
+
+    return "safetensors.safe_open", side
+
+
+def _peers(files: list[str], format: str) -> dict[str, Side]:
+    """Other libraries that load all tensors of these files as numpy arrays, or as near as they get."""
+
+    def each(load: Callable[[str], Any]) -> Side:
+        def side() -> dict[str, Any]:
+            result: dict[str, Any] = {}
+            for path in files:
+                result.update(load(path))
+            return result
+
+        return side
+
+    found: dict[str, Side] = {}
+    try:
+        if format == "safetensors":
+            import ml_dtypes  # noqa: F401 - safetensors.numpy finds bfloat16 only so
+            from safetensors.numpy import load_file
+
+            found["safetensors.numpy"] = each(load_file)
+        elif format.startswith("torch"):
+            import torch
+
+            found["torch.load"] = each(lambda path: {path: torch.load(path, "cpu", weights_only=True)})
+        elif format == "gguf":
+            from gguf import GGUFReader
+
+            found["gguf.GGUFReader"] = each(lambda path: {t.name: t.data for t in GGUFReader(path).tensors})
+        elif format == "npz":
+            import numpy as np
+
+            found["numpy.load"] = each(lambda path: dict(np.load(path)))
+    except ImportError:
+        pass
+    return found
+
+
+def _touch(value: Any) -> int:
+    """Reads one byte of every page of every array."""
+    import numpy as np
+
+    if isinstance(value, dict):
+        return sum(_touch(item) for item in value.values())
+    if hasattr(value, "numpy"):  # a torch tensor
+        import torch
+
+        value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    array = getattr(value, "data", None) if not isinstance(value, np.ndarray) else value
+    if not isinstance(array, np.ndarray) or array.size == 0:
+        return 0
+    return int(np.ascontiguousarray(array).reshape(-1).view(np.uint8)[::4096].sum())
+
+
+def _warm(files: list[str]) -> None:
+    """Brings the files into the page cache."""
+    buffer = bytearray(4 << 20)
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _race(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side, by round; one more before them is not timed."""
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    order = list(sides)
+    shuffle = random.Random(rounds).shuffle
+    for turn in range(rounds + 1):
+        shuffle(order)
+        for name in order:
+            gc.collect()
+            started = time.perf_counter()
+            result = sides[name]()
+            seconds = time.perf_counter() - started
+            del result
+            if turn:
+                taken[name].append(seconds)
+    return taken
+
+
+def _seconds(value: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value * 1e6:.3g} us"

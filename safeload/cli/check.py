@@ -1,0 +1,118 @@
+"""``safeload check``: whether a file or a folder is sound."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from ..errors import FormatError
+from ..text import printable, width
+from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
+
+_EPILOG = f"""examples:
+  safeload check Llama-3.2-1B/
+  safeload check model.safetensors --config config.json --schema llama
+  safeload check suspicious.pth --unknown-globals inert --range -10 10
+  safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
+  safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors
+
+{STATUS} With --strict warnings count as errors."""
+
+
+def register(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = add_command(
+        commands,
+        "check",
+        help="is it sound",
+        description="Looks for what may be wrong with weights: files that break their format, missing shards, CRC-32 "
+        "of zip entries; NaN and infinity; names and shapes against config.json; holes in the layers; scales of "
+        "quantized tensors. Warns of values out of range, matrices of a single value, mixed dtypes.",
+        epilog=_EPILOG,
+    )
+    add_path(parser)
+    parser.add_argument("--config", metavar="FILE", help="a config.json to go by, instead of the folder's own")
+    parser.add_argument(
+        "--schema",
+        metavar="NAME",
+        default="auto",
+        help='what tensors to expect: "auto" (by the config), "none", the name of an architecture, or a JSON file',
+    )
+    parser.add_argument(
+        "--range", metavar=("LOW", "HIGH"), nargs=2, type=float, help="warn of values outside; -128 to 128 by default"
+    )
+    parser.add_argument("--parameters", metavar="N", type=int, help="how many elements all tensors must have together")
+    scale = parser.add_mutually_exclusive_group()
+    scale.add_argument("--scale", metavar="X", type=float, help="what the scale of int8 tensors must be")
+    scale.add_argument("--absmax", metavar="X", type=float, help="what int8 tensors were made from: scale is X / 127")
+    parser.add_argument("--strict", action="store_true", help="warnings count as errors")
+    manifest = parser.add_mutually_exclusive_group()
+    manifest.add_argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file")
+    manifest.add_argument("--write-manifest", metavar="FILE", help="write the SHA-256 of each tensor to this file")
+    add_opening(parser)
+    add_threads(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what is wrong with ``options.path``; returns the exit status."""
+    from .. import schema, validation  # what validates takes milliseconds that other commands would pay
+    from ..checks.findings import Limits, error
+
+    low, high = options.range if options.range is not None else (-128.0, 128.0)
+    given = {"low": low, "high": high, "parameters": options.parameters}
+    limits = Limits.of({**given, "scale": options.scale, "absmax": options.absmax})
+    asked = schema.load(options.schema) if options.schema not in ("auto", "none") else None
+    config = validation.read_config(options.config)
+    with bar("check") as progress:
+        report = validation.validate_path(
+            options.path,
+            lambda: open_path(options.path, options),
+            config,
+            asked,
+            options.schema == "auto",
+            limits,
+            options.threads,
+            progress,
+        )
+    if report.files and (options.manifest or options.write_manifest):
+        try:
+            _manifest(report, options)
+        except FormatError as problem:
+            if problem.path is not None and problem.path not in report.files:
+                raise
+            report.add([error("file.read", None, str(problem))])
+    if options.json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        paint = painter()
+        for line in report.lines(width()):
+            kind, rest = line[:7], line[7:]
+            if kind.rstrip() in ("error", "warning") and rest.startswith("  "):
+                line = paint(kind, kind.rstrip()) + rest
+            elif line == report.verdict:
+                line = paint(line, "error" if not report.ok else "warning" if report.warnings else "good")
+            print(line)
+    return 0 if report.ok and not (options.strict and report.warnings) else 1
+
+
+def _manifest(report: Any, options: argparse.Namespace) -> None:
+    """Compares with a manifest, or writes one."""
+    from .. import manifest
+
+    said = manifest.read(options.manifest) if options.manifest else None
+    with open_path(options.path, options) as opened, bar("sha256") as progress:
+        found = manifest.make(opened, threads=options.threads, progress=progress)
+    if said is not None:
+        report.add(manifest.compare(said, found))
+        return
+    with open(options.write_manifest, "w", encoding="utf-8") as file:
+        json.dump(found, file, indent=1)
+        file.write("\n")
+    if not options.json:
+        name = printable(os.path.basename(options.write_manifest))
+        print(f"{name}: SHA-256 of {len(found['tensors']):,} tensors", file=sys.stderr)

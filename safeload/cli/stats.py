@@ -1,0 +1,152 @@
+"""``safeload stats``: what values the tensors hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..text import plural, printable, table, width
+from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
+
+# With more tensors than this the table shows the first ones; --all shows every row.
+_ROWS = 100
+
+# From this width on the table has more columns.
+_WIDE = 110
+
+# Bytes of tensors that are in memory at once where only some are asked for.
+_BATCH = 256 << 20
+
+_KEYS = ("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros")
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+_EPILOG = f"""examples:
+  safeload stats model.safetensors
+  safeload stats Llama-3.2-1B/ --only '*norm*' --sort absmax
+  safeload stats model.safetensors --histogram --only 'h.0.*'
+  safeload stats model.safetensors --json | jq '.tensors[] | select(.nan > 0)'
+
+{STATUS}"""
+
+
+def register(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = add_command(
+        commands,
+        "stats",
+        help="what values are in it",
+        description="Minimum, maximum, mean and standard deviation of each tensor over its finite values, and how many "
+        "are NaN, infinite or zero. Quantized tensors are shown as the values that they restore to.",
+        epilog=_EPILOG,
+    )
+    add_path(parser)
+    parser.add_argument("--only", metavar="PATTERN", action="append", help="tensors whose names match; may be repeated")
+    parser.add_argument("--sort", choices=_KEYS, help="largest first, names in their order; as in the file by default")
+    parser.add_argument("--histogram", action="store_true", help="also how large values are, by powers of two")
+    parser.add_argument("--all", action="store_true", help=f"every tensor, also when there are more than {_ROWS}")
+    add_opening(parser)
+    add_threads(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the statistics of ``options.path``; returns the exit status."""
+    from .. import statistics  # takes milliseconds that other commands would pay
+
+    with open_path(options.path, options) as opened, bar("stats") as progress:
+        found: dict[str, Any] = {}
+        for given in [opened] if not options.only else _batches(opened, options):
+            part = statistics.stats(given, histogram=options.histogram, threads=options.threads, progress=progress)
+            assert isinstance(part, dict)
+            found.update(part)
+    rows = _sorted(found, options.sort)
+    if options.json:
+        from ..checks.findings import stats_json
+
+        tensors = [{"name": name, "dtype": s.dtype, "shape": list(s.shape), **stats_json(s)} for name, s in rows]
+        print(json.dumps({"path": options.path, "tensors": tensors}, indent=1))
+        return 0
+    shown = rows if options.all else rows[:_ROWS]
+    for line in _lines(shown, width(), options.histogram):
+        print(line)
+    if len(shown) < len(rows):
+        print(f"... and {plural(len(rows) - len(shown), 'tensor')} more; --all shows every one")
+    return 0
+
+
+def _batches(opened: Checkpoint, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The tensors that --only names, so many at a time as memory is taken for."""
+    batch: list[str] = []
+    held = 0
+    for name, info in opened.tensors.items():
+        if not any(fnmatchcase(name, pattern) for pattern in options.only):
+            continue
+        if batch and held + info.nbytes > _BATCH:
+            yield opened.load(batch, backend="pread", threads=options.threads)
+            batch, held = [], 0
+        batch.append(name)
+        held += info.nbytes
+    yield opened.load(batch, backend="pread", threads=options.threads)
+
+
+def _sorted(found: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
+    rows = list(found.items())
+    if key == "name":
+        return sorted(rows)
+    if key is None:
+        return rows
+
+    def order(row: tuple[str, Any]) -> float:
+        value = float(getattr(row[1], key))
+        return math.inf if math.isnan(value) else -value
+
+    return sorted(rows, key=order)
+
+
+def _lines(rows: list[tuple[str, Any]], columns: int, histogram: bool) -> list[str]:
+    paint = painter()
+    header: tuple[str, ...] = ("tensor", "min", "max", "mean", "std", "bad")
+    if columns >= _WIDE:
+        header = ("tensor", "dtype", "shape", "min", "max", "absmax", "mean", "std", "zeros", "NaN", "Inf")
+    left = {0, 1, 2} if columns >= _WIDE else {0}
+    right = frozenset(set(range(len(header))) - left)
+    lines = table(header, [_cells(name, s, columns) for name, s in rows], right=right, columns=columns)
+    result = [paint(lines[0], "head")]
+    for line, (_, s) in zip(lines[1:], rows, strict=True):
+        result.append(paint(line, "error") if s.nan + s.inf else line)
+        if histogram and s.histogram is not None:
+            result.append("  " + _sparkline(s.histogram.tolist()))
+    return result
+
+
+def _cells(name: str, s: Any, columns: int) -> tuple[str, ...]:
+    numbers = (_number(s.min), _number(s.max), _number(s.mean), _number(s.std))
+    if columns < _WIDE:
+        return printable(name), *numbers, f"{s.nan + s.inf:,}" if s.nan + s.inf else ""
+    counts = tuple(f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf))
+    return printable(name), s.dtype, str(list(s.shape)), *numbers[:2], _number(s.absmax), *numbers[2:], *counts
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def _sparkline(bins: list[int]) -> str:
+    """Bins between the first and the last that are not empty, with the powers of two at both ends."""
+    from .. import statistics
+
+    filled = [k for k, count in enumerate(bins) if count]
+    if not filled:
+        return "no values but zero"
+    first, last = filled[0], filled[-1]
+    top = max(bins)
+    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // top)] for count in bins[first : last + 1])
+    low, high = (round(math.log2(statistics.HISTOGRAM_EDGES[k])) for k in (first, last + 1))
+    return f"2^{low} {bars} 2^{high}"

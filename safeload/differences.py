@@ -1,0 +1,341 @@
+"""How two checkpoints differ: names, shapes, dtypes, values; across formats, dtypes and quantization."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import checkpoint as checkpoints
+from . import dtypes, jobs, log, reading, sources
+from .checkpoint import Checkpoint
+from .files import Array, PathLike
+from .jobs import Progress
+from .quantized import QuantizedTensor
+from .reading import Meter, in_order, source_pieces, spans
+from .sources import Source
+from .text import clip, plural, printable, table
+
+Given = PathLike | Checkpoint | Mapping[str, Any]
+
+# Elements from begin on, as float64.
+_Read = Callable[[int, int], Array]
+
+
+class TensorDiff(NamedTuple):
+    """How far the values of one tensor are from those of another of the same shape.
+
+    NaN in both, or the same infinity in both, is no difference; an element that only one of them has as a finite number
+    is counted, and left out of the other numbers.
+
+    Attributes:
+        max: largest absolute difference.
+        index: where that is, one integer for each axis; None where nothing differs.
+        rms: root of the mean square of the differences.
+        cosine: of the angle between the two as vectors; 1 where they are equal, nan where one of them is zero.
+        unequal: elements that differ.
+        nonfinite: elements among them that are NaN or infinite in one, or infinite of another sign.
+    """
+
+    max: float
+    index: tuple[int, ...] | None  # type: ignore[assignment]
+    rms: float
+    cosine: float
+    unequal: int
+    nonfinite: int
+
+
+class DiffReport:
+    """What `safeload.diff` found. ``str()`` is a table.
+
+    Attributes:
+        a: what was compared, as messages name it.
+        b: likewise.
+        only_a: names that b does not have.
+        only_b: names that a does not have.
+        shapes: name to both shapes where they differ; values are not compared then.
+        dtypes: name to both dtypes where they differ.
+        tensors: name to `TensorDiff` for every tensor in both that has the same shape.
+    """
+
+    def __init__(self, a: str, b: str) -> None:
+        self.a = a
+        self.b = b
+        self.only_a: list[str] = []
+        self.only_b: list[str] = []
+        self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.dtypes: dict[str, tuple[str, str]] = {}
+        self.tensors: dict[str, TensorDiff] = {}
+
+    @property
+    def same(self) -> bool:
+        """Whether names, shapes, dtypes and values are equal."""
+        return self.within(0.0) and not self.dtypes
+
+    def within(self, tolerance: float) -> bool:
+        """Whether names and shapes are equal, and values differ by no more than this; dtypes may."""
+        structure = self.only_a or self.only_b or self.shapes
+        return not structure and all(d.max <= tolerance and not d.nonfinite for d in self.tensors.values())
+
+    @property
+    def unequal(self) -> dict[str, TensorDiff]:
+        """The tensors whose values differ, the largest difference first."""
+        found = [(name, d) for name, d in self.tensors.items() if d.unequal]
+        return dict(sorted(found, key=lambda item: (-item[1].nonfinite, -item[1].max)))
+
+    def lines(self, columns: int = 80, rows: int | None = None) -> list[str]:
+        """The report as text.
+
+        Args:
+            columns: width.
+            rows: of each list, more are counted; None for all.
+        """
+        lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
+
+        def block(title: str, entries: list[str]) -> None:
+            if entries:
+                lines.extend(("", title))
+                lines.extend(clip(f"  {entry}", columns) for entry in entries[:rows])
+                if rows is not None and len(entries) > rows:
+                    lines.append(f"  ... and {len(entries) - rows:,} more")
+
+        block("only in a", [printable(name) for name in self.only_a])
+        block("only in b", [printable(name) for name in self.only_b])
+        block("other shape", [f"{printable(n)}: {list(a)} and {list(b)}" for n, (a, b) in self.shapes.items()])
+        pairs: dict[tuple[str, str], list[str]] = {}
+        for name, pair in self.dtypes.items():
+            pairs.setdefault(pair, []).append(name)
+        block(
+            "other dtype",
+            [f"{a} and {b}: {plural(len(names), 'tensor')}, {printable(names[0])}" for (a, b), names in pairs.items()],
+        )
+        unequal = self.unequal
+        if unequal:
+            shown = list(unequal.items())[:rows]
+            cells: list[tuple[str, ...]] = [
+                (printable(n), f"{d.max:.3g}", f"{d.rms:.3g}", f"{d.cosine:.6f}", f"{d.unequal:,}", f"{d.nonfinite:,}")
+                for n, d in shown
+            ]
+            header: tuple[str, ...] = ("other values", "max", "rms", "cosine", "unequal", "not finite")
+            if not any(d.nonfinite for d in unequal.values()):
+                header, cells = header[:-1], [row[:-1] for row in cells]
+            lines.append("")
+            lines += table(header, cells, right=frozenset(range(1, len(header))), columns=columns)
+            if len(shown) < len(unequal):
+                lines.append(f"... and {len(unequal) - len(shown):,} more")
+        lines.append("")
+        equal = len(self.tensors) - len(unequal)
+        verdict = "the same" if self.same else f"{plural(len(unequal), 'tensor')} with other values"
+        lines.append(f"{verdict}: {plural(equal, 'tensor')} equal of {len(self.tensors):,} compared")
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        return f"<DiffReport {self.a!r}, {self.b!r}: {self.lines()[-1]}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for ``json.dump``; what is not finite is null."""
+
+        def plain(value: Any) -> Any:
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        return {
+            "same": self.same,
+            **{name: getattr(self, name) for name in ("a", "b", "only_a", "only_b")},
+            "shapes": {name: [list(shape) for shape in pair] for name, pair in self.shapes.items()},
+            "dtypes": {name: list(pair) for name, pair in self.dtypes.items()},
+            "tensors": {
+                name: {key: plain(value) for key, value in found._asdict().items()}
+                for name, found in self.tensors.items()
+            },
+        }
+
+
+def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress = None) -> DiffReport:
+    """How two checkpoints differ, tensor by tensor, with the memory of a few pieces (of quantized tensors, of one).
+
+    Quantized tensors are compared as the values that they restore to.
+
+    Args:
+        a: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized tensors.
+        b: likewise.
+        threads: None for what helps.
+        progress: a callable that gets (bytes_done, bytes_total), of the values as float64.
+
+    Raises:
+        FormatError, UnsupportedError, OSError: see `safeload.open`.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> safeload.diff({"w": np.float32([1, 2])}, {"w": np.float64([1, 2.5])}).tensors["w"].max
+        0.5
+    """
+    jobs.check_threads(threads)
+    if not isinstance(a, Mapping):
+        with checkpoints.open(a) as opened:
+            return diff(opened, b, threads=threads, progress=progress)
+    if not isinstance(b, Mapping):
+        with checkpoints.open(b) as opened:
+            return diff(a, opened, threads=threads, progress=progress)
+    report = DiffReport(_title(a), _title(b))
+    report.only_a = [name for name in a if name not in b]
+    report.only_b = [name for name in b if name not in a]
+    common = [name for name in a if name in b]
+    kinds = {name: (_kind(a, name), _kind(b, name)) for name in common}
+    alike = []
+    for name, (one, other) in kinds.items():
+        if one[0] != other[0]:
+            report.dtypes[name] = one[0], other[0]
+        if one[1] != other[1]:
+            report.shapes[name] = one[1], other[1]
+        else:
+            alike.append(name)
+    meter = Meter(progress, sum(8 * math.prod(kinds[name][0][1]) for name in alike))
+    for name in alike:
+        report.tensors[name] = _compare(a, b, name, kinds[name][0][1], threads, meter)
+        log.debug("diff of %s: %s", name, report.tensors[name])
+    return report
+
+
+def _title(given: Checkpoint | Mapping[str, Any]) -> str:
+    return given._path if isinstance(given, Checkpoint) else "dict"
+
+
+def _kind(given: Checkpoint | Mapping[str, Any], name: str) -> tuple[str, tuple[int, ...]]:
+    """Dtype, as messages name it, and shape of a tensor."""
+    if isinstance(given, Checkpoint):
+        file, index = given._locate(name)
+        row = file.table.row(index)
+        quantized = file.table.quantized and file.table.scale(index) is not None
+        return ("int8 with scale" if quantized else row.name), file.table.shape(index)
+    value = given[name]
+    if isinstance(value, QuantizedTensor):
+        return ("int8 with scale" if value.scheme == "int8" else value.scheme), value.shape
+    array = np.asarray(value)
+    return array.dtype.name, array.shape
+
+
+# ---- one tensor ----
+
+
+class _Sums(NamedTuple):
+    """What a piece of two tensors comes to."""
+
+    largest: float
+    at: int
+    squares: float
+    dot: float
+    norm_a: float
+    norm_b: float
+    unequal: int
+    nonfinite: int
+    finite: int
+
+
+def _compare(
+    a: Checkpoint | Mapping[str, Any],
+    b: Checkpoint | Mapping[str, Any],
+    name: str,
+    shape: tuple[int, ...],
+    threads: int | None,
+    meter: Meter,
+) -> TensorDiff:
+    count = math.prod(shape)
+    one, other = _value(a, name), _value(b, name)
+    if isinstance(one, Source) and isinstance(other, Source) and one.row is other.row and _equal(one, other):
+        meter.add(8 * count)
+        return TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
+    axes = shape
+    if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in (one, other)):
+        shape, count = (*shape, 2), 2 * count  # real and imaginary parts
+        one, other = (np.asarray(value, np.complex128).view(np.float64) for value in (_whole(one), _whole(other)))
+    read_a, read_b = _reader(one, count), _reader(other, count)
+
+    def sums(span: tuple[int, int]) -> _Sums:
+        found = _sum_up(read_a(*span), read_b(*span), span[0])
+        meter.add(8 * span[1])
+        return found
+
+    parts = list(in_order(sums, spans(shape), threads, 8 * count))
+    largest = max(parts, key=lambda part: part.largest, default=None)
+    unequal = sum(part.unequal for part in parts)
+    finite = sum(part.finite for part in parts)
+    squares, dot, norm_a, norm_b = (
+        math.fsum(getattr(part, field) for part in parts) for field in ("squares", "dot", "norm_a", "norm_b")
+    )
+    length = math.sqrt(norm_a) * math.sqrt(norm_b)
+    cosine = 1.0 if unequal == 0 else dot / length if length else math.nan
+    index = None
+    if largest is not None and largest.largest > 0:
+        index = tuple(int(k) for k in np.unravel_index(largest.at, shape)[: len(axes)])
+    return TensorDiff(
+        0.0 if largest is None else largest.largest,
+        index,
+        math.sqrt(squares / finite) if finite else 0.0,
+        max(-1.0, min(1.0, cosine)) if not math.isnan(cosine) else cosine,
+        unequal,
+        sum(part.nonfinite for part in parts),
+    )
+
+
+def _sum_up(x: Array, y: Array, begin: int) -> _Sums:
+    nonfinite = 0
+    both = np.isfinite(x) & np.isfinite(y)
+    if not both.all():
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        nonfinite = int(np.count_nonzero(~both & ~same))
+        x, y = np.where(both, x, 0.0), np.where(both, y, 0.0)
+    difference = np.abs(x - y)
+    at = int(difference.argmax()) if difference.size else 0
+    return _Sums(
+        float(difference[at]) if difference.size else 0.0,
+        begin + at,
+        float(difference @ difference),
+        float(x @ y),
+        float(x @ x),
+        float(y @ y),
+        int(np.count_nonzero(difference)) + nonfinite,
+        nonfinite,
+        int(np.count_nonzero(both)),
+    )
+
+
+def _value(given: Checkpoint | Mapping[str, Any], name: str) -> Source | QuantizedTensor | Array:
+    """A tensor as a source, or what has to be in memory whole: quantized, packed, complex."""
+    if isinstance(given, Checkpoint):
+        file, index = given._locate(name)
+        found = sources.of_file(given, name, file, index)
+        if isinstance(found, Source) and (found.row.packed or found.row.code.startswith("C")):
+            whole: Array = given.load([name], dtype=np.float32, backend="pread")[name]
+            return whole
+        return found
+    value = given[name]
+    if isinstance(value, QuantizedTensor):
+        return value
+    array = np.asarray(value)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    return array if row is None or row.packed or row.code.startswith("C") else sources.of_array(name, array)
+
+
+def _equal(one: Source, other: Source) -> bool:
+    """Whether the bytes are the same."""
+    pieces = zip(source_pieces(one), source_pieces(other), strict=True)
+    return all(a == b for a, b in pieces)
+
+
+def _reader(value: Source | QuantizedTensor | Array, count: int) -> _Read:
+    if isinstance(value, Source):
+        source = value
+        return lambda begin, size: reading.values(source, begin, size)
+    flat = np.ascontiguousarray(_whole(value)).reshape(count)
+    return lambda begin, size: flat[begin : begin + size].astype(np.float64)
+
+
+def _whole(value: Source | QuantizedTensor | Array) -> Array:
+    if isinstance(value, Source):
+        return reading.values(value, 0, math.prod(value.shape)).reshape(value.shape)
+    return value.dequantize() if isinstance(value, QuantizedTensor) else value

@@ -1,0 +1,112 @@
+"""SHA-256 of every tensor, so that a corrupted download or a changed tensor is named.
+
+A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256"}}}``. What is hashed are
+the bytes of the tensor's elements in C order, little-endian (of quantized int8 then those of the scales), so that the
+same tensors in another file format have the same hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import log, sources
+from .checkpoint import Checkpoint
+from .checks.findings import Finding, error
+from .errors import FormatError
+from .files import Array, PathLike, WeightFile, native_path
+from .jobs import Progress, native_order
+from .quantized import QuantizedTensor
+from .reading import Meter, in_order, source_pieces
+
+KEY, VERSION = "safeload_manifest", 1
+
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def make(opened: Checkpoint, *, threads: int | None = None, progress: Progress = None) -> dict[str, Any]:
+    """The manifest of a checkpoint, its tensors read on several threads, each a piece at a time.
+
+    Raises:
+        FormatError: a file ends too early, with path and offset.
+        OSError: a file cannot be read.
+    """
+    parts = opened._parts()
+    sizes: dict[WeightFile, list[int]] = {file: file.table.sizes() for _, file, _ in parts}
+    total = sum(sizes[file][index] for _, file, index in parts)
+    meter = Meter(progress, total)
+
+    def entry(part: tuple[str, WeightFile, int]) -> dict[str, Any]:
+        found = _entry(opened, *part, meter)
+        log.debug("sha256 of %s: %s", part[0], found["sha256"])
+        return found
+
+    entries = in_order(entry, parts, threads, total)
+    return {KEY: VERSION, "tensors": {part[0]: found for part, found in zip(parts, entries, strict=True)}}
+
+
+def _entry(opened: Checkpoint, name: str, file: WeightFile, index: int, meter: Meter) -> dict[str, Any]:
+    value = sources.of_file(opened, name, file, index)
+    digest = hashlib.sha256()
+    dtype = value.scheme if isinstance(value, QuantizedTensor) else value.row.code
+    pieces = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)
+    for piece in pieces:
+        digest.update(piece)
+        meter.add(len(piece))
+    return {"dtype": dtype, "shape": list(value.shape), "sha256": digest.hexdigest()}
+
+
+def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
+    arrays: list[Array] = [value.data] if value.scale is None else [value.data, value.scale]
+    for array in arrays:
+        if array.size:
+            yield native_order(np.ascontiguousarray(array)).reshape(-1).view(np.uint8).data
+
+
+def read(path: PathLike) -> dict[str, Any]:
+    """A manifest from a file.
+
+    Raises:
+        FormatError: it is none.
+        OSError: it cannot be read.
+    """
+    from .formats.folder import read_json
+
+    text = native_path(path)[0]
+    found: dict[str, Any] = read_json(Path(text), "the manifest")
+    tensors = found.get("tensors")
+    if found.get(KEY) != VERSION or not isinstance(tensors, dict):
+        raise FormatError(f'a manifest is {{"{KEY}": {VERSION}, "tensors": {{...}}}}', text)
+    for name, entry in tensors.items():
+        good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
+        if not good or not isinstance(entry.get("sha256"), str) or not _SHA256.fullmatch(entry["sha256"]):
+            raise FormatError(f"manifest: the entry of {name!r} must have dtype, shape and sha256", text)
+    return found
+
+
+def compare(said: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
+    """What has changed since a manifest was written.
+
+    Args:
+        said: the manifest.
+        found: that of the file as it is now.
+    """
+    before, now = said["tensors"], found["tensors"]
+    for name, entry in before.items():
+        other = now.get(name)
+        if other is None:
+            yield error("manifest.missing", name, "is in the manifest, but not in the file")
+        elif (entry["dtype"], entry["shape"]) != (other["dtype"], other["shape"]):
+            message = f"is {other['dtype']} {other['shape']}, in the manifest it is {entry['dtype']} {entry['shape']}"
+            yield error("manifest.changed", name, message)
+        elif entry["sha256"] != other["sha256"]:
+            message = f"its bytes have SHA-256 {other['sha256'][:16]}..., in the manifest {entry['sha256'][:16]}..."
+            yield error("manifest.changed", name, message)
+    for name in now:
+        if name not in before:
+            yield error("manifest.unexpected", name, "is in the file, but not in the manifest")
