@@ -96,7 +96,19 @@ def llama_folder() -> Path:
         weight_map |= dict.fromkeys((entry.name for entry in part), file)
     index = {"metadata": {"total_size": sum(e.nbytes for e in entries)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "torch_dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -18,6 +18,8 @@ from .sources import Source
 
 # Bytes read at a time by each thread: far more than what starting a read costs, little beside any machine's memory.
 PIECE = 4 << 20
+# Likewise of float64 values that are worked on several times: they stay in a core's cache.
+VALUES = 1 << 20
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -136,9 +138,8 @@ def values(source: Source, begin: int, count: int) -> Array:
     def where(job: int, position: int) -> tuple[str, str | None]:
         return (source.file.path if source.file is not None else ""), f"tensor {source.name!r}"
 
-    convert = row.floating and row.code != "F64"
-    dtype: np.dtype[Any] = np.dtype(np.float32) if convert else dtypes.element_dtype(row.number)
-    target = dtypes.BY_CODE["F32"].number if convert else row.number
+    dtype: np.dtype[Any] = np.dtype(np.float64) if row.floating else dtypes.element_dtype(row.number)
+    target = dtypes.BY_CODE["F64"].number if row.floating else row.number
     result = np.empty(count, dtype)
     if count:
         job = Job(
@@ -150,11 +151,11 @@ def values(source: Source, begin: int, count: int) -> Array:
             target,
         )
         jobs.run([job], lib.SL_READ, where, threads=1)
-    return jobs.native_order(result).astype(np.float64)
+    return jobs.native_order(result).astype(np.float64, copy=False)
 
 
 def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of pieces of a tensor whose float64 values fill `PIECE`."""
-    total, step = math.prod(shape), PIECE // 8
+    """First element and number of elements of pieces of a tensor whose float64 values fill `VALUES`."""
+    total, step = math.prod(shape), VALUES // 8
     for begin in range(0, total, step):
         yield begin, min(step, total - begin)
