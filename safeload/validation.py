@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import dtypes, log, statistics
+from . import dtypes, jobs, log, statistics
 from . import schema as schemas
 from .checkpoint import Checkpoint
 from .checks import files, names, values
@@ -76,27 +76,57 @@ def validate(
         >>> report.ok, report.errors[0].code
         (False, 'value.nan')
     """
-    bounds = Limits.of(limits)
-    asked = schemas.load(schema) if schema is not None and schema != "auto" else None
-    settings = read_config(config)
-    choose = schema == "auto"
+    wanted = settings(config, schema, limits, threads=threads, progress=progress)
     if isinstance(source, (np.ndarray, QuantizedTensor)):
-        return _validate_array(source, shape, bounds, threads)
+        return _validate_array(source, shape, wanted)
     if shape is not None:
         raise ValueError("shape= is for a single array")
     if isinstance(source, Mapping):
         name = source._path if isinstance(source, Checkpoint) else "dict"
-        return _validate_tensors(ValidationReport(name), source, settings, asked, choose, bounds, threads, progress)
-    return validate_path(
-        source,
-        lambda: checkpoints.open(source),
-        settings,
-        asked,
-        choose,
-        bounds,
-        threads,
-        progress,
-    )
+        return _validate_tensors(ValidationReport(name), source, wanted)
+    return validate_path(source, lambda: checkpoints.open(source), wanted)
+
+
+class Settings(NamedTuple):
+    """What `validate` was asked for.
+
+    Attributes:
+        config: parsed; None for the one of a folder.
+        schema: None for none, or for the one that is found.
+        choose: whether to find one.
+        limits: of values.
+        threads: None for what helps.
+        progress: see `validate`.
+        histogram: whether the statistics have one.
+    """
+
+    config: Mapping[str, Any] | None
+    schema: Schema | None
+    choose: bool
+    limits: Limits
+    threads: int | None
+    progress: Progress
+    histogram: bool
+
+
+def settings(
+    config: PathLike | Mapping[str, Any] | None = None,
+    schema: str | PathLike | Mapping[str, Any] | None = "auto",
+    limits: Any = None,
+    *,
+    threads: int | None = None,
+    progress: Progress = None,
+    histogram: bool = False,
+) -> Settings:
+    """The arguments of `validate`, checked.
+
+    Raises:
+        ValueError, TypeError, FormatError, OSError: see `validate`.
+    """
+    bounds = Limits.of(limits)
+    asked = schemas.load(schema) if schema is not None and schema != "auto" else None
+    jobs.check_threads(threads)
+    return Settings(read_config(config), asked, schema == "auto", bounds, threads, progress, histogram)
 
 
 def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -114,16 +144,7 @@ def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any
     return found
 
 
-def validate_path(
-    path: PathLike,
-    open: Callable[[], Checkpoint],
-    config: Mapping[str, Any] | None,
-    asked: Schema | None,
-    choose: bool,
-    limits: Limits,
-    threads: int | None = None,
-    progress: Progress = None,
-) -> ValidationReport:
+def validate_path(path: PathLike, open: Callable[[], Checkpoint], wanted: Settings) -> ValidationReport:
     """`validate` of a path that ``open`` opens."""
     text = native_path(path)[0]
     report = ValidationReport(text)
@@ -141,14 +162,14 @@ def validate_path(
         report.add([error("index.shard", None, f"{problem.filename} is not there, but the index names it")])
         return report
     with opened:
-        return _validate_tensors(report, opened, config, asked, choose, limits, threads, progress)
+        return _validate_tensors(report, opened, wanted)
 
 
 # ---- parts ----
 
 
 def _validate_array(
-    x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, limits: Limits, threads: int | None
+    x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, wanted: Settings
 ) -> ValidationReport:
     report = ValidationReport(ARRAY)
     known = _known_of(x)
@@ -156,21 +177,15 @@ def _validate_array(
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
             raise TypeError(f"shape must be a tuple of whole numbers and None, not {shape!r}")
         if not names._fits(known.shape, tuple(shape)):
-            wanted = ", ".join("?" if size is None else str(size) for size in shape)
-            report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, wanted is [{wanted}]")])
-    return _validate_tensors(report, {ARRAY: x}, None, None, False, limits, threads, None)
+            sizes = ", ".join("?" if size is None else str(size) for size in shape)
+            report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, wanted is [{sizes}]")])
+    return _validate_tensors(report, {ARRAY: x}, wanted._replace(choose=False, schema=None))
 
 
 def _validate_tensors(
-    report: ValidationReport,
-    given: Checkpoint | Mapping[str, Any],
-    config: Mapping[str, Any] | None,
-    asked: Schema | None,
-    choose: bool,
-    limits: Limits,
-    threads: int | None,
-    progress: Progress,
+    report: ValidationReport, given: Checkpoint | Mapping[str, Any], wanted: Settings
 ) -> ValidationReport:
+    config, limits = wanted.config, wanted.limits
     known = known_tensors(given)
     report.tensors = len(known)
     report.parameters = sum(_elements(tensor.shape) for tensor in known.values())
@@ -181,8 +196,8 @@ def _validate_tensors(
     else:
         report.nbytes = sum(value.nbytes for value in map(_as_value, given.values()))
     report.add(names.check_sizes(known))
-    choice = Choice(asked, True) if asked is not None else None
-    if choose:
+    choice = Choice(wanted.schema, True) if wanted.schema is not None else None
+    if wanted.choose:
         choice = schemas.choose(config, report.format, known.keys())
     log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     if choice is None:
@@ -196,8 +211,8 @@ def _validate_tensors(
     report.add(names.check_dtypes(known, config))
     try:
         if isinstance(given, Checkpoint):
-            report.add(files.check_crc(given, threads=threads))
-        _check_contents(report, given, known, limits, threads, progress)
+            report.add(files.check_crc(given, threads=wanted.threads))
+        _check_contents(report, given, known, wanted)
         if choice is not None:
             report.add(values.check_tied(given, _tied_pairs(choice.schema, config, known)))
     except FormatError as problem:
@@ -211,22 +226,20 @@ def _check_contents(
     report: ValidationReport,
     given: Checkpoint | Mapping[str, Any],
     known: Mapping[str, Known],
-    limits: Limits,
-    threads: int | None,
-    progress: Progress,
+    wanted: Settings,
 ) -> None:
     bad = set()
     for name, tensor in known.items():
         if tensor.quantized:
             value: Any = given.load([name], backend="pread")[name] if isinstance(given, Checkpoint) else given[name]
-            found = list(values.check_scales(name, value, limits))
+            found = list(values.check_scales(name, value, wanted.limits))
             report.add(found)
             if found:
                 bad.add(name)
-    found_stats = statistics.stats(given, threads=threads, progress=progress)
+    found_stats = statistics.stats(given, histogram=wanted.histogram, threads=wanted.threads, progress=wanted.progress)
     assert isinstance(found_stats, dict)
     report.stats = found_stats
-    report.add(values.check_values(found_stats, known, limits, bad))
+    report.add(values.check_values(found_stats, known, wanted.limits, bad))
 
 
 def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, Known]) -> dict[str, str]:

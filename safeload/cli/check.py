@@ -60,25 +60,16 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints what is wrong with ``options.path``; returns the exit status."""
-    from .. import schema, validation  # what validates takes milliseconds that other commands would pay
-    from ..checks.findings import Limits, error
+    from .. import validation  # it takes milliseconds that other commands would pay
+    from ..checks.findings import error
 
     low, high = options.range if options.range is not None else (-128.0, 128.0)
     given = {"low": low, "high": high, "parameters": options.parameters}
-    limits = Limits.of({**given, "scale": options.scale, "absmax": options.absmax})
-    asked = schema.load(options.schema) if options.schema not in ("auto", "none") else None
-    config = validation.read_config(options.config)
+    limits = {**given, "scale": options.scale, "absmax": options.absmax}
+    schema = None if options.schema == "none" else options.schema
     with bar("check") as progress:
-        report = validation.validate_path(
-            options.path,
-            lambda: open_path(options.path, options),
-            config,
-            asked,
-            options.schema == "auto",
-            limits,
-            options.threads,
-            progress,
-        )
+        wanted = validation.settings(options.config, schema, limits, threads=options.threads, progress=progress)
+        report = validation.validate_path(options.path, lambda: open_path(options.path, options), wanted)
     if report.files and (options.manifest or options.write_manifest):
         try:
             _manifest(report, options)
