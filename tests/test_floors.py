@@ -49,6 +49,7 @@ for _stem in ("kernel_avx2", "kernel_avx512", "quant_x86", "quant_avx2", "quant_
     INTRINSICS[_stem] = {"immintrin.h"}
 
 _CLI = [f"cli.{name}" for name in ("common", "info", "check", "stats", "convert", "diff", "bench")]
+_CLI += [f"cli.{name}" for name in ("report_plots", "report_page", "report")]
 
 # Modules of one floor in the order in which they may import each other.
 PYTHON_FLOORS = {

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from .._version import __version__
 from ..errors import SafeloadError
 from ..text import printable
-from . import bench, check, convert, diff, info, stats
+from . import bench, check, convert, diff, info, report, stats
 
 _EPILOG = """examples:
   safeload info model.safetensors
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"safeload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (info, check, stats, convert, diff, bench):
+    for command in (info, check, stats, convert, diff, report, bench):
         command.register(commands)
     return parser
 
