@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+from . import log
 from .errors import UnsupportedError
 from .files import Array, PathLike, WeightFile, native_path
 from .formats import opening, quantized, sniffing
@@ -188,6 +189,7 @@ class Checkpoint(Mapping[str, Value]):
         arrays, self.last_load = load_parts(
             self._parts(names), backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
         )
+        log.debug("loaded %s: %s", self._path, self.last_load)
         return arrays
 
     def close(self) -> None:

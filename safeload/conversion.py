@@ -13,6 +13,7 @@ import numpy as np
 
 from . import checkpoint as checkpoints
 from . import dtypes, jobs, quantization, sources, stacking
+from . import schema as schemas
 from .checkpoint import Checkpoint
 from .errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from .files import Array, PathLike, WeightFile
@@ -226,6 +227,9 @@ class _Plan:
         self._merged = merged
         self._target = parse_target(dtype)
         self._rules = None if quantize is None else quantization.Rules(quantize, None)
+        if self._rules is not None:
+            choice = schemas.choose(merged.config, None, merged.parts.keys())
+            self._rules.schema = None if choice is None else choice.schema
         self._rounding = rounding
         self._threads = threads
         self._scratch = _Scratch()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import ml_dtypes
+import models
 import numpy as np
 import pytest
 from torch_build import Storage, tensor, zip_file
@@ -594,3 +595,53 @@ def test_torch_checkpoints(tmp_path, scheme, order):
     assert result["turned.weight"] == quantize(x.T, scheme)
     np.testing.assert_array_equal(result["norm.weight"], x[1])
     assert quantization_error(path, result)["turned.weight"].snr_db > 15
+
+
+# ---- what schemas say ----
+
+
+def test_a_schema_says_what_is_kept_and_tied(tmp_path):
+    """GPT-2: its embedding is not called so, its head is tied by default, and ``attn.bias`` is a mask."""
+    config, tensors = models.small("gpt2", np.float32)
+    tensors["transformer.h.0.attn.bias"] = np.ones((1, 1, 32, 32), np.float32)
+    path = models.write_folder(tmp_path, config, tensors)
+    result = load_quantized(path, "q8_0")
+    assert result["lm_head.weight"] == quantize(tensors["transformer.wte.weight"], "q8_0")
+    assert result.summary.kept["transformer.wte.weight"] == "is an embedding"
+    assert isinstance(result["transformer.h.0.attn.c_attn.weight"], QuantizedTensor)
+    assert quantization_error(path, result)["lm_head.weight"].snr_db > 40
+    assert "lm_head.weight" not in load_quantized(path, "q8_0", tie_lm_head=False)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert "lm_head.weight" not in load_quantized(path, "q8_0")
+
+
+def test_stacked_biases_and_norms_are_kept(tmp_path):
+    """Moondream 2 as MOON: [layers, size] is no matrix there."""
+    _, tensors = models.small("moondream2", np.float16)
+    safeload.moon.save_file(tensors, tmp_path / "m.bin")
+    summary = load_quantized(tmp_path / "m.bin", "int8").summary
+    assert set(summary.quantized) == {
+        *("t_Wqkv_w", "t_out_proj_w", "t_fc1_w", "t_fc2_w", "t_linear_w"),
+        *("v_patch_embedding_linear_w", "v_Wqkv_w", "v_out_proj_w", "v_fc1_w", "v_fc2_w"),
+        *("v_proj_fc1_w", "v_proj_fc2_w"),
+    }
+    assert summary.kept["t_fc1_b"] == "is a bias"
+    assert summary.kept["t_ln_w"] == "is a norm"
+    assert summary.kept["v_pos_embedding"] == "is an embedding"
+
+
+def test_names_that_the_schema_does_not_know_go_by_patterns(tmp_path):
+    config, tensors = models.small("llama", np.float32)
+    tensors["adapter.embed"] = tensors["adapter.up"] = np.ones((32, 32), np.float32)
+    summary = load_quantized(models.write_folder(tmp_path, config, tensors), "q4_0").summary
+    assert summary.kept["adapter.embed"] == "matches *embed*"
+    assert summary.quantized["adapter.up"] == "q4_0"
+
+
+def test_conversion_goes_by_the_schema_too(tmp_path):
+    config, tensors = models.small("gpt2", np.float32)
+    path = models.write_folder(tmp_path, config, tensors)
+    safeload.convert(path, tmp_path / "q.safetensors", quantize="q8_0")
+    with safeload.open(tmp_path / "q.safetensors") as opened:
+        assert isinstance(opened["transformer.h.1.mlp.c_fc.weight"], QuantizedTensor)
+        assert isinstance(opened["transformer.wpe.weight"], np.ndarray)
