@@ -10,9 +10,11 @@
 #if defined(__GNUC__) || defined(__clang__)
 #define SL_PRINTF(format_index, first_index) __attribute__((format(printf, format_index, first_index)))
 #define SL_LIKELY(x) __builtin_expect(!!(x), 1)
+#define SL_INLINE static inline __attribute__((always_inline)) /* where an argument has to become a constant */
 #else
 #define SL_PRINTF(format_index, first_index)
 #define SL_LIKELY(x) (x)
+#define SL_INLINE static inline
 #endif
 
 _Static_assert(sizeof(size_t) == 8, "safeload maps whole files: it needs a 64-bit address space");

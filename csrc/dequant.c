@@ -1,6 +1,9 @@
 /* The block types of ggml that are only read: to f32, in scalar C for every tier. Each block is described where it is
  * restored; the source of all is https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Products and sums are
- * rounded one by one in ggml's order, which is gguf-py's too. */
+ * rounded one by one in ggml's order, which is gguf-py's too.
+ *
+ * All the speed that there is here comes from loops that compilers make vectors of: their lengths are constants, their
+ * bodies do one thing to bytes or floats side by side, and shifts are constants once all is inlined. */
 #include "kernel.h"
 #include "scalar.h"
 
@@ -8,13 +11,40 @@
 #define SMALL 32
 #define SUPER 256
 
-/* Values of a block to their place: written at once, so that compilers see loops over plain floats before. */
-static void put(void *destination, size_t i, const float *values, size_t count) {
+/* Values to their place, `count` of them: written at once, as around single bytes there are no vectors. */
+SL_INLINE void put(uint8_t *destination, const float *values, size_t count) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    for (size_t k = 0; k < count; k++) store_float(destination, i + k, values[k]);
+    for (size_t k = 0; k < count; k++) store_float(destination, k, values[k]);
 #else
-    memcpy((uint8_t *)destination + 4 * i, values, count * sizeof *values);
+    memcpy(destination, values, count * sizeof *values);
 #endif
+}
+
+/* 16 codes times their scale. */
+SL_INLINE void put_scaled(uint8_t *destination, const int8_t codes[16], float scale) {
+    float values[16];
+    for (size_t l = 0; l < 16; l++) values[l] = (float)codes[l] * scale;
+    put(destination, values, 16);
+}
+
+/* And more. */
+SL_INLINE void put_sums(uint8_t *destination, const int8_t codes[16], float scale, float summand) {
+    float values[16];
+    for (size_t l = 0; l < 16; l++) {
+        float product = (float)codes[l] * scale;
+        values[l] = product + summand;
+    }
+    put(destination, values, 16);
+}
+
+/* Some bits of each of 16 bytes. */
+SL_INLINE void take_bits(int8_t codes[16], const uint8_t bytes[16], unsigned shift, unsigned mask) {
+    for (size_t l = 0; l < 16; l++) codes[l] = (int8_t)(bytes[l] >> shift & mask);
+}
+
+/* Adds `worth` where a byte has the bit of `mask`, and takes `less` from all. */
+SL_INLINE void add_bit(int8_t codes[16], const uint8_t bytes[16], uint8_t mask, int8_t worth, int8_t less) {
+    for (size_t l = 0; l < 16; l++) codes[l] = (int8_t)(codes[l] + ((bytes[l] & mask) != 0 ? worth : 0) - less);
 }
 
 static float half_at(const uint8_t *source) { return float_of(f16_to_f32(load16(source, 0))); }
@@ -29,15 +59,16 @@ _Static_assert(sizeof(sl_q4_1) == 20, "blocks lie in files without padding");
 
 static void sl_q4_1_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q4_1 *block = source;
+    uint8_t *out = destination;
     float values[SMALL];
-    for (size_t i = 0; i < count; i += SMALL, block++) {
+    for (size_t i = 0; i < count; i += SMALL, block++, out += 4 * SMALL) {
         float d = half_at(block->d), m = half_at(block->m);
         for (size_t j = 0; j < 16; j++) {
             float low = (float)(block->codes[j] & 15) * d, high = (float)(block->codes[j] >> 4) * d;
             values[j] = low + m;
             values[j + 16] = high + m;
         }
-        put(destination, i, values, SMALL);
+        put(out, values, SMALL);
     }
 }
 
@@ -47,21 +78,27 @@ typedef struct sl_q5_0 {
 } sl_q5_0;
 _Static_assert(sizeof(sl_q5_0) == 22, "blocks lie in files without padding");
 
-static int32_t five_bits(uint32_t nibble, uint32_t high, size_t element) {
-    return (int32_t)(nibble | (high >> element & 1) << 4);
+/* Adds the fifth bits of 16 codes, and takes `less` from all. */
+SL_INLINE void add_fifth(int8_t codes[16], const uint8_t high[2], int8_t less) {
+    static const uint16_t masks[16] = {0x0001, 0x0002, 0x0004, 0x0008, 0x0010, 0x0020, 0x0040, 0x0080,
+                                       0x0100, 0x0200, 0x0400, 0x0800, 0x1000, 0x2000, 0x4000, 0x8000};
+    uint16_t bits = load16(high, 0), fifth[16];
+    for (size_t l = 0; l < 16; l++) fifth[l] = (bits & masks[l]) != 0 ? 16 : 0;
+    for (size_t l = 0; l < 16; l++) codes[l] = (int8_t)(codes[l] + (int8_t)fifth[l] - less);
 }
 
 static void sl_q5_0_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q5_0 *block = source;
-    float values[SMALL];
-    for (size_t i = 0; i < count; i += SMALL, block++) {
+    uint8_t *out = destination;
+    int8_t codes[16];
+    for (size_t i = 0; i < count; i += SMALL, block++, out += 4 * SMALL) {
         float d = half_at(block->d);
-        uint32_t high = load32(block->high, 0);
-        for (size_t j = 0; j < 16; j++) {
-            values[j] = (float)(five_bits(block->codes[j] & 15, high, j) - 16) * d;
-            values[j + 16] = (float)(five_bits(block->codes[j] >> 4, high, j + 16) - 16) * d;
-        }
-        put(destination, i, values, SMALL);
+        take_bits(codes, block->codes, 0, 15);
+        add_fifth(codes, block->high, 16);
+        put_scaled(out, codes, d);
+        take_bits(codes, block->codes, 4, 15);
+        add_fifth(codes, block->high + 2, 16);
+        put_scaled(out + 64, codes, d);
     }
 }
 
@@ -73,28 +110,28 @@ _Static_assert(sizeof(sl_q5_1) == 24, "blocks lie in files without padding");
 
 static void sl_q5_1_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q5_1 *block = source;
-    float values[SMALL];
-    for (size_t i = 0; i < count; i += SMALL, block++) {
+    uint8_t *out = destination;
+    int8_t codes[16];
+    for (size_t i = 0; i < count; i += SMALL, block++, out += 4 * SMALL) {
         float d = half_at(block->d), m = half_at(block->m);
-        uint32_t high = load32(block->high, 0);
-        for (size_t j = 0; j < 16; j++) {
-            float first = (float)five_bits(block->codes[j] & 15, high, j) * d;
-            float second = (float)five_bits(block->codes[j] >> 4, high, j + 16) * d;
-            values[j] = first + m;
-            values[j + 16] = second + m;
-        }
-        put(destination, i, values, SMALL);
+        take_bits(codes, block->codes, 0, 15);
+        add_fifth(codes, block->high, 0);
+        put_sums(out, codes, d, m);
+        take_bits(codes, block->codes, 4, 15);
+        add_fifth(codes, block->high + 2, 0);
+        put_sums(out + 64, codes, d, m);
     }
 }
 
-/* Codes into a table of values. */
-static void restore_from_table(const int8_t values[16], const uint8_t codes[16], float d, void *destination, size_t i) {
-    float restored[SMALL];
+/* Codes stand for the values of a table, which is scaled once for all of a block. */
+SL_INLINE void put_from_table(uint8_t *destination, const float table[16], const uint8_t codes[16], float d) {
+    float scaled[16], values[SMALL];
+    for (size_t k = 0; k < 16; k++) scaled[k] = table[k] * d;
     for (size_t j = 0; j < 16; j++) {
-        restored[j] = (float)values[codes[j] & 15] * d;
-        restored[j + 16] = (float)values[codes[j] >> 4] * d;
+        values[j] = scaled[codes[j] & 15];
+        values[j + 16] = scaled[codes[j] >> 4];
     }
-    put(destination, i, restored, SMALL);
+    put(destination, values, SMALL);
 }
 
 typedef struct sl_iq4_nl {
@@ -103,10 +140,11 @@ typedef struct sl_iq4_nl {
 _Static_assert(sizeof(sl_iq4_nl) == 18, "blocks lie in files without padding");
 
 static void sl_iq4_nl_to_f32_scalar(const void *source, void *destination, size_t count) {
-    static const int8_t VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    static const float TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     const sl_iq4_nl *block = source;
-    for (size_t i = 0; i < count; i += SMALL, block++)
-        restore_from_table(VALUES, block->codes, half_at(block->d), destination, i);
+    uint8_t *out = destination;
+    for (size_t i = 0; i < count; i += SMALL, block++, out += 4 * SMALL)
+        put_from_table(out, TABLE, block->codes, half_at(block->d));
 }
 
 /* The scale is 2^(exponent - 128), half of E8M0's, as the values are twice those of E2M1 (OCP Microscaling Formats v1.0). */
@@ -116,12 +154,13 @@ typedef struct sl_mxfp4 {
 _Static_assert(sizeof(sl_mxfp4) == 17, "blocks lie in files without padding");
 
 static void sl_mxfp4_to_f32_scalar(const void *source, void *destination, size_t count) {
-    static const int8_t VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    static const float TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const sl_mxfp4 *block = source;
-    for (size_t i = 0; i < count; i += SMALL, block++) {
+    uint8_t *out = destination;
+    for (size_t i = 0; i < count; i += SMALL, block++, out += 4 * SMALL) {
         uint32_t exponent = block->exponent; /* 0 and 1 are subnormal scales */
         float d = float_of(exponent < 2 ? (uint32_t)0x00200000 << exponent : (exponent - 1) << 23);
-        restore_from_table(VALUES, block->codes, d, destination, i);
+        put_from_table(out, TABLE, block->codes, d);
     }
 }
 
@@ -134,21 +173,28 @@ typedef struct sl_q2_k {
 } sl_q2_k;
 _Static_assert(sizeof(sl_q2_k) == 84, "blocks lie in files without padding");
 
+/* Two runs, whose codes lie at the same bits of 32 bytes. */
+SL_INLINE void q2_k_runs(uint8_t *out, const uint8_t bytes[32], unsigned shift, const uint8_t scales[2], float d, float dmin) {
+    int8_t codes[16];
+    for (size_t k = 0; k < 2; k++) {
+        float scale = d * (float)(scales[k] & 15), minimum = dmin * (float)(scales[k] >> 4);
+        take_bits(codes, bytes + 16 * k, shift, 3);
+        put_sums(out + 64 * k, codes, scale, -minimum);
+    }
+}
+
 static void sl_q2_k_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q2_k *block = source;
-    float values[SUPER];
+    uint8_t *out = destination;
     for (size_t i = 0; i < count; i += SUPER, block++) {
         float d = half_at(block->d), dmin = half_at(block->dmin);
-        for (size_t run = 0; run < 16; run++) {
-            const uint8_t *codes = block->codes + run / 8 * 32 + run % 2 * 16;
-            unsigned shift = (unsigned)(run % 8 / 2 * 2);
-            float scale = d * (float)(block->scales[run] & 15), minimum = dmin * (float)(block->scales[run] >> 4);
-            for (size_t l = 0; l < 16; l++) {
-                float product = scale * (float)(codes[l] >> shift & 3);
-                values[16 * run + l] = product - minimum;
-            }
+        for (size_t half = 0; half < 2; half++, out += 2 * SUPER) {
+            const uint8_t *bytes = block->codes + 32 * half, *scales = block->scales + 8 * half;
+            q2_k_runs(out, bytes, 0, scales, d, dmin);
+            q2_k_runs(out + 128, bytes, 2, scales + 2, d, dmin);
+            q2_k_runs(out + 256, bytes, 4, scales + 4, d, dmin);
+            q2_k_runs(out + 384, bytes, 6, scales + 6, d, dmin);
         }
-        put(destination, i, values, SUPER);
     }
 }
 
@@ -159,23 +205,31 @@ typedef struct sl_q3_k {
 } sl_q3_k;
 _Static_assert(sizeof(sl_q3_k) == 110, "blocks lie in files without padding");
 
+/* Two runs, whose codes lie at the same bits of 32 bytes. */
+SL_INLINE void q3_k_runs(uint8_t *out, const uint8_t bytes[32], unsigned shift, const sl_q3_k *block, size_t run, float d) {
+    int8_t codes[16];
+    for (size_t k = 0; k < 2; k++, run++) {
+        unsigned low = block->scales[run % 8] >> (run < 8 ? 0 : 4) & 15;
+        unsigned top = block->scales[8 + run % 4] >> run / 4 * 2 & 3;
+        float scale = d * (float)((int)(low | top << 4) - 32);
+        take_bits(codes, bytes + 16 * k, shift, 3);
+        add_bit(codes, block->high + 16 * k, (uint8_t)(1 << run / 2), 4, 4);
+        put_scaled(out + 64 * k, codes, scale);
+    }
+}
+
 static void sl_q3_k_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q3_k *block = source;
-    float values[SUPER];
+    uint8_t *out = destination;
     for (size_t i = 0; i < count; i += SUPER, block++) {
         float d = half_at(block->d);
-        for (size_t run = 0; run < 16; run++) {
-            unsigned low = block->scales[run % 8] >> (run < 8 ? 0 : 4) & 15;
-            unsigned top = block->scales[8 + run % 4] >> run / 4 * 2 & 3;
-            float scale = d * (float)((int)(low | top << 4) - 32);
-            const uint8_t *codes = block->codes + run / 8 * 32 + run % 2 * 16, *high = block->high + run % 2 * 16;
-            unsigned shift = (unsigned)(run % 8 / 2 * 2), bit = (unsigned)(run / 2);
-            for (size_t l = 0; l < 16; l++) {
-                int code = (int)(codes[l] >> shift & 3) - ((high[l] >> bit & 1) != 0 ? 0 : 4);
-                values[16 * run + l] = scale * (float)code;
-            }
+        for (size_t half = 0; half < 2; half++, out += 2 * SUPER) {
+            const uint8_t *bytes = block->codes + 32 * half;
+            q3_k_runs(out, bytes, 0, block, 8 * half, d);
+            q3_k_runs(out + 128, bytes, 2, block, 8 * half + 2, d);
+            q3_k_runs(out + 256, bytes, 4, block, 8 * half + 4, d);
+            q3_k_runs(out + 384, bytes, 6, block, 8 * half + 6, d);
         }
-        put(destination, i, values, SUPER);
     }
 }
 
@@ -203,18 +257,25 @@ typedef struct sl_q4_k {
 } sl_q4_k;
 _Static_assert(sizeof(sl_q4_k) == 144, "blocks lie in files without padding");
 
+/* A run: the nibbles of 32 bytes, and a fifth bit out of `high` unless that is NULL. */
+SL_INLINE void q4_k_run(uint8_t *out, const uint8_t bytes[32], unsigned shift, const uint8_t *high, size_t run, scaled by) {
+    int8_t codes[16];
+    for (size_t k = 0; k < 2; k++) {
+        take_bits(codes, bytes + 16 * k, shift, 15);
+        if (high != NULL) add_bit(codes, high + 16 * k, (uint8_t)(1 << run), 16, 0);
+        put_sums(out + 64 * k, codes, by.scale, -by.minimum);
+    }
+}
+
 static void sl_q4_k_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q4_k *block = source;
-    float values[SUPER];
+    uint8_t *out = destination;
     for (size_t i = 0; i < count; i += SUPER, block++) {
         float d = half_at(block->d), dmin = half_at(block->dmin);
-        for (size_t run = 0; run < 8; run += 2) { /* low nibbles, then high ones: shifts by a constant are vectors */
-            const uint8_t *codes = block->codes + run * 16;
-            scaled low = six_bits(block->scales, run, d, dmin), high = six_bits(block->scales, run + 1, d, dmin);
-            for (size_t l = 0; l < 32; l++) values[32 * run + l] = low.scale * (float)(codes[l] & 15) - low.minimum;
-            for (size_t l = 0; l < 32; l++) values[32 * run + 32 + l] = high.scale * (float)(codes[l] >> 4) - high.minimum;
+        for (size_t run = 0; run < 8; run += 2, out += 256) {
+            q4_k_run(out, block->codes + 16 * run, 0, NULL, run, six_bits(block->scales, run, d, dmin));
+            q4_k_run(out + 128, block->codes + 16 * run, 4, NULL, run + 1, six_bits(block->scales, run + 1, d, dmin));
         }
-        put(destination, i, values, SUPER);
     }
 }
 
@@ -226,22 +287,13 @@ _Static_assert(sizeof(sl_q5_k) == 176, "blocks lie in files without padding");
 
 static void sl_q5_k_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q5_k *block = source;
-    float values[SUPER];
-    uint8_t fives[32]; /* codes of a run */
+    uint8_t *out = destination;
     for (size_t i = 0; i < count; i += SUPER, block++) {
         float d = half_at(block->d), dmin = half_at(block->dmin);
-        for (size_t run = 0; run < 8; run++) {
-            const uint8_t *codes = block->codes + run / 2 * 32;
-            scaled by = six_bits(block->scales, run, d, dmin);
-            uint8_t bit = (uint8_t)(1u << run);
-            if (run % 2 == 0)
-                for (size_t l = 0; l < 32; l++) fives[l] = codes[l] & 15;
-            else
-                for (size_t l = 0; l < 32; l++) fives[l] = codes[l] >> 4;
-            for (size_t l = 0; l < 32; l++) fives[l] |= (block->high[l] & bit) != 0 ? 16 : 0;
-            for (size_t l = 0; l < 32; l++) values[32 * run + l] = by.scale * (float)fives[l] - by.minimum;
+        for (size_t run = 0; run < 8; run += 2, out += 256) {
+            q4_k_run(out, block->codes + 16 * run, 0, block->high, run, six_bits(block->scales, run, d, dmin));
+            q4_k_run(out + 128, block->codes + 16 * run, 4, block->high, run + 1, six_bits(block->scales, run + 1, d, dmin));
         }
-        put(destination, i, values, SUPER);
     }
 }
 
@@ -254,22 +306,32 @@ typedef struct sl_q6_k {
 } sl_q6_k;
 _Static_assert(sizeof(sl_q6_k) == 210, "blocks lie in files without padding");
 
+/* Two runs, whose codes lie at the same bits of 32 bytes each. */
+SL_INLINE void q6_k_runs(uint8_t *out, const uint8_t low[32], unsigned low_shift, const uint8_t high[32], unsigned high_shift,
+                         const int8_t scales[2], float d) {
+    int8_t codes[16], top[16];
+    for (size_t k = 0; k < 2; k++) {
+        float scale = d * (float)scales[k];
+        take_bits(codes, low + 16 * k, low_shift, 15);
+        take_bits(top, high + 16 * k, high_shift, 3);
+        for (size_t l = 0; l < 16; l++) codes[l] = (int8_t)(codes[l] + top[l] * 16 - 32);
+        put_scaled(out + 64 * k, codes, scale);
+    }
+}
+
 static void sl_q6_k_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q6_k *block = source;
-    float values[SUPER];
+    uint8_t *out = destination;
     for (size_t i = 0; i < count; i += SUPER, block++) {
         float d = half_at(block->d);
-        for (size_t run = 0; run < 16; run++) {
-            size_t half = run / 8, at = run % 8 * 16; /* of the run among its 128 */
-            const uint8_t *low = block->low + half * 64 + at % 64, *high = block->high + half * 32 + at % 32;
-            unsigned low_shift = at < 64 ? 0 : 4, high_shift = (unsigned)(at / 32 * 2);
-            float scale = d * (float)block->scales[run];
-            for (size_t l = 0; l < 16; l++) {
-                int code = (int)((low[l] >> low_shift & 15) | (high[l] >> high_shift & 3) << 4) - 32;
-                values[16 * run + l] = scale * (float)code;
-            }
+        for (size_t half = 0; half < 2; half++, out += 2 * SUPER) {
+            const uint8_t *low = block->low + 64 * half, *high = block->high + 32 * half;
+            const int8_t *scales = block->scales + 8 * half;
+            q6_k_runs(out, low, 0, high, 0, scales, d);
+            q6_k_runs(out + 128, low + 32, 0, high, 2, scales + 2, d);
+            q6_k_runs(out + 256, low, 4, high, 4, scales + 4, d);
+            q6_k_runs(out + 384, low + 32, 4, high, 6, scales + 6, d);
         }
-        put(destination, i, values, SUPER);
     }
 }
 

@@ -1,9 +1,12 @@
 """Blocks of ggml restored to f32: gguf-py and ggml's compiled reference decide, bit for bit."""
 
+import ctypes
+
 import ggml_reference
 import gguf
 import numpy as np
 import pytest
+from kernel_inputs import Guarded
 
 import safeload
 from safeload import QuantizedTensor, dtypes
@@ -103,6 +106,32 @@ def test_every_tier_at_any_alignment(scheme, tier):
             assert lib.sl_convert(tier, row.number, f32, pointer, ffi.from_buffer(out), elements) == lib.SL_OK
             np.testing.assert_array_equal(bits(out[:elements]), want[:elements])
             assert (out[elements:] == 7).all()
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
+def test_nothing_beyond_the_ends_is_touched(scheme, tier, at_end):
+    row = dtypes.BLOCK_TYPES[scheme]
+    for count in range(4):
+        blocks = random_blocks(scheme, count)
+        source, target = Guarded(blocks.nbytes, at_end), Guarded(4 * count * row.block, at_end)
+        ctypes.memmove(source.address, blocks.ctypes.data, blocks.nbytes)
+        places = (ffi.cast("void *", place.address) for place in (source, target))
+        f32 = dtypes.BY_CODE["F32"].number
+        assert lib.sl_convert(tier, row.number, f32, *places, count * row.block) == lib.SL_OK
+        np.testing.assert_array_equal(np.frombuffer(target.bytes(), np.uint32), bits(restore(scheme, blocks)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_byte_of_a_block_takes_every_value(scheme):
+    size = dtypes.BLOCK_TYPES[scheme].block_bytes
+    blocks = random_blocks(scheme, 256 * size)
+    blocks[np.arange(256 * size), np.arange(256 * size) // 256] = np.arange(256 * size) % 256
+    got, want = restore(scheme, blocks), by_gguf(scheme, blocks)
+    known = ~np.isnan(want)  # the sign and payload of NaN are the processor's
+    np.testing.assert_array_equal(bits(got)[known], bits(want)[known])
+    assert np.isnan(got[~known]).all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
