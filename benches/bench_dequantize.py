@@ -31,7 +31,8 @@ def test_one_thread(scheme: str, table, report) -> None:
     }
     library = ggml_reference.load()
     if library is not None:
-        sides["ggml's C"] = lambda: ggml_reference.dequantize(library, scheme, data, count)
+        other = np.ones(count, np.float32)
+        sides["ggml's C"] = lambda: ggml_reference.dequantize(library, scheme, data, count, other)
 
     def check(ours: np.ndarray, theirs: np.ndarray) -> None:
         assert same_bytes(ours, theirs)

@@ -54,10 +54,11 @@ def make_blocks(library, scheme, x, block_bytes):
     return out
 
 
-def dequantize(library, scheme, blocks, count):
-    """What ggml restores from blocks: f32."""
+def dequantize(library, scheme, blocks, count, out=None):
+    """What ggml restores from blocks: f32, into ``out`` where it is given."""
     name = scheme.upper().replace("Q", "q", 1) if scheme.endswith("_k") else scheme
-    out = np.empty(count, np.float32)
+    if out is None:
+        out = np.empty(count, np.float32)
     function = getattr(library, f"dequantize_row_{name}")
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     function.restype = None
