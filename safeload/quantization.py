@@ -141,7 +141,8 @@ def quantize(
         scheme: "int8", "q4_0" or "q8_0".
         axis: for int8 the axis that keeps a scale for each of its elements; None for one scale.
         rounding: for "q4_0": "absmax" (the default) or "ggml".
-        out: a quantized tensor of the same scheme, shape and axis to fill; None for a new one.
+        out: a quantized tensor of the same scheme, shape and axis to fill; None for a new one. It stays as it was when
+            a value is refused.
         threads: None for what helps.
 
     Raises:
@@ -164,9 +165,16 @@ def quantize(
     if axis is not None and axis < 0:
         axis += len(source.shape)
     storage_of(scheme, source.shape, axis)
-    result = _new(source, scheme, axis) if out is None else _fitting(out, source, scheme, axis)
+    if out is not None:
+        _check_fitting(out, source, scheme, axis)
+    result = _new(source, scheme, axis)
     _run([_Wanted(source, result, target)], threads=threads, progress=None)
-    return result
+    if out is None:
+        return result
+    out.data[...] = result.data  # only now: a value that is refused leaves it as it was
+    if out.scale is not None:
+        out.scale[...] = result.scale
+    return out
 
 
 def quantize_source(
@@ -205,14 +213,13 @@ def _target(scheme: str, rounding: str | None) -> int:
     return number
 
 
-def _fitting(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> QuantizedTensor:
+def _check_fitting(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"out must be a QuantizedTensor, not {type(out).__name__}")
     if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
         raise ValueError(f"out is {out!r}, but {scheme} {list(source.shape)} with axis={axis} is made")
     if not (out.data.flags.c_contiguous and out.data.flags.writeable):
         raise ValueError("out.data must be C-contiguous and writable")
-    return out
 
 
 # ---- whole checkpoints ----

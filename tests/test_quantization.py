@@ -199,6 +199,11 @@ def test_out_is_filled(scheme):
     assert quantize(y, scheme, out=first) is first
     assert first.data is data
     assert first == quantize(y, scheme)
+    before = pickle.loads(pickle.dumps(first))
+    y[7, 60] = np.nan
+    with pytest.raises(RangeError):
+        quantize(y, scheme, out=first)
+    assert first == before
     out = np.empty((8, 64), np.float16)
     assert first.dequantize("float16", out=out) is out
     np.testing.assert_array_equal(out, first.dequantize("float16"))
