@@ -3,7 +3,6 @@
 #include <stdlib.h>
 
 #include "platform.h"
-#include "quant.h"
 
 /* What to do with a job of one run. */
 static int32_t cut_run(const sl_job *job, int32_t direction, sl_cut *cut, sl_error *error) {
@@ -24,6 +23,7 @@ static int32_t cut_run(const sl_job *job, int32_t direction, sl_cut *cut, sl_err
 static int32_t cut_job(const sl_job *job, int32_t direction, int32_t tier, sl_cut *cut, sl_error *error) {
     memset(cut, 0, sizeof *cut);
     cut->tier = tier;
+    if (direction == SL_READ && sl_stats_wanted(job)) return sl_stats_cut(job, cut, error);
     if (direction == SL_READ && sl_values_wanted(job)) return sl_values_cut(job, cut, error);
     if (direction == SL_READ && job->from != job->to && !sl_conversion_find(tier, job->from, job->to, &cut->conversion))
         return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from dtype %d to %d", job->from, job->to);
@@ -131,6 +131,7 @@ static int32_t move_chunk(void *context, uint64_t chunk, void *scratch, sl_error
     uint8_t *memory = (uint8_t *)job->memory + begin;
     if (self->direction != SL_READ)
         return sl_platform_write(job->file, self->direction == SL_APPEND, job->offset + begin, memory, size, error);
+    if (sl_stats_wanted(job)) return sl_stats_run(job, cut, begin, size, scratch, error);
     if (sl_values_wanted(job)) return sl_values_run(job, cut, begin, size, scratch, error);
     if (job->from != job->to) return convert_chunk(job, &cut->conversion, begin, size, scratch, error);
     if (job->file == SL_MEMORY) {

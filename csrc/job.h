@@ -3,8 +3,8 @@
 #ifndef SL_JOB_H
 #define SL_JOB_H
 
-#include "kernel.h"
 #include "parallel.h"
+#include "quant.h"
 
 /* Bytes in a chunk: large enough that a system call, a counter and a clock are noise (3 MiB take about 1 ms), small
  * enough that threads end together and a slice of 50 ms keeps its time even on a disk of 200 MB/s. A multiple of 3, so
@@ -50,9 +50,19 @@ bool sl_values_wanted(const sl_job *job);
 int32_t sl_values_cut(const sl_job *job, sl_cut *cut, sl_error *error);
 int32_t sl_values_run(const sl_job *job, const sl_cut *cut, uint64_t begin, uint64_t size, uint8_t *scratch, sl_error *error);
 
+/* `count` f32, in the byte order of files, of the int8 at `codes`, of which the first is element `element` of a job with
+ * sl_channels. */
+void sl_values_restore(const sl_job *job, const sl_quant *kernels, const uint8_t *codes, uint64_t element, uint64_t count,
+                       void *values);
+
 /* Fails for the first f32 (in the byte order of files) that is not finite of `count`, of which the first is element `index` of the job; SL_OK when
  * there is none. */
 int32_t sl_values_refuse(const void *values, uint64_t count, uint64_t index, sl_error *error);
+
+/* Statistics (job_stats.c): the targets SL_STATS and SL_STATS_HISTOGRAM. */
+bool sl_stats_wanted(const sl_job *job);
+int32_t sl_stats_cut(const sl_job *job, sl_cut *cut, sl_error *error);
+int32_t sl_stats_run(const sl_job *job, const sl_cut *cut, uint64_t begin, uint64_t size, uint8_t *scratch, sl_error *error);
 
 /* Grids (job_grid.c). SL_E_ARGUMENT when the job cannot be one. */
 int32_t sl_grid_cut(const sl_job *job, sl_cut *cut, sl_error *error);

@@ -1,6 +1,5 @@
 #include "job.h"
 #include "platform.h"
-#include "quant.h"
 
 /* f32 values that are looked at or scaled at a time: 8 KiB stay in the first-level cache. */
 #define BLOCK ((uint64_t)2048)
@@ -117,19 +116,28 @@ static void quantize(const part *self, const uint8_t *source, uint64_t element, 
     }
 }
 
+void sl_values_restore(const sl_job *job, const sl_quant *kernels, const uint8_t *codes, uint64_t element, uint64_t count,
+                       void *values) {
+    const sl_channels *channels = job->channels;
+    bool each = channels->inner == 1 && channels->count > 1;
+    uint8_t *out = values;
+    for (uint64_t end = element + count, some; element < end; element += some, codes += some, out += some * sizeof(float)) {
+        uint64_t channel = channel_of(channels, element), left = end - element;
+        some = each ? sl_min_u64(left, channels->count - channel) : run_length(channels, element, left);
+        if (each)
+            kernels->from_int8_each((const int8_t *)codes, out, (size_t)some, channels->factors + channel);
+        else
+            kernels->from_int8((const int8_t *)codes, out, (size_t)some, channels->factors[channel]);
+    }
+}
+
 static void restore(const part *self, const uint8_t *source, uint64_t element, uint64_t count) {
-    const sl_channels *channels = self->job->channels;
     uint64_t element_size = (uint64_t)sl_dtype_get(self->job->to)->block_bytes;
     for (uint64_t end = element + count, some; element < end; element += some, source += some) {
-        uint64_t channel = channel_of(channels, element);
-        bool each = channels->inner == 1 && channels->count > 1;
-        some = sl_min_u64(BLOCK, each ? sl_min_u64(end - element, channels->count - channel) : run_length(channels, element, end - element));
         uint8_t *out = (uint8_t *)self->job->memory + element * element_size;
+        some = sl_min_u64(end - element, BLOCK);
         void *values = self->job->to == SL_F32 ? (void *)out : self->values;
-        if (each)
-            self->kernels->from_int8_each((const int8_t *)source, values, (size_t)some, channels->factors + channel);
-        else
-            self->kernels->from_int8((const int8_t *)source, values, (size_t)some, channels->factors[channel]);
+        sl_values_restore(self->job, self->kernels, source, element, some, values);
         if (values != out) sl_conversion_run(&self->cut->conversion, values, out, (size_t)some);
     }
 }

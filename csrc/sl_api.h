@@ -93,6 +93,9 @@ typedef struct sl_error {
 #define SL_ABSMAX 62
 /* Only as the target of a job: nothing is written, and an element that is not finite is SL_E_RANGE. */
 #define SL_FINITE 61
+/* Only as the target of a job: statistics, without and with a histogram (sl_stats). */
+#define SL_STATS 60
+#define SL_STATS_HISTOGRAM 59
 
 typedef struct sl_dtype_info {
     const char *code; /* as safetensors or ggml writes it: "BF16", "Q4_0" */
@@ -139,6 +142,35 @@ int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_
 int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors, int32_t each);
 int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint64_t count, const float *factors,
                      int32_t each);
+
+/* ---- statistics (stats.c, job_stats.c) ---- */
+
+/* What is known of some elements of a tensor, the same bits for any instruction set and number of threads. The mean of the
+ * finite ones is (mean + rest) * 2^exponent, their variance squares / finite * 4^exponent. */
+typedef struct sl_stats {
+    uint64_t finite;         /* elements that are */
+    uint64_t nan, infinite;  /* and that are not */
+    uint64_t zeros;          /* of either sign */
+    uint64_t first_nan, first_infinite; /* element of the tensor; 2^64-1: there is none */
+    double min, max;         /* of finite elements, exact, never -0; min > max where there is none */
+    double mean, rest;
+    double squares;          /* of the differences from the mean, summed */
+    int64_t exponent;        /* 0 but for f64 of extreme magnitude */
+} sl_stats;
+
+/* An SL_READ of any real dtype (SL_I8 with sl_channels: of what is restored) to SL_STATS writes one sl_stats for every so
+ * many elements, begun or whole, in order, to its memory. To SL_STATS_HISTOGRAM it first adds to SL_HISTOGRAM_BINS u64 in
+ * front of them. 2^18 elements are 2 MiB of f64: in a chunk there is at least one of every dtype. */
+#define SL_STATS_SEGMENT 262144
+
+/* Bin i counts finite elements with 2^(SL_HISTOGRAM_LOWEST + i) <= |x| < 2^(SL_HISTOGRAM_LOWEST + i + 1), the first one also those
+ * that are smaller and not zero, the last one those that are larger. From 2^-48 to 2^16: all of f16, and what there is in
+ * weights of other dtypes. */
+#define SL_HISTOGRAM_BINS 64
+#define SL_HISTOGRAM_LOWEST -48
+
+/* merged[i] is of the counts[i] consecutive segments at parts[i], for each of `count` tensors. */
+void sl_stats_merge(const sl_stats *const *parts, const uint64_t *counts, uint64_t count, sl_stats *merged);
 
 /* ---- tables: names, dtypes, shapes and byte ranges of one file (table.c) ---- */
 

@@ -91,6 +91,7 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_file_map = _bind("sl_file_map", _i32, _i64, _u64, _pointer, _pointer)
     sl_file_unmap = _bind("sl_file_unmap", None, _pointer, _u64)
     sl_file_close = _bind("sl_file_close", None, _i64)
+    sl_stats_merge = _bind("sl_stats_merge", None, _pointer, _pointer, _u64, _pointer)
 
 
 def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would

@@ -161,9 +161,14 @@ def _quantized(part: Part, array: Array) -> Any:
         return QuantizedTensor(row.name, file.table.shape(index), array)
     if scale is None:
         return array
+    return QuantizedTensor(INT8, array.shape, array, read_scale(file, scale), scale.axis)
+
+
+def read_scale(file: WeightFile, scale: Scale) -> Array:
+    """The scales of an int8 tensor."""
     number = _F32.number
     layout = Layout(dtypes.array_dtype(number), scale.shape, scale.begin, scale.end, number, number)
-    return QuantizedTensor(INT8, array.shape, array, jobs.read_small(file, layout), scale.axis)
+    return jobs.read_small(file, layout)
 
 
 def _by_file(parts: Sequence[Part]) -> dict[WeightFile, list[int]]:

@@ -69,7 +69,14 @@ def of_reals(name: str, x: Any, threads: int | None) -> Source:
     direct = row is not None and row.floating and not row.packed and array.dtype.isnative
     if not direct or row is None:
         row, array = _F32, astype(array, np.float32, threads=threads)
-    elif not array.flags.c_contiguous:
+    return of_numbers(name, array, row, threads)
+
+
+def of_numbers(name: str, array: Array, row: dtypes.Dtype, threads: int | None) -> Source:
+    """An array as it is; a copy where it is not C-contiguous or not in the machine's byte order."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.c_contiguous:
         array = astype(array, array.dtype, threads=threads)
     little = jobs.native_order(array)  # the core takes the byte order of files
     return Source(name, array.shape, row, lib.SL_MEMORY, address(little), None, little)
@@ -101,16 +108,24 @@ def of_array(name: str, value: Any) -> Source:
 def of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | QuantizedTensor:
     """A tensor of a checkpoint; what is quantized, or not in C order in its file, is read now."""
     table = file.table
-    row = table.row(index)
-    layout = file.layout(index)
-    if row.blocked or table.scale(index) is not None:
+    if table.row(index).blocked or table.scale(index) is not None:
         value = opened.load([name], backend="pread")[name]
         assert isinstance(value, QuantizedTensor)
         return value
-    if layout.strides is not None or layout.big_endian:  # in memory, in C order; rare
+    stored = in_place(opened, name, file, index)
+    if stored is None:  # in memory, in C order; rare
         array: Array = np.ascontiguousarray(opened.load([name], backend="pread")[name])
         return of_array(name, array)
-    return Source(name, table.shape(index), row, file.descriptor, layout.begin, file, opened)
+    return stored
+
+
+def in_place(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | None:
+    """A tensor's bytes where they are in its file; None where they are not in C order and little-endian."""
+    layout = file.layout(index)
+    if layout.strides is not None or layout.big_endian:
+        return None
+    table = file.table
+    return Source(name, table.shape(index), table.row(index), file.descriptor, layout.begin, file, opened)
 
 
 def address(array: Array) -> int:

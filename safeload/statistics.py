@@ -1,28 +1,73 @@
-"""Statistics of tensors: a plain stand-in until the kernels are merged."""
+"""What values tensors hold: range, mean, deviation, NaN, infinity, zeros, in the one pass that reads them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import dtypes
+from . import dtypes, jobs, sources
+from ._native import ffi, lib, short
 from .checkpoint import Checkpoint
-from .files import Array
-from .quantized import QuantizedTensor
+from .errors import UnsupportedError
+from .files import Array, WeightFile
+from .jobs import Channels, Job, Progress
+from .loading import distinct, read_scale
+from .quantized import INT8, QuantizedTensor, channels_of
+from .sources import Source
+from .tensor import missing
 
-HISTOGRAM_EDGES: Array = np.ldexp(1.0, np.arange(65) - 48)
+# struct sl_stats
+_RECORD = np.dtype(
+    [
+        *((name, np.uint64) for name in ("finite", "nan", "infinite", "zeros", "first_nan", "first_infinite")),
+        *((name, np.float64) for name in ("min", "max", "mean", "rest", "squares")),
+        ("exponent", np.int64),
+    ]
+)
+assert ffi.sizeof("sl_stats") == _RECORD.itemsize
+
+# Elements of a tensor that one record tells of.
+_SEGMENT: int = lib.SL_STATS_SEGMENT
+_BINS: int = lib.SL_HISTOGRAM_BINS
+# Records and bins are of numbers of so many bytes.
+_WORD = 8
+
+HISTOGRAM_EDGES: Array = np.ldexp(1.0, np.arange(_BINS + 1) + lib.SL_HISTOGRAM_LOWEST)
+"""The 65 edges of the 64 bins of `TensorStats.histogram`: 2**-48, 2**-47, ... 2**16. Bin k counts
+``HISTOGRAM_EDGES[k] <= abs(x) < HISTOGRAM_EDGES[k + 1]``; the first bin also holds what is smaller and not zero, the
+last one what is larger and finite."""
+HISTOGRAM_EDGES.flags.writeable = False
 
 
 class TensorStats(NamedTuple):
-    """Statistics of one tensor."""
+    """What values a tensor holds. Where it has no finite element, ``min`` to ``std`` are nan.
+
+    Attributes:
+        dtype: its code, such as "BF16" or "Q4_0"; "I8" for quantized int8, whose values are the restored ones.
+        shape: logical shape, outermost axis first.
+        count: elements.
+        min: smallest finite value, exact; 0.0 for -0.0.
+        max: largest finite value, likewise.
+        absmax: largest finite absolute value, likewise.
+        mean: of the finite values.
+        std: their population standard deviation, as ``numpy.std`` has it.
+        nan: how many elements are NaN.
+        inf: how many are infinite, of either sign.
+        zeros: how many are zero, of either sign.
+        first_nan: index of the first NaN in C order, one integer for each axis; None where there is none.
+        first_inf: likewise of the first infinity.
+        histogram: int64 of shape [64], how many finite values that are not zero lie between which `HISTOGRAM_EDGES`;
+            None where it was not asked for.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    count: int  # type: ignore[assignment]
+    count: int  # type: ignore[assignment] # tuple.count, which nobody needs here
     min: float
     max: float
     absmax: float
@@ -33,59 +78,246 @@ class TensorStats(NamedTuple):
     zeros: int
     first_nan: tuple[int, ...] | None
     first_inf: tuple[int, ...] | None
-    histogram: Array | None
+    histogram: Array | None = None
 
 
-def _of_one(x: Any, histogram: bool) -> TensorStats:
-    if isinstance(x, QuantizedTensor):
-        x = x.dequantize()
-    array = np.asarray(x)
-    values = array.astype(np.float64)
-    nan, inf = np.isnan(values), np.isinf(values)
-    finite = values[~(nan | inf)]
+class _Part(NamedTuple):
+    """A tensor to be looked at.
 
-    def first(mask: Array) -> tuple[int, ...] | None:
-        return tuple(int(k) for k in np.unravel_index(mask.argmax(), mask.shape)) if mask.any() else None
+    Attributes:
+        source: its values, or what they are restored from.
+        dtype: as `TensorStats` names it.
+        channels: of int8 that is restored.
+    """
 
-    bins = None
-    if histogram:
-        magnitudes = np.abs(finite[finite != 0])
-        exponents = np.clip(np.floor(np.log2(magnitudes)), -48, 15).astype(np.int64) + 48
-        bins = np.bincount(exponents, minlength=64)
-    some = finite if finite.size else np.array([math.nan])
-    row = dtypes.BY_NAME.get(array.dtype.name)
-    return TensorStats(
-        array.dtype.name if row is None else row.code,
-        array.shape,
-        array.size,
-        float(some.min()),
-        float(some.max()),
-        float(np.abs(some).max()),
-        float(some.mean()),
-        float(some.std()),
-        int(nan.sum()),
-        int(inf.sum()),
-        int((values == 0).sum()),
-        first(nan),
-        first(inf),
-        bins,
-    )
+    source: Source
+    dtype: str
+    channels: Channels | None = None
 
 
 def stats(
-    x: Any, *, histogram: bool = False, threads: int | None = None, progress: Any = None
+    x: Any,
+    *,
+    histogram: bool = False,
+    names: Iterable[str] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
 ) -> TensorStats | dict[str, TensorStats]:
-    """Statistics of an array, of a quantized tensor, or of each tensor of a path, checkpoint or dict."""
-    if isinstance(x, (np.ndarray, QuantizedTensor)):
-        return _of_one(x, histogram)
-    if isinstance(x, Checkpoint):
-        infos = x.tensors
-        return {
-            name: _of_one(x.load([name], backend="pread", threads=threads)[name], histogram)
-            for name in x
-            if not infos[name].dtype.startswith(("C", "F4", "F6_"))
-        }
+    """Statistics of one tensor, or of each tensor of a checkpoint, in one pass over the bytes on all cores.
+
+    Values are those of the dtype as float64: exact, but for integers beyond 2**53, which are rounded. Of quantized
+    tensors they are the restored float32 ones. ``min``, ``max`` and ``absmax`` are exact; ``mean`` is within
+    1e-12 * absmax, and ``std`` stays good where the mean is large beside it. Every instruction set and every number of
+    threads gives the same bits, whether the values are in memory or in a file.
+
+    A path or a `Checkpoint` is read through descriptors, never through a mapping.
+
+    Args:
+        x: an array (or what numpy makes one of) or a `QuantizedTensor`; or the path of a checkpoint, an open
+            `Checkpoint`, or a dict of arrays and quantized tensors.
+        histogram: whether to count values by their binary exponent, see `HISTOGRAM_EDGES`.
+        names: of the tensors to look at, of those in x; None for all.
+        threads: None for what helps.
+        progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+
+    Returns:
+        A `TensorStats` for one tensor. For a checkpoint a dict of them by name, in its order, without the tensors that
+        have no real numbers (complex, text) or that nothing restores (block types without a kernel).
+
+    Raises:
+        TensorNotFoundError: there is no tensor of one of ``names``.
+        UnsupportedError: a single tensor of complex numbers, or of blocks that nothing restores.
+        TypeError: a single array of what are no numbers.
+        FormatError: a file ends too early, with path and offset.
+        OSError: a file cannot be read.
+
+    Example:
+        >>> import safeload
+        >>> safeload.stats([3.0, -4.0, float("nan")]).absmax
+        4.0
+    """
+    jobs.check_threads(threads)
+    if isinstance(x, (str, os.PathLike)):
+        with checkpoints.open(x) as opened:
+            return _of_all(opened, names, histogram, threads, progress)
     if isinstance(x, Mapping):
-        return {name: _of_one(value, histogram) for name, value in x.items()}
-    with checkpoints.open(x) as opened:
-        return stats(opened, histogram=histogram, threads=threads)
+        return _of_all(x, names, histogram, threads, progress)
+    if names is not None:
+        raise ValueError("names= is for checkpoints and dicts")
+    part = _part("", x, threads)
+    if part is None:
+        raise _refusal(x)
+    return _measure([part], histogram, threads, progress)[0]
+
+
+def _of_all(
+    given: Checkpoint | Mapping[str, Any],
+    names: Iterable[str] | None,
+    histogram: bool,
+    threads: int | None,
+    progress: Progress,
+) -> dict[str, TensorStats]:
+    """All that can be taken as it is in one run; what must be copied first alone, so that only one copy is held."""
+    opened = given if isinstance(given, Checkpoint) else None
+    parts: dict[str, _Part | None] = {}
+    to_copy: list[str] = []
+    found = _parts_in_memory(given, names) if opened is None else _parts_of_file(opened, names)
+    for name, part, as_it_is in found:
+        parts[name] = part
+        if not as_it_is:
+            to_copy.append(name)
+    ready = {name: part for name, part in parts.items() if part is not None}
+    done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
+    for name in to_copy:
+        value = given[name] if opened is None else opened.load([name], backend="pread")[name]
+        part = _part(name, value, threads)
+        if part is not None:
+            done[name] = _measure([part], histogram, threads, None)[0]
+    return {name: done[name] for name in parts if name in done}
+
+
+def _parts_of_file(opened: Checkpoint, names: Iterable[str] | None) -> Iterable[tuple[str, _Part | None, bool]]:
+    """Name, what to look at, and whether that is all: False for what has to be loaded."""
+    for name, file, index in opened._parts(names):
+        source = sources.in_place(opened, name, file, index)
+        if source is None:
+            yield name, None, False
+        else:
+            yield name, _file_part(source, file, index) if _readable(source.row) else None, True
+
+
+def _file_part(source: Source, file: WeightFile, index: int) -> _Part:
+    scale = file.table.scale(index)
+    channels = None if scale is None else channels_of(source.shape, scale.axis, read_scale(file, scale))
+    return _Part(source, source.row.code, channels)
+
+
+def _parts_in_memory(given: Mapping[str, Any], names: Iterable[str] | None) -> Iterable[tuple[str, _Part | None, bool]]:
+    """Likewise; False for what has to be copied or converted."""
+    for name in given if names is None else distinct(names):
+        if name not in given:
+            raise missing(name, list(given))
+        value = given[name]
+        plain = value.data if isinstance(value, QuantizedTensor) else np.asarray(value)
+        if plain.flags.c_contiguous and plain.dtype.isnative and plain.dtype.name in dtypes.BY_NAME:
+            yield name, _part(name, value, None), True
+        else:
+            yield name, None, False
+
+
+def _readable(row: dtypes.Dtype) -> bool:
+    """Whether the core takes values of this dtype."""
+    return row.code == "F32" or bool(lib.sl_convertible(row.number, lib.SL_F32))
+
+
+def _part(name: str, value: Any, threads: int | None) -> _Part | None:
+    """A tensor in memory; None where it has no real numbers."""
+    if isinstance(value, QuantizedTensor):
+        return _quantized_part(name, value, threads)
+    array = np.asarray(value)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    code = array.dtype.name if row is None else row.code
+    if row is None or row.packed:  # of these elements the core knows none, or not one in each byte
+        wider = _wider(array.dtype, row)
+        if wider is None:
+            return None
+        array, row = array.astype(wider.name), wider
+    return _Part(sources.of_numbers(name, array, row, threads), code) if _readable(row) else None
+
+
+def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
+    """What holds all values of a dtype that the core does not take (of long double: nearly), None for no numbers."""
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        return dtypes.BY_CODE["F64"]
+    # The small types of ml_dtypes, which are the only ones that anybody registers with numpy.
+    return dtypes.BY_CODE["F32"] if row is not None or (dtype.isbuiltin == 2 and dtype.itemsize == 1) else None
+
+
+def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _Part | None:
+    row = dtypes.BY_CODE["I8"] if value.scheme == INT8 else dtypes.BLOCK_TYPES[value.scheme]
+    if not _readable(row):
+        return None
+    source = sources.of_numbers(name, value.data, row, threads)._replace(shape=value.shape)
+    if value.scale is None:
+        return _Part(source, row.code)
+    scale = np.ascontiguousarray(value.scale, np.float32)
+    return _Part(source, row.code, channels_of(value.shape, value.axis, scale))
+
+
+def _refusal(x: Any) -> Exception:
+    if isinstance(x, QuantizedTensor):
+        return UnsupportedError(f"there is no kernel that restores {x.scheme}")
+    dtype = np.asarray(x).dtype
+    if dtype.kind == "c":
+        return UnsupportedError(f"{dtype} has no order: give x.real and x.imag, or abs(x)")
+    return TypeError(f"{dtype} has no statistics: it holds no numbers")
+
+
+def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progress: Progress) -> list[TensorStats]:
+    """Statistics of each, in one run."""
+    counts = np.array([math.prod(part.source.shape) for part in parts], np.int64)
+    segments = -(-counts // _SEGMENT)
+    bins = _BINS if histogram else 0
+    words = bins + segments * (_RECORD.itemsize // _WORD)
+    ends = np.cumsum(words)
+    memory = np.zeros(int(words.sum()), np.uint64)
+    places = sources.address(memory) + (ends - words) * _WORD
+    work: list[Job] = []
+    worked: list[Source] = []
+    channels: list[Channels] = []
+    target = lib.SL_STATS_HISTOGRAM if histogram else lib.SL_STATS
+    for part, count, place in zip(parts, counts.tolist(), places.tolist(), strict=True):
+        if part.channels is not None:
+            channels.append(part.channels)
+        if count:
+            number = 0 if part.channels is None else len(channels)
+            work.append(part.source.job(place, target, channels=number))
+            worked.append(part.source)
+    sources.run(worked, work, channels=channels, threads=threads, progress=progress)
+    merged = np.zeros(len(parts), _RECORD)
+    first = (places + bins * _WORD).astype(np.uint64)
+    numbers = segments.astype(np.uint64)
+    short.sl_stats_merge(*map(sources.address, (first, numbers)), len(parts), sources.address(merged))
+    result = []
+    for k, (part, record) in enumerate(zip(parts, merged.tolist(), strict=True)):
+        begin = int(ends[k] - words[k])
+        counted = memory[begin : begin + bins].astype(np.int64) if histogram else None
+        result.append(_of_record(part, record, counted))
+    return result
+
+
+def _of_record(part: _Part, record: tuple[Any, ...], histogram: Array | None) -> TensorStats:
+    finite, nan, inf, zeros, first_nan, first_inf, low, high, mean, rest, squares, exponent = record
+    shape = part.source.shape
+    if finite:
+        absmax = max(high, -low)
+        # Rounding must not leave what the exact values cannot leave.
+        mean = min(max(math.ldexp(mean + rest, exponent), low), high)
+        std = math.ldexp(min(math.sqrt(squares / finite), math.ldexp(absmax, -exponent)), exponent)
+    else:
+        low = high = absmax = mean = std = math.nan
+    return TensorStats(
+        part.dtype,
+        shape,
+        finite + nan + inf,
+        low,
+        high,
+        absmax,
+        mean,
+        std,
+        nan,
+        inf,
+        zeros,
+        _index(first_nan, shape) if nan else None,
+        _index(first_inf, shape) if inf else None,
+        histogram,
+    )
+
+
+def _index(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of an element in C order."""
+    index = []
+    for length in reversed(shape):
+        element, k = divmod(element, length)
+        index.append(k)
+    return tuple(reversed(index))

@@ -24,11 +24,12 @@ C_FLOORS = {
         [
             *("dtype", "scalar", "kernel", "kernel_scalar", "kernel_avx2", "kernel_avx512", "kernel_neon"),
             *("quant", "quant_scalar", "quant_x86", "quant_avx2", "quant_avx512", "quant_neon", "dequant"),
+            *("stats", "stats_scalar", "stats_avx2", "stats_avx512", "stats_neon", "stats_histogram"),
         ],
     ],
     4: [["table"]],
     5: [["format_safetensors"], ["format_gguf"]],
-    6: [["parallel", "job", "job_grid", "job_values"]],
+    6: [["parallel", "job", "job_grid", "job_values", "job_stats"]],
     7: [["api"]],
 }
 C_PLACE = {
@@ -44,8 +45,9 @@ INTRINSICS = {
     "copy2d": {"emmintrin.h"},
     "kernel_neon": {"arm_neon.h"},
     "quant_neon": {"arm_neon.h"},
+    "stats_neon": {"arm_neon.h"},
 }
-for _stem in ("kernel_avx2", "kernel_avx512", "quant_x86", "quant_avx2", "quant_avx512"):
+for _stem in ("kernel_avx2", "kernel_avx512", "quant_x86", "quant_avx2", "quant_avx512", "stats_avx2", "stats_avx512"):
     INTRINSICS[_stem] = {"immintrin.h"}
 
 _CLI = [f"cli.{name}" for name in ("common", "info", "check", "stats", "convert", "diff", "bench")]

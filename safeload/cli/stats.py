@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,9 +17,6 @@ _ROWS = 100
 
 # From this width on the table has more columns.
 _WIDE = 110
-
-# Bytes of tensors that are in memory at once where only some are asked for.
-_BATCH = 256 << 20
 
 _KEYS = ("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros")
 
@@ -61,11 +57,11 @@ def run(options: argparse.Namespace) -> int:
     from .. import statistics  # takes milliseconds that other commands would pay
 
     with open_path(options.path, options) as opened, bar("stats") as progress:
-        found: dict[str, Any] = {}
-        for given in [opened] if not options.only else _batches(opened, options):
-            part = statistics.stats(given, histogram=options.histogram, threads=options.threads, progress=progress)
-            assert isinstance(part, dict)
-            found.update(part)
+        names = _names(opened, options.only) if options.only else None
+        found = statistics.stats(
+            opened, histogram=options.histogram, names=names, threads=options.threads, progress=progress
+        )
+    assert isinstance(found, dict)
     rows = _sorted(found, options.sort)
     if options.json:
         from ..checks.findings import stats_json
@@ -81,19 +77,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _batches(opened: Checkpoint, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The tensors that --only names, so many at a time as memory is taken for."""
-    batch: list[str] = []
-    held = 0
-    for name, info in opened.tensors.items():
-        if not any(fnmatchcase(name, pattern) for pattern in options.only):
-            continue
-        if batch and held + info.nbytes > _BATCH:
-            yield opened.load(batch, backend="pread", threads=options.threads)
-            batch, held = [], 0
-        batch.append(name)
-        held += info.nbytes
-    yield opened.load(batch, backend="pread", threads=options.threads)
+def _names(opened: Checkpoint, patterns: list[str]) -> list[str]:
+    return [name for name in opened if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _sorted(found: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
