@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import safetensors.numpy
 from bench_load import prepare, threads
 from compare import Comparison, race, same_bytes
+from limits import stream
 
 import safeload
 import safeload.numpy
@@ -85,26 +84,6 @@ def test_bf16_to_f32_against_torch(llama: Path, table, report) -> None:
     report(sides["ours"], [row], rounds=3, prepare=prepare(llama, 2))
 
 
-def _stream(nbytes: int, workers: int) -> Callable[[], np.ndarray]:
-    """memcpy that moves ``nbytes`` in all, half read and half written, in memory that has been touched.
-
-    glibc's memcpy of large blocks is the better of plain and non-temporal loops.
-    """
-    half = nbytes // 2
-    source, target = np.ones(half, np.uint8), np.ones(half, np.uint8)
-    step = -(-half // workers)
-    pool = ThreadPoolExecutor(workers)
-
-    def piece(begin: int) -> None:
-        ctypes.memmove(target.ctypes.data + begin, source.ctypes.data + begin, min(step, half - begin))
-
-    def copy() -> np.ndarray:
-        list(pool.map(piece, range(0, half, step)))
-        return target
-
-    return copy
-
-
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_kernels_to_f32_in_memory(name: str, table, report) -> None:
     dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
@@ -115,7 +94,7 @@ def test_kernels_to_f32_in_memory(name: str, table, report) -> None:
     sides = {
         "ours": lambda: safeload.astype(source, "float32", out=target),
         "ml_dtypes": lambda: source.astype(np.float32),
-        limit: _stream(source.nbytes + target.nbytes, threads()),
+        limit: stream(source.nbytes + target.nbytes, threads()),
     }
 
     def check(ours: np.ndarray, theirs: np.ndarray) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import ggml_reference
 import numpy as np
 import pytest
-from bench_convert import _stream
 from bench_load import threads
 from compare import Comparison, race
+from limits import READ, reader, shared, stream
 
 from safeload._native import TIER, ffi, lib
 
 ROUNDS = 7
 COUNT = 32 << 20  # 128 MiB of f32, four times a large third-level cache
 BLOCK_BYTES = {"q4_0 absmax": 18, "q4_0": 18, "q8_0": 34}
-READ = "limit: reading as many bytes"
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +28,6 @@ def _dtype(scheme: str) -> int:
     return {"q4_0 absmax": lib.SL_Q4_0_ABSMAX, "q4_0": lib.SL_Q4_0, "q8_0": lib.SL_Q8_0}[scheme]
 
 
-def _shared(work: Callable[[int, int], object], workers: int) -> Callable[[], None]:
-    """``work(begin, end)`` over all elements, in as many equal parts as there are threads."""
-    if workers == 1:
-        return lambda: work(0, COUNT) and None
-    step = -(-COUNT // workers // 32) * 32
-    pool = ThreadPoolExecutor(workers)
-
-    def run() -> None:
-        list(pool.map(lambda begin: work(begin, min(begin + step, COUNT)), range(0, COUNT, step)))
-
-    return run
-
-
 def _converter(source: np.ndarray, target: np.ndarray, from_: str, to: str, workers: int) -> Callable[[], np.ndarray]:
     numbers = [lib.SL_F32 if name == "f32" else _dtype(name) for name in (from_, to)]
     sizes = [128 if name == "f32" else BLOCK_BYTES[name] for name in (from_, to)]
@@ -52,19 +36,8 @@ def _converter(source: np.ndarray, target: np.ndarray, from_: str, to: str, work
         places = [a.ctypes.data + begin // 32 * size for a, size in zip((source, target), sizes, strict=True)]
         assert lib.sl_convert(TIER, *numbers, *(ffi.cast("void *", p) for p in places), end - begin) == lib.SL_OK
 
-    share = _shared(work, workers)
+    share = shared(work, COUNT, workers)
     return lambda: share() or target
-
-
-def _reader(source: np.ndarray, workers: int) -> Callable[[], None]:
-    """The C library's search for a number that is not there, which reads every byte in its widest registers."""
-    wmemchr = ctypes.CDLL(None).wmemchr
-    wmemchr.argtypes, wmemchr.restype = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t], ctypes.c_void_p
-
-    def work(begin: int, end: int) -> None:
-        assert wmemchr(source.ctypes.data + 4 * begin, 0x7FC12345, end - begin) is None
-
-    return _shared(work, workers)
 
 
 def _numpy_q4_0(x: np.ndarray) -> np.ndarray:
@@ -84,7 +57,7 @@ def _same_blocks(ours: np.ndarray, theirs: np.ndarray | None) -> None:
 @pytest.mark.parametrize("scheme", BLOCK_BYTES)
 def test_blocks_from_f32_one_thread(scheme: str, weights, table, report) -> None:
     target = np.ones((COUNT // 32, BLOCK_BYTES[scheme]), np.uint8)
-    sides = {"ours": _converter(weights, target, "f32", scheme, 1), READ: _reader(weights, 1)}
+    sides = {"ours": _converter(weights, target, "f32", scheme, 1), READ: reader(weights, 1)}
     goals: dict[str, float | None] = {READ: None}
     if scheme == "q4_0 absmax":
         sides["numpy"] = lambda: _numpy_q4_0(weights)
@@ -109,7 +82,7 @@ def test_blocks_from_f32_one_thread(scheme: str, weights, table, report) -> None
 @pytest.mark.parametrize("scheme", BLOCK_BYTES)
 def test_blocks_from_f32_all_threads(scheme: str, weights, table, report) -> None:
     target = np.ones((COUNT // 32, BLOCK_BYTES[scheme]), np.uint8)
-    sides = {"ours": _converter(weights, target, "f32", scheme, threads()), READ: _reader(weights, threads())}
+    sides = {"ours": _converter(weights, target, "f32", scheme, threads()), READ: reader(weights, threads())}
     samples = race(sides, ROUNDS)
     job = f"{scheme} from f32, 32 Mi elements in memory"
     rows = [table.add(job, READ, Comparison(samples["ours"], samples[READ]), target=0.6)]
@@ -129,7 +102,7 @@ def test_blocks_to_f32(scheme: str, weights, table, report) -> None:
     sides = {
         "ours": _converter(blocks, target, scheme, "f32", threads()),
         "gguf-py": lambda: gguf.dequantize(blocks, kind),
-        limit: _stream(blocks.nbytes + target.nbytes, threads()),
+        limit: stream(blocks.nbytes + target.nbytes, threads()),
     }
 
     def check(ours: np.ndarray, theirs: np.ndarray) -> None:
@@ -159,7 +132,7 @@ def _int8(x: np.ndarray, target: np.ndarray, workers: int) -> Callable[[], np.nd
         source, codes = ffi.cast("void *", x.ctypes.data + 4 * begin), ffi.cast("int8_t *", target.ctypes.data + begin)
         lib.sl_to_int8(TIER, source, codes, end - begin, factor, 0)
 
-    first, second = _shared(measure, workers), _shared(write, workers)
+    first, second = shared(measure, COUNT, workers), shared(write, COUNT, workers)
 
     def quantize() -> np.ndarray:
         largest.clear()
@@ -182,7 +155,7 @@ def test_int8_from_f32(weights, table, report) -> None:
     sides = {
         "ours": _int8(weights, target, threads()),
         "numpy": lambda: _numpy_int8(weights),
-        READ: _reader(weights, threads()),
+        READ: reader(weights, threads()),
     }
 
     def check(ours: np.ndarray, theirs: np.ndarray | None) -> None:
