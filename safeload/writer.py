@@ -155,6 +155,13 @@ class AtomicFile:
             self._temporary = None
 
 
+def write_text(path: PathLike, text: str) -> None:
+    """Writes a file of UTF-8, atomically; what UTF-8 cannot hold (parts of a path) is escaped."""
+    encoded = text.encode("utf-8", "backslashreplace")
+    with AtomicFile(path, len(encoded)) as file, file.stream() as stream:
+        stream.write(encoded)
+
+
 def written_as_is(array: Array) -> bool:
     """Whether the bytes of an array are those of a file: in C order, little-endian."""
     return bool(array.flags.c_contiguous) and not _must_swap(array)

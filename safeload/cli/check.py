@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import FormatError
 from ..text import printable, width
+from ..writer import write_text
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
 
 _EPILOG = f"""examples:
@@ -101,9 +102,7 @@ def _manifest(report: Any, options: argparse.Namespace) -> None:
     if said is not None:
         report.add(manifest.compare(said, found))
         return
-    with open(options.write_manifest, "w", encoding="utf-8") as file:
-        json.dump(found, file, indent=1)
-        file.write("\n")
+    write_text(options.write_manifest, json.dumps(found, indent=1) + "\n")
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))
         print(f"{name}: SHA-256 of {len(found['tensors']):,} tensors", file=sys.stderr)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..text import plural, printable, size
+from ..writer import write_text
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path
 from .report_page import facts, findings, folded, page, picture, section, table
 
@@ -65,8 +66,7 @@ def run(options: argparse.Namespace) -> int:
     mood = "bad" if not found.ok else "odd" if found.warnings else "good"
     title = os.path.basename(os.path.normpath(options.path)) or options.path
     text = page(title, found.verdict, mood, [_findings(found), *sections])
-    with open(options.output, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
+    write_text(options.output, text)
     nbytes = os.path.getsize(options.output)
     if options.json:
         print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": found.ok}, indent=1))
