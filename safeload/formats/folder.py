@@ -99,7 +99,9 @@ def open_index(path: Path, wanted: Wanted) -> Shards:
         raise FormatError(f"metadata must be an object, found {type(metadata).__name__}", str(path))
     names: dict[str, list[str]] = {}
     for tensor, file_name in weight_map.items():
-        names.setdefault(_shard_name(file_name, tensor, path), []).append(tensor)
+        if not isinstance(file_name, str) or file_name not in names:
+            names[_shard_name(file_name, tensor, path)] = []
+        names[file_name].append(tensor)
     shards: list[Opened] = []
     where: dict[str, tuple[WeightFile, int]] = {}
     for file_name, tensors in sorted(names.items()):
