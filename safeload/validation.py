@@ -43,6 +43,7 @@ def validate(
     schema: str | PathLike | Mapping[str, Any] | None = "auto",
     shape: tuple[int | None, ...] | None = None,
     limits: Limits | Mapping[str, Any] | tuple[float, float] | None = None,
+    values: bool = True,
     threads: int | None = None,
     progress: Progress = None,
 ) -> ValidationReport:
@@ -62,6 +63,8 @@ def validate(
         shape: of a single array what it has to be; None in it for any size.
         limits: (low, high) that values are to stay within; or a dict with any of low, high, parameters (elements in
             all), scale and absmax (of int8 tensors: a number, or one for each name).
+        values: False to read no tensor: only files, names, dtypes, shapes and sizes are judged, which takes as long as
+            opening the checkpoint, and ``.stats`` of the report stays empty.
         threads: None for what helps.
         progress: a callable that gets (bytes_done, bytes_total).
 
@@ -76,7 +79,7 @@ def validate(
         >>> report.ok, report.errors[0].code
         (False, 'value.nan')
     """
-    wanted = settings(config, schema, limits, threads=threads, progress=progress)
+    wanted = settings(config, schema, limits, values=values, threads=threads, progress=progress)
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         return _validate_array(source, shape, wanted)
     if shape is not None:
@@ -95,6 +98,7 @@ class Settings(NamedTuple):
         schema: None for none, or for the one that is found.
         choose: whether to find one.
         limits: of values.
+        values: whether tensors are read.
         threads: None for what helps.
         progress: see `validate`.
         histogram: whether the statistics have one.
@@ -104,6 +108,7 @@ class Settings(NamedTuple):
     schema: Schema | None
     choose: bool
     limits: Limits
+    values: bool
     threads: int | None
     progress: Progress
     histogram: bool
@@ -114,6 +119,7 @@ def settings(
     schema: str | PathLike | Mapping[str, Any] | None = "auto",
     limits: Any = None,
     *,
+    values: bool = True,
     threads: int | None = None,
     progress: Progress = None,
     histogram: bool = False,
@@ -126,7 +132,7 @@ def settings(
     bounds = Limits.of(limits)
     asked = schemas.load(schema) if schema is not None and schema != "auto" else None
     jobs.check_threads(threads)
-    return Settings(read_config(config), asked, schema == "auto", bounds, threads, progress, histogram)
+    return Settings(read_config(config), asked, schema == "auto", bounds, values, threads, progress, histogram)
 
 
 def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -209,6 +215,9 @@ def _validate_tensors(
         message = f"{report.parameters:,} parameters, expected are {limits.parameters:,}"
         report.add([error("model.parameters", None, message)])
     report.add(names.check_dtypes(known, config))
+    report.values = wanted.values
+    if not wanted.values:
+        return report
     try:
         if isinstance(given, Checkpoint):
             report.add(files.check_crc(given, threads=wanted.threads))

@@ -111,6 +111,12 @@ def test_check_as_json(folder, capsys):
     assert (status, json.loads(out)["errors"][0]["code"]) == (1, "file.format")
 
 
+def test_check_of_the_structure(folder, capsys):
+    status, out, _ = run(capsys, "check", "nan.safetensors", "--structure")
+    assert status == 0
+    assert out.endswith("sound as far as its structure goes, values were not read\n")
+
+
 def test_check_with_options(folder, capsys):
     status, out, _ = run(capsys, "check", "good.safetensors", "--range", "-1", "1")
     assert status == 0

@@ -537,3 +537,19 @@ def test_two_files_may_have_entries_of_the_same_name(tmp_path):
     path = tmp_path / "pytorch_model-00001-of-00002.bin"
     flip(path, safeload.open(tmp_path).tensors["w0"].offset)
     assert codes(validate(tmp_path)) == [("error", "file.crc", "w0")]
+
+
+# ---- without values ----
+
+
+def test_structure_only(llama, tmp_path):
+    config, tensors = llama
+    tensors[LAST][:] = np.nan
+    path = write_folder(tmp_path, config, tensors)
+    report = validate(path, values=False)
+    assert report.verdict == "sound as far as its structure goes, values were not read"
+    assert (report.stats, report.to_json()["values"]) == ({}, False)
+    assert validate(path).verdict == "NOT SOUND: 1 error"
+    tensors[LAST] = np.ones(3, np.float32)
+    report = validate(write_folder(tmp_path, config, tensors), values=False)
+    assert codes(report)[0] == ("error", "schema.shape", LAST)

@@ -104,6 +104,7 @@ class ValidationReport:
         tensors: how many.
         parameters: elements of all of them.
         nbytes: their bytes.
+        values: whether tensors were read; False where only the structure was asked for.
     """
 
     def __init__(self, source: str) -> None:
@@ -114,6 +115,7 @@ class ValidationReport:
         self.tensors = 0
         self.parameters = 0
         self.nbytes = 0
+        self.values = True
         self.errors: list[Finding] = []
         self.warnings: list[Finding] = []
         self.stats: dict[str, TensorStats] = {}
@@ -135,7 +137,8 @@ class ValidationReport:
     def verdict(self) -> str:
         """One line: "sound", or how many errors and warnings there are."""
         counts = [plural(len(found), noun) for found, noun in ((self.errors, ERROR), (self.warnings, WARNING)) if found]
-        return ("sound" if self.ok else "NOT SOUND") + (f": {', '.join(counts)}" if counts else "")
+        sound = "sound" if self.values else "sound as far as its structure goes, values were not read"
+        return (sound if self.ok else "NOT SOUND") + (f": {', '.join(counts)}" if counts else "")
 
     def lines(self, columns: int = 80) -> list[str]:
         """The report as text of so many columns."""
@@ -167,7 +170,7 @@ class ValidationReport:
         return {
             "ok": self.ok,
             **{name: getattr(self, name) for name in ("source", "format", "files", "schema")},
-            **{name: getattr(self, name) for name in ("tensors", "parameters", "nbytes")},
+            **{name: getattr(self, name) for name in ("tensors", "parameters", "nbytes", "values")},
             "errors": [finding._asdict() for finding in self.errors],
             "warnings": [finding._asdict() for finding in self.warnings],
             "stats": {name: stats_json(stats) for name, stats in self.stats.items()},

@@ -49,6 +49,7 @@ def register(commands: Any) -> None:
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument("--scale", metavar="X", type=float, help="what the scale of int8 tensors must be")
     scale.add_argument("--absmax", metavar="X", type=float, help="what int8 tensors were made from: scale is X / 127")
+    parser.add_argument("--structure", action="store_true", help="read no values: files, names, shapes and sizes only")
     parser.add_argument("--strict", action="store_true", help="warnings count as errors")
     manifest = parser.add_mutually_exclusive_group()
     manifest.add_argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file")
@@ -69,7 +70,14 @@ def run(options: argparse.Namespace) -> int:
     limits = {**given, "scale": options.scale, "absmax": options.absmax}
     schema = None if options.schema == "none" else options.schema
     with bar("check") as progress:
-        wanted = validation.settings(options.config, schema, limits, threads=options.threads, progress=progress)
+        wanted = validation.settings(
+            options.config,
+            schema,
+            limits,
+            values=not options.structure,
+            threads=options.threads,
+            progress=progress,
+        )
         report = validation.validate_path(options.path, lambda: open_path(options.path, options), wanted)
     if report.files and (options.manifest or options.write_manifest):
         try:
