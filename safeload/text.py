@@ -34,14 +34,20 @@ def jsonable(value: Any) -> Any:
     return value
 
 
+def unit(nbytes: float) -> tuple[int, str]:
+    """The unit that so many bytes are told in: how many bytes it has, and its name."""
+    power = 0
+    while nbytes >= 1024 and power < len(_UNITS) - 1:
+        nbytes /= 1024
+        power += 1
+    return 1024**power, _UNITS[power]
+
+
 def size(nbytes: int) -> str:
     """A number of bytes for people: "3.77 MiB"."""
-    value = float(nbytes)
-    for unit in _UNITS:
-        if value < 1024 or unit == _UNITS[-1]:
-            break
-        value /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+    one, name = unit(nbytes)
+    value = nbytes / one
+    return f"{nbytes} B" if name == "B" else f"{value:.3g} {name}" if value < 1000 else f"{value:.0f} {name}"
 
 
 def width() -> int:

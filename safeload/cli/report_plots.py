@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..checks.findings import pattern_of
-from ..text import clip, printable, size
+from ..text import clip, printable, size, unit
 
 # Kinds of tensors that have a bar or a line of their own; the others are one together.
 _KINDS = 12
@@ -134,6 +135,11 @@ def bytes_by_layer(tensors: Sequence[Tensor]) -> str:
     place = {layer: k for k, layer in enumerate(layers)}
     kinds = _top_kinds(tensors)
     shown = kinds[:_KINDS]
+    sums: Counter[int] = Counter()
+    for one in tensors:
+        if one.layer is not None:
+            sums[one.layer] += one.nbytes
+    per_unit, unit_name = unit(max(sums.values(), default=0))
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -142,12 +148,12 @@ def bytes_by_layer(tensors: Sequence[Tensor]) -> str:
             heights = np.zeros(len(layers))
             for one in tensors:
                 if one.layer is not None and (one.kind == kind or (kind is None and one.kind not in shown)):
-                    heights[place[one.layer]] += one.nbytes / (1 << 20)
+                    heights[place[one.layer]] += one.nbytes / per_unit
             text = "others" if kind is None else label(kind)
             axes.bar(layers, heights, bottom=bottom, label=text, color=_COLOURS[k % len(_COLOURS)], width=0.85)
             bottom += heights
         _layer_axis(axes)
-        axes.set_ylabel("MiB")
+        axes.set_ylabel(unit_name)
         axes.grid(visible=False, axis="x")
         figure.legend(loc="outside lower center", ncols=3)
 
