@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 from bench_load import prepare, threads
 from compare import Comparison, race, same_bytes
-from limits import stream
+from limits import read_and_store, stream
 
 import safeload
 import safeload.numpy
@@ -45,13 +45,16 @@ def _quiet_nans(ours: Any, theirs: Any) -> None:
 
 def _race(job: str, path: Path, target: float, table, report) -> None:
     plain = safeload.numpy.load_file(path, dtype="float32")
-    sides = {
+    sides: dict[str, Callable[[], Any]] = {
         "ours": lambda: safeload.numpy.load_file(path, dtype="float32"),
         PEER: _as_f32(path),
         "ours with out=": lambda: safeload.numpy.load_file(path, dtype="float32", out=plain),
     }
+    limit = "limit: read the file, store its bytes twice in fresh memory"
+    sides[limit] = read_and_store(path, 2, threads())
     samples = race(sides, ROUNDS, check=_quiet_nans, prepare=prepare(path, 2))
     rows = [table.add(job, PEER, Comparison(samples["ours"], samples[PEER]), target=target)]
+    rows.append(table.add(job, limit, Comparison(samples["ours"], samples[limit])))
     rows.append(table.add(f"{job}, out=", PEER, Comparison(samples["ours with out="], samples[PEER])))
     report(sides["ours"], rows, rounds=3, prepare=prepare(path, 2))
 

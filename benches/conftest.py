@@ -17,6 +17,8 @@ import files
 import pytest
 from compare import Comparison
 
+PACKAGES = ("safeload", "safetensors", "numpy", "ml_dtypes", "torch", "gguf", "pywhispercpp", "runai-model-streamer")
+
 _table = pytest.StashKey["Table"]()
 
 
@@ -25,6 +27,11 @@ class Table:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.points: list[dict[str, Any]] = []
+
+    def point(self, picture: str, side: str, x: float, samples: list[float]) -> None:
+        """Adds seconds of one side at one place of a picture (see report.py)."""
+        self.points.append({"picture": picture, "side": side, "x": x, "samples": samples})
 
     def add(
         self,
@@ -112,24 +119,27 @@ def _quantity(value: float, unit: str) -> str:
     return f"{value * 1e6:.3g} us"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="file for rows and samples, instead of one named by the time")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_table] = Table()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     table = config.stash[_table]
-    if not table.rows:
+    if not table.rows and not table.points:
         return
     machine = _machine()
     text = table.markdown()
     terminalreporter.section("ours against peers (ratio: theirs / ours; with <= ours / theirs)")
     terminalreporter.write_line(", ".join(f"{key} {value}" for key, value in machine.items()))
     terminalreporter.write_line(text)
-    stem = files.CACHE / "results" / time.strftime("%Y%m%d-%H%M%S")
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".md").write_text(text + "\n")
-    stem.with_suffix(".json").write_text(json.dumps({"machine": machine, "rows": table.rows}, indent=1))
-    terminalreporter.write_line(f"written to {stem}.md and .json")
+    path = config.getoption("--results") or files.CACHE / "results" / time.strftime("%Y%m%d-%H%M%S.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine, "rows": table.rows, "points": table.points}, indent=1))
+    terminalreporter.write_line(f"written to {path}")
 
 
 def _machine() -> dict[str, str]:
@@ -144,7 +154,16 @@ def _machine() -> dict[str, str]:
     found["cpus"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     if hasattr(os, "getloadavg"):
         found["load average"] = f"{os.getloadavg()[0]:.1f}"
-    packages = ("safeload", "safetensors", "numpy", "ml_dtypes", "runai-model-streamer")
+    packages = (
+        "safeload",
+        "safetensors",
+        "numpy",
+        "ml_dtypes",
+        "torch",
+        "gguf",
+        "pywhispercpp",
+        "runai-model-streamer",
+    )
     return found | {package: _version(package) for package in packages}
 
 

@@ -201,3 +201,10 @@ def test_python_imports_go_down(path):
             assert name == "_native"
         else:
             assert PYTHON_RANK[target] < PYTHON_RANK[name], f"{name} imports {target}"
+
+
+def test_every_bench_has_a_section_in_the_report():
+    text = (ROOT / "benches" / "report.py").read_text()
+    assert {path.stem for path in (ROOT / "benches").glob("bench_*.py")} == set(
+        re.findall(r'^    "(bench_\w+)":', text, re.M)
+    )

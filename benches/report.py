@@ -1,0 +1,242 @@
+"""Runs every bench and writes BENCHMARKS.md with its pictures.
+
+    python benches/report.py                       # everything: about half an hour of a quiet machine
+    python benches/report.py bench_open bench_gguf # these again, the rest from the last run
+    python benches/report.py --only-write          # the page from the results that are there
+
+Each file of benches runs in a process of its own, so that none lives on another's memory or imports. Results are kept
+in `safeload-bench/report/` in the temporary folder. A missed target is no failure; a wrong result is one, and stops it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import files
+import matplotlib
+
+HERE = Path(__file__).resolve().parent
+RESULTS = files.CACHE / "report"
+PAGE = HERE.parent / "BENCHMARKS.md"
+PLOTS = HERE / "plots"
+
+# Sections of the page in DESIGN's order of jobs: file of benches, title.
+SECTIONS = {
+    "bench_open": "Opening and listing",
+    "bench_load": "Loading",
+    "bench_streamer": "Reading, beside runai-model-streamer",
+    "bench_convert": "Converting while loading, and the kernels",
+    "bench_quantize": "Quantizing while loading",
+    "bench_quantize_kernels": "Quantization kernels",
+    "bench_statistics": "Statistics",
+    "bench_validate": "Validating, comparing, hashing",
+    "bench_save": "Saving",
+    "bench_gguf": "GGUF",
+    "bench_dequantize": "Restoring ggml's blocks",
+    "bench_torch": "Torch checkpoints",
+    "bench_stack": "Stacking and converting files",
+    "bench_import": "Importing",
+    "bench_scaling": "How cost grows",
+}
+
+PICTURES = {
+    "load_by_size": ("Seconds to load a file by its size in bytes", "bytes of the file"),
+    "open_by_tensors": ("Seconds by the number of tensors (4 KiB each, sparse)", "tensors"),
+}
+
+_HEAD = """# Benchmarks
+
+Written by `python benches/report.py`; do not edit. What each job is, and what its numbers depend on, is told in
+[benches/README.md](benches/README.md). Every row: both sides in one process and one run, the same file in the same
+page-cache state, order shuffled in every round, results compared for equality beside the time (a difference fails the
+bench and there would be no row). Times are medians. A ratio is theirs by ours, so above 1 we are faster; the quartiles
+are of the ratios of single rounds, which on a noisy machine lie far apart. A peer called "limit" is what the machine
+gives to plain code that does only the unavoidable part.
+"""
+
+
+def run(names: list[str]) -> None:
+    """Runs files of benches, one process each."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        results = RESULTS / f"{name}.json"
+        results.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", f"{name}.py", "--benchmark-enable", "-q", "-rs"]
+        subprocess.run([*command, "--results", str(results)], cwd=HERE, check=True)
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """Results by file of benches, those that are there."""
+    return {
+        name: json.loads((RESULTS / f"{name}.json").read_text())
+        for name in SECTIONS
+        if (RESULTS / f"{name}.json").exists()
+    }
+
+
+# ---- the page ----
+
+
+def seconds(value: float, unit: str) -> str:
+    """A quantity for people."""
+    if unit == "B":
+        return f"{value / (1 << 20):.1f} MiB"
+    for scale, name in ((1, "s"), (1e-3, "ms")):
+        if value >= scale:
+            return f"{value / scale:.3g} {name}"
+    return f"{value * 1e6:.3g} µs"
+
+
+def number(ratio: float) -> str:
+    """A ratio for people."""
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """One row of a table."""
+    job = row["job"] + (" (mean)" if row["by"] == "mean" else "")
+    quantities = seconds(row["ours"], row["unit"]), seconds(row["theirs"], row["unit"])
+    ratio = "" if row["unit"] == "B" else f"{number(row['ratio'])} ({' to '.join(map(number, row['spread']))})"
+    if row["at_most"] and ratio:
+        ratio = f"ours by theirs {ratio}"
+    target = "" if row["target"] is None else f"{'at most ' if row['at_most'] else ''}{row['target']:g}"
+    reached = {True: "yes", False: "**no**", None: ""}[row["reached"]]
+    return job, quantities[0], row["peer"], quantities[1], ratio, target, reached
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a Markdown table with a heading."""
+    head = ("job", "safeload", "peer", "its time", "ratio (quartiles)", "target", "reached")
+    return ["| " + " | ".join(line) + " |" for line in (head, ("---",) * len(head), *rows)]
+
+
+def machine(found: dict[str, dict[str, Any]]) -> list[str]:
+    """What it ran on; what was not the same for all files of benches is told for each."""
+    said: dict[str, dict[str, list[str]]] = {}
+    for name, result in found.items():
+        for key, value in result["machine"].items():
+            said.setdefault(key, {}).setdefault(value, []).append(name)
+    lines = []
+    for key, values in said.items():
+        if key == "load average":
+            loads = [float(value) for value in values]
+            lines.append(f"- load average at the end of a file: {min(loads):g} to {max(loads):g}")
+        else:
+            several = len(values) > 1
+            lines.append(
+                f"- {key}: " + "; ".join(v + (f" ({', '.join(n)})" if several else "") for v, n in values.items())
+            )
+    return lines
+
+
+def missed(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Targets that were not reached, and rows without a target in which a peer is faster."""
+    rows = [row for result in found.values() for row in result["rows"]]
+    behind = [row for row in rows if row["reached"] is False]
+    slower = [
+        row
+        for row in rows
+        if row["target"] is None and row["unit"] == "s" and row["ratio"] < 1 and not row["peer"].startswith("limit")
+    ]
+    targets = sum(row["reached"] is not None for row in rows)
+    lines = ["", f"{targets - len(behind)} of {targets} targets are reached."]
+    for title, some in (("Targets that are not", behind), ("Rows without a target where the peer is faster", slower)):
+        lines += ["", f"**{title}:**" if some else f"**{title}:** none."]
+        if some:
+            lines += ["", *table([cells(row) for row in some])]
+    return lines
+
+
+def write(found: dict[str, dict[str, Any]]) -> None:
+    """The page and its pictures."""
+    lines = [_HEAD, "## Machine and versions", "", *machine(found), "", "## Where we lose", *missed(found)]
+    points = [point for result in found.values() for point in result["points"]]
+    for picture, (title, axis) in PICTURES.items():
+        some = [point for point in points if point["picture"] == picture]
+        if some:
+            draw(picture, title, axis, some)
+            lines += ["", f"## {title}", "", f"![{title}](benches/plots/{picture}.svg)", "", *grid(some, axis)]
+    for name, title in SECTIONS.items():
+        rows = found.get(name, {}).get("rows")
+        if rows:
+            rounds = sorted({row["rounds"] for row in rows})
+            lines += ["", f"## {title}", "", *table([cells(row) for row in rows])]
+            lines += ["", f"[{name}.py](benches/{name}.py), rounds: {', '.join(map(str, rounds))}"]
+    PAGE.write_text("\n".join(lines) + "\n")
+    print(f"written: {PAGE}")
+
+
+# ---- pictures ----
+
+
+def by_side(points: list[dict[str, Any]]) -> dict[str, list[tuple[float, list[float]]]]:
+    """Side to (x, samples), in the order of x."""
+    sides: dict[str, list[tuple[float, list[float]]]] = {}
+    for point in points:
+        sides.setdefault(point["side"], []).append((point["x"], point["samples"]))
+    return {side: sorted(values) for side, values in sides.items()}
+
+
+def grid(points: list[dict[str, Any]], axis: str) -> list[str]:
+    """The numbers of a picture as a table."""
+    sides = by_side(points)
+    places = sorted({point["x"] for point in points})
+    rows = []
+    for x in places:
+        medians = [dict(values).get(x) for values in sides.values()]
+        rows.append([f"{x:,.0f}", *("" if s is None else seconds(statistics.median(s), "s") for s in medians)])
+    head = [axis, *sides]
+    return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def draw(picture: str, title: str, axis: str, points: list[dict[str, Any]]) -> None:
+    """Lines of medians with a band from the first to the third quartile, both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    settings = {"svg.hashsalt": "safeload", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
+    with matplotlib.rc_context({**settings, "axes.spines.right": False}):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for side, values in by_side(points).items():
+            ours = side.startswith("safeload")
+            x = [place for place, _ in values]
+            (line,) = axes.plot(
+                x,
+                [statistics.median(s) for _, s in values],
+                marker="o",
+                markersize=3,
+                label=side,
+                ls="-" if ours else "--",
+            )
+            quartiles = [statistics.quantiles(s, n=4, method="inclusive") for _, s in values]
+            axes.fill_between(
+                x, [q[0] for q in quartiles], [q[2] for q in quartiles], color=line.get_color(), alpha=0.15
+            )
+        axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="seconds", title=title)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(frameon=False)
+        PLOTS.mkdir(exist_ok=True)
+        figure.savefig(PLOTS / f"{picture}.svg", metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("benches", nargs="*", metavar="NAME", help="files of benches to run; all by default")
+    parser.add_argument("--only-write", action="store_true", help="run none")
+    options = parser.parse_args()
+    unknown = sorted(set(options.benches) - set(SECTIONS))
+    if unknown:
+        parser.error(f"there is no {unknown[0]}; there are {', '.join(SECTIONS)}")
+    if not options.only_write:
+        run(options.benches or list(SECTIONS))
+    write(read())
+
+
+if __name__ == "__main__":
+    main()
