@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from . import dtypes, jobs, log, statistics
 from . import schema as schemas
 from .checkpoint import Checkpoint
 from .checks import files, names, values
-from .checks.findings import Finding, Limits, ValidationReport, error
+from .checks.findings import Limits, ValidationReport, error
 from .checks.names import Known
 from .errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError, os_error
 from .files import Array, PathLike, native_path
@@ -182,7 +183,7 @@ def _validate_array(
     if shape is not None:
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
             raise TypeError(f"shape must be a tuple of whole numbers and None, not {shape!r}")
-        if not names._fits(known.shape, tuple(shape)):
+        if not names.fits(known.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, wanted is [{sizes}]")])
     return _validate_tensors(report, {ARRAY: x}, wanted._replace(choose=False, schema=None))
@@ -194,7 +195,7 @@ def _validate_tensors(
     config, limits = wanted.config, wanted.limits
     known = known_tensors(given)
     report.tensors = len(known)
-    report.parameters = sum(_elements(tensor.shape) for tensor in known.values())
+    report.parameters = sum(math.prod(tensor.shape) for tensor in known.values())
     if isinstance(given, Checkpoint):
         config = given.config if config is None else config
         report.format, report.files, report.nbytes = given.format, list(given.files), given.nbytes
@@ -286,13 +287,3 @@ def _known_of(value: Any) -> Known:
     array = np.asarray(value)
     row = dtypes.BY_NAME.get(array.dtype.name)
     return Known(array.dtype.name, array.shape, row is not None and row.floating, False)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
-__all__ = ["Finding", "Limits", "ValidationReport", "validate"]

@@ -71,7 +71,7 @@ def check_schema(choice: Choice, config: Mapping[str, Any] | None, tensors: Mapp
     yield from _check_unexpected(choice, wanted, tensors)
     for name in found:
         shape = wanted[name].shape
-        if shape is not None and not _fits(tensors[name].shape, shape):
+        if shape is not None and not fits(tensors[name].shape, shape):
             said = ", ".join(wanted[name].entry.shape or ())
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             yield error(
@@ -79,7 +79,8 @@ def check_schema(choice: Choice, config: Mapping[str, Any] | None, tensors: Mapp
             )
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+def fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    """Whether a shape is the wanted one, in which None stands for any size."""
     return len(shape) == len(wanted) and all(b is None or a == b for a, b in zip(shape, wanted, strict=True))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import sources
+from .. import dtypes, sources
 from ..checkpoint import Checkpoint
 from ..files import Array
 from ..quantized import INT8, QuantizedTensor
@@ -83,8 +83,7 @@ def check_scales(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[
     if place is None or value.data.size == 0:
         return
     at, count = place
-    size = value.data.size * _block_of(value) // math.prod(value.shape)
-    blocks = np.ascontiguousarray(value.data).reshape(-1, size)
+    blocks = np.ascontiguousarray(value.data).reshape(-1, dtypes.BLOCK_TYPES[value.scheme].block_bytes)
     scales = np.ascontiguousarray(blocks[:, at : at + 2 * count]).view("<f2")
     bad = ~np.isfinite(scales).all(axis=1)
     if bad.any():
@@ -92,12 +91,6 @@ def check_scales(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[
         shown = ", ".join(str(scale) for scale in scales[block])
         of = f"{int(bad.sum()):,} of {len(blocks):,} blocks have a scale that is not finite"
         yield error("quantization.scale", name, f"{of}, the first is block {block} with {shown}")
-
-
-def _block_of(value: QuantizedTensor) -> int:
-    from .. import dtypes
-
-    return dtypes.BLOCK_TYPES[value.scheme].block
 
 
 def _check_int8(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[Finding]:
