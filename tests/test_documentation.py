@@ -1,0 +1,65 @@
+"""The examples of README.md, of docs/ and of docstrings are run, and their output compared with what is shown."""
+
+import doctest
+import pkgutil
+import re
+import shutil
+from importlib import import_module
+
+import numpy as np
+import pytest
+from doc_examples import FLAGS, PAGES, ROOT, examples_of, make_files
+from sybil.example import SybilFailure
+
+import safeload
+
+# Languages of blocks that are not run; "sh" is for what needs a network or a large model.
+NOT_RUN = {"sh", "json", "text"}
+
+as_numpy_2_prints = pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="written with numpy 2")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@as_numpy_2_prints
+@pytest.mark.skipif(shutil.which("bash") is None, reason="console examples are run by bash")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_examples_of_a_page_do_what_they_show(page, folder):
+    failures = []
+    for example in examples_of(page):
+        try:
+            example.evaluate()
+        except SybilFailure as failure:
+            failures.append(str(failure))
+    assert not failures, "\n\n".join(failures)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_block_is_run_or_of_a_language_that_cannot_be(page):
+    opened = re.findall(r"^```(.*)$", page.read_text("utf-8"), re.MULTILINE)[::2]
+    assert set(opened) <= {"pycon", "console", *NOT_RUN} | {text for text in opened if text.startswith("{")}
+
+
+def _tests_of_docstrings():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    names = ["safeload", *sorted(module.name for module in pkgutil.walk_packages(safeload.__path__, "safeload."))]
+    for name in names:
+        if not name.endswith(("__main__", "_core")):
+            yield from (test for test in finder.find(import_module(name)) if test.examples)
+
+
+_DOCSTRINGS = list(_tests_of_docstrings())
+
+
+@as_numpy_2_prints
+@pytest.mark.parametrize("test", _DOCSTRINGS, ids=lambda test: test.name)
+def test_examples_of_docstrings_do_what_they_show(test, folder):
+    said = []
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append)
+    assert result.attempted
+    assert not result.failed, "".join(said)
