@@ -26,16 +26,19 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def _failure_of(example):
+    try:
+        example.evaluate()
+    except SybilFailure as failure:
+        return str(failure)
+    return None
+
+
 @as_numpy_2_prints
 @pytest.mark.skipif(shutil.which("bash") is None, reason="console examples are run by bash")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_examples_of_a_page_do_what_they_show(page, folder):
-    failures = []
-    for example in examples_of(page):
-        try:
-            example.evaluate()
-        except SybilFailure as failure:
-            failures.append(str(failure))
+    failures = [failure for example in examples_of(page) if (failure := _failure_of(example))]
     assert not failures, "\n\n".join(failures)
 
 
