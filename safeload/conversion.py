@@ -36,7 +36,7 @@ Output = Lazy | LazyQuantized
 
 
 def convert(
-    src: Source | Sequence[PathLike],
+    src: Source | Sequence[Source],
     dst: PathLike,
     *,
     dtype: Any = None,
@@ -54,12 +54,13 @@ def convert(
     one). What a format cannot hold is refused before anything is written, with the name of the tensor.
 
     Args:
-        src: what to read: a path, an open `Checkpoint`, a dict of arrays, or several paths whose tensors are merged.
+        src: what to read: a path, an open `Checkpoint` (``open(path, root="state_dict")``, say), a dict of arrays; or a
+            list of these, whose tensors are merged.
         dst: what to write, by its suffix: ".safetensors", ".gguf", ".npz", ".moon" or ".bin" (both MOON). With
             ``max_shard_size`` a folder of safetensors shards with an index (and the source's ``config.json``).
         dtype: what floating tensors become, and quantized ones are restored to.
         quantize: "int8", "q4_0", "q8_0" or a dict for mixed precision, as in `load_quantized`: matrices are quantized,
-            the same kept. For ".gguf" Q4_0 is what llama.cpp's reference makes, else DESIGN's absmax rounding.
+            the same kept. Q4_0 is rounded by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
         layout: stacks layers, see `stack`; the result has its tensors in its order, and no others.
         names: exact names of the tensors to take; None for all.
         max_shard_size: bytes, or text such as "500MB" or "5GB"; a larger tensor has a shard of its own.
@@ -130,13 +131,13 @@ def _check_free(path: str, folder: bool, overwrite: bool) -> None:
 # ---- read ----
 
 
-def _open_all(src: Source | Sequence[PathLike], stack: ExitStack) -> list[Checkpoint | Mapping[str, Any]]:
+def _open_all(src: Source | Sequence[Source], stack: ExitStack) -> list[Checkpoint | Mapping[str, Any]]:
     if isinstance(src, Mapping):
         return [src]
-    paths = [src] if isinstance(src, (str, os.PathLike)) else list(src)
-    if not paths:
+    given = [src] if isinstance(src, (str, os.PathLike)) else list(src)
+    if not given:
         raise ValueError("there is nothing to convert: no source")
-    return [stack.enter_context(checkpoints.open(path)) for path in paths]
+    return [one if isinstance(one, Mapping) else stack.enter_context(checkpoints.open(one)) for one in given]
 
 
 class _Part(NamedTuple):
@@ -162,7 +163,7 @@ class _Merged:
         for origin in origins:
             if isinstance(origin, Checkpoint):
                 found = {name: _Part(origin, (file, index)) for name, file, index in origin._parts()}
-                self.metadata.update(origin.metadata)
+                self.metadata.update(_metadata_of(origin))
                 self.config = self.config or origin.config
             else:
                 found = {name: _Part(origin, None) for name in origin}
@@ -194,6 +195,13 @@ class _Merged:
             return sources.of_file(part.origin, name, *part.place)
         value = part.origin[name]
         return value if isinstance(value, QuantizedTensor) else sources.of_array(name, value)
+
+
+def _metadata_of(origin: Checkpoint) -> Mapping[str, Any]:
+    """Its metadata, without what an index says of its own files: the result has other ones."""
+    if origin._where is None:
+        return origin.metadata
+    return {key: value for key, value in origin.metadata.items() if key != "total_size" or isinstance(value, str)}
 
 
 def _where(part: _Part) -> str:

@@ -350,6 +350,19 @@ def test_convert(folder, capsys):
     assert load_file("out.safetensors")["b"].dtype == np.float32
 
 
+def test_convert_takes_a_part_of_a_torch_checkpoint(data, folder, capsys):
+    checkpoint = data / "torch" / "checkpoint.pt"
+    status, _, err = run(capsys, "convert", checkpoint, "out.safetensors", "--root", "model_state_dict")
+    assert (status, err) == (0, "")
+    assert sorted(load_file("out.safetensors")) == ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"]
+    foreign = {"state_dict": {"w": tensor(Storage("0", np.ones(4, np.float32)), (4,))}, "by": Call(Ref("my", "Class"))}
+    (folder / "foreign.pt").write_bytes(zip_file(foreign))
+    assert run(capsys, "convert", "foreign.pt", "w.npz")[0] == 1
+    status, _, err = run(capsys, "convert", "foreign.pt", "w.npz", "--unknown-globals", "inert", "--root", "state_dict")
+    assert (status, err) == (0, "")
+    assert list(safeload.load("w.npz")) == ["w"]
+
+
 def test_bench(folder, capsys):
     status, out, err = run(capsys, "bench", "good.safetensors", "--rounds", "1")
     assert (status, err) == (0, "")

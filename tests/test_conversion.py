@@ -137,6 +137,7 @@ def test_shards_and_back(source, tmp_path, limit, count):
         assert opened.config == {"model_type": "llama"}
     convert(folder, tmp_path / "back.safetensors")
     same(load_file(tmp_path / "back.safetensors"), load_file(source))
+    assert "total_size" not in safeload.open(tmp_path / "back.safetensors").metadata  # the index's own, of other files
     with pytest.raises(FileExistsError):
         convert(source, folder, max_shard_size=limit)
     convert(source, folder, max_shard_size=limit, overwrite=True)

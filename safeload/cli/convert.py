@@ -6,15 +6,17 @@ import argparse
 import json
 import os
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from .. import checkpoint, conversion, layouts
 from ..stacking import Layout
 from ..text import plural, printable, size
-from .common import add_command, bar
+from .common import add_command, add_opening, add_threads, bar, open_path
 
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
+  safeload convert training.ckpt model.safetensors --root state_dict
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
@@ -44,7 +46,8 @@ def register(commands: Any) -> None:
     parser.add_argument("--name", metavar="TENSOR", action="append", help="only this tensor; may be given often")
     parser.add_argument("--max-shard-size", metavar="SIZE", help='shards of at most so many bytes: "500MB", "5GB"')
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
-    parser.add_argument("--threads", type=int, help="for reading and converting; as many as help by default")
+    add_opening(parser)
+    add_threads(parser)
     parser.add_argument("--json", action="store_true", help="what was written as one JSON object")
     parser.set_defaults(run=run)
 
@@ -52,9 +55,9 @@ def register(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Converts; returns the exit status."""
     started = time.perf_counter()
-    with bar("convert") as progress:
+    with ExitStack() as stack, bar("convert") as progress:
         conversion.convert(
-            options.source,
+            [stack.enter_context(open_path(path, options)) for path in options.source],
             options.destination,
             dtype=options.dtype,
             quantize=options.quantize,
