@@ -14,6 +14,7 @@ from .jobs import Progress
 from .loading import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
 from .slicing import read_slice
 from .tensor import TensorInfo, missing
+from .text import plural
 
 
 class Checkpoint(Mapping[str, Value]):
@@ -113,7 +114,9 @@ class Checkpoint(Mapping[str, Value]):
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
-        return f"<Checkpoint {self._path!r}: {self.format}, {len(self)} tensors, {self.nbytes:,} bytes{state}>"
+        return (
+            f"<Checkpoint {self._path!r}: {self.format}, {plural(len(self), 'tensor')}, {self.nbytes:,} bytes{state}>"
+        )
 
     @property
     def nbytes(self) -> int:

@@ -127,8 +127,8 @@ class DiffReport:
                 lines.append(f"... and {len(unequal) - len(shown):,} more")
         lines.append("")
         equal = len(self.tensors) - len(unequal)
-        verdict = "the same" if self.same else f"{plural(len(unequal), 'tensor')} with other values"
-        lines.append(f"{verdict}: {plural(equal, 'tensor')} equal of {len(self.tensors):,} compared")
+        verdict = "the same" if self.same else "different"
+        lines.append(f"{verdict}: {equal:,} of {plural(len(self.tensors), 'tensor')} in both have equal values")
         return lines
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ from .jobs import read_small
 from .loading import check_backend, load_parts, parts_of
 from .slicing import as_index, read_slice
 from .tensor import TensorMeta
+from .text import plural
 
 # A first view of a tensor below this size would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10
@@ -145,7 +146,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         return _reopen, (type(self), self._arguments, self._backend)
 
     def __repr__(self) -> str:
-        state = "closed" if self._file is None else f"{self._file.table.count} tensors"
+        state = "closed" if self._file is None else plural(self._file.table.count, "tensor")
         return f"<{type(self).__name__} {self._arguments[0]!r}: {state}>"
 
 

@@ -317,14 +317,14 @@ other dtype
 other values  max    rms    cosine  unequal
 a.weight      0.5   0.25  0.993399        1
 
-1 tensor with other values: 2 tensors equal of 3 compared
+different: 2 of 3 tensors in both have equal values
 """
 
 
 def test_diff(folder, capsys):
     status, out, err = run(capsys, "diff", "good.safetensors", "good.safetensors")
     assert (status, err) == (0, "")
-    assert out == "a: good.safetensors\nb: good.safetensors\n\nthe same: 3 tensors equal of 3 compared\n"
+    assert out == "a: good.safetensors\nb: good.safetensors\n\nthe same: 3 of 3 tensors in both have equal values\n"
     other = {**GOOD, "a.weight": X + np.float32([[0, 0], [0.5, 0]]), "b": np.ones(4, np.float32), "new": X}
     save_file(other, "other.safetensors")
     status, out, err = run(capsys, "diff", "good.safetensors", "other.safetensors")

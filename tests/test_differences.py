@@ -30,7 +30,7 @@ def test_the_same(llama, tmp_path):
         assert report.within(0)
         assert set(report.tensors.values()) == {EQUAL}
         assert report.tensors.keys() == tensors.keys()
-    assert str(report).endswith("the same: 30 tensors equal of 30 compared")
+    assert str(report).endswith("the same: 30 of 30 tensors in both have equal values")
 
 
 def test_structure():
@@ -133,7 +133,7 @@ def test_the_largest_difference_comes_first():
     lines = report.lines(80, rows=2)
     assert "... and 2 more" in lines
     assert all(len(line) <= 80 for line in report.lines(80))
-    assert lines[-1] == "4 tensors with other values: 1 tensor equal of 5 compared"
+    assert lines[-1] == "different: 1 of 5 tensors in both have equal values"
 
 
 def test_progress(llama):
