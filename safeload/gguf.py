@@ -22,8 +22,8 @@ def save_file(
 ) -> None:
     """Writes a GGUF file (version 3) in the order of ``tensors``, atomically and without a second copy of the data.
 
-    Metadata that came from a GGUF file (`Checkpoint.metadata`, or a dict of its items) keeps its types. Of other values
-    these types are made:
+    Metadata that came from a GGUF file (``Checkpoint.metadata``, or a dict of its items) keeps its types. Of other
+    values these types are made:
 
     - str: string; bool: bool;
     - int: the first of i32, u32, i64, u64 that holds it; llama.cpp wants u32 for most of its keys: ``np.uint32(32)``;

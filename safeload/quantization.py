@@ -359,7 +359,7 @@ def load_quantized(
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
-        scheme: "int8", "q4_0" or "q8_0"; or pattern (as `fnmatch` has them) to scheme for mixed precision, where the
+        scheme: "int8", "q4_0" or "q8_0"; or pattern (as ``fnmatch`` has them) to scheme for mixed precision, where the
             first that matches counts, None keeps, and any pattern but "*" is stronger than `KEPT_NAMES`.
         keep: patterns of names to keep, or a function of the name.
         tie_lm_head: False to leave out the tied head.

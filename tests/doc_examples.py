@@ -15,6 +15,7 @@ from sybil import Document, Example, Region, Sybil
 from sybil.evaluators.doctest import DocTestEvaluator, OutputChecker
 from sybil.parsers.abstract.doctest import DocTestStringParser
 from sybil.parsers.markdown import CodeBlockParser
+from torch_build import Call, Ref, Storage, tensor, zip_file
 
 from safeload.numpy import save_file
 
@@ -100,4 +101,9 @@ def make_files(folder: Path) -> None:
     tensors["model.norm.weight"][63] = np.nan
     (folder / "broken-llama").mkdir()
     write_folder(folder / "broken-llama", config, tensors)
+    lightning = {
+        "state_dict": {"w": tensor(Storage("0", np.ones(4, np.float32)))},
+        "by": Call(Ref("my.module", "Config")),
+    }
+    (folder / "lightning.ckpt").write_bytes(zip_file(lightning))
     save_file({"scores": np.float32([0.25, np.inf])}, folder / "inf.safetensors")

@@ -66,3 +66,38 @@ def test_examples_of_docstrings_do_what_they_show(test, folder):
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append)
     assert result.attempted
     assert not result.failed, "".join(said)
+
+
+def test_the_guide_lists_every_code_of_a_finding():
+    package = ROOT / "safeload"
+    sources = [*(package / "checks").glob("*.py"), package / "validation.py", package / "manifest.py"]
+    kinds = "file|index|model|schema|array|layers|value|quantization|manifest|tensor|dtype|head"
+    used = {code for path in sources for code in re.findall(rf'"((?:{kinds})\.[a-z_]+)"', path.read_text("utf-8"))}
+    page = (ROOT / "docs" / "guide" / "validating.md").read_text("utf-8")
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`([a-z]+\.[a-z_]+)`", rows)) == used - {"index.json"}
+
+
+def _limits():
+    """Name to values of the constants of the code: those of several formats share a name."""
+    found = {}
+    for path in (*(ROOT / "safeload").rglob("*.py"), *(ROOT / "csrc").glob("*.[ch]")):
+        text = path.read_text("utf-8").replace("(uint64_t)", "")
+        for name, value in re.findall(
+            r"^(?:#define )?((?:SL_[A-Z]+_)?MAX_\w+)(?: =)? \(?([0-9_]+(?: << \d+)?)\b", text, re.MULTILINE
+        ):
+            number, _, shift = value.replace("_", "").partition(" << ")
+            found.setdefault(name, set()).add(int(number) << int(shift or 0))
+    return found
+
+
+def test_the_threat_model_has_the_limits_of_the_code():
+    page = (ROOT / "docs" / "threat-model.md").read_text("utf-8")
+    units = {"": 1, " MiB": 1 << 20, " GiB": 1 << 30}
+    limits = _limits()
+    said = re.findall(r"([\d,]+)( [MG]iB)?[a-z ]*\(`(\w+)`\)", page)
+    assert len(said) == page.count("MAX_") > 15
+    wrong = [
+        (name, number) for number, unit, name in said if int(number.replace(",", "")) * units[unit] not in limits[name]
+    ]
+    assert not wrong

@@ -1,0 +1,56 @@
+"""Configuration of Sphinx. `docs/build.sh` builds the site; the safeload that is installed gives the API reference."""
+
+from typing import Any
+
+import safeload
+
+project = "safeload"
+author = "The safeload authors"
+project_copyright = author
+release = version = safeload.__version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+html_theme = "furo"
+html_title = f"safeload {release}"
+html_copy_source = False
+html_show_sourcelink = False
+
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+
+# A name in a docstring's backquotes is looked up, and one that is not found fails the build.
+default_role = "py:obj"
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:(class|exc)", r"(?!safeload).*"),  # annotations that are not ours: they have no pages here
+]
+
+napoleon_use_ivar = True  # attributes as a list beside the parameters, not as members once more
+napoleon_use_rtype = False
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_type_aliases = {name: name for name in ("Array", "PathLike", "Progress", "Backend", "Scheme", "Keep", "Value")}
+python_maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+add_module_names = False
+
+
+def skip_member(app: Any, kind: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+    """Leaves out fields of named tuples, which the class's docstring lists."""
+    return True if (getattr(member, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
+def find_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Resolves a name without its module, as docstrings have them."""
+    domain, target = env.get_domain("py"), node.get("reftarget", "")
+    found = [name for name in domain.objects if name in (f"safeload.{target}", f"safeload.quantization.{target}")]
+    if node.get("reftype") != "obj" or not found:
+        return None
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, content)
+
+
+def setup(app: Any) -> None:
+    """Connects the above to Sphinx."""
+    app.connect("missing-reference", find_short_name)
+    app.connect("autodoc-skip-member", skip_member)
