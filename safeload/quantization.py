@@ -242,7 +242,8 @@ class Summary(NamedTuple):
 
     def __str__(self) -> str:
         ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
-        lines = [f"{self.bytes_before:,} bytes became {self.bytes_after:,} ({ratio:.2f} times smaller)"]
+        times = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
+        lines = [f"{self.bytes_before:,} bytes became {self.bytes_after:,} ({times})"]
         for verb, groups in (("quantized to", self.quantized), ("kept:", self.kept)):
             counts: dict[str, list[str]] = {}
             for name, what in groups.items():

@@ -318,6 +318,11 @@ def test_a_llama_folder(folder, scheme):
     assert f"13 quantized to {scheme}" in str(summary)
 
 
+def test_a_summary_says_what_grew():
+    grown = load_quantized({"norm": np.ones(5, np.float16)}).summary
+    assert str(grown).startswith("10 bytes became 20 (2.00 times larger)")
+
+
 def test_the_same_from_a_checkpoint_and_from_a_dict(folder):
     path, tensors = folder
     from_path = load_quantized(path, "q4_0", rounding="ggml")
