@@ -1,5 +1,6 @@
 """Configuration of Sphinx. `docs/build.sh` builds the site; the safeload that is installed gives the API reference."""
 
+import re
 from typing import Any
 
 import safeload
@@ -12,6 +13,8 @@ release = version = safeload.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
 html_theme = "furo"
 html_title = f"safeload {release}"
+html_static_path = ["_static"]
+html_css_files = ["safeload.css"]
 html_copy_source = False
 html_show_sourcelink = False
 
@@ -29,16 +32,24 @@ napoleon_use_ivar = True  # attributes as a list beside the parameters, not as m
 napoleon_use_rtype = False
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_type_aliases = {name: name for name in ("Array", "PathLike", "Progress", "Backend", "Scheme", "Keep", "Value")}
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
-add_module_names = False
 
 
 def skip_member(app: Any, kind: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
     """Leaves out fields of named tuples, which the class's docstring lists."""
     return True if (getattr(member, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
+def shorten_signature(
+    app: Any, kind: str, name: str, thing: Any, options: Any, args: str | None, result: str | None
+) -> Any:
+    """Shows aliases within a type by their names, as those that stand alone are."""
+    return tuple(
+        None if text is None else re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (args, result)
+    )
 
 
 def find_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
@@ -53,4 +64,5 @@ def find_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 def setup(app: Any) -> None:
     """Connects the above to Sphinx."""
     app.connect("missing-reference", find_short_name)
+    app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-skip-member", skip_member)
