@@ -52,10 +52,14 @@ def shorten_signature(
     )
 
 
+# Where names are looked up that stand without their module.
+_MODULES = ("safeload", "safeload.quantization", "safeload.statistics")
+
+
 def find_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     """Resolves a name without its module, as docstrings have them."""
     domain, target = env.get_domain("py"), node.get("reftarget", "")
-    found = [name for name in domain.objects if name in (f"safeload.{target}", f"safeload.quantization.{target}")]
+    found = [name for name in domain.objects if name in {f"{module}.{target}" for module in _MODULES}]
     if node.get("reftype") != "obj" or not found:
         return None
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, content)

@@ -181,6 +181,11 @@ class Checkpoint(Mapping[str, Value]):
             threads: for what is read; None for what helps.
             progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
 
+        Returns:
+            Name to array: writable, aligned; C-contiguous but for strided tensors of torch, which are views. A
+            quantized tensor is a `QuantizedTensor` unless ``dtype`` restores it. BF16 and F8 tensors have ml_dtypes
+            dtypes, F4 and F6 ones are raw uint8 unless ``dtype`` decodes them.
+
         Raises:
             TensorNotFoundError: an unknown name.
             UnsupportedError: a conversion that there is not.
@@ -268,6 +273,9 @@ def open(
             around them. They are neither imported nor called; what one was given as its state has the step ``<state>``
             in names, its arguments ``<args>``.
 
+    Returns:
+        The open checkpoint; ``with safeload.open(path) as checkpoint:`` closes it.
+
     Raises:
         FormatError: the file breaks its format, or an index its folder.
         ForbiddenError: foreign globals in a pickle.
@@ -275,6 +283,12 @@ def open(
         LimitError: a named limit is exceeded.
         TensorNotFoundError: there is no such root; the message lists what is there.
         OSError: the system's own errors; FileNotFoundError and PermissionError among them.
+
+    Example:
+        >>> import safeload
+        >>> with safeload.open("model.safetensors") as checkpoint:
+        ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
+        ('F32', (128,))
     """
     if format is not None and format not in opening.FORMATS:
         raise ValueError(f"format is {format!r}, known are {', '.join(opening.FORMATS)}")
@@ -319,6 +333,30 @@ def load(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Opens a checkpoint, loads it and closes it: `open` and `Checkpoint.load` in one call, with their arguments."""
+    """Opens a checkpoint, loads it and closes it.
+
+    Args:
+        path: see `open`.
+        names: see `Checkpoint.load`.
+        format: see `open`.
+        root: see `open`.
+        unknown_globals: see `open`.
+        dtype: see `Checkpoint.load`.
+        backend: see `Checkpoint.load`.
+        out: see `Checkpoint.load`.
+        threads: see `Checkpoint.load`.
+        progress: see `Checkpoint.load`.
+
+    Returns:
+        Name to array, see `Checkpoint.load`.
+
+    Raises:
+        SafeloadError, OSError, ValueError: see `open` and `Checkpoint.load`.
+
+    Example:
+        >>> import safeload
+        >>> safeload.load("tiny-llama", ["model.norm.weight"], dtype="float32")["model.norm.weight"].dtype
+        dtype('float32')
+    """
     with open(path, format=format, root=root, unknown_globals=unknown_globals) as checkpoint:
         return checkpoint.load(names, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress)

@@ -91,6 +91,9 @@ class DiffReport:
         Args:
             columns: width.
             rows: of each list, more are counted; None for all.
+
+        Returns:
+            Lines without line ends.
         """
         lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
 
@@ -165,6 +168,9 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
         b: likewise.
         threads: None for what helps.
         progress: a callable that gets (bytes_done, bytes_total), of the values as float64.
+
+    Returns:
+        The report; ``same`` and ``within`` judge it.
 
     Raises:
         FormatError, UnsupportedError, OSError: see `safeload.open`.

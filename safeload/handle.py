@@ -94,7 +94,20 @@ class safe_open:  # noqa: N801 - safetensors' name
         return arrays[name]
 
     def get_tensors(self, *, dtype: Any = None, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
-        """All tensors, in the order of their bytes; ``dtype`` and ``out`` as in `safeload.numpy.load_file`."""
+        """All tensors, in the order of their bytes.
+
+        Args:
+            dtype: what floating tensors are converted to, see `safeload.numpy.load_file`.
+            out: arrays to fill, by name, see `safeload.numpy.load_file`.
+
+        Returns:
+            Name to array.
+
+        Raises:
+            UnsupportedError: a conversion that there is not.
+            ValueError: an array of ``out`` that does not fit.
+            FormatError, OSError: the file ends too early, or cannot be read.
+        """
         file = self._opened()
         return load_parts(parts_of(file), backend=self._backend, dtype=dtype, out=out)[0]
 

@@ -145,6 +145,9 @@ def quantize(
             a value is refused.
         threads: None for what helps.
 
+    Returns:
+        The quantized tensor; ``out`` if it was given.
+
     Raises:
         RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with the index of the first.
         ValueError: no such scheme or rounding, an axis that is not there, rows that are not whole blocks, an ``out``
@@ -369,6 +372,9 @@ def load_quantized(
         threads: None for what helps.
         progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
 
+    Returns:
+        Name to array or `QuantizedTensor`, in the order of the source; its ``summary`` says what was kept and why.
+
     Raises:
         RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with tensor and index.
         ValueError: wrong arguments.
@@ -471,6 +477,9 @@ def quantization_error(
         source: the original values: an array, a dict of arrays, a `Checkpoint` or a path.
         quantized: what became of them: a `QuantizedTensor` for an array, else a dict (as `load_quantized` gives it), a
             `Checkpoint` or a path. A tied head is compared with the embedding.
+
+    Returns:
+        A `QuantizationError` for one tensor, else a dict of them by name, of the quantized tensors only.
 
     Raises:
         TensorNotFoundError: a quantized tensor is not in the source.

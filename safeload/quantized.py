@@ -70,6 +70,9 @@ class QuantizedTensor:
             out: C-contiguous array of that dtype and of the tensor's shape to fill; None for a new one.
             threads: None for what helps.
 
+        Returns:
+            An array of ``shape``; ``out`` if it was given.
+
         Raises:
             UnsupportedError: there is no kernel for this scheme, or no conversion to this dtype.
             ValueError: ``out`` does not fit.

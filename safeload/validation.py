@@ -69,6 +69,9 @@ def validate(
         threads: None for what helps.
         progress: a callable that gets (bytes_done, bytes_total).
 
+    Returns:
+        The report; it is false when there are errors.
+
     Raises:
         ValueError, TypeError: wrong arguments.
         FormatError: a schema or config given by path that is none.

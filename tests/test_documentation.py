@@ -1,6 +1,7 @@
 """The examples of README.md, of docs/ and of docstrings are run, and their output compared with what is shown."""
 
 import doctest
+import inspect
 import pkgutil
 import re
 import shutil
@@ -101,3 +102,40 @@ def test_the_threat_model_has_the_limits_of_the_code():
         (name, number) for number, unit, name in said if int(number.replace(",", "")) * units[unit] not in limits[name]
     ]
     assert not wrong
+
+
+def _public():
+    """Every public function and class, and the public methods of these, by name."""
+    modules = [safeload, safeload.numpy, safeload.gguf, safeload.moon]
+    for place, name in [(module, name) for module in modules for name in module.__all__]:
+        value = getattr(place, name)
+        if callable(value) and value is not safeload.stats:  # a stand-in so far
+            yield f"{place.__name__}.{name}", value
+        for method in vars(value) if inspect.isclass(value) and not issubclass(value, BaseException) else ():
+            if not method.startswith("_") and callable(getattr(value, method)):
+                yield f"{place.__name__}.{name}.{method}", getattr(value, method)
+
+
+_PUBLIC = list(_public())
+
+
+@pytest.mark.parametrize("thing", [value for _, value in _PUBLIC], ids=[name for name, _ in _PUBLIC])
+def test_every_public_name_says_what_it_takes_gives_and_raises(thing):
+    text = inspect.getdoc(thing)
+    assert text
+    if inspect.isclass(thing):
+        return  # its attributes are what its constructor takes
+    signature = inspect.signature(thing)
+    parameters = [name for name in signature.parameters if name != "self"]
+    if len(parameters) > 1:  # of a single one the summary tells
+        assert not [name for name in parameters if not re.search(rf"^ +{name}: ", text, re.MULTILINE)]
+        assert "Returns:" in text or signature.return_annotation == "None"
+
+
+def test_the_reference_has_every_public_name():
+    reference = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = set(re.findall(r"^\.\. \w+:: ([\w.]+)", reference, re.MULTILINE))
+    names = {f"safeload.{name}" for name in safeload.__all__ if not name.startswith("_")}
+    for module in (safeload.numpy, safeload.gguf, safeload.moon, safeload.layouts):
+        names |= {f"{module.__name__}.{name}" for name in module.__all__}
+    assert names <= listed

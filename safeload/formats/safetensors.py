@@ -265,6 +265,13 @@ def _check_specs(tensor_dict: Mapping[str, TensorSpec]) -> None:
 def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """The file that holds the described memory, as bytes.
 
+    Args:
+        tensor_dict: name to what its memory holds; the caller keeps that alive and unchanged.
+        metadata: text to text for the header, written in ascending order of keys.
+
+    Returns:
+        The file's content.
+
     Raises:
         TypeError: a value is not a `TensorSpec`.
         SafetensorError: a length that does not fit its shape, or a name the format does not have.
@@ -277,6 +284,11 @@ def serialize_file(
     tensor_dict: Mapping[str, TensorSpec], filename: PathLike, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes the described memory into a file, atomically and durably.
+
+    Args:
+        tensor_dict: name to what its memory holds; the caller keeps that alive and unchanged.
+        filename: see `safeload.numpy.save_file`.
+        metadata: text to text for the header, written in ascending order of keys.
 
     Raises:
         TypeError: a value is not a `TensorSpec`.
