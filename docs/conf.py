@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from sphinx.domains.python import PyObject
+
 import safeload
 
 project = "safeload"
@@ -67,6 +69,9 @@ def find_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 def setup(app: Any) -> None:
     """Connects the above to Sphinx."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     app.connect("missing-reference", find_short_name)
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-skip-member", skip_member)
