@@ -55,6 +55,24 @@ def register(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Converts; returns the exit status."""
     started = time.perf_counter()
+    try:
+        _convert(options)
+    except FileExistsError as error:
+        raise FileExistsError(error.errno, "File exists, --overwrite replaces it", error.filename) from None
+    seconds = time.perf_counter() - started
+    with checkpoint.open(options.destination) as written:
+        nbytes = sum(os.path.getsize(path) for path in written.files)
+        if options.json:
+            result = {"files": written.files, "format": written.format, "tensors": len(written), "nbytes": nbytes}
+            print(json.dumps({**result, "seconds": round(seconds, 3)}, indent=1))
+        else:
+            files = f" in {len(written.files)} files" if len(written.files) > 1 else ""
+            what = f"{written.format}, {plural(len(written), 'tensor')}, {size(nbytes)}{files}"
+            print(f"{printable(options.destination)}: {what}")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> None:
     with ExitStack() as stack, bar("convert") as progress:
         conversion.convert(
             [stack.enter_context(open_path(path, options)) for path in options.source],
@@ -68,17 +86,6 @@ def run(options: argparse.Namespace) -> int:
             threads=options.threads,
             progress=progress,
         )
-    seconds = time.perf_counter() - started
-    with checkpoint.open(options.destination) as written:
-        nbytes = sum(os.path.getsize(path) for path in written.files)
-        if options.json:
-            result = {"files": written.files, "format": written.format, "tensors": len(written), "nbytes": nbytes}
-            print(json.dumps({**result, "seconds": round(seconds, 3)}, indent=1))
-        else:
-            files = f" in {len(written.files)} files" if len(written.files) > 1 else ""
-            what = f"{written.format}, {plural(len(written), 'tensor')}, {size(nbytes)}{files}"
-            print(f"{printable(options.destination)}: {what}")
-    return 0
 
 
 def _layout(name: str | None) -> Layout | None:
