@@ -33,6 +33,11 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     Raises:
         TypeError: no such dtype.
         ValueError: ``out`` does not fit.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> safeload.astype(np.float32([1.0, 3.14159265]), "bfloat16")
+        array([1, 3.14062], dtype=bfloat16)
     """
     array = np.asarray(x)
     target = dtypes.parse(dtype)

@@ -74,6 +74,12 @@ def convert(
         SafeloadError: a name that is in two sources.
         ValueError: wrong arguments.
         FormatError, OSError: a source cannot be read, or ``dst`` not be written; then there is no half file.
+
+    Example:
+        >>> import safeload
+        >>> safeload.convert("tiny-llama", "tiny.npz", dtype="float16", names=["model.norm.weight"])
+        >>> safeload.load("tiny.npz")["model.norm.weight"].dtype
+        dtype('float16')
     """
     jobs.check_threads(threads)
     parse_target(dtype)

@@ -1,4 +1,7 @@
-"""GGUF files, as llama.cpp and its kin read them. `safeload.open` reads them."""
+"""GGUF files, as llama.cpp and its kin read them. `safeload.open` reads them.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
 
 from __future__ import annotations
 
@@ -46,5 +49,12 @@ def save_file(
         SafeloadError: a name, a shape or a number that GGUF does not have.
         TypeError: a value that is no array, metadata of a type that GGUF does not have.
         OSError: the file cannot be written; the old one is still there.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> from safeload import gguf
+        >>> gguf.save_file({"w": np.ones((2, 3), np.float16)}, "w.gguf", {"general.architecture": "llama"})
+        >>> safeload.open("w.gguf").metadata["general.architecture"]
+        'llama'
     """
     gguf_writing.save(tensors, path, metadata, overwrite=overwrite, durable=durable)

@@ -164,7 +164,14 @@ class safe_open:  # noqa: N801 - safetensors' name
 
 
 class _safe_open_handle(safe_open):  # noqa: N801 - safetensors' name
-    """`safe_open` for an open file object, of which only the name is used, as in safetensors."""
+    """`safe_open` for an open file object, of which only the name is used, as in safetensors.
+
+    Args:
+        f: a file object with ``name`` and ``fileno``; it may be closed afterwards.
+        framework: see `safe_open`.
+        device: see `safe_open`.
+        backend: see `safe_open`.
+    """
 
     def __init__(
         self, f: Any, framework: str = "numpy", device: str | int | None = "cpu", *, backend: str = "mmap"

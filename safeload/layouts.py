@@ -38,5 +38,6 @@ def _moondream2() -> Iterator[StackedTensor]:
     yield from (fc1[0], fc2[0], fc1[1], fc2[1])
 
 
-# Moondream 2 for engines in C, Zig and the like: 24 text and 27 vision layers, matrices of the vision tower transposed.
+#: Moondream 2 for engines in C, Zig and the like: 24 text and 27 vision layers, matrices of the vision tower
+#: transposed.
 MOONDREAM2 = Layout("moondream2", tuple(_moondream2()))

@@ -1,4 +1,8 @@
-"""MOON files: f16 tensors that an engine reads with a loop."""
+"""MOON files: f16 tensors that an engine reads with a loop.
+
+Little-endian: u32 magic 0x4D4F4F4E, u32 version 2; then for each tensor u32 bytes of its name, u32 dims, u32 elements,
+the name in UTF-8, the dims as u64 (outermost first), the elements as f16.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,13 @@ def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool =
         UnsupportedError: an array that is not float16; `safeload.astype` converts.
         SafeloadError: a name, a shape or a size that the format does not have.
         OSError: the file cannot be written; the old one is still there.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload import moon
+        >>> moon.save_file({"w": np.ones((2, 3), np.float16)}, "w.moon")
+        >>> moon.load_file("w.moon")["w"].shape
+        (2, 3)
     """
     moon.save(tensors, path, overwrite=overwrite, durable=durable)
 
@@ -31,7 +42,14 @@ def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool =
 def load_file(path: PathLike) -> dict[str, Array]:
     """The tensors of a MOON file, as float16, in its order; `safeload.open` has more.
 
+    Args:
+        path: of the file.
+
+    Returns:
+        Name to array: copy-on-write views of the mapped file, as `safeload.load` gives them.
+
     Raises:
         FormatError: the file breaks its format, with the byte where it does.
+        OSError: there is no such file, or it cannot be read.
     """
     return load(path, format="moon")

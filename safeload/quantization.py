@@ -30,8 +30,8 @@ _BLOCK_TARGETS = {
 SCHEMES = (INT8, "q4_0", "q8_0")
 ROUNDINGS = ("absmax", "ggml")
 
-# Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without a
-# schema; where there is one, it says what a tensor is.
+#: Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without
+#: a schema; where there is one, it says what a tensor is.
 KEPT_NAMES = ("*embed*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
 
 _KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
@@ -134,7 +134,8 @@ def quantize(
       for byte.
     - "q8_0": blocks of 32 with a float16 scale absmax / 127 and int8 codes, as llama.cpp's reference makes them.
 
-    An absmax of zero, or so small that its inverse is not finite, gives scale 0 and codes that restore to 0.
+    The reference is https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c. An absmax of zero, or so small that
+    its inverse is not finite, gives scale 0 and codes that restore to 0.
 
     Args:
         x: array of real numbers, or what numpy makes one of; for blocks with whole blocks of 32 in its last axis.

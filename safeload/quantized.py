@@ -36,6 +36,8 @@ class QuantizedTensor:
     Raises:
         ValueError: an unknown scheme, or arrays that do not fit the shape.
         TypeError: no arrays.
+
+    The blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
     """
 
     __hash__ = None  # type: ignore[assignment]

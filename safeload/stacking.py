@@ -231,6 +231,13 @@ def stack(
         UnsupportedError: a transposed tensor that is no matrix, or no such conversion.
         ValueError: an array of ``out`` that does not fit.
         FormatError, OSError: see `safeload.open`.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload import Layout, StackedTensor, stack
+        >>> layers = {f"h.{k}.w": np.ones((2, 3), np.float16) for k in range(4)}
+        >>> stack(layers, Layout("tiny", [StackedTensor("w", "h.{}.w", transpose=True)]), dtype="float32")["w"].shape
+        (4, 3, 2)
     """
     if not isinstance(source, Mapping):
         with checkpoints.open(source) as opened:
