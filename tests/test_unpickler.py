@@ -330,7 +330,7 @@ def test_opcodes_are_counted(monkeypatch):
         load(b"N0" * 500 + b"N.")
 
 
-def test_400_000_opcodes_take_less_than_a_second():
+def test_400_000_opcodes_take_less_than_a_second_of_one_cpu():
     entries = b"".join(
         b"X" + U4(len(name)) + name + b"r" + U4(2 * k) + b"(K\x01K\x02tr" + U4(2 * k + 1)
         for k in range(65_000)
@@ -339,9 +339,9 @@ def test_400_000_opcodes_take_less_than_a_second():
     data = b"\x80\x02}(" + entries + b"u."
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()  # what else runs on the machine takes none of it
         assert len(load(data)) == 65_000
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     assert min(times) < 1
 
 
