@@ -258,8 +258,11 @@ def test_stats(folder, capsys):
     assert [row[0] for row in squeezed(out)] == ["tensor", "step", "a.weight", "b"]
     _, out, _ = run(capsys, "stats", "good.safetensors", "--sort", "name")
     assert [row[0] for row in squeezed(out)] == ["tensor", "a.weight", "b", "step"]
-    _, out, _ = run(capsys, "stats", "good.safetensors", "--only", "nothing")
-    assert squeezed(out) == [["tensor", "min", "max", "mean", "std", "bad"]]
+
+
+def test_stats_of_no_tensor(folder, capsys):
+    status, out, err = run(capsys, "stats", "good.safetensors", "--only", "x.*", "--only", "y")
+    assert (status, out, err) == (2, "", "safeload: --only: none of 3 names matches x.* or y\n")
 
 
 def test_stats_as_json(folder, capsys):

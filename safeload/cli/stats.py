@@ -78,7 +78,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names(opened: Checkpoint, patterns: list[str]) -> list[str]:
-    return [name for name in opened if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    """Names that match.
+
+    Raises:
+        ValueError: none does.
+    """
+    names = [name for name in opened if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not names:
+        raise ValueError(f"--only: none of {plural(len(opened), 'name')} matches {' or '.join(patterns)}")
+    return names
 
 
 def _sorted(found: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
