@@ -143,9 +143,12 @@ class Archive:
             self._window_at, start = at, 0
         return self._window[start : start + size]
 
+    def _place(self, name: str, at: int = 0) -> int:
+        """A byte of the local header, or the nearest that the file has: the directory may say anything."""
+        return min(max(0, self.entries[name].header_offset + at), self._file.size)
+
     def _fault(self, name: str, message: str, at: int) -> FormatError:
-        offset = max(0, self.entries[name].header_offset + at)
-        return FormatError(f"zip entry {show(name)}: {message}", self._file.path, offset)
+        return FormatError(f"zip entry {show(name)}: {message}", self._file.path, self._place(name, at))
 
     def _differ(self, name: str, what: str, local: int, central: int, at: int) -> FormatError:
         return self._fault(name, f"{what} {local} in its local header, but {central} in the directory", at)
@@ -208,13 +211,13 @@ class Archive:
                         message = (
                             f"zip entry {show(name)} unfolds to more than the {info.file_size} bytes that were said"
                         )
-                        raise FormatError(message, file.path, info.header_offset)
+                        raise FormatError(message, file.path, self._place(name))
                     yield piece
             except zlib.error as error:
                 raise FormatError(f"zip entry {show(name)} is damaged: {error}", file.path, at) from None
         if left:
             message = f"zip entry {show(name)} unfolds to {info.file_size - left} bytes, {info.file_size} were said"
-            raise FormatError(message, file.path, info.header_offset)
+            raise FormatError(message, file.path, self._place(name))
 
     def check_stored(self, name: str) -> None:
         """Refuses an entry that is not stored as it is."""
@@ -226,4 +229,4 @@ class Archive:
             )
         if info.compress_size != info.file_size:
             message = f"zip entry {show(name)} is stored, but has {info.compress_size} and {info.file_size} bytes"
-            raise FormatError(message, self._file.path, info.header_offset)
+            raise FormatError(message, self._file.path, self._place(name))

@@ -415,6 +415,7 @@ def test_each_fault_is_refused_with_its_class_and_message(case, tmp_path):
         assert str(path) in str(caught.value)
         if error is FormatError:
             assert caught.value.path == str(path)
+            assert caught.value.offset is None or 0 <= caught.value.offset <= len(content)
 
 
 def test_the_good_files_are_good(tmp_path):
