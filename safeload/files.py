@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -16,6 +17,9 @@ from .tensor import ListedTable, Table, TensorInfo
 
 PathLike = str | os.PathLike[str]
 Array = np.ndarray[Any, Any]
+
+# Bytes of any array, as numpy has it (NPY_MAX_INTP).
+MAX_ARRAY = (1 << 63) - 1
 
 
 class Layout(NamedTuple):
@@ -212,11 +216,28 @@ def array_over(
     return array
 
 
+def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A new array, its values undefined.
+
+    Raises:
+        UnsupportedError: as `array_over`; also of an empty shape that is too large for a wider dtype than the file's.
+    """
+    try:
+        return np.empty(shape, dtype)
+    except ValueError as error:
+        raise UnsupportedError(f"numpy {np.__version__} cannot show shape {list(shape)} as {dtype}: {error}") from None
+
+
+def array_fits(shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether numpy can have an array of this shape, in which it counts an axis of no elements as one of 1."""
+    return itemsize * (math.prod(shape) or math.prod(dim for dim in shape if dim)) <= MAX_ARRAY
+
+
 def view_of(buffer: Any, layout: Layout) -> Array | None:
     """The array over a mapped file, or None where it must be a copy: converted, not aligned, or in foreign order."""
     dtype, shape, begin, end, source, target, strides, big_endian = layout
     if begin == end:
-        return np.empty(shape, dtype)
+        return empty_array(shape, dtype)
     if source != target or begin % dtype.alignment or (foreign_order(big_endian) and dtype.itemsize > 1):
         return None
     return array_over(buffer, dtype, shape, begin, strides)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
-from .files import Array, Layout, WeightFile, array_over
+from .files import Array, Layout, WeightFile, array_over, empty_array
 
 Progress = bool | Callable[[int, int], object] | None
 
@@ -255,11 +255,15 @@ def _aligned_bytes(size: int) -> Array:
 
 
 def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array, its values undefined, in huge pages if it is large."""
+    """A new array, its values undefined, in huge pages if it is large.
+
+    Raises:
+        UnsupportedError: numpy cannot have it.
+    """
     size = dtype.itemsize
     for dim in shape:
         size *= dim
-    return np.empty(shape, dtype) if size < POOLED_BELOW else array_over(private_buffer(size), dtype, shape, 0)
+    return empty_array(shape, dtype) if size < POOLED_BELOW else array_over(private_buffer(size), dtype, shape, 0)
 
 
 class _Reads:
@@ -349,7 +353,7 @@ def read_arrays(
 
 def read_small(file: WeightFile, layout: Layout) -> Array:
     """One small tensor in private memory, read at once and with the GIL kept; unconverted."""
-    array: Array = np.empty(layout.shape, layout.dtype)
+    array = empty_array(layout.shape, layout.dtype)
     size = layout.end - layout.begin
     if size and short.sl_file_read(file.descriptor, layout.begin, address_of(array), size, None) != lib.SL_OK:
         return read_arrays([(file, layout)])[0]  # fails again, and says how

@@ -117,6 +117,18 @@ def test_what_needs_no_conversion_stays_a_view(path):
         assert all((loaded[name] == again[name]).all() for name in again)
 
 
+def test_an_empty_shape_may_be_too_large_for_the_wider_dtype(tmp_path):
+    """numpy counts an axis of no elements as one of 1, also for an array without a byte."""
+    path = tmp_path / "empty.safetensors"
+    save_file({"t": np.empty((0, 1 << 62), ml_dtypes.float8_e4m3fn)}, path)
+    with safeload.open(path) as checkpoint:
+        assert checkpoint.load()["t"].shape == (0, 1 << 62)
+        for load in (checkpoint.load, lambda **options: safeload.load_quantized(path)):
+            with pytest.raises(UnsupportedError, match=r"numpy .* cannot show shape \[0, 4611686018427387904\]"):
+                load(dtype="float32")
+        assert safeload.stats(checkpoint)["t"].count == 0
+
+
 def packed(code, count, bits_each):
     codes = rng.integers(0, 1 << bits_each, count)
     stream = ((codes[:, None] >> np.arange(bits_each)) & 1).astype(np.uint8).ravel()

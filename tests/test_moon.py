@@ -131,6 +131,7 @@ def test_overwrite(path):
         (HEAD + entry(count=12), 16, "12 elements, .* it looks like a byte count"),
         (HEAD + entry(dims=(2**32, 2**32), count=0, data=b""), 16, "is 18446744073709551616"),
         (HEAD + entry(dims=(0, 2**63), count=0, data=b""), 21, "no array can have the shape"),
+        (HEAD + entry(dims=(0, 2**31, 2**32), count=0, data=b""), 21, "no array can have the shape"),
         (HEAD + entry(name=b"a\xff"), 21, "not UTF-8"),
         (HEAD + entry(data=b"\0" * 11), 37, r"F16 \[2, 3\] needs 12 bytes, but 11 are left"),
         (HEAD + entry(dims=(2**16, 2**15), data=b""), 37, "needs 4294967296 bytes"),

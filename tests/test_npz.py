@@ -161,6 +161,7 @@ def good(shape="(2,)", descr="'<f4'", data=bytes(8)):
         (good(shape="(-2,)"), "no array can have the shape"),
         (good(shape=f"({1 << 62}, 8)"), "needs 147573952589676412928 bytes"),
         (good(shape=f"(0, {1 << 70})", data=b""), "no array can have the shape"),
+        (good(shape=f"(0, {1 << 62})", data=b""), "no array can have the shape"),
         (good(shape="(True, 2)"), "no array can have the shape"),
         (good(descr="'|O'"), "Python objects"),
         (good(descr="'<f4, <f4'"), "npy header cannot be read"),

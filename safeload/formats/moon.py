@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import dtypes, jobs
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from ..files import PathLike, WeightFile
+from ..files import PathLike, WeightFile, array_fits
 from ..lazy import Lazy, materialize
 from ..tensor import ListedTable, Listing
 from ..writer import AtomicFile
@@ -102,7 +102,7 @@ def _read_entry(reader: _Reader, file_size: int) -> Listing:
     if end > file_size:
         left = file_size - reader.position
         raise reader.fault(f"tensor {name!r}: F16 {list(shape)} needs {2 * count} bytes, but {left} are left")
-    if any(dim >= 1 << 63 for dim in shape):  # beside a dim of zero
+    if not array_fits(shape, 2):  # beside a dim of zero
         raise reader.fault(f"tensor {name!r}: no array can have the shape {list(shape)}", begin + 12 + name_size)
     listing = Listing(name, _F16, shape, reader.position, end)
     reader.position = end

@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import dtypes
 from ..errors import FormatError, UnsupportedError
-from ..files import PathLike, WeightFile, c_strides, open_descriptor
+from ..files import PathLike, WeightFile, array_fits, c_strides, open_descriptor
 from ..lazy import Lazy, materialize
 from ..tensor import ListedTable, Listing
 from ..writer import AtomicFile
@@ -123,7 +123,10 @@ def _read_array(file: WeightFile, entry: str, begin: int, size: int) -> _Array:
     if row is None or row.packed:
         hint = ": numpy forgets bfloat16 and float8" if dtype.kind == "V" else ""
         raise UnsupportedError(f"{file.path}: array {show(name)} is {dtype}, no dtype of weights{hint}")
-    if any(type(dim) is not int or not 0 <= dim < 1 << 63 for dim in shape):
+    possible = all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
+    if possible and 0 in shape:
+        possible = array_fits(shape, dtype.itemsize)
+    if not possible:
         raise FormatError(f"array {show(name)}: no array can have the shape {show(str(shape))}", file.path, begin)
     data = begin + header_size
     end, left = data + math.prod(shape) * dtype.itemsize, begin + size - data

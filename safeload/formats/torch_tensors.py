@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .. import dtypes
 from ..errors import FormatError, LimitError, UnsupportedError
-from ..files import c_strides
+from ..files import MAX_ARRAY, array_fits, c_strides
 from ..tensor import ListedTable, Listing
 from .flattening import Tree
 from .pickle_machine import Global, describe, show
@@ -24,8 +24,6 @@ MAX_RANK = 64
 # Bytes that a tensor may show of a smaller storage by repeating elements (a stride of 0). Real ones are masks and
 # positions of some MiB; converted or copied, all of it takes memory.
 MAX_REPEATED = 1 << 32
-# Bytes of any array, as numpy has it (NPY_MAX_INTP).
-_MAX_BYTES = (1 << 63) - 1
 
 
 class Options(NamedTuple):
@@ -96,8 +94,7 @@ def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int
         raise _with_name(error, name) from None
     first, size = (0, storage.nbytes) if storage.part is None else (x * storage.type.itemsize for x in storage.part)
     begin += first
-    count = prod(shape) or prod(n for n in shape if n > 0)  # numpy leaves out zeros likewise
-    if count * itemsize > _MAX_BYTES:
+    if not array_fits(shape, itemsize):
         raise _refusal(name, f"shape {list(shape)} has more bytes than memory can have", path)
     if 0 in shape:
         return _listing(name, row, shape, begin, begin, None, path)
@@ -109,11 +106,12 @@ def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int
             f"{(last + 1) * itemsize} bytes of storage {show(storage.key)}, which has {size}",
             path,
         )
+    count = prod(shape)
     if count * itemsize > max(size, MAX_REPEATED):
         message = f"tensor {show(name)}: shape {list(shape)} repeats {size} bytes to {count * itemsize}"
         raise LimitError(f"{path}: {message}, the most is {MAX_REPEATED}")
     steps = tuple(stride * itemsize for stride in strides)
-    if max((0, *steps)) > _MAX_BYTES:  # of an axis of one element, where it leads nowhere
+    if max((0, *steps)) > MAX_ARRAY:  # of an axis of one element, where it leads nowhere
         raise _refusal(name, f"strides {list(strides)} are more than memory can have", path)
     begin += offset * itemsize
     plain = steps == c_strides(shape, itemsize)
@@ -158,7 +156,7 @@ def _integers(values: Any, what: str, name: str, path: str) -> tuple[int, ...]:
             raise _refusal(name, f"{what} must be integers, found {describe(value)}", path)
         if value < 0:
             raise _refusal(name, f"{what} must not be negative, found {describe(value)}", path)
-        if value > _MAX_BYTES:
+        if value > MAX_ARRAY:
             raise _refusal(name, f"{what}: {describe(value)} is more than memory can have", path)
     return tuple(values)
 
