@@ -374,8 +374,9 @@ static void put_metadata(text *out, const sl_columns *tensors) {
     uint64_t begin = 0;
     for (uint64_t i = 0; i < 2 * tensors->metadata_count; i++) {
         if (i > 0) put_word(out, i % 2 == 0 ? "," : ":");
-        put_string(out, tensors->metadata_text + begin, tensors->metadata_ends[i] - begin);
-        begin = tensors->metadata_ends[i];
+        uint64_t size = tensors->metadata_ends[i] - begin;
+        put_string(out, size > 0 ? tensors->metadata_text + begin : "", size); /* NULL when all texts are empty */
+        begin += size;
     }
     put_word(out, "}");
 }

@@ -545,6 +545,7 @@ ACCEPTED = {
     "unaligned data": build(GOOD_HEADER + b" " * (-len(GOOD_HEADER) % 8 + 1)),
     "metadata is null": change(b'{"format":"np"}', b"null"),
     "empty metadata": change(b'{"format":"np"}', b"{}"),
+    "metadata of empty texts": change(b'{"format":"np"}', b'{"":""}'),
     "metadata key twice": change(b'{"format":"np"}', b'{"format":"pt","format":"np"}'),
     "metadata last": build(
         GOOD_HEADER.replace(b'"__metadata__":{"format":"np"},', b"")[:-1] + b',"__metadata__":{"k":"v"}}'
