@@ -37,7 +37,7 @@ static int32_t reserve(sl_table *table, uint64_t tensors, uint64_t name_bytes, u
 int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_table **table, sl_error *error) {
     sl_table *made = calloc(1, sizeof *made);
     if (made == NULL) return sl_fail_memory(error, sizeof *made);
-    int32_t status = reserve(made, tensors, name_bytes, dims, error);
+    int32_t status = reserve(made, tensors, name_bytes, dims + 1, error); /* + 1: scalars alone have none, never NULL */
     if (status == SL_OK)
         *table = made;
     else
@@ -134,6 +134,7 @@ static int32_t order_by_range(sl_table *table, sl_error *error) {
     if (status != SL_OK) return status;
     sl_table old = *table;
     sl_table made = {.arena = old.arena}; /* its blocks join the old ones, all are freed together */
+    status = reserve(&made, count, old.columns.names_size, dim_begin(&old, count) + 1, error);
     for (i = 0; i < count && status == SL_OK; i++) {
         uint64_t from = order[i], begin = name_begin(&old, from);
         sl_json_text name = {old.names + begin, (size_t)(old.name_ends[from] - begin), false, (int64_t)old.positions[from]};

@@ -585,6 +585,11 @@ ACCEPTED = {
         b',"q":{"dtype":"F64","shape":[3,0],"data_offsets":[16,16]}'
         b',"r":{"dtype":"F4","shape":[0],"data_offsets":[24,24]}}'
     ),
+    "a scalar in the shortest header": build(b'{"s":["U8",[],[0,1]]}', b"\0"),
+    "scalars not in the order of the bytes": build(
+        b'{"y":{"dtype":"U8","shape":[],"data_offsets":[1,2]},"x":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}',
+        bytes(2),
+    ),
     "32 dims": one(b'{"dtype":"U8","shape":[' + b",".join([b"1"] * 32) + b'],"data_offsets":[0,1]}', b"\0"),
     "header not in the order of the bytes": build(
         b'{"z":{"dtype":"U8","shape":[2],"data_offsets":[4,6]},"y":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
