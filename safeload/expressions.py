@@ -32,9 +32,13 @@ def evaluate(text: str, lookup: Lookup) -> int:
         lookup: gives the value of a name, or raises.
 
     Raises:
-        ExpressionError: bad syntax, division by zero, or a value beyond 64 bits.
+        ExpressionError: bad syntax, division by zero, a value beyond 64 bits, or a ``lookup`` that evaluates too many
+            expressions within each other.
     """
-    return _Parser(text, lookup).parse()
+    try:
+        return _Parser(text, lookup).parse()
+    except RecursionError:
+        raise ExpressionError(f"{text[:200]!r}: its names stand for expressions, and these too, too deep") from None
 
 
 def names_in(text: str) -> list[str]:

@@ -251,6 +251,8 @@ def parse(content: Mapping[str, Any], path: str | None = None) -> Schema:
     if layers is None and any(_LAYER in entry.name for entry in entries):
         raise FormatError("schema: names have {}, but layers does not say how many there are", path)
     prefixes = texts("prefixes", ("",)) or ("",)
+    if any(_LAYER in prefix for prefix in prefixes):
+        raise FormatError("schema: prefixes have no layers: {} belongs into names", path)
     pattern = _pattern(entries, prefixes)
     return Schema(
         content["name"],
@@ -278,6 +280,8 @@ def _entry(name: str, entry: Any, path: str | None) -> Entry:
         raise FormatError(f"schema: optional of {name!r} must be true or false", path)
     if not isinstance(also, (list, tuple)) or not all(isinstance(text, str) for text in (name, *also)):
         raise FormatError(f"schema: also of {name!r} must be a list of names", path)
+    if not isinstance(entry.get("tied"), (str, type(None))):
+        raise FormatError(f"schema: tied of {name!r} must be a name", path)
     if any(text.count(_LAYER) != name.count(_LAYER) or text.count(_LAYER) > 1 for text in (name, *also)):
         raise FormatError(f"schema: {name!r} and its other names must have the same number of {{}}, at most one", path)
     sizes = None if shape is None else tuple(str(size) if type(size) is int else size for size in shape)

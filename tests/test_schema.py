@@ -196,6 +196,9 @@ def test_a_schema_of_ones_own(tmp_path):
         schema.load(tmp_path / "missing.json")
     with pytest.raises(ConfigError, match="the default of 'a' needs itself: m -> a -> b -> a"):
         schema.load({**TINY, "defaults": {"a": "b", "b": "a", "m": "a"}}).expand({"n": 1, "d": 1}, ())
+    chain = {f"a{k}": f"a{k + 1}" for k in range(1000)}
+    with pytest.raises(ExpressionError, match="too deep"):
+        schema.load({**TINY, "defaults": {**chain, "m": "a0"}}).expand({"n": 1, "d": 1}, ())
 
 
 @pytest.mark.parametrize(
@@ -210,6 +213,7 @@ def test_a_schema_of_ones_own(tmp_path):
         ({"defaults": {"m": 1.5}}, "whole numbers and expressions"),
         ({"defaults": {"m": "2 d"}}, "'d' is not expected there"),
         ({"prefixes": "model."}, "prefixes must be a list of texts"),
+        ({"prefixes": ["", "x.{}."]}, "prefixes have no layers"),
         ({"tensors": {"w": ["a"]}}, "'w' must be an object with shape"),
         ({"tensors": {"w": {"role": "norm"}}}, "'w' must be an object with shape"),
         ({"tensors": {"w": {"shape": "a"}}}, "the shape of 'w' must be a list"),
@@ -220,6 +224,7 @@ def test_a_schema_of_ones_own(tmp_path):
         ({"tensors": {"w": {"shape": [], "optional": 1}}}, "optional of 'w'"),
         ({"tensors": {"w": {"shape": [], "when": "("}}}, "'w'"),
         ({"tensors": {"w": {"shape": [], "also": "x"}}}, "also of 'w'"),
+        ({"tensors": {"w": {"shape": [], "tied": ["v"]}}}, "tied of 'w'"),
         ({"tensors": {"w.{}.{}": {"shape": []}}}, "at most one"),
         ({"tensors": {"w.{}": {"shape": [], "also": ["v"]}}}, "the same number"),
     ],
