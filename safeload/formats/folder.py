@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from pathlib import Path
@@ -42,7 +43,9 @@ class Shards(NamedTuple):
 
 
 def read_json(path: Path, what: str) -> Any:
-    """Parses a JSON file that must be an object; of a key that is there twice FormatError says which.
+    """Parses a JSON file that must be an object, in UTF-8 (RFC 8259), with or without a byte order mark.
+
+    Of a key that is there twice FormatError says which.
 
     Raises:
         FormatError: no JSON object.
@@ -59,14 +62,21 @@ def read_json(path: Path, what: str) -> Any:
             raise FormatError(f"{what}: key {_show(twice)} is there twice", str(path))
         return result
 
+    content = path.read_bytes()
+    mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
+    content = content[mark:]
     try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=unique)
+        value = json.loads(content.decode(), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        offset = len(error.doc[: error.pos].encode("utf-8", "surrogatepass"))
+        offset = mark + len(error.doc[: error.pos].encode())
         raise FormatError(f"{what} is not JSON: {error.msg}", str(path), offset) from None
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{what} is not JSON, which is UTF-8: {error.reason}", str(path), mark + error.start
+        ) from None
     except FormatError:
         raise
-    except (ValueError, RecursionError) as error:  # no text, a number of thousands of digits, deep nesting
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
         raise FormatError(f"{what} is not JSON: {error}", str(path)) from None
     if not isinstance(value, dict):
         raise FormatError(f"{what} must be a JSON object, found {type(value).__name__}", str(path), 0)

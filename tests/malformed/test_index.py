@@ -118,6 +118,23 @@ def test_the_offset_of_a_fault_in_an_index_counts_bytes(folder, before):
     assert caught.value.offset == text.index(b"wrong")
 
 
+def test_an_index_is_utf_8(folder):
+    text = json.dumps({"weight_map": GOOD})
+    (folder / INDEX).write_text(text, "utf-8-sig")
+    assert set(safeload.open(folder)) == {"a", "b"}
+    for content, offset in (
+        (text.encode("utf-16"), 0),
+        (b"\xef\xbb\xbf" + text.encode("utf-16-le")[:-1], 3 + 1),
+        (b'{"\xff": 1}', 2),
+        (b'\xef\xbb\xbf{"\xed\xa0\x80": 1}', 5),
+        (b"\xef\xbb\xbf{,}", 4),
+    ):
+        (folder / INDEX).write_bytes(content)
+        with pytest.raises(FormatError, match="is not JSON") as caught:
+            safeload.open(folder)
+        assert caught.value.offset == offset
+
+
 @pytest.mark.parametrize(
     "index",
     [
