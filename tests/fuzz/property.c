@@ -1,0 +1,149 @@
+#define _GNU_SOURCE /* memfd_create */
+#include "property.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "dtype.h"
+#include "sort.h"
+#include "utf8.h"
+
+#define UNTOUCHED 77
+
+typedef struct span {
+    uint64_t begin, end;
+} span;
+
+static span name_span(const sl_columns *columns, uint64_t i) {
+    return (span){i > 0 ? columns->name_ends[i - 1] + 1 : 0, columns->name_ends[i]};
+}
+
+static span dim_span(const sl_columns *columns, uint64_t i) {
+    return (span){i > 0 ? columns->dim_ends[i - 1] : 0, columns->dim_ends[i]};
+}
+
+static bool same_bytes(const void *a, const void *b, uint64_t size) {
+    return size == 0 || memcmp(a, b, (size_t)size) == 0;
+}
+
+sl_error untouched_error(void) {
+    sl_error error;
+    memset(&error, 0, sizeof error);
+    error.status = UNTOUCHED;
+    return error;
+}
+
+void check_error(const sl_error *error, int32_t status, uint64_t size) {
+    if (status == SL_OK) {
+        REQUIRE(error->status == UNTOUCHED);
+        return;
+    }
+    REQUIRE(status > SL_OK && status <= SL_E_UNSUPPORTED);
+    REQUIRE(error->status == status);
+    const char *end = memchr(error->message, '\0', sizeof error->message);
+    REQUIRE(end != NULL && end > error->message);
+    size_t length = (size_t)(end - error->message);
+    REQUIRE(sl_utf8_valid(error->message, length) == length);
+    REQUIRE(error->position >= -1 && (error->position < 0 || (uint64_t)error->position <= size));
+}
+
+static void check_names(const sl_table *table, const sl_columns *columns) {
+    bool newline = false;
+    for (uint64_t i = 0; i < columns->count; i++) {
+        span name = name_span(columns, i);
+        REQUIRE(name.begin <= name.end && name.end < columns->names_size);
+        size_t size = (size_t)(name.end - name.begin);
+        const char *text = columns->names + name.begin;
+        REQUIRE(text[size] == '\n');
+        REQUIRE(sl_utf8_valid(text, size) == size);
+        newline |= memchr(text, '\n', size) != NULL;
+        REQUIRE(sl_table_find(table, text, size) == (int64_t)i);
+        /* With its separator it is another name, unless some tensor is called just that. */
+        int64_t longer = sl_table_find(table, text, size + 1);
+        REQUIRE(longer < 0 || columns->newline_in_names);
+    }
+    REQUIRE((columns->newline_in_names != 0) == newline);
+    REQUIRE(columns->names_size == (columns->count > 0 ? columns->name_ends[columns->count - 1] + 1 : 0));
+    for (uint64_t k = 1; k < columns->count; k++) {
+        span a = name_span(columns, columns->by_name != NULL ? columns->by_name[k - 1] : k - 1);
+        span b = name_span(columns, columns->by_name != NULL ? columns->by_name[k] : k);
+        REQUIRE(sl_compare_bytes(columns->names + a.begin, a.end - a.begin, columns->names + b.begin, b.end - b.begin) < 0);
+    }
+}
+
+/* What the shape of tensor i takes, in bits; what is multiplied has passed the reader's own checks. */
+static uint64_t size_of(const sl_columns *columns, uint64_t i) {
+    const sl_dtype_info *info = sl_dtype_get(columns->dtypes[i]);
+    REQUIRE(info != NULL);
+    span dims = dim_span(columns, i);
+    REQUIRE(dims.begin <= dims.end && dims.end - dims.begin <= SL_MAX_RANK);
+    uint64_t elements = 1;
+    for (uint64_t k = dims.begin; k < dims.end; k++)
+        if (columns->dims[k] == 0) return 0;
+    for (uint64_t k = dims.begin; k < dims.end; k++) REQUIRE(sl_mul_u64(elements, columns->dims[k], &elements));
+    REQUIRE(elements % (uint64_t)info->block == 0);
+    return elements / (uint64_t)info->block * (uint64_t)info->block_bytes;
+}
+
+static void check_ranges(const sl_columns *columns, const uint8_t *data, uint64_t size) {
+    uint64_t covered = 0;
+    unsigned sum = 0;
+    for (uint64_t i = 0; i < columns->count; i++) {
+        uint64_t begin = columns->begins[i], end = columns->ends[i];
+        REQUIRE(begin <= end && end - begin == size_of(columns, i));
+        REQUIRE(begin >= covered);
+        covered = end;
+        if (begin == end) continue; /* GGUF lets the data begin past the end where it is empty */
+        REQUIRE(end <= size);
+        if (data != NULL) sum += (unsigned)data[begin] + (unsigned)data[end - 1];
+    }
+    volatile unsigned read = sum; /* so that the loads are not optimized away */
+    (void)read;
+}
+
+static void check_metadata(const sl_columns *columns) {
+    REQUIRE(columns->has_metadata || columns->metadata_count == 0);
+    uint64_t begin = 0;
+    for (uint64_t k = 0; k < 2 * columns->metadata_count; k++) {
+        uint64_t end = columns->metadata_ends[k];
+        REQUIRE(begin <= end && end <= columns->metadata_size);
+        size_t length = (size_t)(end - begin);
+        REQUIRE(length == 0 || sl_utf8_valid(columns->metadata_text + begin, length) == length);
+        begin = end;
+    }
+    REQUIRE(begin == columns->metadata_size);
+}
+
+void check_table(const sl_table *table, const uint8_t *data, uint64_t size) {
+    const sl_columns *columns = sl_table_columns(table);
+    check_names(table, columns);
+    check_ranges(columns, data, size);
+    check_metadata(columns);
+}
+
+void check_same_tensor(const sl_columns *a, uint64_t i, const sl_columns *b, uint64_t k) {
+    span a_name = name_span(a, i), b_name = name_span(b, k), a_dims = dim_span(a, i), b_dims = dim_span(b, k);
+    uint64_t name_size = a_name.end - a_name.begin, rank = a_dims.end - a_dims.begin;
+    REQUIRE(name_size == b_name.end - b_name.begin && rank == b_dims.end - b_dims.begin);
+    REQUIRE(same_bytes(a->names + a_name.begin, b->names + b_name.begin, name_size));
+    REQUIRE(same_bytes(a->dims + a_dims.begin, b->dims + b_dims.begin, rank * sizeof *a->dims));
+    REQUIRE(a->dtypes[i] == b->dtypes[k]);
+    REQUIRE(a->ends[i] - a->begins[i] == b->ends[k] - b->begins[k]);
+}
+
+void check_shifted_table(const sl_table *a, const sl_table *b, uint64_t shift) {
+    const sl_columns *left = sl_table_columns(a), *right = sl_table_columns(b);
+    REQUIRE(left->count == right->count);
+    for (uint64_t i = 0; i < left->count; i++) {
+        check_same_tensor(left, i, right, i);
+        REQUIRE(left->begins[i] + shift == right->begins[i]);
+    }
+}
+
+int memory_file(const uint8_t *data, size_t size) {
+    static int file = -1;
+    if (file < 0) file = memfd_create("fuzz", 0);
+    REQUIRE(file >= 0 && ftruncate(file, (off_t)size) == 0);
+    REQUIRE(size == 0 || pwrite(file, data, size, 0) == (ssize_t)size);
+    return file;
+}
