@@ -102,6 +102,7 @@ fault("data without tensors", "8 bytes belong to no tensor", 10, build(b"{}", by
 
 fault("hole", "a hole of 4 bytes", B, build(GOOD_HEADER.replace(b"[16,24]", b"[20,28]"), bytes(28)))
 fault("overlap", "an overlap of 8 bytes", B, change(b"[16,24]", b"[8,16]"))
+fault("overlap of one byte", "an overlap of 1 bytes", B, build(GOOD_HEADER.replace(b"[16,24]", b"[15,23]"), bytes(23)))
 fault(
     "same range twice",
     "an overlap of 16 bytes",
