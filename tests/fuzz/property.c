@@ -71,7 +71,7 @@ static void check_names(const sl_table *table, const sl_columns *columns) {
     }
 }
 
-/* What the shape of tensor i takes, in bits; what is multiplied has passed the reader's own checks. */
+/* Bytes that the shape of tensor i takes. */
 static uint64_t size_of(const sl_columns *columns, uint64_t i) {
     const sl_dtype_info *info = sl_dtype_get(columns->dtypes[i]);
     REQUIRE(info != NULL);
