@@ -20,8 +20,11 @@ static uint32_t absmax_half(const void *source, size_t count) {
 
 static uint32_t sl_absmax_bf16_scalar(const void *source, size_t count) { return absmax_half(source, count) << 16; }
 
+/* One NaN for all: once quieted they are no longer in the order of their codes, and the largest of parts would not be that
+ * of the whole. */
 static uint32_t sl_absmax_f16_scalar(const void *source, size_t count) {
-    return f16_to_f32((uint16_t)absmax_half(source, count));
+    uint32_t absmax = absmax_half(source, count);
+    return absmax > 0x7c00 ? 0x7fc00000 : f16_to_f32((uint16_t)absmax);
 }
 
 static void sl_absmax_each_scalar(const void *source, uint32_t *absmax, size_t count) {

@@ -494,6 +494,15 @@ def test_absmax_of_every_16_bit_value_is_exact(tier, dtype):
 
 
 @ALL_TIERS
+def test_absmax_of_f16_has_one_nan_wherever_and_whichever_they_are(tier):
+    """Quieted, a signalling NaN can be larger than one whose code is larger."""
+    for quiet, signalling in ((3, 64), (64, 3)):
+        x = np.zeros(65, np.uint16)
+        x[quiet], x[signalling] = 0x7E00, 0x7C01
+        assert absmax(tier, x.view(np.float16)) == 0x7FC00000
+
+
+@ALL_TIERS
 def test_absmax_of_each_is_raised_and_never_lowered(tier):
     for count in (*range(70), 1000, ODD.size):
         x, held = ODD[-count or ODD.size :], rng.permutation(ODD.view(np.uint32))[:count] & 0x7FFFFFFF
