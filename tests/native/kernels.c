@@ -1,0 +1,256 @@
+/* Every kernel on every tier that this machine has against scalar C, bit for bit, and a digest of what scalar C gives, which
+ * is the same on every machine (kernels.expected).
+ *
+ * What IEEE 754 leaves open is which NaN comes of infinity times zero: x86 gives a negative one, others a positive one. It
+ * happens where a block holds an infinite scale. Digests of restored blocks therefore take every NaN for the same. */
+#include "copy2d.h"
+#include "inputs.h"
+#include "quant.h"
+
+/* All 16-bit codes and as many random values, whole blocks of 256. */
+#define COUNT ((size_t)131072)
+/* Lengths that vector kernels cut into bodies and rests. */
+#define LONGEST ((size_t)130)
+#define SHIFTS ((size_t)8)
+/* Around what kernels may write. */
+#define MARGIN ((size_t)64)
+#define UNTOUCHED 0xa5
+
+static const char *label(int32_t dtype) { return dtype == SL_Q4_0_ABSMAX ? "Q4_0-absmax" : sl_dtype_get(dtype)->code; }
+
+static bool is_block(int32_t dtype) { return sl_dtype_get(dtype)->bits == 0; }
+
+static size_t bytes_of(int32_t dtype, size_t count) { return (size_t)sl_dtype_bytes(sl_dtype_get(dtype), count); }
+
+static void report(const char *kernel, const char *from, const char *to, uint64_t value) {
+    printf("%s %s %s %016" PRIx64 "\n", kernel, from, to, value);
+}
+
+static bool untouched(const uint8_t *memory, size_t size) {
+    for (size_t i = 0; i < size; i++)
+        if (memory[i] != UNTOUCHED) return false;
+    return true;
+}
+
+/* ---- conversions, among them quantizers and restoring of blocks ---- */
+
+/* One NaN for all. */
+static void canonical(int32_t dtype, uint8_t *memory, size_t count) {
+    uint32_t infinity = dtype == SL_F32 ? 0x7f800000 : dtype == SL_F16 ? 0x7c00 : 0x7f80;
+    size_t size = bytes_of(dtype, 1);
+    for (size_t i = 0; i < count; i++, memory += size) {
+        uint32_t bits = size == 4 ? sl_load_le32(memory) : (uint32_t)(memory[0] | memory[1] << 8);
+        if ((bits & (size == 4 ? 0x7fffffff : 0x7fff)) <= infinity) continue;
+        memset(memory, 0xff, size - 1);
+        memory[size - 1] = 0x7f;
+    }
+}
+
+/* Lengths and alignments of both sides, and nothing written outside. */
+static void check_lengths(int32_t tier, int32_t from, int32_t to, const uint8_t *source, const uint8_t *wanted) {
+    size_t unit = (size_t)sl_dtype_get(from)->block, target_unit = (size_t)sl_dtype_get(to)->block;
+    if (target_unit > unit) unit = target_unit;
+    size_t longest = LONGEST < 2 * unit ? 2 * unit : LONGEST;
+    uint8_t *in = allocate(bytes_of(from, longest) + SHIFTS), *out = allocate(bytes_of(to, longest) + 2 * MARGIN);
+    for (size_t shift = 0; shift < SHIFTS; shift++)
+        for (size_t count = 0; count <= longest; count += unit) {
+            size_t first = (shift * 4099 + count * 31) * unit % (COUNT - longest), size = bytes_of(to, count);
+            first -= first % unit;
+            uint8_t *at = out + MARGIN - shift;
+            memset(out, UNTOUCHED, size + 2 * MARGIN);
+            memcpy(in + shift, source + bytes_of(from, first), bytes_of(from, count));
+            EXPECT(sl_convert(tier, from, to, in + shift, at, count) == SL_OK);
+            if (memcmp(at, wanted + bytes_of(to, first), size) != 0 || !untouched(out, MARGIN - shift) ||
+                !untouched(at + size, MARGIN + shift))
+                FAIL("%s: %s to %s: %zu elements at alignment %zu", sl_tier_name(tier), label(from), label(to), count, shift);
+        }
+    free(in);
+    free(out);
+}
+
+/* Other conversions are two of these, through f32. */
+static bool is_direct(int32_t from, int32_t to) { return from == SL_F32 || to == SL_F32 || from == SL_F64 || to == SL_F64; }
+
+static void check_conversion(int32_t from, int32_t to) {
+    uint8_t *source = allocate(bytes_of(from, COUNT)), *wanted = allocate(bytes_of(to, COUNT));
+    uint8_t *got = allocate(bytes_of(to, COUNT));
+    fill(source, from, COUNT, is_block(to));
+    EXPECT(sl_convert(SL_TIER_SCALAR, from, to, source, wanted, COUNT) == SL_OK);
+    for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+        if (!sl_tier_available(tier)) continue;
+        memset(got, UNTOUCHED, bytes_of(to, COUNT));
+        EXPECT(sl_convert(tier, from, to, source, got, COUNT) == SL_OK);
+        if (memcmp(got, wanted, bytes_of(to, COUNT)) != 0) FAIL("%s: %s to %s", sl_tier_name(tier), label(from), label(to));
+        if (is_direct(from, to)) check_lengths(tier, from, to, source, wanted);
+    }
+    uint64_t finite = is_block(to) ? sl_blocks_finite(to, wanted, COUNT / SL_QK) : 0;
+    if (is_block(from)) canonical(to, wanted, COUNT);
+    report("convert", label(from), label(to), digest(DIGEST_START, wanted, bytes_of(to, COUNT)) + finite);
+    free(source);
+    free(wanted);
+    free(got);
+}
+
+static void check_conversions(void) {
+    for (int32_t from = 0; from < SL_DTYPE_LIMIT; from++)
+        for (int32_t to = 0; to < SL_DTYPE_LIMIT; to++) {
+            if (!sl_convertible(from, to)) continue;
+            if (is_block(from) && to != SL_F32 && to != SL_F16 && to != SL_BF16) continue; /* others are made of these */
+            check_conversion(from, to);
+        }
+}
+
+/* ---- int8 ---- */
+
+static void check_absmax(int32_t from, const uint8_t *source) {
+    uint64_t state = DIGEST_START;
+    size_t element = bytes_of(from, 1);
+    for (size_t count = 0; count <= LONGEST; count++)
+        for (size_t i = 0; i < 40; i++) {
+            const uint8_t *at = source + (i * 977 + count) * element + i % SHIFTS;
+            uint32_t wanted = 0, got = 1;
+            EXPECT(sl_absmax(SL_TIER_SCALAR, from, at, count, &wanted) == SL_OK);
+            for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+                if (!sl_tier_available(tier)) continue;
+                EXPECT(sl_absmax(tier, from, at, count, &got) == SL_OK);
+                if (got != wanted) FAIL("%s: absmax of %zu %s", sl_tier_name(tier), count, label(from));
+            }
+            uint8_t bits[4] = {(uint8_t)wanted, (uint8_t)(wanted >> 8), (uint8_t)(wanted >> 16), (uint8_t)(wanted >> 24)};
+            state = digest(state, bits, sizeof bits);
+        }
+    report("absmax", label(from), "-", state);
+}
+
+static void check_absmax_each(const uint8_t *source) {
+    uint64_t state = DIGEST_START;
+    uint32_t wanted[LONGEST], got[LONGEST];
+    for (size_t count = 0; count <= LONGEST; count++)
+        for (size_t shift = 0; shift < SHIFTS; shift++) {
+            memset(wanted, 0, sizeof wanted);
+            for (size_t row = 0; row < 3; row++)
+                sl_absmax_each(SL_TIER_SCALAR, source + 400 * row + shift, wanted, count);
+            for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+                if (!sl_tier_available(tier)) continue;
+                memset(got, 0, sizeof got);
+                for (size_t row = 0; row < 3; row++) sl_absmax_each(tier, source + 400 * row + shift, got, count);
+                if (memcmp(got, wanted, sizeof got) != 0) FAIL("%s: absmax of each of %zu", sl_tier_name(tier), count);
+            }
+            for (size_t i = 0; i < count; i++) {
+                uint64_t bits = wanted[i];
+                uint8_t bytes[8];
+                sl_store_le64(bytes, bits);
+                state = digest(state, bytes, sizeof bytes);
+            }
+        }
+    report("absmax_each", "F32", "-", state);
+}
+
+static void check_int8(const uint8_t *source, const float *factors, int32_t each) {
+    uint64_t codes_state = DIGEST_START, values_state = DIGEST_START;
+    int8_t wanted[LONGEST], got[LONGEST];
+    uint8_t wanted_values[4 * LONGEST], got_values[4 * LONGEST];
+    for (size_t count = 0; count <= LONGEST; count++)
+        for (size_t k = 0; k < 24; k++) {
+            const uint8_t *at = source + 4 * (k * 3001 + count) + k % SHIFTS;
+            const float *by = factors + k;
+            EXPECT(sl_to_int8(SL_TIER_SCALAR, at, wanted, count, by, each) == SL_OK);
+            EXPECT(sl_from_int8(SL_TIER_SCALAR, wanted, wanted_values, count, by, each) == SL_OK);
+            for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+                if (!sl_tier_available(tier)) continue;
+                memset(got, UNTOUCHED, sizeof got);
+                memset(got_values, UNTOUCHED, sizeof got_values);
+                EXPECT(sl_to_int8(tier, at, got, count, by, each) == SL_OK);
+                EXPECT(sl_from_int8(tier, wanted, got_values, count, by, each) == SL_OK);
+                if (memcmp(got, wanted, count) != 0 || !untouched((uint8_t *)got + count, LONGEST - count))
+                    FAIL("%s: %zu to int8, each %d", sl_tier_name(tier), count, each);
+                if (memcmp(got_values, wanted_values, 4 * count) != 0 ||
+                    !untouched(got_values + 4 * count, 4 * (LONGEST - count)))
+                    FAIL("%s: %zu from int8, each %d", sl_tier_name(tier), count, each);
+            }
+            codes_state = digest(codes_state, wanted, count);
+            values_state = digest(values_state, wanted_values, 4 * count);
+        }
+    report("int8", "F32", each ? "I8-each" : "I8", codes_state);
+    report("int8", each ? "I8-each" : "I8", "F32", values_state);
+}
+
+static void check_quantization(void) {
+    uint8_t *source = allocate(bytes_of(SL_F32, COUNT));
+    fill(source, SL_F16, COUNT, false);
+    check_absmax(SL_F16, source);
+    fill(source, SL_BF16, COUNT, false);
+    check_absmax(SL_BF16, source);
+    fill(source, SL_F32, COUNT, false);
+    check_absmax(SL_F32, source);
+    check_absmax_each(source);
+    float factors[LONGEST + 24];
+    for (size_t i = 0; i < LONGEST + 24; i++) factors[i] = (float)(i % 37 + 1) * (i % 3 == 0 ? 0.25f : i % 3 == 1 ? 13.0f : 0x1p-9f);
+    check_int8(source, factors, 0);
+    check_int8(source, factors, 1);
+    free(source);
+}
+
+/* ---- strided and transposed copies ---- */
+
+/* A plane of rows * columns within `size` bytes of memory: in C or Fortran order, with gaps, forwards or backwards. */
+static sl_plane plane_in(uint8_t *memory, size_t element, size_t rows, size_t columns, unsigned how) {
+    size_t gap = how & 4 ? 3 * element : 0;
+    int64_t step = (int64_t)element;
+    sl_plane plane = {memory, (int64_t)(columns * element + gap), step};
+    if (how & 1) plane = (sl_plane){memory, step, (int64_t)(rows * element + gap)};
+    if (how & 2) {
+        plane.memory += (int64_t)(rows - 1) * plane.row + (int64_t)(columns - 1) * plane.column;
+        plane.row = -plane.row;
+        plane.column = -plane.column;
+    }
+    return plane;
+}
+
+static uint64_t check_copy(uint64_t state, size_t element, size_t rows, size_t columns, const uint8_t *source) {
+    size_t size = (rows + 3) * (columns + 3) * element;
+    uint8_t *in = allocate(size + SHIFTS), *wanted = allocate(size + SHIFTS), *got = allocate(size + SHIFTS);
+    for (unsigned how = 0; how < 64; how++) {
+        size_t shift = how % SHIFTS;
+        memcpy(in, source, size + SHIFTS);
+        memset(wanted, UNTOUCHED, size + SHIFTS);
+        memset(got, UNTOUCHED, size + SHIFTS);
+        sl_plane from = plane_in(in + shift, element, rows, columns, how & 7);
+        sl_plane to = plane_in(wanted + shift, element, rows, columns, how >> 3);
+        for (size_t r = 0; r < rows; r++)
+            for (size_t c = 0; c < columns; c++)
+                memcpy(to.memory + (int64_t)r * to.row + (int64_t)c * to.column,
+                       from.memory + (int64_t)r * from.row + (int64_t)c * from.column, element);
+        to.memory += got - wanted;
+        sl_copy_2d(element, rows, columns, from, to);
+        if (memcmp(got, wanted, size + SHIFTS) != 0) FAIL("copy of %zu x %zu x %zu bytes, layouts %u", rows, columns, element, how);
+        state = digest(state, got, size);
+    }
+    free(in);
+    free(wanted);
+    free(got);
+    return state;
+}
+
+static void check_copies(void) {
+    static const size_t SIDES[] = {1, 2, 3, 7, 8, 15, 16, 17, 24, 33};
+    const size_t sides = sizeof SIDES / sizeof SIDES[0];
+    uint8_t *source = allocate(64 * 64 * 8);
+    fill(source, SL_F64, 64 * 64, false);
+    for (size_t element = 1; element <= 8; element *= 2) {
+        uint64_t state = DIGEST_START;
+        for (size_t r = 0; r < sides; r++)
+            for (size_t c = 0; c < sides; c++) state = check_copy(state, element, SIDES[r], SIDES[c], source);
+        char bytes[2] = {(char)('0' + element), 0};
+        report("copy2d", bytes, "-", state);
+    }
+    free(source);
+}
+
+int main(void) {
+    for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++)
+        if (sl_tier_available(tier)) fprintf(stderr, "tier %s\n", sl_tier_name(tier));
+    check_conversions();
+    check_quantization();
+    check_copies();
+    return failures == 0 ? 0 : 1;
+}
