@@ -13,7 +13,9 @@ FLAGS=(-std=c11 -O2 -ffp-contract=off -Wall -Wextra -Wpedantic -Wshadow -Wconver
 here=$(cd "$(dirname "$0")" && pwd)
 core=$(cd "$here/../../csrc" && pwd)
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+export WINEPREFIX=$work/wine
+# Wine's server outlives the programs it serves, and writes into its home when it ends.
+trap '[ ! -d "$WINEPREFIX" ] || { wineserver -k; wineserver -w; }; rm -rf "$work"' EXIT
 
 # build LINKER SUFFIX COMPILER...: each is one or more words
 build() {
@@ -62,10 +64,9 @@ under_wine() {
     local large=$1
     shift
     build x86_64-w64-mingw32-gcc .exe "$@"
-    # A home of its own, without the parts that would be downloaded; no chatter about screens that are not there.
-    export WINEPREFIX=$work/wine WINEDEBUG=-all WINEDLLOVERRIDES="mscoree,mshtml="
+    # Without the parts that would be downloaded, and without chatter about screens that are not there.
+    export WINEDEBUG=-all WINEDLLOVERRIDES="mscoree,mshtml="
     run .exe "$large" wine
-    wineserver -k
     compare
 }
 
