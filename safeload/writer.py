@@ -89,7 +89,9 @@ class AtomicFile:
             if (mine.st_uid, mine.st_gid) != (existing.st_uid, existing.st_gid):
                 with contextlib.suppress(PermissionError):  # only root gives files away
                     os.fchown(self._descriptor, existing.st_uid, existing.st_gid)
-        if hasattr(os, "fchmod"):
+        # Not on Windows, which has os.fchmod since Python 3.13: there it would make the temporary file read-only, and
+        # such a file can neither be renamed over another nor deleted.
+        if os.name != "nt":
             os.fchmod(self._descriptor, stat.S_IMODE(existing.st_mode))
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
@@ -195,17 +197,20 @@ def _clip(name: str) -> str:
     return name
 
 
+# ERROR_USER_MAPPED_FILE, which Python knows no errno for and gives as EINVAL.
+_USER_MAPPED_FILE = 1224
+
+
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
     """Errors of the rename name the file as the caller does; on Windows they say why it cannot be replaced."""
     try:
         yield
-    except PermissionError as error:
-        if os.name == "nt":
-            message = "the file is mapped or open elsewhere (arrays that were loaded from it keep it mapped)"
-            raise PermissionError(error.errno, message, path) from None
-        raise PermissionError(error.errno, error.strerror, path) from None
     except OSError as error:
+        mapped = getattr(error, "winerror", None) == _USER_MAPPED_FILE
+        if os.name == "nt" and (mapped or isinstance(error, PermissionError)):
+            message = "the file is mapped (as arrays that were loaded from it keep it), open elsewhere or read-only"
+            raise PermissionError(errno.EACCES, message, path) from None
         raise type(error)(error.errno, error.strerror, path) from None
 
 

@@ -312,6 +312,38 @@ def test_an_existing_file_keeps_its_owner(tmp_path):
 
 
 @posix
+def test_on_windows_a_mode_is_not_kept(tmp_path, monkeypatch):
+    """There it is the read-only attribute, with which the temporary file could be neither renamed nor deleted."""
+    target = str(tmp_path / "x")
+    save_file(OLD, target)
+    os.chmod(target, 0o444)
+    with monkeypatch.context() as windows:
+        windows.setattr(os, "name", "nt")
+        save_file(SMALL, target)
+    assert mode(target) == 0o644
+
+
+@posix
+@pytest.mark.parametrize(("number", "winerror"), [(errno.EACCES, 5), (errno.EINVAL, 1224)])
+def test_on_windows_a_mapped_target_is_a_permission_error_that_says_so(number, winerror, tmp_path, monkeypatch):
+    def refuse(source, target):
+        error = OSError(number, "as Windows says it", source)
+        error.winerror = winerror
+        raise error
+
+    target = str(tmp_path / "x")
+    save_file(OLD, target)
+    with monkeypatch.context() as windows:
+        windows.setattr(os, "name", "nt")
+        windows.setattr(os, "replace", refuse)
+        with pytest.raises(PermissionError, match="the file is mapped") as caught:
+            save_file(SMALL, target)
+    assert caught.value.filename == target
+    assert os.listdir(tmp_path) == ["x"]
+    assert load_file(target)["x"].tolist() == OLD["x"].tolist()
+
+
+@posix
 def test_a_symlink_is_followed_issue_782(tmp_path):
     (tmp_path / "real").mkdir()
     target = tmp_path / "real" / "target"
