@@ -48,7 +48,8 @@ def make_ffi() -> cffi.FFI:
         include_dirs=["csrc"],
         extra_compile_args=flags + compile_flags,
         extra_link_args=link_flags,
-        define_macros=[("Py_LIMITED_API", "0x030A0000")] if limited else [],
+        # On Windows both kinds of interpreter share pyconfig.h, which therefore does not define Py_GIL_DISABLED.
+        define_macros=[("Py_LIMITED_API", "0x030A0000") if limited else ("Py_GIL_DISABLED", "1")],
         py_limited_api=limited,
     )
     return ffi
