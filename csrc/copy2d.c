@@ -1,6 +1,7 @@
 #include "copy2d.h"
 
-#if defined(__SSE2__)
+#if defined(__SSE2__) || defined(_M_X64) /* MSVC has no __SSE2__ */
+#define HAS_SSE2
 #include <emmintrin.h>
 #endif
 
@@ -27,7 +28,7 @@ static inline void copy_tile(size_t element, uint64_t rows, uint64_t columns, sl
     }
 }
 
-#if defined(__SSE2__)
+#ifdef HAS_SSE2
 
 /* Where source columns and destination rows lie side by side a block of 8 x 8 or 4 x 4 elements is transposed in registers,
  * by interleaving pairs of lines until each holds one row. SSE2 is in every x86-64. */

@@ -132,6 +132,9 @@ static void check_refusals(void) {
     sl_error error = {0};
     int64_t file = -7;
     uint64_t size = 0;
+    void *mapped = NULL;
+    EXPECT(sl_file_open("", &file, &size, &error) == SL_E_OS && error.os_errno == ENOENT);
+    EXPECT(sl_file_open(path_of("missing/missing"), &file, &size, &error) == SL_E_OS && error.os_errno == ENOENT);
     EXPECT(sl_file_open(path_of("missing"), &file, &size, &error) == SL_E_OS && error.os_errno == ENOENT);
     EXPECT(sl_file_open(folder, &file, &size, &error) == SL_E_OS && error.os_errno == EISDIR);
 #if defined(_WIN32)
@@ -159,6 +162,8 @@ static void check_refusals(void) {
     status = sl_jobs_run(jobs, 2, SL_READ, SL_TIER_SCALAR, 2, 0, &cursor, &error);
     EXPECT(status == SL_E_TRUNCATED && cursor.failed_job == 1 && error.position == 1000);
     sl_file_close(file);
+    EXPECT(sl_file_read(file, 0, got, 1, &error) == SL_E_OS && error.os_errno == EBADF);
+    EXPECT(sl_file_map(file, 1000, &mapped, &error) == SL_E_OS && error.os_errno == EBADF && mapped == NULL);
     EXPECT(delete(path_of("short")));
     free(bytes);
 }
