@@ -35,7 +35,7 @@ run() {
     local suffix=$1 large=$2
     shift 2
     mkdir "$out/scratch"
-    "$@" "$out/files$suffix" "$out/scratch" $large
+    "$@" "$out/files$suffix" "$out/scratch" "$large"
     "$@" "$out/kernels$suffix" | tr -d '\r' >"$out/kernels.txt"
     (cd "$here" && "$@" "$out/reader$suffix" ../data/*.safetensors types.gguf) | tr -d '\r' >"$out/reader.txt"
 }
