@@ -1,8 +1,15 @@
+import signal
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """A shell has background jobs ignore SIGINT, and so would the tests of Ctrl-C and the programs they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
