@@ -190,6 +190,67 @@ static void check_quantization(void) {
     free(source);
 }
 
+/* ---- statistics ---- */
+
+/* What a job of statistics writes for up to SL_STATS_SEGMENT elements. */
+typedef struct summary {
+    uint64_t bins[SL_HISTOGRAM_BINS];
+    sl_stats stats;
+} summary;
+
+static uint64_t digest_of_summary(uint64_t state, const summary *all) {
+    const sl_stats *s = &all->stats;
+    const double reals[] = {s->min, s->max, s->mean, s->rest, s->squares};
+    const uint64_t counts[] = {s->finite, s->nan, s->infinite, s->zeros, s->first_nan, s->first_infinite, (uint64_t)s->exponent};
+    const size_t sizes[] = {SL_HISTOGRAM_BINS, sizeof counts / sizeof counts[0], sizeof reals / sizeof reals[0]};
+    const void *const fields[] = {all->bins, counts, reals};
+    for (size_t part = 0; part < 3; part++)
+        for (size_t i = 0; i < sizes[part]; i++) {
+            uint64_t bits;
+            uint8_t bytes[8];
+            memcpy(&bits, (const uint8_t *)fields[part] + 8 * i, sizeof bits);
+            sl_store_le64(bytes, bits);
+            state = digest(state, bytes, sizeof bytes);
+        }
+    return state;
+}
+
+static void summarize(int32_t tier, int32_t from, uint8_t *source, size_t count, summary *all) {
+    sl_job job = {SL_MEMORY, (uint64_t)(uintptr_t)source, all, bytes_of(from, count), from, SL_STATS_HISTOGRAM, NULL, NULL};
+    sl_cursor cursor = {0, 0, 0, 0};
+    sl_error error;
+    memset(all, 0, sizeof *all);
+    EXPECT(sl_jobs_run(&job, 1, SL_READ, tier, 1, 0, &cursor, &error) == SL_OK && cursor.finished);
+}
+
+static void check_statistics(int32_t from) {
+    static const size_t COUNTS[] = {1, 2, 15, 16, 17, 33, 130, 4095, 4096, 4097, 9000, COUNT};
+    uint64_t state = DIGEST_START;
+    size_t unit = (size_t)sl_dtype_get(from)->block;
+    uint8_t *source = allocate(bytes_of(from, COUNT) + SHIFTS);
+    summary wanted, got;
+    for (int blocks = 0; blocks < 2; blocks++) /* anything, and what weights are like */
+        for (size_t k = 0; k < sizeof COUNTS / sizeof COUNTS[0]; k++) {
+            size_t count = (COUNTS[k] + unit - 1) / unit * unit, shift = k % SHIFTS;
+            fill(source + shift, from, COUNT, blocks != 0);
+            summarize(SL_TIER_SCALAR, from, source + shift, count, &wanted);
+            for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+                if (!sl_tier_available(tier)) continue;
+                summarize(tier, from, source + shift, count, &got);
+                if (memcmp(&got, &wanted, sizeof got) != 0) FAIL("%s: statistics of %zu %s", sl_tier_name(tier), count, label(from));
+            }
+            state = digest_of_summary(state, &wanted);
+        }
+    report("stats", label(from), "-", state);
+    free(source);
+}
+
+static void check_all_statistics(void) {
+    check_statistics(SL_F32);
+    for (int32_t from = 0; from < SL_DTYPE_LIMIT; from++)
+        if (from != SL_F32 && sl_convertible(from, SL_F32)) check_statistics(from);
+}
+
 /* ---- strided and transposed copies ---- */
 
 /* A plane of rows * columns within `size` bytes of memory: in C or Fortran order, with gaps, forwards or backwards. */
@@ -251,6 +312,7 @@ int main(void) {
         if (sl_tier_available(tier)) fprintf(stderr, "tier %s\n", sl_tier_name(tier));
     check_conversions();
     check_quantization();
+    check_all_statistics();
     check_copies();
     return failures == 0 ? 0 : 1;
 }
