@@ -47,11 +47,11 @@ class Table:
         """Adds a row.
 
         Args:
-            job: what was done, in the words of DESIGN section 8.
+            job: what was done.
             peer: against what; "limit: ..." for what the machine gives.
             comparison: samples of both.
             target: theirs by ours to be reached.
-            at_most: ours by theirs not to be passed, where that is how DESIGN puts it; the ratio is shown that way too.
+            at_most: ours by theirs not to be passed, where that is the natural way to say it; the ratio is shown that way too.
             by: "median" or "mean".
             unit: "s", or "B" for bytes.
         """

@@ -26,7 +26,7 @@ RESULTS = files.CACHE / "report"
 PAGE = HERE.parent / "BENCHMARKS.md"
 PLOTS = HERE / "plots"
 
-# Sections of the page in DESIGN's order of jobs: file of benches, title.
+# Sections of the page, in this order: file of benches, title.
 SECTIONS = {
     "bench_open": "Opening and listing",
     "bench_load": "Loading",

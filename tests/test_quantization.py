@@ -26,7 +26,7 @@ def round_half_away(x):
 
 
 def int8(x, axis=None):
-    """DESIGN §7 in plain numpy: codes and scale."""
+    """What `safeload.quantize` documents, in plain numpy: codes and scale."""
     x = x.astype(np.float32)
     others = None if axis is None else tuple(k for k in range(x.ndim) if k != axis)
     absmax = np.abs(x).max(axis=others, keepdims=axis is not None, initial=0)
@@ -39,7 +39,7 @@ def int8(x, axis=None):
 
 
 def q4_0(x):
-    """DESIGN §7, rounding="absmax", in plain numpy: the bytes."""
+    """rounding="absmax" as it is documented, in plain numpy: the bytes."""
     blocks = x.astype(np.float32).reshape(-1, 32)
     d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(7)
     with np.errstate(divide="ignore", over="ignore"):

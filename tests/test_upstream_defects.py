@@ -1,4 +1,4 @@
-"""What upstream 0.8.0 gets wrong and we get right, one test each; DESIGN section 2.1 has the list.
+"""What upstream 0.8.0 gets wrong and we get right, one test each.
 
 Each test shows upstream's behaviour first, so that a fixed upstream is noticed.
 """
