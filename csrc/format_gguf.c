@@ -267,8 +267,8 @@ static int compare_keys(const void *context, uint32_t a, uint32_t b) {
 static int32_t check_keys(parser *self) {
     uint64_t count = self->entry_count; /* MAX_HEADER holds fewer than 2^32 */
     if (count == 0) return SL_OK;
-    uint32_t *order = malloc((size_t)count * 2 * sizeof *order);
-    if (order == NULL) return sl_fail_memory(self->error, count * 2 * sizeof *order);
+    uint32_t *order = malloc((size_t)count * 3 * sizeof *order);
+    if (order == NULL) return sl_fail_memory(self->error, count * 3 * sizeof *order);
     for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
     sl_sort(order, order + count, count, compare_keys, self);
     int32_t status = SL_OK;

@@ -440,8 +440,8 @@ int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64
     int32_t status = compute_sizes(tensors, sizes, error);
     if (status != SL_OK) return status;
     uint64_t count = tensors->count, offset = 0;
-    uint32_t *spare = malloc((size_t)count * sizeof *spare + 1);
-    if (spare == NULL) return sl_fail_memory(error, count * sizeof *spare);
+    uint32_t *spare = malloc((size_t)count * 2 * sizeof *spare + 1);
+    if (spare == NULL) return sl_fail_memory(error, count * 2 * sizeof *spare);
     for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
     sl_sort(order, spare, count, compare_tensors, tensors);
     free(spare);

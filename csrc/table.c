@@ -114,7 +114,7 @@ static int32_t sorted(sl_table *table, sl_compare_fn compare, uint32_t **out, sl
     uint64_t count = table->columns.count;
     uint32_t *order, *spare;
     int32_t status = sl_arena_alloc(&table->arena, count * sizeof *order, (void **)&order, error);
-    if (status == SL_OK) status = sl_arena_alloc(&table->arena, count * sizeof *spare, (void **)&spare, error);
+    if (status == SL_OK) status = sl_arena_alloc(&table->arena, count * 2 * sizeof *spare, (void **)&spare, error);
     if (status != SL_OK) return status;
     for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
     sl_sort(order, spare, count, compare, table);
