@@ -1,0 +1,53 @@
+"""Runs tests/faults under its shim: system calls that fail, at every place where they can."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAULTS = Path(__file__).resolve().parent / "faults"
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the shim knows Linux's system calls"),
+    pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the shim stands in for glibc's functions"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="the shim is C, and there is no cc"),
+]
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory):
+    library = tmp_path_factory.mktemp("shim") / "shim.so"
+    subprocess.run(["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", FAULTS / "shim.c", "-o", library], check=True)
+    return library
+
+
+@pytest.mark.parametrize("module", sorted(path.stem for path in FAULTS.glob("test_*.py")))
+def test_under_the_shim(module, shim, tmp_path):
+    preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
+    done = subprocess.run(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "--capture=sys",
+                "-p",
+                "no:cacheprovider",
+                f"--basetemp={tmp_path}",
+            ),
+            *("--tb=short", f"--basetemp={tmp_path}", str(FAULTS / f"{module}.py")),
+        ],
+        env={**os.environ, "LD_PRELOAD": preload, "SAFELOAD_FAULT_SHIM": str(shim)},
+        cwd=FAULTS.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
+    assert re.search(r"\b[1-9][0-9]* passed\b", done.stdout), done.stdout
