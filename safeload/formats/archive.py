@@ -44,9 +44,14 @@ _ENCRYPTED, _UTF8 = 0x1, 0x800
 
 
 class _Stream(io.RawIOBase):
-    """The file as zipfile wants it."""
+    """The file as zipfile wants it.
+
+    Attributes:
+        failure: why it could not be read: zipfile says then that there is no archive.
+    """
 
     def __init__(self, file: WeightFile) -> None:
+        self.failure: OSError | None = None
         self._file = file
         self._at = 0
 
@@ -67,7 +72,11 @@ class _Stream(io.RawIOBase):
         return at
 
     def read(self, size: int = -1) -> bytes:
-        data = self._file.read_at(self._at, self._file.size if size < 0 else size)
+        try:
+            data = self._file.read_at(self._at, self._file.size if size < 0 else size)
+        except OSError as error:
+            self.failure = error
+            raise
         self._at += len(data)
         return data
 
@@ -80,6 +89,7 @@ class Archive:
 
     Raises:
         FormatError: it is no zip archive, or a name is there twice.
+        OSError: it cannot be read.
     """
 
     def __init__(self, file: WeightFile) -> None:
@@ -87,13 +97,16 @@ class Archive:
         self.entries: dict[str, zipfile.ZipInfo] = {}
         self._used: dict[int, tuple[int, str]] = {}
         self._window, self._window_at = b"", 0
+        stream = _Stream(file)
         try:
-            with zipfile.ZipFile(_Stream(file)) as archive:
+            with zipfile.ZipFile(stream) as archive:
                 infos = archive.infolist()
                 self._directory = archive.start_dir
         except FormatError:
             raise
         except _ZIP_ERRORS as error:
+            if stream.failure is not None:
+                raise stream.failure from None
             what = show(str(error)) if str(error) else type(error).__name__
             raise FormatError(f"the zip archive's directory cannot be read: {what}", file.path) from None
         for info in infos:

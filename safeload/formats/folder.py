@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import FormatError, UnsupportedError
+from ..errors import FormatError, UnsupportedError, os_error
 from ..files import WeightFile
 from .opening import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
 
@@ -62,11 +62,13 @@ def read_json(path: Path, what: str) -> Any:
             raise FormatError(f"{what}: key {_show(twice)} is there twice", str(path))
         return result
 
-    content = path.read_bytes()
-    mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
-    content = content[mark:]
     try:
-        value = json.loads(content.decode(), object_pairs_hook=unique)
+        content = path.read_bytes()
+    except OSError as error:  # of a read, which does not know the path
+        raise os_error(error.errno or 0, str(path)) from None
+    mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
+    try:
+        value = json.loads(content[mark:].decode(), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         offset = mark + len(error.doc[: error.pos].encode())
         raise FormatError(f"{what} is not JSON: {error.msg}", str(path), offset) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from ..errors import FormatError, UnsupportedError
@@ -71,7 +72,8 @@ def open_file(path: str, wanted: Wanted) -> Opened:
             # First as what it most likely is: one call and no look at the path before it.
             file = safetensors.open_file(path)
         except FormatError:
-            head = sniffing.read_head(path)
+            with closing(open_descriptor(path)) as other:
+                head = other.read_at(0, sniffing.HEAD_SIZE)
             if wanted.formats is not None or sniffing.is_safetensors(head):
                 raise
             if not sniffing.is_other(head):

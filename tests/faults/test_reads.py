@@ -1,10 +1,11 @@
 """Each read of each operation in turn: short, interrupted, refused, of a file that was cut a moment before."""
 
+import errno
 import hashlib
 
 import numpy as np
 import pytest
-from faults.shim import INTERRUPT, READ, SHORT, TRUNCATE, armed, sweep
+from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, TRUNCATE, armed, sweep
 
 import safeload
 from safeload import SafeloadError
@@ -104,6 +105,24 @@ def test_interrupted_reads_change_nothing(case):
     with armed(folder, READ, INTERRUPT) as shot:
         assert operation() == expected
     assert shot.calls > 1
+
+
+@pytest.mark.parametrize("action", [FAIL, FAIL_FROM], ids=["once", "from then on"])
+def test_a_failing_disk_is_an_error_that_names_file_and_offset(case, action):
+    folder, operation, expected = case
+    failures = 0
+    for shot, result, error in sweep(operation, folder, READ, action, errno.EIO):
+        if error is None:
+            # What is read again because the fast way gives no reason may come the second time.
+            assert result == expected
+            assert action == FAIL or not shot.hit
+            continue
+        failures += 1
+        assert isinstance(error, OSError), repr(error)
+        assert error.errno == errno.EIO
+        assert str(folder) in error.filename
+        assert names_an_offset(error), shot.nth
+    assert failures or action == FAIL
 
 
 @pytest.fixture
