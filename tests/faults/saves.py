@@ -1,0 +1,77 @@
+"""Every way to write a file, each as an old and a new version."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from faults import samples
+
+import safeload
+from safeload import gguf, moon
+from safeload.numpy import save_file
+
+OLD, NEW = 0, 1
+
+
+def _tensors(version):
+    return {name: array[:50] + np.float16(version) for name, array in samples.tensors().items()}
+
+
+def _strided(version):
+    return {name: np.asfortranarray(array)[::-1] for name, array in _tensors(version).items()}
+
+
+def _quantized(version):
+    return safeload.quantize(_tensors(version)["middle.weight"], "q8_0")
+
+
+class Save(NamedTuple):
+    """A file name; what writes it, given a path and a version; whether it is to survive a crash of the machine."""
+
+    name: str
+    write: Callable[[Path, int], None]
+    durable: bool = True
+
+
+SAVES = {
+    "safetensors": Save("a.safetensors", lambda path, v: save_file(_tensors(v), path, {"version": str(v)})),
+    "safetensors, strided": Save("a.safetensors", lambda path, v: save_file(_strided(v), path)),
+    "safetensors, not durable": Save(
+        "a.safetensors", lambda path, v: save_file(_tensors(v), path, durable=False), False
+    ),
+    "gguf": Save("a.gguf", lambda path, v: gguf.save_file({**_tensors(v), "q": _quantized(v)}, path)),
+    "moon": Save("a.moon", lambda path, v: moon.save_file(_tensors(v), path)),
+    "convert to npz": Save("a.npz", lambda path, v: safeload.convert(_tensors(v), path, overwrite=True)),
+    "convert to gguf": Save(
+        "a.gguf", lambda path, v: safeload.convert(_tensors(v), path, quantize="q4_0", overwrite=True)
+    ),
+}
+
+
+def convert_to_shards(folder, version):
+    """Three shards with an index and a config; of the new version the tensors lie in other shards than of the old."""
+    size = ("1MB", "2MB")[version]
+    safeload.convert(folder.parent / f"source-{version}", folder, dtype="float16", max_shard_size=size, overwrite=True)
+
+
+def write_sources(folder):
+    """What `convert_to_shards` converts: one-file checkpoints of both versions."""
+    for version in (OLD, NEW):
+        source = folder / f"source-{version}"
+        source.mkdir()
+        parts = {f"layer.{k}.weight": np.full((100, 1000 * (k + 1)), 10 * version + k, np.float32) for k in range(6)}
+        save_file(parts, source / "model.safetensors", durable=False)
+        (source / "config.json").write_text(f'{{"version": {version}}}')
+
+
+def contents(folder):
+    """Name to bytes of all files in a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def empty(folder):
+    """Makes a folder that is new and empty."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
