@@ -23,6 +23,9 @@ _COPY_BUFFER = 16 << 20
 # The longest name of most filesystems (NAME_MAX) less what the temporary name adds.
 _LONGEST_STEM = 255 - len(".") - len(".") - 16 - len(".tmp")
 
+# ERROR_USER_MAPPED_FILE, which Python knows no errno for and gives as EINVAL.
+_USER_MAPPED_FILE = 1224
+
 
 class AtomicFile:
     """A file under construction. Leaving the ``with`` block puts it in place; an exception leaves no trace.
@@ -67,7 +70,8 @@ class AtomicFile:
             raise type(error)(error.errno, error.strerror, self.path) from None
         try:
             if existing is not None:
-                self._keep_owner_and_mode(existing)
+                with self._naming():
+                    self._keep_owner_and_mode(existing)
             error_out = Error()
             check(lib.sl_file_reserve(self._handle, size, error_out), error_out, self.path)
         except BaseException:
@@ -110,7 +114,7 @@ class AtomicFile:
     @contextlib.contextmanager
     def stream(self) -> Iterator[BinaryIO]:
         """The file as Python's own libraries write it."""
-        with os.fdopen(os.dup(self._descriptor), "wb") as stream:
+        with self._naming(), os.fdopen(os.dup(self._descriptor), "wb") as stream:
             yield stream
 
     def __enter__(self) -> AtomicFile:
@@ -123,7 +127,8 @@ class AtomicFile:
             self._abandon()
             return
         try:
-            self._commit()
+            with self._naming():
+                self._commit()
         except BaseException:
             self._abandon()
             raise
@@ -135,14 +140,31 @@ class AtomicFile:
         if self._durable:
             os.fsync(self._descriptor)
         os.close(self._take_descriptor())
-        with _naming(self.path):
+        try:
             if self._overwrite:
                 os.replace(self._temporary, self._target)
             else:
                 _move_without_replacing(self._temporary, self._target)
+        except OSError as error:
+            mapped = getattr(error, "winerror", None) == _USER_MAPPED_FILE
+            if os.name != "nt" or not (mapped or isinstance(error, PermissionError)):
+                raise
+            message = "the file is mapped (as arrays that were loaded from it keep it), open elsewhere or read-only"
+            raise PermissionError(errno.EACCES, message, self.path) from None
         self._temporary = None
         if self._durable:
             _sync_folder(os.path.dirname(self._target))
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Errors name the file as the caller does, where the system names none or another of its names."""
+        ours = (None, self._temporary, self._target if self._temporary is not None else self.path)
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None or error.filename not in ours:
+                raise
+            raise type(error)(error.errno, error.strerror, self.path) from None
 
     def _take_descriptor(self) -> int:
         descriptor, self._descriptor = self._descriptor, -1
@@ -195,23 +217,6 @@ def _clip(name: str) -> str:
     while len(os.fsencode(name)) > _LONGEST_STEM:
         name = name[:-1]
     return name
-
-
-# ERROR_USER_MAPPED_FILE, which Python knows no errno for and gives as EINVAL.
-_USER_MAPPED_FILE = 1224
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Errors of the rename name the file as the caller does; on Windows they say why it cannot be replaced."""
-    try:
-        yield
-    except OSError as error:
-        mapped = getattr(error, "winerror", None) == _USER_MAPPED_FILE
-        if os.name == "nt" and (mapped or isinstance(error, PermissionError)):
-            message = "the file is mapped (as arrays that were loaded from it keep it), open elsewhere or read-only"
-            raise PermissionError(errno.EACCES, message, path) from None
-        raise type(error)(error.errno, error.strerror, path) from None
 
 
 def _move_without_replacing(source: str, target: str) -> None:

@@ -79,7 +79,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(save, versions, 
             continue
         failures += 1
         assert isinstance(error, OSError), repr(error)
-        assert error.errno == number, shot.trace[-1]
+        assert (error.errno, error.filename) == (number, str(path)), shot.trace[-1]
         # The fsync of the folder comes after the rename: the new file is whole, but a crash might yet undo it.
         assert found == {path.name: versions[NEW if shot.trace[-1][0] == f"S {path.parent}" else OLD]}
     assert failures > 1
