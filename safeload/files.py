@@ -60,6 +60,19 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
     return text, encoded
 
 
+class Descriptor(int):
+    """The C core's file handle, closed when nothing refers to it any more.
+
+    Jobs keep the one that they read: closed under them, its number would go to the next file that is opened, and they
+    would read that.
+    """
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        short.sl_file_close(int(self))
+
+
 class WeightFile:
     """One file, open for reading until closed or forgotten. Any thread may use it.
 
@@ -73,7 +86,7 @@ class WeightFile:
         self.path = path
         self.size = size
         self.table = table
-        self._descriptor = descriptor
+        self._descriptor: Descriptor | None = Descriptor(descriptor)
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Bytes of the file, fewer where it ends; GIL kept, so for what is small.
@@ -93,21 +106,16 @@ class WeightFile:
         return data
 
     @property
-    def descriptor(self) -> int:
+    def descriptor(self) -> Descriptor:
         """The C core's file handle, for jobs."""
-        if self._descriptor < 0:
+        descriptor = self._descriptor
+        if descriptor is None:
             raise ValueError(f"{self.path} is closed")
-        return self._descriptor
+        return descriptor
 
     def close(self) -> None:
-        """Closes the descriptor; arrays over mappings stay valid."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            short.sl_file_close(descriptor)
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            self.close()
+        """Closes the descriptor once no job needs it; arrays over mappings stay valid."""
+        self._descriptor = None
 
     def map(self) -> Any:
         """A new private copy-on-write mapping of the whole file, as a writable buffer.
