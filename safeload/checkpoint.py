@@ -55,6 +55,7 @@ class Checkpoint(Mapping[str, Value]):
         self._where = where
         self._mappings: dict[WeightFile, Any] = {}
         self._arrays: dict[str, Value] = {}
+        self._groups: dict[str, dict[str, Value]] = {}  # those that share bytes, under the first of them
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._closed = False
         self.format = format
@@ -88,10 +89,12 @@ class Checkpoint(Mapping[str, Value]):
         array = self._arrays.get(name)
         if array is None:
             file, index = self._locate(name)
-            loaded, _ = load_parts(self._together(name, file, index), backend="mmap", mappings=self._mappings)
-            for other, view in loaded.items():
-                self._arrays.setdefault(other, view)
-            array = self._arrays[name]
+            parts = self._together(name, file, index)
+            loaded, _ = load_parts(parts, backend="mmap", mappings=self._mappings)
+            if len(parts) > 1:  # one step: of threads that come here at once all get what the first has loaded
+                loaded = self._groups.setdefault(parts[0][0], loaded)
+                self._arrays.update(loaded)
+            array = self._arrays.setdefault(name, loaded[name])
         return array
 
     def _together(self, name: str, file: WeightFile, index: int) -> list[Part]:
@@ -204,6 +207,7 @@ class Checkpoint(Mapping[str, Value]):
         """Closes the files. Arrays stay valid: a mapping goes with its last array."""
         self._closed = True
         self._arrays.clear()
+        self._groups.clear()
         self._mappings.clear()
         for file in self._open:
             file.close()

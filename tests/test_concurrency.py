@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+import torch_build
 
 import safeload
 from safeload import jobs
@@ -87,6 +88,18 @@ def test_one_tensor_is_the_same_memory_for_every_thread(path):
         with safeload.open(path) as checkpoint:
             first, *others = together(lambda number: checkpoint["layer.3.weight"])
             assert all(other is first for other in others)
+
+
+def test_tied_tensors_share_memory_whichever_thread_asks_first(tmp_path):
+    storage = torch_build.Storage("0", np.arange(6000, dtype=np.float32))
+    names = [f"tied.{k}" for k in range(200)]
+    tied = torch_build.ordered({name: torch_build.tensor(storage) for name in names})
+    (tmp_path / "tied.pt").write_bytes(torch_build.legacy_file(tied))  # in which nothing is aligned: each load copies
+    sys.setswitchinterval(1e-6)
+    for _ in range(50):
+        with safeload.open(tmp_path / "tied.pt") as checkpoint:
+            arrays = together(lambda number: [checkpoint[name] for name in names[number::THREADS]])
+            assert len({array.ctypes.data for part in arrays for array in part}) == 1
 
 
 def test_two_handles_never_hand_out_the_same_memory_twice(path):
