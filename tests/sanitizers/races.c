@@ -6,7 +6,7 @@
 
 #include "checkpoints.h"
 
-enum { CALLERS = 4, ROUNDS = 10, TENSORS = 4, ROWS = 512, COLUMNS = 1024, ELEMENTS = ROWS * COLUMNS };
+enum { CALLERS = 4, ROUNDS = 3, TENSORS = 4, ROWS = 2048, COLUMNS = 1024, ELEMENTS = ROWS * COLUMNS };
 
 static char path[32];
 static int64_t file;
