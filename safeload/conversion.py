@@ -63,7 +63,9 @@ def convert(
             the same kept. Q4_0 is rounded by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
         layout: stacks layers, see `stack`; the result has its tensors in its order, and no others.
         names: exact names of the tensors to take; None for all.
-        max_shard_size: bytes, or text such as "500MB" or "5GB"; a larger tensor has a shard of its own.
+        max_shard_size: bytes, or text such as "500MB" or "5GB"; a larger tensor has a shard of its own. The index is
+            put in place last: until then a new folder has none, and an old one with another number of shards is what
+            it was. Where there were as many shards before, a crash in the moment of the renames leaves some of both.
         overwrite: False to raise FileExistsError where something exists.
         threads: for reading and converting; None for what helps.
         progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total) of the result.

@@ -50,20 +50,20 @@ SAVES = {
 }
 
 
-def convert_to_shards(folder, version):
-    """Three shards with an index and a config; of the new version the tensors lie in other shards than of the old."""
-    size = ("1MB", "2MB")[version]
-    safeload.convert(folder.parent / f"source-{version}", folder, dtype="float16", max_shard_size=size, overwrite=True)
-
-
 def write_sources(folder):
     """What `convert_to_shards` converts: one-file checkpoints of both versions."""
     for version in (OLD, NEW):
         source = folder / f"source-{version}"
         source.mkdir()
-        parts = {f"layer.{k}.weight": np.full((100, 1000 * (k + 1)), 10 * version + k, np.float32) for k in range(6)}
+        parts = {f"layer.{k}.weight": np.full((10, 1000 * (k + 1)), 10 * version + k, np.float32) for k in range(6)}
         save_file(parts, source / "model.safetensors", durable=False)
         (source / "config.json").write_text(f'{{"version": {version}}}')
+
+
+def convert_to_shards(folder, version, size):
+    """Writes a version beside its source: shards of at most so many bytes, an index, a config."""
+    source = folder.parent / f"source-{version}"
+    safeload.convert(source, folder, dtype="float16", max_shard_size=size, overwrite=True)
 
 
 def contents(folder):

@@ -1,0 +1,156 @@
+"""What is left of a conversion to shards that fails or is killed.
+
+All files are written and synced under temporary names. Then the shards are renamed, the last one first, then
+config.json, and at the end the index, which says what counts:
+
+- no file is ever less than whole, old or new, and a failure leaves no temporary one;
+- a new folder has no index before it has all the rest;
+- an old folder with another number of shards, none of which has the name of a new one, is the old checkpoint until the
+  index is renamed, and the new one from then on (but for config.json, which is new one step earlier);
+- where there are as many shards as before, these are replaced one by one: a crash in between leaves some of both.
+"""
+
+import errno
+import itertools
+import json
+
+import numpy as np
+import pytest
+from faults.saves import NEW, OLD, contents, convert_to_shards, empty, write_sources
+from faults.shim import FAIL, KILL, KILL_AFTER, MOST_CALLS, READ, RENAME, RESERVE, SYNC, UNLINK, WRITE, armed, sweep
+from faults.test_saves import TEMPORARY, killed
+
+import safeload
+
+ALL = WRITE | RESERVE | SYNC | RENAME
+INDEX = "model.safetensors.index.json"
+SMALL, LARGE = "100KB", "200KB"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_sources(tmp_path)
+    return tmp_path / "shards"
+
+
+def made(folder, version, size):
+    """The files of a version."""
+    empty(folder)
+    convert_to_shards(folder, version, size)
+    return contents(folder)
+
+
+def restore(folder, files):
+    empty(folder)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def version_of(folder):
+    """The version that opening the folder gives, when all of its tensors are of one."""
+    with safeload.open(folder) as checkpoint:
+        loaded = {name: float(array[0, 0]) for name, array in checkpoint.load(backend="pread").items()}
+    for version in (OLD, NEW):
+        if loaded == {f"layer.{k}.weight": 10 * version + k for k in range(6)}:
+            return version
+    return None
+
+
+def crashes(folder, before, size, action):
+    """Kills a conversion at each call in turn; yields what it leaves but for temporary files, and whether it died."""
+    for nth in itertools.count(1):
+        assert nth < MOST_CALLS
+        restore(folder, before)
+        died = killed(lambda: convert_to_shards(folder, NEW, size), folder, ALL | UNLINK, action, nth)
+        found = contents(folder)
+        yield {name: content for name, content in found.items() if not TEMPORARY.fullmatch(name)}, died
+        if not died:
+            assert not any(map(TEMPORARY.fullmatch, found))
+            return
+
+
+@pytest.mark.parametrize("action", [KILL, KILL_AFTER], ids=["killed before", "killed after"])
+@pytest.mark.parametrize(("old_size", "new_size"), [(SMALL, LARGE), (LARGE, LARGE), (None, LARGE)])
+def test_a_crash_while_shards_are_written(folder, action, old_size, new_size):
+    new = made(folder, NEW, new_size)
+    old = {} if old_size is None else made(folder, OLD, old_size)
+    shared = {name for name in new if name in old and name.endswith(".safetensors")}
+    assert bool(shared) == (old_size == new_size)
+    versions = []
+    for found, died in crashes(folder, old, new_size, action):
+        assert all(content in (old.get(name), new.get(name)) for name, content in found.items())
+        assert found.keys() >= old.keys()
+        indexed = found.get(INDEX) == new[INDEX]
+        if indexed and not shared:  # otherwise both have the same index
+            assert new.items() <= found.items()
+        if INDEX in found:
+            versions.append(version_of(folder))
+            if not shared:
+                assert versions[-1] == (NEW if indexed else OLD)
+            assert died or versions[-1] == NEW
+    assert versions[-1] == NEW
+    assert old_size is None or versions[0] == OLD
+    assert (None in versions) == bool(shared)
+
+
+@pytest.mark.parametrize("existing", [True, False], ids=["over an old folder", "a new folder"])
+def test_shards_that_cannot_be_written_leave_the_old_ones_and_nothing_else(folder, existing):
+    new, old = made(folder, NEW, LARGE), made(folder, OLD, SMALL) if existing else {}
+    failures = 0
+    for shot, _, error in sweep(
+        lambda: convert_to_shards(folder, NEW, LARGE),
+        folder,
+        ALL,
+        FAIL,
+        errno.ENOSPC,
+        before=lambda: restore(folder, old),
+    ):
+        found = contents(folder)
+        assert all(content in (old.get(name), new.get(name)) for name, content in found.items())
+        if error is None:
+            assert not shot.hit
+            assert found == {**old, **new}
+            continue
+        failures += 1
+        assert isinstance(error, OSError)
+        assert error.errno == errno.ENOSPC
+        assert str(folder) in error.filename
+        if not any(line[0].startswith("N") for line in shot.trace[:-1]):
+            assert found == old
+        elif existing and found[INDEX] == old[INDEX]:
+            assert version_of(folder) == OLD
+    assert failures > len(new)
+
+
+def test_a_source_that_cannot_be_read_leaves_the_old_file_and_nothing_else(folder, tmp_path):
+    old = made(folder, OLD, LARGE)
+    failures = 0
+    for shot, _, error in sweep(
+        lambda: convert_to_shards(folder, NEW, LARGE), tmp_path / f"source-{NEW}", READ, FAIL, errno.EIO
+    ):
+        if error is None:
+            break
+        failures += 1
+        assert isinstance(error, OSError), repr(error)
+        assert (error.errno, str(tmp_path) in error.filename) == (errno.EIO, True), shot.nth
+        assert contents(folder) == old
+    assert failures
+
+
+def test_the_index_is_renamed_when_all_it_names_has_reached_the_disk(folder):
+    empty(folder)
+    with armed(folder, ALL, FAIL, nth=MOST_CALLS) as shot:
+        convert_to_shards(folder, NEW, LARGE)
+    renamed, synced = [], set()
+    for line in shot.trace:
+        if line[0].startswith("S "):
+            synced.add(line[0][2:])
+        elif line[0].startswith("N "):
+            assert line[0][2:] in synced
+            assert not renamed or str(folder) in synced
+            synced.discard(str(folder))
+            renamed.append(line[1].rpartition("/")[2])
+    shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()), reverse=True)
+    assert renamed == [*shards, "config.json", INDEX]
+    assert str(folder) in synced
+    assert all(np.isfinite(array).all() for array in safeload.load(folder).values())
