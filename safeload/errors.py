@@ -78,3 +78,10 @@ def os_error(number: int, path: str | None) -> OSError:
     if number == errno.ENOENT:
         return _MissingFileError(number, os.strerror(number), path)
     return OSError(number, os.strerror(number), path)
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line; the system's own without their number, but with the byte where they happened."""
+    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
+        return "; ".join((f"{error.strerror}: {error.filename}", *getattr(error, "__notes__", ())))
+    return str(error) or type(error).__name__

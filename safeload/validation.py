@@ -17,7 +17,7 @@ from .checkpoint import Checkpoint
 from .checks import files, names, values
 from .checks.findings import Limits, ValidationReport, error
 from .checks.names import Known
-from .errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError, os_error
+from .errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError, one_line, os_error
 from .files import Array, PathLike, native_path
 from .jobs import Progress
 from .quantized import QuantizedTensor
@@ -228,10 +228,8 @@ def _validate_tensors(
         _check_contents(report, given, known, wanted)
         if choice is not None:
             report.add(values.check_tied(given, _tied_pairs(choice.schema, config, known)))
-    except FormatError as problem:
-        report.add([error("file.read", None, str(problem))])
-    except OSError as problem:
-        report.add([error("file.read", None, f"{problem.strerror}: {problem.filename}")])
+    except (FormatError, OSError) as problem:
+        report.add([error("file.read", None, one_line(problem))])
     return report
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..checkpoint import Checkpoint
-from ..errors import SafeloadError
+from ..errors import SafeloadError, one_line
 from ..files import WeightFile, open_descriptor
 from ..formats import sniffing
 from ..formats.archive import Archive
@@ -34,7 +34,7 @@ def check_index(opened: Checkpoint) -> Iterator[Finding]:
     try:
         index = read_json(path, "index.json")
     except (SafeloadError, OSError) as problem:  # it was read a moment ago
-        yield error("file.read", None, str(problem))
+        yield error("file.read", None, one_line(problem))
         return
     metadata = index.get("metadata")
     said = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -161,5 +161,5 @@ def _check_entry(entry: _Entry) -> str | None:
             for data in entry.archive.inflate(info.orig_filename):
                 found = zlib.crc32(data, found)
     except (SafeloadError, OSError) as problem:
-        return str(problem)
+        return one_line(problem)
     return None if found == info.CRC else f"its bytes have CRC-32 {found:08x}, the directory says {info.CRC:08x}"

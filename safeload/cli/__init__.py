@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from ..errors import SafeloadError
+from ..errors import SafeloadError, one_line
 from ..text import printable
 from . import bench, check, convert, diff, info, report, stats
 
@@ -57,16 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # as a shell reports death by SIGINT
     except (SafeloadError, OSError, MemoryError) as error:
-        print(f"safeload: {printable(_explain(error))}", file=sys.stderr)
+        print(f"safeload: {printable(one_line(error))}", file=sys.stderr)
         return 1
     except (ValueError, TypeError) as error:  # wrong arguments; what is wrong with a file is a SafeloadError
         print(f"safeload: {printable(str(error))}", file=sys.stderr)
         return 2
     return status
-
-
-def _explain(error: BaseException) -> str:
-    """One line for an error; the system's own without their number."""
-    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
-        return f"{error.strerror}: {error.filename}"
-    return str(error) or type(error).__name__

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 
 import numpy as np
 import pytest
@@ -123,6 +124,21 @@ def test_a_failing_disk_is_an_error_that_names_file_and_offset(case, action):
         assert str(folder) in error.filename
         assert names_an_offset(error), shot.nth
     assert failures or action == FAIL
+
+
+@pytest.mark.parametrize("format", ["safetensors", "npz", "gguf"])
+def test_check_reports_a_failing_disk(format, files):
+    path, reported = files[format], 0
+    for shot, report, error in sweep(lambda: safeload.validate(path), path.parent, READ, FAIL_FROM, errno.EIO):
+        if error is not None:  # it could not be opened
+            assert isinstance(error, OSError), repr(error)
+        elif shot.hit:
+            reported += 1
+            found = [finding for finding in report.errors if os.strerror(errno.EIO) in finding.message]
+            assert any(str(path) in finding.message and " at byte " in finding.message for finding in found), str(
+                report
+            )
+    assert reported
 
 
 @pytest.fixture
