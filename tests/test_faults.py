@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-FAULTS = Path(__file__).resolve().parent / "faults"
+ROOT = Path(__file__).resolve().parent.parent
+FAULTS = ROOT / "tests" / "faults"
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the shim knows Linux's system calls"),
@@ -29,22 +30,11 @@ def shim(tmp_path_factory):
 @pytest.mark.parametrize("module", sorted(path.stem for path in FAULTS.glob("test_*.py")))
 def test_under_the_shim(module, shim, tmp_path):
     preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
+    options = ["-q", "--capture=sys", "--tb=short", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
     done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "--capture=sys",
-                "-p",
-                "no:cacheprovider",
-                f"--basetemp={tmp_path}",
-            ),
-            *("--tb=short", f"--basetemp={tmp_path}", str(FAULTS / f"{module}.py")),
-        ],
+        [sys.executable, "-m", "pytest", *options, "--basetemp", tmp_path / "base", FAULTS / f"{module}.py"],
         env={**os.environ, "LD_PRELOAD": preload, "SAFELOAD_FAULT_SHIM": str(shim)},
-        cwd=FAULTS.parent.parent,
+        cwd=tmp_path,  # not the source tree, whose safeload is not built
         capture_output=True,
         text=True,
         timeout=600,

@@ -6,13 +6,14 @@ import os
 
 import numpy as np
 import pytest
-from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, TRUNCATE, armed, sweep
+from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, THOROUGH, TRUNCATE, armed, sweep
 
 import safeload
 from safeload import SafeloadError
 from safeload.manifest import make as make_manifest
 from safeload.quantized import QuantizedTensor
 
+NAMES = {FAIL: "once", FAIL_FROM: "from then on"}
 FORMATS = [
     *("safetensors", "long header", "gguf", "moon", "npz", "npz, compressed"),
     *("torch zip", "torch legacy", "shards"),
@@ -108,7 +109,7 @@ def test_interrupted_reads_change_nothing(case):
     assert shot.calls > 1
 
 
-@pytest.mark.parametrize("action", [FAIL, FAIL_FROM], ids=["once", "from then on"])
+@pytest.mark.parametrize("action", [FAIL_FROM, FAIL] if THOROUGH else [FAIL_FROM], ids=NAMES.get)
 def test_a_failing_disk_is_an_error_that_names_file_and_offset(case, action):
     folder, operation, expected = case
     failures = 0
@@ -156,7 +157,7 @@ def whole(files):
     restore()
 
 
-@pytest.mark.parametrize("length", [0, 100])
+@pytest.mark.parametrize("length", [0, 100] if THOROUGH else [100])
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_file_and_offset(case, whole, length):
     folder, operation, expected = case
     failures = 0
