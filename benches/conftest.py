@@ -51,7 +51,7 @@ class Table:
             peer: against what; "limit: ..." for what the machine gives.
             comparison: samples of both.
             target: theirs by ours to be reached.
-            at_most: ours by theirs not to be passed, where that is the natural way to say it; the ratio is shown that way too.
+            at_most: ours by theirs not to be passed, where that is how one says it; the ratio is shown that way too.
             by: "median" or "mean".
             unit: "s", or "B" for bytes.
         """
