@@ -29,6 +29,7 @@ static const work WORK[] = {
     {"quantize", SL_Q4_0, NULL, NULL, ELEMENTS / 32 * 18},
     {"transpose", SL_F32, &TRANSPOSED, NULL, ELEMENTS * 4},
     {"absmax of channels", SL_ABSMAX, NULL, &CHANNELS, COLUMNS * 4},
+    {"statistics", SL_STATS_HISTOGRAM, NULL, NULL, SL_HISTOGRAM_BINS * 8 + ELEMENTS / SL_STATS_SEGMENT * sizeof(sl_stats)},
 };
 enum { KINDS = sizeof WORK / sizeof WORK[0] };
 
