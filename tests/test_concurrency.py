@@ -201,6 +201,7 @@ def in_child(work, seconds=60):
 
 @forks
 @quiet
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="its allocator may stay locked in a child")
 def test_a_fork_beside_threads_that_load(path):
     """A child has only the thread that forked: whatever the others held must not be missing there."""
     stop = threading.Event()
