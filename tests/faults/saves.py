@@ -1,18 +1,23 @@
-"""Every way to write a file, each as an old and a new version."""
+"""Every way to write a file, each as an old and a new version, and what kills the process in the midst of one."""
 
+import os
+import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from faults import samples
+from faults.shim import armed
 
 import safeload
 from safeload import gguf, moon
 from safeload.numpy import save_file
 
 OLD, NEW = 0, 1
+TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
 
 def _tensors(version):
@@ -75,3 +80,22 @@ def empty(folder):
     """Makes a folder that is new and empty."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def killed(operation, folder, classes, action, nth):
+    """Whether a child process dies at the nth call; otherwise it must end well."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with armed(folder, classes, action, nth):
+                operation()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False

@@ -135,10 +135,9 @@ def test_check_reports_a_failing_disk(format, files):
             assert isinstance(error, OSError), repr(error)
         elif shot.hit:
             reported += 1
-            found = [finding for finding in report.errors if os.strerror(errno.EIO) in finding.message]
-            assert any(str(path) in finding.message and " at byte " in finding.message for finding in found), str(
-                report
-            )
+            found = next(f.message for f in report.errors if os.strerror(errno.EIO) in f.message)
+            assert str(path) in found
+            assert " at byte " in found or not hasattr(Exception, "add_note")
     assert reported
 
 

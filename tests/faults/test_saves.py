@@ -2,12 +2,10 @@
 
 import errno
 import itertools
-import os
 import re
-import signal
 
 import pytest
-from faults.saves import NEW, OLD, SAVES, contents, empty
+from faults.saves import NEW, OLD, SAVES, TEMPORARY, contents, empty, killed
 from faults.shim import (
     FAIL,
     INTERRUPT,
@@ -26,8 +24,9 @@ from faults.shim import (
 )
 
 ALL = WRITE | RESERVE | SYNC | RENAME
+# Python 3.12 warns of fork beside threads, of which numpy's libraries have some.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 NAMES = {KILL: "killed before", KILL_AFTER: "killed after"}
-TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
 
 @pytest.fixture(scope="module", params=SAVES)
@@ -85,25 +84,6 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(save, versions, 
         # The fsync of the folder comes after the rename: the new file is whole, but a crash might yet undo it.
         assert found == {path.name: versions[NEW if shot.trace[-1][0] == f"S {path.parent}" else OLD]}
     assert failures > 1
-
-
-def killed(operation, folder, classes, action, nth):
-    """Whether a child process dies at the nth call; otherwise it must end well."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            with armed(folder, classes, action, nth):
-                operation()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(status) == 0
-    return False
 
 
 @pytest.mark.parametrize("existing", [True, False], ids=["over an old file", "a new file"])

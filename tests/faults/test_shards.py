@@ -16,12 +16,13 @@ import json
 
 import numpy as np
 import pytest
-from faults.saves import NEW, OLD, contents, convert_to_shards, empty, write_sources
+from faults.saves import NEW, OLD, TEMPORARY, contents, convert_to_shards, empty, killed, write_sources
 from faults.shim import FAIL, KILL, KILL_AFTER, MOST_CALLS, READ, RENAME, RESERVE, SYNC, UNLINK, WRITE, armed, sweep
-from faults.test_saves import TEMPORARY, killed
 
 import safeload
 
+# As in test_saves.py.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 ALL = WRITE | RESERVE | SYNC | RENAME
 INDEX = "model.safetensors.index.json"
 SMALL, LARGE = "100KB", "200KB"
