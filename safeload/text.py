@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,6 +51,8 @@ def size(nbytes: int) -> str:
 
 def width() -> int:
     """Columns of the terminal, 80 where there is none."""
+    import shutil  # with bz2 and lzma: `import safeload`, which needs `plural` alone, would pay 2 ms
+
     return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 
