@@ -50,6 +50,40 @@ PICTURES = {
     "open_by_tensors": ("Seconds by the number of tensors (4 KiB each, sparse)", "tensors"),
 }
 
+# Why a target may be missed: words of the job, and the measured limit.
+REASONS = {
+    "n100k_by_layer": (
+        "names that are not in order have to be sorted, to find one that is there twice and for `keys()`: 4 "
+        "ms of the 15."
+    ),
+    "2.5 GB, mmap": (
+        "0.22 ms in a loop (2,000 times as fast and more). A sample here is the first call after gigabytes "
+        "were taken and given back, and pays for pages of Python's heap that the host hands out again: 0.6 to "
+        "7 ms."
+    ),
+    'backend="pread"': (
+        "where the host has memory at hand for both sides, this is as fast as bare preadv into one fresh "
+        "array, and as memcpy: see the limits beside it."
+    ),
+    "page cache cold": (
+        "bound by the disk, whose own rate varies threefold from minute to minute. Other ways to read "
+        "(readahead, WILLNEED, windows, more threads) were not faster than two plain readers: numbers beside "
+        "`SL_CHUNK` in csrc/job.h."
+    ),
+    "bf16 as f32": (
+        "see the limit: reading the file and storing its bytes twice in fresh memory, without any conversion, "
+        "takes nearly as long. The peer's time is 1.5 to 4.5 s, as the host has memory at hand for its copies "
+        "or not."
+    ),
+    "int8 from f32": (
+        "the scale must be known before the first code is written, so the source is read twice; twice the "
+        "limit of reading and the codes' 32 MiB are nearly all of the time. numpy's takes 50 to 170 ms, as "
+        "its temporaries find memory at hand or not."
+    ),
+    "import safeload": ("the core's module, its ctypes signatures and a dozen small modules: 5 to 7 ms."),
+    "save": ("the default waits for the disk (fsync), the peer's does not."),
+}
+
 _HEAD = """# Benchmarks
 
 Written by `python benches/report.py`; do not edit. What each job is, and what its numbers depend on, is told in
@@ -150,7 +184,10 @@ def missed(found: dict[str, dict[str, Any]]) -> list[str]:
         lines += ["", f"**{title}:**" if some else f"**{title}:** none."]
         if some:
             lines += ["", *table([cells(row) for row in some])]
-    return lines
+    reasons = [
+        f"- *{words}*: {why}" for words, why in REASONS.items() if any(words in row["job"] for row in behind + slower)
+    ]
+    return [*lines, "", "Why, by words of the job:", "", *reasons] if reasons else lines
 
 
 def write(found: dict[str, dict[str, Any]]) -> None:
