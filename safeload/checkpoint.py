@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import log
 from .errors import UnsupportedError
 from .files import Array, PathLike, WeightFile, native_path
 from .formats import opening, quantized, sniffing
 from .jobs import Progress
-from .loading import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
+from .loading import Backend, LoadStats, Part, Value, config_beside, distinct, load_parts, parts_of, stored_of
 from .slicing import read_slice
 from .tensor import TensorInfo, missing
 from .text import plural
+
+if TYPE_CHECKING:
+    from .packed.grouping import Codes
+
+# Formats of files that stand beside a config.json.
+_WITH_CONFIG = (opening.SAFETENSORS, opening.TORCH_ZIP, opening.TORCH_LEGACY)
 
 
 class Checkpoint(Mapping[str, Value]):
@@ -57,6 +63,7 @@ class Checkpoint(Mapping[str, Value]):
         self._arrays: dict[str, Value] = {}
         self._groups: dict[str, dict[str, Value]] = {}  # those that share bytes, under the first of them
         self._tensors: Mapping[str, TensorInfo] | None = None
+        self._found_codes: Mapping[str, Any] | None = None
         self._closed = False
         self.format = format
         self.files = [file.path for file in files]
@@ -148,6 +155,30 @@ class Checkpoint(Mapping[str, Value]):
         known = {file: file.infos() for file in self._open}
         return {name: known[file][index] for name, file, index in self._parts()}
 
+    def _codes(self) -> Mapping[str, Codes]:
+        """The tensors that hold codes, whose values mean nothing alone."""
+        if self._found_codes is None:
+            self._found_codes = self._find_codes()
+        return self._found_codes
+
+    def _refuse_codes(self, names: Iterable[str], what: str) -> None:
+        """Raises UnsupportedError for the first of some tensors that holds codes."""
+        codes = self._codes()
+        if codes:
+            from .packed import grouping
+
+            grouping.refuse(codes, names, what, self._path)
+
+    def _find_codes(self) -> Mapping[str, Codes]:
+        from .packed import grouping  # only here: most loads ask for no values
+
+        if not any(grouping.could_hold(file.table.rows) for file in self._open):
+            return {}
+        config = self.config
+        if config is None and self.files and self.format in _WITH_CONFIG:
+            config = config_beside(self.files[0])
+        return grouping.find(stored_of(self._parts()), config)
+
     def get_slice(self, name: str) -> TensorSlice:
         """A stand-in for a tensor that reads what is asked of it: ``ckpt.get_slice("h.0.w")[:, :128]``.
 
@@ -191,14 +222,17 @@ class Checkpoint(Mapping[str, Value]):
 
         Raises:
             TensorNotFoundError: an unknown name.
-            UnsupportedError: a conversion that there is not.
+            UnsupportedError: a conversion that there is not; ``dtype`` for codes, such as fp8 with a scale beside it.
             ValueError: an array of ``out`` that does not fit.
             FormatError: a file ends too early, with path and offset.
             OSError: a file cannot be read.
         """
         self._check_open()
+        parts = self._parts(names)
+        if dtype is not None:
+            self._refuse_codes((part[0] for part in parts), "dtype=")
         arrays, self.last_load = load_parts(
-            self._parts(names), backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
+            parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
         )
         log.debug("loaded %s: %s", self._path, self.last_load)
         return arrays

@@ -173,7 +173,8 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
         The report; ``same`` and ``within`` judge it.
 
     Raises:
-        FormatError, UnsupportedError, OSError: see `safeload.open`.
+        UnsupportedError: a tensor holds codes, such as fp8 with a scale beside it; or see `safeload.open`.
+        FormatError, OSError: see `safeload.open`.
 
     Example:
         >>> import numpy as np, safeload
@@ -200,6 +201,8 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
             report.shapes[name] = one[1], other[1]
         else:
             alike.append(name)
+    for given in (a, b):
+        sources.refuse_codes(given, alike, "diff")
     meter = Meter(progress, sum(8 * math.prod(kinds[name][0][1]) for name in alike))
     for name in alike:
         report.tensors[name] = _compare(a, b, name, kinds[name][0][1], threads, meter)

@@ -14,7 +14,7 @@ from .errors import SafetensorError
 from .files import Array, PathLike, WeightFile, native_path
 from .formats import safetensors
 from .jobs import read_small
-from .loading import check_backend, load_parts, parts_of
+from .loading import check_backend, load_parts, parts_of, refuse_float_codes
 from .slicing import as_index, read_slice
 from .tensor import TensorMeta
 from .text import plural
@@ -104,12 +104,15 @@ class safe_open:  # noqa: N801 - safetensors' name
             Name to array.
 
         Raises:
-            UnsupportedError: a conversion that there is not.
+            UnsupportedError: a conversion that there is not; ``dtype`` for fp8 that has a scale beside it.
             ValueError: an array of ``out`` that does not fit.
             FormatError, OSError: the file ends too early, or cannot be read.
         """
         file = self._opened()
-        return load_parts(parts_of(file), backend=self._backend, dtype=dtype, out=out)[0]
+        parts = parts_of(file)
+        if dtype is not None:
+            refuse_float_codes(file, parts, "get_tensors")
+        return load_parts(parts, backend=self._backend, dtype=dtype, out=out)[0]
 
     def get_slice(self, name: str) -> SafeSlice:
         """A stand-in for a tensor that reads what is asked of it: ``f.get_slice("h.0.w")[:, :128]``.

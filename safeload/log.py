@@ -1,6 +1,6 @@
-"""``logging.getLogger("safeload")``: silent unless the program that uses us asks for it.
+"""``logging.getLogger("safeload")``: silent unless the program that uses us asks for it, or should know.
 
-`logging` takes milliseconds to import; a program that wants to hear us has imported it, so we never do.
+`logging` takes milliseconds to import; a program that wants to hear the details has imported it, so `debug` never does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ def debug(message: str, *arguments: object) -> None:
     """A line for whoever debugs."""
     logging = sys.modules.get("logging")
     if logging is not None and hasattr(logging, "getLogger"):
-        logger = logging.getLogger(NAME)
-        if not logger.handlers:
-            logger.addHandler(logging.NullHandler())
-        logger.debug(message, *arguments)
+        logging.getLogger(NAME).debug(message, *arguments)
+
+
+def warning(message: str, *arguments: object) -> None:
+    """A line for whoever uses the result: on stderr, unless the program handles log records."""
+    import logging
+
+    logging.getLogger(NAME).warning(message, *arguments)

@@ -8,7 +8,7 @@ from typing import Any
 from .files import Array, PathLike
 from .formats import quantized, safetensors
 from .jobs import Progress
-from .loading import Backend, check_backend, load_parts, parts_of
+from .loading import Backend, check_backend, load_parts, parts_of, refuse_float_codes
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
@@ -116,13 +116,15 @@ def load_file(
         FileNotFoundError: there is no such file.
         FormatError: the file breaks the format, with the byte where it does.
         TensorNotFoundError: an unknown name.
-        UnsupportedError: a conversion that there is not.
+        UnsupportedError: a conversion that there is not; ``dtype`` for fp8 that has a scale beside it.
         ValueError: an array of ``out`` that does not fit.
     """
     check_backend(backend)
     file = safetensors.open_file(filename)
     try:
         parts = parts_of(file, names)
+        if dtype is not None:
+            refuse_float_codes(file, parts, "load_file")
         return load_parts(parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()

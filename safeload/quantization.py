@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,8 @@ from . import dtypes, jobs, sources
 from . import schema as schemas
 from ._native import lib
 from .checkpoint import Checkpoint
-from .files import Array, PathLike
+from .errors import UnsupportedError
+from .files import Array, PathLike, WeightFile
 from .jobs import Progress
 from .quantized import INT8, QuantizedTensor, channels_of, storage_of
 from .schema import Schema
@@ -32,11 +34,18 @@ ROUNDINGS = ("absmax", "ggml")
 
 #: Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without
 #: a schema; where there is one, it says what a tensor is.
-KEPT_NAMES = ("*embed*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
+KEPT_NAMES = ("*embed*", "*_embd*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
 
 _KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Head, the embedding that it is the same as where it is absent, and a tensor that only models with a head have: of
+# Hugging Face's causal models and of llama.cpp's, where no schema says more.
+_TIED = (
+    ("lm_head.weight", "model.embed_tokens.weight", "model.embed_tokens.weight"),
+    ("output.weight", "token_embd.weight", "output_norm.weight"),
+)
+# Part of the architecture's name of GGUF files whose models give embeddings: they have a final norm, and no head.
+_HEADLESS = "embedding"
 
 Keep = str | Iterable[str] | Callable[[str], object] | None
 Scheme = str | Mapping[str, str | None]
@@ -267,30 +276,81 @@ class QuantizedDict(dict[str, QuantizedTensor | Array]):
     summary: Summary
 
 
-class _Plan(NamedTuple):
-    """What becomes of a tensor: a scheme, or None and the reason."""
+class Planned(NamedTuple):
+    """What becomes of a tensor.
+
+    Attributes:
+        scheme: what it is quantized to; None where it is left as it is.
+        reason: why it is left.
+        already: whether it is left because it is of the scheme that is asked for.
+    """
 
     scheme: str | None
     reason: str = ""
+    already: bool = False
 
 
-def schema_of(given: Checkpoint | Mapping[str, Any]) -> Schema | None:
-    """The schema of a checkpoint's architecture, None for one that is not known."""
-    if not isinstance(given, Checkpoint):
-        return None
-    choice = schemas.choose(given.config, given.format, given.keys())
-    return None if choice is None else choice.schema
+class Model(NamedTuple):
+    """What tells the roles of tensors: embedding, head, norm.
+
+    Attributes:
+        names: of all tensors.
+        config: parsed ``config.json``; None without one.
+        schema: of the architecture; None for one that is not known.
+        architecture: ``general.architecture`` of a GGUF file; "" without one.
+    """
+
+    names: Collection[str]
+    config: Mapping[str, Any] | None = None
+    schema: Schema | None = None
+    architecture: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        names: Collection[str],
+        config: Mapping[str, Any] | None,
+        format: str | None,
+        metadata: Mapping[Any, Any],
+    ) -> Model:
+        """The model that tensors of these names are."""
+        choice = schemas.choose(config, format, names)
+        architecture = str(metadata.get("general.architecture", ""))
+        return cls(names, config, None if choice is None else choice.schema, architecture)
+
+    @classmethod
+    def of_source(cls, given: Checkpoint | Mapping[str, Any]) -> Model:
+        """The model in a checkpoint or a dict."""
+        if isinstance(given, Checkpoint):
+            return cls.of(given.keys(), given.config, given.format, given.metadata)
+        return cls(given.keys())
+
+    def tied_heads(self) -> dict[str, str]:
+        """Heads that are not there because they are the same as an embedding, and that embedding."""
+        names = self.names
+        if self.schema is not None:
+            try:
+                return self.schema.tied(names, self.config)
+            except ValueError:  # a config that does not say
+                return {}
+        if _HEADLESS in self.architecture:
+            return {}
+        return {
+            head: embedding
+            for head, embedding, sign in _TIED
+            if head not in names and embedding in names and sign in names
+        }
 
 
-def tied_heads(given: Checkpoint | Mapping[str, Any], schema: Schema | None) -> dict[str, str]:
-    """Heads that are not there because they are the same as an embedding, and that embedding."""
-    if schema is None:
-        return {HEAD: EMBEDDING} if HEAD not in given and EMBEDDING in given else {}
-    assert isinstance(given, Checkpoint)
-    try:
-        return schema.tied(given.keys(), given.config)
-    except ValueError:  # a config that does not say
-        return {}
+def check_restorable(name: str, scheme: str) -> None:
+    """Refuses a quantized tensor that cannot be dequantized, which quantizing it anew needs.
+
+    Raises:
+        UnsupportedError: there is no kernel for its scheme.
+    """
+    row = dtypes.BY_CODE["I8"] if scheme == INT8 else dtypes.BLOCK_TYPES[scheme]
+    if not lib.sl_convertible(row.number, _F32.number):
+        raise UnsupportedError(f"tensor {name!r} is {scheme}, which this version does not dequantize")
 
 
 class Rules:
@@ -305,32 +365,41 @@ class Rules:
         self._keep = keep if callable(keep) else None
         self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
 
-    def plan(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> _Plan:
-        """What becomes of a tensor."""
-        if row.blocked:
-            return _Plan(None, f"is {row.name} already")
-        if not row.floating:
-            return _Plan(None, f"is {row.name}, not floating")
+    def plan(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], scheme: str | None = None) -> Planned:
+        """What becomes of a tensor.
+
+        Args:
+            name: its name.
+            row: its dtype.
+            shape: its logical shape.
+            scheme: of a tensor that is quantized already; None for any other.
+        """
+        if not row.floating and scheme is None:
+            return Planned(None, f"is {row.name}, not floating")
         if len(shape) not in (2, 3):
-            return _Plan(None, f"is {len(shape)}-D, not 2-D or 3-D")
+            return Planned(None, f"is {len(shape)}-D, not 2-D or 3-D")
         if 0 in shape:
-            return _Plan(None, "is empty")
+            return Planned(None, "is empty")
         found = next(((p, s) for p, s in self._schemes.items() if fnmatchcase(name, p)), None)
         if found is None:
-            return _Plan(None, "no pattern of scheme= matches")
+            return Planned(None, "no pattern of scheme= matches")
         if found[1] is None:
-            return _Plan(None, f"scheme={{{found[0]!r}: None}}")
+            return Planned(None, f"scheme={{{found[0]!r}: None}}")
+        if found[1] == scheme:
+            return Planned(None, f"is {scheme} already", already=True)
         kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
         if kept is not None:
-            return _Plan(None, f"keep={kept!r}")
+            return Planned(None, f"keep={kept!r}")
         if self._keep is not None and self._keep(name):
-            return _Plan(None, "keep= said so")
+            return Planned(None, "keep= said so")
         usual = self._usual(name)
         if usual is not None and found[0] == "*":  # a pattern of one's own is stronger than the usual
-            return _Plan(None, usual)
+            return Planned(None, usual)
         if found[1] != INT8 and shape[-1] % 32:
-            return _Plan(None, f"rows of {shape[-1]} elements are no whole blocks of 32")
-        return _Plan(found[1])
+            return Planned(None, f"rows of {shape[-1]} elements are no whole blocks of 32")
+        if scheme is not None:
+            check_restorable(name, scheme)
+        return Planned(found[1])
 
     def _usual(self, name: str) -> str | None:
         """Why a tensor is usually kept, None where it is not."""
@@ -356,11 +425,13 @@ def load_quantized(
 
     Quantized are floating tensors of 2 axes (of 3: each matrix), except embeddings, norms and biases. What is one, the
     schema of the architecture says that ``config.json`` names (see `safeload.schema`); for others their names do, by
-    `KEPT_NAMES`. Integer, bool and complex tensors come unchanged, and what is quantized already stays as it is. For
-    int8 each matrix is read twice, once for its absmax.
+    `KEPT_NAMES`. Integer, bool and complex tensors come unchanged. A tensor that is quantized already is dequantized
+    and quantized again if another scheme is asked for; otherwise it stays as it is. For int8 each matrix is read twice,
+    once for its absmax.
 
     A head that is absent because it is tied to the embedding (by the schema and the config; of an unknown architecture
-    ``lm_head.weight`` to ``model.embed_tokens.weight``) appears quantized from it, and the embedding stays float32.
+    ``lm_head.weight`` to ``model.embed_tokens.weight``, in GGUF files ``output.weight`` to ``token_embd.weight``)
+    appears quantized from it, and the embedding stays float32.
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
@@ -379,7 +450,8 @@ def load_quantized(
     Raises:
         RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with tensor and index.
         ValueError: wrong arguments.
-        FormatError, UnsupportedError, OSError: see `safeload.open` and `Checkpoint.load`.
+        UnsupportedError: a tensor holds codes, such as fp8 with a scale beside it; or see `safeload.open`.
+        FormatError, OSError: see `safeload.open` and `Checkpoint.load`.
     """
     _target("q4_0", rounding)
     jobs.check_threads(threads)
@@ -392,6 +464,46 @@ def load_quantized(
         return _quantize_all(opened, rules, tie_lm_head, rounding, axis, threads, progress)
 
 
+class _Stored(NamedTuple):
+    """A quantized tensor of a checkpoint, which is read when its turn comes."""
+
+    scheme: str
+    shape: tuple[int, ...]
+    nbytes: int
+    load: Callable[[], QuantizedTensor]
+
+
+def _tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | _Stored]:
+    """Each tensor as a source, or as what it is if it is quantized already."""
+    if isinstance(given, Checkpoint):
+        return {name: _of_file(given, name, file, index) for name, file, index in given._parts()}
+    return {
+        name: _Stored(value.scheme, value.shape, value.nbytes, partial(_same, value))
+        if isinstance(value, QuantizedTensor)
+        else sources.of_array(name, value)
+        for name, value in given.items()
+    }
+
+
+def _same(value: QuantizedTensor) -> QuantizedTensor:
+    return value
+
+
+def _of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | _Stored:
+    row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
+    if not row.blocked and scale is None:
+        source = sources.of_file(opened, name, file, index)
+        assert isinstance(source, Source)
+        return source
+    size = row.nbytes(math.prod(shape)) + (0 if scale is None else scale.end - scale.begin)
+
+    def load() -> QuantizedTensor:
+        value: QuantizedTensor = opened.load([name], backend="pread")[name]
+        return value
+
+    return _Stored(row.name if scale is None else INT8, shape, size, load)
+
+
 def _quantize_all(
     given: Checkpoint | Mapping[str, Any],
     rules: Rules,
@@ -401,49 +513,56 @@ def _quantize_all(
     threads: int | None,
     progress: Progress,
 ) -> QuantizedDict:
-    tensors = sources.tensors(given)
+    sources.refuse_codes(given, given, "load_quantized")
+    tensors = _tensors(given)
     before = sum(value.size if isinstance(value, Source) else value.nbytes for value in tensors.values())
-    rules.schema = schema_of(given)
-    for head, embedding in tied_heads(given, rules.schema).items() if tie_lm_head else ():
+    model = Model.of_source(given)
+    rules.schema = model.schema
+    for head, embedding in model.tied_heads().items() if tie_lm_head else ():
         tied = tensors[embedding]
         if isinstance(tied, Source) and tied.row.floating and rules.plan(head, tied.row, tied.shape).scheme is not None:
             tensors[head] = tied._replace(name=head)
     result, quantized, kept = QuantizedDict(), {}, {}
     wanted = []
-    for name, source in tensors.items():
-        if isinstance(source, QuantizedTensor):
-            result[name], kept[name] = source, f"is {source.scheme} already"
-            continue
-        plan = rules.plan(name, source.row, source.shape)
+    for name, value in tensors.items():
+        stored = value.scheme if isinstance(value, _Stored) else None
+        row = value.row if isinstance(value, Source) else _F32
+        plan = rules.plan(name, row, value.shape, stored)
         if plan.scheme is None:
             kept[name] = plan.reason
-            row = _F32 if source.row.floating else source.row
-            array = jobs.private_array(source.shape, dtypes.array_dtype(row.number))
+            if isinstance(value, _Stored):
+                result[name] = value.load()
+                continue
+            row = _F32 if row.floating else row
+            array = jobs.private_array(value.shape, dtypes.array_dtype(row.number))
             result[name] = array
-            wanted.append(_Wanted(source, array, row.number))
+            wanted.append(_Wanted(value, array, row.number))
             continue
         quantized[name] = plan.scheme
-        kept_axis = None
-        if plan.scheme == INT8:
-            kept_axis = _axis_of(source, axis)
-        new = _new(source, plan.scheme, kept_axis)
-        result[name] = new
-        wanted.append(_Wanted(source, new, _target(plan.scheme, rounding if plan.scheme == "q4_0" else None)))
+        kept_axis = _axis_of(name, value.shape, axis) if plan.scheme == INT8 else None
+        target = _target(plan.scheme, rounding if plan.scheme == "q4_0" else None)
+        if isinstance(value, _Stored):  # one after the other: each is held as float32 for a moment
+            restored = sources.of_reals(name, value.load().dequantize(threads=threads), threads)
+            result[name] = new = _new(restored, plan.scheme, kept_axis)
+            _run([_Wanted(restored, new, target)], threads=threads, progress=None)
+        else:
+            result[name] = new = _new(value, plan.scheme, kept_axis)
+            wanted.append(_Wanted(value, new, target))
     _run(wanted, threads=threads, progress=progress)
-    for name, value in result.items():
-        if isinstance(value, np.ndarray):
-            result[name] = jobs.native_order(value)
-    result.summary = Summary(before, sum(value.nbytes for value in result.values()), quantized, kept)
+    for name, made in result.items():
+        if isinstance(made, np.ndarray):
+            result[name] = jobs.native_order(made)
+    result.summary = Summary(before, sum(made.nbytes for made in result.values()), quantized, kept)
     return result
 
 
-def _axis_of(source: Source, axis: int | None) -> int | None:
+def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:
     """The axis of a tensor whose elements keep their own scales: of 3 axes at least one for each matrix."""
     if axis is None:
-        return 0 if len(source.shape) == 3 else None
-    if not -len(source.shape) <= axis < len(source.shape):
-        raise ValueError(f"{subject(source.name)}axis {axis} is outside the axes of {list(source.shape)}")
-    return axis % len(source.shape)
+        return 0 if len(shape) == 3 else None
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"{subject(name)}axis {axis} is outside the axes of {list(shape)}")
+    return axis % len(shape)
 
 
 # ---- what it cost ----
@@ -498,13 +617,11 @@ def quantization_error(
     if not isinstance(quantized, Mapping):
         with checkpoints.open(quantized) as opened:
             return quantization_error(source, opened)
-    tied = tied_heads(source, schema_of(source))
-    errors = {}
-    for name in quantized:
-        value = quantized[name]
-        if isinstance(value, QuantizedTensor):
-            errors[name] = _error_of(name, source[tied.get(name, name)], value)
-    return errors
+    tied = Model.of_source(source).tied_heads()
+    values = {name: value for name, value in quantized.items() if isinstance(value, QuantizedTensor)}
+    originals = {name: tied.get(name, name) for name in values}
+    sources.refuse_codes(source, originals.values(), "quantization_error")
+    return {name: _error_of(name, source[originals[name]], value) for name, value in values.items()}
 
 
 def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> QuantizationError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,8 @@ from .checkpoint import Checkpoint
 from .errors import RangeError
 from .files import Array, WeightFile
 from .jobs import Job, Progress
+from .packed import grouping
+from .packed.grouping import Codes
 from .quantized import QuantizedTensor
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -87,6 +89,32 @@ def tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | Quantiz
     if isinstance(given, Checkpoint):
         return {name: of_file(given, name, file, index) for name, file, index in given._parts()}
     return {name: v if isinstance(v, QuantizedTensor) else of_array(name, v) for name, v in given.items()}
+
+
+def codes_of(given: Checkpoint | Mapping[str, Any]) -> Mapping[str, Codes]:
+    """The tensors of a checkpoint or of a dict that hold codes, whose values mean nothing without their scale."""
+    if isinstance(given, Checkpoint):
+        return given._codes()
+    stored = {}
+    for name, value in given.items():
+        row = dtypes.BY_NAME.get(value.dtype.name) if isinstance(value, np.ndarray) else None
+        if row is not None:
+            stored[name] = grouping.Stored(row, value.shape)
+    return grouping.find(stored)
+
+
+def refuse_codes(given: Checkpoint | Mapping[str, Any], names: Iterable[str], what: str) -> None:
+    """Refuses what takes codes for numbers.
+
+    Args:
+        given: all tensors there are: the scale of one may be any of them.
+        names: those that are asked for.
+        what: the operation, as messages name it.
+
+    Raises:
+        UnsupportedError: one of them holds codes; the message names tensor, scale and quant_method.
+    """
+    grouping.refuse(codes_of(given), names, what, given._path if isinstance(given, Checkpoint) else "")
 
 
 def of_array(name: str, value: Any) -> Source:

@@ -162,6 +162,11 @@ class Known(NamedTuple):
     scheme: str | None = None
     axis: int | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements as they are stored, without the scale of int8."""
+        return self.row.nbytes(math.prod(self.shape))
+
 
 def known_of_file(file: WeightFile, index: int) -> Known:
     """What is known of a tensor in a file."""
@@ -228,7 +233,8 @@ def stack(
     Raises:
         TensorNotFoundError: a source that is missing, or a hole in the layers, with layer and tensor.
         SafeloadError: layers of different shape or dtype, with the names of two.
-        UnsupportedError: a transposed tensor that is no matrix, or no such conversion.
+        UnsupportedError: a transposed tensor that is no matrix, no such conversion, or a tensor that holds codes, such
+            as fp8 with a scale beside it.
         ValueError: an array of ``out`` that does not fit.
         FormatError, OSError: see `safeload.open`.
 
@@ -244,6 +250,8 @@ def stack(
             return stack(opened, layout, dtype=dtype, out=out, threads=threads, progress=progress)
     jobs.check_threads(threads)
     plans = plan(source, layout, dtype)
+    named = {name for planned in plans for name in planned.names}
+    sources.refuse_codes(source, named, "stack")
     result = StackedDict()
     unknown = sorted(set(out or ()) - {p.entry.name for p in plans})
     if unknown:
@@ -258,7 +266,6 @@ def stack(
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
     fill(source, [(planned, result[planned.entry.name]) for planned in plans], threads=threads, progress=progress)
-    named = {name for planned in plans for name in planned.names}
     result.left_out = tuple(name for name in source if name not in named)
     return result
 

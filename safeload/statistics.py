@@ -126,7 +126,8 @@ def stats(
 
     Raises:
         TensorNotFoundError: there is no tensor of one of ``names``.
-        UnsupportedError: a single tensor of complex numbers, or of blocks that nothing restores.
+        UnsupportedError: a single tensor of complex numbers, or of blocks that nothing restores; a tensor of a
+            checkpoint that holds codes, such as fp8 with a scale beside it.
         TypeError: a single array of what are no numbers.
         FormatError: a file ends too early, with path and offset.
         OSError: a file cannot be read.
@@ -159,6 +160,8 @@ def _of_all(
 ) -> dict[str, TensorStats]:
     """All that can be taken as it is in one run; what must be copied first alone, so that only one copy is held."""
     opened = given if isinstance(given, Checkpoint) else None
+    names = None if names is None else list(distinct(names))
+    sources.refuse_codes(given, given if names is None else names, "stats")
     parts: dict[str, _Part | None] = {}
     to_copy: list[str] = []
     found = _parts_in_memory(given, names) if opened is None else _parts_of_file(opened, names)
@@ -194,7 +197,7 @@ def _file_part(source: Source, file: WeightFile, index: int) -> _Part:
 
 def _parts_in_memory(given: Mapping[str, Any], names: Iterable[str] | None) -> Iterable[tuple[str, _Part | None, bool]]:
     """Likewise; False for what has to be copied or converted."""
-    for name in given if names is None else distinct(names):
+    for name in given if names is None else names:
         if name not in given:
             raise missing(name, list(given))
         value = given[name]

@@ -93,6 +93,7 @@ def test_quantized(source, tmp_path, scheme):
         want = {
             name: quantize(array, scheme) if "up_proj" in name else array for name, array in model_of(source).items()
         }
+        want["lm_head.weight"] = quantize(want["model.embed_tokens.weight"], scheme)  # the tied head
         same(dict(opened), want)
         assert opened.metadata == {"origin": "here"}
     convert(tmp_path / "q.safetensors", tmp_path / "again.safetensors")
@@ -146,6 +147,7 @@ def test_shards_and_back(source, tmp_path, limit, count):
 def test_quantized_shards(source, tmp_path):
     convert(source, tmp_path / "shards", quantize="int8", max_shard_size=7000)
     want = {n: quantize(a, "int8") if "up_proj" in n else a for n, a in model_of(source).items()}
+    want["lm_head.weight"] = quantize(want["model.embed_tokens.weight"], "int8")
     same(dict(safeload.open(tmp_path / "shards")), want)
 
 
@@ -338,7 +340,7 @@ def test_command_line(source, tmp_path):
     assert (status, out, err) == (1, "", "safeload: File exists, --overwrite replaces it: out.safetensors\n")
     status, out, _ = command(source, "shards", "--max-shard-size", "10KB", "--quantize", "int8", "--json", cwd=tmp_path)
     assert status == 0
-    assert json.loads(out)["tensors"] == 6
+    assert json.loads(out)["tensors"] == 7  # with the tied head
     status, out, err = command(source, "x.pth", cwd=tmp_path)
     assert status == 2
     assert err.startswith("safeload: 'x.pth': the suffix says what to write")
@@ -388,6 +390,164 @@ def test_gguf_is_quantized_as_llama_cpp_does(source, tmp_path):
     assert (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
     convert(tmp_path / "x.gguf", tmp_path / "x.safetensors")
     same(safeload.load(tmp_path / "x.safetensors"), got)
+
+
+@pytest.mark.parametrize("first", ["int8", "q4_0", "q8_0"])
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("scheme", ["int8", "q4_0", "q8_0"])
+def test_a_quantized_source_is_quantized_as_asked(tmp_path, first, dtype, scheme):
+    """What is of the scheme already stays byte for byte; the rest is dequantized first."""
+    weights = {f"model.layers.{k}.up_proj.weight": rng.standard_normal((32, 64)).astype(np.float32) for k in range(2)}
+    before = safeload.load_quantized(weights, {"*.0.*": first, "*": None})
+    save_file(before, tmp_path / "a.safetensors")
+    convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", dtype=dtype, quantize=scheme)
+    got = safeload.load(tmp_path / "b.safetensors")
+    for name, value in before.items():
+        if not isinstance(value, QuantizedTensor):
+            want = quantize(value, scheme)
+        else:
+            want = value if first == scheme else quantize(value.dequantize(), scheme)
+        assert got[name] == want, name
+    again = safeload.load_quantized(tmp_path / "a.safetensors", scheme)
+    assert all(again[name] == value for name, value in got.items())
+    assert again.summary.quantized.keys() | again.summary.kept.keys() == got.keys()
+
+
+def test_quantized_tensors_that_are_left_become_the_dtype(tmp_path):
+    weights = {"model.embed_tokens.weight": np.ones((32, 64), np.float32), "up.weight": np.ones((32, 64), np.float32)}
+    save_file({name: quantize(x, "q8_0") for name, x in weights.items()}, tmp_path / "a.safetensors")
+    convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", dtype="float16", quantize="q4_0")
+    got = safeload.load(tmp_path / "b.safetensors")
+    assert got["model.embed_tokens.weight"].dtype == np.float16
+    assert got["up.weight"].scheme == "q4_0"
+    assert "lm_head.weight" not in got  # only a floating embedding makes a quantized head
+    convert(tmp_path / "a.safetensors", tmp_path / "c.safetensors", quantize="q4_0")
+    assert safeload.load(tmp_path / "c.safetensors")["model.embed_tokens.weight"].scheme == "q8_0"
+
+
+def test_what_cannot_be_dequantized_is_refused_by_name(tmp_path):
+    blocks = QuantizedTensor("iq2_xs", (2, 256), np.zeros((2, 74), np.uint8))
+    for call in (
+        lambda: convert({"blk.0.w": blocks}, tmp_path / "x.safetensors", quantize="q4_0"),
+        lambda: safeload.load_quantized({"blk.0.w": blocks}, "q4_0"),
+    ):
+        with pytest.raises(safeload.UnsupportedError, match=r"tensor .blk\.0\.w. is iq2_xs"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+GGUF_NAMES = ("token_embd.weight", "blk.0.attn_q.weight", "blk.0.attn_norm.weight", "output_norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "output", "tied"),
+    [
+        ({"general.architecture": "llama"}, False, True),
+        ({"general.architecture": "llama"}, True, False),
+        ({"general.architecture": "gemma-embedding"}, False, False),
+        ({}, False, True),
+    ],
+)
+def test_heads_and_embeddings_of_gguf(tmp_path, caplog, metadata, output, tied):
+    """convert and load_quantized agree: the embedding is left, a tied head is quantized from it."""
+    tensors = {
+        name: rng.standard_normal((64, 32) if "norm" not in name else 32).astype(np.float32) for name in GGUF_NAMES
+    }
+    if output:
+        tensors["output.weight"] = rng.standard_normal((64, 32)).astype(np.float32)
+    safeload.gguf.save_file(tensors, tmp_path / "a.gguf", metadata)
+    loaded = safeload.load_quantized(tmp_path / "a.gguf", "q8_0")
+    convert(tmp_path / "a.gguf", tmp_path / "b.gguf", quantize="q8_0")
+    got = safeload.load(tmp_path / "b.gguf")
+    assert got.keys() == loaded.keys() == tensors.keys() | ({"output.weight"} if tied or output else set())
+    assert got["token_embd.weight"].dtype == np.float32
+    assert {n for n, v in got.items() if isinstance(v, QuantizedTensor)} == loaded.summary.quantized.keys()
+    if tied:
+        assert got["output.weight"] == quantize(tensors["token_embd.weight"], "q8_0")
+    convert(tmp_path / "a.gguf", tmp_path / "c.gguf", quantize="q8_0", names=GGUF_NAMES)
+    assert safeload.load(tmp_path / "c.gguf").keys() == set(GGUF_NAMES)  # the names that were asked for
+    assert ("no general.architecture" in caplog.text) == (not metadata)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("source", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_vectors_in_gguf_are_float32(tmp_path, dtype, source):
+    """llama.cpp aborts on norms of any other dtype."""
+    tensors = {"v": np.linspace(0, 1, 7).astype(source), "m": np.ones((2, 4), source), "s": np.array(0.5, source)}
+    convert(tensors, tmp_path / "x.gguf", dtype=dtype)
+    got = safeload.load(tmp_path / "x.gguf")
+    assert (got["v"].dtype, got["s"].dtype) == (np.float32, np.float32)
+    np.testing.assert_array_equal(got["v"], tensors["v"].astype(np.float32))
+    assert got["m"].dtype == (source if dtype is None else safeload.astype(np.ones(1), dtype).dtype)
+    convert(tensors, tmp_path / "x.safetensors", dtype=dtype)
+    assert load_file(tmp_path / "x.safetensors")["v"].dtype == got["m"].dtype
+
+
+def test_a_gguf_file_that_no_engine_loads_is_told_so(source, tmp_path, caplog):
+    convert(source, tmp_path / "x.gguf", dtype="float16")
+    (record,) = caplog.records
+    for part in ("x.gguf: no engine will load", "no general.architecture", "model.norm.weight is a name of Hugging"):
+        assert part in record.getMessage()
+    caplog.clear()
+    good = {"blk.0.attn_q.weight": np.ones((2, 2), np.float32)}
+    safeload.gguf.save_file(good, tmp_path / "y.gguf", {"general.architecture": "llama"})
+    convert(tmp_path / "y.gguf", tmp_path / "z.gguf")
+    convert(source, tmp_path / "z.safetensors")
+    assert not caplog.records
+    status, _, err = command(source, "w.gguf", "--dtype", "float16", cwd=tmp_path)
+    assert status == 0
+    assert err.startswith("w.gguf: no engine will load this file: the metadata has no general.architecture")
+
+
+CONFIG = {
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 8,
+    "text_config": {"dtype": "bfloat16", "rope": {"dtype": "linear"}},
+    "label2id": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "want"),
+    [
+        (CONFIG, None, CONFIG),
+        (
+            CONFIG,
+            "F16",
+            {**CONFIG, "torch_dtype": "float16", "text_config": {"dtype": "float16", "rope": {"dtype": "linear"}}},
+        ),
+        ({"dtype": "bfloat16"}, "float32", {"dtype": "float32"}),
+        ({"torch_dtype": None}, "float32", {"torch_dtype": "float32"}),
+        ({}, "float8_e5m2", {"torch_dtype": "float8_e5m2"}),
+        (
+            {"text_config": {"torch_dtype": "bfloat16"}},
+            "float32",
+            {"text_config": {"torch_dtype": "float32"}, "torch_dtype": "float32"},
+        ),
+    ],
+    ids=range(6),
+)
+def test_the_config_of_a_folder_is_true_of_it(tmp_path, config, dtype, want):
+    (tmp_path / "in").mkdir()
+    save_file(model(), tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "in", tmp_path / "out", dtype=dtype, max_shard_size="10KB")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == want
+    assert json.loads((tmp_path / "in" / "config.json").read_text()) == config
+
+
+def test_the_command_line_prints_what_was_quantized(source, tmp_path):
+    status, out, err = command(source, "q.safetensors", "--quantize", "q8_0", cwd=tmp_path)
+    assert (status, err) == (0, "")
+    assert (
+        out.splitlines()[1] == f"{sum(x.nbytes for x in model().values()):,} bytes became 23,208 (1.35 times smaller)"
+    )
+    assert "     3 quantized to q8_0: model.layers.0.up_proj.weight, ..." in out
+    assert "     1 kept: matches *embed*: model.embed_tokens.weight" in out
+    status, out, _ = command(source, "r.safetensors", "--quantize", "q8_0", "--json", cwd=tmp_path)
+    assert json.loads(out)["quantized"]["lm_head.weight"] == "q8_0"
+    assert json.loads(out)["kept"]["ids"] == "is int64, not floating"
 
 
 def test_what_gguf_does_not_have(tmp_path):

@@ -89,7 +89,7 @@ PYTHON_FLOORS = {
             "formats.folder",
         ),
     ],
-    4: ["loading", "checkpoint", "handle"],
+    4: ["packed", "packed.grouping", "loading", "checkpoint", "handle"],
     5: [
         *("sources", "reading", "schema", "quantization", "stacking", "statistics", "conversion"),
         *("checks", "checks.findings", "checks.names", "checks.files", "checks.values"),

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from .. import checkpoint, conversion, layouts
+from ..quantization import Summary
 from ..stacking import Layout
 from ..text import plural, printable, size
 from .common import add_command, add_opening, add_threads, bar, open_path
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     """Converts; returns the exit status."""
     started = time.perf_counter()
     try:
-        _convert(options)
+        summary = _convert(options)
     except FileExistsError as error:
         raise FileExistsError(error.errno, "File exists, --overwrite replaces it", error.filename) from None
     seconds = time.perf_counter() - started
@@ -64,17 +65,21 @@ def run(options: argparse.Namespace) -> int:
         nbytes = sum(os.path.getsize(path) for path in written.files)
         if options.json:
             result = {"files": written.files, "format": written.format, "tensors": len(written), "nbytes": nbytes}
+            if summary is not None:
+                result.update(quantized=summary.quantized, kept=summary.kept)
             print(json.dumps({**result, "seconds": round(seconds, 3)}, indent=1))
         else:
             files = f" in {len(written.files)} files" if len(written.files) > 1 else ""
             what = f"{written.format}, {plural(len(written), 'tensor')}, {size(nbytes)}{files}"
             print(f"{printable(options.destination)}: {what}")
+            if summary is not None:
+                print("\n".join(printable(line) for line in str(summary).splitlines()))
     return 0
 
 
-def _convert(options: argparse.Namespace) -> None:
+def _convert(options: argparse.Namespace) -> Summary | None:
     with ExitStack() as stack, bar("convert") as progress:
-        conversion.convert(
+        return conversion.write(
             [stack.enter_context(open_path(path, options)) for path in options.source],
             options.destination,
             dtype=options.dtype,

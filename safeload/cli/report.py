@@ -162,11 +162,12 @@ def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) ->
 
 def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Errors of the tensors that `load_quantized` quantizes; and why some cannot be."""
-    from .. import quantization
+    from .. import quantization, sources
     from ..errors import RangeError
 
     rules = quantization.Rules(scheme, None)
-    rules.schema = quantization.schema_of(opened)
+    rules.schema = quantization.Model.of_source(opened).schema
+    codes = sources.codes_of(opened)
     errors: dict[str, Any] = {}
     refused: dict[str, str] = {}
     with bar(scheme) as progress:
@@ -174,7 +175,9 @@ def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[
         for name, file, index in opened._parts():
             row, shape = file.table.row(index), file.table.shape(index)
             done += row.nbytes(math.prod(shape))
-            if rules.plan(name, row, shape).scheme is not None:
+            if name in codes or row.blocked or file.table.scale(index) is not None:
+                refused[name] = "holds codes, not weights" if name in codes else "is quantized already"
+            elif rules.plan(name, row, shape).scheme is not None:
                 value = opened.load([name], backend="pread", threads=threads)[name]
                 axis = 0 if scheme == "int8" and len(shape) == 3 else None
                 try:
