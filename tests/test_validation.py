@@ -636,6 +636,16 @@ def test_a_file_whose_end_is_zero(save, suffix, tmp_path):
     assert main(["check", str(path), "--structure"]) == 0  # nothing is read, and it is no hole
 
 
+def test_quantized_tensors_at_a_zero_end(tmp_path):
+    for scheme in ("int8", "q8_0"):
+        quantized = {name: safeload.quantize(x, scheme) for name, x in weights(1024).items()}
+        path = tmp_path / f"{scheme}.{'safetensors' if scheme == 'int8' else 'gguf'}"
+        (save_file if scheme == "int8" else save_gguf)(quantized, path)
+        assert codes(validate(path)) == []
+        end_is_zero(path, path.stat().st_size - (9 << 18))
+        assert "2 tensors are all zero, the first is 'c.weight'" in hole_of(validate(path))
+
+
 def test_every_shard_is_looked_at(tmp_path):
     weight_map = {}
     for k in range(1, 4):
@@ -811,6 +821,35 @@ def test_quantized_weights_that_no_schema_knows():
         _, tensors = packed(family)
         report = validate(tensors, config={"model_type": "unknown", **more})
         assert codes(report) == [("note", "quantization.unchecked", None)], family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_weights_that_the_config_does_not_tell_of(family):
+    """The first GPTQ and modelopt folders said it in a file beside config.json."""
+    config, tensors = packed(family)
+    for key in FAMILIES[family]:
+        del config[key]
+    report = validate(tensors, config=config)
+    assert codes(report) == [("note", "quantization.unchecked", None)]
+    assert report.notes[0].message.startswith("codes with scales beside them: names, shapes and values")
+
+
+def test_integers_beside_scales_are_what_they_are():
+    """No schema, no config: a quantizer of which nothing is known."""
+    w = {"m.weight": np.int8([[1, 2]]), "m.weight_scale": np.float32([500])}
+    assert codes(validate(w)) == [("warning", "value.range", "m.weight_scale")]
+
+
+def test_quantized_weights_under_names_of_no_schema():
+    config, _ = small("llama-gqa")
+    tensors = {f"some.{k}.q_weight": np.ones((2, 2), np.int32) for k in range(50)}
+    tensors |= {f"else.{k}.table": np.ones(2, np.float32) for k in range(500)}
+    config["quantization_config"] = {"quant_method": "exl3"}
+    report = validate(tensors, config=config)
+    assert report.ok
+    assert [f.code for f in report.notes] == ["quantization.unchecked", "schema.unchecked"]
+    del config["quantization_config"]
+    assert codes(validate(tensors, config=config))[0][1] == "schema.names"
 
 
 def test_fp8_codes_without_a_config():

@@ -85,7 +85,7 @@ def _told(tail: Tail) -> str:
     if tail.hole:
         what += ", a hole that was never written" if tail.hole >= size else f", {tail.hole:,} of them never written"
     if not tail.whole:
-        return f"{what}, from within {tail.cut!r} on"
+        return what if tail.cut is None else f"{what}, from within {tail.cut!r} on"
     count = len(tail.whole)
     whole = f"{plural(count, 'tensor')} {'is' if count == 1 else 'are'} all zero"
     return f"{what}: {whole}, the first is {tail.whole[0]!r}"
@@ -100,22 +100,22 @@ def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
         FormatError, OSError: the file cannot be read.
     """
     table = file.table
-    ranges = [(begin, end, name) for name, (begin, end) in zip(table.names, table.byte_ranges(), strict=True)]
+    ranges = [(*place, name) for name, place in zip(table.names, table.byte_ranges(), strict=True)]
+    ends = [end for begin, end, _ in ranges if begin < end]
     if table.quantized:
-        scales = ((table.scale(k), name) for k, name in enumerate(table.names))
-        ranges += [(scale.begin, scale.end, name) for scale, name in scales if scale is not None]
+        scales = (table.scale(k) for k in range(len(ranges)))
+        ends += [scale.end for scale in scales if scale is not None]
     ranges = sorted(place for place in ranges if place[0] < place[1])
     if not ranges or sniffing.is_zip(file.read_at(0, 4)):
         return None
-    end = min(file.size, max(end for _, end, _ in ranges))
+    end = min(file.size, max(ends))
     hole = min(end, hole_begin(file))
     if hole == end and not values:
         return None
     begin = zeros_begin(file, ranges[0][0], hole)
     if begin == end:
         return None
-    inside = {name for at, _, name in ranges if at >= begin} - {name for at, _, name in ranges if at < begin}
-    whole = list(dict.fromkeys(name for _, _, name in ranges if name in inside))
+    whole = [name for at, _, name in ranges if at >= begin]
     cut = next((name for at, to, name in ranges if at < begin < to), None)
     return Tail(begin, end, whole, cut, end - hole)
 

@@ -42,8 +42,8 @@ _PART = re.compile(
     re.ASCII | re.DOTALL,
 )
 
-# Beside an fp8 tensor of this name its scale is called so, in place of the last part or after it.
-_SCALES = ("weight_scale_inv", "weight_scale", "scale_weight", "scale")
+# What the scale beside a tensor of codes is called, in place of the last part of its name.
+_SCALES = ("weight_scale_inv", "weight_scale", "scale_weight", "scale", "scales", "SCB")
 
 
 class Known(NamedTuple):
@@ -109,17 +109,25 @@ def quantized_parts(
             if foreign or (coded and role not in ("buffer", "norm")) or (role is None and _PART.fullmatch(_last(name))):
                 names.add(name)
     else:
-        for name in [name for name, known in tensors.items() if _is_code(known)]:
-            beside = (f"{module_of(name)}.{last}" for last in _SCALES)
-            scales = [text for text in (*beside, f"{name}_scale", f"{name}_scale_inv") if text in tensors]
-            if scales:
-                names |= {name, *scales}
+        for name, known in tensors.items():
+            # Integers beside a scale are what some quantizer made of them; a schema says that they should be weights.
+            if _is_code(known) or (schema is not None and not (known.floating or known.quantized)):
+                names |= _with_scales(name, tensors)
     if not names:
         return None
     modules = frozenset(map(module_of, names)) - {""}
-    names |= {name for name in tensors if name.endswith(".weight") and module_of(name) in modules}
-    found = "fp8 codes with scales" if label is None else label
-    return Quantized(found, frozenset(names), modules, label is not None)
+    inside = [name for name in tensors if module_of(name) in modules]
+    names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
+    return Quantized(label or "codes with scales beside them", frozenset(names), modules, label is not None)
+
+
+def _with_scales(name: str, tensors: Mapping[str, Known]) -> set[str]:
+    """A tensor of codes and its scales; nothing where there are none."""
+    module = module_of(name)
+    beside = [f"{module}.{last}" if module else last for last in _SCALES]
+    behind = (f"{name}_scale", f"{name}_scale_inv", f"{name}.absmax", f"{name.removesuffix('_blocks')}_scales")
+    scales = {text for text in (*beside, *behind) if text in tensors and text != name}
+    return {name, *scales} if scales else set()
 
 
 def quantization_of(config: Mapping[str, Any] | None, depth: int = _NESTED) -> str | None:
@@ -218,6 +226,8 @@ def check_schema(
     if inner is not None and 2 * sum(w.name in tensors for w in required) < len(required):
         return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
     if tensors and (len(found) + len(parts)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
+        if quantized is not None and quantized.configured:
+            return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         example = next(iter(wanted))
         message = f"is no name of schema {schema.name}, whose first is {example!r}; only {len(found)} of {len(tensors)}"
         return Comparison([error("schema.names", next(iter(tensors)), f"{message} are")], 0)
