@@ -408,6 +408,15 @@ def test_a_missing_shard_without_an_index(llama, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["model-0000{}-of-000003", "model-0000{}-of-00003", "m-{}-of-3", "w-0{}-of-03"])
+def test_shards_are_numbered_with_any_number_of_digits(name, tmp_path):
+    for k in (1, 3):
+        save_file({f"w{k}": np.float32([1, 2])}, tmp_path / f"{name.format(k)}.safetensors")
+    report = validate(tmp_path)
+    assert codes(report) == [("error", "index.shard", None)]
+    assert report.errors[0].message == f"{name.format(2)}.safetensors is not there"
+
+
 def test_files_that_cannot_be_opened(tmp_path, folder):
     path = tmp_path / "bad.safetensors"
     save_file({"w": np.ones(4)}, path)
@@ -838,6 +847,23 @@ def test_integers_beside_scales_are_what_they_are():
     """No schema, no config: a quantizer of which nothing is known."""
     w = {"m.weight": np.int8([[1, 2]]), "m.weight_scale": np.float32([500])}
     assert codes(validate(w)) == [("warning", "value.range", "m.weight_scale")]
+
+
+def test_what_else_is_beside_quantized_weights():
+    config, tensors = packed("gptq")
+    tensors |= {"model.rotation": np.float32([1, 2]), "score.weight": np.float32([1, 2])}
+    report = validate(tensors, config=config)
+    assert report.ok
+    assert [(f.code, f.tensor) for f in report.notes[1:]] == [
+        ("head.unchecked", "score.weight"),
+        ("schema.unchecked", "model.rotation"),
+    ]
+    inner = {key: value for key, value in config.items() if key != "architectures"} | {"model_type": "llama"}
+    outer = {"model_type": "some", "text_config": inner}
+    report = validate({f"language_model.{name}": x for name, x in tensors.items()}, config=outer)
+    assert report.ok
+    assert "quantization_config gptq" in report.notes[0].message
+    assert {f.code for f in report.notes} == {"quantization.unchecked", "schema.unchecked"}
 
 
 def test_quantized_weights_under_names_of_no_schema():

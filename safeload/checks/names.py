@@ -302,20 +302,20 @@ def _check_unexpected(
     count = len({w.layer for w in wanted.values()} - {None})
     beyond: Counter[tuple[int, str]] = Counter()
     is_head = _heads_of(choice, wanted)
-    heads, others = [], []
+    heads, others, unknown = [], [], []
     for name in tensors:
         if name in wanted:
             continue
-        known = choice.schema.find(name)
-        if quantized is not None and (
-            name in quantized.names or module_of(name) in quantized.modules or (known is None and quantized.configured)
-        ):
+        if quantized is not None and (name in quantized.names or module_of(name) in quantized.modules):
             continue
+        known = choice.schema.find(name)
         if known is None:
             if inner is not None and not name.startswith(inner.prefix):
                 others.append(name)
             elif is_head(name):
                 heads.append(name)
+            elif quantized is not None and quantized.configured:
+                unknown.append(name)
             else:
                 yield report("schema.unexpected", name, f"is no tensor of schema {choice.schema.name}")
             continue
@@ -332,6 +332,10 @@ def _check_unexpected(
         yield report("schema.layer_extra", stem, message)
     if heads:
         yield _note_heads(config, heads)
+    if unknown:
+        unlisted = f"{plural(len(unknown), 'tensor')} that schema {choice.schema.name} does not have"
+        what = "name and shape were" if len(unknown) == 1 else "names and shapes were"
+        yield note("schema.unchecked", unknown[0], f"{unlisted}, beside quantized weights: {what} not checked")
     if inner is not None and others:
         message = f"only what {inner.key} describes was checked (schema {choice.schema.name}): names and shapes of"
         yield note("schema.unchecked", others[0], f"{message} {plural(len(others), 'other tensor')} were not")
