@@ -142,7 +142,7 @@ def quantization_of(config: Mapping[str, Any] | None, depth: int = _NESTED) -> s
                 method = "mlx"
             if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
                 method = "bitsandbytes"
-            return f"{key} {str(method)[:40]}" if method is not None else key
+            return f"{key} {method[:40]}" if isinstance(method, str) else key
     if depth > 1:
         for value in config.values():
             if isinstance(value, Mapping):
