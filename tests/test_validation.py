@@ -626,6 +626,7 @@ def test_a_file_whose_end_is_a_hole(save, suffix, values, tmp_path):
     assert "zero, a hole that was never written" in message or "of them never written" in message
     assert "2 tensors are all zero, the first is 'c" in message
     assert message.endswith("; was the download finished?")
+    assert main(["check", str(path), *([] if values else ["--structure"])]) == 1
 
 
 @pytest.mark.parametrize(
@@ -721,6 +722,20 @@ def test_a_block_of_a_large_tensor_that_a_writer_left_out(tmp_path):
     save_file(weights(4096, ("w",)), path)
     end_is_hole(path, path.stat().st_size - 8192)
     assert codes(validate(path, values=False)) == [("warning", "file.hole", None)]
+
+
+def test_formats_that_do_not_open_without_their_end(tmp_path):
+    from safeload import moon
+
+    tensors = {name: x.astype(np.float16) for name, x in weights(64, ("a", "b", "c")).items()}
+    moon.save_file(tensors, tmp_path / "x.moon")
+    np.savez(tmp_path / "x.npz", **tensors)
+    parts = {name: tensor(Storage(name, np.float32([1, 2] * 5000))) for name in tensors}
+    (tmp_path / "x.pt").write_bytes(zip_file(parts))
+    for path in sorted(tmp_path.iterdir()):
+        end_is_zero(path, path.stat().st_size // 2)
+        for values in (True, False):
+            assert codes(validate(path, values=values)) == [("error", "file.format", None)], path
 
 
 def test_zeros_in_an_archive_have_a_checksum(tmp_path):
