@@ -41,6 +41,8 @@ NUMBER = "0|[1-9][0-9]{0,4299}"
 _LAYER, _PREFIX = "{}", "{prefix}"
 # The class of a model: the family and what it has for a head. "LlamaForSequenceClassification" is "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
+# Characters of one; matching a longer text would take time that grows with its square.
+_CLASS_LENGTH = 200
 # Where the config of a multi-modal model keeps that of its language model; other keys come after these.
 _LANGUAGE = ("text_config", "llm_config", "language_config")
 # Objects in objects of a config that are looked through for it.
@@ -408,7 +410,9 @@ def choose(config: Mapping[str, Any] | None, format: str | None, names: Collecti
 
 
 def _family(architecture: Any) -> str | None:
-    found = _CLASS.fullmatch(architecture) if isinstance(architecture, str) else None
+    if not isinstance(architecture, str) or len(architecture) > _CLASS_LENGTH:
+        return None
+    found = _CLASS.fullmatch(architecture)
     return None if found is None else found[1]
 
 

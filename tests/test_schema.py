@@ -263,7 +263,7 @@ def test_the_family_of_an_architecture(architecture, name):
     assert schema.choose(inner, None, ()) is None
 
 
-@pytest.mark.parametrize("listed", [None, 5, "LlamaForCausalLM", [], [None], [5, {}]])
+@pytest.mark.parametrize("listed", [None, 5, "LlamaForCausalLM", [], [None], [5, {}], ["ForA" * 200_000 + "!"]])
 def test_architectures_that_are_none(listed):
     assert schema.choose({"architectures": listed}, None, ()) is None
 

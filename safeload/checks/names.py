@@ -14,6 +14,8 @@ from .findings import Finding, error, note, pattern_of, warning
 # Parts of a name after which a number is that of a layer, where no schema says so. Numbers elsewhere, as in Sequential
 # of torch, have holes for what has no weights.
 _CONTAINERS = ("layers", "layer", "blocks", "block", "h", "blk")
+# Layers in layers, as in a hierarchical model: so many of the innermost of a name are looked at.
+_LAYERS_IN_LAYERS = 8
 _LAYER = re.compile(rf"(?:.*\.)?(?:{'|'.join(_CONTAINERS)})\.", re.ASCII)
 _NUMBERED = re.compile(rf"({NUMBER})\.(.+)", re.ASCII | re.DOTALL)
 
@@ -375,7 +377,9 @@ def check_layers(tensors: Mapping[str, Known], modules: frozenset[str] = frozens
     families: dict[str, dict[int, set[str]]] = {}
     for name in tensors:
         place = _LAYER.match(name)
-        while place is not None:
+        for _ in range(_LAYERS_IN_LAYERS):
+            if place is None:
+                break
             numbered = _NUMBERED.fullmatch(name, place.end())
             if numbered is not None:
                 families.setdefault(place[0], {}).setdefault(int(numbered[1]), set()).add(numbered[2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -40,15 +39,19 @@ _BLOCK_SCALES = {
 _SCALE_TOLERANCE = 2.0**-22
 
 
-# Names of the weights of norms, where no schema says so. Source: what transformers, torch and llama.cpp call them.
-_NORM = re.compile(
-    r"(?i:(?:.*[._])?(?:\w*norm\d*|ln(?:_?\w+)?|rms)(?:\.(?:weight|gamma|scale|g))?)", re.ASCII | re.DOTALL
-)
+# What the weights of a norm are called after its name, and words in that name beside one that ends in "norm". Source:
+# transformers, torch and llama.cpp.
+_NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
+_NORM_WORDS = {"ln", "rms"}
 
 
 def is_norm(name: str, known: Known, role: str | None) -> bool:
     """Whether a tensor is the weights of a norm, by its role in the schema or else by its name."""
-    return role == "norm" or (role is None and len(known.shape) < 2 and _NORM.fullmatch(name) is not None)
+    if role is not None or len(known.shape) > 1:
+        return role == "norm"
+    module, _, last = name.rpartition(".")
+    norm = (module.rpartition(".")[2] if last in _NORM_WEIGHTS else last).lower().rstrip("0123456789")
+    return norm.endswith("norm") or not _NORM_WORDS.isdisjoint(norm.split("_"))
 
 
 def check_values(
