@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ from . import checkpoint as checkpoints
 from . import dtypes, jobs, log, statistics
 from . import schema as schemas
 from .checkpoint import Checkpoint
-from .checks import files, names, values
+from .checks import files, holes, names, values
 from .checks.findings import Limits, ValidationReport, error
-from .checks.names import Known
+from .checks.names import Known, Quantized
 from .errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError, one_line, os_error
 from .files import Array, PathLike, native_path
 from .jobs import Progress
@@ -50,11 +51,12 @@ def validate(
 ) -> ValidationReport:
     """Looks for everything that may be wrong with weights, and reports it; nothing that is found is raised.
 
-    Errors are: a file that breaks its format, a shard that is missing, an entry of a zip archive whose CRC-32 is not
-    that of its bytes; no tensors; NaN and infinity; tensors that are missing, unexpected or of another shape by the
-    config; holes in the layers; scales of quantized tensors that are not finite or not the expected ones. Warnings are:
-    values outside of ``limits``, matrices of a single value, tensors without elements or axes, layers of different
-    dtypes, an index whose total_size is wrong, a tied head with values of its own.
+    Errors are: a file that breaks its format, or whose end was never written, a shard that is missing, an entry of a
+    zip archive whose CRC-32 is not that of its bytes; no tensors; NaN and infinity; tensors that are missing,
+    unexpected or of another shape by the config; holes in the layers; scales of quantized tensors that are not finite
+    or not the expected ones. Warnings are: values outside of ``limits``, matrices of a single value, tensors without
+    elements or axes, layers of different dtypes, an index whose total_size is wrong, a tied head with values of its
+    own. Notes say what was not checked: quantized weights of other libraries, heads and models that no schema has.
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single array.
@@ -62,8 +64,9 @@ def validate(
         schema: what names and shapes to expect: "auto" to choose by the config's architectures and model_type, the name
             of a schema, the path or the content of one (see `safeload.schema`), None for none.
         shape: of a single array what it has to be; None in it for any size.
-        limits: (low, high) that values are to stay within; or a dict with any of low, high, parameters (elements in
-            all), scale and absmax (of int8 tensors: a number, or one for each name).
+        limits: (low, high) that values are to stay within; or a dict with any of low, high, norm (absolute values of
+            the weights of norms), parameters (elements in all), scale and absmax (of int8 tensors: a number, or one
+            for each name).
         values: False to read no tensor: only files, names, dtypes, shapes and sizes are judged, which takes as long as
             opening the checkpoint, and ``.stats`` of the report stays empty.
         threads: None for what helps.
@@ -195,6 +198,16 @@ def _validate_array(
 def _validate_tensors(
     report: ValidationReport, given: Checkpoint | Mapping[str, Any], wanted: Settings
 ) -> ValidationReport:
+    started = time.perf_counter()
+    try:
+        return _check_tensors(report, given, wanted)
+    finally:
+        report.seconds = time.perf_counter() - started
+
+
+def _check_tensors(
+    report: ValidationReport, given: Checkpoint | Mapping[str, Any], wanted: Settings
+) -> ValidationReport:
     config, limits = wanted.config, wanted.limits
     known = known_tensors(given)
     report.tensors = len(known)
@@ -207,40 +220,80 @@ def _validate_tensors(
         report.nbytes = sum(value.nbytes for value in map(_as_value, given.values()))
     report.add(names.check_sizes(known))
     choice = Choice(wanted.schema, True) if wanted.schema is not None else None
+    inner = None
     if wanted.choose:
         choice = schemas.choose(config, report.format, known.keys())
+        if choice is None:
+            inner = schemas.choose_inner(config, known.keys())
+        else:
+            inner = schemas.choose_prefix(choice, config, known.keys())
     log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
+    whole = config
+    if inner is not None:
+        choice, config = inner.choice, inner.config
+    schema = None if choice is None else choice.schema
+    quantized = names.quantized_parts(whole, schema, known)
+    if quantized is not None:
+        report.add([names.note_quantized(quantized, values=wanted.values)])
     if choice is None:
-        report.add(names.check_layers(known))
+        report.add(names.check_layers(known, frozenset() if quantized is None else quantized.modules))
     elif known:
         report.schema = choice.schema.name
-        report.add(names.check_schema(choice, config, known))
+        compared = names.check_schema(choice, config, known, quantized=quantized, inner=inner)
+        report.compared = compared.compared
+        report.add(compared.findings)
     if limits.parameters is not None and report.parameters != limits.parameters:
         message = f"{report.parameters:,} parameters, expected are {limits.parameters:,}"
         report.add([error("model.parameters", None, message)])
-    report.add(names.check_dtypes(known, config))
+    report.add(names.check_dtypes(known, whole, quantized))
     report.values = wanted.values
-    if not wanted.values:
-        return report
+    model = _Model(known, quantized, schema)
+    zero: set[str] = set()
     try:
         if isinstance(given, Checkpoint):
+            for finding, in_it in holes.check_tails(given, model.role, values=wanted.values):
+                report.add([finding])
+                zero.update(in_it)
+        if not wanted.values:
+            return report
+        if isinstance(given, Checkpoint):
             report.add(files.check_crc(given, threads=wanted.threads))
-        _check_contents(report, given, known, wanted)
+        _check_contents(report, given, model, zero, wanted)
         if choice is not None:
-            report.add(values.check_tied(given, _tied_pairs(choice.schema, config, known)))
+            pairs = _tied_pairs(choice.schema, config, known)
+            report.add(values.check_tied(given, {a: b for a, b in pairs.items() if not {a, b} & zero}))
     except (FormatError, OSError) as problem:
         report.add([error("file.read", None, one_line(problem))])
     return report
 
 
+class _Model(NamedTuple):
+    """What is known of a model before its values are read.
+
+    Attributes:
+        known: its tensors.
+        quantized: those that are parts of quantized weights.
+        schema: None for none.
+    """
+
+    known: Mapping[str, Known]
+    quantized: Quantized | None
+    schema: Schema | None
+
+    def role(self, name: str) -> str | None:
+        """The role of a tensor, None for one that no schema knows."""
+        return None if self.schema is None else self.schema.role(name)
+
+
 def _check_contents(
     report: ValidationReport,
     given: Checkpoint | Mapping[str, Any],
-    known: Mapping[str, Known],
+    model: _Model,
+    zero: set[str],
     wanted: Settings,
 ) -> None:
     bad = set()
-    for name, tensor in known.items():
+    for name, tensor in model.known.items():
         if tensor.quantized:
             value: Any = given.load([name], backend="pread")[name] if isinstance(given, Checkpoint) else given[name]
             found = list(values.check_scales(name, value, wanted.limits))
@@ -250,7 +303,10 @@ def _check_contents(
     found_stats = statistics.stats(given, histogram=wanted.histogram, threads=wanted.threads, progress=wanted.progress)
     assert isinstance(found_stats, dict)
     report.stats = found_stats
-    report.add(values.check_values(found_stats, known, wanted.limits, bad))
+    codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
+    report.add(
+        values.check_values(found_stats, model.known, wanted.limits, bad, role=model.role, codes=codes, zero=zero)
+    )
 
 
 def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, Known]) -> dict[str, str]:

@@ -92,7 +92,7 @@ PYTHON_FLOORS = {
     4: ["packed", "packed.grouping", "loading", "checkpoint", "handle"],
     5: [
         *("sources", "reading", "schema", "quantization", "stacking", "statistics", "conversion"),
-        *("checks", "checks.findings", "checks.names", "checks.files", "checks.values"),
+        *("checks", "checks.findings", "checks.names", "checks.files", "checks.holes", "checks.values"),
         *("validation", "manifest", "differences"),
     ],
     6: ["numpy", "moon", "gguf", "layouts", "__init__", *_CLI, "cli", "__main__"],

@@ -138,3 +138,30 @@ def test_help(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "examples:\n  safeload report " in out
     assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_a_download_that_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "half.safetensors"
+    x = np.resize(np.float32([1, 2, 3]), (256, 1024))
+    save_file(dict.fromkeys(("a.weight", "b.weight", "c.weight"), x), path)
+    with path.open("r+b") as file:
+        file.seek(-(2 << 20), 2)
+        file.write(bytes(2 << 20))
+    status, out, _ = report(capsys, path)
+    assert status == 1
+    assert out.endswith("half.safetensors is NOT SOUND: 1 error\n")
+    text = (tmp_path / "report.html").read_text()
+    assert "NOT SOUND: 1 error" in text
+    assert "file.hole" in text
+    assert "was the download finished?" in text
+
+
+def test_what_was_not_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config, tensors = small("llama-gqa")
+    tensors["v_head.weight"] = np.float32([1, 2])
+    status, out, _ = report(capsys, write_folder(tmp_path, config, tensors))
+    assert status == 0
+    assert out.endswith(" is sound as far as it was checked: 1 note\n")
+    assert "head.unchecked" in (tmp_path / "report.html").read_text()

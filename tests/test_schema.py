@@ -238,3 +238,48 @@ def test_the_installed_package_has_the_schemas():
     there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "schemas").iterdir()}
     assert there == set(schema.built_in())
     assert len(there) == 11
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("LlamaForSequenceClassification", "llama"),
+        ("LlamaModel", "llama"),
+        ("Qwen2ForRewardModel", "qwen2"),
+        ("GPT2DoubleHeadsModel", "gpt2"),
+        ("BertForSomethingNew", "bert"),
+        ("Phi3ForTokenClassification", "phi3"),
+        ("Phi3VForCausalLM", None),
+        ("Qwen2VLForConditionalGeneration", None),
+        ("LlamaFormer", None),
+        ("ForSequenceClassification", None),
+        ("", None),
+    ],
+)
+def test_the_family_of_an_architecture(architecture, name):
+    choice = schema.choose({"architectures": [architecture]}, None, ())
+    assert choice == (None if name is None else (schema.built_in()[name], False))
+    inner = {"architectures": [architecture], "text_config": {"model_type": "llama"}}
+    assert schema.choose(inner, None, ()) is None
+
+
+@pytest.mark.parametrize("listed", [None, 5, "LlamaForCausalLM", [], [None], [5, {}], ["ForA" * 200_000 + "!"]])
+def test_architectures_that_are_none(listed):
+    assert schema.choose({"architectures": listed}, None, ()) is None
+
+
+def test_the_language_model_in_a_config():
+    names = ["vision.embed.weight", "text.model.embed_tokens.weight", "text.model.norm.weight", "text.lm_head.weight"]
+    inner = {"model_type": "qwen3", "hidden_size": 4}
+    found = schema.choose_inner({"a": {"b": inner}, "vision_config": {"model_type": "x"}}, names)
+    assert (found.key, found.prefix, found.config) == ("b", "text.model.", inner)
+    assert found.choice.schema.role("text.model.norm.weight") == "norm"
+    assert found.choice.schema.role("text.lm_head.weight") == "head"
+    assert found.choice.schema.role("vision.embed.weight") is None
+    assert schema.choose_inner({"a": {"b": {"c": {"d": inner}}}}, names) is None
+    assert schema.choose_inner({"text_config": inner}, ["a"]) is None
+    assert schema.choose_inner(None, names) is None
+    # What a hostile file may bring: many embeddings, many configs.
+    many = [f"{k}.embed_tokens.weight" for k in range(100_000)]
+    assert schema.choose_inner({"text_config": inner}, many) is not None
+    assert schema.choose_inner({str(k): {"x": {}} for k in range(100_000)}, names) is None

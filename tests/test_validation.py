@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import re
 import zipfile
 
 import ml_dtypes
@@ -11,11 +12,13 @@ from torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import QuantizedTensor, validate
+from safeload.checks.holes import tail_of
+from safeload.cli import main
 from safeload.numpy import save_file
 
 
 def codes(report):
-    return [(f.severity, f.code, f.tensor) for f in (*report.errors, *report.warnings)]
+    return [(f.severity, f.code, f.tensor) for f in (*report.errors, *report.warnings, *report.notes)]
 
 
 # ---- whole models ----
@@ -101,7 +104,7 @@ def constant(tensors, config):
 
 
 def large(tensors, config):
-    tensors[LAST][7] = 500
+    tensors[MATRIX][7, 7] = 500
 
 
 def mixed(tensors, config):
@@ -146,7 +149,7 @@ FAULTS = [
     (infinity, "error", "value.inf", MATRIX, "1 of 8,192 values is infinite, the first at [3, 5]"),
     (zeros, "warning", "value.zero", MATRIX, "all 8,192 values of the matrix are 0"),
     (constant, "warning", "value.constant", MATRIX, "all 8,192 values of the matrix are 0.5"),
-    (large, "warning", "value.range", LAST, "to 500, outside [-128, 128]"),
+    (large, "warning", "value.range", MATRIX, "to 500, outside [-128, 128]"),
     (mixed, "warning", "dtype.mixed", MATRIX, "is float32, but in 2 of 3 layers it is bfloat16"),
     (untied, "warning", "head.tied", "lm_head.weight", "differs from 'model.embed_tokens.weight' from [0, 0] on"),
     (other_dtype, "warning", "dtype.config", None, "config.json says float16, but no tensor is; 30 of 30 are bfloat16"),
@@ -204,7 +207,9 @@ def test_another_head_than_the_schema_has(llama):
     config["architectures"] = ["LlamaForSequenceClassification"]
     del tensors["lm_head.weight"]
     tensors["score.weight"] = np.ones((2, 64), np.float32) * [[0.1] * 32 + [0.2] * 32]
-    assert codes(validate(tensors, config=config)) == [("warning", "schema.unexpected", "score.weight")]
+    report = validate(tensors, config=config)
+    assert codes(report) == [("note", "head.unchecked", "score.weight")]
+    assert report.notes[0].message == "architecture LlamaForSequenceClassification: head 'score.weight' was not checked"
 
 
 def test_names_of_another_kind(llama):
@@ -403,6 +408,15 @@ def test_a_missing_shard_without_an_index(llama, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["model-0000{}-of-000003", "model-0000{}-of-00003", "m-{}-of-3", "w-0{}-of-03"])
+def test_shards_are_numbered_with_any_number_of_digits(name, tmp_path):
+    for k in (1, 3):
+        save_file({f"w{k}": np.float32([1, 2])}, tmp_path / f"{name.format(k)}.safetensors")
+    report = validate(tmp_path)
+    assert codes(report) == [("error", "index.shard", None)]
+    assert report.errors[0].message == f"{name.format(2)}.safetensors is not there"
+
+
 def test_files_that_cannot_be_opened(tmp_path, folder):
     path = tmp_path / "bad.safetensors"
     save_file({"w": np.ones(4)}, path)
@@ -553,3 +567,557 @@ def test_structure_only(llama, tmp_path):
     tensors[LAST] = np.ones(3, np.float32)
     report = validate(write_folder(tmp_path, config, tensors), values=False)
     assert codes(report)[0] == ("error", "schema.shape", LAST)
+
+
+# ---- files that were never written to their end ----
+
+holes = pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="the system does not tell of holes")
+
+
+def weights(rows, names=("a.weight", "b.weight", "c.weight", "d.weight")):
+    """Matrices of rows x 1024 F32, none of them zero."""
+    return {name: np.resize(np.float32([1, 2, k + 3]), (rows, 1024)) for k, name in enumerate(names)}
+
+
+def end_is_hole(path, keep):
+    """What a downloader leaves that sets the size of its file first and then stops."""
+    size = path.stat().st_size
+    os.truncate(path, keep)
+    os.truncate(path, size)
+    with path.open("rb") as file:
+        try:
+            data = os.lseek(file.fileno(), size - 1, os.SEEK_DATA)
+        except OSError:
+            return size - keep
+    pytest.skip(f"the file system has no holes: data at {data}")
+
+
+def end_is_zero(path, keep):
+    """Likewise, the rest written as zeros."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(keep)
+        file.write(bytes(size - keep))
+
+
+def hole_of(report):
+    assert [f.code for f in report.errors] == ["file.hole"], report
+    assert not [f for f in report.warnings if f.code == "value.zero"]
+    return report.errors[0].message
+
+
+def save_gguf(tensors, path):
+    from safeload import gguf
+
+    gguf.save_file(tensors, path)
+
+
+@holes
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize(
+    ("save", "suffix"), [(save_file, "safetensors"), (save_gguf, "gguf")], ids=["safetensors", "gguf"]
+)
+def test_a_file_whose_end_is_a_hole(save, suffix, values, tmp_path):
+    path = tmp_path / f"x.{suffix}"
+    save(weights(64), path)
+    assert codes(validate(path)) == []
+    end_is_hole(path, path.stat().st_size // 2 - 4096)
+    message = hole_of(validate(path, values=values))
+    assert "zero, a hole that was never written" in message or "of them never written" in message
+    assert "2 tensors are all zero, the first is 'c" in message
+    assert message.endswith("; was the download finished?")
+    assert main(["check", str(path), *([] if values else ["--structure"])]) == 1
+
+
+@pytest.mark.parametrize(
+    ("save", "suffix"), [(save_file, "safetensors"), (save_gguf, "gguf")], ids=["safetensors", "gguf"]
+)
+def test_a_file_whose_end_is_zero(save, suffix, tmp_path):
+    path = tmp_path / f"x.{suffix}"
+    save(weights(256), path)
+    end_is_zero(path, path.stat().st_size - (2 << 20))
+    report = validate(path)
+    message = hole_of(report)
+    assert codes(report)[0] == ("error", "file.hole", None)
+    assert report.verdict == "NOT SOUND: 1 error"
+    assert "2,097,152 bytes to the end of the file are zero: 2 tensors are all zero, the first is 'c.weight'" in message
+    assert report.to_json()["errors"][0]["code"] == "file.hole"
+    assert main(["check", str(path)]) == 1
+    assert main(["check", str(path), "--structure"]) == 0  # nothing is read, and it is no hole
+
+
+def test_quantized_tensors_at_a_zero_end(tmp_path):
+    for scheme in ("int8", "q8_0"):
+        quantized = {name: safeload.quantize(x, scheme) for name, x in weights(1024).items()}
+        path = tmp_path / f"{scheme}.{'safetensors' if scheme == 'int8' else 'gguf'}"
+        (save_file if scheme == "int8" else save_gguf)(quantized, path)
+        assert codes(validate(path)) == []
+        end_is_zero(path, path.stat().st_size - (9 << 18))
+        assert "2 tensors are all zero, the first is 'c.weight'" in hole_of(validate(path))
+
+
+def test_every_shard_is_looked_at(tmp_path):
+    weight_map = {}
+    for k in range(1, 4):
+        shard = weights(512, (f"layers.{k - 1}.a", f"layers.{k - 1}.b"))
+        path = tmp_path / f"model-0000{k}-of-00003.safetensors"
+        save_file(shard, path)
+        weight_map |= dict.fromkeys(shard, path.name)
+        if k != 1:
+            end_is_zero(path, path.stat().st_size - (4 << 20))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    report = validate(tmp_path)
+    assert [f.code for f in report.errors] == ["file.hole"] * 2
+    assert report.errors[0].message.startswith("model-00002-of-00003.safetensors: 4,194,304 bytes")
+    assert "2 tensors are all zero, the first is 'layers.1.a'" in report.errors[0].message
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        ("y.bias", "z.bias"),
+        ("base_model.model.y.lora_B.weight", "base_model.model.z.lora_B.default.weight"),
+        ("y.lora_up.weight", "z.lora_linear_layer.up.weight"),
+        ("y.running_mean", "z.num_batches_tracked"),
+        ("y.attn.masked_bias", "z.beta"),
+        ("z.weight",),  # a padded embedding, or a matrix that is zero
+    ],
+    ids=lambda names: names[0],
+)
+def test_zeros_at_the_end_that_are_meant_so(zero, tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({**weights(64, ("a.weight",)), **{name: np.zeros((512, 1024), np.float32) for name in zero}}, path)
+    for values in (True, False):
+        report = validate(path, values=values)
+        assert report.ok
+        assert "file.hole" not in [code for _, code, _ in codes(report)]
+
+
+def test_short_ends_of_zeros(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({**weights(64), "y.weight": np.zeros((8, 8), np.float32), "z.weight": np.zeros((8, 8), np.float32)}, path)
+    assert [code for _, code, _ in codes(validate(path))] == ["value.zero"] * 2
+    embedding = weights(4096)["a.weight"]
+    embedding[1024:] = 0
+    save_file({"a.weight": weights(8)["a.weight"], "embed_tokens.weight": embedding}, path)
+    assert codes(validate(path)) == []
+    save_file({}, path)
+    assert codes(validate(path)) == [("error", "model.empty", None)]
+    save_file({"e": np.zeros((0, 4), np.float32)}, path)
+    assert codes(validate(path)) == [("warning", "tensor.empty", "e")]
+
+
+@holes
+def test_a_hole_in_the_only_tensor(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file(weights(512, ("w",)), path)
+    end_is_hole(path, 1 << 20)
+    assert "from within 'w' on" in hole_of(validate(path))
+    assert "from within 'w' on" in hole_of(validate(path, values=False))
+
+
+@holes
+def test_a_block_of_a_large_tensor_that_a_writer_left_out(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file(weights(4096, ("w",)), path)
+    end_is_hole(path, path.stat().st_size - 8192)
+    assert codes(validate(path, values=False)) == [("warning", "file.hole", None)]
+
+
+def test_formats_that_do_not_open_without_their_end(tmp_path):
+    from safeload import moon
+
+    tensors = {name: x.astype(np.float16) for name, x in weights(64, ("a", "b", "c")).items()}
+    moon.save_file(tensors, tmp_path / "x.moon")
+    np.savez(tmp_path / "x.npz", **tensors)
+    parts = {name: tensor(Storage(name, np.float32([1, 2] * 5000))) for name in tensors}
+    (tmp_path / "x.pt").write_bytes(zip_file(parts))
+    for path in sorted(tmp_path.iterdir()):
+        end_is_zero(path, path.stat().st_size // 2)
+        for values in (True, False):
+            assert codes(validate(path, values=values)) == [("error", "file.format", None)], path
+
+
+def test_zeros_in_an_archive_have_a_checksum(tmp_path):
+    zero = np.zeros((512, 1024), np.float32)
+    path = tmp_path / "x.pt"
+    path.write_bytes(zip_file({"a": tensor(Storage("0", zero)), "b": tensor(Storage("1", zero))}))
+    assert "file.hole" not in [code for _, code, _ in codes(validate(path))]
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "x.npz", a=zero, b=zero)
+        assert "file.hole" not in [code for _, code, _ in codes(validate(tmp_path / "x.npz"))]
+
+
+@holes
+def test_an_array_that_we_have_unpacked_ourselves(tmp_path, monkeypatch):
+    """A file system that stores zeros as holes does so with the unpacked file too."""
+    np.savez_compressed(tmp_path / "x.npz", a=np.zeros((512, 1024), np.float32))
+    monkeypatch.setattr("safeload.checks.holes.hole_begin", lambda file: 1000)
+    assert validate(tmp_path / "x.npz", values=False).ok
+
+
+def test_the_zeros_are_found_wherever_they_begin(tmp_path):
+    path = tmp_path / "x.safetensors"
+    piece = 4 << 20
+    for count in (1, 4095, 65536, 65537, piece, piece + 65536, piece + 65537, 3 * piece):
+        data = np.ones(3 * piece, np.uint8)
+        data[len(data) - count :] = 0
+        save_file({"w": data}, path)
+        with safeload.open(path) as opened:
+            tail = tail_of(opened._open[0], values=True)
+        assert tail.end - tail.begin == count
+
+
+# ---- quantized weights of other libraries ----
+
+
+def codes_of(family, module, rows, columns):
+    """The tensors that a family of quantized checkpoints has in place of a matrix."""
+    scale = np.full((rows, columns // 32), 0.1, ml_dtypes.bfloat16)
+    words = np.ones((columns // 8, rows), np.int32)
+    weight = f"{module}.weight"
+    if family == "fp8":
+        values = np.resize(np.float32([-416, 448, 3, 1]), (rows, columns)).astype(ml_dtypes.float8_e4m3fn)
+        return {weight: values, f"{weight}_scale_inv": np.full((1, 1), 1e-4, np.float32)}
+    if family in ("gptq", "awq"):
+        more = {f"{module}.g_idx": np.zeros(columns, np.int32)} if family == "gptq" else {}
+        parts = {"qweight": words, "qzeros": words[:, :1], "scales": np.full((4, rows), 500, np.float16)}
+        return {**{f"{module}.{part}": x for part, x in parts.items()}, **more, f"{module}.bias": np.zeros(rows)}
+    if family == "compressed-tensors":
+        shape = np.array([rows, columns])
+        parts = {"packed": words.T, "scale": scale, "shape": shape, "global_scale": np.float32([3000])}
+        return {f"{weight}_{part}": x for part, x in parts.items()}
+    if family == "bitsandbytes":
+        parts = {"absmax": scale, "quant_map": np.ones(16, np.float32), "quant_state.bitsandbytes__nf4": words[0]}
+        return {weight: np.ones((rows * columns // 2, 1), np.uint8), **{f"{weight}.{p}": x for p, x in parts.items()}}
+    if family == "bitnet":
+        return {weight: np.ones((rows // 4, columns), np.uint8), f"{weight}_scale": np.ones(1, np.float32)}
+    parts = {"weight": words.T.astype(np.uint32), "scales": scale, "biases": scale * 5000}
+    return {f"{module}.{part}": x for part, x in parts.items()}
+
+
+FAMILIES = {
+    "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "awq": {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+    "compressed-tensors": {"compression_config": {"quant_method": "compressed-tensors"}},
+    "bitsandbytes": {"quantization_config": {"load_in_4bit": True}},
+    "bitnet": {"quantization_config": {"quant_method": "bitnet"}},
+    "mlx": {"quantization": {"group_size": 32, "bits": 4}},
+}
+
+
+def packed(family, kind="llama-gqa"):
+    config, tensors = small(kind)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        tensors |= codes_of(family, name.removesuffix(".weight"), *tensors.pop(name).shape)
+    return {**config, **FAMILIES[family]}, tensors
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen2", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_weights_are_said_not_to_be_checked(family, kind, tmp_path, capsys):
+    config, tensors = packed(family, kind)
+    report = validate(tensors, config=config)
+    assert codes(report) == [("note", "quantization.unchecked", None)]
+    assert report.ok
+    assert f" {family}: names, shapes and values of quantized weights were not checked" in report.notes[0].message
+    assert report.verdict == "sound as far as it was checked: 1 note"
+    assert "quantization.unchecked" in str(report)
+    assert report.to_json()["notes"] == [report.notes[0]._asdict()]
+    path = write_folder(tmp_path, config, tensors)
+    assert main(["check", str(path), "--strict"]) == 0
+    assert "note     file  quantization.unchecked" in capsys.readouterr().out
+    assert main(["check", str(path), "--structure"]) == 0
+    assert "names and shapes of quantized weights" in capsys.readouterr().out.replace("\n         ", " ")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_not_quantized_is_checked_all_the_same(family):
+    config, tensors = packed(family)
+    tensors["model.layers.1.input_layernorm.weight"] = np.ones(3, np.float32)
+    tensors[LAST] = np.full(64, np.nan, np.float32)
+    del tensors["lm_head.weight"]
+    found = [(f.code, f.tensor) for f in validate(tensors, config=config).errors]
+    assert found == [
+        ("schema.missing", "lm_head.weight"),
+        ("schema.shape", "model.layers.1.input_layernorm.weight"),
+        ("value.nan", LAST),
+    ]
+    for name in [name for name in tensors if ".layers.1." in name]:
+        del tensors[name]
+    assert ("error", "schema.layer_missing", "model.layers.1") in codes(validate(tensors, config=config))
+
+
+def test_quantized_weights_that_no_schema_knows():
+    for family, more in FAMILIES.items():
+        _, tensors = packed(family)
+        report = validate(tensors, config={"model_type": "unknown", **more})
+        assert codes(report) == [("note", "quantization.unchecked", None)], family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_weights_that_the_config_does_not_tell_of(family):
+    """The first GPTQ and modelopt folders said it in a file beside config.json."""
+    config, tensors = packed(family)
+    for key in FAMILIES[family]:
+        del config[key]
+    report = validate(tensors, config=config)
+    assert codes(report) == [("note", "quantization.unchecked", None)]
+    assert report.notes[0].message.startswith("codes with scales beside them: names, shapes and values")
+
+
+def test_integers_beside_scales_are_what_they_are():
+    """No schema, no config: a quantizer of which nothing is known."""
+    w = {"m.weight": np.int8([[1, 2]]), "m.weight_scale": np.float32([500])}
+    assert codes(validate(w)) == [("warning", "value.range", "m.weight_scale")]
+
+
+def test_what_else_is_beside_quantized_weights():
+    config, tensors = packed("gptq")
+    tensors |= {"model.rotation": np.float32([1, 2]), "score.weight": np.float32([1, 2])}
+    report = validate(tensors, config=config)
+    assert report.ok
+    assert [(f.code, f.tensor) for f in report.notes[1:]] == [
+        ("head.unchecked", "score.weight"),
+        ("schema.unchecked", "model.rotation"),
+    ]
+    inner = {key: value for key, value in config.items() if key != "architectures"} | {"model_type": "llama"}
+    outer = {"model_type": "some", "text_config": inner}
+    report = validate({f"language_model.{name}": x for name, x in tensors.items()}, config=outer)
+    assert report.ok
+    assert "quantization_config gptq" in report.notes[0].message
+    assert {f.code for f in report.notes} == {"quantization.unchecked", "schema.unchecked"}
+
+
+def test_quantized_weights_under_names_of_no_schema():
+    config, _ = small("llama-gqa")
+    tensors = {f"some.{k}.q_weight": np.ones((2, 2), np.int32) for k in range(50)}
+    tensors |= {f"else.{k}.table": np.ones(2, np.float32) for k in range(500)}
+    config["quantization_config"] = {"quant_method": "exl3"}
+    report = validate(tensors, config=config)
+    assert report.ok
+    assert [f.code for f in report.notes] == ["quantization.unchecked", "schema.unchecked"]
+    del config["quantization_config"]
+    assert codes(validate(tensors, config=config))[0][1] == "schema.names"
+
+
+def test_fp8_codes_without_a_config():
+    w = codes_of("fp8", "m", 64, 64)
+    assert codes(validate(w)) == [("note", "quantization.unchecked", None)]
+    w.pop("m.weight_scale_inv")
+    assert codes(validate(w)) == [("warning", "value.range", "m.weight")]
+    w |= {"m.weight_scale": np.float32([np.inf])}
+    assert codes(validate(w))[0] == ("error", "value.inf", "m.weight_scale")
+
+
+def test_a_config_that_says_quantized_of_what_is_not(llama):
+    config, tensors = llama
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    assert codes(validate(tensors, config=config)) == []
+    for odd in (None, [], {}, "gptq", 4, {"quant_method": ["x"]}):
+        config["quantization_config"] = odd
+        assert codes(validate(tensors, config=config)) == []
+
+
+# ---- models with other heads, and models in models ----
+
+HEADS = {
+    "ForSequenceClassification": ("score.weight",),
+    "ForTokenClassification": ("score.weight", "score.bias"),
+    "ForQuestionAnswering": ("qa_outputs.weight", "qa_outputs.bias"),
+    "ForProcessRewardModel": ("score.0.weight", "score.0.bias", "score.2.weight", "score.2.bias"),
+    "ForRewardModel": ("v_head.summary.weight",),
+    "Model": (),
+}
+CLASSES = {
+    "llama-gqa": ("llama", "Llama"),
+    "mistral": ("mistral", "Mistral"),
+    "qwen2": ("qwen2", "Qwen2"),
+    "qwen3": ("qwen3", "Qwen3"),
+    "gemma2": ("gemma2", "Gemma2"),
+    "phi3": ("phi3", "Phi3"),
+    "gpt2": ("gpt2", "GPT2"),
+    "bert": ("bert", "Bert"),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_model_with_another_head(kind, head):
+    model_type, family = CLASSES[kind]
+    config, whole = small(kind)
+    config["architectures"] = [family + head]
+    extra = {name: np.float32([[1, 2]] * 3) for name in HEADS[head]}
+    if kind == "bert" and "qa_outputs.weight" in extra:
+        extra = {"qa_outputs.weight": np.full((2, 64), 0.5, np.float32) + np.eye(2, 64, dtype=np.float32)}
+    base = {name: x for name, x in whole.items() if not name.startswith(("lm_head.", "cls."))}
+    for tensors in (base, {re.sub(r"^(model|transformer|bert)\.", "", name): x for name, x in base.items()}):
+        for more in ({"model_type": model_type}, {}):
+            report = validate({**tensors, **extra}, config={**config, **more})
+            assert report.schema == model_type
+            assert report.ok
+            assert not report.warnings
+            unknown = [name for name in extra if kind != "bert" or not name.startswith("qa_")]
+            assert [f.code for f in report.notes] == ["head.unchecked"] * bool(unknown)
+            if unknown:
+                assert f"architecture {family}{head}: head" in report.notes[0].message
+                assert f"{unknown[0]!r}" in report.notes[0].message
+    name = next(name for name in base if ".1." in name)
+    broken = {key: x for key, x in base.items() if key != name}
+    assert ("error", "schema.missing", name) in codes(validate({**broken, **extra}, config=config))
+
+
+def test_heads_beside_a_whole_model(llama):
+    config, tensors = llama
+    heads = ("v_head.summary.weight", "lm_head.bias", "reward_head.weight", "medusa_head.0.linear.weight", "score.bias")
+    tensors |= {name: np.float32([1, 2]) for name in heads}
+    report = validate(tensors, config=config)
+    assert codes(report) == [("note", "head.unchecked", heads[0])]
+    assert report.notes[0].message.endswith("and 1 more were not checked")
+    tensors["ahead.weight"] = np.float32([1, 2])
+    assert codes(validate(tensors, config=config))[0] == ("error", "schema.unexpected", "ahead.weight")
+
+
+PLACES = [
+    ("language_model.model.", "language_model."),
+    ("model.language_model.", ""),
+    ("language_model.", ""),
+    ("model.language_model.model.", "model.language_model."),
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place[0])
+@pytest.mark.parametrize("kind", ["llama-gqa", "mistral", "qwen2", "gemma3"])
+def test_a_language_model_in_a_model(kind, place, tmp_path):
+    config, whole = small(kind)
+    del config["architectures"]
+    config["model_type"] = {"llama-gqa": "llama", "gemma3": "gemma3_text"}.get(kind, kind)
+    tensors = {
+        place[0] + name.removeprefix("model.") if name.startswith("model.") else place[1] + name: x
+        for name, x in whole.items()
+    }
+    others = ["multi_modal_projector.linear_1.weight", "vision_tower.encoder.layers.0.fc.weight"]
+    tensors |= {name: np.float32([[1, 2]]) for name in others}
+    outer = {
+        "architectures": ["SomeForConditionalGeneration"],
+        "model_type": "some",
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 3},
+        "text_config": config,
+    }
+    report = validate(write_folder(tmp_path, outer, tensors))
+    assert codes(report) == [("note", "schema.unchecked", others[0])]
+    assert "only what text_config describes was checked" in report.notes[0].message
+    assert "2 other tensors were not" in report.notes[0].message
+    assert report.compared == len(tensors) - 2
+    lost = place[0] + "layers.1.mlp.down_proj.weight"
+    assert codes(validate({n: x for n, x in tensors.items() if n != lost}, config=outer))[0][1:] == (
+        "schema.missing",
+        lost,
+    )
+    del config["hidden_size"]
+    report = validate(tensors, config=outer)
+    assert codes(report) == [("note", "schema.unchecked", None)]
+    assert "'hidden_size' is needed" in report.notes[0].message
+    assert codes(validate(tensors, config={**outer, "text_config": {"model_type": "unknown"}})) == []
+    deep = {"model_type": "some", "thinker_config": {"text_config": config | {"hidden_size": 64}}}
+    assert codes(validate(tensors, config=deep)) == [("note", "schema.unchecked", others[0])]
+
+
+def test_a_model_under_other_names(llama):
+    config, whole = llama
+    for prefix in ("module.model.", "_orig_mod.model.", "language_model.model."):
+        outer = prefix.removesuffix("model.")
+        tensors = {outer + name: x for name, x in whole.items()}
+        report = validate(tensors, config=config)
+        assert codes(report) == [("warning", "schema.prefix", f"{outer}model.embed_tokens.weight")]
+        del tensors[f"{outer}lm_head.weight"]
+        assert codes(validate(tensors, config=config))[0] == ("error", "schema.missing", "lm_head.weight")
+
+
+# ---- norms, numbers, what was looked at ----
+
+
+def test_norms_reach_further_than_weights(tmp_path):
+    config, tensors = small("gemma2")
+    norm = "model.layers.1.post_feedforward_layernorm.weight"
+    tensors[norm][3] = 600
+    path = write_folder(tmp_path, config, tensors)
+    assert codes(validate(path)) == []
+    assert codes(validate(tensors)) == []  # by their names
+    assert main(["check", str(path), "--strict"]) == 0
+    assert main(["check", str(path), "--strict", "--range", "-100", "100"]) == 1
+    assert codes(validate(path, limits=(-100, 100))) == [("warning", "value.range", norm)]
+    assert codes(validate(path, limits={"norm": 500})) == [("warning", "value.range", norm)]
+    tensors[norm][3] = 5000
+    report = validate(tensors, config=config)
+    assert codes(report) == [("warning", "value.range", norm)]
+    assert "to 4992, outside [-4096, 4096]" in report.warnings[0].message
+    with pytest.raises(ValueError, match="norm is -1"):
+        validate(tensors, limits={"norm": -1})
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        ("model.norm.weight", True),
+        ("blk.3.attn_norm.weight", True),
+        ("h.0.ln_1.weight", True),
+        ("ln_f.weight", True),
+        ("encoder.LayerNorm.gamma", True),
+        ("layers.0.q_norm.weight", True),
+        ("layers.0.norm1.weight", True),
+        ("layers.0.input_layernorm.weight", True),
+        ("layers.0.normal.weight", False),
+        ("layers.0.fc.weight", False),
+        ("link.weight", False),
+    ],
+)
+def test_norms_by_their_names(name, norm):
+    assert codes(validate({name: np.float32([1, 300])})) == ([] if norm else [("warning", "value.range", name)])
+    matrix = np.float32([[1, 300], [1, 2]])
+    assert codes(validate({name: matrix})) == [("warning", "value.range", name)]
+
+
+def test_names_of_a_megabyte(llama):
+    config, tensors = llama
+    for piece in ("_", ".", "norm_", "a.weight.", "lora_b", "1.", "layers.1.", "head_", "scale."):
+        name = piece * (1_000_000 // len(piece)) + "!"
+        for more in ({}, FAMILIES["gptq"]):
+            report = validate({**tensors, name: np.float32([1, 300])}, config={**config, **more})
+            assert report.seconds < 5
+        for count in (1, 3):
+            assert validate({f"{k}{name}": np.float32([1, 2]) for k in range(count)}).seconds < 5
+
+
+def test_layers_of_many_digits(llama):
+    config, tensors = llama
+    far = 10**10
+    tensors |= {name.replace("layers.2", f"layers.{far}"): x for name, x in tensors.items() if "layers.2" in name}
+    report = validate(tensors, config=config)
+    assert codes(report) == [("error", "schema.layer_extra", f"model.layers.{far}")]
+    assert codes(validate(tensors, schema=None)) == [("warning", "layers.far", f"model.layers.{far}")]
+    huge = "9" * 4300
+    tensors = {f"layers.{k}.{part}": np.float32([1, 2]) for k in (0, 1, 2, huge) for part in "ab"}
+    assert codes(validate(tensors)) == [("warning", "layers.far", f"layers.{huge}")]
+    validate({name.replace(huge, "9" * 5000): x for name, x in tensors.items()})  # longer than Python makes numbers of
+
+
+def test_what_was_looked_at(llama, tmp_path, capsys):
+    config, tensors = llama
+    path = write_folder(tmp_path, config, tensors)
+    report = validate(path)
+    assert (report.compared, report.checked) == (30, "30 names and shapes against schema llama, 123,328 values")
+    assert report.to_json()["checked"] == report.checked
+    assert 0 < report.seconds == report.to_json()["seconds"]
+    assert validate(path, values=False).checked == "30 names and shapes against schema llama, no values"
+    assert validate(path, schema=None).checked == "30 names, 123,328 values"
+    assert validate({"w": np.zeros((1, 1))}).checked == "1 name, 1 value"
+    assert validate({}).checked == "0 names, 0 values"
+    assert validate({"w": np.zeros(42_100_000, np.int8)}).checked == "1 name, 42.1 M values"
+    assert main(["check", str(path)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"checked: 30 names and shapes against schema llama, 123,328 values, \d+\.\d s", last)
+    (path / "model-00001-of-00002.safetensors").write_bytes(b"bad")
+    assert main(["check", str(path)]) == 1
+    assert "checked:" not in capsys.readouterr().out

@@ -20,7 +20,8 @@ from ..jobs import Progress
 from ..reading import Meter, file_pieces, in_order
 from .findings import Finding, error, warning
 
-_SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\..*)", re.ASCII | re.DOTALL)
+# Five digits mostly; DeepSeek's have six after "of", and shards of a few models two.
+_SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
 
 
 def check_index(opened: Checkpoint) -> Iterator[Finding]:
@@ -68,17 +69,18 @@ def _index_of(opened: Checkpoint) -> Path | None:
 
 def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
     """Files called ``...-00001-of-00003...`` of which some are not there."""
-    groups: dict[tuple[str, str, str], set[int]] = {}
+    groups: dict[tuple[str, str, str], dict[int, int]] = {}  # shards' numbers, and their digits
     for path in paths:
         parts = _SHARD.fullmatch(os.path.basename(path))
         if parts is not None:
-            groups.setdefault((parts[1], parts[3], parts[4]), set()).add(int(parts[2]))
+            groups.setdefault((parts[1], parts[3], parts[4]), {})[int(parts[2])] = len(parts[2])
     if sum(map(len, groups.values())) < 2:
         return  # a single shard was asked for
     for (stem, total, suffix), numbers in groups.items():
+        digits = max(numbers.values())
         for number in range(1, min(int(total), 100_000) + 1):
             if number not in numbers:
-                yield error("index.shard", None, f"{stem}-{number:05}-of-{total}{suffix} is not there")
+                yield error("index.shard", None, f"{stem}-{number:0{digits}}-of-{total}{suffix} is not there")
 
 
 # ---- CRC-32 ----

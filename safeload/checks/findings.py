@@ -11,17 +11,20 @@ from typing import Any, NamedTuple
 from ..statistics import TensorStats
 from ..text import clip, plural, printable, size
 
-ERROR, WARNING = "error", "warning"
+ERROR, WARNING, NOTE = "error", "warning", "note"
 
 # Findings of the same kind about the same tensor of several layers are shown once from this many on.
 _GATHERED_FROM = 4
 
+# Values beyond these are worth a warning where the caller says nothing else: those of weights, and of norms.
+_LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
+
 
 class Finding(NamedTuple):
-    """One thing that is wrong, or odd.
+    """One thing that is wrong, or odd, or that was not checked.
 
     Attributes:
-        severity: "error" or "warning".
+        severity: "error", "warning" or "note".
         code: what kind of thing, for programs: "value.nan". It stays the same between versions.
         tensor: name of the tensor; of a whole layer the text before its tensors' names; None for the file as such.
         message: the rest, in words and numbers.
@@ -47,6 +50,11 @@ def warning(code: str, tensor: str | None, message: str) -> Finding:
     return Finding(WARNING, code, tensor, message)
 
 
+def note(code: str, tensor: str | None, message: str) -> Finding:
+    """A finding that says what was not checked, and why."""
+    return Finding(NOTE, code, tensor, message)
+
+
 class Limits(NamedTuple):
     """What values have to be.
 
@@ -56,13 +64,23 @@ class Limits(NamedTuple):
         parameters: number of elements of all tensors together; None for any.
         scale: of int8 tensors: one number, or one for each name; None for any.
         absmax: of the values that int8 tensors were made from, which gives the scale absmax / 127; likewise.
+        norm: largest absolute value of the weights of a norm; None for ``low`` and ``high`` where these are given, else
+            for 4096: they scale what has been normalized, and reach some hundreds in good models (Gemma).
     """
 
-    low: float = -128.0
-    high: float = 128.0
+    low: float = _LOW
+    high: float = _HIGH
     parameters: int | None = None
     scale: float | Mapping[str, float] | None = None
     absmax: float | Mapping[str, float] | None = None
+    norm: float | None = None
+
+    def of_norms(self) -> tuple[float, float]:
+        """What the weights of a norm are to stay within."""
+        if self.norm is not None:
+            return -self.norm, self.norm
+        given = (self.low, self.high) != (_LOW, _HIGH)
+        return (self.low, self.high) if given else (-_NORM, _NORM)
 
     @classmethod
     def of(cls, given: Any) -> Limits:
@@ -86,6 +104,8 @@ class Limits(NamedTuple):
             raise TypeError(f"limits must be (low, high) or a dict of {', '.join(cls._fields)}, not {given!r}")
         if not limits.low <= limits.high:
             raise ValueError(f"limits: low is {limits.low} and high is {limits.high}")
+        if limits.norm is not None and not limits.norm >= 0:
+            raise ValueError(f"limits: norm is {limits.norm}, a number from 0 is wanted")
         return limits
 
 
@@ -96,6 +116,7 @@ class ValidationReport:
         ok: whether there are no errors.
         errors: findings that make the file a bad one.
         warnings: findings that may be meant so.
+        notes: findings that say what was not checked, and why.
         stats: name to `TensorStats` of every tensor of real numbers.
         source: what was looked at.
         format: of the file; None for arrays.
@@ -105,6 +126,8 @@ class ValidationReport:
         parameters: elements of all of them.
         nbytes: their bytes.
         values: whether tensors were read; False where only the structure was asked for.
+        compared: tensors whose names and shapes were compared with the schema.
+        seconds: how long it took.
     """
 
     def __init__(self, source: str) -> None:
@@ -116,14 +139,18 @@ class ValidationReport:
         self.parameters = 0
         self.nbytes = 0
         self.values = True
+        self.compared = 0
+        self.seconds = 0.0
         self.errors: list[Finding] = []
         self.warnings: list[Finding] = []
+        self.notes: list[Finding] = []
         self.stats: dict[str, TensorStats] = {}
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Adds findings, each to its list."""
+        lists = {ERROR: self.errors, WARNING: self.warnings, NOTE: self.notes}
         for finding in findings:
-            (self.errors if finding.severity == ERROR else self.warnings).append(finding)
+            lists[finding.severity].append(finding)
 
     @property
     def ok(self) -> bool:
@@ -135,10 +162,23 @@ class ValidationReport:
 
     @property
     def verdict(self) -> str:
-        """One line: "sound", or how many errors and warnings there are."""
-        counts = [plural(len(found), noun) for found, noun in ((self.errors, ERROR), (self.warnings, WARNING)) if found]
-        sound = "sound" if self.values else "sound as far as its structure goes, values were not read"
+        """One line: "sound" or not, and how many errors, warnings and notes there are."""
+        kinds = ((self.errors, ERROR), (self.warnings, WARNING), (self.notes, NOTE))
+        counts = [plural(len(found), noun) for found, noun in kinds if found]
+        sound = "sound as far as it was checked" if self.notes else "sound"
+        if not self.values:
+            sound = "sound as far as its structure goes, values were not read"
         return (sound if self.ok else "NOT SOUND") + (f": {', '.join(counts)}" if counts else "")
+
+    @property
+    def checked(self) -> str:
+        """What was looked at: "111 names and shapes against schema llama, 42.1 M values"."""
+        names = plural(self.tensors, "name")
+        if self.schema is not None:
+            shapes = "name and shape" if self.compared == 1 else "names and shapes"
+            names = f"{self.compared:,} {shapes} against schema {self.schema}"
+        count = sum(stats.count for stats in self.stats.values())
+        return f"{names}, {_values(count) if self.values else 'no values'}"
 
     def lines(self, columns: int = 80) -> list[str]:
         """The report as text of so many columns."""
@@ -149,7 +189,9 @@ class ValidationReport:
             what.append(f"schema {self.schema}")
         head = printable(self.source) + (f": {', '.join(what)}" if what else "")
         lines = [*textwrap.wrap(head, columns, subsequent_indent="  "), self.verdict]
-        rows = [(finding, more) for found in (self.errors, self.warnings) for finding, more in gather(found)]
+        rows = [
+            (finding, more) for found in (self.errors, self.warnings, self.notes) for finding, more in gather(found)
+        ]
         if rows:
             lines.append("")
         for finding, more in rows:
@@ -171,10 +213,20 @@ class ValidationReport:
             "ok": self.ok,
             **{name: getattr(self, name) for name in ("source", "format", "files", "schema")},
             **{name: getattr(self, name) for name in ("tensors", "parameters", "nbytes", "values")},
+            **{name: getattr(self, name) for name in ("compared", "checked", "seconds")},
             "errors": [finding._asdict() for finding in self.errors],
             "warnings": [finding._asdict() for finding in self.warnings],
+            "notes": [finding._asdict() for finding in self.notes],
             "stats": {name: stats_json(stats) for name, stats in self.stats.items()},
         }
+
+
+def _values(count: int) -> str:
+    """A number of values for people: "8,192 values", "42.1 M values"."""
+    millions = count / 1e6
+    if millions < 1:
+        return plural(count, "value")
+    return f"{millions:.3g} M values" if millions < 999.5 else f"{millions:,.0f} M values"
 
 
 def gather(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:

@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..schema import Choice, ConfigError, Wanted
-from .findings import Finding, error, pattern_of, warning
+from ..schema import NUMBER, Choice, ConfigError, Inner, Schema, Wanted
+from ..text import plural
+from .findings import Finding, error, note, pattern_of, warning
 
 # Parts of a name after which a number is that of a layer, where no schema says so. Numbers elsewhere, as in Sequential
 # of torch, have holes for what has no weights.
 _CONTAINERS = ("layers", "layer", "blocks", "block", "h", "blk")
+# Layers in layers, as in a hierarchical model: so many of the innermost of a name are looked at.
+_LAYERS_IN_LAYERS = 8
 _LAYER = re.compile(rf"(?:.*\.)?(?:{'|'.join(_CONTAINERS)})\.", re.ASCII)
-_NUMBERED = re.compile(r"(0|[1-9][0-9]{0,8})\.(.+)", re.ASCII | re.DOTALL)
+_NUMBERED = re.compile(rf"({NUMBER})\.(.+)", re.ASCII | re.DOTALL)
 
 # A schema is taken to be the wrong one when fewer than one of so many tensors are in it.
 _KNOWN_AT_LEAST = 10
+
+# A layer whose number is so many times the number of layers is a mistake, not a model of which a part is elsewhere.
+_FAR = 1000
+
+# What the names of the tensors of a head begin with, where the model is a whole one by its architecture: a reward or
+# value head on a causal model, the bias of a head.
+_HEAD = re.compile(
+    r"(?:\w*_)?(?:heads?|lm_head\d*|score|scorer|classifier|qa_outputs|pooler|summary)(?:\..*)?|cls\..*",
+    re.ASCII | re.DOTALL,
+)
+
+# Where a config says how weights were quantized: transformers, compressed-tensors in 2024, MLX. Objects in objects are
+# looked through, for a multi-modal model has it in its text_config.
+_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+_NESTED = 3
+
+# The last part of the name of a tensor that stands beside or for a quantized weight: codes, scales, zero points.
+_PART = re.compile(
+    r".*(?:scales?|scale_inv|scale_\d|scale_ub|absmax|quant_map|quant_state|zeros|zero_point|g_idx|q_?weight|packed"
+    r"|weight_shape|blocks|biases|SCB|weight_format|codebooks?|q_invperm|q_perm|q_group_map)(?:\..*)?",
+    re.ASCII | re.DOTALL,
+)
+
+# What the scale beside a tensor of codes is called, in place of the last part of its name.
+_SCALES = ("weight_scale_inv", "weight_scale", "scale_weight", "scale", "scales", "SCB")
 
 
 class Known(NamedTuple):
@@ -47,36 +75,182 @@ def check_sizes(tensors: Mapping[str, Known]) -> Iterator[Finding]:
             yield warning("tensor.scalar", name, f"is a single {known.dtype} without axes")
 
 
+# ---- quantized weights ----
+
+
+class Quantized(NamedTuple):
+    """The weights of a checkpoint that are codes.
+
+    Attributes:
+        label: what says so, for messages.
+        names: tensors that are codes, or scales, zero points and the like.
+        modules: what has them: their names without the last part.
+        configured: whether it is the config that says so.
+    """
+
+    label: str
+    names: frozenset[str]
+    modules: frozenset[str]
+    configured: bool
+
+
+def quantized_parts(
+    config: Mapping[str, Any] | None, schema: Schema | None, tensors: Mapping[str, Known]
+) -> Quantized | None:
+    """Which tensors are parts of quantized weights, by the config and their names; None for no tensor.
+
+    What such a tensor is called, and its shape and values, are the business of its family, not of a schema.
+    """
+    label = quantization_of(config)
+    names = set()
+    if label is not None:
+        for name, known in tensors.items():
+            coded = not known.quantized and (_is_code(known) or not (known.floating or known.dtype == "bool"))
+            role = None if schema is None else schema.role(name)
+            foreign = schema is not None and role is None and schema.role(f"{module_of(name)}.weight") is not None
+            if foreign or (coded and role not in ("buffer", "norm")) or (role is None and _PART.fullmatch(_last(name))):
+                names.add(name)
+    else:
+        for name, known in tensors.items():
+            # Integers beside a scale are what some quantizer made of them; a schema says that they should be weights.
+            if _is_code(known) or (schema is not None and not (known.floating or known.quantized)):
+                names |= _with_scales(name, tensors)
+    if not names:
+        return None
+    modules = frozenset(map(module_of, names)) - {""}
+    inside = [name for name in tensors if module_of(name) in modules]
+    names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
+    return Quantized(label or "codes with scales beside them", frozenset(names), modules, label is not None)
+
+
+def _with_scales(name: str, tensors: Mapping[str, Known]) -> set[str]:
+    """A tensor of codes and its scales; nothing where there are none."""
+    module = module_of(name)
+    beside = [f"{module}.{last}" if module else last for last in _SCALES]
+    behind = (f"{name}_scale", f"{name}_scale_inv", f"{name}.absmax", f"{name.removesuffix('_blocks')}_scales")
+    scales = {text for text in (*beside, *behind) if text in tensors and text != name}
+    return {name, *scales} if scales else set()
+
+
+def quantization_of(config: Mapping[str, Any] | None, depth: int = _NESTED) -> str | None:
+    """What a config says about quantized weights, as messages name it: "quantization_config gptq"."""
+    if config is None:
+        return None
+    for key in _QUANTIZATION:
+        found = config.get(key)
+        if isinstance(found, Mapping) and found:
+            method = found.get("quant_method") or found.get("quant_algo")
+            if method is None and key == "quantization":
+                method = "mlx"
+            if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+                method = "bitsandbytes"
+            return f"{key} {method[:40]}" if isinstance(method, str) else key
+    if depth > 1:
+        for value in config.values():
+            if isinstance(value, Mapping):
+                label = quantization_of(value, depth - 1)
+                if label is not None:
+                    return label
+    return None
+
+
+def note_quantized(found: Quantized, *, values: bool) -> Finding:
+    """What is said of quantized weights."""
+    what = "names, shapes and values" if values else "names and shapes"
+    count = plural(len(found.names), "tensor")
+    message = f"{found.label}: {what} of quantized weights were not checked ({count})"
+    return note("quantization.unchecked", None, message)
+
+
+def _is_code(known: Known) -> bool:
+    """Whether a dtype is one of so few bits that it is one of codes where there is a scale."""
+    return known.dtype.startswith(("float8", "float6", "float4"))
+
+
+def module_of(name: str) -> str:
+    """What a tensor belongs to: its name without the last part, and without what stands behind "weight"."""
+    head, found, _ = name.rpartition(".weight.")
+    return head if found else name.rpartition(".")[0]
+
+
+def _last(name: str) -> str:
+    _, found, last = name.rpartition(".weight.")
+    return last if found else name.rpartition(".")[2]
+
+
 # ---- with a schema ----
 
 
-def check_schema(choice: Choice, config: Mapping[str, Any] | None, tensors: Mapping[str, Known]) -> Iterator[Finding]:
-    """Names and shapes against a schema: what is missing, what is too much, what has another shape."""
+class Comparison(NamedTuple):
+    """Names and shapes against a schema.
+
+    Attributes:
+        findings: what was found.
+        compared: how many tensors are the schema's, and were looked at.
+    """
+
+    findings: list[Finding]
+    compared: int
+
+
+def check_schema(
+    choice: Choice,
+    config: Mapping[str, Any] | None,
+    tensors: Mapping[str, Known],
+    *,
+    quantized: Quantized | None = None,
+    inner: Inner | None = None,
+) -> Comparison:
+    """Names and shapes against a schema: what is missing, what is unexpected, what has another shape.
+
+    Args:
+        choice: the schema.
+        config: parsed config.json; of the language model where that is only a part.
+        tensors: that are there.
+        quantized: those that are no business of the schema.
+        inner: where the schema is that of a part of the model.
+    """
     schema = choice.schema
+    parts: frozenset[str] = frozenset() if quantized is None else quantized.names
+    modules: frozenset[str] = frozenset() if quantized is None else quantized.modules
+
+    def unchecked(why: str) -> Comparison:
+        return Comparison([note("schema.unchecked", None, f"{why}: names and shapes were not checked")], 0)
+
     try:
         wanted = schema.expand(config, tensors.keys())
     except (ConfigError, ValueError) as problem:
-        yield error("schema.config", None, f"schema {schema.name}: {problem}")
-        return
-    found = [name for name in tensors if name in wanted]
-    if tensors and len(found) * _KNOWN_AT_LEAST < len(tensors):
+        if inner is not None:
+            return unchecked(f"{inner.key}, schema {schema.name}: {problem}")
+        return Comparison([error("schema.config", None, f"schema {schema.name}: {problem}")], 0)
+    found = [name for name in tensors if name in wanted and name not in parts]
+    required = [w for w in wanted.values() if w.required and module_of(w.name) not in modules]
+    if inner is not None and 2 * sum(w.name in tensors for w in required) < len(required):
+        return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
+    if tensors and (len(found) + len(parts)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
+        if quantized is not None and quantized.configured:
+            return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         example = next(iter(wanted))
-        yield error(
-            "schema.names",
-            next(iter(tensors)),
-            f"is no name of schema {schema.name}, whose first is {example!r}; only {len(found)} of {len(tensors)} are",
-        )
-        return
-    yield from _check_missing(choice, wanted, tensors)
-    yield from _check_unexpected(choice, wanted, tensors)
+        message = f"is no name of schema {schema.name}, whose first is {example!r}; only {len(found)} of {len(tensors)}"
+        return Comparison([error("schema.names", next(iter(tensors)), f"{message} are")], 0)
+    findings = list(_check_missing(choice, wanted, tensors, modules))
+    if inner is not None and inner.whole:
+        message = f"names begin with {inner.prefix!r}, which those of schema {schema.name} do not"
+        findings.append(warning("schema.prefix", next(name for name in tensors if name in wanted), message))
+    findings += _check_unexpected(choice, config, wanted, tensors, quantized, inner)
     for name in found:
         shape = wanted[name].shape
         if shape is not None and not fits(tensors[name].shape, shape):
             said = ", ".join(wanted[name].entry.shape or ())
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            yield error(
-                "schema.shape", name, f"has shape {list(tensors[name].shape)}, but [{said}] is [{sizes}] by the config"
+            findings.append(
+                error(
+                    "schema.shape",
+                    name,
+                    f"has shape {list(tensors[name].shape)}, but [{said}] is [{sizes}] by the config",
+                )
             )
+    return Comparison(findings, len(found))
 
 
 def fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
@@ -84,9 +258,11 @@ def fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
     return len(shape) == len(wanted) and all(b is None or a == b for a, b in zip(shape, wanted, strict=True))
 
 
-def _check_missing(choice: Choice, wanted: Mapping[str, Wanted], tensors: Mapping[str, Known]) -> Iterator[Finding]:
+def _check_missing(
+    choice: Choice, wanted: Mapping[str, Wanted], tensors: Mapping[str, Known], modules: frozenset[str]
+) -> Iterator[Finding]:
     required = [w for w in wanted.values() if w.required and (choice.complete or w.entry.role != "head")]
-    missing = [w for w in required if w.name not in tensors]
+    missing = [w for w in required if w.name not in tensors and module_of(w.name) not in modules]
     whole = Counter(w.layer for w in required)
     lost = Counter(w.layer for w in missing)
     layers = len(whole) - (None in whole)
@@ -116,16 +292,34 @@ def _before_number(w: Wanted) -> str:
     return w.name[: len(w.name) - len(head)] if w.name.endswith(head) else w.name
 
 
-def _check_unexpected(choice: Choice, wanted: Mapping[str, Wanted], tensors: Mapping[str, Known]) -> Iterator[Finding]:
+def _check_unexpected(
+    choice: Choice,
+    config: Mapping[str, Any] | None,
+    wanted: Mapping[str, Wanted],
+    tensors: Mapping[str, Known],
+    quantized: Quantized | None,
+    inner: Inner | None,
+) -> Iterator[Finding]:
     report = error if choice.complete else warning
     count = len({w.layer for w in wanted.values()} - {None})
     beyond: Counter[tuple[int, str]] = Counter()
+    is_head = _heads_of(choice, wanted)
+    heads, others, unknown = [], [], []
     for name in tensors:
         if name in wanted:
             continue
+        if quantized is not None and (name in quantized.names or module_of(name) in quantized.modules):
+            continue
         known = choice.schema.find(name)
         if known is None:
-            yield report("schema.unexpected", name, f"is no tensor of schema {choice.schema.name}")
+            if inner is not None and not name.startswith(inner.prefix):
+                others.append(name)
+            elif is_head(name):
+                heads.append(name)
+            elif quantized is not None and quantized.configured:
+                unknown.append(name)
+            else:
+                yield report("schema.unexpected", name, f"is no tensor of schema {choice.schema.name}")
             continue
         entry, layer = known
         if layer is not None and layer >= count:
@@ -138,17 +332,54 @@ def _check_unexpected(choice: Choice, wanted: Mapping[str, Wanted], tensors: Map
     for (layer, stem), tensors_in_it in sorted(beyond.items()):
         message = f"layer {layer} with {tensors_in_it} tensors is beyond the {count} layers of the config"
         yield report("schema.layer_extra", stem, message)
+    if heads:
+        yield _note_heads(config, heads)
+    if unknown:
+        unlisted = f"{plural(len(unknown), 'tensor')} that schema {choice.schema.name} does not have"
+        what = "name and shape were" if len(unknown) == 1 else "names and shapes were"
+        yield note("schema.unchecked", unknown[0], f"{unlisted}, beside quantized weights: {what} not checked")
+    if inner is not None and others:
+        message = f"only what {inner.key} describes was checked (schema {choice.schema.name}): names and shapes of"
+        yield note("schema.unchecked", others[0], f"{message} {plural(len(others), 'other tensor')} were not")
+
+
+def _heads_of(choice: Choice, wanted: Mapping[str, Wanted]) -> Callable[[str], bool]:
+    """Whether a tensor that the schema does not have is one of a head.
+
+    Of a model that the schema describes only a part of, a head is what lies outside of that part; of a whole one it is
+    what is called so.
+    """
+    if choice.complete:
+        return lambda name: _HEAD.fullmatch(name) is not None
+    inside = {w.name.partition(".")[0] for w in wanted.values() if w.entry.role != "head"}
+    return lambda name: name.partition(".")[0] not in inside
+
+
+def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Finding:
+    listed = None if config is None else config.get("architectures")
+    architecture = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else "of the model"
+    shown = ", ".join(repr(name) for name in heads[:4]) + (f" and {len(heads) - 4:,} more" if len(heads) > 4 else "")
+    verb = "heads {} were" if len(heads) > 1 else "head {} was"
+    message = f"architecture {architecture[:100]}: {verb.format(shown)} not checked"
+    return note("head.unchecked", heads[0], message)
 
 
 # ---- without a schema ----
 
 
-def check_layers(tensors: Mapping[str, Known]) -> Iterator[Finding]:
-    """Layers that have a hole in their numbers, or that lack tensors that all others have."""
+def check_layers(tensors: Mapping[str, Known], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
+    """Layers that have a hole in their numbers, or that lack tensors that all others have.
+
+    Args:
+        tensors: that are there.
+        modules: that hold quantized weights, so that their tensors are others than elsewhere.
+    """
     families: dict[str, dict[int, set[str]]] = {}
     for name in tensors:
         place = _LAYER.match(name)
-        while place is not None:
+        for _ in range(_LAYERS_IN_LAYERS):
+            if place is None:
+                break
             numbered = _NUMBERED.fullmatch(name, place.end())
             if numbered is not None:
                 families.setdefault(place[0], {}).setdefault(int(numbered[1]), set()).add(numbered[2])
@@ -157,6 +388,10 @@ def check_layers(tensors: Mapping[str, Known]) -> Iterator[Finding]:
         if len(layers) < 2 or max(map(len, layers.values())) < 2:
             continue
         count = max(layers) + 1
+        far = [layer for layer in sorted(layers) if layer >= _FAR and layer >= _FAR * len(layers)]
+        for layer in far:
+            message = f"layer {layer} is far beyond the other {len(layers) - 1}"
+            yield warning("layers.far", f"{prefix}{layer}", message)
         if count <= 2 * len(layers):
             for layer in sorted(set(range(count)) - layers.keys()):
                 yield error("layers.hole", f"{prefix}{layer}", f"layer {layer} of {count} is missing")
@@ -165,7 +400,7 @@ def check_layers(tensors: Mapping[str, Known]) -> Iterator[Finding]:
         usual = [rest for rest in sorted(counts) if len(layers) > 2 and counts[rest] >= len(layers) - few]
         for layer, parts in sorted(layers.items()):
             for rest in usual:
-                if rest not in parts:
+                if rest not in parts and module_of(f"{prefix}{layer}.{rest}") not in modules:
                     message = f"is missing; {counts[rest]} of the other {len(layers) - 1} layers have it"
                     yield warning("layers.missing", f"{prefix}{layer}.{rest}", message)
 
@@ -173,11 +408,14 @@ def check_layers(tensors: Mapping[str, Known]) -> Iterator[Finding]:
 # ---- dtypes ----
 
 
-def check_dtypes(tensors: Mapping[str, Known], config: Mapping[str, Any] | None) -> Iterator[Finding]:
+def check_dtypes(
+    tensors: Mapping[str, Known], config: Mapping[str, Any] | None, quantized: Quantized | None = None
+) -> Iterator[Finding]:
     """The same tensor in another dtype in some layer; no tensor in the dtype that the config names."""
     groups: dict[str, list[str]] = {}
+    parts: frozenset[str] = frozenset() if quantized is None else quantized.names
     for name, known in tensors.items():
-        if known.floating and not known.quantized:
+        if known.floating and not known.quantized and name not in parts:
             groups.setdefault(pattern_of(name), []).append(name)
     for names in groups.values():
         counts = Counter(tensors[name].dtype for name in names)
@@ -192,7 +430,7 @@ def check_dtypes(tensors: Mapping[str, Known], config: Mapping[str, Any] | None)
         return
     said = said.removeprefix("torch.")
     there = Counter(known.dtype for known in tensors.values() if known.floating)
-    if there and said.startswith(("float", "bfloat")) and said not in there and not any_quantized(tensors):
+    if there and said.startswith(("float", "bfloat")) and said not in there and not (parts or any_quantized(tensors)):
         usual, often = there.most_common(1)[0]
         message = f"config.json says {said}, but no tensor is; {often} of {len(tensors)} are {usual}"
         yield warning("dtype.config", None, message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,30 @@ _BLOCK_SCALES = {
 _SCALE_TOLERANCE = 2.0**-22
 
 
+# What the weights of a norm are called after its name, and words in that name beside one that ends in "norm". Source:
+# transformers, torch and llama.cpp.
+_NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
+_NORM_WORDS = {"ln", "rms"}
+
+
+def is_norm(name: str, known: Known, role: str | None) -> bool:
+    """Whether a tensor is the weights of a norm, by its role in the schema or else by its name."""
+    if role is not None or len(known.shape) > 1:
+        return role == "norm"
+    module, _, last = name.rpartition(".")
+    norm = (module.rpartition(".")[2] if last in _NORM_WEIGHTS else last).lower().rstrip("0123456789")
+    return norm.endswith("norm") or not _NORM_WORDS.isdisjoint(norm.split("_"))
+
+
 def check_values(
-    stats: Mapping[str, TensorStats], tensors: Mapping[str, Known], limits: Limits, skip: set[str]
+    stats: Mapping[str, TensorStats],
+    tensors: Mapping[str, Known],
+    limits: Limits,
+    skip: Collection[str],
+    *,
+    role: Callable[[str], str | None] = lambda name: None,
+    codes: Collection[str] = (),
+    zero: Collection[str] = (),
 ) -> Iterator[Finding]:
     """NaN and infinity as errors; values out of range and matrices of a single value as warnings.
 
@@ -49,6 +71,9 @@ def check_values(
         tensors: what else is known of them.
         limits: the range.
         skip: names whose values are not worth a word, since their scales are bad.
+        role: of a tensor, as the schema has it; None for what is not known.
+        codes: parts of quantized weights: any value that is a number is good there.
+        zero: tensors of which it has been said that they are zero.
     """
     for name, found in stats.items():
         known = tensors[name]
@@ -61,11 +86,12 @@ def check_values(
             if count:
                 of = f"{count:,} of {found.count:,} values {'is' if count == 1 else 'are'} {what}"
                 yield error(code, name, of + (f", the first at {list(first)}" if first is not None else ""))
-        if found.count == 0 or math.isnan(found.min):
+        if found.count == 0 or math.isnan(found.min) or name in codes or name in zero:
             continue
-        if found.min < limits.low or found.max > limits.high:
+        low, high = limits.of_norms() if is_norm(name, known, role(name)) else (limits.low, limits.high)
+        if found.min < low or found.max > high:
             reach = f"values reach from {found.min:.6g} to {found.max:.6g}"
-            yield warning("value.range", name, f"{reach}, outside [{limits.low:g}, {limits.high:g}]")
+            yield warning("value.range", name, f"{reach}, outside [{low:g}, {high:g}]")
         if sum(size > 1 for size in known.shape) > 1 and found.nan + found.inf == 0 and found.min == found.max:
             what, code = ("0", "value.zero") if found.absmax == 0 else (f"{found.min:.6g}", "value.constant")
             yield warning(code, name, f"all {found.count:,} values of the matrix are {what}")

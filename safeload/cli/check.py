@@ -29,9 +29,10 @@ def register(commands: Any) -> None:
         commands,
         "check",
         help="is it sound",
-        description="Looks for what may be wrong with weights: files that break their format, missing shards, CRC-32 "
-        "of zip entries; NaN and infinity; names and shapes against config.json; holes in the layers; scales of "
-        "quantized tensors. Warns of values out of range, matrices of a single value, mixed dtypes.",
+        description="Looks for what may be wrong with weights: files that break their format, missing shards, "
+        "downloads that stopped, CRC-32 of zip entries; NaN and infinity; names and shapes against config.json; holes "
+        "in the layers; scales of quantized tensors. Warns of values out of range, matrices of a single value, mixed "
+        "dtypes. Says what was not checked.",
         epilog=_EPILOG,
     )
     add_path(parser)
@@ -43,7 +44,11 @@ def register(commands: Any) -> None:
         help='what tensors to expect: "auto" (by the config), "none", the name of an architecture, or a JSON file',
     )
     parser.add_argument(
-        "--range", metavar=("LOW", "HIGH"), nargs=2, type=float, help="warn of values outside; -128 to 128 by default"
+        "--range",
+        metavar=("LOW", "HIGH"),
+        nargs=2,
+        type=float,
+        help="warn of values outside; by default of -128 to 128, of norms -4096 to 4096",
     )
     parser.add_argument("--parameters", metavar="N", type=int, help="how many elements all tensors must have together")
     scale = parser.add_mutually_exclusive_group()
@@ -65,9 +70,9 @@ def run(options: argparse.Namespace) -> int:
     from .. import validation  # it takes milliseconds that other commands would pay
     from ..checks.findings import error
 
-    low, high = options.range if options.range is not None else (-128.0, 128.0)
-    given = {"low": low, "high": high, "parameters": options.parameters}
-    limits = {**given, "scale": options.scale, "absmax": options.absmax}
+    limits = {"parameters": options.parameters, "scale": options.scale, "absmax": options.absmax}
+    if options.range is not None:
+        limits["low"], limits["high"] = options.range
     schema = None if options.schema == "none" else options.schema
     with bar("check") as progress:
         wanted = validation.settings(
@@ -92,11 +97,15 @@ def run(options: argparse.Namespace) -> int:
         paint = painter()
         for line in report.lines(width()):
             kind, rest = line[:7], line[7:]
-            if kind.rstrip() in ("error", "warning") and rest.startswith("  "):
-                line = paint(kind, kind.rstrip()) + rest
+            if kind.rstrip() in ("error", "warning", "note") and rest.startswith("  "):
+                line = paint(kind, "dim" if kind.startswith("note") else kind.rstrip()) + rest
             elif line == report.verdict:
                 line = paint(line, "error" if not report.ok else "warning" if report.warnings else "good")
             print(line)
+        if report.tensors:
+            if report.errors or report.warnings or report.notes:
+                print()
+            print(paint(f"checked: {printable(report.checked)}, {report.seconds:.1f} s", "dim"))
     return 0 if report.ok and not (options.strict and report.warnings) else 1
 
 

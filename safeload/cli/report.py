@@ -79,7 +79,7 @@ def _findings(found: Any) -> str:
     from ..checks.findings import gather
 
     rows = []
-    for listed in (found.errors, found.warnings):
+    for listed in (found.errors, found.warnings, found.notes):
         for finding, more in gather(listed):
             message = finding.message + (f"; and {more:,} more like it" if more else "")
             rows.append((finding.severity, finding.code, finding.tensor or "file", message))

@@ -1,0 +1,170 @@
+"""Files that end in zeros: what a download leaves that allocated its file first and then stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..checkpoint import Checkpoint
+from ..files import WeightFile
+from ..formats import sniffing
+from ..formats.opening import NPZ
+from ..reading import PIECE, file_pieces
+from ..text import plural
+from .findings import Finding, error, warning
+
+# A tail of zeros that is shorter than this is no download that stopped, unless it is a hole.
+_TAIL_AT_LEAST = 1 << 20
+
+# A hole shorter than both, that no tensor lies in, is at most a warning: a writer that leaves out blocks of zeros makes
+# such holes.
+_HOLE_AT_LEAST = 64 << 10
+_HOLE_OF_FILE = 1000
+
+# Bytes read first from the end: nearly always the last of them is not zero.
+_FIRST_PIECE = 64 << 10
+
+# Names of tensors that are zeros in good files: biases, the second factor of a LoRA adapter that was never trained,
+# counts and caches of torch modules, zero points of symmetric quantization.
+_MAY_BE_ZERO = re.compile(
+    r"(?i:.*(?:^|[._])(?:bias(?:es)?|beta|lora_(?:embedding_)?b|lora(?:_linear_layer)?[._]up|running_mean|num_batches_tracked|position_ids"
+    r"|inv_freq|mask|[kv]_cache|zero_?points?|q?zeros|g_idx)(?:\..*)?)|[bB]",
+    re.ASCII | re.DOTALL,
+)
+
+
+class Tail(NamedTuple):
+    """Zeros at the end of a file's tensors.
+
+    Attributes:
+        begin: the first byte of the zeros.
+        end: past the last byte of the tensors.
+        whole: names of the tensors that lie in it, in the order of their bytes.
+        cut: the tensor that it begins in, None where it begins between two.
+        hole: bytes of it that are a hole of the file system.
+    """
+
+    begin: int
+    end: int
+    whole: list[str]
+    cut: str | None
+    hole: int
+
+
+def check_tails(
+    opened: Checkpoint, role: Callable[[str], str | None], *, values: bool
+) -> Iterator[tuple[Finding, list[str]]]:
+    """Files whose tail was never written: the finding, and the tensors that are therefore zero.
+
+    Args:
+        opened: of which every file is looked at.
+        role: of a tensor, as the schema has it.
+        values: False to read nothing from a file that has no hole at its end.
+    """
+    for file in opened._open if opened.format != NPZ else ():  # what is compressed lies in a file that we have written
+        tail = tail_of(file, values=values)
+        if tail is None:
+            continue
+        where = f"{os.path.basename(file.path)}: " if len(opened.files) > 1 else ""
+        weighty = any(role(name) not in ("bias", "buffer") and not _MAY_BE_ZERO.fullmatch(name) for name in tail.whole)
+        size = tail.end - tail.begin
+        message = f"{where}{_told(tail)}; was the download finished?"
+        if tail.hole:
+            small = not tail.whole and tail.hole < _HOLE_AT_LEAST and tail.hole * _HOLE_OF_FILE < file.size
+            yield (warning if small else error)("file.hole", None, message), tail.whole
+        elif size >= _TAIL_AT_LEAST and len(tail.whole) > 1 and weighty:
+            yield error("file.hole", None, message), tail.whole
+
+
+def _told(tail: Tail) -> str:
+    size = tail.end - tail.begin
+    what = f"{plural(size, 'byte')} to the end of the file {'is' if size == 1 else 'are'} zero"
+    if tail.hole:
+        what += ", a hole that was never written" if tail.hole >= size else f", {tail.hole:,} of them never written"
+    if not tail.whole:
+        return what if tail.cut is None else f"{what}, from within {tail.cut!r} on"
+    count = len(tail.whole)
+    whole = f"{plural(count, 'tensor')} {'is' if count == 1 else 'are'} all zero"
+    return f"{what}: {whole}, the first is {tail.whole[0]!r}"
+
+
+def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
+    """The zeros at the end of the tensors of a file, None where there are none, or none that tell anything.
+
+    An archive has its directory at its end, which is not zero: its entries have a CRC-32.
+
+    Raises:
+        FormatError, OSError: the file cannot be read.
+    """
+    table = file.table
+    ranges = [(*place, name) for name, place in zip(table.names, table.byte_ranges(), strict=True)]
+    ends = [end for begin, end, _ in ranges if begin < end]
+    if table.quantized:
+        scales = (table.scale(k) for k in range(len(ranges)))
+        ends += [scale.end for scale in scales if scale is not None]
+    ranges = sorted(place for place in ranges if place[0] < place[1])
+    if not ranges or sniffing.is_zip(file.read_at(0, 4)):
+        return None
+    end = min(file.size, max(ends))
+    hole = min(end, hole_begin(file))
+    if hole == end and not values:
+        return None
+    begin = zeros_begin(file, ranges[0][0], hole)
+    if begin == end:
+        return None
+    whole = [name for at, _, name in ranges if at >= begin]
+    cut = next((name for at, to, name in ranges if at < begin < to), None)
+    return Tail(begin, end, whole, cut, end - hole)
+
+
+def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
+    """Where the zeros begin that reach to ``end``, read backwards no further than ``begin``."""
+    size = _FIRST_PIECE
+    memory = np.empty(0, np.uint8)
+    while end > begin:
+        at = max(begin, end - size)
+        if memory.size < end - at:
+            memory = np.empty(size, np.uint8)
+        for _ in file_pieces(file, at, end, memory):
+            pass  # it is no longer than a piece
+        piece = memory[: end - at]
+        if piece.any():
+            return at + int(np.flatnonzero(piece)[-1]) + 1
+        end, size = at, PIECE
+    return begin
+
+
+def hole_begin(file: WeightFile) -> int:
+    """Where the last hole of the file begins if nothing but it follows; else the file's size.
+
+    Costs one call of the system where there is no such hole; a system that knows no holes has none.
+    """
+    seek_data = getattr(os, "SEEK_DATA", None)
+    if seek_data is None or file.size == 0:
+        return file.size
+    descriptor = int(file.descriptor)  # reading is at offsets, so that its position is nobody's
+
+    def has_data(offset: int) -> bool:
+        try:
+            os.lseek(descriptor, offset, seek_data)
+        except OSError as problem:
+            import errno
+
+            return problem.errno != errno.ENXIO  # what cannot tell has no holes
+        return True
+
+    # Behind the end of a file that has shrunk there is no data either: reading it says so.
+    if has_data(file.size - 1) or os.fstat(descriptor).st_size < file.size:
+        return file.size
+    low, high = 0, file.size  # before low there is data further on, from high on there is none
+    while low < high:
+        middle = (low + high) // 2
+        if has_data(middle):
+            low = middle + 1
+        else:
+            high = middle
+    return low
