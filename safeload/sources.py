@@ -91,8 +91,13 @@ def tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | Quantiz
     return {name: v if isinstance(v, QuantizedTensor) else of_array(name, v) for name, v in given.items()}
 
 
-def codes_of(given: Checkpoint | Mapping[str, Any]) -> Mapping[str, Codes]:
-    """The tensors of a checkpoint or of a dict that hold codes, whose values mean nothing without their scale."""
+def codes_of(given: Checkpoint | Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Mapping[str, Codes]:
+    """The tensors that hold codes, whose values mean nothing without their scale.
+
+    Args:
+        given: a checkpoint, which knows its own configuration, or a dict of arrays.
+        config: parsed ``config.json`` of a dict; None without one.
+    """
     if isinstance(given, Checkpoint):
         return given._codes()
     stored = {}
@@ -100,7 +105,7 @@ def codes_of(given: Checkpoint | Mapping[str, Any]) -> Mapping[str, Codes]:
         row = dtypes.BY_NAME.get(value.dtype.name) if isinstance(value, np.ndarray) else None
         if row is not None:
             stored[name] = grouping.Stored(row, value.shape)
-    return grouping.find(stored)
+    return grouping.find(stored, config)
 
 
 def refuse_codes(given: Checkpoint | Mapping[str, Any], names: Iterable[str], what: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import dtypes, jobs, log, statistics
+from . import dtypes, jobs, log, sources, statistics
 from . import schema as schemas
 from .checkpoint import Checkpoint
 from .checks import files, holes, names, values
@@ -232,7 +232,8 @@ def _check_tensors(
     if inner is not None:
         choice, config = inner.choice, inner.config
     schema = None if choice is None else choice.schema
-    quantized = names.quantized_parts(whole, schema, known)
+    codes = sources.codes_of(given, whole)
+    quantized = names.quantized_parts(whole, schema, known, codes)
     if quantized is not None:
         report.add([names.note_quantized(quantized, values=wanted.values)])
     if choice is None:
@@ -247,7 +248,7 @@ def _check_tensors(
         report.add([error("model.parameters", None, message)])
     report.add(names.check_dtypes(known, whole, quantized))
     report.values = wanted.values
-    model = _Model(known, quantized, schema)
+    model = _Model(known, frozenset(codes), quantized, schema)
     zero: set[str] = set()
     try:
         if isinstance(given, Checkpoint):
@@ -272,11 +273,13 @@ class _Model(NamedTuple):
 
     Attributes:
         known: its tensors.
+        codes: those that hold codes, whose values nobody looks at.
         quantized: those that are parts of quantized weights.
         schema: None for none.
     """
 
     known: Mapping[str, Known]
+    codes: frozenset[str]
     quantized: Quantized | None
     schema: Schema | None
 
@@ -300,7 +303,13 @@ def _check_contents(
             report.add(found)
             if found:
                 bad.add(name)
-    found_stats = statistics.stats(given, histogram=wanted.histogram, threads=wanted.threads, progress=wanted.progress)
+    found_stats = statistics.stats(
+        given,
+        histogram=wanted.histogram,
+        names=[name for name in model.known if name not in model.codes],
+        threads=wanted.threads,
+        progress=wanted.progress,
+    )
     assert isinstance(found_stats, dict)
     report.stats = found_stats
     codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names

@@ -867,10 +867,12 @@ def test_quantized_weights_that_the_config_does_not_tell_of(family):
     assert report.notes[0].message.startswith("codes with scales beside them: names, shapes and values")
 
 
-def test_integers_beside_scales_are_what_they_are():
-    """No schema, no config: a quantizer of which nothing is known."""
+def test_integers_beside_a_scale_are_codes():
+    """No schema, no config; beside a scale that cannot be theirs they are what they are."""
     w = {"m.weight": np.int8([[1, 2]]), "m.weight_scale": np.float32([500])}
-    assert codes(validate(w)) == [("warning", "value.range", "m.weight_scale")]
+    assert codes(validate(w)) == [("note", "quantization.unchecked", None)]
+    w = {"m.weight": np.int8([[1, 2]]), "m.weight_scale": np.full((40, 3), 500, np.float32)}
+    assert [code for _, code, _ in codes(validate(w))] == ["value.range", "value.constant"]
 
 
 def test_what_else_is_beside_quantized_weights():

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..packed import grouping
+from ..packed.grouping import Codes
 from ..schema import NUMBER, Choice, ConfigError, Inner, Schema, Wanted
 from ..text import plural
 from .findings import Finding, error, note, pattern_of, warning
@@ -32,20 +34,12 @@ _HEAD = re.compile(
     re.ASCII | re.DOTALL,
 )
 
-# Where a config says how weights were quantized: transformers, compressed-tensors in 2024, MLX. Objects in objects are
-# looked through, for a multi-modal model has it in its text_config.
-_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
-_NESTED = 3
-
 # The last part of the name of a tensor that stands beside or for a quantized weight: codes, scales, zero points.
 _PART = re.compile(
     r".*(?:scales?|scale_inv|scale_\d|scale_ub|absmax|quant_map|quant_state|zeros|zero_point|g_idx|q_?weight|packed"
     r"|weight_shape|blocks|biases|SCB|weight_format|codebooks?|q_invperm|q_perm|q_group_map)(?:\..*)?",
     re.ASCII | re.DOTALL,
 )
-
-# What the scale beside a tensor of codes is called, in place of the last part of its name.
-_SCALES = ("weight_scale_inv", "weight_scale", "scale_weight", "scale", "scales", "SCB")
 
 
 class Known(NamedTuple):
@@ -95,63 +89,36 @@ class Quantized(NamedTuple):
 
 
 def quantized_parts(
-    config: Mapping[str, Any] | None, schema: Schema | None, tensors: Mapping[str, Known]
+    config: Mapping[str, Any] | None,
+    schema: Schema | None,
+    tensors: Mapping[str, Known],
+    codes: Mapping[str, Codes],
 ) -> Quantized | None:
-    """Which tensors are parts of quantized weights, by the config and their names; None for no tensor.
+    """Which tensors are parts of quantized weights; None for no tensor.
 
     What such a tensor is called, and its shape and values, are the business of its family, not of a schema.
+
+    Args:
+        config: parsed ``config.json``; None without one.
+        schema: of the architecture; None for one that is not known.
+        tensors: all of them.
+        codes: those that hold codes.
     """
-    label = quantization_of(config)
-    names = set()
-    if label is not None:
-        for name, known in tensors.items():
-            coded = not known.quantized and (_is_code(known) or not (known.floating or known.dtype == "bool"))
+    said = grouping.quantization_of(config)
+    names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
+    if said is not None:  # what stands beside codes, also of families whose codes nothing tells from integers
+        for name in tensors:
             role = None if schema is None else schema.role(name)
             foreign = schema is not None and role is None and schema.role(f"{module_of(name)}.weight") is not None
-            if foreign or (coded and role not in ("buffer", "norm")) or (role is None and _PART.fullmatch(_last(name))):
+            if foreign or (role is None and _PART.fullmatch(_last(name))):
                 names.add(name)
-    else:
-        for name, known in tensors.items():
-            # Integers beside a scale are what some quantizer made of them; a schema says that they should be weights.
-            if _is_code(known) or (schema is not None and not (known.floating or known.quantized)):
-                names |= _with_scales(name, tensors)
     if not names:
         return None
     modules = frozenset(map(module_of, names)) - {""}
     inside = [name for name in tensors if module_of(name) in modules]
     names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
-    return Quantized(label or "codes with scales beside them", frozenset(names), modules, label is not None)
-
-
-def _with_scales(name: str, tensors: Mapping[str, Known]) -> set[str]:
-    """A tensor of codes and its scales; nothing where there are none."""
-    module = module_of(name)
-    beside = [f"{module}.{last}" if module else last for last in _SCALES]
-    behind = (f"{name}_scale", f"{name}_scale_inv", f"{name}.absmax", f"{name.removesuffix('_blocks')}_scales")
-    scales = {text for text in (*beside, *behind) if text in tensors and text != name}
-    return {name, *scales} if scales else set()
-
-
-def quantization_of(config: Mapping[str, Any] | None, depth: int = _NESTED) -> str | None:
-    """What a config says about quantized weights, as messages name it: "quantization_config gptq"."""
-    if config is None:
-        return None
-    for key in _QUANTIZATION:
-        found = config.get(key)
-        if isinstance(found, Mapping) and found:
-            method = found.get("quant_method") or found.get("quant_algo")
-            if method is None and key == "quantization":
-                method = "mlx"
-            if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
-                method = "bitsandbytes"
-            return f"{key} {method[:40]}" if isinstance(method, str) else key
-    if depth > 1:
-        for value in config.values():
-            if isinstance(value, Mapping):
-                label = quantization_of(value, depth - 1)
-                if label is not None:
-                    return label
-    return None
+    label = "codes with scales beside them" if said is None else str(said)
+    return Quantized(label, frozenset(names), modules, said is not None)
 
 
 def note_quantized(found: Quantized, *, values: bool) -> Finding:
@@ -160,11 +127,6 @@ def note_quantized(found: Quantized, *, values: bool) -> Finding:
     count = plural(len(found.names), "tensor")
     message = f"{found.label}: {what} of quantized weights were not checked ({count})"
     return note("quantization.unchecked", None, message)
-
-
-def _is_code(known: Known) -> bool:
-    """Whether a dtype is one of so few bits that it is one of codes where there is a scale."""
-    return known.dtype.startswith(("float8", "float6", "float4"))
 
 
 def module_of(name: str) -> str:

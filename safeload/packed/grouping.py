@@ -30,6 +30,8 @@ _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
 # Configurations are searched for a quantization in objects so deep: thinker_config.text_config is the deepest known.
 _CONFIG_DEPTH = 4
 _CONFIG_KEYS = ("quantization_config", "compression_config")
+# Where mlx-lm says so; it keeps a copy under the first key, without a method.
+_MLX = "quantization"
 
 
 class Stored(NamedTuple):
@@ -99,31 +101,44 @@ _ROWS = (
 _MAINS = tuple(dict.fromkeys((".weight", *(row.main for row in _ROWS if row.main), "gate_up_proj", "down_proj")))
 
 
-def quantization_of(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The part of a ``config.json`` that describes a quantization; None where there is none."""
+class Quantization(NamedTuple):
+    """What a ``config.json`` says of quantized weights.
+
+    Attributes:
+        key: where it says so: "quantization_config".
+        method: how they were quantized, such as "gptq"; None where it does not say.
+    """
+
+    key: str
+    method: str | None
+
+    def __str__(self) -> str:
+        return self.key if self.method is None else f"{self.key} {self.method[:40]}"
+
+
+def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
+    """What a ``config.json`` says of quantized weights, nested configurations included; None for nothing."""
     level = [] if config is None else [config]
     for _ in range(_CONFIG_DEPTH):
         for holder in level:
             for key in _CONFIG_KEYS:
                 found = holder.get(key)
                 if isinstance(found, Mapping) and found:
-                    return found
-            found = holder.get("quantization")  # MLX
+                    return Quantization(key, _method(found))
+            found = holder.get(_MLX)
             if isinstance(found, Mapping) and {"bits", "group_size"} <= found.keys():
-                return found
+                return Quantization(_MLX, "mlx")
         level = [value for holder in level for value in holder.values() if isinstance(value, Mapping)]
     return None
 
 
-def method_of(config: Mapping[str, Any] | None) -> str | None:
-    """The name of the quantization that a ``config.json`` describes; None where it describes none."""
-    found = quantization_of(config)
-    if found is None:
-        return None
+def _method(said: Mapping[str, Any]) -> str | None:
     for key in ("quant_method", "quant_algo", "format"):
-        if isinstance(found.get(key), str):
-            return str(found[key])
-    return "mlx" if {"bits", "group_size"} <= found.keys() else "unnamed"
+        if isinstance(said.get(key), str):
+            return str(said[key])
+    if said.get("load_in_4bit") or said.get("load_in_8bit"):
+        return "bitsandbytes"
+    return "mlx" if {"bits", "group_size"} <= said.keys() else None
 
 
 def could_hold(rows: Iterable[dtypes.Dtype]) -> bool:
@@ -141,12 +156,15 @@ def find(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None)
     Returns:
         What is known of each tensor of codes, by name, in the order given.
     """
-    method = method_of(config)
+    quantization = quantization_of(config)
     companions = {name: _companion(name, stored, tensors) for name, stored in tensors.items() if _may_be(stored)}
     scales = set(companions.values())
     found = {}
     for name, companion in companions.items():
-        if companion is not None or (method is not None and name not in scales and _is_named(name, tensors[name])):
+        if companion is not None or (
+            quantization is not None and name not in scales and _is_named(name, tensors[name])
+        ):
+            method = None if quantization is None else quantization.method or quantization.key
             found[name] = Codes(tensors[name].row.code, companion, method)
     return found
 
