@@ -25,7 +25,14 @@ from .quantized import INT8, QuantizedTensor, storage_of
 from .stacking import Known, Layout
 
 # What each suffix says; a path without one is a folder of safetensors shards.
-SUFFIXES = {".safetensors": "safetensors", ".gguf": "gguf", ".moon": "moon", ".bin": "moon", ".npz": "npz"}
+SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".gguf": "gguf",
+    ".moon": "moon",
+    ".bin": "moon",
+    ".npz": "npz",
+    ".npy": "npy",
+}
 
 # Powers of 1000 as Hugging Face counts them ("5GB"), and of 1024.
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -56,7 +63,8 @@ def convert(
     Args:
         src: what to read: a path, an open `Checkpoint` (``open(path, root="state_dict")``, say), a dict of arrays; or a
             list of these, whose tensors are merged.
-        dst: what to write, by its suffix: ".safetensors", ".gguf", ".npz", ".moon" or ".bin" (both MOON). With
+        dst: what to write, by its suffix: ".safetensors", ".gguf", ".npz", ".npy" (of one tensor), ".moon" or ".bin"
+            (both MOON). With
             ``max_shard_size`` a folder of safetensors shards with an index (and the source's ``config.json``).
         dtype: what floating tensors become, and quantized ones are restored to.
         quantize: "int8", "q4_0", "q8_0" or a dict for mixed precision, as in `load_quantized`: matrices are quantized,
@@ -449,6 +457,12 @@ def _write_npz(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: st
     npz.save(outputs, path, overwrite=overwrite)
 
 
+def _write_npy(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
+    from .formats import npy
+
+    npy.save(outputs, path, overwrite=overwrite)
+
+
 def _write_gguf(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
     from .formats import gguf_writing
 
@@ -472,5 +486,6 @@ _WRITERS: dict[str, Callable[[dict[str, Output], Mapping[Any, Any], str, bool], 
     "safetensors": _write_safetensors,
     "moon": _write_moon,
     "npz": _write_npz,
+    "npy": _write_npy,
     "gguf": _write_gguf,
 }

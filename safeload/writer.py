@@ -72,20 +72,10 @@ class AtomicFile:
             if existing is not None:
                 with self._naming():
                     self._keep_owner_and_mode(existing)
-            error_out = Error()
-            check(lib.sl_file_reserve(self._handle, size, error_out), error_out, self.path)
+            reserve(self._descriptor, size, self.path)
         except BaseException:
             self._abandon()
             raise
-
-    @property
-    def _handle(self) -> int:
-        """The descriptor as the C core takes it."""
-        if sys.platform == "win32":
-            import msvcrt
-
-            return msvcrt.get_osfhandle(self._descriptor)
-        return self._descriptor
 
     def _keep_owner_and_mode(self, existing: os.stat_result) -> None:
         if hasattr(os, "fchown"):
@@ -103,7 +93,7 @@ class AtomicFile:
         work: list[jobs.Job] = []
         position = self._position
         for address, size in pieces:
-            work.append(jobs.Job(self._handle, position, address, size))
+            work.append(jobs.Job(_handle(self._descriptor), position, address, size))
             position += size
         direction = lib.SL_APPEND if self._in_order else lib.SL_WRITE
         # One thread: buffered writes into one file take its lock in turn (ext4, xfs). Two were no faster and less
@@ -177,6 +167,25 @@ class AtomicFile:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
             self._temporary = None
+
+
+def reserve(descriptor: int, size: int, path: str) -> None:
+    """Room for a file's bytes, where the filesystem can reserve it.
+
+    Raises:
+        OSError: there is too little.
+    """
+    error = Error()
+    check(lib.sl_file_reserve(_handle(descriptor), size, error), error, path)
+
+
+def _handle(descriptor: int) -> int:
+    """A descriptor as the C core takes it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        return msvcrt.get_osfhandle(descriptor)
+    return descriptor
 
 
 def write_text(path: PathLike, text: str) -> None:

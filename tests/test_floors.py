@@ -81,6 +81,7 @@ PYTHON_FLOORS = {
             "formats.torch_zip",
             "formats.torch_legacy",
             "formats.moon",
+            "formats.npy",
             "formats.npz",
             "formats.gguf_values",
             "formats.gguf",
