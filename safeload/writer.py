@@ -50,6 +50,7 @@ class AtomicFile:
             existing = os.stat(self.path)
         except FileNotFoundError:
             existing = None
+            _check_place(self.path)
         if existing is not None and not overwrite:
             raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", self.path)
         if existing is not None and stat.S_ISDIR(existing.st_mode):
@@ -167,6 +168,20 @@ class AtomicFile:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
             self._temporary = None
+
+
+def _check_place(path: str) -> None:
+    """Refuses, as open(2) does, a new path that realpath would make another of: "new/", "new/." or "missing/../new".
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there can be no file of this name.
+    """
+    folder, name = os.path.split(path)
+    above = folder if name else os.path.dirname(folder)
+    if above and not os.path.isdir(above):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    if not name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
 
 
 def reserve(descriptor: int, size: int, path: str) -> None:
