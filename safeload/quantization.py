@@ -13,12 +13,14 @@ from . import checkpoint as checkpoints
 from . import dtypes, jobs, sources
 from . import schema as schemas
 from ._native import lib
+from .arrays import as_array
 from .checkpoint import Checkpoint
 from .files import Array, PathLike
 from .jobs import Progress
 from .quantized import INT8, QuantizedTensor, channels_of, storage_of
 from .schema import Schema
 from .sources import Source, subject
+from .tensor import missing
 
 # What `quantize` makes, with the number that the C core knows each rounding by.
 _BLOCK_TARGETS = {
@@ -503,13 +505,17 @@ def quantization_error(
     for name in quantized:
         value = quantized[name]
         if isinstance(value, QuantizedTensor):
-            errors[name] = _error_of(name, source[tied.get(name, name)], value)
+            origin = tied.get(name, name)
+            if origin not in source:
+                raise missing(origin, [known for known in source if isinstance(known, str)])
+            errors[name] = _error_of(name, source[origin], value)
     return errors
 
 
 def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> QuantizationError:
     if isinstance(original, QuantizedTensor):
         original = original.dequantize()
+    original = as_array(original, name)
     if original.shape != quantized.shape:
         raise ValueError(
             f"{subject(name)}the original has shape {list(original.shape)}, the quantized one {list(quantized.shape)}"

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import checkpoint as checkpoints
 from . import dtypes, jobs, sources
+from .arrays import as_array, check_mapping
 from .casting import target_array
 from .checkpoint import Checkpoint
 from .errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
@@ -70,6 +69,7 @@ class Layout:
         tensors: what is in it.
 
     Raises:
+        TypeError: something else among them than a `StackedTensor`.
         ValueError: a name is there twice.
 
     Example:
@@ -82,6 +82,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))
+        for tensor in self.tensors:
+            if not isinstance(tensor, StackedTensor):
+                raise TypeError(f"layout {self.name!r} is made of StackedTensor, not of {type(tensor).__name__}")
         names = [tensor.name for tensor in self.tensors]
         twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
         if twice is not None:
@@ -183,7 +186,7 @@ def known_of_value(name: str, value: Any) -> Known:
     if isinstance(value, QuantizedTensor):
         row = dtypes.BLOCK_TYPES.get(value.scheme, dtypes.BY_CODE["I8"])
         return Known(row, value.shape, value.scheme, value.axis)
-    array = np.asarray(value)
+    array = as_array(value, name)
     return Known(dtypes.of_array(array, name), array.shape)
 
 
@@ -246,6 +249,8 @@ def stack(
         with checkpoints.open(source) as opened:
             return stack(opened, layout, dtype=dtype, out=out, threads=threads, progress=progress)
     jobs.check_threads(threads)
+    if out is not None:
+        check_mapping(out, "out")
     plans = plan(source, layout, dtype)
     result = StackedDict()
     unknown = sorted(set(out or ()) - {p.entry.name for p in plans})
@@ -284,6 +289,8 @@ def plan(source: Checkpoint | Mapping[str, Any], layout: Layout, dtype: Any) -> 
 
 def plan_known(known: Mapping[str, Known], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
     """`plan` from what is known of the tensors."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a safeload.Layout, not {type(layout).__name__}")
     found = {entry.source: _layers_of(known, entry) for entry in layout.tensors if entry.stacked}
     counts: dict[str, int] = {}
     for source, layers in found.items():

@@ -66,6 +66,7 @@ PYTHON_FLOORS = {
         "jobs",
         "slicing",
         "writer",
+        "arrays",
         "casting",
         "quantized",
         "strided",

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import dtypes, jobs
+from ..arrays import check_mapping, refuse_masked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..files import PathLike, WeightFile, array_fits
 from ..lazy import Lazy, materialize
@@ -129,6 +130,7 @@ def _read_entry(reader: _Reader, file_size: int) -> Listing:
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
     """Writes a MOON file in the order of ``tensors``; see `safeload.moon.save_file`."""
+    check_mapping(tensors, "tensors")
     tensors = {name: np.asarray(v) if isinstance(v, np.generic) else v for name, v in tensors.items()}
     heads = [_entry(name, value) for name, value in tensors.items()]
     size = _HEAD.size + sum(
@@ -163,6 +165,7 @@ def _entry(name: Any, value: Any) -> bytes:
         raise UnsupportedError(
             f'tensor {name!r} is a {type(value).__name__}; MOON holds float16 arrays: pass dtype="float16"'
         )
+    refuse_masked(value, f"tensor {name!r}")
     if value.dtype.newbyteorder("=") != np.float16:
         floating = dtypes.of_array(value, name).floating
         advice = 'pass dtype="float16"' if floating else "leave it out"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import dtypes, jobs
+from ..arrays import check_mapping, refuse_masked
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from ..files import Array, PathLike, WeightFile, array_fits, c_strides
 from ..lazy import Lazy, materialize
@@ -170,6 +171,7 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
         UnsupportedError: a tensor whose dtype numpy does not have.
         OSError: it cannot be written; the old one is still there.
     """
+    check_mapping(tensors, "tensors")
     if len(tensors) != 1:
         raise SafeloadError(
             f"an npy file holds one array, but there are {len(tensors)} tensors: choose one by its name"
@@ -192,7 +194,7 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
     """The array that is to be written.
 
     Raises:
-        TypeError: the name is no str.
+        TypeError: the name is no str, or the array is masked.
         UnsupportedError: numpy's format has nothing like it.
     """
     if not isinstance(name, str):
@@ -202,6 +204,7 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
     if not isinstance(value, (np.ndarray, Lazy)):
         what = getattr(value, "scheme", type(value).__name__)
         raise UnsupportedError(f'tensor {name!r} is {what}, which {format} does not have: pass dtype="float32"')
+    refuse_masked(value, f"tensor {name!r}")
     if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
         raise UnsupportedError(
             f'tensor {name!r} is {value.dtype.name}, which {format} does not have: pass dtype="float32"'

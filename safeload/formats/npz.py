@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import check_mapping
 from ..errors import SafeloadError, UnsupportedError
 from ..files import PathLike, WeightFile, open_descriptor
 from ..lazy import materialize
@@ -126,6 +127,7 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
         SafeloadError: a name that it does not have.
         OSError: it cannot be written; the old one is still there.
     """
+    check_mapping(tensors, "tensors")
     arrays = {name: check_writable(name, value, "npz") for name, value in tensors.items()}
     entries = [_entry(name) for name in arrays]
     with (
