@@ -348,6 +348,17 @@ def test_no_arrays(path):
         safeload.open(path)
 
 
+@pytest.mark.parametrize("content", [b"", b"x" * 30, b"PK\1\2" * 20])
+@pytest.mark.parametrize("end", [b"PK\5\6", b"PK\5\6" + bytes(17), bytes(20) + b"PK\5\6" + bytes(17)])
+def test_an_end_that_is_cut_off(path, content, end):
+    path.write_bytes(b"PK\3\4" + content + end)
+    with pytest.raises(safeload.FormatError, match="directory cannot be read"):
+        safeload.open(path)
+    path.write_bytes(end)
+    with pytest.raises(safeload.SafeloadError):
+        safeload.open(path)
+
+
 # ---- names ----
 
 

@@ -85,8 +85,8 @@ def _read_end(file: WeightFile) -> _End | None:
     """
     start = max(0, file.size - _END.size - 0xFFFF)
     tail = file.read_at(start, file.size - start)
-    found = tail.rfind(b"PK\x05\x06", 0, len(tail) - _END.size + len(b"PK\x05\x06"))
-    if found < 0:
+    found = tail.rfind(b"PK\x05\x06")
+    if found < 0 or found + _END.size > len(tail):
         return None
     _, _, _, _, *small, comment = _END.unpack_from(tail, found)
     at = start + found
