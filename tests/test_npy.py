@@ -34,12 +34,17 @@ ARRAYS = {
 }
 
 
+def written(array, version=(1, 0)):
+    out = io.BytesIO()
+    np.lib.format.write_array(out, array, version)
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_every_way_to_read_it(path, kind, version):
     want = ARRAYS[kind]
-    with path.open("wb") as file:
-        np.lib.format.write_array(file, want, version)
+    path.write_bytes(written(want, version))
     with safeload.open(path) as opened:
         assert (opened.format, list(opened), opened.metadata) == ("npy", ["tensor"], {})
         assert opened.tensors["tensor"].shape == want.shape
@@ -92,33 +97,33 @@ def good(shape="(2,)", descr="'<f4'", order="False"):
 HEAD = header(good())
 
 
-@pytest.mark.parametrize(
-    ("content", "fragment", "offset"),
-    [
-        (HEAD[:6], "does not begin with the magic", 0),
-        (HEAD[:11], "does not begin with the magic", 0),
-        (HEAD, r"F32 \[2\] needs 8 bytes, but the file has 0", len(HEAD)),
-        (HEAD + bytes(7), r"F32 \[2\] needs 8 bytes, but the file has 7", len(HEAD) + 7),
-        (HEAD + bytes(9), r"F32 \[2\] needs 8 bytes, but the file has 9", len(HEAD) + 8),
-        (HEAD + bytes(8) + HEAD + bytes(8), "needs 8 bytes, but the file has", len(HEAD) + 8),
-        (HEAD[:-3], r"a header of \d+ bytes", 0),
-        (header(good(), (4, 0)) + bytes(8), r"npy version 4\.0", 0),
-        (header(good(), (1, 1)) + bytes(8), r"npy version 1\.1", 0),
-        (header(good(), (2, 0), 1 << 31) + bytes(8), "a header of 2147483660 bytes", 0),
-        (header(good() + " " * 11_000) + bytes(8), "a header of 11", 0),
-        (header("(" * 9_000) + bytes(8), "its npy header cannot be read", 0),
-        (header("{'descr': '<f4'}") + bytes(8), "must have the keys", 0),
-        (header("__import__('os')") + bytes(8), "its npy header cannot be read", 0),
-        (header(good("[2]")) + bytes(8), "shape a tuple", 0),
-        (header(good("(-2,)")) + bytes(8), "no array can have the shape", 0),
-        (header(good("(True,)")) + bytes(4), "no array can have the shape", 0),
-        (header(good("(2**40,)")) + bytes(8), "its npy header cannot be read", 0),
-        (header(good(f"({1 << 61},)")) + bytes(8), r"F32 \[2305843009213693952\] needs", None),
-        (header(good(f"(0, {1 << 62}, 4)")), "no array can have the shape", 0),
-        (header(good(order="1")) + bytes(8), "fortran_order must be a bool", 0),
-        (header(good(descr="'<f4,<f4'")) + bytes(16), "descr '<f4,<f4'", 0),
-    ],
-)
+FAULTS = [
+    (HEAD[:6], "does not begin with the magic", 0),
+    (HEAD[:11], "does not begin with the magic", 0),
+    (HEAD, r"F32 \[2\] needs 8 bytes, but the file has 0", len(HEAD)),
+    (HEAD + bytes(7), r"F32 \[2\] needs 8 bytes, but the file has 7", len(HEAD) + 7),
+    (HEAD + bytes(9), r"F32 \[2\] needs 8 bytes, but the file has 9", len(HEAD) + 8),
+    (HEAD + bytes(8) + HEAD + bytes(8), "needs 8 bytes, but the file has", len(HEAD) + 8),
+    (HEAD[:-3], r"a header of \d+ bytes", 0),
+    (header(good(), (4, 0)) + bytes(8), r"npy version 4\.0", 0),
+    (header(good(), (1, 1)) + bytes(8), r"npy version 1\.1", 0),
+    (header(good(), (2, 0), 1 << 31) + bytes(8), "a header of 2147483660 bytes", 0),
+    (header(good() + " " * 11_000) + bytes(8), "a header of 11", 0),
+    (header("(" * 9_000) + bytes(8), "its npy header cannot be read", 0),
+    (header("{'descr': '<f4'}") + bytes(8), "must have the keys", 0),
+    (header("__import__('os')") + bytes(8), "its npy header cannot be read", 0),
+    (header(good("[2]")) + bytes(8), "shape a tuple", 0),
+    (header(good("(-2,)")) + bytes(8), "no array can have the shape", 0),
+    (header(good("(True,)")) + bytes(4), "no array can have the shape", 0),
+    (header(good("(2**40,)")) + bytes(8), "its npy header cannot be read", 0),
+    (header(good(f"({1 << 61},)")) + bytes(8), r"F32 \[2305843009213693952\] needs", None),
+    (header(good(f"(0, {1 << 62}, 4)")), "no array can have the shape", 0),
+    (header(good(order="1")) + bytes(8), "fortran_order must be a bool", 0),
+    (header(good(descr="'<f4,<f4'")) + bytes(16), "descr '<f4,<f4'", 0),
+]
+
+
+@pytest.mark.parametrize(("content", "fragment", "offset"), FAULTS)
 def test_faults(path, content, fragment, offset):
     path.write_bytes(content)
     with pytest.raises(safeload.FormatError, match=fragment) as caught:

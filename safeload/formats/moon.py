@@ -29,7 +29,7 @@ VERSION = 2
 # The format's own: its first reader holds names and dims in arrays of this length.
 MAX_NAME = 256
 MAX_DIMS = 4
-# Tensors that are read: an entry of 14 bytes takes some 200 of memory. Real files have some hundreds.
+# Tensors that are read: an entry of 14 bytes takes some 150 of memory. Real files have some hundreds.
 MAX_TENSORS = 1_000_000
 # Bytes that are read at a time: a head has at most 300, and small tensors lie close together.
 _WINDOW = 4096
