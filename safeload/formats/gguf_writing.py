@@ -135,6 +135,8 @@ def _plan(name: Any, value: Any) -> _Plan:
     else:
         raise TypeError(f"tensor {name!r} is a {type(value).__name__}, not a numpy array or a QuantizedTensor")
     raw, shape = _encode(name, "a tensor name"), value.shape
+    if b"\0" in raw:
+        raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which ggml ends it")
     if len(raw) > MAX_NAME:
         raise SafeloadError(f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but ggml reads at most {MAX_NAME}")
     if len(shape) > MAX_DIMS:
