@@ -1,6 +1,11 @@
 """What numpy.save writes: one array behind a header. Entries of npz archives are the same.
 
-Magic, version, size of the header, then the header: the text of a Python dict, padded with blanks.
+1. The byte 0x93 and "NUMPY", a byte of major and one of minor version: 1.0, 2.0 or 3.0.
+2. The size of the header, little-endian: u16 in version 1, else u32.
+3. The header: the text of a Python dict of "descr" (the dtype), "fortran_order" and "shape", padded with blanks; in
+   Latin-1, in version 3 UTF-8.
+4. The elements in C order, or in Fortran's, to the end of the file. Those of dtype object are a pickle.
+
 https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 """
 
