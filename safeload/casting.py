@@ -10,6 +10,7 @@ import numpy as np
 
 from . import dtypes
 from ._native import lib
+from .arrays import as_array, refuse_masked
 from .files import Array
 from .jobs import Grid, Job, address_of, check_threads, private_array, run
 
@@ -31,7 +32,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
         A C-contiguous array of x's shape that shares no memory with x; ``out`` if it was given.
 
     Raises:
-        TypeError: no such dtype.
+        TypeError: no such dtype, or a masked array.
         ValueError: ``out`` does not fit.
 
     Example:
@@ -39,7 +40,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
         >>> safeload.astype(np.float32([1.0, 3.14159265]), "bfloat16")
         array([1, 3.14062], dtype=bfloat16)
     """
-    array = np.asarray(x)
+    array = as_array(x)
     target = dtypes.parse(dtype)
     wanted = dtypes.element_dtype(target.number)
     check_threads(threads)
@@ -59,10 +60,12 @@ def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
     """The array that a result of this shape and dtype goes into: ``out`` if it fits, a new one for None.
 
     Raises:
+        TypeError: a masked array.
         ValueError: it does not fit.
     """
     if out is None:
         return private_array(shape, dtype)
+    refuse_masked(out, "out")
     if not isinstance(out, np.ndarray) or out.dtype != dtype or out.shape != shape:
         raise ValueError(f"out must be an array of {dtype} {list(shape)}")
     if not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):

@@ -34,7 +34,7 @@ class Checkpoint(Mapping[str, Value]):
     (SIGBUS). ``load(backend="pread")`` has no such hazard.
 
     Attributes:
-        format: "safetensors", "torch zip", "torch legacy", "gguf", "npz" or "moon".
+        format: "safetensors", "torch zip", "torch legacy", "gguf", "npz", "npy" or "moon".
         files: paths of the files that hold the tensors.
         metadata: text from the header; of a torch checkpoint all that is no tensor, nested as it was, also outside
             ``root``; of a GGUF file a mapping that unpacks values when they are asked for; for shards that of all of
@@ -298,12 +298,12 @@ def open(
 
     Nothing that a file says is executed: the pickle of a torch checkpoint is read by a machine that builds plain values
     and descriptions of tensors. Nested containers give names with dots: ``{"model": {"w": ...}}`` gives "model.w", the
-    third of a list "2", a tensor that is all there is "tensor".
+    third of a list "2", a tensor that is all there is "tensor", also in an npy file.
 
     Args:
         path: what to open. The format is told from the content, not from the suffix.
         format: to insist on one: "safetensors", "torch" (either of the following), "torch zip", "torch legacy", "gguf",
-            "npz" or "moon".
+            "npz", "npy" or "moon".
         root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is left out of their
             names. For torch checkpoints.
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:

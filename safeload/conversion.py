@@ -28,7 +28,14 @@ from .stacking import Known, Layout
 from .text import clip, printable
 
 # What each suffix says; a path without one is a folder of safetensors shards.
-SUFFIXES = {".safetensors": "safetensors", ".gguf": "gguf", ".moon": "moon", ".bin": "moon", ".npz": "npz"}
+SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".gguf": "gguf",
+    ".moon": "moon",
+    ".bin": "moon",
+    ".npz": "npz",
+    ".npy": "npy",
+}
 
 # What config.json calls the dtype of the weights: until transformers 4.56, and since.
 _DTYPE_KEYS = ("torch_dtype", "dtype")
@@ -68,9 +75,9 @@ def convert(
     Args:
         src: what to read: a path, an open `Checkpoint` (``open(path, root="state_dict")``, say), a dict of arrays; or a
             list of these, whose tensors are merged.
-        dst: what to write, by its suffix: ".safetensors", ".gguf", ".npz", ".moon" or ".bin" (both MOON). With
-            ``max_shard_size`` a folder of safetensors shards with an index, and the source's ``config.json`` with
-            the new dtype.
+        dst: what to write, by its suffix: ".safetensors", ".gguf", ".npz", ".npy" (of one tensor), ".moon" or ".bin"
+            (both MOON). With ``max_shard_size`` a folder of safetensors shards with an index, and the source's
+            ``config.json`` with the new dtype.
         dtype: what floating tensors become, and quantized ones are dequantized to. For ".gguf" tensors of one axis
             become float32 in any case, which is what llama.cpp wants of norms and biases.
         quantize: "int8", "q4_0", "q8_0" or a dict for mixed precision, as in `load_quantized`: the same tensors are
@@ -600,6 +607,12 @@ def _write_npz(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: st
     npz.save(outputs, path, overwrite=overwrite)
 
 
+def _write_npy(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
+    from .formats import npy
+
+    npy.save(outputs, path, overwrite=overwrite)
+
+
 def _write_gguf(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
     from .formats import gguf_writing
 
@@ -641,5 +654,6 @@ _WRITERS: dict[str, Callable[[dict[str, Output], Mapping[Any, Any], str, bool], 
     "safetensors": _write_safetensors,
     "moon": _write_moon,
     "npz": _write_npz,
+    "npy": _write_npy,
     "gguf": _write_gguf,
 }

@@ -10,6 +10,7 @@ import numpy as np
 
 from . import checkpoint as checkpoints
 from . import dtypes, jobs, log, reading, sources
+from .arrays import as_array
 from .checkpoint import Checkpoint
 from .files import Array, PathLike
 from .jobs import Progress
@@ -224,7 +225,7 @@ def _kind(given: Checkpoint | Mapping[str, Any], name: str) -> tuple[str, tuple[
     value = given[name]
     if isinstance(value, QuantizedTensor):
         return ("int8 with scale" if value.scheme == "int8" else value.scheme), value.shape
-    array = np.asarray(value)
+    array = as_array(value, name)
     return array.dtype.name, array.shape
 
 
@@ -335,7 +336,7 @@ def _value(given: Checkpoint | Mapping[str, Any], name: str) -> Source | Quantiz
     value = given[name]
     if isinstance(value, QuantizedTensor):
         return value
-    array = np.asarray(value)
+    array = as_array(value, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
     return array if row is None or row.packed or row.code.startswith("C") else sources.of_array(name, array)
 

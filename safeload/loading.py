@@ -10,6 +10,7 @@ import numpy as np
 
 from . import dtypes, jobs, strided
 from ._native import lib
+from .arrays import check_mapping, refuse_masked
 from .errors import SafeloadError, UnsupportedError
 from .files import Array, Layout, WeightFile, view_of
 from .jobs import Progress
@@ -252,6 +253,7 @@ def _fill_views(
 
 def _check_out(parts: Sequence[Part], layouts: list[Layout], out: Mapping[str, Array]) -> list[Array]:
     """The arrays to fill, in the order of ``parts``."""
+    check_mapping(out, "out")
     names = [name for name, _, _ in parts]
     unknown = sorted(set(out) - set(names))
     if unknown:
@@ -261,6 +263,7 @@ def _check_out(parts: Sequence[Part], layouts: list[Layout], out: Mapping[str, A
         array = out.get(name)
         if array is None:
             raise ValueError(f"out: no array for tensor {name!r}")
+        refuse_masked(array, f"out: {name!r}")
         if not isinstance(array, np.ndarray):
             raise TypeError(f"out: {name!r} is a {type(array).__name__}, not a numpy array")
         if array.dtype != layout.dtype or array.shape != layout.shape:

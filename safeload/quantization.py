@@ -14,6 +14,7 @@ from . import checkpoint as checkpoints
 from . import dtypes, jobs, sources
 from . import schema as schemas
 from ._native import lib
+from .arrays import as_array
 from .checkpoint import Checkpoint
 from .errors import UnsupportedError
 from .files import Array, PathLike, WeightFile
@@ -21,6 +22,7 @@ from .jobs import Progress
 from .quantized import INT8, QuantizedTensor, channels_of, storage_of
 from .schema import Schema
 from .sources import Source, subject
+from .tensor import missing
 
 # What `quantize` makes, with the number that the C core knows each rounding by.
 _BLOCK_TARGETS = {
@@ -620,6 +622,9 @@ def quantization_error(
     tied = Model.of_source(source).tied_heads()
     values = {name: value for name, value in quantized.items() if isinstance(value, QuantizedTensor)}
     originals = {name: tied.get(name, name) for name in values}
+    lost = next((origin for origin in originals.values() if origin not in source), None)
+    if lost is not None:
+        raise missing(lost, [known for known in source if isinstance(known, str)])
     sources.refuse_codes(source, originals.values(), "quantization_error")
     return {name: _error_of(name, source[originals[name]], value) for name, value in values.items()}
 
@@ -627,6 +632,7 @@ def quantization_error(
 def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> QuantizationError:
     if isinstance(original, QuantizedTensor):
         original = original.dequantize()
+    original = as_array(original, name)
     if original.shape != quantized.shape:
         raise ValueError(
             f"{subject(name)}the original has shape {list(original.shape)}, the quantized one {list(quantized.shape)}"

@@ -9,6 +9,7 @@ import numpy as np
 
 from . import dtypes, jobs
 from ._native import lib
+from .arrays import refuse_masked
 from .casting import target_array
 from .errors import UnsupportedError
 from .files import Array
@@ -161,6 +162,7 @@ def channels_of(shape: tuple[int, ...], axis: int | None, factors: Array | None)
 
 
 def _check(what: str, array: Any, wanted: tuple[np.dtype[Any], tuple[int, ...]]) -> None:
+    refuse_masked(array, what)
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{what} must be a numpy array, not {type(array).__name__}")
     if (array.dtype, array.shape) != wanted:

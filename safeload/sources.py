@@ -10,6 +10,7 @@ import numpy as np
 
 from . import dtypes, jobs
 from ._native import lib
+from .arrays import as_array
 from .casting import astype
 from .checkpoint import Checkpoint
 from .errors import RangeError
@@ -64,7 +65,7 @@ def of_reals(name: str, x: Any, threads: int | None) -> Source:
     Raises:
         TypeError: no real numbers.
     """
-    array = np.asarray(x)
+    array = as_array(x, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
     if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
         raise TypeError(f"{subject(name)}{array.dtype} holds no real numbers")
@@ -128,7 +129,7 @@ def of_array(name: str, value: Any) -> Source:
     Raises:
         TypeError: it has another.
     """
-    array = np.asarray(value)
+    array = as_array(value, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
     if row is None or row.packed:
         raise TypeError(f"{subject(name)}{array.dtype} is no dtype of weights")

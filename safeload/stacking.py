@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import checkpoint as checkpoints
 from . import dtypes, jobs, sources
+from .arrays import as_array, check_mapping
 from .casting import target_array
 from .checkpoint import Checkpoint
 from .errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
@@ -23,6 +22,9 @@ from .quantized import INT8, QuantizedTensor
 from .sources import Source
 
 _LAYER = "{}"
+
+# Digits of a layer's number: Python itself reads no numbers of more than some thousands.
+_MAX_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Layout:
         tensors: what is in it.
 
     Raises:
+        TypeError: something else among them than a `StackedTensor`.
         ValueError: a name is there twice.
 
     Example:
@@ -79,6 +82,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))
+        for tensor in self.tensors:
+            if not isinstance(tensor, StackedTensor):
+                raise TypeError(f"layout {self.name!r} is made of StackedTensor, not of {type(tensor).__name__}")
         names = [tensor.name for tensor in self.tensors]
         twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
         if twice is not None:
@@ -185,7 +191,7 @@ def known_of_value(name: str, value: Any) -> Known:
     if isinstance(value, QuantizedTensor):
         row = dtypes.BLOCK_TYPES.get(value.scheme, dtypes.BY_CODE["I8"])
         return Known(row, value.shape, value.scheme, value.axis)
-    array = np.asarray(value)
+    array = as_array(value, name)
     return Known(dtypes.of_array(array, name), array.shape)
 
 
@@ -249,6 +255,8 @@ def stack(
         with checkpoints.open(source) as opened:
             return stack(opened, layout, dtype=dtype, out=out, threads=threads, progress=progress)
     jobs.check_threads(threads)
+    if out is not None:
+        check_mapping(out, "out")
     plans = plan(source, layout, dtype)
     named = {name for planned in plans for name in planned.names}
     sources.refuse_codes(source, named, "stack")
@@ -288,37 +296,62 @@ def plan(source: Checkpoint | Mapping[str, Any], layout: Layout, dtype: Any) -> 
 
 def plan_known(known: Mapping[str, Known], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
     """`plan` from what is known of the tensors."""
-    counts = _layer_counts(known, layout)
-    return [_plan_one(entry, known, counts, target) for entry in layout.tensors]
-
-
-def _layer_counts(known: Mapping[str, Known], layout: Layout) -> dict[str, int]:
-    """Layers for each text before ``{}``: one more than the largest number that any entry finds."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a safeload.Layout, not {type(layout).__name__}")
+    found = {entry.source: _layers_of(known, entry) for entry in layout.tensors if entry.stacked}
     counts: dict[str, int] = {}
-    for entry in layout.tensors:
-        if entry.stacked:
-            prefix, suffix = entry.source.split(_LAYER)
-            pattern = re.compile(re.escape(prefix) + r"(0|[1-9][0-9]{0,8})" + re.escape(suffix), re.ASCII)
-            found = [int(match[1]) for name in known if (match := pattern.fullmatch(name))]
-            counts[prefix] = max(counts.get(prefix, 0), *(k + 1 for k in found), 0)
-    return counts
+    for source, layers in found.items():
+        prefix = source.split(_LAYER)[0]
+        counts[prefix] = max(counts.get(prefix, 0), *(k + 1 for k in layers), 0)
+    return [_plan_one(entry, known, found.get(entry.source), counts, target) for entry in layout.tensors]
+
+
+def _layers_of(known: Mapping[str, Known], entry: StackedTensor) -> set[int]:
+    """The layers that an entry finds.
+
+    Raises:
+        SafeloadError: a number that no layer has: with leading zeros, or too long for any model.
+    """
+    prefix, suffix = entry.source.split(_LAYER)
+    pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}", re.ASCII)
+    layers = set()
+    for name in known:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        digits = match[1]
+        if len(digits) > _MAX_DIGITS:
+            raise SafeloadError(f"{entry.name!r}: {_clipped(name)} has a layer's number of {len(digits)} digits")
+        if digits != str(int(digits)):
+            raise SafeloadError(f"{entry.name!r}: {name!r} has a layer's number with leading zeros: {digits!r}")
+        layers.add(int(digits))
+    return layers
+
+
+def _clipped(name: str) -> str:
+    return repr(name if len(name) <= 40 else f"{name[:40]}...")
 
 
 def _plan_one(
-    entry: StackedTensor, known: Mapping[str, Known], counts: Mapping[str, int], target: dtypes.Dtype | None
+    entry: StackedTensor,
+    known: Mapping[str, Known],
+    layers: set[int] | None,
+    counts: Mapping[str, int],
+    target: dtypes.Dtype | None,
 ) -> Stack:
     names = [entry.source]
-    if entry.stacked:
+    if layers is not None:
         prefix, suffix = entry.source.split(_LAYER)
-        count = counts[prefix]
-        names = [f"{prefix}{k}{suffix}" for k in range(count)]
-        if not any(name in known for name in names):
+        if not layers:
             raise TensorNotFoundError(f"{entry.name!r}: no tensor is called {entry.source!r} with a layer's number")
-        for k, name in enumerate(names):
-            if name not in known:
-                raise TensorNotFoundError(
-                    f"{entry.name!r}: layer {k} of {count} is missing: there is no tensor {name!r}"
-                )
+        count = counts[prefix]
+        if len(layers) < count:  # which one, before as many names are made as a single number may ask for
+            missing = next(k for k in range(count) if k not in layers)
+            name = f"{prefix}{missing}{suffix}"
+            raise TensorNotFoundError(
+                f"{entry.name!r}: layer {missing} of {count} is missing: there is no tensor {name!r}"
+            )
+        names = [f"{prefix}{k}{suffix}" for k in range(count)]
     elif entry.source not in known:
         raise TensorNotFoundError(f"{entry.name!r}: there is no tensor {entry.source!r}")
     first = known[names[0]]

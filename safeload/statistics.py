@@ -12,6 +12,7 @@ import numpy as np
 from . import checkpoint as checkpoints
 from . import dtypes, jobs, sources
 from ._native import ffi, lib, short
+from .arrays import as_array
 from .checkpoint import Checkpoint
 from .errors import UnsupportedError
 from .files import Array, WeightFile
@@ -201,7 +202,7 @@ def _parts_in_memory(given: Mapping[str, Any], names: Iterable[str] | None) -> I
         if name not in given:
             raise missing(name, list(given))
         value = given[name]
-        plain = value.data if isinstance(value, QuantizedTensor) else np.asarray(value)
+        plain = value.data if isinstance(value, QuantizedTensor) else as_array(value, name)
         if plain.flags.c_contiguous and plain.dtype.isnative and plain.dtype.name in dtypes.BY_NAME:
             yield name, _part(name, value, None), True
         else:
@@ -217,7 +218,7 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
     """A tensor in memory; None where it has no real numbers."""
     if isinstance(value, QuantizedTensor):
         return _quantized_part(name, value, threads)
-    array = np.asarray(value)
+    array = as_array(value, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
     code = array.dtype.name if row is None else row.code
     if row is None or row.packed:  # of these elements the core knows none, or not one in each byte

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, pairwise
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -332,26 +333,41 @@ class ListedTable(Table):
 
     def __init__(
         self,
-        tensors: Sequence[Listing],
+        tensors: Iterable[Listing],
         metadata: Mapping[str, Any] | None = None,
         *,
         big_endian: bool = False,
         named_globals: Mapping[str, bool] | None = None,
     ) -> None:
-        self.count = len(tensors)
+        self._names, self._shapes, self._rows = [], [], []
+        self._index = None
+        # Numbers in arrays, and only the strides and scales that there are: a file may have a tensor every 14 bytes.
+        self._begins, self._ends = array("Q"), array("Q")
+        self._strides: dict[int, tuple[int, ...]] = {}
+        self._scales: dict[int, Scale] = {}
+        for index, (name, row, shape, begin, end, strides, scale) in enumerate(tensors):
+            self._names.append(name)
+            self._rows.append(row)
+            self._shapes.append(shape)
+            self._begins.append(begin)
+            self._ends.append(end)
+            if strides is not None:
+                self._strides[index] = strides
+            if scale is not None:
+                self._scales[index] = scale
+        self.count = len(self._names)
         self.big_endian = big_endian
-        self._names = [tensor.name for tensor in tensors]
-        self._index = {name: index for index, name in enumerate(self._names)}
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._rows = [tensor.row for tensor in tensors]
-        self._ranges = [(tensor.begin, tensor.end) for tensor in tensors]
-        self._strides = [tensor.strides for tensor in tensors]
-        self._scales = [tensor.scale for tensor in tensors]
-        self.quantized = any(row.blocked for row in self._rows) or any(self._scales)
+        self.quantized = bool(self._scales) or any(row.blocked for row in self._rows)
         self._metadata = metadata
         self.named_globals = named_globals or {}
-        self._groups = _overlapping(self._ranges)
-        self.shaped = big_endian or bool(self._groups) or any(strides is not None for strides in self._strides)
+        self._groups = _overlapping(self._begins, self._ends)
+        self.shaped = big_endian or bool(self._groups) or bool(self._strides)
+
+    def find(self, name: str) -> int:
+        """Index of a tensor, -1 when there is none."""
+        if self._index is None:
+            self._index = {known: index for index, known in enumerate(self.names)}
+        return self._index.get(name, -1)
 
     def sorted_names(self) -> list[str]:
         """Names in ascending order of their code points."""
@@ -363,11 +379,11 @@ class ListedTable(Table):
 
     def byte_range(self, index: int) -> tuple[int, int]:
         """Bytes of one tensor in the file: [begin, end), with those of others that lie between its own."""
-        return self._ranges[index]
+        return self._begins[index], self._ends[index]
 
     def byte_ranges(self) -> list[tuple[int, int]]:
         """Bytes of each tensor in the file."""
-        return list(self._ranges)
+        return list(zip(self._begins, self._ends, strict=True))
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor's elements: not those between them, and one that is repeated as often as it is."""
@@ -375,7 +391,7 @@ class ListedTable(Table):
 
     def strides(self, index: int) -> tuple[int, ...] | None:
         """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
-        return self._strides[index]
+        return self._strides.get(index)
 
     def together(self, index: int) -> list[int]:
         """One tensor and those that share bytes with it, in ascending order."""
@@ -383,15 +399,18 @@ class ListedTable(Table):
 
     def scale(self, index: int) -> Scale | None:
         """The scales of one tensor where it is quantized int8, else None."""
-        return self._scales[index]
+        return self._scales.get(index)
 
     def metadata(self) -> Mapping[str, Any] | None:
         """Whatever else the file says; None for nothing."""
         return self._metadata
 
 
-def _overlapping(ranges: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
     """For each range that shares bytes with another the indices of all that hang together with it."""
+    if all(end <= begin for end, begin in zip(ends, islice(begins, 1, None), strict=False)):
+        return {}
+    ranges = list(zip(begins, ends, strict=True))
     groups: dict[int, list[int]] = {}
     group: list[int] = []
     reach = -1

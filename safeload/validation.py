@@ -14,6 +14,7 @@ import numpy as np
 from . import checkpoint as checkpoints
 from . import dtypes, jobs, log, sources, statistics
 from . import schema as schemas
+from .arrays import as_array
 from .checkpoint import Checkpoint
 from .checks import files, holes, names, values
 from .checks.findings import Limits, ValidationReport, error
@@ -333,7 +334,7 @@ def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping
 def known_tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Known]:
     """What is known of each tensor without reading it."""
     if not isinstance(given, Checkpoint):
-        return {name: _known_of(value) for name, value in given.items()}
+        return {name: _known_of(value, name) for name, value in given.items()}
     result = {}
     for name, file, index in given._parts():
         table = file.table
@@ -344,12 +345,12 @@ def known_tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Known]:
 
 
 def _as_value(value: Any) -> Any:
-    return value if isinstance(value, QuantizedTensor) else np.asarray(value)
+    return value if isinstance(value, QuantizedTensor) else as_array(value)
 
 
-def _known_of(value: Any) -> Known:
+def _known_of(value: Any, name: str = "") -> Known:
     if isinstance(value, QuantizedTensor):
         return Known(value.scheme, value.shape, False, True)
-    array = np.asarray(value)
+    array = as_array(value, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
     return Known(array.dtype.name, array.shape, row is not None and row.floating, False)

@@ -50,6 +50,7 @@ class AtomicFile:
             existing = os.stat(self.path)
         except FileNotFoundError:
             existing = None
+            _check_place(self.path)
         if existing is not None and not overwrite:
             raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", self.path)
         if existing is not None and stat.S_ISDIR(existing.st_mode):
@@ -72,20 +73,10 @@ class AtomicFile:
             if existing is not None:
                 with self._naming():
                     self._keep_owner_and_mode(existing)
-            error_out = Error()
-            check(lib.sl_file_reserve(self._handle, size, error_out), error_out, self.path)
+            reserve(self._descriptor, size, self.path)
         except BaseException:
             self._abandon()
             raise
-
-    @property
-    def _handle(self) -> int:
-        """The descriptor as the C core takes it."""
-        if sys.platform == "win32":
-            import msvcrt
-
-            return msvcrt.get_osfhandle(self._descriptor)
-        return self._descriptor
 
     def _keep_owner_and_mode(self, existing: os.stat_result) -> None:
         if hasattr(os, "fchown"):
@@ -103,7 +94,7 @@ class AtomicFile:
         work: list[jobs.Job] = []
         position = self._position
         for address, size in pieces:
-            work.append(jobs.Job(self._handle, position, address, size))
+            work.append(jobs.Job(_handle(self._descriptor), position, address, size))
             position += size
         direction = lib.SL_APPEND if self._in_order else lib.SL_WRITE
         # One thread: buffered writes into one file take its lock in turn (ext4, xfs). Two were no faster and less
@@ -177,6 +168,39 @@ class AtomicFile:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
             self._temporary = None
+
+
+def _check_place(path: str) -> None:
+    """Refuses, as open(2) does, a new path that realpath would make another of: "new/", "new/." or "missing/../new".
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there can be no file of this name.
+    """
+    folder, name = os.path.split(path)
+    above = folder if name else os.path.dirname(folder)
+    if above and not os.path.isdir(above):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    if not name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+
+
+def reserve(descriptor: int, size: int, path: str) -> None:
+    """Room for a file's bytes, where the filesystem can reserve it.
+
+    Raises:
+        OSError: there is too little.
+    """
+    error = Error()
+    check(lib.sl_file_reserve(_handle(descriptor), size, error), error, path)
+
+
+def _handle(descriptor: int) -> int:
+    """A descriptor as the C core takes it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        return msvcrt.get_osfhandle(descriptor)
+    return descriptor
 
 
 def write_text(path: PathLike, text: str) -> None:

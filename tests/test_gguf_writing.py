@@ -425,3 +425,13 @@ def test_a_file_of_gguf_py_is_written_as_it_was_read(path, tmp_path):
         copy = tmp_path / "copy.gguf"
         gguf.save_file(safeload.load(path), copy, metadata)
         assert copy.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "fragment"), [("a\0b", r"'a\\x00b' holds a NUL, at which ggml ends it"), ("\ud800", "surrogate")]
+)
+def test_names_that_ggml_does_not_have(name, fragment, tmp_path):
+    path = tmp_path / "x.gguf"
+    with pytest.raises(safeload.SafeloadError, match=fragment):
+        gguf.save_file({"fine": np.ones(2), name: np.ones(2)}, path)
+    assert not path.exists()

@@ -1,12 +1,14 @@
 """MOON files: written, read, and each fault by itself."""
 
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
 
 import safeload
 from safeload import FormatError, moon
+from safeload.formats import moon as moon_format
 
 rng = np.random.default_rng(12)
 HEAD = struct.pack("<II", 0x4D4F4F4E, 2)
@@ -181,3 +183,51 @@ def test_bent_bytes(path):
             dict(opened)
         except safeload.SafeloadError:
             pass
+
+
+# ---- many tensors ----
+
+
+def test_many_tiny_tensors_take_little_memory(path):
+    count = 50_000
+    path.write_bytes(HEAD + b"".join(entry(b"%06x" % k, ()) for k in range(count)))
+    size = path.stat().st_size
+    safeload.open(path)
+    tracemalloc.start()
+    opened = safeload.open(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(opened) == count
+    assert peak < 10 * size
+    assert opened["0000ff"].shape == ()
+    assert opened.tensors["0000ff"].offset == 8 + 20 * 0xFF + 18
+
+
+def test_the_number_of_tensors_is_limited(path, monkeypatch):
+    path.write_bytes(HEAD + b"".join(entry(b"%06x" % k, ()) for k in range(11)))
+    monkeypatch.setattr(moon_format, "MAX_TENSORS", 11)
+    assert len(safeload.open(path)) == 11
+    monkeypatch.setattr(moon_format, "MAX_TENSORS", 10)
+    with pytest.raises(safeload.LimitError, match="more than 10 tensors"):
+        safeload.open(path)
+
+
+@pytest.mark.parametrize("size", [1, 2000, 4070, 4071, 4072, 4080, 8192])
+def test_heads_that_straddle_what_is_read_at_a_time(path, size):
+    want = {name: np.full(k, k, np.float16) for k, name in enumerate(("a" * 200, "b", "c" * 256, "d"), size)}
+    moon.save_file(want, path)
+    got = moon.load_file(path)
+    assert list(got) == list(want)
+    for name, array in want.items():
+        np.testing.assert_array_equal(got[name], array)
+
+
+def test_a_lone_surrogate_is_refused(path):
+    with pytest.raises(safeload.SafeloadError, match=r"'\\ud800' holds a lone surrogate"):
+        moon.save_file({"\ud800": np.ones(2, np.float16)}, path)
+    assert not path.exists()
+
+
+def test_a_nul_in_a_name_is_kept(path):
+    moon.save_file({"a\0b": np.ones(2, np.float16)}, path)
+    assert list(moon.load_file(path)) == ["a\0b"]

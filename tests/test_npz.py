@@ -1,9 +1,13 @@
 """npz archives: numpy's own, faults, and what is written."""
 
 import contextlib
+import errno
 import io
+import os
 import struct
+import tracemalloc
 import zipfile
+import zlib
 
 import ml_dtypes
 import numpy as np
@@ -219,3 +223,197 @@ def test_bent_bytes(path, save):
         path.write_bytes(bent)
         with contextlib.suppress(safeload.SafeloadError):
             dict(safeload.open(path))
+
+
+# ---- compressed archives ----
+
+MEBI = 1 << 20
+
+
+def test_output_that_zlib_holds_back_is_asked_for(path):
+    """It may have taken all input and still hold output, just past a multiple of what is asked for at a time."""
+    for size in [
+        k * MEBI - 128 + extra for k in (1, 2) for extra in (-1, 0, 1, 2, 17, 32, 127, 128, 129, 200, 258, 259)
+    ]:
+        np.savez_compressed(path, a=np.zeros(size, np.uint8), empty=np.zeros(0))
+        assert safeload.open(path)["a"].shape == (size,), size
+    assert safeload.validate(path).ok
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, MEBI - 128, MEBI, MEBI + 1, 3 * MEBI + 7])
+@pytest.mark.parametrize("level", [0, 1, 9])
+def test_every_size_level_and_stream(path, size, level):
+    """Random bytes do not deflate. What goes to a stream that cannot seek gets data descriptors."""
+    array = rng.integers(0, 256, size, np.uint8)
+    entry = io.BytesIO()
+    np.save(entry, array)
+
+    class Pipe(io.RawIOBase):
+        def __init__(self):
+            self.data = b""
+
+        def writable(self):
+            return True
+
+        def write(self, data):
+            self.data += bytes(data)
+            return len(data)
+
+    pipe, plain = Pipe(), io.BytesIO()
+    for out in (pipe, plain):
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=level) as file:
+            with file.open("a.npy", "w", force_zip64=out is pipe) as member:
+                member.write(entry.getvalue())
+            file.comment = b"a comment" if out is plain else b""
+    for data in (pipe.data, plain.getvalue()):
+        path.write_bytes(data)
+        np.testing.assert_array_equal(safeload.load(path)["a"], array)
+        assert safeload.validate(path).ok
+
+
+def overlapping(count, kernel):
+    """Entries each of which ends with all that follow it, so that one compressed piece serves all."""
+    names = [b"%03d.npy" % k for k in range(count)]
+
+    def head(size):
+        return header(f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({size},), }}")
+
+    def local(k):
+        fields = (20, 0, 8, 0, 0, 0, packed[k], sizes[k], len(names[k]), 0)
+        return struct.pack("<4s5H3I2H", b"PK\3\4", *fields) + names[k]
+
+    machine = zlib.compressobj(9, zlib.DEFLATED, -15)
+    last = head(kernel) + bytes(kernel)
+    streams = [b""] * (count - 1) + [machine.compress(last) + machine.flush()]
+    packed, sizes = [len(streams[-1])] * count, [len(last)] * count
+    for k in reversed(range(count - 1)):
+        after = local(k + 1)
+        body = head(len(after) + sizes[k + 1])
+        length = len(body) + len(after)
+        streams[k] = b"\0" + struct.pack("<HH", length, length ^ 0xFFFF) + body
+        packed[k], sizes[k] = len(streams[k]) + len(after) + packed[k + 1], length + sizes[k + 1]
+    out, directory = b"", b""
+    for k in range(count):
+        fields = (20, 20, 0, 8, 0, 0, 0, packed[k], sizes[k], len(names[k]), 0, 0, 0, 0, 0, len(out))
+        directory += struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields) + names[k]
+        out += local(k) + streams[k]
+    return out + directory + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(directory), len(out), 0)
+
+
+def test_entries_that_share_compressed_bytes_are_refused_before_anything_is_unpacked(path, monkeypatch):
+    path.write_bytes(overlapping(1, 1000))
+    assert safeload.load(path)["000"].size == 1000
+    monkeypatch.setattr(npz.tempfile, "mkstemp", None)
+    path.write_bytes(overlapping(3, 1000))
+    with pytest.raises(safeload.FormatError, match=r"zip entry '001\.npy' begins within '000\.npy'"):
+        safeload.open(path)
+
+
+def test_deflate_makes_at_most_1032_bytes_of_one(path, monkeypatch):
+    np.savez_compressed(path, a=np.zeros(16 * MEBI, np.uint8))
+    assert safeload.open(path).nbytes == 16 * MEBI
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\1\2")
+    (packed,) = struct.unpack_from("<I", data, at + 20)
+    data[at + 24 : at + 28] = struct.pack("<I", packed * 1032 + 1)
+    path.write_bytes(data)
+    monkeypatch.setattr(npz.tempfile, "mkstemp", None)
+    with pytest.raises(safeload.FormatError, match=f"{packed} bytes cannot unfold to the {packed * 1032 + 1}"):
+        safeload.open(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "statvfs"), reason="without room that can be asked for")
+def test_a_full_disk_says_so_before_it_is_filled(path, monkeypatch):
+    np.savez_compressed(path, a=np.zeros(1000, np.uint8))
+
+    def full(descriptor, size, path):
+        assert size >= 1000
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(npz, "reserve", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        safeload.open(path)
+    assert not os.path.exists(caught.value.filename)
+
+
+def test_no_arrays(path):
+    np.savez(path)
+    assert path.read_bytes()[:4] == b"PK\5\6"
+    with safeload.open(path) as opened:
+        assert (opened.format, len(opened), opened.load()) == ("npz", 0, {})
+    safeload.convert(path, path.with_suffix(".safetensors"))
+    assert safeload.load(path.with_suffix(".safetensors")) == {}
+    path.write_bytes(path.read_bytes() + bytes(30))
+    with pytest.raises(safeload.FormatError, match="goes on after"):
+        safeload.open(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 30, b"PK\1\2" * 20])
+@pytest.mark.parametrize("end", [b"PK\5\6", b"PK\5\6" + bytes(17), bytes(20) + b"PK\5\6" + bytes(17)])
+def test_an_end_that_is_cut_off(path, content, end):
+    path.write_bytes(b"PK\3\4" + content + end)
+    with pytest.raises(safeload.FormatError, match="directory cannot be read"):
+        safeload.open(path)
+    path.write_bytes(end)
+    with pytest.raises(safeload.SafeloadError):
+        safeload.open(path)
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize(
+    ("name", "fragment"),
+    [
+        ("a\0b", r"'a\\x00b' holds a NUL"),
+        ("\0", "holds a NUL"),
+        ("\ud800", "holds a lone surrogate"),
+        ("x" * 65_532, "has 65532 bytes, but npz has at most 65531"),
+        ("é" * 32_766, "has 65532 bytes"),
+    ],
+)
+def test_names_that_zip_cannot_hold(path, name, fragment):
+    path.write_bytes(b"old")
+    with pytest.raises(safeload.SafeloadError, match=fragment):
+        npz.save({"fine": np.ones(2), name: np.ones(2)}, path)
+    assert path.read_bytes() == b"old"
+
+
+def test_names_that_look_strange(path):
+    names = [
+        "",
+        ".npy",
+        "a",
+        "a.npy",
+        "a.pkl",
+        "../up",
+        "/root",
+        "C:\\x",
+        "a\\b",
+        "a/b",
+        "\n",
+        "é",
+        "e\u0301",
+        "x" * 65_531,
+    ]
+    want = {name: np.full(2, k) for k, name in enumerate(names)}
+    npz.save(want, path)
+    same(safeload.load(path), want)
+
+
+def test_backslashes_stay_where_they_separate_folders(path, monkeypatch):
+    monkeypatch.setattr(zipfile.os, "sep", "\\")  # as on Windows
+    want = {"a\\b": np.ones(2), "a/b": np.zeros(2)}
+    npz.save(want, path)
+    same(safeload.load(path), want)
+
+
+def test_many_empty_arrays_take_little(path):
+    count = 5000
+    path.write_bytes(archive({f"{k}.npy": good("(0,)", data=b"") for k in range(count)}))
+    tracemalloc.start()
+    opened = safeload.open(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(opened) == count
+    assert peak < 10 * path.stat().st_size

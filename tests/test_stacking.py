@@ -301,3 +301,41 @@ def test_moondream():
     np.testing.assert_array_equal(got["v_fc1_w"][2], tensors["model.vision.blocks.2.mlp.fc1.weight"].T)
     np.testing.assert_array_equal(got["t_fc1_w"][1], tensors["model.text.blocks.1.mlp.fc1.weight"])
     np.testing.assert_array_equal(got["v_norm2_b"][0], tensors["model.vision.blocks.0.ln2.bias"])
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "fragment"),
+    [
+        ("2", safeload.TensorNotFoundError, "layer 1 of 3 is missing"),
+        (str(10**8), safeload.TensorNotFoundError, "layer 1 of 100000001 is missing"),
+        (str(10**9 - 1), safeload.TensorNotFoundError, "layer 1 of 1000000000 is missing"),
+        (str(10**9), safeload.TensorNotFoundError, "layer 1 of 1000000001 is missing"),
+        (str(10**10), safeload.TensorNotFoundError, "layer 1 of 10000000001 is missing"),
+        (str(10**17), safeload.TensorNotFoundError, "layer 1 of "),
+        (str(10**18), safeload.SafeloadError, "number of 19 digits"),
+        ("9" * 5000, safeload.SafeloadError, "number of 5000 digits"),
+        ("01", safeload.SafeloadError, "'h.01.w' has a layer's number with leading zeros"),
+        ("00", safeload.SafeloadError, "leading zeros"),
+        ("0000000000", safeload.SafeloadError, "leading zeros"),
+    ],
+)
+def test_no_layer_is_left_out_for_its_number(number, kind, fragment, tmp_path):
+    w = np.ones((2, 3), np.float32)
+    tensors = {"h.0.w": w, f"h.{number}.w": w, "h.0.b": w}
+    for layout in (
+        Layout("e", [StackedTensor("w", "h.{}.w")]),
+        # The other entry of the same layers, which has that layer not at all.
+        Layout("e", [StackedTensor("b", "h.{}.b"), StackedTensor("w", "h.{}.w")]),
+    ):
+        with pytest.raises(kind, match=fragment):
+            safeload.stack(tensors, layout)
+        with pytest.raises(kind, match=fragment):
+            safeload.convert(tensors, tmp_path / "x.npz", layout=layout)
+
+
+def test_what_only_looks_like_a_layer_is_left_out():
+    tensors = {"h.0.w": np.ones(2), "h.1.w": np.ones(2), "h.-1.w": np.ones(2), "h.x.w": np.ones(2), "h..w": np.ones(2)}
+    tensors |= {"h.\u0661.w": np.ones(2), "x.h.2.w": np.ones(2), "h.2.w.x": np.ones(2), "h.1_0.w": np.ones(2)}
+    stacked = safeload.stack(tensors, Layout("e", [StackedTensor("w", "h.{}.w")]))
+    assert stacked["w"].shape == (2, 2)
+    assert set(stacked.left_out) == tensors.keys() - {"h.0.w", "h.1.w"}

@@ -21,7 +21,10 @@ import safetensors
 import safetensors.numpy as upstream
 
 import safeload
+import safeload.gguf
+import safeload.moon
 from safeload import SafetensorError
+from safeload.formats import npy, npz
 from safeload.numpy import load, load_file, save, save_file
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX only")
@@ -386,6 +389,38 @@ def test_a_folder_as_target_is_is_a_directory(tmp_path):
     assert caught.value.filename == str(tmp_path / "x")
     assert os.listdir(tmp_path) == ["x"]
     assert os.listdir(tmp_path / "x") == []
+
+
+@posix
+@pytest.mark.parametrize("ending", ["new/", "new//", "new/.", "missing/../new", "missing/new/", "old/."])
+def test_a_path_that_open_refuses_is_refused_alike(ending, tmp_path, monkeypatch):
+    """os.path.realpath makes other names of these: a file "new" would be written."""
+    monkeypatch.chdir(tmp_path)
+    save_file(OLD, "old")
+    with pytest.raises(OSError, match="Errno") as wanted:
+        os.open(ending, os.O_CREAT | os.O_WRONLY)
+    writers = (
+        lambda path: save_file(SMALL, path),
+        lambda path: safeload.serialize_file({}, path),
+        lambda path: safeload.gguf.save_file(SMALL, path),
+        lambda path: safeload.moon.save_file({}, path),
+        lambda path: npz.save(SMALL, path),
+        lambda path: npy.save(SMALL, path),
+    )
+    for write in writers:
+        with pytest.raises(type(wanted.value)) as caught:
+            write(ending)
+        assert (caught.value.errno, caught.value.filename) == (wanted.value.errno, ending)
+    with pytest.raises(NotADirectoryError, match="old/"):
+        save_file(SMALL, "old/")
+    assert os.listdir() == ["old"]
+    np.testing.assert_array_equal(load_file("old")["x"], OLD["x"])
+
+
+@posix
+def test_a_folder_that_ends_in_a_slash_leads_to_its_files(tmp_path):
+    save_file(SMALL, f"{tmp_path}//./../{tmp_path.name}//x")
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_a_folder_that_is_missing_is_file_not_found(tmp_path):

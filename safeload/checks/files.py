@@ -145,6 +145,7 @@ def _entries(opened: WeightFile, format: str) -> Iterator[_Entry]:
         else:
             tensors = [tensor for tensor in (name.removesuffix(".npy"),) if opened.table.find(tensor) >= 0]
         yield _Entry(archive, file, info, begin, tensors)
+    archive.check_overlap()
 
 
 def _is_zip(file: WeightFile) -> bool:

@@ -168,6 +168,10 @@ def _peers(files: list[str], format: str) -> dict[str, Side]:
             import numpy as np
 
             found["numpy.load"] = each(lambda path: dict(np.load(path)))
+        elif format == "npy":
+            import numpy as np
+
+            found["numpy.load"] = each(lambda path: {path: np.load(path)})
     except ImportError:
         pass
     return found

@@ -1,16 +1,20 @@
 """Zip archives whose entries are mapped: where the bytes of each are, everything checked.
 
-The directory is read by the standard library's zipfile. The rest is checked here: a name is there once, the local
-header says what the directory says, no two entries that are used overlap.
+The directory is read by the standard library's zipfile. The rest is checked here, so that no two readers see two files:
+the archive is the whole file, a name is there once, no two entries overlap, the local header of an entry that is used
+says what the directory says.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..files import WeightFile
@@ -18,6 +22,13 @@ from .pickle_machine import show
 
 # Bytes that a compressed entry may unfold to in memory: pickles have a few MiB, and are not compressed as a rule.
 MAX_INFLATED = 256 << 20
+
+# Bytes of a directory: an entry of it takes 46 and its name, and becomes Python objects of some 600. That is a million
+# entries; the largest real checkpoints have some ten thousand.
+MAX_DIRECTORY = 64 << 20
+
+# Bytes that deflate makes of one at most: two bits for a copy of 258 bytes.
+_DEFLATE_RATIO = 1032
 
 # What zipfile raises for archives that are none.
 _ZIP_ERRORS = (
@@ -41,6 +52,61 @@ _WINDOW = 4096
 _PIECE = 1 << 20
 
 _ENCRYPTED, _UTF8 = 0x1, 0x800
+
+# The end of an archive: numbers of two disks, entries on this one and in all, size and offset of the directory, length
+# of the comment that follows. Where one of them does not fit, a ZIP64 record (as long as all writers make it) and a
+# locator, which holds its offset, stand before it.
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+
+
+class _End(NamedTuple):
+    """What the end of an archive says of its directory.
+
+    Attributes:
+        at: where it begins, which is where the directory must end.
+        entries: in the directory.
+        size: of the directory in bytes.
+        offset: of the directory in the file.
+    """
+
+    at: int
+    entries: int
+    size: int
+    offset: int
+
+
+def _read_end(file: WeightFile) -> _End | None:
+    """The end of an archive, as zipfile finds it; None where there is none that ends with the file.
+
+    Raises:
+        FormatError: its two records disagree.
+    """
+    start = max(0, file.size - _END.size - 0xFFFF)
+    tail = file.read_at(start, file.size - start)
+    found = tail.rfind(b"PK\x05\x06")
+    if found < 0 or found + _END.size > len(tail):
+        return None
+    _, _, _, _, *small, comment = _END.unpack_from(tail, found)
+    at = start + found
+    if at + _END.size + comment != file.size:
+        return None
+    locator = file.read_at(at - _LOCATOR.size, _LOCATOR.size) if at >= _LOCATOR.size + _END64.size else b""
+    if locator[:4] != b"PK\x06\x07":
+        return _End(at, *small)
+    record_at = at - _LOCATOR.size - _END64.size
+    record = _END64.unpack(file.read_at(record_at, _END64.size))
+    large = record[-3:]
+    if record[0] != b"PK\x06\x06" or _LOCATOR.unpack(locator)[2] != record_at:
+        raise FormatError("the zip archive's ZIP64 record is not where its locator says", file.path, record_at)
+    for what, one, other, most in zip(
+        ("entries", "bytes of directory", "as its offset"), small, large, (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF), strict=True
+    ):
+        if one not in (other, most):
+            message = f"the zip archive's end says {one} {what}, its ZIP64 record {other}"
+            raise FormatError(message, file.path, record_at)
+    return _End(record_at, *large)
 
 
 class _Stream(io.RawIOBase):
@@ -67,7 +133,7 @@ class _Stream(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0) -> int:
         at = offset + (0, self._at, self._file.size)[whence]
         if at < 0:
-            raise ValueError(f"position {at}")
+            raise OSError(errno.EINVAL, f"position {at}")  # as files do: zipfile asks for what small ones do not have
         self._at = at
         return at
 
@@ -88,23 +154,27 @@ class Archive:
         file: the archive.
 
     Raises:
-        FormatError: it is no zip archive, or a name is there twice.
+        FormatError: it is no zip archive, or not one alone; a name is there twice, or entries overlap.
+        LimitError: a directory of more than `MAX_DIRECTORY` bytes.
         OSError: it cannot be read.
     """
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
         self.entries: dict[str, zipfile.ZipInfo] = {}
-        self._used: dict[int, tuple[int, str]] = {}
+        self._used: dict[str, tuple[int, int]] = {}
         self._window, self._window_at = b"", 0
         stream = _Stream(file)
+        end = _read_end(file)
+        if end is not None and end.size > MAX_DIRECTORY:
+            raise LimitError(f"{file.path}: the zip archive's directory has more than {MAX_DIRECTORY} bytes")
         try:
             with zipfile.ZipFile(stream) as archive:
                 infos = archive.infolist()
                 self._directory = archive.start_dir
         except FormatError:
             raise
-        except _ZIP_ERRORS as error:
+        except (*_ZIP_ERRORS, OSError) as error:
             if stream.failure is not None:
                 raise stream.failure from None
             what = show(str(error)) if str(error) else type(error).__name__
@@ -113,6 +183,33 @@ class Archive:
             if info.orig_filename in self.entries:
                 raise FormatError(f"zip entry {show(info.orig_filename)} is there twice", file.path)
             self.entries[info.orig_filename] = info
+        self._check_whole(end)
+
+    def _check_whole(self, end: _End | None) -> None:
+        """Refuses an archive that is not the whole file, in which other readers find another one, and shared bytes.
+
+        zipfile moves all offsets by what stands before an archive. Some readers do not.
+        """
+        path = self._file.path
+        if end is None:
+            raise FormatError("the file goes on after the zip archive's end", path)
+        if end.offset + end.size != end.at:
+            message = f"the zip archive's directory must end at byte {end.at}, but it says {end.offset + end.size}: "
+            raise FormatError(message + "something stands before the archive, or within it", path, end.at)
+        if end.entries != len(self.entries):
+            message = f"the zip archive's directory has {len(self.entries)} entries, but its end says {end.entries}"
+            raise FormatError(message, path, end.at)
+        for name, info in self.entries.items():
+            if not 0 <= info.header_offset < end.offset:
+                raise self._fault(name, "there is no local header at its offset", 0)
+        spans = sorted(
+            (info.header_offset, info.header_offset + _LOCAL_SIZE + info.compress_size, name)
+            for name, info in self.entries.items()
+        )
+        begin = spans[0][0] if spans else end.offset
+        if begin:
+            raise FormatError(f"the zip archive's first entry begins at byte {begin}, not at 0", path, 0)
+        self._check_apart(spans)
 
     def locate(self, name: str) -> int:
         """Where the bytes of an entry begin.
@@ -145,7 +242,7 @@ class Archive:
         if end > self._directory:
             message = f"bytes [{begin}, {end}) reach beyond the data, which ends at {self._directory}"
             raise self._fault(name, message, 0)
-        self._used[at] = (end, name)
+        self._used[name] = (at, end)
         return begin
 
     def _head(self, at: int, size: int) -> bytes:
@@ -167,36 +264,50 @@ class Archive:
         return self._fault(name, f"{what} {local} in its local header, but {central} in the directory", at)
 
     def check_overlap(self) -> None:
-        """Refuses entries located so far that share bytes."""
-        previous, before = 0, ""
-        for begin, (end, name) in sorted(self._used.items()):
-            if begin < previous:
-                message = f"zip entry {show(name)} begins within {show(before)}, which ends at {previous}"
-                raise FormatError(message, self._file.path, begin)
-            previous, before = end, name
+        """Refuses entries located so far that share bytes: with what only their local headers say, the extra fields."""
+        self._check_apart(sorted((begin, end, name) for name, (begin, end) in self._used.items()))
+
+    def _check_apart(self, spans: list[tuple[int, int, str]]) -> None:
+        for (_, end, before), (begin, _, name) in pairwise(spans):
+            if begin < end:
+                message = f"zip entry {show(name)} begins within {show(before)}, which ends at {end}"
+                raise FormatError(message, self._file.path, min(max(0, begin), self._file.size))
 
     def read(self, name: str) -> tuple[bytes, int | None]:
-        """The bytes of an entry, and where in the file they are as such."""
+        """The bytes of an entry, and where in the file they are as such.
+
+        Raises:
+            FormatError, UnsupportedError: see `inflate`.
+            LimitError: it unfolds to more than `MAX_INFLATED` bytes.
+        """
         info, file = self.entries[name], self._file
         begin = self.locate(name)
         if info.compress_type == zipfile.ZIP_STORED:
             self.check_stored(name)
             return file.read_at(begin, info.file_size), begin
-        if info.compress_type != zipfile.ZIP_DEFLATED:
-            raise UnsupportedError(f"{file.path}: zip entry {show(name)} has compression {info.compress_type}")
         if info.file_size > MAX_INFLATED:
             raise LimitError(f"{file.path}: zip entry {show(name)} unfolds to more than {MAX_INFLATED} bytes")
-        try:
-            data = zlib.decompressobj(-15).decompress(file.read_at(begin, info.compress_size), info.file_size + 1)
-        except zlib.error as error:
-            raise FormatError(f"zip entry {show(name)} is damaged: {error}", file.path, begin) from None
-        if len(data) != info.file_size:
-            message = f"zip entry {show(name)} unfolds to {len(data)} bytes or more, {info.file_size} were said"
-            raise FormatError(message, file.path, begin)
-        return data, None
+        return b"".join(self.inflate(name)), None
+
+    def check_packed(self, name: str) -> None:
+        """Refuses, before it is unpacked, an entry that cannot unfold to what the directory says.
+
+        Raises:
+            FormatError: it is stored with two sizes, or deflate cannot make so much of it.
+            UnsupportedError: another compression than deflate.
+        """
+        info, file = self.entries[name], self._file
+        if info.compress_type == zipfile.ZIP_STORED:
+            self.check_stored(name)
+        elif info.compress_type != zipfile.ZIP_DEFLATED:
+            raise UnsupportedError(f"{file.path}: zip entry {show(name)} has compression {info.compress_type}")
+        elif info.file_size > info.compress_size * _DEFLATE_RATIO:
+            raise self._fault(
+                name, f"{info.compress_size} bytes cannot unfold to the {info.file_size} that were said", 0
+            )
 
     def inflate(self, name: str) -> Iterator[bytes]:
-        """The bytes of an entry, a piece at a time; where it is compressed no more than the directory says.
+        """The bytes of an entry, a piece at a time; no more than the directory says.
 
         Raises:
             FormatError: the entry is damaged.
@@ -205,29 +316,32 @@ class Archive:
         info, file = self.entries[name], self._file
         at = self.locate(name)
         end = at + info.compress_size
+        self.check_packed(name)
         if info.compress_type == zipfile.ZIP_STORED:
-            self.check_stored(name)
-        elif info.compress_type != zipfile.ZIP_DEFLATED:
-            raise UnsupportedError(f"{file.path}: zip entry {show(name)} has compression {info.compress_type}")
+            while at < end:
+                yield file.read_at(at, min(_PIECE, end - at))
+                at += _PIECE
+            return
         machine = zlib.decompressobj(-15)
         left = info.file_size
-        while at < end:
-            data = file.read_at(at, min(_PIECE, end - at))
-            at += len(data)
+        while not machine.eof:
+            data = machine.unconsumed_tail
+            if not data:
+                data = file.read_at(at, min(_PIECE, end - at))
+                at += len(data)
             try:
-                while data:
-                    stored = info.compress_type == zipfile.ZIP_STORED
-                    piece = data if stored else machine.decompress(data, _PIECE)
-                    data = b"" if stored else machine.unconsumed_tail
-                    left -= len(piece)
-                    if left < 0:
-                        message = (
-                            f"zip entry {show(name)} unfolds to more than the {info.file_size} bytes that were said"
-                        )
-                        raise FormatError(message, file.path, self._place(name))
-                    yield piece
+                # Without input too: what zlib has taken may make more than was asked for before.
+                piece = machine.decompress(data, min(_PIECE, left + 1))
             except zlib.error as error:
                 raise FormatError(f"zip entry {show(name)} is damaged: {error}", file.path, at) from None
+            if not piece and not data:
+                break
+            left -= len(piece)
+            if left < 0:
+                message = f"zip entry {show(name)} unfolds to more than the {info.file_size} bytes that were said"
+                raise FormatError(message, file.path, self._place(name))
+            if piece:
+                yield piece
         if left:
             message = f"zip entry {show(name)} unfolds to {info.file_size - left} bytes, {info.file_size} were said"
             raise FormatError(message, file.path, self._place(name))

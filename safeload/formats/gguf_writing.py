@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import dtypes, jobs
 from .._native import lib
+from ..arrays import check_mapping, refuse_masked
 from ..errors import SafeloadError, UnsupportedError
 from ..files import Array, PathLike
 from ..lazy import Lazy, LazyQuantized, materialize
@@ -61,6 +62,8 @@ def save(
 ) -> None:
     """Writes a GGUF file in the order of ``tensors``; see `safeload.gguf.save_file`."""
     metadata = {} if metadata is None else metadata
+    check_mapping(tensors, "tensors")
+    check_mapping(metadata, "metadata", "text to values")
     alignment = _alignment(metadata)
     entries = [_key(key) + _stored(metadata, key, alignment) for key in metadata]
     plans = [_plan(name, value) for name, value in tensors.items()]
@@ -127,10 +130,13 @@ def _plan(name: Any, value: Any) -> _Plan:
             )
         number, data = dtypes.BLOCK_TYPES[value.scheme].number - lib.SL_GGML, value.data
     elif isinstance(value, (np.ndarray, Lazy)):
+        refuse_masked(value, f"tensor {name!r}")
         number, data = _element_type(name, value.dtype), value
     else:
         raise TypeError(f"tensor {name!r} is a {type(value).__name__}, not a numpy array or a QuantizedTensor")
     raw, shape = _encode(name, "a tensor name"), value.shape
+    if b"\0" in raw:
+        raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which ggml ends it")
     if len(raw) > MAX_NAME:
         raise SafeloadError(f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but ggml reads at most {MAX_NAME}")
     if len(shape) > MAX_DIMS:
@@ -238,6 +244,7 @@ def _is_array(value: Any) -> bool:
 
 def _pack_array(value: Any, nested: Callable[[Any], Iterator[bytes]]) -> Iterator[bytes]:
     """Type and number of elements, then these. ``nested`` takes those that are arrays themselves."""
+    refuse_masked(value, "the value")
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind not in "OUST":
         number = _array_type(value.dtype)
         yield _ARRAY_HEAD.pack(number, value.size)

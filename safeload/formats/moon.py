@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from .. import dtypes, jobs
-from ..errors import FormatError, SafeloadError, UnsupportedError
+from ..arrays import check_mapping, refuse_masked
+from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..files import PathLike, WeightFile, array_fits
 from ..lazy import Lazy, materialize
 from ..tensor import ListedTable, Listing
@@ -28,6 +29,10 @@ VERSION = 2
 # The format's own: its first reader holds names and dims in arrays of this length.
 MAX_NAME = 256
 MAX_DIMS = 4
+# Tensors that are read: an entry of 14 bytes takes some 150 of memory. Real files have some hundreds.
+MAX_TENSORS = 1_000_000
+# Bytes that are read at a time: a head has at most 300, and small tensors lie close together.
+_WINDOW = 4096
 # The number of elements is a u32.
 MAX_ELEMENTS = (1 << 32) - 1
 
@@ -44,10 +49,14 @@ class _Reader:
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
+        self._window, self._window_at = b"", 0
         self.position = 0
 
     def take(self, size: int, what: str) -> bytes:
-        data = self._file.read_at(self.position, size)
+        start = self.position - self._window_at
+        if start + size > len(self._window):
+            self._window, self._window_at, start = self._file.read_at(self.position, _WINDOW), self.position, 0
+        data = self._window[start : start + size]
         if len(data) < size:
             raise self.fault(f"{what} needs {size} bytes, but the file ends after {len(data)} of them")
         self.position += size
@@ -62,6 +71,7 @@ def read_table(file: WeightFile) -> ListedTable:
 
     Raises:
         FormatError: it breaks the format, with the byte where it does.
+        LimitError: more than `MAX_TENSORS` tensors.
     """
     reader = _Reader(file)
     magic, version = _HEAD.unpack(reader.take(_HEAD.size, "the MOON header"))
@@ -69,14 +79,20 @@ def read_table(file: WeightFile) -> ListedTable:
         raise reader.fault(f"magic is {magic:#010x}, but MOON's is {MAGIC:#010x}", 0)
     if version != VERSION:
         raise reader.fault(f"version is {version}, but only {VERSION} is known", 4)
-    listings: dict[str, Listing] = {}
+    return ListedTable(_entries(reader, file))
+
+
+def _entries(reader: _Reader, file: WeightFile) -> Iterator[Listing]:
+    names: set[str] = set()
     while reader.position < file.size:
+        if len(names) == MAX_TENSORS:
+            raise LimitError(f"{file.path}: more than {MAX_TENSORS} tensors")
         begin = reader.position
         entry = _read_entry(reader, file.size)
-        if entry.name in listings:
+        if entry.name in names:
             raise reader.fault(f"tensor {entry.name!r} is there twice", begin)
-        listings[entry.name] = entry
-    return ListedTable(list(listings.values()))
+        names.add(entry.name)
+        yield entry
 
 
 def _read_entry(reader: _Reader, file_size: int) -> Listing:
@@ -114,6 +130,7 @@ def _read_entry(reader: _Reader, file_size: int) -> Listing:
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
     """Writes a MOON file in the order of ``tensors``; see `safeload.moon.save_file`."""
+    check_mapping(tensors, "tensors")
     tensors = {name: np.asarray(v) if isinstance(v, np.generic) else v for name, v in tensors.items()}
     heads = [_entry(name, value) for name, value in tensors.items()]
     size = _HEAD.size + sum(
@@ -148,11 +165,15 @@ def _entry(name: Any, value: Any) -> bytes:
         raise UnsupportedError(
             f'tensor {name!r} is a {type(value).__name__}; MOON holds float16 arrays: pass dtype="float16"'
         )
+    refuse_masked(value, f"tensor {name!r}")
     if value.dtype.newbyteorder("=") != np.float16:
         floating = dtypes.of_array(value, name).floating
         advice = 'pass dtype="float16"' if floating else "leave it out"
         raise UnsupportedError(f"tensor {name!r} is {value.dtype.name}; MOON holds only float16: {advice}")
-    raw = name.encode()
+    try:
+        raw = name.encode()
+    except UnicodeEncodeError:
+        raise SafeloadError(f"tensor name {name[:40]!r} holds a lone surrogate, which UTF-8 cannot write") from None
     count = math.prod(value.shape)
     if not 1 <= len(raw) <= MAX_NAME:
         raise SafeloadError(f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but MOON has 1 to {MAX_NAME}")

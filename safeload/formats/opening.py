@@ -11,7 +11,7 @@ from ..files import WeightFile, open_descriptor
 from . import safetensors, sniffing
 
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY = "safetensors", "torch zip", "torch legacy"
-GGUF, MOON, NPZ = "gguf", "moon", "npz"
+GGUF, MOON, NPZ, NPY = "gguf", "moon", "npz", "npy"
 
 # What `format=` insists on, and the formats that it means.
 FORMATS = {
@@ -22,10 +22,11 @@ FORMATS = {
     GGUF: (GGUF,),
     MOON: (MOON,),
     NPZ: (NPZ,),
+    NPY: (NPY,),
 }
 
 
-_ABLE = "safetensors, torch checkpoints, GGUF, npz and MOON"
+_ABLE = "safetensors, torch checkpoints, GGUF, npz, npy and MOON"
 
 
 class Wanted(NamedTuple):
@@ -91,14 +92,22 @@ def open_file(path: str, wanted: Wanted) -> Opened:
             _refuse(path, head, _ABLE, whatever=True)
         if sniffing.is_zip(head):
             return _open_zip(file, wanted)
-        format = MOON if sniffing.is_moon(head) else GGUF if sniffing.is_gguf(head) else TORCH_LEGACY
-        return _open_plain(file, format, wanted)
+        return _open_plain(file, _plain_format(head), wanted)
     except BaseException:
         file.close()
         raise
 
 
 # The formats below are read in Python. What they import takes milliseconds that every import would pay.
+
+
+def _plain_format(head: bytes) -> str:
+    """The format of a file that `sniffing.is_other`, and no zip archive."""
+    if sniffing.is_moon(head):
+        return MOON
+    if sniffing.is_gguf(head):
+        return GGUF
+    return NPY if sniffing.is_npy(head) else TORCH_LEGACY
 
 
 def _open_plain(file: WeightFile, format: str, wanted: Wanted) -> Opened:
@@ -111,6 +120,10 @@ def _open_plain(file: WeightFile, format: str, wanted: Wanted) -> Opened:
         from . import gguf
 
         file.table = gguf.read_table(file)
+    elif format == NPY:
+        from . import npy
+
+        file.table = npy.read_table(file)
     else:
         from .torch_legacy import read_table
         from .torch_tensors import Options
@@ -140,7 +153,7 @@ def _check_format(file: WeightFile, format: str, wanted: Wanted) -> None:
     if wanted.formats is not None and format not in wanted.formats:
         kind = sniffing.describe(file.read_at(0, sniffing.HEAD_SIZE))
         raise FormatError(f"this is {kind}, not {wanted.formats[0]}", file.path, 0)
-    if wanted.root is not None and format in (GGUF, MOON, NPZ):
+    if wanted.root is not None and format in (GGUF, MOON, NPZ, NPY):
         raise UnsupportedError(f"{file.path}: root= selects a nested container, and {format} has none")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import dtypes
+from ..arrays import check_mapping
 from ..errors import FormatError, SafetensorError
 from ..files import WeightFile
 from ..lazy import LazyQuantized
@@ -31,8 +32,12 @@ def pack(
     """Tensors and metadata as a file holds them.
 
     Raises:
+        TypeError: one of them is no mapping.
         SafetensorError: the scale of an int8 tensor would have the name of another tensor.
     """
+    check_mapping(tensors, "tensors")
+    if metadata is not None:
+        check_mapping(metadata, "metadata", "text to text")
     if not any(isinstance(value, _QUANTIZED) for value in tensors.values()):
         if metadata is not None and KEY in metadata:  # of another file: it would lie about this one
             metadata = {key: value for key, value in metadata.items() if key != KEY}

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import dtypes, jobs
 from .._native import Error, check, ffi, lib, pointer, short
+from ..arrays import check_mapping, refuse_masked
 from ..errors import FormatError, SafetensorError
 from ..files import Array, PathLike, WeightFile, array_over, native_path
 from ..lazy import Lazy, materialize
@@ -126,6 +127,7 @@ def _source(name: str, value: Any) -> _Source:
         return _Source(value._row, value._shape, value)
     if isinstance(value, np.generic):
         value = np.asarray(value)
+    refuse_masked(value, f"tensor {name!r}")
     if not isinstance(value, (np.ndarray, Lazy)):
         raise TypeError(f"tensor {name!r} is a {type(value).__name__}, not a numpy array")
     return _Source(dtypes.of_array(value, name), value.shape, value)
@@ -144,6 +146,9 @@ class Writer:
     """
 
     def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
+        check_mapping(tensors, "tensors")
+        if metadata is not None:
+            check_mapping(metadata, "metadata", "text to text")
         sources = {_text(name, "a tensor name"): _source(name, value) for name, value in tensors.items()}
         self._sources = list(sources.values())
         count = len(sources)
@@ -257,6 +262,7 @@ def _check_spec(name: str, spec: TensorSpec, size: int) -> None:
 
 
 def _check_specs(tensor_dict: Mapping[str, TensorSpec]) -> None:
+    check_mapping(tensor_dict, "tensors", "names to TensorSpec")
     for name, spec in tensor_dict.items():
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"tensor {name!r} must be a TensorSpec, not {type(spec).__name__}")

@@ -22,6 +22,8 @@ _FOREIGN = (
     (0, b"GGUF", "a GGUF file"),
     (0, b"NOOM", "a MOON file"),
     (0, b"PK\x03\x04", "a zip archive (torch checkpoint or npz)"),
+    (0, b"PK\x05\x06", "an empty zip archive"),
+    (0, b"\x93NUMPY", "a npy file"),
     *((0, bytes((0x80, protocol)), "a pickle (legacy torch checkpoint)") for protocol in range(2, 6)),
 )
 
@@ -34,8 +36,8 @@ def is_safetensors(head: bytes) -> bool:
 
 
 def is_zip(head: bytes) -> bool:
-    """Whether the first bytes are those of a zip archive."""
-    return head[:4] == b"PK\x03\x04"
+    """Whether the first bytes are those of a zip archive, of entries or of none."""
+    return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
 
 
 def is_torch(head: bytes) -> bool:
@@ -53,9 +55,14 @@ def is_gguf(head: bytes) -> bool:
     return head[:4] == b"GGUF"
 
 
+def is_npy(head: bytes) -> bool:
+    """Whether the first bytes are those of a npy file."""
+    return head[:6] == b"\x93NUMPY"
+
+
 def is_other(head: bytes) -> bool:
     """Whether the first bytes could be those of a format that is read and is not safetensors."""
-    return is_moon(head) or is_gguf(head) or is_torch(head)
+    return is_moon(head) or is_gguf(head) or is_npy(head) or is_torch(head)
 
 
 def describe(head: bytes) -> str | None:

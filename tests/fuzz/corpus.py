@@ -91,11 +91,23 @@ def _moon():
     one = struct.pack("<III", 1, 2, 6) + b"w" + struct.pack("<2Q", 2, 3) + bytes(range(12))
     scalar = struct.pack("<III", 2, 0, 1) + "\N{LATIN SMALL LETTER E WITH ACUTE}".encode() + b"\0\x3c"
     empty = struct.pack("<III", 1, 4, 0) + b"e" + struct.pack("<4Q", 0, 1, 2, 1 << 40)
-    return [head, head + one, head + one + scalar + empty, head + one + one, head + one[:-1]]
+    tiny = b"".join(struct.pack("<III", 1, 0, 1) + bytes((97 + k,)) + b"\0\0" for k in range(20))
+    nul = struct.pack("<III", 3, 1, 0) + b"a\0b" + struct.pack("<Q", 0)
+    return [head, head + one, head + one + scalar + empty, head + one + one, head + one[:-1], head + tiny, head + nul]
+
+
+def _npy():
+    import test_npy
+
+    yield from (content for content, _, _ in test_npy.FAULTS)
+    for array in test_npy.ARRAYS.values():
+        for version in ((1, 0), (2, 0), (3, 0)):
+            yield test_npy.written(array, version)
 
 
 def _npz():
     import numpy as np
+    import test_npz
 
     arrays = {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -112,6 +124,11 @@ def _npz():
             out = io.BytesIO()
             save(out, **chosen)
             yield out.getvalue()
+    none = io.BytesIO()
+    np.savez(none)
+    good = bytes(test_npz.archive({"a.npy": test_npz.good()}))
+    yield from (none.getvalue(), good, good + good, good + b"more", b"more" + good, test_npz.overlapping(3, 100))
+    yield bytes(test_npz.archive({"a\0b.npy": test_npz.good(), "c.npy": test_npz.good()}))
 
 
 def _quantized():
@@ -155,7 +172,7 @@ def _any():
 
     from safeload.formats import sniffing
 
-    good = [build.build(), test_gguf.GOOD, test_torch.GOOD, test_torch.LEGACY, *_moon(), *_npz()]
+    good = [build.build(), test_gguf.GOOD, test_torch.GOOD, test_torch.LEGACY, *_moon(), *_npz(), *_npy()]
     return [*good, b"", b"<!DOCTYPE html>", *(bytes(at) + head for at, head, _ in sniffing._FOREIGN)]
 
 
@@ -168,6 +185,7 @@ SEEDS = {
     "pickle": _pickle,
     "moon": _moon,
     "npz": _npz,
+    "npy": _npy,
     "gguf_values": _gguf,
     "quantized": _quantized,
     "index": _index,

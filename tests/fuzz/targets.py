@@ -30,7 +30,7 @@ import safeload.formats.torch_zip
 import safeload.validation
 from safeload import QuantizedTensor, SafeloadError, moon, schema
 from safeload.expressions import LIMIT, ExpressionError, evaluate, names_in
-from safeload.formats import folder, npz
+from safeload.formats import folder, npy, npz
 from safeload.numpy import save_file
 
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
@@ -180,11 +180,25 @@ def npz_file(data):
     if tensors is None:
         return
     again = FOLDER / "again.npz"
+    if any("\0" in name for name in tensors):  # readers of npz end a name there
+        return
     npz.save(tensors, again, durable=False)
     read = safeload.load(again, format="npz")
     require(read.keys() == tensors.keys(), "written again it has the same names")
     for name, array in tensors.items():
         require(array.dtype == read[name].dtype and array.tobytes() == read[name].tobytes(), "and the same arrays")
+
+
+def npy_file(data):
+    tensors = open_file(data, ".npy", format="npy")
+    if tensors is None:
+        return
+    again = FOLDER / "again.npy"
+    npy.save(tensors, again, durable=False)
+    read = np.load(again)
+    array = tensors["tensor"]
+    require(array.dtype == read.dtype and array.shape == read.shape, "numpy reads the same shape and dtype")
+    require(array.tobytes() == read.tobytes(), "and the same elements")
 
 
 def gguf_values(data):
@@ -316,6 +330,7 @@ TARGETS = {
     "pickle": pickle,
     "moon": moon_file,
     "npz": npz_file,
+    "npy": npy_file,
     "gguf_values": gguf_values,
     "quantized": quantized,
     "index": index,

@@ -284,7 +284,11 @@ fault("no local header", f"{ENTRY}: there is no local header", patch(HERE, b"PK\
 fault("offset of another place", f"{ENTRY}: there is no local header", patch(THERE + 42, U4(HERE + 1)))
 fault("offset past the end", f"{ENTRY}: there is no local header", patch(THERE + 42, U4(len(GOOD) + 5)))
 fault("offset of 4 GiB", f"{ENTRY}: there is no local header", patch(THERE + 42, U4(0xFFFFFFFE)))
-fault("offset of another entry", f"{ENTRY}: it is called b'archive/data/1'", patch(THERE + 42, U4(local("data/1"))))
+fault(
+    "offset of another entry",
+    "zip entry 'archive/data/1' begins within 'archive/data/0'",
+    patch(THERE + 42, U4(local("data/1"))),
+)
 fault("another local name", f"{ENTRY}: it is called b'archive/data/X'", patch(HERE + 30 + 13, b"X"))
 fault("a longer local name", f"{ENTRY}: it is called ", patch(HERE + 26, U2(15)))
 fault("encrypted in the directory", f"{ENTRY} is encrypted", patch(THERE + 8, U2(1)), UnsupportedError)
@@ -317,7 +321,7 @@ fault(
     "'archive/data.pkl': there is no local header",
     patch(central("data.pkl") + 42, U4(len(GOOD))),
 )
-END = GOOD.index(b"PK\x05\x06")
+END, DIRECTORY = GOOD.index(b"PK\x05\x06"), GOOD.index(b"PK\x01\x02")
 fault("no end of the directory", "directory cannot be read", patch(END, b"PK\x05\x07"))
 fault("a directory beyond the file", "directory cannot be read", patch(END + 12, U4(len(GOOD) * 2)))
 fault("a directory of another size", "directory cannot be read", patch(END + 12, U4(40)))
@@ -339,6 +343,54 @@ def twice():
 
 fault("an entry twice", f"{ENTRY} is there twice", twice())
 
+# Readers that take the directory's offset as it is said find the first archive, others the second.
+fault("two archives", "something stands before the archive", GOOD + GOOD)
+fault("bytes after the archive", "goes on after the zip archive's end", GOOD + bytes(4))
+fault(
+    "bytes before the directory", "something stands before the archive", GOOD[:DIRECTORY] + bytes(4) + GOOD[DIRECTORY:]
+)
+fault("a count of another directory", "directory has", patch(END + 8, U2(1) + U2(1)))
+fault("a comment that ends early", "goes on after", patch(END + 20, U2(1)) + b"ab")
+
+
+def moved(offset):
+    """With some bytes in front, and all offsets telling of them."""
+    data = bytearray(bytes(offset) + GOOD)
+    data[:4] = b"PK\x03\x04"  # or nobody would take it for an archive
+    at = data.find(b"PK\x01\x02")
+    while at >= 0:
+        data[at + 42 : at + 46] = U4(struct.unpack_from("<I", data, at + 42)[0] + offset)
+        at = data.find(b"PK\x01\x02", at + 1)
+    end = END + offset
+    data[end + 16 : end + 20] = U4(struct.unpack_from("<I", data, end + 16)[0] + offset)
+    return bytes(data)
+
+
+fault("a prefix that all offsets know of", "first entry begins at byte 40, not at 0", moved(40))
+
+
+def with_zip64(entries=None, size=None, offset=None, place=None, small=None):
+    """With a ZIP64 record and its locator, one of their numbers another one."""
+    _, _, _, _, count, length, at, _ = struct.unpack_from("<4s4H2IH", GOOD, END)
+    count_64 = count if entries is None else entries
+    large = (count_64, count_64, length if size is None else size, at if offset is None else offset)
+    record = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, *large)
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, END if place is None else place, 1)
+    return GOOD[:END] + record + locator + GOOD[END:][: None if small is None else 10] + (small or b"")
+
+
+ZIP64 = with_zip64()
+fault("ZIP64: another count", "its ZIP64 record 1", with_zip64(entries=1))
+fault("ZIP64: another size", "ZIP64 record ", with_zip64(size=46))
+fault("ZIP64: another offset", "'s end says ", with_zip64(offset=3))
+fault("ZIP64: a locator that leads elsewhere", "not where its locator says", with_zip64(place=END - 1))
+fault(
+    "ZIP64: a directory of gigabytes",
+    "has more than",
+    with_zip64(size=1 << 40, small=b"\xff" * 10 + bytes(2)),
+    LimitError,
+)
+
 
 def inflated(claimed):
     entries = {"archive/data.pkl": b"N" * 5000 + b"."}
@@ -348,8 +400,8 @@ def inflated(claimed):
     return data[:22] + U4(claimed) + data[26:]
 
 
-fault("a pickle that unfolds to more", "unfolds to 101 bytes or more, 100 were said", inflated(100))
-fault("a pickle that unfolds to less", "unfolds to 5001 bytes or more, 6000 were said", inflated(6000))
+fault("a pickle that unfolds to more", "unfolds to more than the 100 bytes that were said", inflated(100))
+fault("a pickle that unfolds to less", "unfolds to 5001 bytes, 6000 were said", inflated(6000))
 fault("a pickle that unfolds to gigabytes", "unfolds to more than 268435456 bytes", inflated(1 << 29), LimitError)
 packed = zip_archive({"archive/data.pkl": b"N" * 5000 + b"."}, prefix="", deflate=["archive/data.pkl"])
 hole = packed.index(zlib.compress(b"N" * 5000 + b".")[2:10])
@@ -419,7 +471,7 @@ def test_each_fault_is_refused_with_its_class_and_message(case, tmp_path):
 
 
 def test_the_good_files_are_good(tmp_path):
-    for content in (GOOD, LEGACY):
+    for content in (GOOD, ZIP64, with_zip64(small=b"\xff" * 10 + bytes(2)), LEGACY):
         path = tmp_path / "good.pt"
         path.write_bytes(content)
         safe(path)

@@ -1,0 +1,217 @@
+"""What numpy.save writes: one array behind a header. Entries of npz archives are the same.
+
+1. The byte 0x93 and "NUMPY", a byte of major and one of minor version: 1.0, 2.0 or 3.0.
+2. The size of the header, little-endian: u16 in version 1, else u32.
+3. The header: the text of a Python dict of "descr" (the dtype), "fortran_order" and "shape", padded with blanks; in
+   Latin-1, in version 3 UTF-8.
+4. The elements in C order, or in Fortran's, to the end of the file. Those of dtype object are a pickle.
+
+https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import math
+import re
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import dtypes, jobs
+from ..arrays import check_mapping, refuse_masked
+from ..errors import FormatError, SafeloadError, UnsupportedError
+from ..files import Array, PathLike, WeightFile, array_fits, c_strides
+from ..lazy import Lazy, materialize
+from ..tensor import ListedTable, Listing
+from ..writer import AtomicFile, pieces_of
+from .pickle_machine import show
+
+SUFFIX = ".npy"
+
+# The only tensor of a file, as in a torch checkpoint that is one tensor.
+NAME = "tensor"
+
+# Bytes of a header that are looked at: numpy itself reads no header of more than 10,000 bytes.
+_HEADER_SIZE = 10_240
+# Bytes that are read for one: numpy writes 128 for most arrays.
+_WINDOW = 256
+
+# What Python's and numpy's parsers raise for headers that are none.
+_HEADER_ERRORS = (ValueError, TypeError, SyntaxError, LookupError, RecursionError, MemoryError, OverflowError)
+
+# A dtype that is no record, as numpy writes it: byte order, kind, bytes.
+_DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.ASCII)
+
+
+# ---- read ----
+
+
+class Described(NamedTuple):
+    """What a header says.
+
+    Attributes:
+        listing: the tensor.
+        big_endian: its byte order, None for single bytes.
+    """
+
+    listing: Listing
+    big_endian: bool | None
+
+
+class _Header(NamedTuple):
+    dtype: np.dtype[Any]
+    fortran: bool
+    shape: tuple[Any, ...]
+
+
+def read_table(file: WeightFile) -> ListedTable:
+    """The array of an open file, as a table of one tensor.
+
+    Raises:
+        FormatError: it breaks the format, with the byte where it does.
+        UnsupportedError: an array of Python objects, or of a dtype that weights do not have.
+    """
+    listing, big_endian = read_array(file, NAME, "the array", "the file", 0, file.size)
+    return ListedTable([listing], big_endian=bool(big_endian))
+
+
+def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: int, size: int) -> Described:
+    """What the header at ``begin`` says, checked against the bytes that there are.
+
+    Args:
+        file: where it is.
+        name: of the tensor.
+        subject: the array, for messages.
+        holder: what holds it, likewise.
+        begin: first byte of the header.
+        size: bytes of header and data together.
+
+    Raises:
+        FormatError, UnsupportedError: see `read_table`.
+    """
+    try:
+        raw, header_size = _find_header(file, begin, size)
+        dtype, fortran, shape = _parse_header(raw)
+    except _HEADER_ERRORS as error:
+        message = f"{subject}: its npy header cannot be read: {show(str(error))}"
+        raise FormatError(message, file.path, begin) from None
+    if dtype.hasobject:
+        raise UnsupportedError(f"{file.path}: {subject} holds Python objects, which are a pickle: refused")
+    row = dtypes.BY_NAME.get(dtype.name)
+    if row is None or row.packed:
+        hint = ": numpy forgets bfloat16 and float8" if dtype.kind == "V" and dtype.names is None else ""
+        raise UnsupportedError(f"{file.path}: {subject} is {dtype}, no dtype of weights{hint}")
+    possible = all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
+    if possible and 0 in shape:
+        possible = array_fits(shape, dtype.itemsize)
+    if not possible:
+        raise FormatError(f"{subject}: no array can have the shape {show(str(shape))}", file.path, begin)
+    data = begin + header_size
+    end, left = data + math.prod(shape) * dtype.itemsize, begin + size - data
+    if end != begin + size:
+        wanted = f"{row.code} {list(shape)} needs {end - data} bytes"
+        message = f"{subject}: {wanted}, but {holder} has {left} after the header"
+        raise FormatError(message, file.path, min(end, begin + size))
+    strides = None
+    if fortran and sum(dim > 1 for dim in shape) > 1 and 0 not in shape:
+        strides = c_strides(shape[::-1], dtype.itemsize)[::-1]
+    big_endian = None if dtype.itemsize == 1 else dtype.isnative == (sys.byteorder == "big")
+    return Described(Listing(name, row, tuple(shape), data, end, strides), big_endian)
+
+
+def _find_header(file: WeightFile, begin: int, size: int) -> tuple[bytes, int]:
+    """A header from its magic on, and its size."""
+    head = file.read_at(begin, min(size, _WINDOW))
+    if head[:6] != b"\x93NUMPY" or len(head) < 12:
+        raise ValueError("it does not begin with the magic of npy")
+    if head[6] not in (1, 2, 3) or head[7] != 0:
+        raise ValueError(f"npy version {head[6]}.{head[7]}")
+    end = _start(head) + int.from_bytes(head[8 : _start(head)], "little")
+    if end > min(size, _HEADER_SIZE):
+        raise ValueError(f"a header of {end} bytes")
+    if end > len(head):
+        head = file.read_at(begin, end)
+    return head[:end], end
+
+
+def _start(head: bytes) -> int:
+    """Where the text of a header begins."""
+    return 10 if head[6] == 1 else 12
+
+
+# Archives hold many arrays of few shapes.
+@lru_cache(maxsize=256)
+def _parse_header(head: bytes) -> _Header:
+    """What a header says. Numpy's own reader mends what Python 2 wrote, with warnings."""
+    fields = ast.literal_eval(head[_start(head) :].decode("latin1" if head[6] < 3 else "utf-8"))
+    if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
+        raise ValueError("it must have the keys descr, fortran_order and shape")
+    if not isinstance(fields["fortran_order"], bool) or not isinstance(fields["shape"], tuple):
+        raise ValueError("fortran_order must be a bool and shape a tuple")
+    descr = fields["descr"]
+    if isinstance(descr, str) and not _DESCR.fullmatch(descr):
+        raise ValueError(f"descr {descr!r}")
+    return _Header(np.lib.format.descr_to_dtype(descr), fields["fortran_order"], fields["shape"])
+
+
+# ---- write ----
+
+
+def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
+    """Writes an array in C order and little-endian, atomically.
+
+    Args:
+        tensors: exactly one, whose name is not written.
+        path: where.
+        overwrite: False to raise FileExistsError where something exists.
+        durable: False to leave out the fsync of file and folder.
+
+    Raises:
+        SafeloadError: none, or more than one.
+        UnsupportedError: a tensor whose dtype numpy does not have.
+        OSError: it cannot be written; the old one is still there.
+    """
+    check_mapping(tensors, "tensors")
+    if len(tensors) != 1:
+        raise SafeloadError(
+            f"an npy file holds one array, but there are {len(tensors)} tensors: choose one by its name"
+        )
+    ((name, value),) = tensors.items()
+    value = check_writable(name, value, "npy")
+    out = io.BytesIO()
+    described = {"descr": value.dtype.newbyteorder("<").str, "fortran_order": False, "shape": tuple(value.shape)}
+    np.lib.format.write_array_header_1_0(out, described)
+    head = np.frombuffer(out.getvalue(), np.uint8)
+    size = head.size + math.prod(value.shape) * value.dtype.itemsize
+    with AtomicFile(path, size, overwrite=overwrite, durable=durable) as file:
+        file.write([(jobs.address_of(head), head.size)])
+        for _owner, address, nbytes in pieces_of(materialize(value)):
+            if nbytes:
+                file.write([(address, nbytes)])
+
+
+def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
+    """The array that is to be written.
+
+    Raises:
+        TypeError: the name is no str, or the array is masked.
+        UnsupportedError: numpy's format has nothing like it.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if not isinstance(value, (np.ndarray, Lazy)):
+        what = getattr(value, "scheme", type(value).__name__)
+        raise UnsupportedError(f'tensor {name!r} is {what}, which {format} does not have: pass dtype="float32"')
+    refuse_masked(value, f"tensor {name!r}")
+    if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
+        raise UnsupportedError(
+            f'tensor {name!r} is {value.dtype.name}, which {format} does not have: pass dtype="float32"'
+        )
+    return value
