@@ -428,10 +428,13 @@ def _write_shards(outputs: dict[str, Output], merged: _Merged, folder: str, limi
                 data = np.frombuffer((json.dumps(content, indent=2) + "\n").encode(), np.uint8)
                 written = stack.enter_context(AtomicFile(os.path.join(folder, file), data.size, overwrite=overwrite))
                 written.write([(jobs.address_of(data), data.size)])
+                written.seal()
             for file, (shard, shard_texts) in zip(files, packed, strict=True):
                 writer = safetensors.Writer(shard, shard_texts)
                 place = os.path.join(folder, file)
-                writer.write_to(stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite)))
+                shard_file = stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite))
+                writer.write_to(shard_file)
+                shard_file.seal()  # there may be more shards than descriptors
     except BaseException:
         if made:
             _remove_if_empty(folder)
