@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,10 +74,10 @@ def read(path: PathLike) -> dict[str, Any]:
         FormatError: it is none.
         OSError: it cannot be read.
     """
-    from .formats.folder import read_json
+    from .json_file import read_json
 
     text = native_path(path)[0]
-    found: dict[str, Any] = read_json(Path(text), "the manifest")
+    found: dict[str, Any] = read_json(text, "the manifest")
     tensors = found.get("tensors")
     if found.get(KEY) != VERSION or not isinstance(tensors, dict):
         raise FormatError(f'a manifest is {{"{KEY}": {VERSION}, "tensors": {{...}}}}', text)

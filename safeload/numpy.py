@@ -120,7 +120,7 @@ def load_file(
         ValueError: an array of ``out`` that does not fit.
     """
     check_backend(backend)
-    file = safetensors.open_file(filename)
+    file = safetensors.open_file(filename, brief=True)
     try:
         parts = parts_of(file, names)
         return load_parts(parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]

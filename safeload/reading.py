@@ -143,7 +143,7 @@ def values(source: Source, begin: int, count: int) -> Array:
     result = np.empty(count, dtype)
     if count:
         job = Job(
-            source.descriptor,
+            lib.SL_MEMORY if source.file is None else source.file.descriptor,
             source.offset + begin * item,
             jobs.address_of(result),
             count * item,

@@ -129,11 +129,9 @@ _TENSOR_FIELDS = {"name", "source", "transpose"}
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    from pathlib import Path  # only here: what follows takes milliseconds that every import would pay
+    from .json_file import read_json
 
-    from .formats.folder import read_json
-
-    content: dict[str, Any] = read_json(Path(path), "the layout")
+    content: dict[str, Any] = read_json(path, "the layout")
     return content
 
 

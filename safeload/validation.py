@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,16 @@ from .checkpoint import Checkpoint
 from .checks import files, names, values
 from .checks.findings import Limits, ValidationReport, error
 from .checks.names import Known
-from .errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError, one_line, os_error
+from .errors import (
+    ForbiddenError,
+    FormatError,
+    LimitError,
+    MissingShardError,
+    SafeloadError,
+    UnsupportedError,
+    one_line,
+    os_error,
+)
 from .files import Array, PathLike, native_path
 from .jobs import Progress
 from .quantized import QuantizedTensor
@@ -25,6 +33,7 @@ from .schema import Choice, Schema
 
 # What a file that cannot be opened is reported as.
 _REFUSALS = (
+    (MissingShardError, "index.shard"),
     (ForbiddenError, "file.forbidden"),
     (UnsupportedError, "file.unsupported"),
     (LimitError, "file.limit"),
@@ -148,9 +157,9 @@ def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any
     """
     if config is None or isinstance(config, Mapping):
         return config
-    from .formats.folder import read_json
+    from .json_file import read_json
 
-    found: Mapping[str, Any] = read_json(Path(native_path(config)[0]), "config.json")
+    found: Mapping[str, Any] = read_json(config, "config.json")
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from .. import dtypes, jobs
 from .._native import Error, check, ffi, lib, pointer, short
 from ..errors import FormatError, SafetensorError
-from ..files import Array, PathLike, WeightFile, array_over, native_path
+from ..files import Array, PathLike, WeightFile, array_over, make_room, native_path
 from ..lazy import Lazy, materialize
 from ..tensor import Table, TensorSpec
 from ..writer import AtomicFile, pieces_of, written_as_is
@@ -19,8 +19,12 @@ from .sniffing import foreign
 # ---- read ----
 
 
-def open_file(path: PathLike) -> WeightFile:
+def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
     """Opens a file and validates its header; no tensor is read.
+
+    Args:
+        path: of the file.
+        brief: see `WeightFile`.
 
     Raises:
         FormatError: the file breaks the format, or is of another one.
@@ -29,13 +33,16 @@ def open_file(path: PathLike) -> WeightFile:
     text, encoded = native_path(path)
     descriptor, size, table = ffi.new("int64_t *"), ffi.new("uint64_t *"), ffi.new("sl_table **")
     error = Error()
-    status = short.sl_safetensors_open(encoded, *map(pointer, (descriptor, size, table, error)))
+    arguments = encoded, *map(pointer, (descriptor, size, table, error))
+    status = short.sl_safetensors_open(*arguments)
+    if status == lib.SL_E_OS and make_room(error.os_errno):
+        status = short.sl_safetensors_open(*arguments)
     if status == lib.SL_E_FORMAT:
         kind = foreign(text)
         if kind is not None:
             raise FormatError(f"this is {kind}, not a safetensors file", text, 0)
     check(status, error, text)
-    return WeightFile(text, descriptor[0], size[0], Table(table[0]))
+    return WeightFile(text, descriptor[0], size[0], Table(table[0]), brief=brief)
 
 
 class _Memory(NamedTuple):
