@@ -196,7 +196,7 @@ class Checkpoint(Mapping[str, Value]):
         self._check_open()
         file, index = self._locate(name)
         if file.table.quantized and (file.table.row(index).blocked or file.table.scale(index) is not None):
-            raise UnsupportedError(f"tensor {name!r} is quantized: its parts are not read, only the whole")
+            raise UnsupportedError(f"tensor {show(name)} is quantized: its parts are not read, only the whole")
         wanted = opening.Wanted((self.format,))
         if self._recipe is not None:
             wanted = wanted._replace(root=self._recipe.root, inert=self._recipe.unknown_globals == "inert")
@@ -224,7 +224,7 @@ class Checkpoint(Mapping[str, Value]):
             out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get; all are checked
                 before the first byte is written. If reading fails they may be partly filled.
             threads: for what is read; None for what helps.
-            progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+            progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
         Returns:
             Name to array: writable, aligned; C-contiguous but for strided tensors of torch, which are views. A

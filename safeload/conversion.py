@@ -68,7 +68,7 @@ def convert(
             it was. Where there were as many shards before, a crash in the moment of the renames leaves some of both.
         overwrite: False to raise FileExistsError where something exists.
         threads: for reading and converting; None for what helps.
-        progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total) of the result.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
 
     Raises:
         FileExistsError: ``dst`` exists, and ``overwrite`` is not set.

@@ -354,7 +354,7 @@ class WeightFile:
         """The tensor that a byte belongs to, as messages name it."""
         for name, (begin, end) in zip(self.table.names, self.table.byte_ranges(), strict=True):
             if begin <= position < end:
-                return f"tensor {name!r}"
+                return f"tensor {show(name)}"
         return None
 
     def layout(self, index: int) -> Layout:
@@ -396,7 +396,7 @@ class WeightFile:
                 result.append(Layout(dtype, shapes[i], *ranges[i], row.number, target.number))
             else:
                 name = self.table.names[i]
-                raise UnsupportedError(f"tensor {name!r}: there is no conversion from {row.code} to {target.code}")
+                raise UnsupportedError(f"tensor {show(name)}: there is no conversion from {row.code} to {target.code}")
         return result
 
 

@@ -17,7 +17,7 @@ from .jobs import read_small
 from .loading import check_backend, load_parts, parts_of
 from .slicing import as_index, read_slice
 from .tensor import TensorMeta
-from .text import plural
+from .text import clip, plural, printable
 
 # A first view of a tensor below this size would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10
@@ -206,15 +206,16 @@ _OTHERS = {
 
 
 def _check_framework(framework: str, device: str | int | None) -> None:
+    named = clip(printable(str(framework)), 200)
     if framework not in ("np", "numpy"):
         instead = _OTHERS.get(framework)
         if instead is None:
-            raise SafetensorError(f'framework {framework} is invalid: safeload gives numpy arrays, use "numpy"')
-        raise SafetensorError(
-            f'framework {framework}: safeload gives numpy arrays. Use framework="numpy" and {instead}'
-        )
+            raise SafetensorError(f'framework {named} is invalid: safeload gives numpy arrays, use "numpy"')
+        raise SafetensorError(f'framework {named}: safeload gives numpy arrays. Use framework="numpy" and {instead}')
     if device not in ("cpu", None):
-        raise SafetensorError(f'Device {device} is not supported for framework numpy: use "cpu"')
+        raise SafetensorError(
+            f'Device {clip(printable(str(device)), 200)} is not supported for framework numpy: use "cpu"'
+        )
 
 
 class SafeSlice:

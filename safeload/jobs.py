@@ -14,6 +14,7 @@ import numpy as np
 
 from ._native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
 from .files import Array, Layout, WeightFile, are_few, array_over, empty_array, groups
+from .progress import bar
 from .text import show
 
 Progress = bool | Callable[[int, int], object] | None
@@ -190,19 +191,14 @@ def thread_count(nbytes: int, threads: int | None) -> int:
 @contextmanager
 def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
     """A function that shows how many bytes are done, as `Progress` wants it."""
-    if progress is None or progress is False:
-        yield lambda done: None
-    elif callable(progress):
+    if callable(progress):
         report = progress
         yield lambda done: report(done, total)
+    elif progress:
+        with bar("safeload", leave=True) as draw:
+            yield lambda done: draw(done, total)
     else:
-        try:
-            from tqdm.auto import tqdm
-        except ImportError:
-            yield lambda done: None
-            return
-        with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024) as bar:
-            yield lambda done: bar.update(done - bar.n)
+        yield lambda done: None
 
 
 def run(

@@ -22,6 +22,7 @@ from .files import Array, PathLike, WeightFile, native_path
 from .jobs import Progress, native_order
 from .quantized import QuantizedTensor
 from .reading import Meter, in_order, source_pieces
+from .text import show
 
 KEY, VERSION = "safeload_manifest", 1
 
@@ -84,7 +85,7 @@ def read(path: PathLike) -> dict[str, Any]:
     for name, entry in tensors.items():
         good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
         if not good or not isinstance(entry.get("sha256"), str) or not _SHA256.fullmatch(entry["sha256"]):
-            raise FormatError(f"manifest: the entry of {name!r} must have dtype, shape and sha256", text)
+            raise FormatError(f"manifest: the entry of {show(name)} must have dtype, shape and sha256", text)
     return found
 
 

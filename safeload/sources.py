@@ -16,6 +16,7 @@ from .errors import RangeError
 from .files import Array, WeightFile
 from .jobs import Job, Progress
 from .quantized import QuantizedTensor
+from .text import show
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -54,7 +55,7 @@ class Source(NamedTuple):
 
 def subject(name: str) -> str:
     """The tensor as messages begin with it; nothing for a single array."""
-    return f"tensor {name!r}: " if name else ""
+    return f"tensor {show(name)}: " if name else ""
 
 
 def of_reals(name: str, x: Any, threads: int | None) -> Source:
@@ -153,7 +154,7 @@ def run(
 
     def where(job: int, position: int) -> tuple[str, str | None]:
         file = sources[job].file
-        return file.path if file is not None else "", f"tensor {sources[job].name!r}"
+        return file.path if file is not None else "", f"tensor {show(sources[job].name)}"
 
     try:
         jobs.run(

@@ -218,7 +218,7 @@ def stack(
         out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get; all are checked before
             the first byte is written.
         threads: None for what helps.
-        progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
         Name to array in the order of the layout; what was not named is its ``left_out``.

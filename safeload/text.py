@@ -21,12 +21,12 @@ def printable(text: str) -> str:
 
 def show(value: Any) -> str:
     """A value of a file or of a caller as messages show it: its repr, which escapes, in at most 200 characters."""
-    import reprlib  # functools has imported it
-
     try:
         if isinstance(value, (str, bytes)):
             text = repr(value[:_SHOWN])
         else:
+            import reprlib  # only here: it is rarely needed
+
             short = reprlib.Repr()
             short.maxstring = short.maxother = short.maxlong = _SHOWN
             short.maxlist = short.maxtuple = short.maxdict = 20

@@ -57,7 +57,7 @@ _CLI += [f"cli.{name}" for name in ("report_plots", "report_page", "report")]
 
 # Modules of one floor in the order in which they may import each other.
 PYTHON_FLOORS = {
-    0: ["_version", "errors", "text", "expressions", "log"],
+    0: ["_version", "errors", "text", "progress", "expressions", "log"],
     1: ["_native"],
     2: [
         "dtypes",
