@@ -118,7 +118,7 @@ def _lines(label: str) -> Iterator[Report]:
 
     yield draw
     if last[0] >= last[1] > 0:  # not where it has failed
-        _write(f"{label}: {size(last[1])} in {time.monotonic() - started:.1f} s\n")
+        _write(f"{label}: 100% of {size(last[1])} in {time.monotonic() - started:.1f} s\n")
 
 
 def _percent(done: int, total: int) -> int:

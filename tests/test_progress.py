@@ -100,7 +100,7 @@ def test_a_long_work_says_how_far_it_is_every_ten_seconds(monkeypatch, capsys):
         for second in range(26):
             now = float(second)
             draw(second << 20, 25 << 20)
-    assert capsys.readouterr().err == "work: 40% of 25 MiB\nwork: 80% of 25 MiB\nwork: 25 MiB in 25.0 s\n"
+    assert capsys.readouterr().err == "work: 40% of 25 MiB\nwork: 80% of 25 MiB\nwork: 100% of 25 MiB in 25.0 s\n"
 
 
 def test_failed_work_has_no_last_line(capsys):
