@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch_build
-from gguf_build import BOOL, F32, I32, STRING, U16, build, entry, tensor
+from gguf_build import BOOL, F32, I32, STRING, U16, part
 
 import safeload
 from safeload import FormatError, SafeloadError, UnsupportedError
@@ -292,17 +292,6 @@ def test_a_split_file_beside_another_is_ambiguous(split, tmp_path):
     shutil.copy(split / PARTS[0], folder / "mmproj.gguf")
     with pytest.raises(UnsupportedError, match=r"2 GGUF files: mmproj.gguf, model-00001-of-00003.gguf"):
         safeload.open(folder)
-
-
-def part(number, count, total, names, *, more=(), types=(U16, U16, I32)):
-    keys = ("split.no", "split.count", "split.tensors.count")
-    entries = [
-        entry(key, type, value)
-        for key, type, value in zip(keys, types, (number, count, total), strict=True)
-        if value is not None
-    ]
-    tensors = [tensor(name, [8], 0, 32 * k) for k, name in enumerate(names)]
-    return build([*entries, *more], tensors, bytes(32 * len(names)))
 
 
 def put_parts(folder, *parts, count=2):
