@@ -83,7 +83,7 @@ def _refuse_content(path: bytes | bytearray | memoryview) -> None:
 
 def absolute(path: str) -> str:
     """A path that stays right when the working directory changes."""
-    if path.startswith("/"):  # quickly: every open comes here
+    if path.startswith("/") and os.name != "nt":  # quickly: every open comes here
         return path
     try:
         return os.path.abspath(path)

@@ -133,7 +133,8 @@ def test_a_pipeline_of_diffusers_says_where_its_weights_are(tmp_path):
 
 def test_what_was_passed_over_is_in_the_notes_and_in_the_log(tmp_path, caplog):
     folder = put(tmp_path / "model", "model.safetensors", "consolidated.safetensors", "model.fp16.safetensors")
-    (folder / "readme.md").write_text("")
+    for name in ("readme.md", "training_args.bin", "optimizer.pt", "rng_state_0.pth"):
+        (folder / name).write_text("")
     with caplog.at_level(logging.DEBUG, "safeload"), safeload.open(folder) as opened:
         assert opened.notes[0] == "passed over: consolidated.safetensors, model.fp16.safetensors"
         assert "consolidated" in opened.notes[1]

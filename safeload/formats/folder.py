@@ -27,6 +27,8 @@ _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
 # Files that hold weights by their names: what messages and notes list.
 _WEIGHTS = re.compile(r".*(\.(safetensors|bin|pt|pth|ckpt|gguf|npz|moon|h5|msgpack)|\.index(\.\w+)?\.json)", re.DOTALL)
+# What trainers leave beside weights.
+_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 # Names listed in a message, and characters of each.
 _LISTED, _NAME = 20, 100
 
@@ -75,27 +77,26 @@ def open_list(paths: Sequence[str], wanted: Wanted) -> Shards:
         UnsupportedError: they are of different formats.
     """
     opened: list[Shards] = []
+    where: dict[str, tuple[WeightFile, int]] = {}
+    metadata: dict[str, Any] = {}
     parts: set[str] = set()  # of a split file whose first path has opened all of them
     for path in paths:
         if absolute(path) in parts:
             continue
-        opened.append(open_path(path, wanted))
-        if opened[-1].format == GGUF and len(opened[-1].files) > 1:
-            parts.update(file.place for file in opened[-1].files)
-    first = opened[0]
-    where: dict[str, tuple[WeightFile, int]] = {}
-    metadata: dict[str, Any] = {}
-    for path, one in zip(paths, opened, strict=False):
-        if one.format != first.format:
+        one = open_path(path, wanted)
+        if opened and one.format != opened[0].format:
             raise UnsupportedError(
-                f"{path} is {one.format}, {paths[0]} is {first.format}: a list of files must be of one format; "
+                f"{path} is {one.format}, {paths[0]} is {opened[0].format}: a list of files must be of one format; "
                 "safeload.convert takes sources of several"
             )
+        opened.append(one)
         _add(where, one.where)
         metadata.update(one.metadata)
+        if one.format == GGUF and len(one.files) > 1:
+            parts.update(file.place for file in one.files)
     config = next((one.config for one in opened if one.config is not None), None)
     files = [file for one in opened for file in one.files]
-    return Shards(first.format, files, where, metadata, config, None, [n for one in opened for n in one.notes])
+    return Shards(opened[0].format, files, where, metadata, config, None, [n for one in opened for n in one.notes])
 
 
 def _add(where: dict[str, tuple[WeightFile, int]], more: Mapping[str, tuple[WeightFile, int]]) -> None:
@@ -367,7 +368,8 @@ def _notes(names: Sequence[str], folders: Sequence[str], used: set[str], path: P
         notes.append("an adapter (PEFT): what a base model's weights are changed by, not a model of its own")
     if _PIPELINE in names:
         notes.append(f"a diffusers pipeline, with more weights in {_list(_with_weights(path, folders)) or 'no folder'}")
-    over = [name for name in names if name not in used and _WEIGHTS.fullmatch(name)]
+    others = (name for name in names if name not in used and not name.startswith(_STATE))
+    over = [name for name in others if _WEIGHTS.fullmatch(name)]
     if over:
         notes.append(f"passed over: {_list(over)}")
     if any(name.startswith("consolidated") for name in over):
