@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 from .errors import FormatError, LimitError, SafeloadError, UnsupportedError, os_error
+from .text import show
 
 try:
     from ._core import ffi, lib
@@ -57,7 +58,7 @@ def _choose_tier() -> int:
         if tier_name(tier) == wanted:
             return tier
     raise ImportError(
-        f"SAFELOAD_ISA is {wanted!r}, but available here are {', '.join(tier_name(tier) for tier in available)}"
+        f"SAFELOAD_ISA is {show(wanted)}, but available here are {', '.join(tier_name(tier) for tier in available)}"
     )
 
 

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import log
-from .errors import UnsupportedError
-from .files import Array, PathLike, WeightFile, native_path
+from .errors import FormatError, UnsupportedError
+from .files import Array, Identity, PathLike, WeightFile, absolute, check_unchanged, compare, native_path
 from .formats import opening, quantized, sniffing
 from .jobs import Progress
 from .loading import Backend, LoadStats, Part, Value, config_beside, distinct, load_parts, parts_of, stored_of
 from .slicing import read_slice
 from .tensor import TensorInfo, missing
-from .text import plural
+from .text import plural, show
 
 if TYPE_CHECKING:
+    from .formats import folder
     from .packed.grouping import Codes
 
 # Formats of files that stand beside a config.json.
 _WITH_CONFIG = (opening.SAFETENSORS, opening.TORCH_ZIP, opening.TORCH_LEGACY)
+
+
+class _Recipe(NamedTuple):
+    """How a checkpoint was opened: what its pickle holds.
+
+    Attributes:
+        paths: absolute.
+        listed: whether they were given as a list.
+        format: see `open`.
+        root: see `open`.
+        unknown_globals: see `open`.
+    """
+
+    paths: tuple[str, ...]
+    listed: bool
+    format: str | None
+    root: str | None
+    unknown_globals: str
+
+
+# Absolute path and the beginning of an `Identity` of each file.
+_Seen = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Checkpoint(Mapping[str, Value]):
@@ -33,6 +56,10 @@ class Checkpoint(Mapping[str, Value]):
     A mapping shows the file itself: if another program truncates it in place, touching a lost page kills the process
     (SIGBUS). ``load(backend="pread")`` has no such hazard.
 
+    It pickles as its absolute path and how it was opened: the copy is open, in whatever process, and the files must be
+    the same (size and time of the last change), or FormatError says that they have changed. `copy` does the same.
+    `ValueError` where it is closed.
+
     Attributes:
         format: "safetensors", "torch zip", "torch legacy", "gguf", "npz", "npy" or "moon".
         files: paths of the files that hold the tensors.
@@ -40,6 +67,8 @@ class Checkpoint(Mapping[str, Value]):
             ``root``; of a GGUF file a mapping that unpacks values when they are asked for; for shards that of all of
             them and of the index.
         config: parsed ``config.json`` of a folder, else None.
+        index: path of the ``index.json`` that it was opened by, else None.
+        notes: what a folder is (an adapter, a pipeline), and which of its weight files were passed over.
         last_load: `LoadStats` of the last `load`, else None.
     """
 
@@ -51,6 +80,10 @@ class Checkpoint(Mapping[str, Value]):
         where: dict[str, tuple[WeightFile, int]] | None,
         metadata: Mapping[str, Any],
         config: dict[str, Any] | None,
+        *,
+        recipe: _Recipe | None = None,
+        index: tuple[str, Identity] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         if format == "safetensors":
             where = _unpack(files, where)
@@ -65,6 +98,10 @@ class Checkpoint(Mapping[str, Value]):
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._found_codes: Mapping[str, Any] | None = None
         self._closed = False
+        self._recipe = recipe
+        self._index = index
+        self.index = None if index is None else index[0]
+        self.notes = list(notes)
         self.format = format
         self.files = [file.path for file in files]
         self.metadata = metadata
@@ -188,8 +225,11 @@ class Checkpoint(Mapping[str, Value]):
         self._check_open()
         file, index = self._locate(name)
         if file.table.quantized and (file.table.row(index).blocked or file.table.scale(index) is not None):
-            raise UnsupportedError(f"tensor {name!r} is quantized: its parts are not read, only the whole")
-        return TensorSlice(file, index)
+            raise UnsupportedError(f"tensor {show(name)} is quantized: its parts are not read, only the whole")
+        wanted = opening.Wanted((self.format,))
+        if self._recipe is not None:
+            wanted = wanted._replace(root=self._recipe.root, inert=self._recipe.unknown_globals == "inert")
+        return TensorSlice(file, index, wanted)
 
     def load(
         self,
@@ -213,7 +253,7 @@ class Checkpoint(Mapping[str, Value]):
             out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get; all are checked
                 before the first byte is written. If reading fails they may be partly filled.
             threads: for what is read; None for what helps.
-            progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+            progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
         Returns:
             Name to array: writable, aligned; C-contiguous but for strided tensors of torch, which are views. A
@@ -246,6 +286,27 @@ class Checkpoint(Mapping[str, Value]):
         for file in self._open:
             file.close()
 
+    def _seen(self) -> _Seen:
+        """The files as they were when they were opened."""
+        seen: list[tuple[str, Identity]] = [(file.place, file.identity) for file in self._open]
+        return (*seen, self._index) if self._index is not None else tuple(seen)
+
+    def _opened(self) -> _Recipe:
+        self._check_open()
+        if self._recipe is None:
+            raise TypeError(f"{self._path} was not opened by safeload.open, and cannot be copied")
+        return self._recipe
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process may be on another machine: what device and inode say is worth nothing there.
+        return _reopen, (tuple(self._opened()), tuple((path, tuple(seen[:2])) for path, seen in self._seen()))
+
+    def __copy__(self) -> Checkpoint:
+        return _reopen(self._opened(), self._seen())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoint:
+        return self.__copy__()
+
     def __enter__(self) -> Checkpoint:
         return self
 
@@ -269,15 +330,31 @@ def _unpack(
 class TensorSlice:
     """A tensor that has not been read. Indexing it as numpy does (basic indexing) reads what it returns.
 
+    It pickles as the path of its file, as a `Checkpoint` does.
+
     Attributes:
         shape: of the array that the whole tensor would be.
         dtype: likewise.
     """
 
-    def __init__(self, file: WeightFile, index: int) -> None:
+    def __init__(self, file: WeightFile, index: int, wanted: opening.Wanted) -> None:
         self._file = file
         self._index = index
+        self._wanted = wanted
         self.dtype, self.shape, *_ = file.layout(index)
+
+    def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...]]:
+        _ = self._file.descriptor  # says so where it is closed
+        return self._file.place, tuple(self._wanted), self._file.table.names[self._index], seen
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen_slice, self._copied(tuple(self._file.identity[:2]))
+
+    def __copy__(self) -> TensorSlice:
+        return _reopen_slice(*self._copied(self._file.identity))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorSlice:
+        return self.__copy__()
 
     def __getitem__(self, index: Any) -> Array:
         return read_slice(self._file, self._index, index if isinstance(index, tuple) else (index,))
@@ -291,17 +368,49 @@ class TensorSlice:
         return f"<TensorSlice {self.dtype} {list(self.shape)}>"
 
 
+def _reopen(recipe: Sequence[Any], seen: _Seen) -> Checkpoint:
+    """A checkpoint once more, of the same files."""
+    paths, listed, format, root, unknown_globals = recipe = _Recipe(*recipe)
+    for path, identity in seen:
+        check_unchanged(path, identity)
+    again = open(list(paths) if listed else paths[0], format=format, root=root, unknown_globals=unknown_globals)
+    try:
+        found = again._seen()
+        if [path for path, _ in found] != [path for path, _ in seen]:
+            raise FormatError("the folder has changed since it was opened: other files are its weights", paths[0])
+        for (path, identity), (_, before) in zip(found, seen, strict=True):
+            compare(identity, before, path)
+    except BaseException:
+        again.close()
+        raise
+    return again
+
+
+def _reopen_slice(path: str, wanted: tuple[Any, ...], name: str, seen: tuple[int, ...]) -> TensorSlice:
+    """A slice once more, of the same file."""
+    options = opening.Wanted(*wanted)
+    check_unchanged(path, seen)
+    file = opening.open_file(path, options).file
+    file.check_identity(seen)
+    return TensorSlice(file, file.table.index(name), options)
+
+
 def open(
-    path: PathLike, *, format: str | None = None, root: str | None = None, unknown_globals: str = "refuse"
+    path: PathLike | Sequence[PathLike],
+    *,
+    format: str | None = None,
+    root: str | None = None,
+    unknown_globals: str = "refuse",
 ) -> Checkpoint:
-    """Opens a weight file, a folder of them or an ``index.json``; no tensor is read.
+    """Opens a weight file, a folder of them, an ``index.json`` or a list of files; no tensor is read.
 
     Nothing that a file says is executed: the pickle of a torch checkpoint is read by a machine that builds plain values
     and descriptions of tensors. Nested containers give names with dots: ``{"model": {"w": ...}}`` gives "model.w", the
     third of a list "2", a tensor that is all there is "tensor", also in an npy file.
 
     Args:
-        path: what to open. The format is told from the content, not from the suffix.
+        path: what to open. The format is told from the content, not from the suffix. Of a list the union: a name that
+            two of its files have is an error. Of a split GGUF file any part opens all of them.
         format: to insist on one: "safetensors", "torch" (either of the following), "torch zip", "torch legacy", "gguf",
             "npz", "npy" or "moon".
         root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is left out of their
@@ -329,37 +438,64 @@ def open(
         ('F32', (128,))
     """
     if format is not None and format not in opening.FORMATS:
-        raise ValueError(f"format is {format!r}, known are {', '.join(opening.FORMATS)}")
+        raise ValueError(f"format is {show(format)}, known are {', '.join(opening.FORMATS)}")
     if unknown_globals not in ("refuse", "inert"):
-        raise ValueError(f'unknown_globals is {unknown_globals!r}, but it is "refuse" or "inert"')
+        raise ValueError(f'unknown_globals is {show(unknown_globals)}, but it is "refuse" or "inert"')
     formats = None if format is None else opening.FORMATS[format]
     wanted = opening.Wanted(formats, root, unknown_globals == "inert")
-    text, _ = native_path(path)
+    if isinstance(path, (list, tuple)):
+        return _open_list(path, wanted, _Recipe((), True, format, root, unknown_globals))
+    text, _ = native_path(path)  # type: ignore[arg-type]
+    recipe = _Recipe((absolute(text),), False, format, root, unknown_globals)
     if text.endswith(".json") and not sniffing.is_safetensors(sniffing.read_head(text)):
-        return _open_shards(text, wanted)
+        return _open_shards(text, wanted, recipe)
     try:
         opened = opening.open_file(text, wanted)
     except IsADirectoryError:
-        return _open_shards(text, wanted)
-    return Checkpoint(text, opened.format, [opened.file], None, opened.metadata, None)
+        return _open_shards(text, wanted, recipe)
+    if opened.format == opening.GGUF and "split.count" in opened.metadata:
+        from .formats import folder
+
+        return _checkpoint(text, folder.open_parts(opened, wanted), recipe)
+    return Checkpoint(text, opened.format, [opened.file], None, opened.metadata, None, recipe=recipe)
 
 
-def _open_shards(path: str, wanted: opening.Wanted) -> Checkpoint:
+def _open_list(paths: Sequence[PathLike], wanted: opening.Wanted, recipe: _Recipe) -> Checkpoint:
+    texts = [native_path(path)[0] for path in paths]
+    if not texts:
+        raise ValueError("there is nothing to open: the list of paths is empty")
+    from .formats import folder
+
+    name = texts[0] if len(texts) == 1 else f"{texts[0]} and {len(texts) - 1} more"
+    return _checkpoint(name, folder.open_list(texts, wanted), recipe._replace(paths=tuple(map(absolute, texts))))
+
+
+def _open_shards(path: str, wanted: opening.Wanted, recipe: _Recipe) -> Checkpoint:
     """A folder or an ``index.json``."""
     from .formats import folder  # only here: json and pathlib take milliseconds that every import would pay
 
-    shards, config = folder.open_path(path, wanted)
-    metadata: Mapping[str, Any] = {}
-    for file in shards.files:
-        found = file.table.metadata() or {}
-        metadata = {**metadata, **found} if metadata else found
-    if shards.metadata:
-        metadata = {**metadata, **shards.metadata}
-    return Checkpoint(path, shards.format, shards.files, shards.where, metadata, config)
+    return _checkpoint(path, folder.open_path(path, wanted), recipe)
+
+
+def _checkpoint(path: str, shards: folder.Shards, recipe: _Recipe) -> Checkpoint:
+    log.debug("opened %s: %s", path, plural(len(shards.files), "file"))
+    for note in shards.notes:
+        log.debug("%s: %s", path, note)
+    return Checkpoint(
+        path,
+        shards.format,
+        shards.files,
+        shards.where,
+        shards.metadata,
+        shards.config,
+        recipe=recipe,
+        index=shards.index_file,
+        notes=shards.notes,
+    )
 
 
 def load(
-    path: PathLike,
+    path: PathLike | Sequence[PathLike],
     names: Iterable[str] | None = None,
     *,
     format: str | None = None,

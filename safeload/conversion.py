@@ -90,7 +90,7 @@ def convert(
             it was. Where there were as many shards before, a crash in the moment of the renames leaves some of both.
         overwrite: False to raise FileExistsError where something exists.
         threads: for reading and converting; None for what helps.
-        progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total) of the result.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
 
     Raises:
         FileExistsError: ``dst`` exists, and ``overwrite`` is not set.
@@ -586,10 +586,13 @@ def _write_shards(
                 data = np.frombuffer((json.dumps(content, indent=2) + "\n").encode(), np.uint8)
                 written = stack.enter_context(AtomicFile(os.path.join(folder, file), data.size, overwrite=overwrite))
                 written.write([(jobs.address_of(data), data.size)])
+                written.seal()
             for file, (shard, shard_texts) in zip(files, packed, strict=True):
                 writer = safetensors.Writer(shard, shard_texts)
                 place = os.path.join(folder, file)
-                writer.write_to(stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite)))
+                shard_file = stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite))
+                writer.write_to(shard_file)
+                shard_file.seal()  # there may be more shards than descriptors
     except BaseException:
         if made:
             _remove_if_empty(folder)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ._native import ffi, lib
 from .errors import SafeloadError
+from .text import show
 
 
 class Dtype(NamedTuple):
@@ -103,7 +104,7 @@ def parse(dtype: Any) -> Dtype:
         name = None
     row = BY_NAME.get(name) if name is not None else None
     if row is None:
-        raise TypeError(f"dtype {dtype!r} is none of {', '.join(r.name for r in TABLE)}")
+        raise TypeError(f"dtype {show(dtype)} is none of {', '.join(r.name for r in TABLE)}")
     return row
 
 
@@ -116,7 +117,7 @@ def of_array(array: Any, name: str) -> Dtype:
     row = BY_NAME.get(array.dtype.name)
     if row is None or row.packed:
         raise SafeloadError(
-            f"tensor {name!r}: dtype {array.dtype.name!r} cannot be saved. Supported dtypes: "
+            f"tensor {show(name)}: dtype {show(array.dtype.name)} cannot be saved. Supported dtypes: "
             + ", ".join(row.name for row in TABLE if not row.packed)
         )
     return row

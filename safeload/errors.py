@@ -40,6 +40,10 @@ class FormatError(SafeloadError, ValueError):
         return type(self), (self.args[0], self.path, self.offset)
 
 
+class MissingShardError(FormatError):
+    """Of files that belong together some are missing."""
+
+
 class UnsupportedError(SafeloadError):
     """Something well-formed that safeload does not do; the message says what to do instead."""
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from . import dtypes
 from .errors import SafetensorError
-from .files import Array, PathLike, WeightFile, native_path
+from .files import Array, PathLike, WeightFile, check_unchanged, native_path
 from .formats import safetensors
 from .jobs import read_small
 from .loading import check_backend, load_parts, parts_of, refuse_float_codes
 from .slicing import as_index, read_slice
 from .tensor import TensorMeta
-from .text import plural
+from .text import clip, plural, printable
 
 # A first view of a tensor below this size would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10
@@ -27,7 +27,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     """An open safetensors file; tensors are read when asked for.
 
     No two arrays that it hands out share memory, and writing into one changes no file. Arrays stay valid after
-    `close`. Can be pickled: the copy opens the same path.
+    `close`. Can be pickled and copied: the copy opens the same path, and refuses a file that has changed since.
 
     Args:
         filename: path of the file.
@@ -158,8 +158,15 @@ class safe_open:  # noqa: N801 - safetensors' name
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._opened()
-        return _reopen, (type(self), self._arguments, self._backend)
+        file = self._opened()
+        return _reopen, (type(self), (file.place, *self._arguments[1:]), self._backend, tuple(file.identity[:2]))
+
+    def __copy__(self) -> safe_open:
+        file = self._opened()
+        return _reopen(type(self), (file.place, *self._arguments[1:]), self._backend, file.identity)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> safe_open:
+        return self.__copy__()
 
     def __repr__(self) -> str:
         state = "closed" if self._file is None else plural(self._file.table.count, "tensor")
@@ -183,9 +190,11 @@ class _safe_open_handle(safe_open):  # noqa: N801 - safetensors' name
         super().__init__(f.name, framework, device, backend=backend)
 
 
-def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str) -> safe_open:
+def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str, seen: tuple[int, ...]) -> safe_open:
+    check_unchanged(arguments[0], seen)
     opened = kind.__new__(kind)
     safe_open.__init__(opened, *arguments, backend=backend)
+    opened._opened().check_identity(seen)
     return opened
 
 
@@ -200,15 +209,16 @@ _OTHERS = {
 
 
 def _check_framework(framework: str, device: str | int | None) -> None:
+    named = clip(printable(str(framework)), 200)
     if framework not in ("np", "numpy"):
         instead = _OTHERS.get(framework)
         if instead is None:
-            raise SafetensorError(f'framework {framework} is invalid: safeload gives numpy arrays, use "numpy"')
-        raise SafetensorError(
-            f'framework {framework}: safeload gives numpy arrays. Use framework="numpy" and {instead}'
-        )
+            raise SafetensorError(f'framework {named} is invalid: safeload gives numpy arrays, use "numpy"')
+        raise SafetensorError(f'framework {named}: safeload gives numpy arrays. Use framework="numpy" and {instead}')
     if device not in ("cpu", None):
-        raise SafetensorError(f'Device {device} is not supported for framework numpy: use "cpu"')
+        raise SafetensorError(
+            f'Device {clip(printable(str(device)), 200)} is not supported for framework numpy: use "cpu"'
+        )
 
 
 class SafeSlice:
@@ -221,6 +231,16 @@ class SafeSlice:
     def __init__(self, file: WeightFile, index: int) -> None:
         self._file = file
         self._index = index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        file = self._file
+        return _reopen_slice, (file.place, file.table.names[self._index], tuple(file.identity[:2]))
+
+    def __copy__(self) -> SafeSlice:
+        return _reopen_slice(self._file.place, self._file.table.names[self._index], self._file.identity)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SafeSlice:
+        return self.__copy__()
 
     def get_shape(self) -> list[int]:
         """Logical shape of the tensor."""
@@ -251,6 +271,13 @@ class SafeSlice:
             return read_slice(self._file, self._index, items)
         except IndexError as error:
             raise SafetensorError(str(error)) from None
+
+
+def _reopen_slice(path: str, name: str, seen: tuple[int, ...]) -> SafeSlice:
+    check_unchanged(path, seen)
+    file = safetensors.open_file(path)
+    file.check_identity(seen)
+    return SafeSlice(file, file.table.index(name))
 
 
 def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
-from .files import Array, Layout, WeightFile, array_over, empty_array
+from .files import Array, Layout, WeightFile, are_few, array_over, empty_array, groups
+from .progress import bar
+from .text import show
 
 Progress = bool | Callable[[int, int], object] | None
 
@@ -22,6 +24,8 @@ SLICE_MS = 50
 
 # More threads than this saturate no memory system or disk any further.
 MAX_THREADS = 16
+# What can be asked for: the core starts as many, whatever the machine has.
+MOST_THREADS = 4096
 # A thread for less than this costs more to start than it saves.
 BYTES_PER_THREAD = 4 << 20
 
@@ -101,11 +105,15 @@ class Refused(Exception):  # noqa: N818 - becomes an error where name and shape 
         self.reason = reason
 
 
+# As `Job.file`: the file is among those given to `run`. A descriptor that there is not.
+IN_FILE = -2
+
+
 class Job(NamedTuple):
     """One ``sl_job``.
 
     Attributes:
-        file: descriptor, or ``lib.SL_MEMORY`` where the source is memory.
+        file: descriptor, ``lib.SL_MEMORY`` where the source is memory, or `IN_FILE`.
         offset: in the file, or the address of the source.
         memory: address of the destination (of the source of a write).
         size: bytes of all elements at the source.
@@ -156,40 +164,41 @@ def available_cpus() -> int:
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuses what is no number of threads: TypeError where it is no integer, ValueError below 1."""
-    if threads is not None and operator.index(threads) < 1:
-        raise ValueError(f"threads is {threads}, but at least one is needed")
+    """Refuses what is no number of threads: TypeError where it is no integer, ValueError below 1 or far too many."""
+    if threads is None:
+        return
+    number = operator.index(threads)
+    if number < 1:
+        raise ValueError(f"threads is {show(number)}, but at least one is needed")
+    if number > MOST_THREADS:
+        raise ValueError(f"threads is {show(number)}, but at most {MOST_THREADS:,} are started")
 
 
 def thread_count(nbytes: int, threads: int | None) -> int:
     """Threads for a job of so many bytes: what is asked for, else ``SAFELOAD_NUM_THREADS``, else what helps."""
     check_threads(threads)
-    if threads is None:
-        setting = os.environ.get("SAFELOAD_NUM_THREADS")
-        if not setting:
-            return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
-        if not setting.isdecimal() or int(setting) < 1:
-            raise ValueError(f"SAFELOAD_NUM_THREADS is {setting!r}, not a number of threads")
-        threads = int(setting)
-    return threads
+    if threads is not None:
+        return operator.index(threads)
+    setting = os.environ.get("SAFELOAD_NUM_THREADS")
+    if not setting:
+        return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
+    # No more digits than the limit has: int() would refuse thousands of them in its own words.
+    if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
+        raise ValueError(f"SAFELOAD_NUM_THREADS is {show(setting)}, but a number from 1 to {MOST_THREADS:,} is wanted")
+    return int(setting)
 
 
 @contextmanager
 def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
     """A function that shows how many bytes are done, as `Progress` wants it."""
-    if progress is None or progress is False:
-        yield lambda done: None
-    elif callable(progress):
+    if callable(progress):
         report = progress
         yield lambda done: report(done, total)
+    elif progress:
+        with bar("safeload", leave=True) as draw:
+            yield lambda done: draw(done, total)
     else:
-        try:
-            from tqdm.auto import tqdm
-        except ImportError:
-            yield lambda done: None
-            return
-        with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024) as bar:
-            yield lambda done: bar.update(done - bar.n)
+        yield lambda done: None
 
 
 def run(
@@ -197,6 +206,7 @@ def run(
     direction: int,
     where: Callable[[int, int], tuple[str, str | None]],
     *,
+    files: Sequence[WeightFile | None] | None = None,
     grids: Sequence[Grid] = (),
     channels: Sequence[Channels] = (),
     threads: int | None = None,
@@ -208,6 +218,8 @@ def run(
         jobs: what to move.
         direction: ``lib.SL_READ``, ``SL_WRITE`` or ``SL_APPEND``.
         where: for an error, path and tensor of a job's index and a byte in its file.
+        files: the file of each job, None for one in memory, where `Job.file` is `IN_FILE`: they are opened as far as
+            they are not, no more than a part of them at a time where the process may not have so many descriptors.
         grids: what `Job.grid` counts in.
         channels: what `Job.channels` counts in.
         threads: None for `thread_count`'s choice.
@@ -229,21 +241,32 @@ def run(
             array[field] = np.where(numbers > 0, address_of(table) + (numbers - 1) * table.itemsize, 0)
     total = int(array["size"].sum())
     count = thread_count(total, threads)
-    described = ffi.from_buffer("sl_job[]", array)
-    cursor = ffi.new("sl_cursor *")
-    error = Error()
+    done = 0
     with reporter(progress, total) as report:
-        while not cursor.finished:
-            status = lib.sl_jobs_run(described, len(array), direction, TIER, count, SLICE_MS, cursor, error)
-            if status == lib.SL_E_RANGE:
-                raise Refused(cursor.failed_job, error.position, ffi.string(error.message).decode())
-            if status == lib.SL_E_MEMORY:  # of no one job, and there may be none
-                check(status, error)
-            if status != lib.SL_OK:
-                path, subject = where(cursor.failed_job, error.position)
-                check(status, error, path, subject)
-            report(cursor.bytes_done)
+        for begin, end in [(0, len(array))] if files is None else groups(files):
+            batch = array[begin:end]
+            if files is not None:
+                held = {file: file.descriptor for file in set(files[begin:end]) if file is not None}
+                batch["file"] = [lib.SL_MEMORY if file is None else held[file] for file in files[begin:end]]
+            described = ffi.from_buffer("sl_job[]", batch)
+            cursor = ffi.new("sl_cursor *")
+            error = Error()
+            while not cursor.finished:
+                status = lib.sl_jobs_run(described, len(batch), direction, TIER, count, SLICE_MS, cursor, error)
+                if status != lib.SL_OK:
+                    _fail(status, error, begin + cursor.failed_job, where)
+                report(done + cursor.bytes_done)
+            done += cursor.bytes_done
     return total
+
+
+def _fail(status: int, error: Any, job: int, where: Callable[[int, int], tuple[str, str | None]]) -> None:
+    if status == lib.SL_E_RANGE:
+        raise Refused(job, error.position, ffi.string(error.message).decode())
+    if status == lib.SL_E_MEMORY:  # of no one job, and there may be none
+        check(status, error)
+    path, subject = where(job, error.position)
+    check(status, error, path, subject)
 
 
 def address_of(array: Array) -> int:
@@ -270,9 +293,14 @@ def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 class _Reads:
-    """Collects tensors to be read into private memory."""
+    """Collects tensors to be read into private memory.
 
-    def __init__(self) -> None:
+    Args:
+        few: whether all of their files may be open at once.
+    """
+
+    def __init__(self, few: bool) -> None:
+        self.few = few
         self.jobs: list[Job] = []
         self.files: list[WeightFile] = []  # of each job
         self.arrays: list[Array | None] = []
@@ -292,8 +320,12 @@ class _Reads:
         array = private_array(layout.shape, layout.dtype) if into is None else into
         self.arrays.append(array)
         if size > 0:
-            self.jobs.append(Job(file.descriptor, layout.begin, address_of(array), size, layout.source, layout.target))
+            source = self._source(file)
+            self.jobs.append(Job(source, layout.begin, address_of(array), size, layout.source, layout.target))
             self.files.append(file)
+
+    def _source(self, file: WeightFile) -> int:
+        return file.descriptor if self.few else IN_FILE
 
     def flush(self) -> None:
         """Places the small tensors collected so far in one pool, neighbours in the file side by side in one job."""
@@ -308,7 +340,7 @@ class _Reads:
             else:
                 # The same address modulo ALIGNMENT as in the file: what is aligned there is aligned here.
                 at += (begin - at) % ALIGNMENT
-                self.jobs.append(Job(file.descriptor, begin, base + at, end - begin))
+                self.jobs.append(Job(self._source(file), begin, base + at, end - begin))
                 self.files.append(file)
             self.arrays[slot] = array_over(pool, dtype, shape, at)
             at += end - begin
@@ -336,7 +368,7 @@ def read_arrays(
         FormatError: a file ends too early, with its path and the offset.
         OSError: a file cannot be read.
     """
-    reads = _Reads()
+    reads = _Reads(are_few(file for file, _ in parts))
     for k, (file, layout) in enumerate(parts):
         reads.add(file, layout, None if into is None else into[k])
     reads.flush()
@@ -345,7 +377,7 @@ def read_arrays(
         file = reads.files[job]
         return file.path, file.tensor_at(position)
 
-    run(reads.jobs, lib.SL_READ, where, threads=threads, progress=progress)
+    run(reads.jobs, lib.SL_READ, where, files=None if reads.few else reads.files, threads=threads, progress=progress)
     arrays = [native_order(array) for array in reads.arrays if array is not None]
     for k, given in enumerate(into or ()):
         if given is not None and arrays[k] is not given:  # only where bytes had to be swapped

@@ -16,6 +16,7 @@ from .files import Array, Layout, WeightFile, view_of
 from .jobs import Progress
 from .quantized import INT8, QuantizedTensor
 from .tensor import Scale
+from .text import show
 
 if TYPE_CHECKING:
     from .packed.grouping import Stored
@@ -50,7 +51,7 @@ class LoadStats(NamedTuple):
 def check_backend(backend: object) -> None:
     """Refuses what is neither "mmap" nor "pread"."""
     if backend not in ("mmap", "pread"):
-        raise SafeloadError(f'backend {backend!r} is invalid (expected one of: "mmap", "pread")')
+        raise SafeloadError(f'backend {show(backend)} is invalid (expected one of: "mmap", "pread")')
 
 
 def parse_target(dtype: Any) -> dtypes.Dtype | None:
@@ -257,21 +258,21 @@ def _check_out(parts: Sequence[Part], layouts: list[Layout], out: Mapping[str, A
     names = [name for name, _, _ in parts]
     unknown = sorted(set(out) - set(names))
     if unknown:
-        raise ValueError(f"out: {unknown[0]!r} is no tensor of this load")
+        raise ValueError(f"out: {show(unknown[0])} is no tensor of this load")
     arrays = []
     for name, layout in zip(names, layouts, strict=True):
         array = out.get(name)
         if array is None:
-            raise ValueError(f"out: no array for tensor {name!r}")
-        refuse_masked(array, f"out: {name!r}")
+            raise ValueError(f"out: no array for tensor {show(name)}")
+        refuse_masked(array, f"out: {show(name)}")
         if not isinstance(array, np.ndarray):
-            raise TypeError(f"out: {name!r} is a {type(array).__name__}, not a numpy array")
+            raise TypeError(f"out: {show(name)} is a {type(array).__name__}, not a numpy array")
         if array.dtype != layout.dtype or array.shape != layout.shape:
             raise ValueError(
-                f"out: {name!r} is {array.dtype} {list(array.shape)}, but the tensor needs {layout.dtype} "
-                f"{list(layout.shape)}"
+                f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {layout.dtype} "
+                f"{show(list(layout.shape))}"
             )
         if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
-            raise ValueError(f"out: {name!r} must be C-contiguous, aligned and writable")
+            raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
         arrays.append(array)
     return arrays

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from .files import Array, PathLike, WeightFile, native_path
 from .jobs import Progress, native_order
 from .quantized import QuantizedTensor
 from .reading import Meter, in_order, source_pieces
+from .text import show
 
 KEY, VERSION = "safeload_manifest", 1
 
@@ -75,17 +75,17 @@ def read(path: PathLike) -> dict[str, Any]:
         FormatError: it is none.
         OSError: it cannot be read.
     """
-    from .formats.folder import read_json
+    from .json_file import read_json
 
     text = native_path(path)[0]
-    found: dict[str, Any] = read_json(Path(text), "the manifest")
+    found: dict[str, Any] = read_json(text, "the manifest")
     tensors = found.get("tensors")
     if found.get(KEY) != VERSION or not isinstance(tensors, dict):
         raise FormatError(f'a manifest is {{"{KEY}": {VERSION}, "tensors": {{...}}}}', text)
     for name, entry in tensors.items():
         good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
         if not good or not isinstance(entry.get("sha256"), str) or not _SHA256.fullmatch(entry["sha256"]):
-            raise FormatError(f"manifest: the entry of {name!r} must have dtype, shape and sha256", text)
+            raise FormatError(f"manifest: the entry of {show(name)} must have dtype, shape and sha256", text)
     return found
 
 

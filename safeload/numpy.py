@@ -106,7 +106,7 @@ def load_file(
             weights without new memory. All are checked before the first byte is written; if reading fails they may be
             partly filled.
         threads: for what is read; None for what helps.
-        progress: for what is read: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+        progress: for what is read: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
         Name to array, in the order of the bytes or of ``names``: writable, aligned, C-contiguous. BF16 and F8 tensors
@@ -120,7 +120,7 @@ def load_file(
         ValueError: an array of ``out`` that does not fit.
     """
     check_backend(backend)
-    file = safetensors.open_file(filename)
+    file = safetensors.open_file(filename, brief=True)
     try:
         parts = parts_of(file, names)
         if dtype is not None:

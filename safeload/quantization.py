@@ -444,7 +444,7 @@ def load_quantized(
         rounding: for "q4_0": "absmax" (the default) or "ggml".
         axis: for int8 the axis that keeps its own scales; None for one scale a matrix: [N] for N of them in one tensor.
         threads: None for what helps.
-        progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
         Name to array or `QuantizedTensor`, in the order of the source; its ``summary`` says what was kept and why.

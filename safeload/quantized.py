@@ -13,6 +13,7 @@ from .arrays import refuse_masked
 from .casting import target_array
 from .errors import UnsupportedError
 from .files import Array
+from .text import show
 
 INT8 = "int8"
 _I8 = dtypes.BY_CODE["I8"].number
@@ -143,7 +144,7 @@ def storage_of(
         return (np.dtype(np.int8), shape), (np.dtype(np.float32), scales)
     row = dtypes.BLOCK_TYPES.get(scheme)
     if row is None:
-        raise ValueError(f"scheme {scheme!r} is none of {INT8}, {', '.join(dtypes.BLOCK_TYPES)}")
+        raise ValueError(f"scheme {show(scheme)} is none of {INT8}, {', '.join(dtypes.BLOCK_TYPES)}")
     if axis is not None:
         raise ValueError(f"{scheme} has a scale for each block: axis is for {INT8}")
     if not shape or shape[-1] % row.block:

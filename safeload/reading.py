@@ -14,7 +14,9 @@ from . import dtypes, jobs
 from ._native import lib
 from .files import Array, WeightFile
 from .jobs import Job, Progress
+from .progress import bar
 from .sources import Source
+from .text import show
 
 # Bytes read at a time by each thread: far more than what starting a read costs, little beside any machine's memory.
 PIECE = 4 << 20
@@ -62,22 +64,27 @@ class Meter:
     """Counts bytes for a progress report; any thread may add to it.
 
     Args:
-        progress: a callable that gets (bytes_done, bytes_total), or None. A bar is for the caller to draw.
+        progress: a callable that gets (bytes_done, bytes_total), True for a bar, or None.
         total: bytes in all.
     """
 
     def __init__(self, progress: Progress, total: int) -> None:
-        self._report = progress if callable(progress) else None
+        # The bar goes when all is done, or with the meter where that does not come.
+        self._bar = None if callable(progress) or not progress else bar("safeload", leave=True)
+        self._report = progress if callable(progress) else None if self._bar is None else self._bar.__enter__()
         self._total = total
         self._done = 0
         self._lock = Lock()
 
     def add(self, nbytes: int) -> None:
         """So many bytes more are done."""
-        if self._report is not None:
-            with self._lock:
+        with self._lock:
+            if self._report is not None:
                 self._done += nbytes
                 self._report(self._done, self._total)
+                if self._bar is not None and self._done >= self._total:
+                    self._bar.__exit__(None, None, None)
+                    self._bar = self._report = None
 
 
 def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
@@ -136,14 +143,14 @@ def values(source: Source, begin: int, count: int) -> Array:
     item = row.block_bytes
 
     def where(job: int, position: int) -> tuple[str, str | None]:
-        return (source.file.path if source.file is not None else ""), f"tensor {source.name!r}"
+        return (source.file.path if source.file is not None else ""), f"tensor {show(source.name)}"
 
     dtype: np.dtype[Any] = np.dtype(np.float64) if row.floating else dtypes.element_dtype(row.number)
     target = dtypes.BY_CODE["F64"].number if row.floating else row.number
     result = np.empty(count, dtype)
     if count:
         job = Job(
-            source.descriptor,
+            lib.SL_MEMORY if source.file is None else source.file.descriptor,
             source.offset + begin * item,
             jobs.address_of(result),
             count * item,

@@ -352,9 +352,9 @@ def load(source: str | PathLike | Mapping[str, Any]) -> Schema:
         return built_in()[text]
     if not text.endswith(".json") and os.sep not in text:
         raise ValueError(f"schema {text!r} is neither a file.json nor one of {', '.join(built_in())}")
-    from .formats.folder import read_json
+    from .json_file import read_json
 
-    return parse(read_json(Path(text), "the schema"), text)
+    return parse(read_json(text, "the schema"), text)
 
 
 @cache

@@ -11,6 +11,7 @@ import numpy as np
 from . import jobs
 from ._native import lib
 from .files import Array, Layout, WeightFile, array_over, c_strides
+from .text import show
 
 # Rows this close together are read with what lies between them: a page is what the system reads anyway.
 _DENSE_PITCH = 4096
@@ -132,7 +133,7 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
     """The selected elements in private memory, read through the descriptor."""
     layout = file.layout(tensor)
     axes, after = _axes(index, layout.shape)
-    place = file.path, f"tensor {file.table.names[tensor]!r}"
+    place = file.path, f"tensor {show(file.table.names[tensor])}"
     if layout.strides is None:
         result = _read_dense(file, layout.dtype, layout.shape, layout.begin, axes, place)
     else:

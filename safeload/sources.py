@@ -19,6 +19,7 @@ from .jobs import Job, Progress
 from .packed import grouping
 from .packed.grouping import Codes
 from .quantized import QuantizedTensor
+from .text import show
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -26,11 +27,12 @@ _F32 = dtypes.BY_CODE["F32"]
 class Source(NamedTuple):
     """Where a tensor's values are, in C order and little-endian: in memory or in a file.
 
+    It holds no descriptor: a list of sources may have more files than a process descriptors.
+
     Attributes:
         name: for messages; "" for a single array.
         shape: logical shape.
         row: row of the dtype table.
-        descriptor: of the file, or ``lib.SL_MEMORY``.
         offset: in the file, or the address.
         file: None for memory.
         owner: keeps memory or file alive.
@@ -39,7 +41,6 @@ class Source(NamedTuple):
     name: str
     shape: tuple[int, ...]
     row: dtypes.Dtype
-    descriptor: int
     offset: int
     file: WeightFile | None
     owner: Any  # keeps memory alive
@@ -50,13 +51,14 @@ class Source(NamedTuple):
         return self.row.nbytes(math.prod(self.shape))
 
     def job(self, memory: int, target: int, *, grid: int = 0, channels: int = 0) -> Job:
-        """What moves it to an address, as the dtype numbered ``target``."""
-        return Job(self.descriptor, self.offset, memory, self.size, self.row.number, target, grid, channels)
+        """What moves it to an address, as the dtype numbered ``target``; for `run`, which opens the file."""
+        where = lib.SL_MEMORY if self.file is None else jobs.IN_FILE
+        return Job(where, self.offset, memory, self.size, self.row.number, target, grid, channels)
 
 
 def subject(name: str) -> str:
     """The tensor as messages begin with it; nothing for a single array."""
-    return f"tensor {name!r}: " if name else ""
+    return f"tensor {show(name)}: " if name else ""
 
 
 def of_reals(name: str, x: Any, threads: int | None) -> Source:
@@ -82,7 +84,7 @@ def of_numbers(name: str, array: Array, row: dtypes.Dtype, threads: int | None) 
     if not array.flags.c_contiguous:
         array = astype(array, array.dtype, threads=threads)
     little = jobs.native_order(array)  # the core takes the byte order of files
-    return Source(name, array.shape, row, lib.SL_MEMORY, address(little), None, little)
+    return Source(name, array.shape, row, address(little), None, little)
 
 
 def tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | QuantizedTensor]:
@@ -136,7 +138,7 @@ def of_array(name: str, value: Any) -> Source:
     if row.floating:
         return of_reals(name, array, None)
     kept = np.ascontiguousarray(jobs.native_order(array))
-    return Source(name, array.shape, row, lib.SL_MEMORY, address(kept), None, kept)
+    return Source(name, array.shape, row, address(kept), None, kept)
 
 
 def of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | QuantizedTensor:
@@ -159,7 +161,7 @@ def in_place(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Sou
     if layout.strides is not None or layout.big_endian:
         return None
     table = file.table
-    return Source(name, table.shape(index), table.row(index), file.descriptor, layout.begin, file, opened)
+    return Source(name, table.shape(index), table.row(index), layout.begin, file, opened)
 
 
 def address(array: Array) -> int:
@@ -186,10 +188,19 @@ def run(
 
     def where(job: int, position: int) -> tuple[str, str | None]:
         file = sources[job].file
-        return file.path if file is not None else "", f"tensor {sources[job].name!r}"
+        return file.path if file is not None else "", f"tensor {show(sources[job].name)}"
 
     try:
-        jobs.run(work, lib.SL_READ, where, grids=grids, channels=channels, threads=threads, progress=progress)
+        jobs.run(
+            work,
+            lib.SL_READ,
+            where,
+            files=[source.file for source in sources],
+            grids=grids,
+            channels=channels,
+            threads=threads,
+            progress=progress,
+        )
     except jobs.Refused as refused:
         source = sources[refused.job]
         index = [int(k) for k in np.unravel_index(refused.element, source.shape)]

@@ -135,11 +135,9 @@ _TENSOR_FIELDS = {"name", "source", "transpose"}
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    from pathlib import Path  # only here: what follows takes milliseconds that every import would pay
+    from .json_file import read_json
 
-    from .formats.folder import read_json
-
-    content: dict[str, Any] = read_json(Path(path), "the layout")
+    content: dict[str, Any] = read_json(path, "the layout")
     return content
 
 
@@ -231,7 +229,7 @@ def stack(
         out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get; all are checked before
             the first byte is written.
         threads: None for what helps.
-        progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
         Name to array in the order of the layout; what was not named is its ``left_out``.

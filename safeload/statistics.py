@@ -119,7 +119,7 @@ def stats(
         histogram: whether to count values by their binary exponent, see `HISTOGRAM_EDGES`.
         names: of the tensors to look at, of those in x; None for all.
         threads: None for what helps.
-        progress: True for a bar (needs tqdm), or a callable that gets (bytes_done, bytes_total).
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
         A `TensorStats` for one tensor. For a checkpoint a dict of them by name, in its order, without the tensors that

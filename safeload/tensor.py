@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 from . import dtypes
 from ._native import ffi, pointer, short
 from .errors import SafetensorError, TensorNotFoundError
+from .text import clip, printable, show
 
 # Above this many names a missing one is reported without suggestions: difflib compares with each of them.
 _SUGGEST_UP_TO = 5_000
+
+# Characters of a name in that message, which shows it as it is, not in quotes: upstream's words.
+_NAME = 200
 
 # A binary search in C takes as long as putting so many names into a dict: after that many searches a dict is made.
 _SEARCH_COST = 16
@@ -80,7 +84,7 @@ class TensorSpec:
         row = dtypes.BY_CODE["F4"] if two_per_byte else dtypes.BY_NAME.get(dtype)
         if row is None or (row.code == "F4" and not two_per_byte):
             names = [r.name if r.code != "F4" else "float4_e2m1fn_x2" for r in dtypes.TABLE]
-            raise SafetensorError(f"Unknown dtype {dtype!r}. Supported dtypes: {', '.join(names)}")
+            raise SafetensorError(f"Unknown dtype {show(dtype)}. Supported dtypes: {', '.join(names)}")
         dims = [_index(dim, "shape") for dim in shape]
         if two_per_byte and dims:
             dims[-1] *= 2
@@ -431,8 +435,8 @@ def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
     """The error for a name that is not there, with the names that come close."""
     import difflib  # only here: it takes a millisecond that every import would pay
 
-    message = f"File does not contain tensor {name}"
+    message = f"File does not contain tensor {clip(printable(name), _NAME)}"
     close = difflib.get_close_matches(name, names, n=3) if len(names) <= _SUGGEST_UP_TO else []
     if close:
-        message += f"; close to it: {', '.join(close)}"
+        message += f"; close to it: {', '.join(clip(printable(known), _NAME) for known in close)}"
     return TensorNotFoundError(message)

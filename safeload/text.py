@@ -8,12 +8,32 @@ from typing import Any
 
 import numpy as np
 
+# Characters of a value in a message: two lines of a terminal.
+_SHOWN = 200
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def printable(text: str) -> str:
     """Text from a file with everything escaped that a terminal would obey instead of show."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def show(value: Any) -> str:
+    """A value of a file or of a caller as messages show it: its repr, which escapes, in at most 200 characters."""
+    try:
+        if isinstance(value, (str, bytes)):
+            text = repr(value[:_SHOWN])
+        else:
+            import reprlib  # only here: it is rarely needed
+
+            short = reprlib.Repr()
+            short.maxstring = short.maxother = short.maxlong = _SHOWN
+            short.maxlist = short.maxtuple = short.maxdict = 20
+            text = short.repr(value)
+    except Exception:  # of an int with thousands of digits; of anybody's __repr__
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def jsonable(value: Any) -> Any:

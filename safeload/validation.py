@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,16 @@ from .checkpoint import Checkpoint
 from .checks import files, holes, names, values
 from .checks.findings import Limits, ValidationReport, error
 from .checks.names import Known, Quantized
-from .errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError, one_line, os_error
+from .errors import (
+    ForbiddenError,
+    FormatError,
+    LimitError,
+    MissingShardError,
+    SafeloadError,
+    UnsupportedError,
+    one_line,
+    os_error,
+)
 from .files import Array, PathLike, native_path
 from .jobs import Progress
 from .quantized import QuantizedTensor
@@ -27,6 +35,7 @@ from .schema import Choice, Schema
 
 # What a file that cannot be opened is reported as.
 _REFUSALS = (
+    (MissingShardError, "index.shard"),
     (ForbiddenError, "file.forbidden"),
     (UnsupportedError, "file.unsupported"),
     (LimitError, "file.limit"),
@@ -152,9 +161,9 @@ def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any
     """
     if config is None or isinstance(config, Mapping):
         return config
-    from .formats.folder import read_json
+    from .json_file import read_json
 
-    found: Mapping[str, Any] = read_json(Path(native_path(config)[0]), "config.json")
+    found: Mapping[str, Any] = read_json(config, "config.json")
     return found
 
 

@@ -108,6 +108,20 @@ class AtomicFile:
         with self._naming(), os.fdopen(os.dup(self._descriptor), "wb") as stream:
             yield stream
 
+    def seal(self) -> None:
+        """Closes the file, whose content is complete; the end of the block puts it in place.
+
+        Of many files that appear together none needs a descriptor for longer than it is written.
+        """
+        with self._naming():
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            if self._durable and self._temporary is not None:
+                os.fsync(self._descriptor)
+            os.close(self._take_descriptor())
+
     def __enter__(self) -> AtomicFile:
         return self
 
@@ -125,12 +139,9 @@ class AtomicFile:
             raise
 
     def _commit(self) -> None:
+        self._close()
         if self._temporary is None:
-            os.close(self._take_descriptor())
             return
-        if self._durable:
-            os.fsync(self._descriptor)
-        os.close(self._take_descriptor())
         try:
             if self._overwrite:
                 os.replace(self._temporary, self._target)

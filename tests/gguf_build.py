@@ -51,3 +51,15 @@ def build(
     )
     head += b"".join(entries) + b"".join(tensors)
     return head + bytes(-len(head) % alignment) + data if data else head
+
+
+def part(number, count, total, names, *, more=(), types=(U16, U16, I32)):
+    """A part of a split file, its tensors of 8 F32 each; a number that is None is left out."""
+    keys = ("split.no", "split.count", "split.tensors.count")
+    entries = [
+        entry(key, type, value)
+        for key, type, value in zip(keys, types, (number, count, total), strict=True)
+        if value is not None
+    ]
+    tensors = [tensor(name, [8], 0, 32 * k) for k, name in enumerate(names)]
+    return build([*entries, *more], tensors, bytes(32 * len(names)))

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import subprocess
@@ -105,11 +106,51 @@ def test_info_as_json(path, capsys):
 
 
 def test_info_of_a_folder_lists_the_files(path, capsys):
-    save_file({"more": np.zeros(3)}, path.parent / "other.safetensors", durable=False)
+    save_file({"more": np.zeros(3)}, path.parent / "model-2-of-2.safetensors", durable=False)
+    path.rename(path.parent / "model-1-of-2.safetensors")
     status, out, _ = run(capsys, "info", path.parent)
     assert status == 0
     assert out.startswith("2 files: safetensors, 4 tensors, ")
-    assert "  model.safetensors  126 KiB\n  other.safetensors  " in out
+    assert "  model-1-of-2.safetensors  126 KiB\n  model-2-of-2.safetensors  " in out
+
+
+def test_info_of_a_folder_says_what_was_passed_over(path, capsys):
+    save_file({"more": np.zeros(3)}, path.parent / "oth\x1ber.safetensors", durable=False)
+    status, out, _ = run(capsys, "info", path.parent)
+    assert status == 0
+    assert "passed over: oth\\x1ber.safetensors\n" in out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+@pytest.mark.parametrize(
+    ("streams", "out", "error"), [(">&-", "", ""), ("2>&-", GOOD, ""), (">&- 2>&-", "", ""), ("<&- >&- 2>&-", "", "")]
+)
+def test_streams_that_are_not_there(streams, out, error, path):
+    """In daemons, under pythonw, after >&-: no traceback, no message in the wrong place, the same status."""
+    for arguments, status, said in ((["info", path], 0, out), (["info", "gone"], 1, ""), (["info"], 2, "")):
+        line = " ".join(f'"{part}"' for part in (sys.executable, "-I", "-m", "safeload", *arguments))
+        done = subprocess.run(f"{line} {streams}", shell=True, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (status, said if said == "" else done.stdout)
+        assert (said == "") == (done.stdout == "")
+        assert "Traceback" not in done.stderr
+        if "2>" in streams:
+            assert done.stderr == ""
+
+
+@pytest.mark.parametrize("missing", ["None", "closed"])
+def test_no_streams_at_all_in_process(missing, path, monkeypatch, tmp_path):
+    for name in ("stdout", "stderr"):
+        stream = None
+        if missing == "closed":
+            stream = io.StringIO()
+            stream.close()
+        monkeypatch.setattr(sys, name, stream)
+    before = sys.stdout, sys.stderr
+    for command in ("info", "check", "stats"):
+        assert main([command, str(path)]) == 0
+        assert main([command, str(tmp_path / "gone")]) == 1
+    assert (sys.stdout, sys.stderr) == before
+    monkeypatch.undo()
 
 
 def test_a_long_list_is_cut_unless_all_is_asked_for(tmp_path, capsys):

@@ -57,12 +57,13 @@ _CLI += [f"cli.{name}" for name in ("report_plots", "report_page", "report")]
 
 # Modules of one floor in the order in which they may import each other.
 PYTHON_FLOORS = {
-    0: ["_version", "errors", "text", "expressions", "log"],
+    0: ["_version", "errors", "text", "progress", "expressions", "log"],
     1: ["_native"],
     2: [
         "dtypes",
         "tensor",
         "files",
+        "json_file",
         "jobs",
         "slicing",
         "writer",
@@ -87,6 +88,7 @@ PYTHON_FLOORS = {
             "formats.gguf_values",
             "formats.gguf",
             "formats.gguf_writing",
+            "formats.gguf_split",
             "formats.opening",
             "formats.folder",
         ),

@@ -540,19 +540,16 @@ def test_an_exception_in_progress_ends_the_load(sizes):
         load_file(sizes[0], backend="pread", progress=refuse)
 
 
-def test_progress_without_tqdm_is_silent(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+@pytest.mark.parametrize("installed", [True, False])
+def test_progress_is_shown_with_and_without_tqdm(installed, monkeypatch, capsys, tmp_path):
+    if not installed:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+        monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     save_file({"x": np.arange(3)}, tmp_path / "x", durable=False)
     assert load_file(tmp_path / "x", backend="pread", progress=True)["x"].tolist() == [0, 1, 2]
-    assert capsys.readouterr() == ("", "")
-
-
-def test_progress_with_tqdm_draws_a_bar(capsys, tmp_path):
-    pytest.importorskip("tqdm")
-    save_file({"x": np.arange(3)}, tmp_path / "x", durable=False)
-    assert load_file(tmp_path / "x", backend="pread", progress=True)["x"].tolist() == [0, 1, 2]
-    assert "100%" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "100%" in err
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

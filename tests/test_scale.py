@@ -128,9 +128,9 @@ def test_a_file_of_300_gb(tmp_path, record_property):
 def test_a_shard_that_is_cut_is_named_without_reading_the_others(tmp_path):
     room(tmp_path, 6 << 30)
     for shard in range(3):
-        sparse(tmp_path / f"model-{shard}.safetensors", [f"{shard}.{k}" for k in range(TENSORS)])
-    os.truncate(tmp_path / "model-1.safetensors", 5 << 30)
+        sparse(tmp_path / f"model-{shard + 1:05}-of-00003.safetensors", [f"{shard}.{k}" for k in range(TENSORS)])
+    os.truncate(tmp_path / "model-00002-of-00003.safetensors", 5 << 30)
     report = safeload.validate(tmp_path, values=False)
     assert not report.ok
     assert report.errors[0].code == "file.format"
-    assert "model-1.safetensors" in report.errors[0].message
+    assert "model-00002-of-00003.safetensors" in report.errors[0].message

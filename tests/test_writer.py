@@ -23,9 +23,10 @@ import safetensors.numpy as upstream
 import safeload
 import safeload.gguf
 import safeload.moon
-from safeload import SafetensorError
+from safeload import SafetensorError, jobs
 from safeload.formats import npy, npz
 from safeload.numpy import load, load_file, save, save_file
+from safeload.writer import AtomicFile
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX only")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -908,3 +909,27 @@ def test_upstream_reads_what_a_streamed_save_wrote(tmp_path):
     with safetensors.safe_open(tmp_path / "x", "np") as file:
         assert np.array_equal(file.get_tensor("t"), array.T)
         assert np.array_equal(file.get_tensor("p"), array)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_sealed_file_needs_no_descriptor_and_appears_at_the_end(durable, tmp_path):
+    data = np.arange(5, dtype=np.uint8)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    with AtomicFile(tmp_path / "x", 5, durable=durable) as file:
+        file.write([(jobs.address_of(data), 5)])
+        file.seal()
+        file.seal()  # twice is once
+        if before is not None:
+            assert len(os.listdir("/proc/self/fd")) == before
+        assert not (tmp_path / "x").exists()
+    assert (tmp_path / "x").read_bytes() == data.tobytes()
+    assert os.listdir(tmp_path) == ["x"]
+
+    def fail():
+        with AtomicFile(tmp_path / "y", 5, durable=durable) as file:
+            file.seal()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert os.listdir(tmp_path) == ["x"]

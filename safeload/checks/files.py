@@ -8,7 +8,6 @@ import zipfile
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from ..checkpoint import Checkpoint
@@ -26,14 +25,14 @@ _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.
 
 def check_index(opened: Checkpoint) -> Iterator[Finding]:
     """An ``index.json`` against the shards that it names; without one, shards by the number in their names."""
-    path = _index_of(opened)
-    if path is None:
+    if opened.index is None:
         yield from _check_shard_names(opened.files)
         return
-    from ..formats.folder import read_json
+    from ..json_file import read_json
 
+    base = os.path.basename(opened.index)
     try:
-        index = read_json(path, "index.json")
+        index = read_json(opened.index, "index.json")
     except (SafeloadError, OSError) as problem:  # it was read a moment ago
         yield error("file.read", None, one_line(problem))
         return
@@ -47,24 +46,14 @@ def check_index(opened: Checkpoint) -> Iterator[Finding]:
     )
     if said is not None and said not in (held, held + scales):
         yield warning(
-            "index.total_size", None, f"{path.name} says total_size {said}, but its tensors have {held + scales} bytes"
+            "index.total_size", None, f"{base} says total_size {said}, but its tensors have {held + scales} bytes"
         )
     listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in opened._parts()}
     for file in opened._open:
         for k, name in enumerate(file.table.names):
             if (file, k) not in listed:
-                base = os.path.basename(file.path)
-                yield warning("index.unlisted", name, f"is in {base}, but not in {path.name}, so nothing reads it")
-
-
-def _index_of(opened: Checkpoint) -> Path | None:
-    """The index that a checkpoint was opened by."""
-    path = Path(opened._path)
-    if path.is_file():
-        return path if path.suffix == ".json" and str(path) not in opened.files else None
-    suffix = "safetensors.index.json" if opened.format == "safetensors" else "pytorch_model.bin.index.json"
-    found = sorted(entry for entry in path.iterdir() if entry.name.endswith(suffix) and entry.name[0] != ".")
-    return found[0] if found else None
+                shard = os.path.basename(file.path)
+                yield warning("index.unlisted", name, f"is in {shard}, but not in {base}, so nothing reads it")
 
 
 def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:

@@ -146,7 +146,7 @@ def hole_begin(file: WeightFile) -> int:
     seek_data = getattr(os, "SEEK_DATA", None)
     if seek_data is None or file.size == 0:
         return file.size
-    descriptor = int(file.descriptor)  # reading is at offsets, so that its position is nobody's
+    descriptor = file.descriptor  # held: it is closed with its last reference
 
     def has_data(offset: int) -> bool:
         try:

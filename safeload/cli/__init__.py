@@ -9,7 +9,8 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from .._version import __version__
 from ..errors import SafeloadError, one_line
@@ -41,8 +42,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Gives stdout and stderr a place where they have none: in daemons, under pythonw, after ``>&-``.
+
+    Else `print` to a missing stderr goes to stdout, and the next file that is opened gets the number that everybody
+    takes for stdout's.
+    """
+    with ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is None or getattr(stream, "closed", False):
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.callback(setattr, sys, name, stream)
+                setattr(sys, name, nowhere)
+        yield
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
+    with _streams():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names are in any script, terminals are not

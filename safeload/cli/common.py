@@ -6,21 +6,16 @@ import argparse
 import os
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from .. import checkpoint
+from .. import checkpoint, progress
 from ..checkpoint import Checkpoint
+from ..progress import Report
 from ..text import width
 
-Report = Callable[[int, int], object]
-
 STATUS = "Exit status: 0 good, 1 the file is bad or cannot be read, 2 wrong usage."
-
-# Seconds between two updates of the plain bar.
-_INTERVAL = 0.1
 
 _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": "2"}
 
@@ -90,7 +85,13 @@ def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
     It colours on a terminal, unless NO_COLOR is set (https://no-color.org) or TERM is "dumb".
     """
     stream = sys.stdout if stream is None else stream
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if (
+        stream is None
+        or stream.closed
+        or not stream.isatty()
+        or os.environ.get("NO_COLOR")
+        or os.environ.get("TERM") == "dumb"
+    ):
         return lambda text, kind: text
     return lambda text, kind: f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if text else text
 
@@ -100,48 +101,9 @@ def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
 
 @contextmanager
 def bar(label: str) -> Iterator[Report | None]:
-    """A progress bar on stderr while it is a terminal: tqdm's where it is installed, else a percentage."""
-    if not sys.stderr.isatty():
+    """A progress bar while stderr is a terminal, else none: what commands write into files is to be the same."""
+    if not progress.on_terminal():
         yield None
         return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        with _plain_bar(label) as report:
-            yield report
-        return
-    drawn: Any = None
-
-    def draw(done: int, total: int) -> None:
-        nonlocal drawn
-        if drawn is None or drawn.total != total:
-            if drawn is not None:
-                drawn.close()
-            drawn = tqdm(
-                desc=label, total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False, ncols=width()
-            )
-        drawn.update(done - drawn.n)
-
-    try:
-        yield draw
-    finally:
-        if drawn is not None:
-            drawn.close()
-
-
-@contextmanager
-def _plain_bar(label: str) -> Iterator[Report]:
-    shown = 0.0
-
-    def draw(done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown >= _INTERVAL or done >= total:
-            shown = now
-            print(f"\r{label}: {100 * done // max(1, total):3}%", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield draw
-    finally:
-        if shown:
-            print("\r" + " " * (len(label) + 6) + "\r", end="", file=sys.stderr, flush=True)
+    with progress.bar(label) as report:
+        yield report

@@ -105,6 +105,8 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
     if len(opened.files) > 1:
         for path in opened.files[:_ROWS]:
             yield f"  {clip(printable(os.path.basename(path)), columns - 16)}  {size(os.path.getsize(path))}"
+    for note in opened.notes:
+        yield clip(note, 4 * columns)
     if opened.metadata:
         yield ""
         yield "metadata"

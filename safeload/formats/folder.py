@@ -1,97 +1,144 @@
-"""Folders of weight files, with and without an index."""
+"""Folders of weight files, with and without an index; lists of files."""
 
 from __future__ import annotations
 
-import codecs
-import json
 import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import FormatError, UnsupportedError, os_error
-from ..files import WeightFile
+from ..errors import FormatError, MissingShardError, UnsupportedError
+from ..files import Identity, WeightFile, absolute, identity_of
+from ..json_file import read_json
+from ..text import clip, printable, show
+from . import gguf_split
 from .opening import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-TORCH_FILE = "pytorch_model.bin"
+TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 
-# An index is about 100 bytes a tensor; this is as far beyond any real one as the header limit of safetensors.
-MAX_JSON = 100_000_000
+# What a pipeline of diffusers has, and an adapter of PEFT.
+_PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 
-
-def _show(value: Any) -> str:
-    """A value of a file as messages show it: escaped, and no longer than a line or two."""
-    text = repr(value[:200] if isinstance(value, (str, list)) else value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+_SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
+# Files that hold weights by their names: what messages and notes list.
+_WEIGHTS = re.compile(r".*(\.(safetensors|bin|pt|pth|ckpt|gguf|npz|moon|h5|msgpack)|\.index(\.\w+)?\.json)", re.DOTALL)
+# What trainers leave beside weights.
+_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+# Names listed in a message, and characters of each.
+_LISTED, _NAME = 20, 100
 
 
 class Shards(NamedTuple):
-    """What a folder or an index came to.
+    """What a path came to.
 
     Attributes:
-        format: of the first of them.
-        files: the open shards.
-        where: name of each tensor to its shard and its index there; None when every tensor of every file counts.
-        metadata: the index's own "metadata", else None.
+        format: of the first of the files.
+        files: the open files.
+        where: name of each tensor to its file and its index there.
+        metadata: of all of the files and of the index.
+        config: parsed ``config.json``, else None.
+        index_file: path and identity of the index, else None.
+        notes: what a folder is, and what in it was passed over.
     """
 
     format: str
     files: list[WeightFile]
     where: dict[str, tuple[WeightFile, int]]
-    metadata: dict[str, Any] | None
+    metadata: Mapping[str, Any]
+    config: dict[str, Any] | None = None
+    index_file: tuple[str, Identity] | None = None
+    notes: Sequence[str] = ()
 
 
-def read_json(path: Path, what: str) -> Any:
-    """Parses a JSON file that must be an object, in UTF-8 (RFC 8259), with or without a byte order mark.
-
-    Of a key that is there twice FormatError says which.
+def open_path(path: str, wanted: Wanted) -> Shards:
+    """Opens a folder, an ``index.json`` or a file.
 
     Raises:
-        FormatError: no JSON object.
-        OSError: the file cannot be read.
+        FormatError, UnsupportedError, OSError: see `open_folder`, `open_index` and `open_file`.
     """
-    if path.stat().st_size > MAX_JSON:
-        raise FormatError(f"{what} has more than {MAX_JSON} bytes", str(path))
+    place = Path(path)
+    if place.is_dir():
+        return open_folder(place, wanted)
+    if path.endswith(".json"):
+        return open_index(place, wanted)
+    return open_parts(open_file(path, wanted), wanted)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise FormatError(f"{what}: key {_show(twice)} is there twice", str(path))
-        return result
 
-    try:
-        content = path.read_bytes()
-    except OSError as error:  # of a read, which does not know the path
-        raise os_error(error.errno or 0, str(path)) from None
-    mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
-    try:
-        value = json.loads(content[mark:].decode(), object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        offset = mark + len(error.doc[: error.pos].encode())
-        raise FormatError(f"{what} is not JSON: {error.msg}", str(path), offset) from None
-    except UnicodeDecodeError as error:
-        raise FormatError(
-            f"{what} is not JSON, which is UTF-8: {error.reason}", str(path), mark + error.start
-        ) from None
-    except FormatError:
-        raise
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
-        raise FormatError(f"{what} is not JSON: {error}", str(path)) from None
-    if not isinstance(value, dict):
-        raise FormatError(f"{what} must be a JSON object, found {type(value).__name__}", str(path), 0)
-    return value
+def open_list(paths: Sequence[str], wanted: Wanted) -> Shards:
+    """Opens several paths as one checkpoint: the union of their tensors.
+
+    Raises:
+        FormatError: two of them have a tensor of the same name.
+        UnsupportedError: they are of different formats.
+    """
+    opened: list[Shards] = []
+    where: dict[str, tuple[WeightFile, int]] = {}
+    metadata: dict[str, Any] = {}
+    parts: set[str] = set()  # of a split file whose first path has opened all of them
+    for path in paths:
+        if absolute(path) in parts:
+            continue
+        one = open_path(path, wanted)
+        if opened and one.format != opened[0].format:
+            raise UnsupportedError(
+                f"{path} is {one.format}, {paths[0]} is {opened[0].format}: a list of files must be of one format; "
+                "safeload.convert takes sources of several"
+            )
+        opened.append(one)
+        _add(where, one.where)
+        metadata.update(one.metadata)
+        if one.format == GGUF and len(one.files) > 1:
+            parts.update(file.place for file in one.files)
+    config = next((one.config for one in opened if one.config is not None), None)
+    files = [file for one in opened for file in one.files]
+    return Shards(opened[0].format, files, where, metadata, config, None, [n for one in opened for n in one.notes])
+
+
+def _add(where: dict[str, tuple[WeightFile, int]], more: Mapping[str, tuple[WeightFile, int]]) -> None:
+    for name, place in more.items():
+        if name in where:
+            first, second = where[name][0].path, place[0].path
+            raise FormatError(f"tensor {show(name)} is in both {first} and {second}", second)
+        where[name] = place
+
+
+def open_parts(first: Opened, wanted: Wanted) -> Shards:
+    """A file that is open, with the other parts where it is one of a split GGUF file."""
+    if first.format == GGUF and gguf_split.is_part(first.file):
+        files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, wanted).file)
+        return _union(GGUF, files, metadata)
+    return _union(first.format, [first.file], first.metadata)
+
+
+def _union(format: str, files: list[WeightFile], metadata: Mapping[str, Any]) -> Shards:
+    where: dict[str, tuple[WeightFile, int]] = {}
+    for file in files:
+        _add(where, {name: (file, index) for index, name in enumerate(file.table.names)})
+    return Shards(format, files, where, metadata)
+
+
+def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
+    metadata: Mapping[str, Any] = {}
+    for shard in shards:
+        metadata = {**metadata, **shard.metadata} if metadata else shard.metadata
+    return metadata
+
+
+# ---- an index ----
 
 
 def _shard_name(value: Any, tensor: str, path: Path) -> str:
     """A bare file name: an index must not reach out of its folder."""
     if not isinstance(value, str) or not value:
-        raise FormatError(f"weight_map[{_show(tensor)}] must name a file, found {_show(value)}", str(path))
+        raise FormatError(f"weight_map[{show(tensor)}] must name a file, found {show(value)}", str(path))
     if value in (".", "..") or any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in value):
         wanted = "the bare name of a file in the same folder"
-        raise FormatError(f"weight_map[{_show(tensor)}] must be {wanted}, found {_show(value)}", str(path))
+        raise FormatError(f"weight_map[{show(tensor)}] must be {wanted}, found {show(value)}", str(path))
     return value
 
 
@@ -102,6 +149,7 @@ def open_index(path: Path, wanted: Wanted) -> Shards:
         FormatError: the index is malformed, or a tensor is not in the shard it names.
         FileNotFoundError: a shard is missing.
     """
+    identity = identity_of(os.stat(path))  # before it is read: a change in between shows when it is opened again
     index = read_json(path, "index.json")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -121,93 +169,215 @@ def open_index(path: Path, wanted: Wanted) -> Shards:
         file = shards[-1].file
         found = sorted((file.table.find(tensor), tensor) for tensor in tensors)
         if found[0][0] < 0:
-            raise FormatError(f"tensor {_show(found[0][1])} should be in {file_name}, but is not there", str(path))
+            message = f"tensor {show(found[0][1])} should be in {show(file_name)[1:-1]}, but is not there"
+            raise FormatError(message, str(path))
         where.update((tensor, (file, index)) for index, tensor in found)
-    return _shards(shards, where, metadata)
+    merged = _metadata(shards)
+    return Shards(
+        shards[0].format if shards else SAFETENSORS,
+        [shard.file for shard in shards],
+        where,
+        {**merged, **metadata} if metadata else merged,
+        read_config(path.parent),
+        (absolute(str(path)), identity),
+    )
 
 
-def _shards(shards: list[Opened], where: dict[str, tuple[WeightFile, int]], metadata: dict[str, Any] | None) -> Shards:
-    return Shards(shards[0].format if shards else SAFETENSORS, [shard.file for shard in shards], where, metadata)
+# ---- a folder ----
 
 
-def _union(paths: list[Path], wanted: Wanted) -> Shards:
-    shards = [open_file(str(path), wanted) for path in paths]
-    where: dict[str, tuple[WeightFile, int]] = {}
-    for _, file in shards:
-        for index, name in enumerate(file.table.names):
-            if name in where:
-                raise FormatError(f"tensor {_show(name)} is in both {where[name][0].path} and {file.path}", file.path)
-            where[name] = (file, index)
-    return _shards(shards, where, None)
+class _Set(NamedTuple):
+    """Files whose names count them: ``P-00001-of-00003.safetensors``.
+
+    Attributes:
+        stem: what is before the numbers.
+        total: how many there are to be, as the names say it.
+        suffix: what is after the numbers.
+        files: number to name.
+    """
+
+    stem: str
+    total: str
+    suffix: str
+    files: dict[int, str]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.files) == max(self.files) == int(self.total) and min(self.files) == 1
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of those that are not there, the first ones of very many."""
+        width = len(self.total) if len(self.total) < 5 else 5
+        numbers = (k for k in range(1, int(self.total) + 1) if k not in self.files)
+        return [
+            f"{self.stem}-{k:0{width}}-of-{self.total}{self.suffix}" for k, _ in zip(numbers, range(5), strict=False)
+        ]
+
+
+def sets_of(names: Sequence[str]) -> list[_Set]:
+    """The sets that files belong to by their names."""
+    found: dict[tuple[str, str, str], _Set] = {}
+    for name in names:
+        match = _SHARD.fullmatch(name)
+        if match is not None and int(match[3]) > 0:
+            one = found.setdefault((match[1], match[3], match[4]), _Set(match[1], match[3], match[4], {}))
+            one.files[int(match[2])] = name
+    return list(found.values())
 
 
 def open_folder(path: Path, wanted: Wanted) -> Shards:
     """Opens the weights of a folder: the first of these that is there.
 
-    ``*.safetensors.index.json``; all ``*.safetensors``; ``pytorch_model.bin.index.json``; ``pytorch_model.bin``; one
-    ``consolidated.*.pth``; one ``*.gguf``. A format that is insisted on leaves out the others.
+    ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set
+    ``...-00001-of-0000n.safetensors``; the only ``*.safetensors``; ``pytorch_model.bin.index.json``;
+    ``pytorch_model.bin``; a set of its shards; one ``consolidated.*.pth``; one ``*.gguf`` with all of its parts. A
+    format that is insisted on leaves out the others.
 
     Raises:
-        FormatError: several indexes, or the same name in two files.
-        UnsupportedError: nothing of these; the message lists what is there.
+        FormatError: several indexes, an incomplete set, or the same name in two files.
+        UnsupportedError: several files, or nothing of these; the message lists what is there.
     """
-    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    with os.scandir(path) as entries:
+        visible = sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
+    names = [name for name, folder in visible if not folder]
+    folders = [name for name, folder in visible if folder]
     formats = wanted.formats or (SAFETENSORS, TORCH_ZIP, GGUF)
+    chosen: list[str] | None = None
     if SAFETENSORS in formats:
-        indexes = [entry for entry in entries if entry.name.endswith(INDEX_SUFFIX)]
-        if len(indexes) > 1:
-            raise FormatError(f"several indexes: {', '.join(i.name for i in indexes)}; open one of them", str(path))
-        if indexes:
-            return open_index(indexes[0], wanted)
-        shards = [entry for entry in entries if entry.name.endswith(".safetensors") and entry.is_file()]
-        if shards:
-            return _union(shards, wanted)
-    if TORCH_ZIP in formats or TORCH_LEGACY in formats:
-        found = _torch_of(entries, path)
-        if found is not None:
-            return open_index(found, wanted) if found.name == TORCH_INDEX else _union([found], wanted)
-    if GGUF in formats:
-        models = [entry for entry in entries if entry.suffix == ".gguf" and entry.is_file()]
-        if len(models) > 1:
-            names = ", ".join(entry.name for entry in models[:20])
-            raise UnsupportedError(f"{path}: {len(models)} GGUF files: {names}; open one of them")
-        if models:
-            return _union(models, wanted)
-    there = ", ".join(entry.name for entry in entries[:20]) or "nothing"
-    raise UnsupportedError(f"{path}: no weights here; found {there}{' ...' if len(entries) > 20 else ''}")
+        chosen = _choose_safetensors(names, path)
+    if chosen is None and (TORCH_ZIP in formats or TORCH_LEGACY in formats):
+        chosen = _choose_torch(names, path)
+    if chosen is None and GGUF in formats:
+        chosen = _choose_gguf(names, path)
+    if chosen is None:
+        raise UnsupportedError(_no_weights(path, names, folders))
+    if chosen[0].endswith(".json"):
+        shards = open_index(path / chosen[0], wanted)
+    elif len(chosen) == 1 or chosen[0].endswith(".gguf"):
+        shards = open_parts(open_file(str(path / chosen[0]), wanted), wanted)
+    else:
+        opened = [open_file(str(path / name), wanted) for name in chosen]
+        shards = _union(opened[0].format, [one.file for one in opened], _metadata(opened))
+    notes = _notes(names, folders, {*chosen, *(os.path.basename(file.path) for file in shards.files)}, path)
+    return shards._replace(config=read_config(path) if shards.config is None else shards.config, notes=notes)
 
 
-def _torch_of(entries: list[Path], path: Path) -> Path | None:
-    """What torch has left in a folder: its index, its file or Meta's single one."""
-    by_name = {entry.name: entry for entry in entries}
-    for name in (TORCH_INDEX, TORCH_FILE):
-        if name in by_name:
-            return by_name[name]
-    parts = [entry for entry in entries if entry.match("consolidated.*.pth")]
+def _choose_safetensors(names: Sequence[str], path: Path) -> list[str] | None:
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if INDEX in indexes:
+        return [INDEX]
+    if len(indexes) > 1:
+        raise FormatError(f"several indexes: {_list(indexes)}; open one of them", str(path))
+    if indexes:
+        return indexes
+    if SINGLE in names:
+        return [SINGLE]
+    files = [name for name in names if name.endswith(".safetensors")]
+    complete = [one for one in sets_of(files) if one.complete]
+    if len(complete) == 1:
+        return _in_order(complete[0])
+    if not complete:
+        _refuse_incomplete(files, path)
+        if len(files) <= 1:
+            return files or None
+    shown = ", ".join(show(str(path / name)) for name in files[:3]) + (", ..." if len(files) > 3 else "")
+    variants = len({name.split(".")[0] for name in files}) == 1
+    advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
+    raise UnsupportedError(
+        f"{path}: {len(files)} .safetensors files and no index: {_list(files)}. {advice}, "
+        f"or the tensors of several together with safeload.open([{shown}])"
+    )
+
+
+def _in_order(one: _Set) -> list[str]:
+    return [one.files[number] for number in sorted(one.files)]
+
+
+def _refuse_incomplete(names: Sequence[str], path: Path) -> None:
+    for one in sets_of(names):
+        if not one.complete:
+            total = int(one.total)
+            there = sum(1 <= number <= total for number in one.files)
+            raise MissingShardError(
+                f"{there:,} of {total:,} shards are there, {total - there:,} missing: {_list(one.missing, 5)}"
+                + (", ..." if total - there > 5 else ""),
+                str(path),
+            )
+
+
+def _choose_torch(names: Sequence[str], path: Path) -> list[str] | None:
+    """What torch has left in a folder: its index, its file, its shards or Meta's single one."""
+    for name in (TORCH_INDEX, *TORCH_SINGLES):
+        if name in names:
+            return [name]
+    shards = [name for name in names if name.startswith("pytorch_model-") and name.endswith(".bin")]
+    complete = [one for one in sets_of(shards) if one.complete]
+    if len(complete) == 1:
+        return _in_order(complete[0])
+    _refuse_incomplete(shards, path)
+    parts = [name for name in names if Path(name).match("consolidated.*.pth")]
     if len(parts) > 1:
         raise UnsupportedError(
-            f"{path}: {len(parts)} files {parts[0].name} to {parts[-1].name} are model-parallel: each holds a slice of "
-            "every tensor. Open them one by one, or convert them to a single file first"
+            f"{path}: {len(parts)} files {_list(parts[:1])} to {_list(parts[-1:])} are model-parallel: each holds a "
+            "slice of every tensor. Open them one by one, or convert them to a single file first"
         )
-    return parts[0] if parts else None
+    return parts or None
 
 
-def open_path(path: str, wanted: Wanted) -> tuple[Shards, dict[str, Any] | None]:
-    """Opens a folder or an ``index.json``, with the ``config.json`` beside it.
+def _choose_gguf(names: Sequence[str], path: Path) -> list[str] | None:
+    files = [name for name in names if name.endswith(".gguf")]
+    sets = sets_of(files)
+    single = set(files) - {name for one in sets for name in one.files.values()}
+    firsts = sorted([*single, *(one.files[min(one.files)] for one in sets)])
+    if len(firsts) > 1:
+        raise UnsupportedError(f"{path}: {len(firsts)} GGUF files: {_list(firsts)}; open one of them")
+    _refuse_incomplete(files, path)
+    return firsts or None
 
-    Raises:
-        FormatError, UnsupportedError, OSError: see `open_folder` and `open_index`.
-    """
-    place = Path(path)
-    if place.is_dir():
-        return open_folder(place, wanted), read_config(place)
-    return open_index(place, wanted), read_config(place.parent)
+
+def _list(names: Sequence[str], most: int = _LISTED) -> str:
+    """Names of files for a message."""
+    return ", ".join(clip(printable(name), _NAME) for name in names[:most]) + (" ..." if len(names) > most else "")
+
+
+def _with_weights(path: Path, folders: Sequence[str]) -> list[str]:
+    """Which of the folders in a folder have weights in them."""
+    return [name for name in folders[:1000] if _has_weights(path / name)]
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(_WEIGHTS.fullmatch(entry.name) for entry in entries)
+    except OSError:
+        return False
+
+
+def _no_weights(path: Path, names: Sequence[str], folders: Sequence[str]) -> str:
+    inner = _with_weights(path, folders)
+    if _PIPELINE in names and inner:
+        return f"{path}: a diffusers pipeline, its weights are in {_list(inner)}: open one of them"
+    there = f"{path}: no weights here; found {_list(sorted([*names, *folders])) or 'nothing'}"
+    return f"{there}. There are weights in {_list(inner)}: open one of them" if inner else there
+
+
+def _notes(names: Sequence[str], folders: Sequence[str], used: set[str], path: Path) -> list[str]:
+    notes = []
+    if _ADAPTER in names:
+        notes.append("an adapter (PEFT): what a base model's weights are changed by, not a model of its own")
+    if _PIPELINE in names:
+        notes.append(f"a diffusers pipeline, with more weights in {_list(_with_weights(path, folders)) or 'no folder'}")
+    others = (name for name in names if name not in used and not name.startswith(_STATE))
+    over = [name for name in others if _WEIGHTS.fullmatch(name)]
+    if over:
+        notes.append(f"passed over: {_list(over)}")
+    if any(name.startswith("consolidated") for name in over):
+        notes.append("consolidated files hold the same weights under their publisher's own names: open them by path")
+    return notes
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
     """The folder's ``config.json``, None when there is none."""
     config = path / "config.json"
-    if not os.path.exists(config):
-        return None
-    value: dict[str, Any] = read_json(config, "config.json")
-    return value
+    return read_json(config, "config.json") if os.path.exists(config) else None

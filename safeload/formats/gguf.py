@@ -61,6 +61,14 @@ class Metadata(Mapping[str, Any]):
         data: bytes = type.to_bytes(4, "little") + self._bytes[begin:end]
         return data
 
+    def without(self, prefix: str) -> Metadata:
+        """The same but for the keys that begin so."""
+        left = Metadata.__new__(Metadata)
+        left.__dict__.update(self.__dict__)
+        left._entries = {key: entry for key, entry in self._entries.items() if not key.startswith(prefix)}
+        left._values = {}
+        return left
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented

@@ -141,7 +141,10 @@ def _open_zip(file: WeightFile, wanted: Wanted) -> Opened:
     format = NPZ if npz.is_npz(archive) else TORCH_ZIP
     _check_format(file, format, wanted)
     if format == NPZ:
-        return Opened(format, npz.open_archive(archive, file))
+        opened = npz.open_archive(archive, file)
+        if opened is not file:
+            opened.stand_for(file)
+        return Opened(format, opened)
     from .torch_tensors import Options
     from .torch_zip import read_table
 

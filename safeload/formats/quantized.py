@@ -19,6 +19,7 @@ from ..files import WeightFile
 from ..lazy import LazyQuantized
 from ..quantized import QuantizedTensor, storage_of
 from ..tensor import ListedTable, Listing, Scale
+from ..text import show
 
 KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"
@@ -55,7 +56,7 @@ def pack(
         if value.scale is not None:
             if name + SCALE_SUFFIX in tensors:
                 raise SafetensorError(
-                    f"tensor {name + SCALE_SUFFIX!r} has the name of the scale of int8 tensor {name!r}"
+                    f"tensor {show(name + SCALE_SUFFIX)} has the name of the scale of int8 tensor {show(name)}"
                 )
             packed[name + SCALE_SUFFIX] = value.scale
     return packed, {**(metadata or {}), KEY: json.dumps(described, sort_keys=True)}
@@ -80,26 +81,26 @@ def unpack(file: WeightFile) -> bool:
     for name, entry in described.items():
         stored = listings.get(name)
         if stored is None:
-            raise FormatError(f"{KEY} describes tensor {name!r}, which is not in the file", file.path)
+            raise FormatError(f"{KEY} describes tensor {show(name)}, which is not in the file", file.path)
         scheme, shape, axis = _entry(name, entry, file.path)
         try:
             data, scale = storage_of(scheme, shape, axis)
         except ValueError as error:
-            raise FormatError(f"{KEY}: tensor {name!r}: {error}", file.path) from None
+            raise FormatError(f"{KEY}: tensor {show(name)}: {error}", file.path) from None
         _expect(stored, data, name, file.path)
         row = dtypes.BLOCK_TYPES.get(scheme, stored.row)
         described_scale = None
         if scale is not None:
             held = listings.get(name + SCALE_SUFFIX)
             if held is None:
-                raise FormatError(f"{KEY}: int8 tensor {name!r} has no {name + SCALE_SUFFIX!r}", file.path)
+                raise FormatError(f"{KEY}: int8 tensor {show(name)} has no {show(name + SCALE_SUFFIX)}", file.path)
             _expect(held, scale, name + SCALE_SUFFIX, file.path)
             described_scale = Scale(axis, held.shape, held.begin, held.end)
             scales.add(name + SCALE_SUFFIX)
         listings[name] = stored._replace(row=row, shape=shape, scale=described_scale)
     both = scales & described.keys()
     if both:
-        raise FormatError(f"{KEY}: {min(both)!r} is a scale and a quantized tensor", file.path)
+        raise FormatError(f"{KEY}: {show(min(both))} is a scale and a quantized tensor", file.path)
     rest = {key: value for key, value in metadata.items() if key != KEY}
     file.table = ListedTable([entry for name, entry in listings.items() if name not in scales], rest)
     return True
@@ -120,12 +121,12 @@ def _parse(text: str, path: str) -> dict[str, Any]:
 def _entry(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int | None]:
     wanted = 'must be {"scheme": text, "shape": [integers], "axis": integer or null}'
     if not isinstance(entry, dict) or not isinstance(entry.get("scheme"), str):
-        raise FormatError(f"{KEY}: the entry of {name!r} {wanted}", path)
+        raise FormatError(f"{KEY}: the entry of {show(name)} {wanted}", path)
     shape, axis = entry.get("shape"), entry.get("axis")
     if not isinstance(shape, list) or not all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape):
-        raise FormatError(f"{KEY}: the entry of {name!r} {wanted}", path)
+        raise FormatError(f"{KEY}: the entry of {show(name)} {wanted}", path)
     if axis is not None and type(axis) is not int:
-        raise FormatError(f"{KEY}: the entry of {name!r} {wanted}", path)
+        raise FormatError(f"{KEY}: the entry of {show(name)} {wanted}", path)
     return entry["scheme"], tuple(shape), axis
 
 
@@ -133,7 +134,7 @@ def _expect(stored: Listing, wanted: tuple[np.dtype[Any], tuple[int, ...]], name
     row = dtypes.BY_NAME[wanted[0].name]
     if (stored.row, stored.shape) != (row, wanted[1]):
         raise FormatError(
-            f"{KEY}: tensor {name!r} is {stored.row.code} {list(stored.shape)}, but its description needs {row.code} "
-            f"{list(wanted[1])}",
+            f"{KEY}: tensor {show(name)} is {stored.row.code} {show(list(stored.shape))}, but its description needs "
+            f"{row.code} {show(list(wanted[1]))}",
             path,
         )

@@ -11,17 +11,22 @@ from .. import dtypes, jobs
 from .._native import Error, check, ffi, lib, pointer, short
 from ..arrays import check_mapping, refuse_masked
 from ..errors import FormatError, SafetensorError
-from ..files import Array, PathLike, WeightFile, array_over, native_path
+from ..files import Array, PathLike, WeightFile, array_over, make_room, native_path
 from ..lazy import Lazy, materialize
 from ..tensor import Table, TensorSpec
+from ..text import show
 from ..writer import AtomicFile, pieces_of, written_as_is
 from .sniffing import foreign
 
 # ---- read ----
 
 
-def open_file(path: PathLike) -> WeightFile:
+def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
     """Opens a file and validates its header; no tensor is read.
+
+    Args:
+        path: of the file.
+        brief: see `WeightFile`.
 
     Raises:
         FormatError: the file breaks the format, or is of another one.
@@ -30,13 +35,16 @@ def open_file(path: PathLike) -> WeightFile:
     text, encoded = native_path(path)
     descriptor, size, table = ffi.new("int64_t *"), ffi.new("uint64_t *"), ffi.new("sl_table **")
     error = Error()
-    status = short.sl_safetensors_open(encoded, *map(pointer, (descriptor, size, table, error)))
+    arguments = encoded, *map(pointer, (descriptor, size, table, error))
+    status = short.sl_safetensors_open(*arguments)
+    if status == lib.SL_E_OS and make_room(error.os_errno):
+        status = short.sl_safetensors_open(*arguments)
     if status == lib.SL_E_FORMAT:
         kind = foreign(text)
         if kind is not None:
             raise FormatError(f"this is {kind}, not a safetensors file", text, 0)
     check(status, error, text)
-    return WeightFile(text, descriptor[0], size[0], Table(table[0]))
+    return WeightFile(text, descriptor[0], size[0], Table(table[0]), brief=brief)
 
 
 class _Memory(NamedTuple):
@@ -129,7 +137,7 @@ def _source(name: str, value: Any) -> _Source:
         value = np.asarray(value)
     refuse_masked(value, f"tensor {name!r}")
     if not isinstance(value, (np.ndarray, Lazy)):
-        raise TypeError(f"tensor {name!r} is a {type(value).__name__}, not a numpy array")
+        raise TypeError(f"tensor {show(name)} is a {type(value).__name__}, not a numpy array")
     return _Source(dtypes.of_array(value, name), value.shape, value)
 
 
@@ -160,7 +168,7 @@ class Writer:
         keep.array("dim_ends", np.cumsum([len(s.shape) for s in self._sources], dtype=np.uint64))
         columns.count = count
         if metadata is not None:
-            pairs = sorted((_text(k, "a metadata key"), _text(v, f"metadata {k!r}")) for k, v in metadata.items())
+            pairs = sorted((_text(k, "a metadata key"), _text(v, f"metadata {show(k)}")) for k, v in metadata.items())
             columns.has_metadata = 1
             columns.metadata_count = len(pairs)
             keep.texts("metadata_text", "metadata_ends", [part for pair in pairs for part in pair], separator=b"")
@@ -247,25 +255,25 @@ def _text(value: Any, what: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise SafetensorError(f"{what} {value!r} holds a lone surrogate, which UTF-8 cannot write") from None
+        raise SafetensorError(f"{what} {show(value)} holds a lone surrogate, which UTF-8 cannot write") from None
     return value
 
 
 def _check_spec(name: str, spec: TensorSpec, size: int) -> None:
     if spec.data_len != size:
         raise SafetensorError(
-            f"Error while serializing: tensor {name!r}: data_len is {spec.data_len}, but {spec.dtype} {spec.shape} "
+            f"Error while serializing: tensor {show(name)}: data_len is {spec.data_len}, but {spec.dtype} {spec.shape} "
             f"needs {size} bytes"
         )
     if size and spec.data_ptr == 0:
-        raise SafetensorError(f"Error while serializing: tensor {name!r}: data_ptr is null")
+        raise SafetensorError(f"Error while serializing: tensor {show(name)}: data_ptr is null")
 
 
 def _check_specs(tensor_dict: Mapping[str, TensorSpec]) -> None:
     check_mapping(tensor_dict, "tensors", "names to TensorSpec")
     for name, spec in tensor_dict.items():
         if not isinstance(spec, TensorSpec):
-            raise TypeError(f"tensor {name!r} must be a TensorSpec, not {type(spec).__name__}")
+            raise TypeError(f"tensor {show(name)} must be a TensorSpec, not {type(spec).__name__}")
 
 
 def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:

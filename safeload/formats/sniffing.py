@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import closing
+
+from ..errors import FormatError
+from ..files import open_descriptor
 
 # Enough for tar's magic at 257.
 HEAD_SIZE = 512
@@ -85,12 +88,10 @@ def describe(head: bytes) -> str | None:
 
 def read_head(path: str) -> bytes:
     """The first `HEAD_SIZE` bytes of a regular file; a blank for anything else, whose read could wait forever."""
-    if not os.path.isfile(path):
-        return b" "
     try:
-        with open(path, "rb") as file:
-            return file.read(HEAD_SIZE)
-    except OSError:  # the error worth telling is the one that led here
+        with closing(open_descriptor(path)) as file:
+            return file.read_at(0, HEAD_SIZE)
+    except (OSError, FormatError):  # the error worth telling is the one that led here
         return b" "
 
 

@@ -148,6 +148,22 @@ def _index():
     return [json.dumps(index).encode() for index in indexes]
 
 
+def _gguf_split():
+    from gguf_build import STRING, entry, part
+
+    good = part(0, 2, 2, ["a"])
+    named = [entry("general.name", STRING, "x")]
+    wrong = [
+        (1, 2, 2, ["a"]),
+        (0, 3, 2, ["a"]),
+        (0, 2, 9, ["a"]),
+        (0, 2, 2, ["b"]),
+        (0, 2, None, ["a"]),
+        (0, 1, 1, ["a"]),
+    ]
+    return [good, part(0, 2, 1, []), part(0, 2, 2, ["a"], more=named), *(part(*numbers) for numbers in wrong)]
+
+
 def _config():
     from models import SMALL, small
 
@@ -189,6 +205,7 @@ SEEDS = {
     "gguf_values": _gguf,
     "quantized": _quantized,
     "index": _index,
+    "gguf_split": _gguf_split,
     "schema": _schemas,
     "config": _config,
     "expression": _expression,

@@ -20,6 +20,7 @@ import unicodedata
 import zipfile
 from pathlib import Path
 
+import gguf_build
 import ml_dtypes  # noqa: F401 - safeload imports it and its formats when first needed, which counts as forbidden below
 import numpy as np
 
@@ -250,6 +251,29 @@ def index(data):
         require(Path(error.filename).parent == SHARDS, f"{error.filename!r} is outside of the folder")
 
 
+PARTS = FOLDER / "parts"
+
+
+def write_parts():
+    PARTS.mkdir()
+    (PARTS / "m-00002-of-00002.gguf").write_bytes(gguf_build.part(1, 2, 2, ["b"]))
+
+
+write_parts()
+
+
+def gguf_split(data):
+    """The first of two parts."""
+    path = PARTS / "m-00001-of-00002.gguf"
+    path.write_bytes(data)
+    try:
+        with watched(), safeload.open(path) as checkpoint:
+            check_checkpoint(checkpoint)
+            require(all(Path(file).parent == PARTS for file in checkpoint.files), "only files of the folder")
+    except SafeloadError as error:
+        check_refusal(error)
+
+
 CONFIG = {
     **dict.fromkeys(("hidden_size", "vocab_size", "intermediate_size", "n", "a", "b"), 8),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "layers"), 2),
@@ -334,6 +358,7 @@ TARGETS = {
     "gguf_values": gguf_values,
     "quantized": quantized,
     "index": index,
+    "gguf_split": gguf_split,
     "schema": schema_file,
     "config": config,
     "expression": expression,

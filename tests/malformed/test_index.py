@@ -195,17 +195,17 @@ def test_a_missing_shard_is_a_missing_file(folder):
 
 
 def test_several_indexes_are_ambiguous(folder):
-    write(folder, {"weight_map": GOOD})
-    (folder / "other.safetensors.index.json").write_text(json.dumps({"weight_map": GOOD}))
+    for name in ("some.safetensors.index.json", "other.safetensors.index.json"):
+        (folder / name).write_text(json.dumps({"weight_map": GOOD}))
     with pytest.raises(FormatError, match="several indexes"):
         safeload.open(folder)
-    assert set(safeload.open(folder / INDEX)) == {"a", "b"}
+    assert set(safeload.open(folder / "some.safetensors.index.json")) == {"a", "b"}
 
 
-def test_without_an_index_a_name_in_two_files_is_refused_naming_both(folder):
+def test_a_name_in_two_files_of_a_list_is_refused_naming_both(folder):
     save_file({"a": np.zeros(1)}, folder / "three.safetensors")
     with pytest.raises(FormatError) as caught:
-        safeload.open(folder)
+        safeload.open([folder / "one.safetensors", folder / "two.safetensors", folder / "three.safetensors"])
     for part in ("'a'", "one.safetensors", "three.safetensors"):
         assert part in str(caught.value)
 
@@ -222,6 +222,7 @@ def test_a_folder_without_weights_says_what_is_there(tmp_path):
 
 @pytest.mark.parametrize("config", ["[]", "{", '{"a": 1, "a": 2}'])
 def test_a_malformed_config_is_refused(folder, config):
+    write(folder, {"weight_map": GOOD})
     (folder / "config.json").write_text(config)
     with pytest.raises(FormatError, match=r"config\.json"):
         safeload.open(folder)

@@ -1,0 +1,82 @@
+"""GGUF files in parts, as llama.cpp and gguf-py split them: ``X-00001-of-00003.gguf``, with keys ``split.*``.
+
+Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/gguf-split. The first part has the metadata of all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import FormatError, MissingShardError, UnsupportedError
+from ..files import WeightFile
+from ..text import show
+from .gguf import Metadata
+
+PREFIX = "split."
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+
+# As many as five digits count.
+MAX_PARTS = 99_999
+
+_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.ASCII | re.DOTALL | re.IGNORECASE)
+
+
+def is_part(file: WeightFile) -> bool:
+    """Whether an open GGUF file is part of a split one."""
+    return _COUNT in (file.table.metadata() or {})
+
+
+def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tuple[list[WeightFile], Mapping[str, Any]]:
+    """All parts in their order, and the metadata of the whole.
+
+    Args:
+        file: any part.
+        open_part: opens another one by its path.
+
+    Raises:
+        FormatError: parts that do not belong together, or one that is missing.
+        UnsupportedError: the file's name does not lead to the others.
+    """
+    count, number = _value(file, _COUNT), _value(file, _NUMBER)
+    if not 1 <= count <= MAX_PARTS or not 0 <= number < count:
+        raise FormatError(f"{_NUMBER} is {number} and {_COUNT} is {count}, wanted are 0 to count - 1", file.path)
+    folder, base = os.path.split(file.path)
+    name = _NAME.fullmatch(base)
+    if count == 1:
+        paths = [file.path]
+    elif name is None or (int(name[2]), int(name[3])) != (number + 1, count):
+        raise UnsupportedError(
+            f"{file.path}: this is part {number + 1} of {count} of a split GGUF file, and its name must end in "
+            f"-{number + 1:05}-of-{count:05}.gguf, so that the others are found"
+        )
+    else:
+        paths = [os.path.join(folder, f"{name[1]}-{k + 1:05}-of-{count:05}{name[4]}") for k in range(count)]
+        missing = [path for path in paths if not os.path.lexists(path)]
+        if missing:
+            shown = ", ".join(show(os.path.basename(path))[1:-1] for path in missing[:5])
+            raise MissingShardError(
+                f"{len(missing):,} of {count:,} parts are missing: {shown}{', ...' if len(missing) > 5 else ''}",
+                file.path,
+            )
+    parts = [file if k == number else open_part(path) for k, path in enumerate(paths)]
+    total = _value(parts[0], _TENSORS)
+    for k, part in enumerate(parts):
+        for key, wanted in ((_NUMBER, k), (_COUNT, count), (_TENSORS, total)):
+            if (found := _value(part, key)) != wanted:
+                raise FormatError(f"{key} is {found}, but by the other parts it is {wanted}", part.path)
+    held = sum(part.table.count for part in parts)
+    if held != total:
+        raise FormatError(f"{_TENSORS} is {total}, but the parts have {held} tensors", parts[0].path)
+    metadata = parts[0].table.metadata()
+    assert isinstance(metadata, Metadata)
+    return parts, metadata.without(PREFIX)
+
+
+def _value(file: WeightFile, key: str) -> int:
+    value = (file.table.metadata() or {}).get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise FormatError(f"{key} must be an integer, found {show(value)}: the file is part of a split one", file.path)
+    return int(value)

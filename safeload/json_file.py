@@ -1,0 +1,81 @@
+"""JSON beside weights: index.json, config.json, schemas, layouts, manifests. Every one of them is read here."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from typing import Any
+
+from .errors import FormatError
+from .files import PathLike, native_path, open_descriptor
+from .text import show
+
+# An index is about 100 bytes a tensor: 600,000 of them.
+MAX_JSON = 64 << 20
+# Objects and arrays in each other. Configs have four or five.
+MAX_DEPTH = 64
+
+
+def read_json(path: PathLike, what: str) -> dict[str, Any]:
+    """Parses a JSON file that must be an object, in UTF-8 (RFC 8259), with or without a byte order mark.
+
+    Args:
+        path: a regular file; nothing else is opened for reading, as it might block or never end.
+        what: what messages call it.
+
+    Raises:
+        FormatError: no regular file, too large, no JSON object, nested too deep, or a duplicate key.
+        OSError: the file cannot be read.
+    """
+    text = native_path(path)[0]
+    content = _content(text, what)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            seen: set[str] = set()
+            duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise FormatError(f"{what}: key {show(duplicate)} is there twice", text)
+        return result
+
+    mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
+    try:
+        value = json.loads(content[mark:].decode(), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        offset = mark + len(error.doc[: error.pos].encode())
+        raise FormatError(f"{what} is not JSON: {error.msg}", text, offset) from None
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{what} is not JSON, which is UTF-8: {error.reason}", text, mark + error.start) from None
+    except FormatError:
+        raise
+    except RecursionError:
+        raise FormatError(f"{what} is not JSON of at most {MAX_DEPTH} levels", text) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise FormatError(f"{what} is not JSON: {show(str(error))[1:-1]}", text) from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{what} must be a JSON object, found {type(value).__name__}", text, 0)
+    _check_depth(value, what, text)
+    return value
+
+
+def _content(path: str, what: str) -> bytes:
+    try:
+        file = open_descriptor(path)
+    except FormatError:
+        raise FormatError(f"{what} is not a regular file", path) from None
+    try:
+        if file.size > MAX_JSON:
+            raise FormatError(f"{what} has {file.size:,} bytes, the limit is {MAX_JSON:,}", path)
+        return file.read_at(0, file.size)
+    finally:
+        file.close()
+
+
+def _check_depth(value: Any, what: str, path: str) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        items = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [inner for group in items for inner in group if isinstance(inner, (dict, list))]
+        if not level:
+            return
+    raise FormatError(f"{what} is not JSON of at most {MAX_DEPTH} levels", path)

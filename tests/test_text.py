@@ -1,0 +1,148 @@
+"""Values in messages: escaped, short, never the content of a file."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+import safeload
+from safeload import safe_open
+from safeload.numpy import load_file, save_file
+from safeload.text import show
+
+
+class Rude:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 10**6,
+        b"x" * 10**6,
+        "\x1b[31m" * 100,
+        "\u202e\ud800",
+        10**6000,
+        -(10**300),
+        list(range(10**5)),
+        {str(k): "v" * 10**5 for k in range(100)},
+        [["y" * 10**6] * 100] * 100,
+        np.zeros(10**6),
+        Rude(),
+        Rude,
+        np.dtype([(f"f{k}", "f4") for k in range(500)]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_shown_value_is_short_and_printable(value):
+    text = show(value)
+    assert 0 < len(text) <= 200
+    assert text.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("value", ["", "a", "it's", b"\0", 3, 2.5, None, True, [1, "a"], {"k": 1}, (1,)])
+def test_a_short_value_is_shown_as_its_repr(value):
+    assert show(value) == repr(value)
+
+
+CONTENTS = {
+    "safetensors": lambda path: save_file({"secret": np.zeros(3)}, path),
+    "pickle": lambda path: path.write_bytes(pickle.dumps({"secret": list(range(3000))})),
+    "text": lambda path: path.write_text("secret" * 10_000),
+}
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize(
+    "call", [safeload.open, safeload.load, load_file, safe_open, lambda path: safeload.open([path])]
+)
+def test_content_is_not_taken_for_a_path_nor_shown(call, content, kind, tmp_path):
+    path = tmp_path / "x"
+    CONTENTS[content](path)
+    with pytest.raises(TypeError, match=r"safeload\.numpy\.load\(data\)") as caught:
+        call(kind(path.read_bytes()))
+    assert "secret" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_short_path_may_be_bytes(tmp_path):
+    save_file({"w": np.zeros(3)}, tmp_path / "x")
+    assert set(safeload.open(os.fsencode(tmp_path / "x"))) == {"w"}
+
+
+@pytest.mark.parametrize("call", [safeload.open, load_file, safe_open])
+def test_a_very_long_path_is_not_shown_whole(call):
+    for path in ("x" * 10**6, "x\0" * 10**6):
+        with pytest.raises((OSError, ValueError)) as caught:
+            call(path)
+        assert len(str(caught.value)) < 500
+
+
+LONG = "n" * 100_000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: safeload.open(path, format=LONG),
+        lambda path: safeload.open(path, unknown_globals=LONG),
+        lambda path: safeload.load(path, dtype=LONG),
+        lambda path: safeload.load(path, backend=LONG),
+        lambda path: safeload.load(path, [LONG]),
+        lambda path: safeload.load(path, out={LONG: np.zeros(3)}),
+        lambda path: safeload.load(path, threads=10**4000, dtype="float16"),
+        lambda path: safe_open(path, backend=LONG),
+        lambda path: safe_open(path).get_tensor(LONG),
+        lambda path: safe_open(path, LONG),
+        lambda path: safe_open(path, device=LONG),
+        lambda path: save_file({LONG: 3}, path),
+        lambda path: save_file({"a": np.zeros(2)}, path, {LONG: "\ud800"}),
+        lambda path: save_file({LONG + "\ud800": np.zeros(2)}, path),
+        lambda path: safeload.open(path).get_slice(LONG),
+    ],
+)
+def test_messages_clip_what_they_were_given(call, tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": np.zeros(3)}, path)
+    with pytest.raises((ValueError, TypeError, safeload.SafeloadError)) as caught:
+        call(path)
+    assert len(str(caught.value)) < 1000 + len(str(path))
+
+
+@pytest.mark.parametrize("setting", ["x" * 10_000, "9" * 10_000, "99999999999", "0", "-1", "1.5", "²"])
+def test_a_setting_that_is_no_number_of_threads(setting, tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": np.zeros(3)}, path)
+    monkeypatch.setenv("SAFELOAD_NUM_THREADS", setting)
+    with pytest.raises(ValueError, match="SAFELOAD_NUM_THREADS is '") as caught:
+        safeload.load(path, dtype="float16")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "threads", [0, -1, 4097, 2**31, 2**32, 2**63, 2**64, -(2**63), 10**5000], ids=lambda n: f"{n:#x}"[:20]
+)
+def test_a_number_of_threads_has_bounds(threads, tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": np.zeros(3)}, path)
+    for call in (
+        lambda: safeload.load(path, dtype="float16", threads=threads),
+        lambda: safeload.load(path, threads=threads),
+        lambda: safeload.convert(path, tmp_path / "y.npz", threads=threads),
+        lambda: safeload.astype(np.zeros(3), "float16", threads=threads),
+        lambda: safeload.stats(path, threads=threads),
+        lambda: safeload.diff(path, path, threads=threads),
+        lambda: safeload.validate(path, threads=threads),
+        lambda: safeload.load_quantized(path, threads=threads),
+    ):
+        with pytest.raises(ValueError, match="threads is"):
+            call()
+
+
+def test_many_threads_work(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": np.arange(300_000, dtype=np.float32)}, path)
+    assert safeload.load(path, dtype="float64", threads=4096)["w"][-1] == 299_999
