@@ -2,7 +2,7 @@
 #ifndef SL_ARENA_H
 #define SL_ARENA_H
 
-#include "error.h"
+#include "base/error.h"
 
 /* A table has ten columns, twice when they are put in order, and four of scratch. */
 #define SL_ARENA_BLOCKS 32

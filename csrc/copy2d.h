@@ -2,7 +2,7 @@
 #ifndef SL_COPY2D_H
 #define SL_COPY2D_H
 
-#include "base.h"
+#include "base/base.h"
 
 /* rows * columns elements at an address; strides are bytes from one row or column to the next, and may be negative. */
 typedef struct sl_plane {

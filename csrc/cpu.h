@@ -2,7 +2,7 @@
 #ifndef SL_CPU_H
 #define SL_CPU_H
 
-#include "base.h"
+#include "base/base.h"
 
 typedef struct sl_cpu {
     bool avx2;   /* AVX2, F16C and FMA (no processor has the first alone), and the system saves the registers (XCR0) */

@@ -2,7 +2,7 @@
 #ifndef SL_DTYPE_H
 #define SL_DTYPE_H
 
-#include "base.h"
+#include "base/base.h"
 
 /* Number of the element type that safetensors writes as `code` (not NUL-terminated), or -1. `guess` is tried first: most
  * tensors have the dtype of the one before. */

@@ -19,10 +19,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "base/sort.h"
+#include "base/utf8.h"
 #include "reader.h"
-#include "sort.h"
 #include "table.h"
-#include "utf8.h"
 
 #define MAGIC_SIZE 4
 #define OLDEST_VERSION 2

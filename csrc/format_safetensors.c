@@ -16,8 +16,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "base/sort.h"
 #include "platform.h"
-#include "sort.h"
 #include "table.h"
 
 /* The format's own limit on N. */

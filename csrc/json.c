@@ -1,6 +1,6 @@
 #include "json.h"
 
-#include "utf8.h"
+#include "base/utf8.h"
 
 static int64_t position_of(const sl_json *json, const char *at) { return json->base + (at - json->begin); }
 

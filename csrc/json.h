@@ -7,7 +7,7 @@
 #ifndef SL_JSON_H
 #define SL_JSON_H
 
-#include "error.h"
+#include "base/error.h"
 
 /* Levels of a value that is skipped. serde_json stops upstream's reader at its level 128, the header and the tensor's
  * entry are the first two, and the last is one below. */

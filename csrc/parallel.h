@@ -3,7 +3,7 @@
 #ifndef SL_PARALLEL_H
 #define SL_PARALLEL_H
 
-#include "error.h"
+#include "base/error.h"
 
 /* More threads than this do not help: memory and disks are saturated well before. The Python side never asks for
  * more than 16 by itself; an explicit threads= may. */

@@ -6,7 +6,7 @@
 #ifndef SL_PLATFORM_H
 #define SL_PLATFORM_H
 
-#include "error.h"
+#include "base/error.h"
 
 /* Writes exactly `size` bytes, at `offset` or at the file's current position (`append`). */
 int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,

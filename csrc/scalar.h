@@ -3,7 +3,7 @@
 #ifndef SL_SCALAR_H
 #define SL_SCALAR_H
 
-#include "base.h"
+#include "base/base.h"
 
 /* ---- loads and stores at any alignment, in the byte order of files on both sides ---- */
 

@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "sort.h"
+#include "base/sort.h"
 
 static uint64_t name_begin(const sl_table *table, uint64_t i) { return i > 0 ? table->name_ends[i - 1] + 1 : 0; }
 

@@ -40,6 +40,7 @@ C_PLACE = {
     for group, stems in enumerate(groups)
     for rank, stem in enumerate(stems)
 }
+SYSTEM_FILES = {"platform_posix.c", "platform_windows.c"}
 STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
 # Instructions of a processor, not of a system.
 INTRINSICS = {
@@ -99,7 +100,7 @@ PYTHON_FLOORS = {
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}
 
-C_FILES = sorted([*CSRC.glob("*.c"), *CSRC.glob("*.h")])
+C_FILES = sorted([*CSRC.rglob("*.c"), *CSRC.rglob("*.h")])
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -116,8 +117,8 @@ def test_c_includes_go_down(path):
     floor, group, rank = C_PLACE[path.stem]
     for header in includes(path, '""'):
         assert (CSRC / header).is_file(), header
-        below, its_group, its_rank = C_PLACE[header.removesuffix(".h")]
-        own = path.suffix == ".c" and header == f"{path.stem}.h"
+        below, its_group, its_rank = C_PLACE[Path(header).stem]
+        own = path.suffix == ".c" and Path(header).stem == path.stem
         assert below < floor or own or (below == floor and its_group == group and its_rank < rank), header
 
 
@@ -130,7 +131,7 @@ def test_every_include_is_seen():
 
 @pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.name)
 def test_only_the_platform_files_know_the_system(path):
-    if not path.stem.startswith("platform_"):
+    if path.name not in SYSTEM_FILES:
         assert set(includes(path, "<>")) <= STANDARD_HEADERS | INTRINSICS.get(path.stem, set())
 
 
@@ -151,10 +152,10 @@ def definitions(name, path):
 def test_every_declared_function_is_defined_once_for_each_system():
     declared = re.findall(r"\b(sl_\w+)\([^;{]*\);", without_comments(CSRC / "sl_api.h"))
     assert len(declared) > 10
-    sources = [path for path in C_FILES if not path.stem.startswith("platform_")]
+    sources = [path for path in C_FILES if path.name not in SYSTEM_FILES]
     for system in ("posix", "windows"):
         for name in declared:
-            found = [p.name for p in (*sources, CSRC / f"platform_{system}.c") for _ in range(definitions(name, p))]
+            found = [p.name for p in (*sources, *CSRC.rglob(f"*{system}.c")) for _ in range(definitions(name, p))]
             assert len(found) == 1, (name, system, found)
 
 

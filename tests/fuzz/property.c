@@ -4,9 +4,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/sort.h"
+#include "base/utf8.h"
 #include "dtype.h"
-#include "sort.h"
-#include "utf8.h"
 
 #define UNTOUCHED 77
 

@@ -2,7 +2,7 @@
 #ifndef SL_ERROR_H
 #define SL_ERROR_H
 
-#include "base.h"
+#include "base/base.h"
 
 /* Fills *error (NULL: nothing) and returns `status`, so that callers write `return sl_fail(...)`. */
 int32_t sl_fail(sl_error *error, int32_t status, int64_t position, const char *format, ...) SL_PRINTF(4, 5);

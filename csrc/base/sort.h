@@ -2,7 +2,7 @@
 #ifndef SL_SORT_H
 #define SL_SORT_H
 
-#include "base.h"
+#include "base/base.h"
 
 /* <0, 0 or >0 as item a goes before, with or after item b. */
 typedef int (*sl_compare_fn)(const void *context, uint32_t a, uint32_t b);

@@ -2,7 +2,7 @@
 #ifndef SL_UTF8_H
 #define SL_UTF8_H
 
-#include "base.h"
+#include "base/base.h"
 
 /* Length of the character at `at`, whose first byte is >= 0x80; 0 when invalid. The ranges are table 3-7 of the Unicode
  * Standard: no overlong forms, no surrogates, nothing above U+10FFFF. */

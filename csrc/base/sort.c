@@ -1,4 +1,4 @@
-#include "sort.h"
+#include "base/sort.h"
 
 /* Index where the ascending run that starts at `from` ends. */
 static uint64_t run_end(const uint32_t *order, uint64_t from, uint64_t count, sl_compare_fn compare,
