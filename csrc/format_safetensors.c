@@ -17,7 +17,7 @@
 #include <stdlib.h>
 
 #include "base/sort.h"
-#include "platform.h"
+#include "platform/platform.h"
 #include "table.h"
 
 /* The format's own limit on N. */

@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "platform.h"
+#include "platform/platform.h"
 
 /* What to do with a job of one run. */
 static int32_t cut_run(const sl_job *job, int32_t direction, sl_cut *cut, sl_error *error) {

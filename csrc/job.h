@@ -3,7 +3,7 @@
 #ifndef SL_JOB_H
 #define SL_JOB_H
 
-#include "parallel.h"
+#include "platform/parallel.h"
 #include "quant.h"
 
 /* Bytes in a chunk: large enough that a system call, a counter and a clock are noise (3 MiB take about 1 ms), small

@@ -1,5 +1,5 @@
 #include "job.h"
-#include "platform.h"
+#include "platform/platform.h"
 #include "stats.h"
 
 bool sl_stats_wanted(const sl_job *job) { return job->to == SL_STATS || job->to == SL_STATS_HISTOGRAM; }

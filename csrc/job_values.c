@@ -1,5 +1,5 @@
 #include "job.h"
-#include "platform.h"
+#include "platform/platform.h"
 
 /* f32 values that are looked at or scaled at a time: 8 KiB stay in the first-level cache. */
 #define BLOCK ((uint64_t)2048)

@@ -1,6 +1,6 @@
 #include "kernel.h"
 
-#include "cpu.h"
+#include "platform/cpu.h"
 
 /* What each tier looks through, best first. */
 static const struct {

@@ -3,7 +3,7 @@
 #ifndef SL_READER_H
 #define SL_READER_H
 
-#include "platform.h"
+#include "platform/platform.h"
 
 typedef struct sl_reader {
     int64_t file;

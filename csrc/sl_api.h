@@ -203,7 +203,7 @@ const sl_columns *sl_table_columns(const sl_table *table);
 int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size); /* index or -1 */
 void sl_table_free(sl_table *table);                                                /* NULL: nothing */
 
-/* ---- memory and files (platform_posix.c, platform_windows.c) ---- */
+/* ---- memory and files (posix.c, windows.c) ---- */
 
 /* Zeroed memory for a large buffer that is filled once, size > 0, in huge pages where the system has them: in pages of
  * 4 KiB the faults cost more than the bytes. NULL when there is none. */

@@ -3,9 +3,9 @@
 #ifndef SL_TABLE_H
 #define SL_TABLE_H
 
-#include "arena.h"
 #include "dtype.h"
 #include "json.h"
+#include "platform/arena.h"
 
 /* Same numbers as the by_name column and the fields below. */
 #define SL_MAX_TENSORS UINT32_MAX

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "safeload"
 C_FLOORS = {
     0: [["sl_api", "safeload"]],
     1: [["base", "error"]],
-    2: [["platform", "platform_posix", "platform_windows", "cpu", "arena"]],
+    2: [["platform", "posix", "windows", "cpu", "arena"]],
     3: [
         ["utf8", "json"],
         ["reader"],
@@ -40,7 +40,7 @@ C_PLACE = {
     for group, stems in enumerate(groups)
     for rank, stem in enumerate(stems)
 }
-SYSTEM_FILES = {"platform_posix.c", "platform_windows.c"}
+SYSTEM_FILES = {"posix.c", "windows.c"}
 STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
 # Instructions of a processor, not of a system.
 INTRINSICS = {

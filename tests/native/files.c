@@ -10,7 +10,7 @@
 
 #include "harness.h"
 #include "kernel.h"
-#include "platform.h"
+#include "platform/platform.h"
 
 #if defined(_WIN32)
 #include <io.h>

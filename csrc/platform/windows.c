@@ -1,6 +1,6 @@
 #if defined(_WIN32)
 
-#include "platform.h"
+#include "platform/platform.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -1,8 +1,8 @@
-#include "arena.h"
+#include "platform/arena.h"
 
 #include <stdlib.h>
 
-#include "platform.h"
+#include "platform/platform.h"
 
 /* From this size, that of a huge page, a block comes from the system in huge pages: for the 10 MB of a 100,000-tensor table the page faults
  * of malloc's memory took as long as parsing. */

@@ -6,7 +6,7 @@
 #define _POSIX_C_SOURCE 200809L
 #endif
 
-#include "platform.h"
+#include "platform/platform.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-/* Floor 2: the operating system. platform_posix.c and platform_windows.c are the only files with system
+/* Floor 2: the operating system. posix.c and windows.c are the only files with system
  * headers; both are always compiled and each is empty on the other's system.
  *
  * The sl_file_* and sl_memory_* functions of sl_api.h are implemented there too.

@@ -1,4 +1,4 @@
-#include "cpu.h"
+#include "platform/cpu.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
 

@@ -1,8 +1,8 @@
-#include "parallel.h"
+#include "platform/parallel.h"
 
 #include <stdlib.h>
 
-#include "platform.h"
+#include "platform/platform.h"
 
 typedef struct shared {
     sl_item_fn item;
