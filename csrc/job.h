@@ -3,8 +3,8 @@
 #ifndef SL_JOB_H
 #define SL_JOB_H
 
+#include "kernels/quant.h"
 #include "platform/parallel.h"
-#include "quant.h"
 
 /* Bytes in a chunk: large enough that a system call, a counter and a clock are noise (3 MiB take about 1 ms), small
  * enough that threads end together and a slice of 50 ms keeps its time even on a disk of 200 MB/s. A multiple of 3, so

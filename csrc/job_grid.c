@@ -1,5 +1,5 @@
-#include "copy2d.h"
 #include "job.h"
+#include "kernels/copy2d.h"
 
 /* A grid goes tile by tile: a tile is read (or gathered) into scratch, converted there, and placed, so that a file's bytes
  * cross memory once whatever their place at the destination. What needs no step skips it. */

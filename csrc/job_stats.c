@@ -1,6 +1,6 @@
 #include "job.h"
+#include "kernels/stats.h"
 #include "platform/platform.h"
-#include "stats.h"
 
 bool sl_stats_wanted(const sl_job *job) { return job->to == SL_STATS || job->to == SL_STATS_HISTOGRAM; }
 

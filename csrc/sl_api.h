@@ -109,7 +109,7 @@ const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL when there is none of 
 
 const char *sl_compiler(void); /* that built this, with its version */
 
-/* ---- kernels (kernel.c) ---- */
+/* ---- kernels (convert.c) ---- */
 
 /* Instruction sets. Every tier gives the same bits as scalar C. */
 #define SL_TIER_SCALAR 0

@@ -3,8 +3,8 @@
 #ifndef SL_TABLE_H
 #define SL_TABLE_H
 
-#include "dtype.h"
 #include "json.h"
+#include "kernels/dtype.h"
 #include "platform/arena.h"
 
 /* Same numbers as the by_name column and the fields below. */

@@ -1,4 +1,4 @@
-"""The dtypes of weight files, and what numpy calls them. The table itself is csrc/dtype.c."""
+"""The dtypes of weight files, and what numpy calls them. The table itself is csrc/kernels/dtype.c."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ C_FLOORS = {
         ["sort"],
         ["copy2d"],
         [
-            *("dtype", "scalar", "kernel", "kernel_scalar", "kernel_avx2", "kernel_avx512", "kernel_neon"),
+            *("dtype", "scalar", "convert", "convert_scalar", "convert_avx2", "convert_avx512", "convert_neon"),
             *("quant", "quant_scalar", "quant_x86", "quant_avx2", "quant_avx512", "quant_neon", "dequant"),
             *("stats", "stats_scalar", "stats_avx2", "stats_avx512", "stats_neon", "stats_histogram"),
         ],
@@ -46,11 +46,11 @@ STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", 
 INTRINSICS = {
     "cpu": {"cpuid.h", "intrin.h"},
     "copy2d": {"emmintrin.h"},
-    "kernel_neon": {"arm_neon.h"},
+    "convert_neon": {"arm_neon.h"},
     "quant_neon": {"arm_neon.h"},
     "stats_neon": {"arm_neon.h"},
 }
-for _stem in ("kernel_avx2", "kernel_avx512", "quant_x86", "quant_avx2", "quant_avx512", "stats_avx2", "stats_avx512"):
+for _stem in ("quant_x86", *(f"{kind}_avx{width}" for kind in ("convert", "quant", "stats") for width in (2, 512))):
     INTRINSICS[_stem] = {"immintrin.h"}
 
 _CLI = [f"cli.{name}" for name in ("common", "info", "check", "stats", "convert", "diff", "bench")]

@@ -6,7 +6,7 @@
 
 #include "base/sort.h"
 #include "base/utf8.h"
-#include "dtype.h"
+#include "kernels/dtype.h"
 
 #define UNTOUCHED 77
 

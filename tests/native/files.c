@@ -9,7 +9,7 @@
 #include <errno.h>
 
 #include "harness.h"
-#include "kernel.h"
+#include "kernels/convert.h"
 #include "platform/platform.h"
 
 #if defined(_WIN32)

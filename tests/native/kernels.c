@@ -3,9 +3,9 @@
  *
  * What IEEE 754 leaves open is which NaN comes of infinity times zero: x86 gives a negative one, others a positive one. It
  * happens where a block holds an infinite scale. Digests of restored blocks therefore take every NaN for the same. */
-#include "copy2d.h"
 #include "inputs.h"
-#include "quant.h"
+#include "kernels/copy2d.h"
+#include "kernels/quant.h"
 
 /* All 16-bit codes and as many random values, whole blocks of 256. */
 #define COUNT ((size_t)131072)

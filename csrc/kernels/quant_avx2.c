@@ -1,4 +1,4 @@
-#include "quant_x86.h"
+#include "kernels/quant_x86.h"
 
 #ifdef SL_QUANT_X86
 

@@ -1,6 +1,6 @@
-#include "stats.h"
+#include "kernels/stats.h"
 
-#include "scalar.h"
+#include "kernels/scalar.h"
 
 /* What each tier looks through, best first. */
 static const sl_lanes_kernel *const TIERS[][4] = { /* NULL ends */

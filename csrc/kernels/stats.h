@@ -15,7 +15,7 @@
 #ifndef SL_STATS_H
 #define SL_STATS_H
 
-#include "kernel.h"
+#include "kernels/convert.h"
 
 /* Elements: 16 KiB of f32 stay in the first-level cache for a second look, and folding lanes is a few percent. */
 #define SL_STATS_BLOCK ((size_t)4096)

@@ -1,4 +1,4 @@
-#include "stats.h"
+#include "kernels/stats.h"
 
 #if defined(__aarch64__) && !defined(__AARCH64EB__)
 

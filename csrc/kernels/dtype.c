@@ -1,4 +1,4 @@
-#include "dtype.h"
+#include "kernels/dtype.h"
 
 /* Formats of the 4-, 6- and 8-bit floats: OCP Microscaling Formats (MX) v1.0, arXiv:2209.05433 (F8_E4M3, F8_E5M2)
  * and arXiv:2206.02915 (FNUZ). Block types: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h */

@@ -1,6 +1,6 @@
-#include "stats.h"
+#include "kernels/stats.h"
 
-/* Not with GCC for Windows: see kernel_avx2.c. */
+/* Not with GCC for Windows: see convert_avx2.c. */
 #if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-#include "quant_x86.h"
+#include "kernels/quant_x86.h"
 
 /* Only where it beats AVX2 by 1.2x with the data in cache; what is not explained here is in quant_avx2.c. */
 #ifdef SL_QUANT_X86

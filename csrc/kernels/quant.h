@@ -1,6 +1,6 @@
 /* Floor 3: quantization. Scalar C is the definition; every other tier gives the same bits.
  *
- * Blocks are conversions of kernel.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0, and back. Each block of
+ * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0, and back. Each block of
  * SL_QK elements has a scale d of its own, an f16, and d is not finite exactly where an element is not, or where f16
  * cannot hold the scale: sl_blocks_finite finds such blocks, whose codes mean nothing.
  *
@@ -9,7 +9,7 @@
 #ifndef SL_QUANT_H
 #define SL_QUANT_H
 
-#include "kernel.h"
+#include "kernels/convert.h"
 
 /* Elements in a block, QK4_0 and QK8_0 of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h */
 #define SL_QK ((size_t)32)

@@ -1,6 +1,6 @@
-#include "stats.h"
+#include "kernels/stats.h"
 
-#include "scalar.h"
+#include "kernels/scalar.h"
 
 static double f16_value(uint16_t bits) { return (double)float_of(f16_to_f32(bits)); }
 

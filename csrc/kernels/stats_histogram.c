@@ -1,6 +1,6 @@
-#include "stats.h"
+#include "kernels/stats.h"
 
-#include "scalar.h"
+#include "kernels/scalar.h"
 
 /* Of f32: the exponent of 1, and of what is not finite. */
 #define BIAS 127

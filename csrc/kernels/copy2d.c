@@ -1,4 +1,4 @@
-#include "copy2d.h"
+#include "kernels/copy2d.h"
 
 #if defined(__SSE2__) || defined(_M_X64) /* MSVC has no __SSE2__ */
 #define HAS_SSE2

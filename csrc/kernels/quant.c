@@ -1,4 +1,4 @@
-#include "quant.h"
+#include "kernels/quant.h"
 
 static const sl_quant *const TIERS[] = {
     [SL_TIER_SCALAR] = &sl_quant_scalar,

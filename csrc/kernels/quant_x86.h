@@ -3,9 +3,9 @@
 #ifndef SL_QUANT_X86_H
 #define SL_QUANT_X86_H
 
-#include "quant.h"
+#include "kernels/quant.h"
 
-/* Not with GCC for Windows: see kernel_avx2.c. */
+/* Not with GCC for Windows: see convert_avx2.c. */
 #if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
 #define SL_QUANT_X86
 

@@ -1,6 +1,6 @@
-#include "quant.h"
+#include "kernels/quant.h"
 
-#include "scalar.h"
+#include "kernels/scalar.h"
 
 /* ---- the largest |x| ---- */
 

@@ -4,8 +4,8 @@
  *
  * All the speed that there is here comes from loops that compilers make vectors of: their lengths are constants, their
  * bodies do one thing to bytes or floats side by side, and shifts are constants once all is inlined. */
-#include "kernel.h"
-#include "scalar.h"
+#include "kernels/convert.h"
+#include "kernels/scalar.h"
 
 /* Elements of the small blocks, QK4_1 and the like, and of the super-blocks, QK_K. */
 #define SMALL 32

@@ -1,7 +1,7 @@
-#include "stats.h"
+#include "kernels/stats.h"
 
 /* f32 and 16-bit elements, where 16 lanes in two registers make it 1.6x AVX2; f64 is at memory's limit there already. Not with GCC for
- * Windows: see kernel_avx2.c. */
+ * Windows: see convert_avx2.c. */
 #if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-#include "kernel.h"
+#include "kernels/convert.h"
 
 #include "platform/cpu.h"
 

@@ -1,7 +1,7 @@
-#include "kernel.h"
+#include "kernels/convert.h"
 
 /* Only where it beats AVX2 by 1.2x with the data in cache; in memory both are at its limit. Not with GCC for Windows: see
- * kernel_avx2.c. */
+ * convert_avx2.c. */
 #if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
 
 #include <immintrin.h>

@@ -1,6 +1,6 @@
-#include "kernel.h"
+#include "kernels/convert.h"
 
-#include "scalar.h"
+#include "kernels/scalar.h"
 
 /* ---- 16-bit floats to f32 ---- */
 

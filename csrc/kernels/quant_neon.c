@@ -1,4 +1,4 @@
-#include "quant.h"
+#include "kernels/quant.h"
 
 #if defined(__aarch64__) && !defined(__AARCH64EB__)
 

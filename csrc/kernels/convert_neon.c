@@ -1,4 +1,4 @@
-#include "kernel.h"
+#include "kernels/convert.h"
 
 #if defined(__aarch64__) && !defined(__AARCH64EB__)
 

@@ -1,4 +1,4 @@
-#include "kernel.h"
+#include "kernels/convert.h"
 
 /* Not with GCC for Windows: it does not align the stack for 32-byte spills (GCC bug 54412). */
 #if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
