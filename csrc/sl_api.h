@@ -226,7 +226,7 @@ void sl_file_unmap(void *address, uint64_t size);
  * where the filesystem cannot reserve. */
 int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
 
-/* ---- safetensors (format_safetensors.c) ---- */
+/* ---- safetensors (safetensors.c) ---- */
 
 /* Opens, reads and validates the header; data is not touched. On failure nothing stays open. */
 int32_t sl_safetensors_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_table **table,
@@ -241,7 +241,7 @@ int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64
                               uint64_t *header_size, sl_error *error);
 void sl_free(void *memory);
 
-/* ---- GGUF (format_gguf.c) ---- */
+/* ---- GGUF (gguf.c) ---- */
 
 /* Types of metadata values, as the format numbers them. */
 #define SL_GGUF_U8 0

@@ -30,7 +30,7 @@ C_FLOORS = {
         ],
     ],
     4: [["table"]],
-    5: [["format_safetensors"], ["format_gguf"]],
+    5: [["safetensors"], ["gguf"]],
     6: [["parallel", "job", "job_grid", "job_values", "job_stats"]],
     7: [["api"]],
 }

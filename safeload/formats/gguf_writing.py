@@ -1,4 +1,4 @@
-"""Writing GGUF files. csrc/format_gguf.c opens with the format."""
+"""Writing GGUF files. csrc/formats/gguf.c opens with the format."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@
 
 #include "base/sort.h"
 #include "base/utf8.h"
-#include "reader.h"
-#include "table.h"
+#include "formats/reader.h"
+#include "formats/table.h"
 
 #define MAGIC_SIZE 4
 #define OLDEST_VERSION 2

@@ -3,7 +3,7 @@
 #ifndef SL_TABLE_H
 #define SL_TABLE_H
 
-#include "json.h"
+#include "formats/json.h"
 #include "kernels/dtype.h"
 #include "platform/arena.h"
 

@@ -1,4 +1,4 @@
-#include "reader.h"
+#include "formats/reader.h"
 
 #include <stdlib.h>
 

@@ -17,8 +17,8 @@
 #include <stdlib.h>
 
 #include "base/sort.h"
+#include "formats/table.h"
 #include "platform/platform.h"
-#include "table.h"
 
 /* The format's own limit on N. */
 #define MAX_HEADER ((uint64_t)100000000)
