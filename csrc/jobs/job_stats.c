@@ -1,4 +1,4 @@
-#include "job.h"
+#include "jobs/job.h"
 #include "kernels/stats.h"
 #include "platform/platform.h"
 

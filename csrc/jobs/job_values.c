@@ -1,4 +1,4 @@
-#include "job.h"
+#include "jobs/job.h"
 #include "platform/platform.h"
 
 /* f32 values that are looked at or scaled at a time: 8 KiB stay in the first-level cache. */

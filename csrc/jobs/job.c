@@ -1,4 +1,4 @@
-#include "job.h"
+#include "jobs/job.h"
 
 #include <stdlib.h>
 

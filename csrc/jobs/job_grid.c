@@ -1,4 +1,4 @@
-#include "job.h"
+#include "jobs/job.h"
 #include "kernels/copy2d.h"
 
 /* A grid goes tile by tile: a tile is read (or gathered) into scratch, converted there, and placed, so that a file's bytes
