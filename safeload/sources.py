@@ -46,9 +46,15 @@ class Source(NamedTuple):
         """Bytes."""
         return self.row.nbytes(math.prod(self.shape))
 
-    def job(self, memory: int, target: int, *, grid: int = 0, channels: int = 0) -> Job:
+    def job(self, memory: int, target: int, *, grid: int = 0) -> Job:
         """What moves it to an address, as the dtype numbered ``target``."""
-        return Job(self.descriptor, self.offset, memory, self.size, self.row.number, target, grid, channels)
+        op = jobs.moving(self.row.number, target, grid)
+        return Job(self.descriptor, self.offset, memory, self.size, self.row.number, target, grid, op=op)
+
+    def work(self, op: int, memory: int, *, channels: int = 0) -> Job:
+        """An operation on its values whose result is of no other dtype than the operation's own."""
+        number = self.row.number
+        return Job(self.descriptor, self.offset, memory, self.size, number, number, channels=channels, op=op)
 
 
 def subject(name: str) -> str:
@@ -155,7 +161,7 @@ def run(
         return file.path if file is not None else "", f"tensor {sources[job].name!r}"
 
     try:
-        jobs.run(work, lib.SL_READ, where, grids=grids, channels=channels, threads=threads, progress=progress)
+        jobs.run(work, where, grids=grids, channels=channels, threads=threads, progress=progress)
     except jobs.Refused as refused:
         source = sources[refused.job]
         index = [int(k) for k in np.unravel_index(refused.element, source.shape)]

@@ -120,8 +120,9 @@ def _finish(memory: Array, origin: int, layout: Layout, given: Array | None, thr
         array = jobs.private_array(layout.shape, layout.dtype) if given is None else given
         address = jobs.address_of(memory) + offset
         size = layout.end - layout.begin
-        job = jobs.Job(lib.SL_MEMORY, address, jobs.address_of(array), size, layout.source, layout.target)
-        jobs.run([job], lib.SL_READ, lambda job, position: ("", None), threads=threads)
+        place = lib.SL_MEMORY, address, jobs.address_of(array), size
+        job = jobs.Job(*place, layout.source, layout.target, op=lib.SL_OP_CONVERT)
+        jobs.run([job], lambda job, position: ("", None), threads=threads)
         return array
     view = array_over(memory, dtypes.array_dtype(layout.source), layout.shape, offset, layout.strides)
     if layout.source != layout.target:

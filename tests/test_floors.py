@@ -14,10 +14,11 @@ PACKAGE = ROOT / "safeload"
 
 # Floors of groups of files. A file includes headers of the floors below it and, within its group, of itself and those
 # named before it.
+OPS = ["copy", "convert", "grid", "write", "int8", "absmax", "finite", "stats"]
 C_FLOORS = {
     0: [["sl_api", "safeload"]],
     1: [["base", "error"]],
-    2: [["platform", "posix", "windows", "cpu", "arena"]],
+    2: [["platform", "posix", "windows", "cpu", "arena", "parallel"]],
     3: [
         ["utf8", "json"],
         ["reader"],
@@ -31,7 +32,7 @@ C_FLOORS = {
     ],
     4: [["table"]],
     5: [["safetensors"], ["gguf"]],
-    6: [["parallel", "job", "job_grid", "job_values", "job_stats"]],
+    6: [["job", "channels", "op", *(f"op_{k}" for k in OPS), "run"]],
     7: [["api"]],
 }
 C_PLACE = {

@@ -14,5 +14,8 @@ gcc "${flags[@]}" -fsanitize=address,undefined "$here/allocations.c" "$core"/*.c
     -lpthread "${wrapped[@]/#/-Wl,--wrap=}"
 ASAN_OPTIONS=detect_leaks=1 "$work/allocations"
 
+gcc "${flags[@]}" -fsanitize=address,undefined "$here/operations.c" "$core"/*.c "$core"/*/*.c -o "$work/operations" -lpthread
+ASAN_OPTIONS=detect_leaks=1 "$work/operations"
+
 gcc "${flags[@]}" -fsanitize=thread "$here/races.c" "$core"/*.c "$core"/*/*.c -o "$work/races" -lpthread
 TSAN_OPTIONS=halt_on_error=1 "$work/races"

@@ -1,16 +1,19 @@
-#include "jobs/job.h"
-#include "kernels/copy2d.h"
-
-/* A grid goes tile by tile: a tile is read (or gathered) into scratch, converted there, and placed, so that a file's bytes
+/* The operation SL_OP_GRID: two axes of any strides, converted on the way.
+ *
+ * A grid goes tile by tile: a tile is read (or gathered) into scratch, converted there, and placed, so that a file's bytes
  * cross memory once whatever their place at the destination. What needs no step skips it. */
+#include "jobs/op.h"
+#include "kernels/copy2d.h"
 
 static bool is_run(int64_t column_stride, uint64_t element) { return column_stride == (int64_t)element; }
 
-int32_t sl_grid_cut(const sl_job *job, sl_cut *cut, sl_error *error) {
+static int32_t plan_grid(const sl_job *job, sl_plan *plan, sl_error *error) {
     const sl_grid *grid = job->grid;
     const sl_dtype_info *from = sl_dtype_get(job->from), *to = sl_dtype_get(job->to);
     if (from == NULL || to == NULL || from->bits < 8 || to->bits < 8)
         return sl_fail(error, SL_E_ARGUMENT, -1, "dtype %d or %d cannot be strided", job->from, job->to);
+    if (job->from != job->to && !sl_conversion_find(plan->tier, job->from, job->to, &plan->conversion))
+        return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from dtype %d to %d", job->from, job->to);
     uint64_t element = (uint64_t)from->block_bytes, row, size;
     if (!sl_mul_u64(grid->columns, element, &row) || !sl_mul_u64(grid->rows, row, &size) || size != job->size)
         return sl_fail(error, SL_E_ARGUMENT, -1, "a grid of %llu x %llu elements is not %llu bytes",
@@ -18,11 +21,13 @@ int32_t sl_grid_cut(const sl_job *job, sl_cut *cut, sl_error *error) {
     if (job->file != SL_MEMORY && (!is_run(grid->source_column, element) || grid->source_row < (int64_t)row))
         return sl_fail(error, SL_E_ARGUMENT, -1, "a file's columns must be side by side and its rows apart");
     if (size == 0) return SL_OK;
-    cut->columns = sl_min_u64(grid->columns, SL_CHUNK / element);
-    cut->rows = sl_min_u64(grid->rows, SL_CHUNK / (cut->columns * element));
-    cut->step = cut->rows * cut->columns * element;
-    cut->chunks = ((grid->rows - 1) / cut->rows + 1) * ((grid->columns - 1) / cut->columns + 1);
-    cut->scratch = 2 * SL_PASSAGE;
+    plan->columns = sl_min_u64(grid->columns, SL_CHUNK / element);
+    plan->rows = sl_min_u64(grid->rows, SL_CHUNK / (plan->columns * element));
+    plan->step = plan->rows * plan->columns * element;
+    plan->chunks = ((grid->rows - 1) / plan->rows + 1) * ((grid->columns - 1) / plan->columns + 1);
+    plan->unit = 1;
+    plan->unit_bytes = element;
+    plan->scratch = 2 * SL_STAGING;
     return SL_OK;
 }
 
@@ -39,7 +44,7 @@ static int32_t fetch(const tile *self, uint8_t *buffer, sl_plane *source, sl_err
     const sl_grid *grid = job->grid;
     int64_t begin = (int64_t)self->row * grid->source_row + (int64_t)self->column * grid->source_column;
     if (job->file == SL_MEMORY) {
-        *source = (sl_plane){(uint8_t *)(uintptr_t)job->offset + begin, grid->source_row, grid->source_column};
+        *source = (sl_plane){(uint8_t *)(uintptr_t)sl_job_memory(job) + begin, grid->source_row, grid->source_column};
         return SL_OK;
     }
     uint64_t run = self->columns * self->from_size, rows = self->rows, offset = job->offset + (uint64_t)begin;
@@ -81,22 +86,22 @@ static int32_t run_tile(const tile *self, uint8_t *scratch, sl_error *error) {
     int32_t status = fetch(self, scratch, &source, error);
     if (status != SL_OK) return status;
     if (self->conversion != NULL)
-        convert(self, source, scratch, scratch + SL_PASSAGE, destination);
+        convert(self, source, scratch, scratch + SL_STAGING, destination);
     else
         sl_copy_2d((size_t)self->from_size, self->rows, self->columns, source, destination);
     return SL_OK;
 }
 
-int32_t sl_grid_run(const sl_job *job, const sl_cut *cut, uint64_t chunk, uint8_t *scratch, sl_error *error) {
+static int32_t run_grid(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
     const sl_grid *grid = job->grid;
-    uint64_t across = (grid->columns - 1) / cut->columns + 1;
-    uint64_t row = chunk / across * cut->rows, column = chunk % across * cut->columns;
-    uint64_t row_end = sl_min_u64(row + cut->rows, grid->rows), column_end = sl_min_u64(column + cut->columns, grid->columns);
-    tile self = {job, job->from != job->to ? &cut->conversion : NULL, row, column, 0, 0, 0, 0};
+    uint64_t across = (grid->columns - 1) / plan->columns + 1;
+    uint64_t row = chunk / across * plan->rows, column = chunk % across * plan->columns;
+    uint64_t row_end = sl_min_u64(row + plan->rows, grid->rows), column_end = sl_min_u64(column + plan->columns, grid->columns);
+    tile self = {job, plan->conversion.first != NULL ? &plan->conversion : NULL, row, column, 0, 0, 0, 0};
     self.from_size = (uint64_t)sl_dtype_get(job->from)->block_bytes;
     self.to_size = (uint64_t)sl_dtype_get(job->to)->block_bytes;
     /* Both halves of the scratch hold a tile. */
-    uint64_t most = SL_PASSAGE / (self.from_size > self.to_size ? self.from_size : self.to_size);
+    uint64_t most = SL_STAGING / (self.from_size > self.to_size ? self.from_size : self.to_size);
     uint64_t columns = sl_min_u64(column_end - column, most), rows = most / columns;
     for (uint64_t r = row; r < row_end; r += rows)
         for (uint64_t c = column; c < column_end; c += columns) {
@@ -109,3 +114,5 @@ int32_t sl_grid_run(const sl_job *job, const sl_cut *cut, uint64_t chunk, uint8_
         }
     return SL_OK;
 }
+
+const sl_op sl_op_grid = {"grid", SL_NEEDS, SL_TAKES_NONE, plan_grid, run_grid};
