@@ -1,6 +1,7 @@
 /* The operation SL_OP_ABSMAX: the largest |x| of each channel. */
 #include "jobs/channels.h"
 #include "jobs/op.h"
+#include "kernels/tier.h"
 #include "platform/platform.h"
 
 /* Where each element has another channel than its neighbour: maxima that a chunk has at most. */
@@ -23,7 +24,7 @@ static int32_t plan_absmax(const sl_job *job, sl_plan *plan, sl_error *error) {
 typedef struct work {
     const sl_job *job;
     const sl_plan *plan;
-    const sl_quant *kernels;
+    sl_quant kernels;
     uint32_t (*direct)(const void *, size_t); /* takes the source's own bytes; NULL where they must become f32 first */
     float *values;                            /* SL_VALUES of them */
     uint32_t *maxima; /* per-channel maxima of this chunk, used where neighbours have other channels; else NULL */
@@ -44,7 +45,7 @@ static uint32_t (*direct_kernel(const sl_quant *kernels, int32_t from))(const vo
 static uint64_t raise_each(const work *self, const uint8_t *source, uint64_t element, uint64_t count) {
     uint64_t at = (element - self->first) % self->maxima_count;
     uint64_t some = sl_min_u64(sl_min_u64(count, SL_VALUES), self->maxima_count - at);
-    self->kernels->absmax_each(sl_floats(self->plan, source, some, self->values), self->maxima + at, (size_t)some);
+    self->kernels.absmax_each(sl_floats(self->plan, source, some, self->values), self->maxima + at, (size_t)some);
     return some;
 }
 
@@ -57,7 +58,7 @@ static uint64_t raise_one(const work *self, const uint8_t *source, uint64_t elem
         bits = self->direct(source, (size_t)some);
     else {
         some = sl_min_u64(some, SL_VALUES);
-        bits = self->kernels->absmax_f32(sl_floats(self->plan, source, some, self->values), (size_t)some);
+        bits = self->kernels.absmax_f32(sl_floats(self->plan, source, some, self->values), (size_t)some);
     }
     sl_atomic_raise_u32((uint32_t *)self->job->memory + sl_channel_of(channels, element), bits);
     return some;
@@ -73,8 +74,8 @@ static int32_t absmax(void *context, const uint8_t *source, uint64_t element, ui
 }
 
 static int32_t run_absmax(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
-    const sl_quant *kernels = sl_quant_get(plan->tier);
-    work self = {job, plan, kernels, direct_kernel(kernels, job->from), (float *)(void *)(scratch + SL_STAGING), NULL, 0, 0};
+    sl_quant kernels = sl_tier_quant(plan->tier);
+    work self = {job, plan, kernels, direct_kernel(&kernels, job->from), (float *)(void *)(scratch + SL_STAGING), NULL, 0, 0};
     self.first = sl_element_at(plan, sl_chunk_begin(job, plan, chunk));
     self.maxima_count = chunk_maxima(job, sl_element_at(plan, sl_chunk_size(job, plan, chunk)));
     if (self.maxima_count > 0) {

@@ -1,11 +1,12 @@
 /* The operations SL_OP_INT8 and SL_OP_FROM_INT8: numbers to int8 codes and back, by the factors of their channels. */
 #include "jobs/channels.h"
 #include "jobs/op.h"
+#include "kernels/tier.h"
 
 typedef struct work {
     const sl_job *job;
     const sl_plan *plan;
-    const sl_quant *kernels;
+    sl_quant kernels;
     float *values; /* SL_VALUES of them */
 } work;
 
@@ -19,7 +20,7 @@ static int32_t plan_values(const sl_job *job, sl_plan *plan, sl_error *error) {
 
 static int32_t run_values(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_piece_fn each,
                           sl_error *error) {
-    work self = {job, plan, sl_quant_get(plan->tier), (float *)(void *)(scratch + SL_STAGING)};
+    work self = {job, plan, sl_tier_quant(plan->tier), (float *)(void *)(scratch + SL_STAGING)};
     return sl_each_piece(job, plan, chunk, scratch, each, &self, error);
 }
 
@@ -41,9 +42,9 @@ static int32_t quantize(void *context, const uint8_t *source, uint64_t element, 
         some = sl_min_u64(SL_VALUES, sl_channels_run(channels, element, end - element));
         const void *values = sl_floats(self->plan, source, some, self->values);
         if (sl_channels_alternate(channels))
-            self->kernels->to_int8_each(values, out, (size_t)some, factors);
+            self->kernels.to_int8_each(values, out, (size_t)some, factors);
         else
-            self->kernels->to_int8(values, out, (size_t)some, *factors);
+            self->kernels.to_int8(values, out, (size_t)some, *factors);
         source += sl_dtype_bytes(from, some);
     }
     return SL_OK;
@@ -75,7 +76,7 @@ static int32_t restore(void *context, const uint8_t *source, uint64_t element, u
         uint8_t *out = (uint8_t *)job->memory + sl_dtype_bytes(to, element);
         some = sl_min_u64(end - element, SL_VALUES);
         void *values = job->to == SL_F32 ? (void *)out : self->values;
-        sl_channels_restore(job->channels, self->kernels, source, element, some, values);
+        sl_channels_restore(job->channels, &self->kernels, source, element, some, values);
         if (values != out) sl_conversion_run(&self->plan->conversion, values, out, (size_t)some);
     }
     return SL_OK;

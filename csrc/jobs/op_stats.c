@@ -1,7 +1,7 @@
 /* The operations SL_OP_STATS and SL_OP_HISTOGRAM: statistics of each segment, without and with a histogram of the whole. */
 #include "jobs/channels.h"
 #include "jobs/op.h"
-#include "kernels/stats.h"
+#include "kernels/tier.h"
 #include "platform/platform.h"
 
 /* What values become before they are added up. */
@@ -41,6 +41,7 @@ typedef struct work {
     const sl_job *job;
     const sl_plan *plan;
     sl_summer summer; /* of what values become */
+    sl_quant kernels;
     sl_stats *records;
     double *doubles;         /* SL_STATS_BLOCK of them */
     float *floats;           /* SL_STATS_BLOCK of them */
@@ -51,7 +52,7 @@ typedef struct work {
 static const void *values(const work *self, const uint8_t *source, uint64_t element, size_t count) {
     const sl_job *job = self->job;
     if (job->channels != NULL) {
-        sl_channels_restore(job->channels, sl_quant_get(self->plan->tier), source, element, count, self->floats);
+        sl_channels_restore(job->channels, &self->kernels, source, element, count, self->floats);
         return self->floats;
     }
     if (job->from == self->summer.from) return source;
@@ -91,7 +92,9 @@ static void add_bins(const work *self, sl_atomic *bins, uint64_t begin, uint64_t
 static int32_t run_stats(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
     sl_atomic *bins = job->memory;
     uint8_t *spare = scratch + SL_STAGING;
-    work self = {job, plan, sl_summer_find(plan->tier, kind_of(job)), job->memory, (double *)(void *)spare, NULL, NULL};
+    work self = {.job = job, .plan = plan, .records = job->memory, .doubles = (double *)(void *)spare};
+    self.summer = sl_summer_find(plan->tier, kind_of(job));
+    if (job->channels != NULL) self.kernels = sl_tier_quant(plan->tier);
     self.floats = (float *)(void *)(spare + SL_STATS_BLOCK * sizeof(double));
     if (job->op == SL_OP_HISTOGRAM) {
         self.records = (sl_stats *)(void *)(bins + SL_HISTOGRAM_BINS);

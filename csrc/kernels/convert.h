@@ -18,9 +18,9 @@ typedef struct sl_kernel {
 } sl_kernel;
 
 extern const sl_kernel sl_kernels_scalar[];
-extern const sl_kernel sl_kernels_avx2[];   /* empty where the compiler has no AVX2 */
-extern const sl_kernel sl_kernels_avx512[]; /* likewise */
-extern const sl_kernel sl_kernels_neon[];   /* likewise */
+extern const sl_kernel sl_kernels_avx2[]; /* each only where isa.h has it */
+extern const sl_kernel sl_kernels_avx512[];
+extern const sl_kernel sl_kernels_neon[];
 
 extern const sl_kernel sl_quant_kernels_scalar[]; /* blocks: quant.h */
 extern const sl_kernel sl_quant_kernels_avx2[];

@@ -1,17 +1,10 @@
+/* Conversions with AVX2. The remainder of a length goes through the scalar definition. */
 #include "kernels/convert.h"
+#include "kernels/isa.h"
 
-/* Not with GCC for Windows: it does not align the stack for 32-byte spills (GCC bug 54412). */
-#if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
+#ifdef SL_X86
 
-#include <immintrin.h>
-
-/* The file is compiled for the baseline; only these functions use AVX2 and F16C, and only where sl_cpu_detect has
- * found both. The remainder of a length goes through the scalar definition. */
-#if defined(_MSC_VER) && !defined(__clang__)
-#define TARGET
-#else
-#define TARGET __attribute__((target("avx2,f16c")))
-#endif
+#define TARGET SL_AVX2
 
 /* 16 elements: two registers of results. */
 #define STEP ((size_t)16)
@@ -142,9 +135,5 @@ const sl_kernel sl_kernels_avx2[] = {
     {SL_F32, SL_BF16, sl_f32_to_bf16_avx2},
     {-1, -1, NULL},
 };
-
-#else
-
-const sl_kernel sl_kernels_avx2[] = {{-1, -1, NULL}};
 
 #endif

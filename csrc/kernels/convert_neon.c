@@ -1,8 +1,8 @@
+/* Conversions with NEON. */
 #include "kernels/convert.h"
+#include "kernels/isa.h"
 
-#if defined(__aarch64__) && !defined(__AARCH64EB__)
-
-#include <arm_neon.h>
+#ifdef SL_NEON
 
 #define STEP ((size_t)8)
 
@@ -83,9 +83,5 @@ const sl_kernel sl_kernels_neon[] = {
     {SL_F32, SL_BF16, sl_f32_to_bf16_neon},
     {-1, -1, NULL},
 };
-
-#else
-
-const sl_kernel sl_kernels_neon[] = {{-1, -1, NULL}};
 
 #endif

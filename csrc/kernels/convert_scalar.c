@@ -1,3 +1,4 @@
+/* Conversions element by element: the definition of all tiers. */
 #include "kernels/convert.h"
 
 #include "kernels/scalar.h"
@@ -259,3 +260,13 @@ const sl_kernel sl_kernels_scalar[] = {
     {SL_BF16, SL_F64, sl_bf16_to_f64_scalar},
     {-1, -1, NULL},
 };
+
+void sl_convert_rest(int32_t from, int32_t to, const void *source, void *destination, size_t count) {
+    static const sl_kernel *const TABLES[] = {sl_kernels_scalar, sl_quant_kernels_scalar};
+    for (size_t k = 0; k < sizeof TABLES / sizeof *TABLES && count > 0; k++)
+        for (const sl_kernel *kernel = TABLES[k]; kernel->from >= 0; kernel++)
+            if (kernel->from == from && kernel->to == to) {
+                kernel->convert(source, destination, count);
+                return;
+            }
+}

@@ -1,15 +1,7 @@
+/* Quantization: what needs no instruction set, and int8 in memory. */
 #include "kernels/quant.h"
 
-static const sl_quant *const TIERS[] = {
-    [SL_TIER_SCALAR] = &sl_quant_scalar,
-    [SL_TIER_AVX2] = &sl_quant_avx2,
-    [SL_TIER_AVX512] = &sl_quant_avx512,
-    [SL_TIER_NEON] = &sl_quant_neon,
-};
-
-_Static_assert(sizeof TIERS / sizeof TIERS[0] == SL_TIER_COUNT, "one row for each SL_TIER_*");
-
-const sl_quant *sl_quant_get(int32_t tier) { return TIERS[tier]; }
+#include "kernels/tier.h"
 
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count) {
     const uint8_t *d = blocks;
@@ -23,38 +15,38 @@ uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count) {
 
 int32_t sl_absmax(int32_t tier, int32_t from, const void *source, uint64_t count, uint32_t *bits) {
     if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
-    const sl_quant *quant = sl_quant_get(tier);
+    sl_quant quant = sl_tier_quant(tier);
     switch (from) {
-    case SL_F32: *bits = quant->absmax_f32(source, (size_t)count); return SL_OK;
-    case SL_BF16: *bits = quant->absmax_bf16(source, (size_t)count); return SL_OK;
-    case SL_F16: *bits = quant->absmax_f16(source, (size_t)count); return SL_OK;
+    case SL_F32: *bits = quant.absmax_f32(source, (size_t)count); return SL_OK;
+    case SL_BF16: *bits = quant.absmax_bf16(source, (size_t)count); return SL_OK;
+    case SL_F16: *bits = quant.absmax_f16(source, (size_t)count); return SL_OK;
     default: return SL_E_ARGUMENT;
     }
 }
 
 int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_t count) {
     if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
-    sl_quant_get(tier)->absmax_each(source, bits, (size_t)count);
+    sl_tier_quant(tier).absmax_each(source, bits, (size_t)count);
     return SL_OK;
 }
 
 int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors, int32_t each) {
     if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
-    const sl_quant *quant = sl_quant_get(tier);
+    sl_quant quant = sl_tier_quant(tier);
     if (each)
-        quant->to_int8_each(source, destination, (size_t)count, factors);
+        quant.to_int8_each(source, destination, (size_t)count, factors);
     else
-        quant->to_int8(source, destination, (size_t)count, *factors);
+        quant.to_int8(source, destination, (size_t)count, *factors);
     return SL_OK;
 }
 
 int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint64_t count, const float *factors,
                      int32_t each) {
     if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
-    const sl_quant *quant = sl_quant_get(tier);
+    sl_quant quant = sl_tier_quant(tier);
     if (each)
-        quant->from_int8_each(source, destination, (size_t)count, factors);
+        quant.from_int8_each(source, destination, (size_t)count, factors);
     else
-        quant->from_int8(source, destination, (size_t)count, *factors);
+        quant.from_int8(source, destination, (size_t)count, *factors);
     return SL_OK;
 }

@@ -56,18 +56,8 @@ typedef struct sl_quant {
 } sl_quant;
 
 extern const sl_quant sl_quant_scalar;
-extern const sl_quant sl_quant_avx2;   /* NULLs where the compiler has no AVX2 */
-extern const sl_quant sl_quant_avx512; /* likewise */
-extern const sl_quant sl_quant_neon;   /* likewise */
-
-/* Also in the table of AVX-512: memory is slower than these, or it would not beat them by 1.2x. */
-uint32_t sl_absmax_f32_avx2(const void *source, size_t count);
-uint32_t sl_absmax_bf16_avx2(const void *source, size_t count);
-uint32_t sl_absmax_f16_avx2(const void *source, size_t count);
-void sl_absmax_each_avx2(const void *source, uint32_t *absmax, size_t count);
-void sl_int8_to_f32_each_avx2(const int8_t *source, void *destination, size_t count, const float *factors);
-
-/* `tier` must be available. */
-const sl_quant *sl_quant_get(int32_t tier);
+extern const sl_quant sl_quant_avx2; /* each only where isa.h has it, with NULLs where the tier below is as good */
+extern const sl_quant sl_quant_avx512;
+extern const sl_quant sl_quant_neon;
 
 #endif

@@ -1,8 +1,9 @@
+/* Quantization with AVX2: the largest |x|, int8, blocks. */
 #include "kernels/quant_x86.h"
 
-#ifdef SL_QUANT_X86
+#ifdef SL_X86
 
-#define TARGET AVX2
+#define TARGET SL_AVX2
 
 /* 32 elements: four registers of f32, one of int8, one block. */
 #define STEP ((size_t)32)
@@ -16,7 +17,7 @@ TARGET static __m256i load_bits(const uint8_t *source, int k) { return _mm256_lo
 
 TARGET static __m256i bits_of_abs(__m256i bits) { return _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)); }
 
-TARGET uint32_t sl_absmax_f32_avx2(const void *source, size_t count) {
+TARGET static uint32_t sl_absmax_f32_avx2(const void *source, size_t count) {
     const uint8_t *in = source;
     __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
     size_t i = 0;
@@ -50,14 +51,14 @@ TARGET static uint16_t absmax_half(const uint8_t *in, size_t count) {
     return absmax;
 }
 
-TARGET uint32_t sl_absmax_bf16_avx2(const void *source, size_t count) {
+TARGET static uint32_t sl_absmax_bf16_avx2(const void *source, size_t count) {
     const uint8_t *in = source;
     size_t done = count / (2 * STEP) * (2 * STEP);
     uint32_t absmax = (uint32_t)absmax_half(in, count) << 16, rest = sl_quant_scalar.absmax_bf16(in + 2 * done, count - done);
     return absmax > rest ? absmax : rest;
 }
 
-TARGET uint32_t sl_absmax_f16_avx2(const void *source, size_t count) {
+TARGET static uint32_t sl_absmax_f16_avx2(const void *source, size_t count) {
     const uint8_t *in = source;
     size_t done = count / (2 * STEP) * (2 * STEP);
     uint16_t half = absmax_half(in, count);
@@ -66,7 +67,7 @@ TARGET uint32_t sl_absmax_f16_avx2(const void *source, size_t count) {
     return absmax > rest ? absmax : rest;
 }
 
-TARGET void sl_absmax_each_avx2(const void *source, uint32_t *absmax, size_t count) {
+TARGET static void sl_absmax_each_avx2(const void *source, uint32_t *absmax, size_t count) {
     const uint8_t *in = source;
     size_t i = 0;
     for (; i + 8 <= count; i += 8) {
@@ -134,7 +135,7 @@ TARGET static void sl_int8_to_f32_avx2(const int8_t *source, void *destination, 
     sl_quant_scalar.from_int8(source + i, out + 4 * i, count - i, factor);
 }
 
-TARGET void sl_int8_to_f32_each_avx2(const int8_t *source, void *destination, size_t count, const float *factors) {
+TARGET static void sl_int8_to_f32_each_avx2(const int8_t *source, void *destination, size_t count, const float *factors) {
     uint8_t *out = destination;
     size_t i = 0;
     for (; i + 8 <= count; i += 8) store_values(out + 4 * i, load_8(source + i), _mm256_loadu_ps(factors + i));
@@ -354,10 +355,5 @@ const sl_kernel sl_quant_kernels_avx2[] = {
     {SL_Q8_0, SL_F32, sl_q8_0_to_f32_avx2},
     {-1, -1, NULL},
 };
-
-#else
-
-const sl_kernel sl_quant_kernels_avx2[] = {{-1, -1, NULL}};
-const sl_quant sl_quant_avx2 = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
 
 #endif

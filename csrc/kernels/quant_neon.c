@@ -1,8 +1,8 @@
+/* Quantization with NEON. */
+#include "kernels/isa.h"
 #include "kernels/quant.h"
 
-#if defined(__aarch64__) && !defined(__AARCH64EB__)
-
-#include <arm_neon.h>
+#ifdef SL_NEON
 
 /* 16 elements: four registers of f32, one of int8. */
 #define STEP ((size_t)16)
@@ -287,10 +287,5 @@ const sl_kernel sl_quant_kernels_neon[] = {
     {SL_Q8_0, SL_F32, sl_q8_0_to_f32_neon},
     {-1, -1, NULL},
 };
-
-#else
-
-const sl_kernel sl_quant_kernels_neon[] = {{-1, -1, NULL}};
-const sl_quant sl_quant_neon = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
 
 #endif

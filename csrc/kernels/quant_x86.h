@@ -3,19 +3,10 @@
 #ifndef SL_QUANT_X86_H
 #define SL_QUANT_X86_H
 
+#include "kernels/isa.h"
 #include "kernels/quant.h"
 
-/* Not with GCC for Windows: see convert_avx2.c. */
-#if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
-#define SL_QUANT_X86
-
-#include <immintrin.h>
-
-#if defined(_MSC_VER) && !defined(__clang__)
-#define AVX2
-#else
-#define AVX2 __attribute__((target("avx2,f16c")))
-#endif
+#ifdef SL_X86
 
 /* Bytes of f32 in a block. */
 #define BLOCK (4 * SL_QK)
@@ -36,20 +27,20 @@ static inline void fetch_ahead(const uint8_t *x) {
 static inline size_t batch(size_t blocks) { return blocks < BATCH ? blocks / TOGETHER * TOGETHER : BATCH; }
 
 /* Of four largest |x|. */
-AVX2 static inline bool all_finite(__m128i absmax) {
+SL_AVX2 static inline bool all_finite(__m128i absmax) {
     return _mm_movemask_epi8(_mm_cmpgt_epi32(absmax, _mm_set1_epi32((int)SL_F32_INFINITY - 1))) == 0;
 }
 
 /* Lanes whose scale d has an inverse, of d without its sign. */
-AVX2 static inline __m128 invertible(__m128 d) {
+SL_AVX2 static inline __m128 invertible(__m128 d) {
     return _mm_cmp_ps(d, _mm_set1_ps(SL_SCALE_WITHOUT_INVERSE), _CMP_GT_OQ);
 }
 
-AVX2 static inline void store_inverses(float *inverses, __m128 d, __m128 kept) {
+SL_AVX2 static inline void store_inverses(float *inverses, __m128 d, __m128 kept) {
     _mm_storeu_ps(inverses, _mm_and_ps(kept, _mm_div_ps(_mm_set1_ps(1.0f), d)));
 }
 
-AVX2 static inline void store_f16(uint8_t *out, size_t block_bytes, __m128 d) {
+SL_AVX2 static inline void store_f16(uint8_t *out, size_t block_bytes, __m128 d) {
     uint16_t halves[8];
     _mm_storeu_si128((__m128i *)halves, _mm_cvtps_ph(d, _MM_FROUND_TO_NEAREST_INT));
     memcpy(out, &halves[0], sizeof *halves);
@@ -60,14 +51,14 @@ AVX2 static inline void store_f16(uint8_t *out, size_t block_bytes, __m128 d) {
 
 /* The scales of four blocks and their inverses, of the bits of their largest |x|. False when that is a case for the scalar
  * kernel: here, some element is not finite. */
-AVX2 static inline bool scales_absmax(__m128i absmax, sl_q4_0 *out, float *inverses) {
+SL_AVX2 static inline bool scales_absmax(__m128i absmax, sl_q4_0 *out, float *inverses) {
     __m128 d = _mm_div_ps(_mm_castsi128_ps(absmax), _mm_set1_ps(7.0f)), kept = invertible(d);
     store_inverses(inverses, d, kept);
     store_f16(out->d, sizeof *out, _mm_and_ps(kept, d));
     return all_finite(absmax);
 }
 
-AVX2 static inline bool scales_q8_0(__m128i absmax, sl_q8_0 *out, float *inverses) {
+SL_AVX2 static inline bool scales_q8_0(__m128i absmax, sl_q8_0 *out, float *inverses) {
     __m128 d = _mm_div_ps(_mm_castsi128_ps(absmax), _mm_set1_ps(127.0f));
     store_inverses(inverses, d, invertible(d));
     store_f16(out->d, sizeof *out, d);
@@ -87,7 +78,7 @@ static inline uint32_t sign_of_first(const uint8_t *in, uint32_t absmax) {
 /* Of four blocks the largest |x|, with the sign of the first element that has it; +0 for zeros. `most` are their largest bits
  * as i32, those of the largest positive if there is one, `lowest` as u32, those of the most negative if there is one. Only
  * where these two are as large as each other must one look which comes first. */
-AVX2 static inline __m128i signed_max(__m128i most, __m128i lowest, const uint8_t *in) {
+SL_AVX2 static inline __m128i signed_max(__m128i most, __m128i lowest, const uint8_t *in) {
     const __m128i zero = _mm_setzero_si128(), sign = _mm_set1_epi32((int)0x80000000u);
     __m128i positive = _mm_max_epi32(most, zero);
     __m128i negative = _mm_andnot_si128(sign, _mm_and_si128(lowest, _mm_srai_epi32(lowest, 31)));
@@ -106,7 +97,7 @@ AVX2 static inline __m128i signed_max(__m128i most, __m128i lowest, const uint8_
 }
 
 /* Of signed_max. For the scalar kernel too: scales that are not zero but have no inverse. */
-AVX2 static inline bool scales_ggml(__m128i max, sl_q4_0 *out, float *inverses) {
+SL_AVX2 static inline bool scales_ggml(__m128i max, sl_q4_0 *out, float *inverses) {
     const __m128i magnitude = _mm_set1_epi32(0x7fffffff);
     __m128 d = _mm_mul_ps(_mm_castsi128_ps(max), _mm_set1_ps(-0.125f));
     __m128 kept = invertible(_mm_and_ps(d, _mm_castsi128_ps(magnitude)));

@@ -1,26 +1,11 @@
+/* Statistics: one block from its lanes, with a second look where it needs one; merging. */
 #include "kernels/stats.h"
 
 #include "kernels/scalar.h"
-
-/* What each tier looks through, best first. */
-static const sl_lanes_kernel *const TIERS[][4] = { /* NULL ends */
-    [SL_TIER_SCALAR] = {sl_lanes_scalar},
-    [SL_TIER_AVX2] = {sl_lanes_avx2, sl_lanes_scalar},
-    [SL_TIER_AVX512] = {sl_lanes_avx512, sl_lanes_avx2, sl_lanes_scalar},
-    [SL_TIER_NEON] = {sl_lanes_neon, sl_lanes_scalar},
-};
-
-_Static_assert(sizeof TIERS / sizeof TIERS[0] == SL_TIER_COUNT, "one row for each SL_TIER_*");
-
-static sl_lanes_fn find(int32_t tier, int32_t from) {
-    for (const sl_lanes_kernel *const *table = TIERS[tier]; *table != NULL; table++)
-        for (const sl_lanes_kernel *kernel = *table; kernel->from >= 0; kernel++)
-            if (kernel->from == from) return kernel->sum;
-    return NULL;
-}
+#include "kernels/tier.h"
 
 sl_summer sl_summer_find(int32_t tier, int32_t from) {
-    sl_summer summer = {from, find(tier, from), find(tier, SL_F64)};
+    sl_summer summer = {from, sl_tier_lanes(tier, from), sl_tier_lanes(tier, SL_F64)};
     return summer;
 }
 

@@ -46,9 +46,9 @@ typedef struct sl_lanes_kernel {
 } sl_lanes_kernel;
 
 extern const sl_lanes_kernel sl_lanes_scalar[]; /* SL_F32, SL_BF16, SL_F16, SL_F64 */
-extern const sl_lanes_kernel sl_lanes_avx2[];   /* empty where the compiler has no AVX2 */
-extern const sl_lanes_kernel sl_lanes_avx512[]; /* likewise */
-extern const sl_lanes_kernel sl_lanes_neon[];   /* likewise */
+extern const sl_lanes_kernel sl_lanes_avx2[];   /* each only where isa.h has it */
+extern const sl_lanes_kernel sl_lanes_avx512[];
+extern const sl_lanes_kernel sl_lanes_neon[];
 
 /* The kernels of an available tier for one dtype. */
 typedef struct sl_summer {

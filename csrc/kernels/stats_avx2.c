@@ -1,19 +1,14 @@
+/* Statistics with AVX2.
+ *
+ * A fused multiply-add is the multiplication and the addition here: the square of what was an f32 is exact in f64. Squares of
+ * f64 are not, hence no FMA where they are summed. */
+#include "kernels/isa.h"
 #include "kernels/stats.h"
 
-/* Not with GCC for Windows: see convert_avx2.c. */
-#if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
+#ifdef SL_X86
 
-#include <immintrin.h>
-
-/* A fused multiply-add is the multiplication and the addition here: the square of what was an f32 is exact in f64. Squares of
- * f64 are not, hence no FMA where they are summed. */
-#if defined(_MSC_VER) && !defined(__clang__)
-#define TARGET
-#define TARGET_FMA
-#else
-#define TARGET __attribute__((target("avx2,f16c")))
-#define TARGET_FMA __attribute__((target("avx2,f16c,fma")))
-#endif
+#define TARGET SL_AVX2
+#define TARGET_FMA SL_AVX2_FMA
 
 #define STEP SL_STATS_LANES
 
@@ -153,9 +148,5 @@ const sl_lanes_kernel sl_lanes_avx2[] = {
     {SL_F64, sl_lanes_f64_avx2},
     {-1, NULL},
 };
-
-#else
-
-const sl_lanes_kernel sl_lanes_avx2[] = {{-1, NULL}};
 
 #endif

@@ -1,16 +1,11 @@
+/* Statistics with AVX-512. f32 and 16-bit elements, where 16 lanes in two registers make it 1.6x AVX2; f64 is at memory's
+ * limit there already. */
+#include "kernels/isa.h"
 #include "kernels/stats.h"
 
-/* f32 and 16-bit elements, where 16 lanes in two registers make it 1.6x AVX2; f64 is at memory's limit there already. Not with GCC for
- * Windows: see convert_avx2.c. */
-#if (defined(__x86_64__) || defined(_M_X64)) && (!defined(__MINGW32__) || defined(__clang__))
+#ifdef SL_X86
 
-#include <immintrin.h>
-
-#if defined(_MSC_VER) && !defined(__clang__)
-#define TARGET
-#else
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
-#endif
+#define TARGET SL_AVX512
 
 #define STEP SL_STATS_LANES
 
@@ -89,9 +84,5 @@ const sl_lanes_kernel sl_lanes_avx512[] = {
     {SL_F16, sl_lanes_f16_avx512},
     {-1, NULL},
 };
-
-#else
-
-const sl_lanes_kernel sl_lanes_avx512[] = {{-1, NULL}};
 
 #endif

@@ -1,8 +1,8 @@
+/* Statistics with NEON. */
+#include "kernels/isa.h"
 #include "kernels/stats.h"
 
-#if defined(__aarch64__) && !defined(__AARCH64EB__)
-
-#include <arm_neon.h>
+#ifdef SL_NEON
 
 #define STEP SL_STATS_LANES
 
@@ -93,9 +93,5 @@ const sl_lanes_kernel sl_lanes_neon[] = {
     {SL_F16, sl_lanes_f16_neon},
     {-1, NULL},
 };
-
-#else
-
-const sl_lanes_kernel sl_lanes_neon[] = {{-1, NULL}};
 
 #endif
