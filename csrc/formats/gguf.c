@@ -360,9 +360,8 @@ static int32_t read_tensor(parser *self) {
                       (unsigned long long)begin, (unsigned long long)size);
     const char *name = (const char *)self->in.bytes + self->subject.begin;
     size_t name_size = (size_t)(self->subject.end - self->subject.begin);
-    if (memchr(name, '\n', name_size) != NULL) self->table->columns.newline_in_names = 1;
-    sl_json_text text = {name, name_size, false, (int64_t)self->subject.begin - 8};
-    return sl_table_append(self->table, &text, dtype, dims, rank, begin, end, self->error);
+    sl_entry entry = {name, name_size, false, (int64_t)self->subject.begin - 8, dtype, dims, rank, begin, end};
+    return sl_table_append(self->table, &entry, self->error);
 }
 
 /* ---- the whole ---- */
@@ -414,7 +413,8 @@ static int32_t read_header(parser *self) {
     }
     if (status != SL_OK) return status;
     uint64_t mask = self->made->alignment - 1, data_begin = (self->in.at + mask) & ~mask;
-    return sl_table_finish(self->table, data_begin, self->in.file_size, "bytes of the data", true, self->error);
+    static const sl_table_rules rules = {.ranges = "bytes of the data", .holes = true}; /* of alignment, at least */
+    return sl_table_finish(self->table, &rules, data_begin, self->in.file_size, self->error);
 }
 
 int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error) {

@@ -17,6 +17,7 @@
 #include <stdlib.h>
 
 #include "base/sort.h"
+#include "formats/json.h"
 #include "formats/table.h"
 #include "platform/platform.h"
 
@@ -183,8 +184,35 @@ static bool read_usual_entry(sl_json *json, int32_t last_dtype, fields *entry) {
     return true;
 }
 
-static int32_t read_entry(sl_json *json, const sl_json_text *name, sl_table *table) {
+/* A header that is being read. */
+typedef struct reader {
+    sl_json json;
+    sl_table *table;
+    char *decoded; /* the last text that held escapes */
+    size_t room;
+} reader;
+
+/* The text that is meant: where it stands, or decoded until the next call. */
+static int32_t plain_text(reader *self, const sl_json_text *text, const char **data, size_t *size) {
+    *data = text->data;
+    *size = text->size;
+    if (!text->escaped) return SL_OK;
+    if (text->size > self->room) {
+        size_t room = text->size > 2 * self->room ? text->size : 2 * self->room;
+        char *grown = realloc(self->decoded, room);
+        if (grown == NULL) return sl_fail_memory(self->json.error, room);
+        self->decoded = grown;
+        self->room = room;
+    }
+    *data = self->decoded;
+    *size = sl_json_decode(text, self->decoded);
+    return SL_OK;
+}
+
+static int32_t read_entry(reader *self, const sl_json_text *name) {
     fields entry;
+    sl_json *json = &self->json;
+    const sl_table *table = self->table;
     uint64_t count = table->columns.count;
     if (!read_usual_entry(json, count > 0 ? table->dtypes[count - 1] : SL_F32, &entry)) {
         entry.has_dtype = entry.has_shape = entry.has_offsets = false;
@@ -192,47 +220,63 @@ static int32_t read_entry(sl_json *json, const sl_json_text *name, sl_table *tab
                                                    : read_entry_object(json, name, &entry);
         if (status != SL_OK) return status;
     }
-    return sl_table_append(table, name, entry.dtype, entry.dims, entry.rank, entry.begin, entry.end, json->error);
+    /* What stands in JSON as it is holds no newline. */
+    sl_entry made = {NULL, 0, !name->escaped, name->position, entry.dtype, entry.dims, entry.rank, entry.begin, entry.end};
+    int32_t status = plain_text(self, name, &made.name, &made.name_size);
+    return status == SL_OK ? sl_table_append(self->table, &made, json->error) : status;
 }
 
-static int32_t read_metadata(sl_json *json, sl_table *table) {
+static int32_t append_metadata(reader *self, const sl_json_text *text) {
+    const char *data;
+    size_t size;
+    int32_t status = plain_text(self, text, &data, &size);
+    return status == SL_OK ? sl_table_append_metadata(self->table, data, size, self->json.error) : status;
+}
+
+static int32_t read_metadata(reader *self) {
+    sl_json *json = &self->json;
     if (sl_json_peek(json) == 'n') return sl_json_null(json);
     int32_t status = sl_json_enter(json, '{', METADATA_KEY);
     if (status != SL_OK) return status;
-    table->columns.has_metadata = 1;
+    self->table->columns.has_metadata = 1;
     sl_json_text text, value;
     bool first = true;
     int step;
     while ((step = sl_json_next_key(json, &first, &text)) == SL_JSON_ITEM) {
         status = sl_json_text_value(json, &value, METADATA_KEY);
-        if (status == SL_OK) status = sl_table_append_metadata(table, &text, json->error);
-        if (status == SL_OK) status = sl_table_append_metadata(table, &value, json->error);
+        if (status == SL_OK) status = append_metadata(self, &text);
+        if (status == SL_OK) status = append_metadata(self, &value);
         if (status != SL_OK) return status;
     }
     return step == SL_JSON_END ? SL_OK : SL_E_FORMAT;
 }
 
-static int32_t read_header(const char *header, uint64_t header_size, uint64_t file_size, sl_table *table,
-                           sl_error *error) {
-    sl_json json;
-    sl_json_init(&json, header, (size_t)header_size, LENGTH_SIZE, error);
-    int32_t status = sl_json_enter(&json, '{', "the header");
+static int32_t read_members(reader *self) {
+    sl_json *json = &self->json;
+    int32_t status = sl_json_enter(json, '{', "the header");
     if (status != SL_OK) return status;
     sl_json_text name;
     bool first = true, metadata_seen = false;
     int step;
-    while ((step = sl_json_next_key(&json, &first, &name)) == SL_JSON_ITEM) {
+    while ((step = sl_json_next_key(json, &first, &name)) == SL_JSON_ITEM) {
         bool is_metadata = EQUALS(&name, METADATA_KEY);
         if (is_metadata && metadata_seen)
-            return sl_fail(error, SL_E_FORMAT, name.position, "%s is given twice", METADATA_KEY);
+            return sl_fail(json->error, SL_E_FORMAT, name.position, "%s is given twice", METADATA_KEY);
         metadata_seen |= is_metadata;
-        status = is_metadata ? read_metadata(&json, table) : read_entry(&json, &name, table);
+        status = is_metadata ? read_metadata(self) : read_entry(self, &name);
         if (status != SL_OK) return status;
     }
-    if (step == SL_JSON_FAILED) return SL_E_FORMAT;
-    status = sl_json_finish(&json);
-    if (status != SL_OK) return status;
-    return sl_table_finish(table, LENGTH_SIZE + header_size, file_size, "data_offsets", false, error);
+    return step == SL_JSON_END ? sl_json_finish(json) : SL_E_FORMAT;
+}
+
+static int32_t read_header(const char *header, uint64_t header_size, uint64_t file_size, sl_table *table,
+                           sl_error *error) {
+    static const sl_table_rules rules = {.ranges = "data_offsets", .holes = false};
+    reader self = {.table = table};
+    sl_json_init(&self.json, header, (size_t)header_size, LENGTH_SIZE, error);
+    int32_t status = read_members(&self);
+    free(self.decoded);
+    return status == SL_OK ? sl_table_finish(table, &rules, LENGTH_SIZE + header_size, file_size, error) : status;
 }
 
 /* N from the first bytes of a file of `file_size` bytes. */

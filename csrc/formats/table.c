@@ -53,42 +53,40 @@ void sl_table_free(sl_table *table) {
 
 const sl_columns *sl_table_columns(const sl_table *table) { return &table->columns; }
 
-int32_t sl_table_append(sl_table *table, const sl_json_text *name, int32_t dtype, const uint64_t *dims, uint64_t rank,
-                        uint64_t begin, uint64_t end, sl_error *error) {
+int32_t sl_table_append(sl_table *table, const sl_entry *entry, sl_error *error) {
     sl_columns *columns = &table->columns;
     if (columns->count == SL_MAX_TENSORS)
-        return sl_fail(error, SL_E_LIMIT, name->position, "more than %llu tensors", (unsigned long long)SL_MAX_TENSORS);
-    int32_t status = reserve(table, columns->count + 1, columns->names_size + name->size + 1,
-                             dim_begin(table, columns->count) + rank, error);
+        return sl_fail(error, SL_E_LIMIT, entry->position, "more than %llu tensors", (unsigned long long)SL_MAX_TENSORS);
+    int32_t status = reserve(table, columns->count + 1, columns->names_size + entry->name_size + 1,
+                             dim_begin(table, columns->count) + entry->rank, error);
     if (status != SL_OK) return status;
 
-    uint64_t i = columns->count++, name_end = columns->names_size, dim_end = dim_begin(table, i);
-    name_end += sl_json_decode(name, table->names + name_end);
-    /* Raw JSON strings cannot hold a newline, so only a decoded one needs a look. */
-    if (name->escaped && memchr(table->names + columns->names_size, '\n', (size_t)(name_end - columns->names_size)) != NULL)
-        columns->newline_in_names = 1;
+    uint64_t i = columns->count++, name_end = columns->names_size + entry->name_size, dim_end = dim_begin(table, i);
+    memcpy(table->names + columns->names_size, entry->name, entry->name_size);
+    if (!entry->one_line && memchr(entry->name, '\n', entry->name_size) != NULL) columns->newline_in_names = 1;
     table->names[name_end] = '\n';
     table->name_ends[i] = name_end;
     columns->names_size = name_end + 1;
-    for (uint64_t k = 0; k < rank; k++) table->dims[dim_end++] = dims[k];
+    for (uint64_t k = 0; k < entry->rank; k++) table->dims[dim_end++] = entry->dims[k];
     table->dim_ends[i] = dim_end;
-    table->begins[i] = begin;
-    table->ends[i] = end;
-    table->positions[i] = (uint64_t)name->position;
-    table->dtypes[i] = (uint8_t)dtype;
+    table->begins[i] = entry->begin;
+    table->ends[i] = entry->end;
+    table->positions[i] = (uint64_t)entry->position;
+    table->dtypes[i] = (uint8_t)entry->dtype;
     return SL_OK;
 }
 
-int32_t sl_table_append_metadata(sl_table *table, const sl_json_text *text, sl_error *error) {
+int32_t sl_table_append_metadata(sl_table *table, const char *text, size_t size, sl_error *error) {
     sl_columns *columns = &table->columns;
     uint64_t ends = columns->metadata_count; /* counts texts until finish, pairs from then on */
     int32_t status = sl_arena_grow(&table->arena, (void **)&table->metadata_text, &table->metadata_capacity,
-                                   columns->metadata_size + text->size, 1, error);
+                                   columns->metadata_size + size, 1, error);
     if (status == SL_OK)
         status = sl_arena_grow(&table->arena, (void **)&table->metadata_ends, &table->metadata_end_capacity, ends + 1,
                                sizeof *table->metadata_ends, error);
     if (status != SL_OK) return status;
-    if (text->size > 0) columns->metadata_size += sl_json_decode(text, table->metadata_text + columns->metadata_size);
+    if (size > 0) memcpy(table->metadata_text + columns->metadata_size, text, size);
+    columns->metadata_size += size;
     table->metadata_ends[ends] = columns->metadata_size;
     columns->metadata_count = ends + 1;
     return SL_OK;
@@ -137,13 +135,19 @@ static int32_t order_by_range(sl_table *table, sl_error *error) {
     status = reserve(&made, count, old.columns.names_size, dim_begin(&old, count) + 1, error);
     for (i = 0; i < count && status == SL_OK; i++) {
         uint64_t from = order[i], begin = name_begin(&old, from);
-        sl_json_text name = {old.names + begin, (size_t)(old.name_ends[from] - begin), false, (int64_t)old.positions[from]};
-        status = sl_table_append(&made, &name, old.dtypes[from], old.dims + dim_begin(&old, from),
-                                 old.dim_ends[from] - dim_begin(&old, from), old.begins[from], old.ends[from], error);
+        sl_entry entry = {old.names + begin,
+                          (size_t)(old.name_ends[from] - begin),
+                          !old.columns.newline_in_names,
+                          (int64_t)old.positions[from],
+                          old.dtypes[from],
+                          old.dims + dim_begin(&old, from),
+                          old.dim_ends[from] - dim_begin(&old, from),
+                          old.begins[from],
+                          old.ends[from]};
+        status = sl_table_append(&made, &entry, error);
     }
     table->arena = made.arena;
     if (status != SL_OK) return status;
-    made.columns.newline_in_names = old.columns.newline_in_names;
     made.columns.has_metadata = old.columns.has_metadata;
     made.columns.metadata_count = old.columns.metadata_count;
     made.columns.metadata_size = old.columns.metadata_size;
@@ -207,7 +211,7 @@ static int32_t fail_size(const sl_table *table, uint64_t i, int32_t status, cons
     return sl_fail(error, status, (int64_t)table->positions[i], "tensor %s: %s", quoted_name(quoted, table, i), reason);
 }
 
-static int32_t check_size(const sl_table *table, uint64_t i, const char *ranges, sl_error *error) {
+static int32_t check_size(const sl_table *table, uint64_t i, const sl_table_rules *rules, sl_error *error) {
     const uint64_t *dims = table->dims + dim_begin(table, i);
     uint64_t rank = table->dim_ends[i] - dim_begin(table, i), stated = table->ends[i] - table->begins[i], size = 0;
     bool whole_blocks;
@@ -222,7 +226,7 @@ static int32_t check_size(const sl_table *table, uint64_t i, const char *ranges,
         describe(table, i, shape, sizeof shape);
         return sl_fail(error, SL_E_FORMAT, (int64_t)table->positions[i],
                        "tensor %s: %s [%llu, %llu) hold %llu bytes, but %s needs %llu", quoted_name(quoted, table, i),
-                       ranges, (unsigned long long)table->begins[i],
+                       rules->ranges, (unsigned long long)table->begins[i],
                        (unsigned long long)table->ends[i], (unsigned long long)stated, shape, (unsigned long long)size);
     }
     if (size > 0) return SL_OK;
@@ -234,37 +238,37 @@ static int32_t check_size(const sl_table *table, uint64_t i, const char *ranges,
 }
 
 /* Refuses a range; `format` takes three numbers. */
-static int32_t fail_range(const sl_table *table, uint64_t i, const char *ranges, const char *format, uint64_t a, uint64_t b,
-                          uint64_t c, sl_error *error) {
+static int32_t fail_range(const sl_table *table, uint64_t i, const sl_table_rules *rules, const char *format, uint64_t a,
+                          uint64_t b, uint64_t c, sl_error *error) {
     char quoted[SL_QUOTE_SIZE], reason[256];
     snprintf(reason, sizeof reason, format, (unsigned long long)a, (unsigned long long)b, (unsigned long long)c);
     return sl_fail(error, SL_E_FORMAT, (int64_t)table->positions[i], "tensor %s: %s [%llu, %llu) %s",
-                   quoted_name(quoted, table, i), ranges, (unsigned long long)table->begins[i],
+                   quoted_name(quoted, table, i), rules->ranges, (unsigned long long)table->begins[i],
                    (unsigned long long)table->ends[i], reason);
 }
 
-static int32_t check_ranges(const sl_table *table, uint64_t data_begin, uint64_t file_size, const char *ranges, bool holes,
-                            sl_error *error) {
+static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, uint64_t data_begin,
+                            uint64_t file_size, sl_error *error) {
     uint64_t covered = 0, data_size = file_size > data_begin ? file_size - data_begin : 0;
     for (uint64_t i = 0; i < table->columns.count; i++) {
         uint64_t begin = table->begins[i], end = table->ends[i];
-        if (end < begin) return fail_range(table, i, ranges, "end before they begin", 0, 0, 0, error);
-        if (begin > covered && !holes)
-            return fail_range(table, i, ranges, "begin at %llu, but the bytes before end at %llu: a hole of %llu bytes", begin,
+        if (end < begin) return fail_range(table, i, rules, "end before they begin", 0, 0, 0, error);
+        if (begin > covered && !rules->holes)
+            return fail_range(table, i, rules, "begin at %llu, but the bytes before end at %llu: a hole of %llu bytes", begin,
                               covered, begin - covered, error);
         if (begin < covered)
-            return fail_range(table, i, ranges, "begin at %llu, but the bytes before end at %llu: an overlap of %llu bytes",
+            return fail_range(table, i, rules, "begin at %llu, but the bytes before end at %llu: an overlap of %llu bytes",
                               begin, covered, covered - begin, error);
-        int32_t status = check_size(table, i, ranges, error);
+        int32_t status = check_size(table, i, rules, error);
         if (status != SL_OK) return status;
         if (end > data_size)
-            return fail_range(table, i, ranges,
+            return fail_range(table, i, rules,
                               "end past the data, which has %llu bytes (file of %llu bytes, data from byte %llu): the file "
                               "is truncated, or its header belongs to another file",
                               data_size, file_size, data_begin, error);
         covered = end;
     }
-    if (covered == data_size || holes) return SL_OK;
+    if (covered == data_size || rules->holes) return SL_OK;
     return sl_fail(error, SL_E_FORMAT, (int64_t)(data_begin + covered),
                    "the tensors end at byte %llu, but the file has %llu bytes: %llu bytes belong to no tensor",
                    (unsigned long long)(data_begin + covered), (unsigned long long)file_size,
@@ -290,11 +294,11 @@ static void freeze(sl_table *table, uint64_t data_begin) {
     columns->metadata_ends = table->metadata_ends;
 }
 
-int32_t sl_table_finish(sl_table *table, uint64_t data_begin, uint64_t file_size, const char *ranges, bool holes,
+int32_t sl_table_finish(sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
                         sl_error *error) {
     int32_t status = order_by_range(table, error);
     if (status == SL_OK) status = check_names(table, error);
-    if (status == SL_OK) status = check_ranges(table, data_begin, file_size, ranges, holes, error);
+    if (status == SL_OK) status = check_ranges(table, rules, data_begin, file_size, error);
     if (status == SL_OK) freeze(table, data_begin);
     return status;
 }

@@ -3,7 +3,6 @@
 #ifndef SL_TABLE_H
 #define SL_TABLE_H
 
-#include "formats/json.h"
 #include "kernels/dtype.h"
 #include "platform/arena.h"
 
@@ -27,16 +26,33 @@ struct sl_table {
 /* With room for so many tensors, bytes of names and dims; it grows beyond them. */
 int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_table **table, sl_error *error);
 
-/* Copies (decoded) name and dims. The byte range is as the file states it, relative to its data. */
-int32_t sl_table_append(sl_table *table, const sl_json_text *name, int32_t dtype, const uint64_t *dims, uint64_t rank,
-                        uint64_t begin, uint64_t end, sl_error *error);
+/* A tensor as its file describes it. */
+typedef struct sl_entry {
+    const char *name; /* valid UTF-8 */
+    size_t name_size;
+    bool one_line; /* the name is known to hold no newline: looking for one would be a tenth of opening a large file */
+    int64_t position; /* of the entry in the file, for messages */
+    int32_t dtype;
+    const uint64_t *dims; /* outermost first */
+    uint64_t rank;
+    uint64_t begin, end; /* of its bytes, relative to the data */
+} sl_entry;
 
-int32_t sl_table_append_metadata(sl_table *table, const sl_json_text *text, sl_error *error);
+/* Copies the entry, name and dims too. */
+int32_t sl_table_append(sl_table *table, const sl_entry *entry, sl_error *error);
 
-/* Checks names, sizes and byte ranges: the data is [data_begin, file_size) and the tensors must cover it without overlap
- * and, unless `holes` are allowed, without hole. Byte ranges become absolute. `ranges` is what messages call them. With
- * holes the data may begin past the end of the file, and is nothing then. */
-int32_t sl_table_finish(sl_table *table, uint64_t data_begin, uint64_t file_size, const char *ranges, bool holes,
+/* Copies a key or a value of the metadata, valid UTF-8, in turn. */
+int32_t sl_table_append_metadata(sl_table *table, const char *text, size_t size, sl_error *error);
+
+/* What differs between formats. */
+typedef struct sl_table_rules {
+    const char *ranges; /* what messages call byte ranges */
+    bool holes; /* bytes may belong to no tensor, and the data may begin past the end of the file: it is nothing then */
+} sl_table_rules;
+
+/* Checks names, sizes and byte ranges: the data is [data_begin, file_size), which the tensors must cover without overlap.
+ * Byte ranges become absolute. */
+int32_t sl_table_finish(sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
                         sl_error *error);
 
 #endif
