@@ -90,12 +90,23 @@ typedef struct sl_error {
 /* Only to convert to: Q4_0 with the scale absmax / 7, where SL_Q4_0 takes ggml's signed maximum / -8. */
 #define SL_Q4_0_ABSMAX 63
 
+/* What elements are. */
+#define SL_KIND_FLOAT 0
+#define SL_KIND_INT 1
+#define SL_KIND_BOOL 2
+#define SL_KIND_COMPLEX 3
+#define SL_KIND_BLOCKS 4
+
 typedef struct sl_dtype_info {
     const char *code; /* as safetensors or ggml writes it: "BF16", "Q4_0" */
     const char *name; /* as numpy, ml_dtypes, torch and ggml name it: "bfloat16", "q4_0" */
+    int32_t kind;     /* SL_KIND_FLOAT .. */
     int32_t bits;     /* of one element; 0 for block types */
     int32_t block;    /* the fewest elements that are whole bytes */
     int32_t block_bytes;
+    int32_t swap; /* bytes of the numbers that another byte order reverses: 4 for C64, whose halves are numbers; 1: none */
+    int32_t ggml; /* the number that enum ggml_type gives it, -1: none */
+    int32_t scale_at, scale_count; /* f16 scales of a block: byte where they begin, how many; no scales of that kind: 0, 0 */
 } sl_dtype_info;
 
 const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL when there is none of this number */
@@ -121,7 +132,7 @@ int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, v
 
 /* ---- quantization kernels (kernels/quant.c) ---- */
 
-/* Index of the first of `count` blocks (SL_Q4_0, SL_Q4_0_ABSMAX, SL_Q8_0) whose scale is not finite, or count. The kernels
+/* Index of the first of `count` blocks of which an f16 scale is not finite, or count. The kernels
  * write such a scale exactly where the source held NaN or infinity, or f16 cannot hold the block's scale. */
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count);
 

@@ -96,9 +96,8 @@ def _is_plain(layout: Layout) -> bool:
 
 
 def _swap(layout: Layout) -> int:
-    """Size of the numbers whose bytes are to be swapped: of a complex element each half is one."""
-    row = dtypes.TABLE[layout.source]
-    return max(1, row.bits // (16 if row.code == "C64" else 8)) if foreign_order(layout.big_endian) else 1
+    """Size of the numbers whose bytes are to be swapped."""
+    return dtypes.TABLE[layout.source].swap if foreign_order(layout.big_endian) else 1
 
 
 def _memory(block: _Block, parts: Sequence[tuple[WeightFile, Layout]]) -> Array:

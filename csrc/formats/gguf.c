@@ -285,21 +285,6 @@ static int32_t check_keys(parser *self) {
 
 /* ---- tensors ---- */
 
-/* Element types by their number in enum ggml_type; the others are SL_GGML + that number. */
-static int32_t dtype_of(uint32_t type) {
-    switch (type) {
-    case 0: return SL_F32;
-    case 1: return SL_F16;
-    case 24: return SL_I8;
-    case 25: return SL_I16;
-    case 26: return SL_I32;
-    case 27: return SL_I64;
-    case 28: return SL_F64;
-    case 30: return SL_BF16;
-    default: return type < SL_DTYPE_LIMIT - SL_GGML && sl_dtype_get(SL_GGML + (int32_t)type) != NULL ? SL_GGML + (int32_t)type : -1;
-    }
-}
-
 /* Types that files of 2023 and 2024 have and ggml has given up. */
 static const char *removed_type(uint32_t type) {
     switch (type) {
@@ -320,7 +305,7 @@ static int32_t read_dtype(parser *self, int32_t *dtype) {
     int32_t status = need(self, 4, "the type");
     if (status != SL_OK) return status;
     uint32_t type = sl_reader_u32(&self->in);
-    *dtype = dtype_of(type);
+    *dtype = sl_dtype_of_ggml(type);
     if (*dtype >= 0) return SL_OK;
     const char *removed = removed_type(type);
     if (removed != NULL)

@@ -4,10 +4,12 @@
 #include "kernels/tier.h"
 
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count) {
-    const uint8_t *d = blocks;
-    size_t block_bytes = dtype == SL_Q8_0 ? sizeof(sl_q8_0) : sizeof(sl_q4_0);
+    const sl_dtype_info *info = sl_dtype_get(dtype);
+    size_t block_bytes = (size_t)info->block_bytes, scales = (size_t)info->scale_count;
+    const uint8_t *d = (const uint8_t *)blocks + info->scale_at;
     for (uint64_t i = 0; i < count; i++, d += block_bytes)
-        if ((d[1] & 0x7c) == 0x7c) return i; /* an f16 exponent of all ones */
+        for (size_t k = 0; k < scales; k++)
+            if ((d[2 * k + 1] & 0x7c) == 0x7c) return i; /* an f16 exponent of all ones */
     return count;
 }
 
