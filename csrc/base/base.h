@@ -1,4 +1,4 @@
-/* Floor 1: what every file needs of the compiler: static asserts, checked arithmetic, little-endian loads. */
+/* What every file needs of the compiler: static asserts, checked arithmetic, little-endian loads. */
 #ifndef SL_BASE_H
 #define SL_BASE_H
 

@@ -1,3 +1,4 @@
+/* Filling the caller's error. */
 #include "base/error.h"
 
 #include <stdarg.h>

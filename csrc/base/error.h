@@ -1,4 +1,4 @@
-/* Floor 1: filling the caller-owned sl_error. Nothing is logged and nothing aborts. */
+/* Filling the caller-owned sl_error. Nothing is logged and nothing aborts. */
 #ifndef SL_ERROR_H
 #define SL_ERROR_H
 

@@ -1,3 +1,4 @@
+/* The one sort. */
 #include "base/sort.h"
 
 /* Index where the ascending run that starts at `from` ends. */

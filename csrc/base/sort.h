@@ -1,4 +1,4 @@
-/* Floor 3: the one sort. */
+/* The one sort. */
 #ifndef SL_SORT_H
 #define SL_SORT_H
 

@@ -1,4 +1,4 @@
-/* Floor 3: UTF-8 (RFC 3629). */
+/* UTF-8 (RFC 3629). */
 #ifndef SL_UTF8_H
 #define SL_UTF8_H
 

@@ -1,3 +1,4 @@
+/* The pull parser for JSON. */
 #include "formats/json.h"
 
 #include "base/utf8.h"

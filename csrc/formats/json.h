@@ -1,4 +1,4 @@
-/* Floor 3: a strict pull parser for JSON (RFC 8259) that builds no tree and allocates nothing.
+/* A strict pull parser for JSON (RFC 8259) that builds no tree and allocates nothing.
  *
  * The caller asks for what it expects and gets it, or a refusal with the byte where the text differs. Stricter
  * than RFC 8259 in nothing; as strict in: no trailing commas, no comments, no leading zeros, no control characters

@@ -1,3 +1,4 @@
+/* Fields of a binary format out of a file. */
 #include "formats/reader.h"
 
 #include <stdlib.h>

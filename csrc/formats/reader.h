@@ -1,4 +1,4 @@
-/* Floor 3: fields of a binary format, one after the other, out of a file whose beginning is held in memory and grows as it
+/* Fields of a binary format, one after the other, out of a file whose beginning is held in memory and grows as it
  * is asked for. Read, never mapped: a file that shrinks meanwhile gives an error, not a SIGBUS. */
 #ifndef SL_READER_H
 #define SL_READER_H

@@ -1,3 +1,4 @@
+/* The table of one file. */
 #include "formats/table.h"
 
 #include <stdio.h>

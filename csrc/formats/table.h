@@ -1,4 +1,4 @@
-/* Floor 4: the table of one file. A format appends entries as it reads them; finish orders them, checks every
+/* The table of one file. A format appends entries as it reads them; finish orders them, checks every
  * invariant in one place and freezes the columns. */
 #ifndef SL_TABLE_H
 #define SL_TABLE_H

@@ -1,4 +1,4 @@
-/* sl_jobs_run (sl_api.h): the table of operations, and all jobs cut into chunks that threads share. */
+/* Running jobs: the table of operations, and all jobs cut into chunks that threads share. */
 #include <stdlib.h>
 
 #include "jobs/op.h"

@@ -1,4 +1,4 @@
-/* Floor 3: conversion kernels. Scalar C is the definition; every other tier gives the same bits.
+/* Conversion kernels. Scalar C is the definition; every other tier gives the same bits.
  *
  * Both sides are little-endian, as files are. To f32: exact; a NaN keeps its payload and is quieted (8-bit formats have one NaN, as ml_dtypes has it). From f32 and
  * f64: round to nearest, ties to even, once; a NaN stays a NaN.

@@ -1,3 +1,4 @@
+/* Copies of two axes of any strides. */
 #include "kernels/copy2d.h"
 
 #if defined(__SSE2__) || defined(_M_X64) /* MSVC has no __SSE2__ */

@@ -1,4 +1,4 @@
-/* Floor 3: the one table of dtypes. */
+/* The one table of dtypes. */
 #ifndef SL_DTYPE_H
 #define SL_DTYPE_H
 

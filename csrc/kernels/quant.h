@@ -1,4 +1,4 @@
-/* Floor 3: quantization. Scalar C is the definition; every other tier gives the same bits.
+/* Quantization. Scalar C is the definition; every other tier gives the same bits.
  *
  * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0, and back. Each block of
  * SL_QK elements has a scale d of its own, an f16, and d is not finite exactly where an element is not, or where f16

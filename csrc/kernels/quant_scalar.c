@@ -1,3 +1,4 @@
+/* Quantization element by element: the definition of all tiers. */
 #include "kernels/quant.h"
 
 #include "kernels/scalar.h"

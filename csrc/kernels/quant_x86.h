@@ -1,4 +1,4 @@
-/* Floor 3: what the block quantizers of AVX2 and AVX-512 share: four blocks at a time, from their largest elements to their
+/* What the block quantizers of AVX2 and AVX-512 share: four blocks at a time, from their largest elements to their
  * scales. No other file includes this, hence no prefix. */
 #ifndef SL_QUANT_X86_H
 #define SL_QUANT_X86_H

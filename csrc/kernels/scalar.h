@@ -1,4 +1,4 @@
-/* Floor 3: element by element: loads and stores, the 16-bit floats. What the scalar kernels are made of;
+/* Element by element: loads and stores, the 16-bit floats. What the scalar kernels are made of;
  * no other file includes this, hence no prefix. */
 #ifndef SL_SCALAR_H
 #define SL_SCALAR_H

@@ -1,4 +1,4 @@
-/* Floor 3: statistics. Scalar C is the definition; every other tier gives the same bits.
+/* Statistics. Scalar C is the definition; every other tier gives the same bits.
  *
  * Values are added up as f64 in blocks of SL_STATS_BLOCK, counted from the tensor's first element. Within a block element i
  * goes to lane i % SL_STATS_LANES, and lanes are folded in one order; blocks are merged in the order of their indices to

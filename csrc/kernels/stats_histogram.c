@@ -1,3 +1,4 @@
+/* Histograms of exponents. */
 #include "kernels/stats.h"
 
 #include "kernels/scalar.h"

@@ -1,3 +1,4 @@
+/* Statistics element by element: the definition of all tiers. */
 #include "kernels/stats.h"
 
 #include "kernels/scalar.h"

@@ -1,3 +1,4 @@
+/* Blocks of memory that are freed together. */
 #include "platform/arena.h"
 
 #include <stdlib.h>

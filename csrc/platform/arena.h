@@ -1,4 +1,4 @@
-/* Floor 2: the blocks of one object, freed together, so that every error path is one call. */
+/* The blocks of one object, freed together, so that every error path is one call. */
 #ifndef SL_ARENA_H
 #define SL_ARENA_H
 

@@ -1,4 +1,4 @@
-/* Floor 2: what the processor can do, asked of the processor itself. */
+/* What the processor can do, asked of the processor itself. */
 #ifndef SL_CPU_H
 #define SL_CPU_H
 

@@ -1,3 +1,4 @@
+/* A loop shared by threads. */
 #include "platform/parallel.h"
 
 #include <stdlib.h>

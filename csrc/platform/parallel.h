@@ -1,4 +1,4 @@
-/* Floor 6: a loop shared by threads for a bounded time. No pool and no global state: every thread is joined before
+/* A loop shared by threads for a bounded time. No pool and no global state: every thread is joined before
  * the call returns, so that fork and Ctrl-C are safe by construction. */
 #ifndef SL_PARALLEL_H
 #define SL_PARALLEL_H

@@ -1,3 +1,4 @@
+/* The operating system: POSIX. */
 #if !defined(_WIN32)
 
 #if defined(__linux__)

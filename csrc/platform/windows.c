@@ -1,3 +1,4 @@
+/* The operating system: Windows. */
 #if defined(_WIN32)
 
 #include "platform/platform.h"
