@@ -68,7 +68,7 @@ REASONS = {
     "page cache cold": (
         "bound by the disk, whose own rate varies threefold from minute to minute. Other ways to read "
         "(readahead, WILLNEED, windows, more threads) were not faster than two plain readers: numbers beside "
-        "`SL_CHUNK` in csrc/job.h."
+        "`SL_CHUNK` in csrc/jobs/op_copy.c."
     ),
     "bf16 as f32": (
         "see the limit: reading the file and storing its bytes twice in fresh memory, without any conversion, "

@@ -1,4 +1,4 @@
-/* Floor 7: the rest of sl_api.h. Most of its functions are implemented where they belong; here is what belongs to
+/* The rest of sl_api.h. Most of its functions are implemented where they belong; here is what belongs to
  * the boundary itself. */
 #include <stdlib.h>
 

@@ -43,8 +43,8 @@ def make_ffi() -> cffi.FFI:
     ffi.set_source(
         "safeload._core",
         '#include "safeload.h"',
-        sources=[path.relative_to(ROOT).as_posix() for path in sorted(HERE.glob("*.c"))],
-        depends=[path.relative_to(ROOT).as_posix() for path in sorted(HERE.glob("*.h"))],
+        sources=[path.relative_to(ROOT).as_posix() for path in sorted(HERE.rglob("*.c"))],
+        depends=[path.relative_to(ROOT).as_posix() for path in sorted(HERE.rglob("*.h"))],
         include_dirs=["csrc"],
         extra_compile_args=flags + compile_flags,
         extra_link_args=link_flags,

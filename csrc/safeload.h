@@ -1,4 +1,4 @@
-/* Floor 0: the C core's public header: a guard and standard types around sl_api.h. */
+/* The C core's public header: a guard and standard types around sl_api.h. */
 #ifndef SAFELOAD_H
 #define SAFELOAD_H
 

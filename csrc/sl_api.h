@@ -28,7 +28,7 @@ typedef struct sl_error {
     char message[SL_MESSAGE_SIZE]; /* UTF-8, NUL-terminated */
 } sl_error;
 
-/* ---- dtypes: one table for all formats (dtype.c) ---- */
+/* ---- dtypes: one table for all formats (kernels/dtype.c) ---- */
 
 /* An index into the table. Order is that of safetensors' Dtype enum, which decides the order of tensors in a
  * written file: https://github.com/safetensors/safetensors/blob/main/safetensors/src/tensor.rs */
@@ -89,27 +89,31 @@ typedef struct sl_error {
 
 /* Only to convert to: Q4_0 with the scale absmax / 7, where SL_Q4_0 takes ggml's signed maximum / -8. */
 #define SL_Q4_0_ABSMAX 63
-/* Only as the target of a job: the largest |x| of each channel, as the bits of an f32 (sl_channels). */
-#define SL_ABSMAX 62
-/* Only as the target of a job: nothing is written, and an element that is not finite is SL_E_RANGE. */
-#define SL_FINITE 61
-/* Only as the target of a job: statistics, without and with a histogram (sl_stats). */
-#define SL_STATS 60
-#define SL_STATS_HISTOGRAM 59
+
+/* What elements are. */
+#define SL_KIND_FLOAT 0
+#define SL_KIND_INT 1
+#define SL_KIND_BOOL 2
+#define SL_KIND_COMPLEX 3
+#define SL_KIND_BLOCKS 4
 
 typedef struct sl_dtype_info {
     const char *code; /* as safetensors or ggml writes it: "BF16", "Q4_0" */
     const char *name; /* as numpy, ml_dtypes, torch and ggml name it: "bfloat16", "q4_0" */
+    int32_t kind;     /* SL_KIND_FLOAT .. */
     int32_t bits;     /* of one element; 0 for block types */
     int32_t block;    /* the fewest elements that are whole bytes */
     int32_t block_bytes;
+    int32_t swap; /* bytes of the numbers that another byte order reverses: 4 for C64, whose halves are numbers; 1: none */
+    int32_t ggml; /* the number that enum ggml_type gives it, -1: none */
+    int32_t scale_at, scale_count; /* f16 scales of a block: byte where they begin, how many; no scales of that kind: 0, 0 */
 } sl_dtype_info;
 
 const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL when there is none of this number */
 
 const char *sl_compiler(void); /* that built this, with its version */
 
-/* ---- kernels (kernel.c) ---- */
+/* ---- kernels (kernels/convert.c) ---- */
 
 /* Instruction sets. Every tier gives the same bits as scalar C. */
 #define SL_TIER_SCALAR 0
@@ -126,9 +130,9 @@ int32_t sl_convertible(int32_t from, int32_t to); /* whether sl_convert and sl_j
  * alignment. SL_E_ARGUMENT when there is no such conversion or tier. */
 int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, void *destination, uint64_t count);
 
-/* ---- quantization kernels (quant.c) ---- */
+/* ---- quantization kernels (kernels/quant.c) ---- */
 
-/* Index of the first of `count` blocks (SL_Q4_0, SL_Q4_0_ABSMAX, SL_Q8_0) whose scale is not finite, or count. The kernels
+/* Index of the first of `count` blocks of which an f16 scale is not finite, or count. The kernels
  * write such a scale exactly where the source held NaN or infinity, or f16 cannot hold the block's scale. */
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count);
 
@@ -143,7 +147,7 @@ int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64
 int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint64_t count, const float *factors,
                      int32_t each);
 
-/* ---- statistics (stats.c, job_stats.c) ---- */
+/* ---- statistics (kernels/stats.c, jobs/op_stats.c) ---- */
 
 /* What is known of some elements of a tensor, the same bits for any instruction set and number of threads. The mean of the
  * finite ones is (mean + rest) * 2^exponent, their variance squares / finite * 4^exponent. */
@@ -158,9 +162,8 @@ typedef struct sl_stats {
     int64_t exponent;        /* 0 but for f64 of extreme magnitude */
 } sl_stats;
 
-/* An SL_READ of any real dtype (SL_I8 with sl_channels: of what is restored) to SL_STATS writes one sl_stats for every so
- * many elements, begun or whole, in order, to its memory. To SL_STATS_HISTOGRAM it first adds to SL_HISTOGRAM_BINS u64 in
- * front of them. 2^18 elements are 2 MiB of f64: in a chunk there is at least one of every dtype. */
+/* SL_OP_STATS writes one sl_stats for every so many elements, begun or whole. 2^18 elements are 2 MiB of f64: in a chunk
+ * there is at least one of every dtype. */
 #define SL_STATS_SEGMENT 262144
 
 /* Bin i counts finite elements with 2^(SL_HISTOGRAM_LOWEST + i) <= |x| < 2^(SL_HISTOGRAM_LOWEST + i + 1), the first one also those
@@ -172,7 +175,7 @@ typedef struct sl_stats {
 /* merged[i] is of the counts[i] consecutive segments at parts[i], for each of `count` tensors. */
 void sl_stats_merge(const sl_stats *const *parts, const uint64_t *counts, uint64_t count, sl_stats *merged);
 
-/* ---- tables: names, dtypes, shapes and byte ranges of one file (table.c) ---- */
+/* ---- tables: names, dtypes, shapes and byte ranges of one file (formats/table.c) ---- */
 
 /* numpy 2 allows 64 dims (NPY_MAXDIMS); no array could show more. */
 #define SL_MAX_RANK 64
@@ -203,7 +206,7 @@ const sl_columns *sl_table_columns(const sl_table *table);
 int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size); /* index or -1 */
 void sl_table_free(sl_table *table);                                                /* NULL: nothing */
 
-/* ---- memory and files (platform_posix.c, platform_windows.c) ---- */
+/* ---- memory and files (platform/posix.c, platform/windows.c) ---- */
 
 /* Zeroed memory for a large buffer that is filled once, size > 0, in huge pages where the system has them: in pages of
  * 4 KiB the faults cost more than the bytes. NULL when there is none. */
@@ -226,7 +229,7 @@ void sl_file_unmap(void *address, uint64_t size);
  * where the filesystem cannot reserve. */
 int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
 
-/* ---- safetensors (format_safetensors.c) ---- */
+/* ---- safetensors (formats/safetensors.c) ---- */
 
 /* Opens, reads and validates the header; data is not touched. On failure nothing stays open. */
 int32_t sl_safetensors_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_table **table,
@@ -241,7 +244,7 @@ int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64
                               uint64_t *header_size, sl_error *error);
 void sl_free(void *memory);
 
-/* ---- GGUF (format_gguf.c) ---- */
+/* ---- GGUF (formats/gguf.c) ---- */
 
 /* Types of metadata values, as the format numbers them. */
 #define SL_GGUF_U8 0
@@ -280,39 +283,51 @@ typedef struct sl_gguf {
 int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error);
 void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 
-/* ---- jobs: byte ranges between files and memory (job.c) ---- */
+/* ---- jobs: what is done to byte ranges of files and memory (jobs/run.c) ---- */
 
-#define SL_READ 0   /* file or memory to memory, converted on the way, any order, all threads */
-#define SL_WRITE 1  /* memory to file at `offset`, any order, all threads */
-#define SL_APPEND 2 /* memory to the file's current position, in order, one thread: pipes and devices */
+/* Operations. Chunks of a job are done in any order by all threads, but for SL_OP_APPEND. A job that has a grid or channels
+ * which its operation does not take, or lacks those that it needs, is SL_E_ARGUMENT; so are dtypes that it cannot work on.
+ * "Real dtype": one that converts to f32. */
+#define SL_OP_COPY 0 /* the bytes as they are; `from` and `to` are the same */
+#define SL_OP_CONVERT 1 /* `from` to `to`; an element that blocks cannot hold is SL_E_RANGE */
+#define SL_OP_GRID 2 /* two axes of any strides (sl_grid), copied or converted */
+#define SL_OP_WRITE 3 /* memory to the file at `offset` */
+#define SL_OP_APPEND 4 /* memory to the file's current position, in order, one thread: pipes and devices */
+#define SL_OP_INT8 5 /* any real dtype to int8, scaled by channels: x * factor, rounded half away from zero, within [-128, 127] */
+#define SL_OP_FROM_INT8 6 /* int8 to `to`, scaled by channels: x * factor */
+#define SL_OP_ABSMAX 7 /* any real dtype: memory holds a u32 for each channel, zero or what other jobs left there, and is raised
+                        * to the bits of the largest |x| (infinity and NaN are larger than any number); no factors */
+#define SL_OP_FINITE 8 /* any real dtype: nothing is written, and an element that is not finite is SL_E_RANGE */
+#define SL_OP_STATS 9 /* any real dtype, or int8 scaled by channels: an sl_stats for each segment, in order, to memory */
+#define SL_OP_HISTOGRAM 10 /* the same, behind SL_HISTOGRAM_BINS u64 that are added to */
+#define SL_OP_COUNT 11
+
+const char *sl_op_name(int32_t op); /* "copy"; NULL when out of range */
 
 #define SL_MEMORY -1 /* as sl_job.file: the source is memory, and offset its address */
 
-/* Two axes of an SL_READ whose elements (of whole bytes) are not one run on both sides. Strides are bytes from one row or
- * column to the next, in memory any, also negative. In a file columns are side by side and rows do not overlap. */
+/* Two axes whose elements (of whole bytes) are not one run on both sides. Strides are bytes from one row or column to the
+ * next, in memory any, also negative. In a file columns are side by side and rows do not overlap. */
 typedef struct sl_grid {
     uint64_t rows, columns;
     int64_t source_row, source_column;
     int64_t memory_row, memory_column;
 } sl_grid;
 
-/* What int8 values are scaled by in an SL_READ, which then is one of three:
- *   any real dtype to SL_ABSMAX: memory holds `count` u32, zero or what other jobs left there, and is raised to the bits
- *     of the largest |x| of each channel (infinity and NaN are larger than any number); factors are not looked at;
- *   any real dtype to SL_I8: x * factor, rounded half away from zero, within [-128, 127];
- *   SL_I8 to any real dtype: x * factor. */
+/* What int8 values are scaled by, channel by channel. */
 typedef struct sl_channels {
     uint64_t count; /* at least 1 */
-    uint64_t inner; /* element i belongs to channel i / inner % count; at least 1 */
+    uint64_t inner; /* element i belongs to channel i / inner % count; at least 1, whole blocks where count > 1 */
     const float *factors; /* one for each channel */
 } sl_channels;
 
 typedef struct sl_job {
+    int32_t op; /* SL_OP_COPY .. */
+    int32_t from, to; /* dtypes of source and destination; operations without a destination's dtype ignore `to` */
     int64_t file;
     uint64_t offset;
-    void *memory;
+    void *memory; /* the destination; the source of a write */
     uint64_t size;    /* bytes of all elements at the source, whole blocks */
-    int32_t from, to; /* dtypes of an SL_READ; equal: the bytes as they are */
     const sl_grid *grid;         /* NULL: one run on both sides */
     const sl_channels *channels; /* NULL: values as they are */
 } sl_job;
@@ -327,5 +342,5 @@ typedef struct sl_cursor {
 
 /* Works for at most slice_ms (0: no limit), joins its threads and returns; call again until cursor->finished.
  * threads >= 1. On failure error->position is the file offset that could not be read or written. */
-int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t direction, int32_t tier, int32_t threads,
-                    int32_t slice_ms, sl_cursor *cursor, sl_error *error);
+int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t threads, int32_t slice_ms, sl_cursor *cursor,
+                    sl_error *error);

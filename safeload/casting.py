@@ -12,7 +12,7 @@ from . import dtypes
 from ._native import lib
 from .arrays import as_array, refuse_masked
 from .files import Array
-from .jobs import Grid, Job, address_of, check_threads, private_array, run
+from .jobs import Grid, Job, address_of, check_threads, moving, private_array, run
 
 
 def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None = None) -> Array:
@@ -52,7 +52,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     if np.may_share_memory(array, out) or _planes(array) > _MAX_PLANES:
         array = array.copy(order="C")
     jobs, grids = _jobs(array, out, source, target)
-    run(jobs, lib.SL_READ, lambda job, position: ("", None), grids=grids, threads=threads)
+    run(jobs, lambda job, position: ("", None), grids=grids, threads=threads)
     return out
 
 
@@ -121,14 +121,16 @@ def _jobs(array: Array, out: Array, source: dtypes.Dtype, target: dtypes.Dtype) 
     axes = _merged_axes(array, out.dtype.itemsize)
     begin, memory = array.__array_interface__["data"][0], address_of(out)
     if len(axes) == 0 or (len(axes) == 1 and axes[0].stride == array.dtype.itemsize):
-        return [Job(lib.SL_MEMORY, begin, memory, array.nbytes, source.number, target.number)], []
+        op = moving(source.number, target.number)
+        return [Job(lib.SL_MEMORY, begin, memory, array.nbytes, source.number, target.number, op=op)], []
     rows, columns = _take_plane(axes)
     planes = [(begin, memory)]
     for axis in axes:
         planes = [(a + k * axis.stride, b + k * axis.target_stride) for k in range(axis.length) for a, b in planes]
     size = rows.length * columns.length * array.dtype.itemsize
     strides = rows.stride, columns.stride, rows.target_stride, columns.target_stride
-    jobs = [Job(lib.SL_MEMORY, a, b, size, source.number, target.number, grid=1) for a, b in planes]
+    kind = source.number, target.number, 1, 0, lib.SL_OP_GRID
+    jobs = [Job(lib.SL_MEMORY, a, b, size, *kind) for a, b in planes]
     return jobs, [Grid(rows.length, columns.length, strides)]
 
 

@@ -329,7 +329,7 @@ def _value(given: Checkpoint | Mapping[str, Any], name: str) -> Source | Quantiz
     if isinstance(given, Checkpoint):
         file, index = given._locate(name)
         found = sources.of_file(given, name, file, index)
-        if isinstance(found, Source) and (found.row.packed or found.row.code.startswith("C")):
+        if isinstance(found, Source) and (found.row.packed or found.row.complex):
             whole: Array = given.load([name], dtype=np.float32, backend="pread")[name]
             return whole
         return found
@@ -338,7 +338,7 @@ def _value(given: Checkpoint | Mapping[str, Any], name: str) -> Source | Quantiz
         return value
     array = as_array(value, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
-    return array if row is None or row.packed or row.code.startswith("C") else sources.of_array(name, array)
+    return array if row is None or row.packed or row.complex else sources.of_array(name, array)
 
 
 def _equal(one: Source, other: Source) -> bool:

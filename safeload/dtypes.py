@@ -1,4 +1,4 @@
-"""The dtypes of weight files, and what numpy calls them. The table itself is csrc/dtype.c."""
+"""The dtypes of weight files, and what numpy calls them. The table itself is csrc/kernels/dtype.c."""
 
 from __future__ import annotations
 
@@ -19,22 +19,37 @@ class Dtype(NamedTuple):
         number: by which the C core knows it.
         code: as safetensors or ggml writes it: "BF16", "Q4_0".
         name: as numpy, ml_dtypes, torch and ggml name it: "bfloat16", "q4_0".
+        kind: what elements are: ``lib.SL_KIND_FLOAT`` and the like.
         bits: size of one element, 0 for block types. Below 8 elements share bytes, first element in the low bits.
         block: the fewest elements that are whole bytes: 32 for "Q4_0", 2 for "F4", 1 for most.
         block_bytes: size of so many elements.
+        swap: bytes of the numbers that another byte order reverses: 4 for "C64", whose halves are numbers; 1 for none.
+        ggml: the number that enum ggml_type gives it; -1 for none.
+        scale_at: byte of a block where its float16 scales begin.
+        scale_count: how many there are; 0 where scales are of another kind.
     """
 
     number: int
     code: str
     name: str
+    kind: int
     bits: int
     block: int
     block_bytes: int
+    swap: int
+    ggml: int
+    scale_at: int
+    scale_count: int
 
     @property
     def floating(self) -> bool:
         """Whether elements are real floating-point numbers."""
-        return self.code.startswith(("F", "BF"))
+        return bool(self.kind == lib.SL_KIND_FLOAT)
+
+    @property
+    def complex(self) -> bool:
+        """Whether elements are complex numbers."""
+        return bool(self.kind == lib.SL_KIND_COMPLEX)
 
     @property
     def packed(self) -> bool:
@@ -44,7 +59,7 @@ class Dtype(NamedTuple):
     @property
     def blocked(self) -> bool:
         """Whether rows are cut into blocks whose elements share scales: `QuantizedTensor` shows them."""
-        return self.bits == 0
+        return bool(self.kind == lib.SL_KIND_BLOCKS)
 
     def nbytes(self, count: int) -> int:
         """Bytes of so many elements, whole blocks."""
@@ -56,7 +71,7 @@ def _row(number: int) -> Dtype | None:
     if info == ffi.NULL:
         return None
     code, name = (ffi.string(text).decode() for text in (info.code, info.name))
-    return Dtype(number, code, name, info.bits, info.block, info.block_bytes)
+    return Dtype(number, code, name, *(getattr(info, field) for field in Dtype._fields[3:]))
 
 
 # Element types, each at its number; they are what safetensors has.

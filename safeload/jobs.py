@@ -37,28 +37,26 @@ POOL_SIZE = 16 << 20
 # Alignment of pools: a cache line, and more than any dtype needs.
 ALIGNMENT = 64
 
-# struct sl_grid
-_GRID = np.dtype([("rows", np.uint64), ("columns", np.uint64), ("strides", np.int64, 4)])
-assert ffi.sizeof("sl_grid") == _GRID.itemsize
 
-# struct sl_job
-_JOB = np.dtype(
-    [
-        ("file", np.int64),
-        ("offset", np.uint64),
-        ("memory", np.uint64),
-        ("size", np.uint64),
-        ("from", np.int32),
-        ("to", np.int32),
-        ("grid", np.uint64),
-        ("channels", np.uint64),
-    ]
-)
-assert ffi.sizeof("sl_job") == _JOB.itemsize
+def struct_dtype(name: str) -> np.dtype[Any]:
+    """A struct of the C core as numpy has it, its fields by name where the compiler put them; pointers are uint64."""
+    kind = ffi.typeof(name)
+    fields = [(field, info.offset, info.type) for field, info in kind.fields]
+    codes = {"int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8", "double": "f8"}
+    return np.dtype(
+        {
+            "names": [field for field, _, _ in fields],
+            "formats": ["u8" if of.kind == "pointer" else codes[of.cname] for _, _, of in fields],
+            "offsets": [offset for _, offset, _ in fields],
+            "itemsize": ffi.sizeof(kind),
+        }
+    )
 
-# struct sl_channels
-_CHANNELS = np.dtype([("count", np.uint64), ("inner", np.uint64), ("factors", np.uint64)])
-assert ffi.sizeof("sl_channels") == _CHANNELS.itemsize
+
+_GRID = struct_dtype("sl_grid")
+# With its fields in the order of `Job`.
+_JOB = struct_dtype("sl_job")[["file", "offset", "memory", "size", "from", "to", "grid", "channels", "op"]]
+_CHANNELS = struct_dtype("sl_channels")
 
 
 class Grid(NamedTuple):
@@ -118,9 +116,10 @@ class Job(NamedTuple):
         memory: address of the destination (of the source of a write).
         size: bytes of all elements at the source.
         source: number of its dtype.
-        target: number of the dtype it is converted to; the same: bytes as they are.
+        target: number of the dtype of the destination, for operations that have one.
         grid: 1 + index of its grid among those given to `run`; 0 where the elements are one run on both sides.
         channels: likewise of its channels; 0 where values are taken as they are.
+        op: what is done, ``lib.SL_OP_COPY`` and the like.
     """
 
     file: int
@@ -131,6 +130,14 @@ class Job(NamedTuple):
     target: int = 0
     grid: int = 0
     channels: int = 0
+    op: int = lib.SL_OP_COPY
+
+
+def moving(source: int, target: int, grid: int = 0) -> int:
+    """The operation that brings values of one dtype to their place as another, by a grid where there is one."""
+    if grid:
+        return int(lib.SL_OP_GRID)
+    return int(lib.SL_OP_COPY if source == target else lib.SL_OP_CONVERT)
 
 
 def _cgroup_cpus() -> float:
@@ -203,7 +210,6 @@ def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]
 
 def run(
     jobs: Sequence[Job],
-    direction: int,
     where: Callable[[int, int], tuple[str, str | None]],
     *,
     files: Sequence[WeightFile | None] | None = None,
@@ -215,8 +221,7 @@ def run(
     """Runs jobs to their end; the memory they name must be alive. Returns the bytes moved.
 
     Args:
-        jobs: what to move.
-        direction: ``lib.SL_READ``, ``SL_WRITE`` or ``SL_APPEND``.
+        jobs: what to do.
         where: for an error, path and tensor of a job's index and a byte in its file.
         files: the file of each job, None for one in memory, where `Job.file` is `IN_FILE`: they are opened as far as
             they are not, no more than a part of them at a time where the process may not have so many descriptors.
@@ -232,7 +237,7 @@ def run(
         MemoryError: the core's scratch memory is refused.
     """
     array = np.array(jobs, dtype=_JOB)
-    planes = np.array(list(grids), dtype=_GRID)
+    planes = np.array([(grid.rows, grid.columns, *grid.strides) for grid in grids], dtype=_GRID)
     factors = [(c.number, c.inner, 0 if c.factors is None else address_of(c.factors)) for c in channels]
     scales = np.array(factors, dtype=_CHANNELS)
     for field, table in (("grid", planes), ("channels", scales)):
@@ -252,7 +257,7 @@ def run(
             cursor = ffi.new("sl_cursor *")
             error = Error()
             while not cursor.finished:
-                status = lib.sl_jobs_run(described, len(batch), direction, TIER, count, SLICE_MS, cursor, error)
+                status = lib.sl_jobs_run(described, len(batch), TIER, count, SLICE_MS, cursor, error)
                 if status != lib.SL_OK:
                     _fail(status, error, begin + cursor.failed_job, where)
                 report(done + cursor.bytes_done)
@@ -320,8 +325,9 @@ class _Reads:
         array = private_array(layout.shape, layout.dtype) if into is None else into
         self.arrays.append(array)
         if size > 0:
-            source = self._source(file)
-            self.jobs.append(Job(source, layout.begin, address_of(array), size, layout.source, layout.target))
+            op = moving(layout.source, layout.target)
+            place = self._source(file), layout.begin, address_of(array), size
+            self.jobs.append(Job(*place, layout.source, layout.target, op=op))
             self.files.append(file)
 
     def _source(self, file: WeightFile) -> int:
@@ -377,7 +383,7 @@ def read_arrays(
         file = reads.files[job]
         return file.path, file.tensor_at(position)
 
-    run(reads.jobs, lib.SL_READ, where, files=None if reads.few else reads.files, threads=threads, progress=progress)
+    run(reads.jobs, where, files=None if reads.few else reads.files, threads=threads, progress=progress)
     arrays = [native_order(array) for array in reads.arrays if array is not None]
     for k, given in enumerate(into or ()):
         if given is not None and arrays[k] is not given:  # only where bytes had to be swapped

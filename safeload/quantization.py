@@ -83,13 +83,13 @@ def _run(wanted: Sequence[_Wanted], *, threads: int | None, progress: Progress) 
     channels = []
     work = []
     for w in wanted:
-        number = 0
+        memory = sources.address(w.result.data if isinstance(w.result, QuantizedTensor) else w.result)
         if id(w) in factors:
             assert isinstance(w.result, QuantizedTensor)
             channels.append(channels_of(w.source.shape, w.result.axis, factors[id(w)]))
-            number = len(channels)
-        array = w.result.data if isinstance(w.result, QuantizedTensor) else w.result
-        work.append(w.source.job(sources.address(array), w.target, channels=number))
+            work.append(w.source.work(lib.SL_OP_INT8, memory, channels=len(channels)))
+        else:
+            work.append(w.source.job(memory, w.target))
     sources.run([w.source for w in wanted], work, channels=channels, threads=threads, progress=second)
 
 
@@ -98,14 +98,14 @@ def _scales(scaled: Sequence[_Wanted], threads: int | None, progress: Progress) 
     maxima = [np.zeros(w.result.scale.shape, np.uint32) for w in scaled]  # type: ignore[union-attr]
     channels = [channels_of(w.source.shape, w.result.axis, None) for w in scaled]  # type: ignore[union-attr]
     work = [
-        w.source.job(sources.address(bits), lib.SL_ABSMAX, channels=k + 1)
+        w.source.work(lib.SL_OP_ABSMAX, sources.address(bits), channels=k + 1)
         for k, (w, bits) in enumerate(zip(scaled, maxima, strict=True))
     ]
     sources.run([w.source for w in scaled], work, channels=channels, threads=threads, progress=progress)
     factors = {}
     for w, bits in zip(scaled, maxima, strict=True):
         if (bits >= _INFINITY_BITS).any():
-            sources.run([w.source], [w.source.job(0, lib.SL_FINITE)], threads=threads)  # says where
+            sources.run([w.source], [w.source.work(lib.SL_OP_FINITE, 0)], threads=threads)  # says where
         absmax = bits.view(np.float32)
         with np.errstate(divide="ignore", over="ignore"):
             inverse = np.float32(127) / absmax

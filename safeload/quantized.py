@@ -89,14 +89,13 @@ class QuantizedTensor:
         result = target_array(self.shape, dtypes.element_dtype(target.number), out)
         data = np.ascontiguousarray(self.data)
         if data.size:
-            job = jobs.Job(
-                lib.SL_MEMORY, jobs.address_of(data), jobs.address_of(result), data.nbytes, source, target.number
-            )
+            place = lib.SL_MEMORY, jobs.address_of(data), jobs.address_of(result), data.nbytes
+            job = jobs.Job(*place, source, target.number, op=lib.SL_OP_CONVERT)
             scales: list[jobs.Channels] = []
             if self.scale is not None:
                 scales.append(channels_of(self.shape, self.axis, np.ascontiguousarray(self.scale, np.float32)))
-                job = job._replace(channels=1)
-            jobs.run([job], lib.SL_READ, lambda job, position: ("", None), channels=scales, threads=threads)
+                job = job._replace(channels=1, op=lib.SL_OP_FROM_INT8)
+            jobs.run([job], lambda job, position: ("", None), channels=scales, threads=threads)
         restored = jobs.native_order(result)
         if restored is not result:  # only where bytes had to be swapped
             result[...] = restored

@@ -101,7 +101,7 @@ def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = N
 
     for at in range(begin, end, PIECE):
         size = min(PIECE, end - at)
-        jobs.run([Job(file.descriptor, at, jobs.address_of(memory), size)], lib.SL_READ, where, threads=1)
+        jobs.run([Job(file.descriptor, at, jobs.address_of(memory), size)], where, threads=1)
         yield memory[:size].data
 
 
@@ -156,8 +156,9 @@ def values(source: Source, begin: int, count: int) -> Array:
             count * item,
             row.number,
             target,
+            op=jobs.moving(row.number, target),
         )
-        jobs.run([job], lib.SL_READ, where, threads=1)
+        jobs.run([job], where, threads=1)
     return jobs.native_order(result).astype(np.float64, copy=False)
 
 

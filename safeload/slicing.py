@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import jobs
-from ._native import lib
 from .files import Array, Layout, WeightFile, array_over, c_strides
 from .text import show
 
@@ -164,13 +163,13 @@ def _read_dense(
                 continue
             block = np.empty(run.size, np.uint8)
             job = jobs.Job(file.descriptor, begin + run.offset, jobs.address_of(block), run.size)
-            jobs.run([job], lib.SL_READ, lambda job, position: place)
+            jobs.run([job], lambda job, position: place)
             inside = len(run.at)
             rows = _strided(block, dtype, (len(target), *shape[inside:]), run.pitch)
             inner = axes[inside:]
             selected = (slice(None), *(slice(a.start, a.start + (a.length - 1) * a.step + 1, a.step) for a in inner))
             target[...] = rows[selected]
-        jobs.run(direct, lib.SL_READ, lambda job, position: place)
+        jobs.run(direct, lambda job, position: place)
     return result
 
 
@@ -196,7 +195,7 @@ def _read_strided(
     reach = sum((axis.length - 1) * step for axis, step in zip(axes, steps, strict=True))
     block = np.empty(reach + layout.dtype.itemsize, np.uint8)
     job = jobs.Job(file.descriptor, layout.begin + begin, jobs.address_of(block), block.size)
-    jobs.run([job], lib.SL_READ, lambda job, position: place)
+    jobs.run([job], lambda job, position: place)
     return array_over(block, layout.dtype, selected, 0, steps)
 
 

@@ -50,10 +50,21 @@ class Source(NamedTuple):
         """Bytes."""
         return self.row.nbytes(math.prod(self.shape))
 
-    def job(self, memory: int, target: int, *, grid: int = 0, channels: int = 0) -> Job:
+    def job(self, memory: int, target: int, *, grid: int = 0) -> Job:
         """What moves it to an address, as the dtype numbered ``target``; for `run`, which opens the file."""
-        where = lib.SL_MEMORY if self.file is None else jobs.IN_FILE
-        return Job(where, self.offset, memory, self.size, self.row.number, target, grid, channels)
+        op = jobs.moving(self.row.number, target, grid)
+        return Job(self._where, self.offset, memory, self.size, self.row.number, target, grid, op=op)
+
+    def work(self, op: int, memory: int, *, channels: int = 0) -> Job:
+        """An operation on its values whose result is of no other dtype than the operation's own; for `run`."""
+        number = self.row.number
+        return Job(self._where, self.offset, memory, self.size, number, number, channels=channels, op=op)
+
+    @property
+    def _where(self) -> int:
+        """Where a job finds it: in memory, or in the file that `run` opens."""
+        where: int = lib.SL_MEMORY if self.file is None else jobs.IN_FILE
+        return where
 
 
 def subject(name: str) -> str:
@@ -193,7 +204,6 @@ def run(
     try:
         jobs.run(
             work,
-            lib.SL_READ,
             where,
             files=[source.file for source in sources],
             grids=grids,

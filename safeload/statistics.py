@@ -11,26 +11,18 @@ import numpy as np
 
 from . import checkpoint as checkpoints
 from . import dtypes, jobs, sources
-from ._native import ffi, lib, short
+from ._native import lib, short
 from .arrays import as_array
 from .checkpoint import Checkpoint
 from .errors import UnsupportedError
 from .files import Array, WeightFile
-from .jobs import Channels, Job, Progress
+from .jobs import Channels, Job, Progress, struct_dtype
 from .loading import distinct, read_scale
 from .quantized import INT8, QuantizedTensor, channels_of
 from .sources import Source
 from .tensor import missing
 
-# struct sl_stats
-_RECORD = np.dtype(
-    [
-        *((name, np.uint64) for name in ("finite", "nan", "infinite", "zeros", "first_nan", "first_infinite")),
-        *((name, np.float64) for name in ("min", "max", "mean", "rest", "squares")),
-        ("exponent", np.int64),
-    ]
-)
-assert ffi.sizeof("sl_stats") == _RECORD.itemsize
+_RECORD = struct_dtype("sl_stats")
 
 # Elements of a tensor that one record tells of.
 _SEGMENT: int = lib.SL_STATS_SEGMENT
@@ -269,13 +261,13 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
     work: list[Job] = []
     worked: list[Source] = []
     channels: list[Channels] = []
-    target = lib.SL_STATS_HISTOGRAM if histogram else lib.SL_STATS
+    op = lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS
     for part, count, place in zip(parts, counts.tolist(), places.tolist(), strict=True):
         if part.channels is not None:
             channels.append(part.channels)
         if count:
             number = 0 if part.channels is None else len(channels)
-            work.append(part.source.job(place, target, channels=number))
+            work.append(part.source.work(op, place, channels=number))
             worked.append(part.source)
     sources.run(worked, work, channels=channels, threads=threads, progress=progress)
     merged = np.zeros(len(parts), _RECORD)

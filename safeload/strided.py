@@ -96,9 +96,8 @@ def _is_plain(layout: Layout) -> bool:
 
 
 def _swap(layout: Layout) -> int:
-    """Size of the numbers whose bytes are to be swapped: of a complex element each half is one."""
-    row = dtypes.TABLE[layout.source]
-    return max(1, row.bits // (16 if row.code == "C64" else 8)) if foreign_order(layout.big_endian) else 1
+    """Size of the numbers whose bytes are to be swapped."""
+    return dtypes.TABLE[layout.source].swap if foreign_order(layout.big_endian) else 1
 
 
 def _memory(block: _Block, parts: Sequence[tuple[WeightFile, Layout]]) -> Array:
@@ -120,8 +119,9 @@ def _finish(memory: Array, origin: int, layout: Layout, given: Array | None, thr
         array = jobs.private_array(layout.shape, layout.dtype) if given is None else given
         address = jobs.address_of(memory) + offset
         size = layout.end - layout.begin
-        job = jobs.Job(lib.SL_MEMORY, address, jobs.address_of(array), size, layout.source, layout.target)
-        jobs.run([job], lib.SL_READ, lambda job, position: ("", None), threads=threads)
+        place = lib.SL_MEMORY, address, jobs.address_of(array), size
+        job = jobs.Job(*place, layout.source, layout.target, op=lib.SL_OP_CONVERT)
+        jobs.run([job], lambda job, position: ("", None), threads=threads)
         return array
     view = array_over(memory, dtypes.array_dtype(layout.source), layout.shape, offset, layout.strides)
     if layout.source != layout.target:

@@ -82,7 +82,7 @@ def test_the_guide_lists_every_code_of_a_finding():
 def _limits():
     """Name to values of the constants of the code: those of several formats share a name."""
     found = {}
-    for path in (*(ROOT / "safeload").rglob("*.py"), *(ROOT / "csrc").glob("*.[ch]")):
+    for path in (*(ROOT / "safeload").rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]")):
         text = path.read_text("utf-8").replace("(uint64_t)", "")
         for name, value in re.findall(
             r"^(?:#define )?((?:SL_[A-Z]+_)?MAX_\w+)(?: =)? \(?([0-9_]+(?: << \d+)?)\b", text, re.MULTILINE

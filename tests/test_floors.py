@@ -1,9 +1,12 @@
 """The rules of the architecture as tests: what may include or import what (csrc/README.md)."""
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,45 +15,19 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "safeload"
 
-# Floors of groups of files. A file includes headers of the floors below it and, within its group, of itself and those
-# named before it.
-C_FLOORS = {
-    0: [["sl_api", "safeload"]],
-    1: [["base", "error"]],
-    2: [["platform", "platform_posix", "platform_windows", "cpu", "arena"]],
-    3: [
-        ["utf8", "json"],
-        ["reader"],
-        ["sort"],
-        ["copy2d"],
-        [
-            *("dtype", "scalar", "kernel", "kernel_scalar", "kernel_avx2", "kernel_avx512", "kernel_neon"),
-            *("quant", "quant_scalar", "quant_x86", "quant_avx2", "quant_avx512", "quant_neon", "dequant"),
-            *("stats", "stats_scalar", "stats_avx2", "stats_avx512", "stats_neon", "stats_histogram"),
-        ],
-    ],
-    4: [["table"]],
-    5: [["format_safetensors"], ["format_gguf"]],
-    6: [["parallel", "job", "job_grid", "job_values", "job_stats"]],
-    7: [["api"]],
-}
-C_PLACE = {
-    stem: (floor, group, rank)
-    for floor, groups in C_FLOORS.items()
-    for group, stems in enumerate(groups)
-    for rank, stem in enumerate(stems)
-}
+# Folders of csrc/ from the bottom up; those of one line do not know each other. The public headers stand below all of
+# them, in this order, api.c above.
+C_LAYERS = ["base", "platform", "kernels", "formats jobs"]
+GROUND = ["sl_api.h", "safeload.h"]
+TOP = {"api.c"}
+SYSTEM_FILES = {"platform/posix.c", "platform/windows.c"}
 STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
 # Instructions of a processor, not of a system.
 INTRINSICS = {
-    "cpu": {"cpuid.h", "intrin.h"},
-    "copy2d": {"emmintrin.h"},
-    "kernel_neon": {"arm_neon.h"},
-    "quant_neon": {"arm_neon.h"},
-    "stats_neon": {"arm_neon.h"},
+    "platform/cpu.c": {"cpuid.h", "intrin.h"},
+    "kernels/copy2d.c": {"emmintrin.h"},
+    "kernels/isa.h": {"arm_neon.h", "immintrin.h"},
 }
-for _stem in ("kernel_avx2", "kernel_avx512", "quant_x86", "quant_avx2", "quant_avx512", "stats_avx2", "stats_avx512"):
-    INTRINSICS[_stem] = {"immintrin.h"}
 
 _CLI = [f"cli.{name}" for name in ("common", "info", "check", "stats", "convert", "diff", "bench")]
 _CLI += [f"cli.{name}" for name in ("report_plots", "report_page", "report")]
@@ -103,7 +80,7 @@ PYTHON_FLOORS = {
 }
 PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}
 
-C_FILES = sorted([*CSRC.glob("*.c"), *CSRC.glob("*.h")])
+C_FILES = sorted([*CSRC.rglob("*.c"), *CSRC.rglob("*.h")])
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -111,18 +88,104 @@ def includes(path, brackets):
     return re.findall(rf"^\s*#\s*include\s*{brackets[0]}([^>\"]+){brackets[1]}", path.read_text(), re.MULTILINE)
 
 
-def test_every_c_file_stands_on_a_floor():
-    assert {path.stem for path in C_FILES} == set(C_PLACE)
+def c_name(path):
+    return path.relative_to(CSRC).as_posix()
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.name)
+def c_layer(name):
+    """The number of the layer that a file stands in."""
+    if name in GROUND:
+        return GROUND.index(name) - len(GROUND)
+    if name in TOP:
+        return len(C_LAYERS)
+    return next(number for number, folders in enumerate(C_LAYERS) if name.partition("/")[0] in folders.split())
+
+
+def assert_goes_down(name, target):
+    """A file uses what stands in lower layers, and in its own folder."""
+    same_folder = "/" in name and name.partition("/")[0] == target.partition("/")[0]
+    assert c_layer(target) < c_layer(name) or same_folder, f"{name} uses {target}"
+
+
+def circle(arrows):
+    """Files that use each other, in order; none where there is no circle."""
+    done, path = set(), []
+
+    def walk(name):
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        path.append(name)
+        for target in sorted(arrows[name]):
+            if found := walk(target):
+                return found
+        path.pop()
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(arrows) if (found := walk(name))), [])
+
+
+def test_every_c_file_stands_in_a_layer():
+    folders = {folder for line in C_LAYERS for folder in line.split()}
+    for name in map(c_name, C_FILES):
+        assert name in {*GROUND, *TOP} or (name.partition("/")[0] in folders and name.count("/") == 1), name
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=c_name)
 def test_c_includes_go_down(path):
-    floor, group, rank = C_PLACE[path.stem]
     for header in includes(path, '""'):
-        assert (CSRC / header).is_file(), header
-        below, its_group, its_rank = C_PLACE[header.removesuffix(".h")]
-        own = path.suffix == ".c" and header == f"{path.stem}.h"
-        assert below < floor or own or (below == floor and its_group == group and its_rank < rank), header
+        assert (CSRC / header).is_file(), f"{header} is not a path from csrc/"
+        assert_goes_down(c_name(path), header)
+
+
+def test_c_includes_make_no_circle():
+    assert circle({c_name(path): includes(path, '""') for path in C_FILES}) == []
+
+
+def symbols(nm, path, *options):
+    done = subprocess.run([nm, "-P", *options, path], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    """For each source the sources that define what it calls or reads, as the linker sees them."""
+    compiler, nm = shutil.which(os.environ.get("CC", "cc")), shutil.which("nm")
+    if compiler is None or nm is None or sys.platform == "win32":
+        pytest.skip("needs a C compiler and nm")
+    folder = tmp_path_factory.mktemp("objects")
+    sources = {c_name(path): folder / f"{k}.o" for k, path in enumerate(C_FILES) if path.suffix == ".c"}
+
+    def compile(name):
+        subprocess.run([compiler, "-O0", "-I", CSRC, "-c", CSRC / name, "-o", sources[name]], check=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile, sources))
+    owners = {s: name for name, object in sources.items() for s in symbols(nm, object, "-g", "--defined-only")}
+    return {name: {owners[s] for s in symbols(nm, object, "-u") if s in owners} for name, object in sources.items()}
+
+
+def test_c_calls_go_down(calls):
+    assert "jobs/job.c" in calls["jobs/op_copy.c"]  # or nothing has been found
+    for name, targets in calls.items():
+        for target in targets:
+            assert_goes_down(name, target)
+
+
+def test_c_calls_make_no_circle(calls):
+    assert circle(calls) == []
+
+
+def test_circles_are_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=c_name)
+def test_every_c_file_begins_with_what_it_is(path):
+    assert re.match(r"/\* [A-Z]", path.read_text()), "the first line is a title"
 
 
 def test_every_include_is_seen():
@@ -132,10 +195,10 @@ def test_every_include_is_seen():
         assert len(lines) == len(includes(path, '""')) + len(includes(path, "<>")), path.name
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", C_FILES, ids=c_name)
 def test_only_the_platform_files_know_the_system(path):
-    if not path.stem.startswith("platform_"):
-        assert set(includes(path, "<>")) <= STANDARD_HEADERS | INTRINSICS.get(path.stem, set())
+    if c_name(path) not in SYSTEM_FILES:
+        assert set(includes(path, "<>")) <= STANDARD_HEADERS | INTRINSICS.get(c_name(path), set())
 
 
 def test_the_cdef_has_no_directive_but_integer_defines():
@@ -155,10 +218,10 @@ def definitions(name, path):
 def test_every_declared_function_is_defined_once_for_each_system():
     declared = re.findall(r"\b(sl_\w+)\([^;{]*\);", without_comments(CSRC / "sl_api.h"))
     assert len(declared) > 10
-    sources = [path for path in C_FILES if not path.stem.startswith("platform_")]
+    sources = [path for path in C_FILES if c_name(path) not in SYSTEM_FILES]
     for system in ("posix", "windows"):
         for name in declared:
-            found = [p.name for p in (*sources, CSRC / f"platform_{system}.c") for _ in range(definitions(name, p))]
+            found = [p.name for p in (*sources, CSRC / "platform" / f"{system}.c") for _ in range(definitions(name, p))]
             assert len(found) == 1, (name, system, found)
 
 

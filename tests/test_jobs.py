@@ -1,5 +1,7 @@
 """The engine itself, below what loads and saves make of it."""
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -35,7 +37,8 @@ def number(dtype):
 
 
 def run(job, grid, threads=2):
-    return jobs.run([job], lib.SL_READ, lambda job, position: ("file", "it"), grids=[grid], threads=threads)
+    job = job._replace(op=lib.SL_OP_GRID)
+    return jobs.run([job], lambda job, position: ("file", "it"), grids=[grid], threads=threads)
 
 
 @pytest.mark.parametrize("target", [np.uint16, np.float32, np.float64])
@@ -95,3 +98,70 @@ def test_grids_that_cannot_be(open_file, code, grid, size, fragment):
     with pytest.raises(SafeloadError, match=fragment):
         run(jobs.Job(handle, 0, jobs.address_of(out), size, row, row, 1), jobs.Grid(*grid))
     assert not out.any()
+
+
+# What each operation takes: a grid, channels; and dtypes that it works on.
+TAKES = {
+    "copy": ((False,), (False,), "F32", "F32"),
+    "convert": ((False,), (False,), "F32", "BF16"),
+    "grid": ((True,), (False,), "F32", "BF16"),
+    "write": ((False,), (False,), "F32", "F32"),
+    "append": ((False,), (False,), "F32", "F32"),
+    "int8": ((False,), (True,), "F32", "I8"),
+    "from int8": ((False,), (True,), "I8", "F32"),
+    "absmax": ((False,), (True,), "F32", "F32"),
+    "finite": ((False,), (False,), "F32", "F32"),
+    "stats": ((False,), (False, True), "I8", "I8"),
+    "histogram": ((False,), (False, True), "I8", "I8"),
+}
+
+
+def handle_of(file):
+    if os.name == "nt":
+        import msvcrt
+
+        return msvcrt.get_osfhandle(file.fileno())
+    return file.fileno()
+
+
+def op_name(op):
+    return ffi.string(lib.sl_op_name(op)).decode()
+
+
+def test_the_operations_are_these():
+    assert [op_name(op) for op in range(lib.SL_OP_COUNT)] == list(TAKES)
+    assert lib.sl_op_name(-1) == lib.sl_op_name(lib.SL_OP_COUNT) == ffi.NULL
+
+
+@pytest.mark.parametrize("with_channels", [False, True])
+@pytest.mark.parametrize("with_grid", [False, True])
+@pytest.mark.parametrize("op", range(lib.SL_OP_COUNT), ids=op_name)
+def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels, tmp_path):
+    takes_grid, takes_channels, source, target = TAKES[op_name(op)]
+    source, target = dtypes.BY_CODE[source], dtypes.BY_CODE[target]
+    x = np.arange(96).astype(source.name)
+    out = np.zeros(4096, np.uint8)
+    grid = jobs.Grid(8, 12, (12 * source.block_bytes, source.block_bytes, target.block_bytes, 8 * target.block_bytes))
+    channels = jobs.Channels(12, 1, np.ones(12, np.float32))
+    path = tmp_path / "written"
+    with path.open("wb") as file:
+        writes = op in (lib.SL_OP_WRITE, lib.SL_OP_APPEND)
+        place = (handle_of(file), 0, out.ctypes.data) if writes else (lib.SL_MEMORY, x.ctypes.data, out.ctypes.data)
+        numbers = source.number, target.number, int(with_grid), int(with_channels), op
+        work = [jobs.Job(*place, x.nbytes, *numbers)]
+        keywords = {"grids": [grid] if with_grid else [], "channels": [channels] if with_channels else []}
+        if with_grid in takes_grid and with_channels in takes_channels:
+            assert jobs.run(work, lambda job, position: ("", None), **keywords) == x.nbytes
+            assert out.any() != (writes or op == lib.SL_OP_FINITE)
+            assert path.stat().st_size == (x.nbytes if writes else 0)
+            return
+        with pytest.raises(SafeloadError, match=rf"the operation {op_name(op)} (takes no|needs) (a grid|channels)"):
+            jobs.run(work, lambda job, position: ("", None), **keywords)
+    assert not out.any()
+    assert path.stat().st_size == 0
+
+
+def test_an_operation_that_there_is_not():
+    for op in (-1, lib.SL_OP_COUNT):
+        with pytest.raises(SafeloadError, match=f"no operation {op}"):
+            jobs.run([jobs.Job(lib.SL_MEMORY, 0, 0, 0, op=op)], lambda job, position: ("", None))

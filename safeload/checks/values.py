@@ -18,23 +18,6 @@ from ..statistics import TensorStats
 from .findings import Finding, Limits, error, warning
 from .names import Known
 
-# Block type to where its float16 scales are: byte in the block, and how many. Source: the structs of ggml's
-# ggml-common.h.
-_BLOCK_SCALES = {
-    "q4_0": (0, 1),
-    "q4_1": (0, 2),
-    "q5_0": (0, 1),
-    "q5_1": (0, 2),
-    "q8_0": (0, 1),
-    "q8_1": (0, 2),
-    "iq4_nl": (0, 1),
-    "q2_k": (80, 2),
-    "q3_k": (108, 1),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208, 1),
-}
-
 # How far a float32 scale may be from the one expected, as a part of it: two roundings.
 _SCALE_TOLERANCE = 2.0**-22
 
@@ -105,12 +88,11 @@ def check_scales(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[
     if value.scheme == INT8:
         yield from _check_int8(name, value, limits)
         return
-    place = _BLOCK_SCALES.get(value.scheme)
-    if place is None or value.data.size == 0:
+    row = dtypes.BLOCK_TYPES[value.scheme]
+    if row.scale_count == 0 or value.data.size == 0:
         return
-    at, count = place
-    blocks = np.ascontiguousarray(value.data).reshape(-1, dtypes.BLOCK_TYPES[value.scheme].block_bytes)
-    scales = np.ascontiguousarray(blocks[:, at : at + 2 * count]).view("<f2")
+    blocks = np.ascontiguousarray(value.data).reshape(-1, row.block_bytes)
+    scales = np.ascontiguousarray(blocks[:, row.scale_at : row.scale_at + 2 * row.scale_count]).view("<f2")
     bad = ~np.isfinite(scales).all(axis=1)
     if bad.any():
         block = int(bad.argmax())

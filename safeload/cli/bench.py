@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import sources
+from .. import dtypes, sources
 from ..checkpoint import Checkpoint
 from ..text import printable, size, table, width
 from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter, positive
@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
     """Times ``options.path``; returns the exit status."""
     with open_path(options.path, options) as opened:
         files, nbytes, format = list(opened.files), opened.nbytes, opened.format
-        floating = all(info.dtype.startswith(("F", "BF")) for info in opened.tensors.values())
+        dtype_rows = [dtypes.BY_CODE.get(info.dtype) for info in opened.tensors.values()]
+        floating = all(row is not None and row.floating for row in dtype_rows)
         floating = floating and not sources.codes_of(opened)
     jobs = _jobs(options, files, format, floating=floating)
     _warm(files)

@@ -1,4 +1,4 @@
-"""GGUF files as tables, with their metadata. The parser is csrc/format_gguf.c, which opens with the format."""
+"""GGUF files as tables, with their metadata. The parser is csrc/formats/gguf.c, which opens with the format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing GGUF files. csrc/format_gguf.c opens with the format."""
+"""Writing GGUF files. csrc/formats/gguf.c opens with the format."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ MAX_DIMS = 4
 MAX_NAME = 127
 # The format's own.
 MAX_KEY = (1 << 16) - 1
-
-# Element types by the number that enum ggml_type gives them; block types have theirs in the table of dtypes.
-_ELEMENT_TYPES = {"F32": 0, "F16": 1, "I8": 24, "I16": 25, "I32": 26, "I64": 27, "F64": 28, "BF16": 30}
 
 _U32, _U64, _ARRAY_HEAD = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
 
@@ -128,7 +125,7 @@ def _plan(name: Any, value: Any) -> _Plan:
                 f"tensor {name!r} is int8 with scales, which GGUF does not have: "
                 'pass quantize="q8_0" or dtype="float32"'
             )
-        number, data = dtypes.BLOCK_TYPES[value.scheme].number - lib.SL_GGML, value.data
+        number, data = dtypes.BLOCK_TYPES[value.scheme].ggml, value.data
     elif isinstance(value, (np.ndarray, Lazy)):
         refuse_masked(value, f"tensor {name!r}")
         number, data = _element_type(name, value.dtype), value
@@ -147,9 +144,8 @@ def _plan(name: Any, value: Any) -> _Plan:
 
 def _element_type(name: str, dtype: np.dtype[Any]) -> int:
     row = dtypes.BY_NAME.get(dtype.name)
-    number = None if row is None else _ELEMENT_TYPES.get(row.code)
-    if number is not None:
-        return number
+    if row is not None and row.ggml >= 0:
+        return row.ggml
     if row is not None and row.floating and not row.packed:
         raise UnsupportedError(f'tensor {name!r} is {dtype.name}, which GGUF does not have: pass dtype="float16"')
     raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The safetensors format. The parser and the header's writer are csrc/format_safetensors.c."""
+"""The safetensors format. The parser and the header's writer are csrc/formats/safetensors.c."""
 
 from __future__ import annotations
 

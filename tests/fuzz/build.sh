@@ -16,7 +16,7 @@ else
 fi
 mkdir -p "$folder/objects"
 # shellcheck disable=SC2086
-for source in "$here"/../../csrc/*.c "$here/property.c" $main; do
+for source in "$here"/../../csrc/*.c "$here"/../../csrc/*/*.c "$here/property.c" $main; do
     $CC $flags -c "$source" -o "$folder/objects/$(basename "$source" .c).o"
 done
 for target in json safetensors gguf; do

@@ -3,7 +3,7 @@
  * moves the rest across the end of the reader's first read: it must mean the same there. */
 #include "property.h"
 
-#include "utf8.h"
+#include "base/utf8.h"
 
 #define PREAMBLE 24  /* magic, version, number of tensors, number of entries */
 #define WINDOW 65536 /* the reader's first read */

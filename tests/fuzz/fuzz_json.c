@@ -2,7 +2,7 @@
  * on what is JSON, and what a string means must survive being written and read again. */
 #include "property.h"
 
-#include "utf8.h"
+#include "base/utf8.h"
 
 #define BASE 8 /* where a safetensors header begins */
 

@@ -4,9 +4,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "dtype.h"
-#include "sort.h"
-#include "utf8.h"
+#include "base/sort.h"
+#include "base/utf8.h"
+#include "kernels/dtype.h"
 
 #define UNTOUCHED 77
 

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "json.h"
+#include "formats/json.h"
 
 #define REQUIRE(condition)                                                                  \
     do {                                                                                    \

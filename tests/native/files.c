@@ -9,8 +9,8 @@
 #include <errno.h>
 
 #include "harness.h"
-#include "kernel.h"
-#include "platform.h"
+#include "kernels/convert.h"
+#include "platform/platform.h"
 
 #if defined(_WIN32)
 #include <io.h>
@@ -64,10 +64,10 @@ static void expect_ok(int32_t status, const sl_error *error, int line) {
 
 /* ---- jobs ---- */
 
-static uint64_t run(const sl_job *jobs, uint64_t count, int32_t direction, int32_t threads, sl_error *error, int32_t *status) {
+static uint64_t run(const sl_job *jobs, uint64_t count, int32_t threads, sl_error *error, int32_t *status) {
     sl_cursor cursor = {0};
     do {
-        *status = sl_jobs_run(jobs, count, direction, SL_TIER_SCALAR, threads, 50, &cursor, error);
+        *status = sl_jobs_run(jobs, count, SL_TIER_SCALAR, threads, 50, &cursor, error);
     } while (*status == SL_OK && !cursor.finished);
     return cursor.bytes_done;
 }
@@ -79,7 +79,7 @@ static uint8_t *random_bytes(uint64_t size) {
     return bytes;
 }
 
-static void write_file(const char *path, uint8_t *bytes, uint64_t size, int32_t direction) {
+static void write_file(const char *path, uint8_t *bytes, uint64_t size, int32_t op) {
     sl_error error = {0};
     int32_t status;
     FILE *stream = open_for_writing(path);
@@ -87,11 +87,11 @@ static void write_file(const char *path, uint8_t *bytes, uint64_t size, int32_t 
     if (stream == NULL) exit(1);
     uint64_t half = size / 2 + 1;
     const sl_job jobs[] = {
-        {.file = handle_of(stream), .offset = 0, .memory = bytes, .size = half},
-        {.file = handle_of(stream), .offset = half, .memory = bytes + half, .size = size - half},
+        {.op = op, .file = handle_of(stream), .offset = 0, .memory = bytes, .size = half},
+        {.op = op, .file = handle_of(stream), .offset = half, .memory = bytes + half, .size = size - half},
     };
     OK(sl_file_reserve(handle_of(stream), size, &error));
-    EXPECT(run(jobs, 2, direction, 3, &error, &status) == size);
+    EXPECT(run(jobs, 2, 3, &error, &status) == size);
     OK(status);
     EXPECT(fclose(stream) == 0);
 }
@@ -105,17 +105,17 @@ static void check_jobs(void) {
     uint64_t found = 0;
     int32_t status;
     EXPECT(sl_convert(SL_TIER_SCALAR, SL_BF16, SL_F32, bytes, wanted, count) == SL_OK);
-    for (int32_t direction = SL_WRITE; direction <= SL_APPEND; direction++) {
-        write_file(path_of("jobs"), bytes, size, direction);
+    for (int32_t op = SL_OP_WRITE; op <= SL_OP_APPEND; op++) {
+        write_file(path_of("jobs"), bytes, size, op);
         OK(sl_file_open(path_of("jobs"), &file, &found, &error));
         EXPECT(found == size);
         const uint64_t first = 5 * MIB;
         const sl_job jobs[] = {
-            {.file = file, .offset = 0, .memory = got, .size = first, .from = SL_BF16, .to = SL_F32},
-            {.file = file, .offset = first, .memory = got + 2 * first, .size = size - first, .from = SL_BF16, .to = SL_F32},
+            {SL_OP_CONVERT, SL_BF16, SL_F32, file, 0, got, first, NULL, NULL},
+            {SL_OP_CONVERT, SL_BF16, SL_F32, file, first, got + 2 * first, size - first, NULL, NULL},
         };
         memset(got, 0, 4 * count);
-        EXPECT(run(jobs, 2, SL_READ, 4, &error, &status) == size);
+        EXPECT(run(jobs, 2, 4, &error, &status) == size);
         OK(status);
         EXPECT(memcmp(got, wanted, 4 * count) == 0);
         sl_file_close(file);
@@ -145,7 +145,7 @@ static void check_refusals(void) {
     EXPECT(file == -7);
 
     uint8_t *bytes = random_bytes(1000), got[100];
-    write_file(path_of("short"), bytes, 1000, SL_WRITE);
+    write_file(path_of("short"), bytes, 1000, SL_OP_WRITE);
     OK(sl_file_open(path_of("short"), &file, &size, &error));
     OK(sl_file_read(file, 900, got, 100, &error));
     EXPECT(memcmp(got, bytes + 900, 100) == 0);
@@ -159,7 +159,7 @@ static void check_refusals(void) {
         {.file = file, .offset = 960, .memory = got, .size = 100},
     };
     sl_cursor cursor = {0};
-    status = sl_jobs_run(jobs, 2, SL_READ, SL_TIER_SCALAR, 2, 0, &cursor, &error);
+    status = sl_jobs_run(jobs, 2, SL_TIER_SCALAR, 2, 0, &cursor, &error);
     EXPECT(status == SL_E_TRUNCATED && cursor.failed_job == 1 && error.position == 1000);
     sl_file_close(file);
     EXPECT(sl_file_read(file, 0, got, 1, &error) == SL_E_OS && error.os_errno == EBADF);
@@ -179,7 +179,7 @@ static void check_sharing(void) {
     uint64_t found = 0;
     void *mapped = NULL;
     snprintf(old, sizeof old, "%s", path_of("old"));
-    write_file(old, bytes, size, SL_WRITE);
+    write_file(old, bytes, size, SL_OP_WRITE);
 
     /* Renamed while it is open: the name is another file's, the bytes are the same. */
     OK(sl_file_open(old, &file, &found, &error));
@@ -199,7 +199,7 @@ static void check_sharing(void) {
     sl_file_close(file);
 
     /* Replaced while it is mapped: POSIX does it and the mapping stays; Windows refuses it. */
-    write_file(path_of("new"), again, size / 2, SL_WRITE);
+    write_file(path_of("new"), again, size / 2, SL_OP_WRITE);
     bool replaced = rename_to(path_of("new"), old);
     sl_file_unmap(mapped, size);
 #if defined(_WIN32)

@@ -3,9 +3,9 @@
  *
  * What IEEE 754 leaves open is which NaN comes of infinity times zero: x86 gives a negative one, others a positive one. It
  * happens where a block holds an infinite scale. Digests of restored blocks therefore take every NaN for the same. */
-#include "copy2d.h"
 #include "inputs.h"
-#include "quant.h"
+#include "kernels/copy2d.h"
+#include "kernels/quant.h"
 
 /* All 16-bit codes and as many random values, whole blocks of 256. */
 #define COUNT ((size_t)131072)
@@ -216,11 +216,11 @@ static uint64_t digest_of_summary(uint64_t state, const summary *all) {
 }
 
 static void summarize(int32_t tier, int32_t from, uint8_t *source, size_t count, summary *all) {
-    sl_job job = {SL_MEMORY, (uint64_t)(uintptr_t)source, all, bytes_of(from, count), from, SL_STATS_HISTOGRAM, NULL, NULL};
+    sl_job job = {SL_OP_HISTOGRAM, from, from, SL_MEMORY, (uint64_t)(uintptr_t)source, all, bytes_of(from, count), NULL, NULL};
     sl_cursor cursor = {0, 0, 0, 0};
     sl_error error;
     memset(all, 0, sizeof *all);
-    EXPECT(sl_jobs_run(&job, 1, SL_READ, tier, 1, 0, &cursor, &error) == SL_OK && cursor.finished);
+    EXPECT(sl_jobs_run(&job, 1, tier, 1, 0, &cursor, &error) == SL_OK && cursor.finished);
 }
 
 static void check_statistics(int32_t from) {

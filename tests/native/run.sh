@@ -23,7 +23,7 @@ build() {
     local linker=$1 suffix=$2 program
     shift 2
     mkdir -p "$out/core"
-    (cd "$out/core" && "$@" "${FLAGS[@]}" -c "$core"/*.c)
+    (cd "$out/core" && "$@" "${FLAGS[@]}" -I "$core" -c "$core"/*.c "$core"/*/*.c)
     for program in kernels files reader; do
         "$@" "${FLAGS[@]}" -I "$core" -c "$here/$program.c" -o "$out/$program.o"
         # shellcheck disable=SC2086

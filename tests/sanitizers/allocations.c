@@ -166,29 +166,35 @@ static int32_t write_header(sl_error *error) {
 static int32_t run_jobs(sl_job job, sl_error *error) {
     sl_cursor cursor = {0};
     while (!cursor.finished) {
-        int32_t status = sl_jobs_run(&job, 1, SL_READ, SL_TIER_SCALAR, 3, 1, &cursor, error);
+        int32_t status = sl_jobs_run(&job, 1, SL_TIER_SCALAR, 3, 1, &cursor, error);
         if (status != SL_OK) return status;
     }
     return SL_OK;
 }
 
-static sl_job job_to(int32_t to) {
-    return (sl_job){SL_MEMORY, (uint64_t)(uintptr_t)values, results, ELEMENTS * sizeof *values, SL_F32, to, NULL, NULL};
+static sl_job job_of(int32_t op, int32_t to) {
+    return (sl_job){.op = op,
+                    .from = SL_F32,
+                    .to = to,
+                    .file = SL_MEMORY,
+                    .offset = (uint64_t)(uintptr_t)values,
+                    .memory = results,
+                    .size = ELEMENTS * sizeof *values};
 }
 
-static int32_t convert(sl_error *error) { return run_jobs(job_to(SL_BF16), error); }
-static int32_t quantize_blocks(sl_error *error) { return run_jobs(job_to(SL_Q4_0), error); }
+static int32_t convert(sl_error *error) { return run_jobs(job_of(SL_OP_CONVERT, SL_BF16), error); }
+static int32_t quantize_blocks(sl_error *error) { return run_jobs(job_of(SL_OP_CONVERT, SL_Q4_0), error); }
 
 static int32_t transpose(sl_error *error) {
     sl_grid grid = {ROWS, COLUMNS, COLUMNS * 4, 4, 4, ROWS * 4};
-    sl_job job = job_to(SL_F32);
+    sl_job job = job_of(SL_OP_GRID, SL_F32);
     job.grid = &grid;
     return run_jobs(job, error);
 }
 
 static int32_t absmax(sl_error *error) {
     sl_channels channels = {COLUMNS, 1, NULL};
-    sl_job job = job_to(SL_ABSMAX);
+    sl_job job = job_of(SL_OP_ABSMAX, SL_F32);
     job.channels = &channels;
     memset(results, 0, COLUMNS * 4);
     return run_jobs(job, error);

@@ -17,19 +17,20 @@ static const sl_channels CHANNELS = {COLUMNS, 1, NULL};
 
 typedef struct work {
     const char *name;
-    int32_t to;
+    int32_t op, to;
     const sl_grid *grid;
     const sl_channels *channels;
     uint64_t size; /* of the result of one tensor */
 } work;
 
 static const work WORK[] = {
-    {"read", SL_F32, NULL, NULL, ELEMENTS * 4},
-    {"convert", SL_BF16, NULL, NULL, ELEMENTS * 2},
-    {"quantize", SL_Q4_0, NULL, NULL, ELEMENTS / 32 * 18},
-    {"transpose", SL_F32, &TRANSPOSED, NULL, ELEMENTS * 4},
-    {"absmax of channels", SL_ABSMAX, NULL, &CHANNELS, COLUMNS * 4},
-    {"statistics", SL_STATS_HISTOGRAM, NULL, NULL, SL_HISTOGRAM_BINS * 8 + ELEMENTS / SL_STATS_SEGMENT * sizeof(sl_stats)},
+    {"read", SL_OP_COPY, SL_F32, NULL, NULL, ELEMENTS * 4},
+    {"convert", SL_OP_CONVERT, SL_BF16, NULL, NULL, ELEMENTS * 2},
+    {"quantize", SL_OP_CONVERT, SL_Q4_0, NULL, NULL, ELEMENTS / 32 * 18},
+    {"transpose", SL_OP_GRID, SL_F32, &TRANSPOSED, NULL, ELEMENTS * 4},
+    {"absmax of channels", SL_OP_ABSMAX, SL_F32, NULL, &CHANNELS, COLUMNS * 4},
+    {"statistics", SL_OP_HISTOGRAM, SL_F32, NULL, NULL,
+     SL_HISTOGRAM_BINS * 8 + ELEMENTS / SL_STATS_SEGMENT * sizeof(sl_stats)},
 };
 enum { KINDS = sizeof WORK / sizeof WORK[0] };
 
@@ -47,11 +48,18 @@ static int32_t run(const work *kind, uint8_t *results, int32_t threads, uint64_t
     sl_job jobs[TENSORS];
     memset(results, 0, TENSORS * kind->size);
     for (uint64_t i = 0; i < TENSORS; i++)
-        jobs[i] = (sl_job){file, columns->begins[i] + beyond, results + i * kind->size, ELEMENTS * 4,
-                           SL_F32, kind->to, kind->grid, kind->channels};
+        jobs[i] = (sl_job){.op = kind->op,
+                           .from = SL_F32,
+                           .to = kind->to,
+                           .file = file,
+                           .offset = columns->begins[i] + beyond,
+                           .memory = results + i * kind->size,
+                           .size = ELEMENTS * 4,
+                           .grid = kind->grid,
+                           .channels = kind->channels};
     memset(cursor, 0, sizeof *cursor);
     while (!cursor->finished) {
-        int32_t status = sl_jobs_run(jobs, TENSORS, SL_READ, tier(), threads, 1, cursor, error);
+        int32_t status = sl_jobs_run(jobs, TENSORS, tier(), threads, 1, cursor, error);
         if (status != SL_OK) return status;
     }
     return SL_OK;

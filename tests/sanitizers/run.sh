@@ -10,9 +10,12 @@ flags=(-std=gnu11 -O1 -g -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror 
 
 # What allocations.c counts and refuses.
 wrapped=(malloc calloc realloc free mmap munmap pthread_create open close)
-gcc "${flags[@]}" -fsanitize=address,undefined "$here/allocations.c" "$core"/*.c -o "$work/allocations" \
+gcc "${flags[@]}" -fsanitize=address,undefined "$here/allocations.c" "$core"/*.c "$core"/*/*.c -o "$work/allocations" \
     -lpthread "${wrapped[@]/#/-Wl,--wrap=}"
 ASAN_OPTIONS=detect_leaks=1 "$work/allocations"
 
-gcc "${flags[@]}" -fsanitize=thread "$here/races.c" "$core"/*.c -o "$work/races" -lpthread
+gcc "${flags[@]}" -fsanitize=address,undefined "$here/operations.c" "$core"/*.c "$core"/*/*.c -o "$work/operations" -lpthread
+ASAN_OPTIONS=detect_leaks=1 "$work/operations"
+
+gcc "${flags[@]}" -fsanitize=thread "$here/races.c" "$core"/*.c "$core"/*/*.c -o "$work/races" -lpthread
 TSAN_OPTIONS=halt_on_error=1 "$work/races"

@@ -1,0 +1,431 @@
+/* The GGUF format, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Little-endian.
+ *
+ *   1. "GGUF", u32 version (2 or 3: the same layout), u64 number of tensors, u64 number of metadata entries.
+ *   2. The metadata. Each entry: its key (a string), u32 type of its value, the value. A value is
+ *        - an integer, a float, or a bool (one byte, 0 or 1),
+ *        - a string: u64 size, so many bytes of UTF-8,
+ *        - an array: u32 type of its elements, u64 count, the elements one after the other.
+ *   3. The tensors' descriptions. Each: its name (a string), u32 number of dims (at most 4), u64 dims, innermost first,
+ *      u32 ggml type, u64 offset of its bytes in the data, a multiple of the alignment.
+ *   4. Padding to a multiple of the alignment: the u32 value of "general.alignment", a power of two, or 32.
+ *   5. The data: row-major, little-endian, each row whole blocks of its type. There may be padding between tensors.
+ *
+ * An array is looked through, so that every count and length in it is known to be good, and not unpacked. Strings that are
+ * values need not be UTF-8: vocabularies hold what they hold. Keys and names must be.
+ *
+ * Refused although others let it pass: a key that is there twice, and a bool of 2.
+ */
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/sort.h"
+#include "base/utf8.h"
+#include "formats/reader.h"
+#include "formats/table.h"
+
+#define MAGIC_SIZE 4
+#define OLDEST_VERSION 2
+#define NEWEST_VERSION 3
+#define DEFAULT_ALIGNMENT 32
+#define ALIGNMENT_KEY "general.alignment"
+
+/* GGML_MAX_DIMS. */
+#define MAX_DIMS 4
+
+/* All of a header is held in memory; a vocabulary of 250,000 tokens with its merges has 10 MB, and so have the descriptions
+ * of 100,000 tensors. */
+#define MAX_HEADER ((uint64_t)128 << 20)
+
+/* Padding is there so that data can be mapped: no processor has a larger page (x86-64's are 1 GiB). */
+#define MAX_ALIGNMENT ((uint64_t)1 << 30)
+
+/* An empty key, type and one byte of value; an empty name, no dims, type and offset. */
+#define SMALLEST_ENTRY (8 + 4 + 1)
+#define SMALLEST_TENSOR (8 + 4 + 4 + 8)
+/* An array's type and count, also of one that is an element of another. */
+#define ARRAY_HEAD (4 + 8)
+
+/* Room that is taken ahead; counts of a file are only believed as far as its entries have been read. */
+#define FIRST_ENTRIES 64
+#define FIRST_TENSORS 512
+
+/* What a fault belongs to, for messages. */
+typedef struct subject {
+    const char *kind;
+    uint64_t index;
+    uint64_t begin, end; /* its name in the file; begin 0 while it is not known */
+} subject;
+
+typedef struct parser {
+    sl_reader in;
+    subject subject;
+    sl_gguf *made;
+    sl_gguf_entry *entries;
+    uint64_t entry_count, entry_capacity;
+    sl_table *table;
+    sl_error *error;
+} parser;
+
+/* Refuses what the subject has at `position`. */
+static int32_t refuse(parser *self, int32_t status, uint64_t position, const char *format, ...) SL_PRINTF(4, 5);
+
+static int32_t refuse(parser *self, int32_t status, uint64_t position, const char *format, ...) {
+    const subject *what = &self->subject;
+    char quoted[SL_QUOTE_SIZE], reason[512];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(reason, sizeof reason, format, arguments);
+    va_end(arguments);
+    if (what->begin > 0)
+        return sl_fail(self->error, status, (int64_t)position, "%s %s: %s", what->kind,
+                       sl_quote(quoted, (const char *)self->in.bytes + what->begin, (size_t)(what->end - what->begin)), reason);
+    if (what->kind != NULL)
+        return sl_fail(self->error, status, (int64_t)position, "%s number %llu: %s", what->kind,
+                       (unsigned long long)what->index, reason);
+    return sl_fail(self->error, status, (int64_t)position, "%s", reason);
+}
+
+/* Holds the next `size` bytes, which are `what`. */
+static int32_t need(parser *self, uint64_t size, const char *what) {
+    if (SL_LIKELY(size <= self->in.held - self->in.at)) return SL_OK;
+    uint64_t left = sl_reader_left(&self->in);
+    if (size > left)
+        return refuse(self, SL_E_FORMAT, self->in.at, "%s needs %llu bytes, but the file ends after %llu of them", what,
+                      (unsigned long long)size, (unsigned long long)left);
+    if (self->in.at + size > MAX_HEADER) /* no overflow: the file has these bytes */
+        return refuse(self, SL_E_LIMIT, self->in.at, "%s reaches beyond byte %llu, the most that a header may have", what,
+                      (unsigned long long)MAX_HEADER);
+    return sl_reader_hold(&self->in, size, self->error);
+}
+
+/* Refuses a count at `position` when so many items of at least `smallest` bytes cannot follow. */
+static int32_t check_count(parser *self, uint64_t position, uint64_t count, uint64_t smallest, const char *items) {
+    uint64_t left = sl_reader_left(&self->in);
+    if (SL_LIKELY(count <= left / smallest)) return SL_OK;
+    return refuse(self, SL_E_FORMAT, position, "%llu %s of at least %llu bytes, but the file has %llu bytes left",
+                  (unsigned long long)count, items, (unsigned long long)smallest, (unsigned long long)left);
+}
+
+/* Past a string; its bytes are [*begin, in.at). */
+static int32_t read_string(parser *self, const char *what, uint64_t *begin) {
+    uint64_t position = self->in.at;
+    int32_t status = need(self, 8, what);
+    if (status != SL_OK) return status;
+    uint64_t size = sl_reader_u64(&self->in), left = sl_reader_left(&self->in);
+    if (size > left)
+        return refuse(self, SL_E_FORMAT, position, "%s has %llu bytes, but the file has %llu bytes left", what,
+                      (unsigned long long)size, (unsigned long long)left);
+    status = need(self, size, what);
+    if (status != SL_OK) return status;
+    *begin = self->in.at;
+    self->in.at += size;
+    return SL_OK;
+}
+
+/* The name of the subject. */
+static int32_t read_name(parser *self, const char *what) {
+    uint64_t begin = 0;
+    int32_t status = read_string(self, what, &begin);
+    if (status != SL_OK) return status;
+    const char *name = (const char *)self->in.bytes + begin;
+    size_t size = (size_t)(self->in.at - begin), valid = sl_utf8_valid(name, size);
+    if (valid < size)
+        return refuse(self, SL_E_FORMAT, begin + valid, "%s holds invalid UTF-8 (byte 0x%02x)", what,
+                      (unsigned char)name[valid]);
+    self->subject.begin = begin;
+    self->subject.end = self->in.at;
+    return SL_OK;
+}
+
+/* ---- metadata ---- */
+
+/* Bytes of a value; 0 for what has no fixed size. */
+static const uint8_t VALUE_SIZES[SL_GGUF_TYPE_COUNT] = {
+    [SL_GGUF_U8] = 1,  [SL_GGUF_I8] = 1,  [SL_GGUF_BOOL] = 1, [SL_GGUF_U16] = 2, [SL_GGUF_I16] = 2, [SL_GGUF_U32] = 4,
+    [SL_GGUF_I32] = 4, [SL_GGUF_F32] = 4, [SL_GGUF_U64] = 8,  [SL_GGUF_I64] = 8, [SL_GGUF_F64] = 8,
+};
+
+static int32_t read_type(parser *self, uint32_t *type) {
+    uint64_t position = self->in.at;
+    int32_t status = need(self, 4, "the type of the value");
+    if (status != SL_OK) return status;
+    *type = sl_reader_u32(&self->in);
+    if (*type < SL_GGUF_TYPE_COUNT) return SL_OK;
+    return refuse(self, SL_E_FORMAT, position, "value type %u is none of GGUF's, which end at %d", *type,
+                  SL_GGUF_TYPE_COUNT - 1);
+}
+
+/* Past `count` values of a fixed size. `position` is where the count, or the value, stands. */
+static int32_t read_fixed(parser *self, uint32_t type, uint64_t count, uint64_t position) {
+    uint64_t size = VALUE_SIZES[type];
+    int32_t status = check_count(self, position, count, size, "values");
+    if (status == SL_OK) status = need(self, count * size, "the value");
+    if (status != SL_OK) return status;
+    if (type == SL_GGUF_BOOL)
+        for (uint64_t i = 0; i < count; i++)
+            if (self->in.bytes[self->in.at + i] > 1)
+                return refuse(self, SL_E_FORMAT, self->in.at + i, "a bool is 0 or 1, found %d",
+                              self->in.bytes[self->in.at + i]);
+    self->in.at += count * size;
+    return SL_OK;
+}
+
+static int32_t read_strings(parser *self, uint64_t count, uint64_t position) {
+    int32_t status = check_count(self, position, count, 8, "strings");
+    for (uint64_t i = 0, begin; i < count && status == SL_OK; i++) status = read_string(self, "a string of the array", &begin);
+    return status;
+}
+
+/* The head of an array: past its type and count. */
+static int32_t read_array_head(parser *self, uint32_t *type, uint64_t *count, uint64_t *position) {
+    int32_t status = read_type(self, type);
+    *position = self->in.at;
+    if (status == SL_OK) status = need(self, 8, "the length of the array");
+    if (status == SL_OK) *count = sl_reader_u64(&self->in);
+    return status;
+}
+
+/* An array of values or strings. */
+static int32_t read_items(parser *self, uint32_t type, uint64_t count, uint64_t position) {
+    return type == SL_GGUF_STRING ? read_strings(self, count, position) : read_fixed(self, type, count, position);
+}
+
+static int32_t read_array(parser *self) {
+    uint32_t type = 0, inner = 0;
+    uint64_t count = 0, position;
+    int32_t status = read_array_head(self, &type, &count, &position);
+    if (status != SL_OK) return status;
+    if (type != SL_GGUF_ARRAY) return read_items(self, type, count, position);
+    status = check_count(self, position, count, ARRAY_HEAD, "arrays");
+    for (uint64_t i = 0, inner_count = 0; i < count && status == SL_OK; i++) {
+        uint64_t begin = self->in.at;
+        status = read_array_head(self, &inner, &inner_count, &position);
+        if (status == SL_OK && inner == SL_GGUF_ARRAY)
+            status = refuse(self, SL_E_UNSUPPORTED, begin, "arrays of arrays of arrays are not read");
+        if (status == SL_OK) status = read_items(self, inner, inner_count, position);
+    }
+    return status;
+}
+
+static int32_t check_alignment(parser *self, const sl_gguf_entry *entry) {
+    if (entry->type != SL_GGUF_U32)
+        return refuse(self, SL_E_FORMAT, entry->begin - 4, "its type is %d, but it must be %d (u32)", entry->type, SL_GGUF_U32);
+    uint32_t alignment = sl_load_le32(self->in.bytes + entry->begin);
+    if (alignment == 0 || (alignment & (alignment - 1)) != 0)
+        return refuse(self, SL_E_FORMAT, entry->begin, "%u is no power of two", alignment);
+    if (alignment > MAX_ALIGNMENT)
+        return refuse(self, SL_E_LIMIT, entry->begin, "%u is more than any page has: at most %llu", alignment,
+                      (unsigned long long)MAX_ALIGNMENT);
+    self->made->alignment = alignment;
+    return SL_OK;
+}
+
+static int32_t keep_entry(parser *self, const sl_gguf_entry *entry) {
+    if (self->entry_count == self->entry_capacity) {
+        uint64_t capacity = self->entry_capacity > 0 ? 2 * self->entry_capacity : FIRST_ENTRIES;
+        sl_gguf_entry *grown = realloc(self->entries, (size_t)capacity * sizeof *grown);
+        if (grown == NULL) return sl_fail_memory(self->error, capacity * sizeof *grown);
+        self->entries = grown;
+        self->entry_capacity = capacity;
+    }
+    self->entries[self->entry_count++] = *entry;
+    return SL_OK;
+}
+
+static int32_t read_entry(parser *self) {
+    int32_t status = read_name(self, "the key");
+    uint32_t type = 0;
+    if (status == SL_OK) status = read_type(self, &type);
+    if (status != SL_OK) return status;
+    sl_gguf_entry entry = {self->subject.begin, self->subject.end, self->in.at, 0, (int32_t)type};
+    uint64_t begin;
+    if (type == SL_GGUF_ARRAY)
+        status = read_array(self);
+    else if (type == SL_GGUF_STRING)
+        status = read_string(self, "the text", &begin);
+    else
+        status = read_fixed(self, type, 1, self->in.at);
+    if (status != SL_OK) return status;
+    entry.end = self->in.at;
+    uint64_t key_size = entry.key_end - entry.key_begin;
+    if (key_size == sizeof ALIGNMENT_KEY - 1 &&
+        memcmp(self->in.bytes + entry.key_begin, ALIGNMENT_KEY, sizeof ALIGNMENT_KEY - 1) == 0)
+        status = check_alignment(self, &entry);
+    return status == SL_OK ? keep_entry(self, &entry) : status;
+}
+
+static int compare_keys(const void *context, uint32_t a, uint32_t b) {
+    const parser *self = context;
+    const sl_gguf_entry *left = &self->entries[a], *right = &self->entries[b];
+    const char *bytes = (const char *)self->in.bytes;
+    return sl_compare_bytes(bytes + left->key_begin, left->key_end - left->key_begin, bytes + right->key_begin,
+                            right->key_end - right->key_begin);
+}
+
+/* Refuses a key that is there twice: one value would hide the other. */
+static int32_t check_keys(parser *self) {
+    uint64_t count = self->entry_count; /* MAX_HEADER holds fewer than 2^32 */
+    if (count == 0) return SL_OK;
+    uint32_t *order = malloc((size_t)count * 3 * sizeof *order);
+    if (order == NULL) return sl_fail_memory(self->error, count * 3 * sizeof *order);
+    for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
+    sl_sort(order, order + count, count, compare_keys, self);
+    int32_t status = SL_OK;
+    for (uint64_t i = 1; i < count && status == SL_OK; i++) { /* the sort is stable: the later one is the second */
+        const sl_gguf_entry *first = &self->entries[order[i - 1]], *second = &self->entries[order[i]];
+        if (compare_keys(self, order[i - 1], order[i]) != 0) continue;
+        self->subject = (subject){"metadata", 0, second->key_begin, second->key_end};
+        status = refuse(self, SL_E_FORMAT, second->key_begin - 8, "the key is there twice, first at byte %llu",
+                        (unsigned long long)first->key_begin - 8);
+    }
+    free(order);
+    return status;
+}
+
+/* ---- tensors ---- */
+
+/* Types that files of 2023 and 2024 have and ggml has given up. */
+static const char *removed_type(uint32_t type) {
+    switch (type) {
+    case 4: return "Q4_2";
+    case 5: return "Q4_3";
+    case 31: return "Q4_0_4_4";
+    case 32: return "Q4_0_4_8";
+    case 33: return "Q4_0_8_8";
+    case 36: return "IQ4_NL_4_4";
+    case 37: return "IQ4_NL_4_8";
+    case 38: return "IQ4_NL_8_8";
+    default: return NULL;
+    }
+}
+
+static int32_t read_dtype(parser *self, int32_t *dtype) {
+    uint64_t position = self->in.at;
+    int32_t status = need(self, 4, "the type");
+    if (status != SL_OK) return status;
+    uint32_t type = sl_reader_u32(&self->in);
+    *dtype = sl_dtype_of_ggml(type);
+    if (*dtype >= 0) return SL_OK;
+    const char *removed = removed_type(type);
+    if (removed != NULL)
+        return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u (%s) is one that ggml has removed", type, removed);
+    return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u is not known to this version", type);
+}
+
+/* The shape as numpy has it: outermost first. */
+static int32_t read_shape(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank) {
+    uint64_t position = self->in.at;
+    int32_t status = need(self, 4, "the number of dims");
+    if (status != SL_OK) return status;
+    *rank = sl_reader_u32(&self->in);
+    if (*rank > MAX_DIMS)
+        return refuse(self, SL_E_FORMAT, position, "%u dims, but GGUF has at most %d", *rank, MAX_DIMS);
+    status = need(self, 8 * (uint64_t)*rank, "the shape");
+    for (uint32_t k = *rank; k > 0 && status == SL_OK; k--) dims[k - 1] = sl_reader_u64(&self->in);
+    return status;
+}
+
+static int32_t read_tensor(parser *self) {
+    int32_t dtype = -1, status = read_name(self, "the name");
+    uint64_t dims[MAX_DIMS], size = 0, end;
+    uint32_t rank = 0;
+    if (status == SL_OK) status = read_shape(self, dims, &rank);
+    if (status == SL_OK) status = read_dtype(self, &dtype);
+    if (status == SL_OK) status = need(self, 8, "the offset");
+    if (status != SL_OK) return status;
+    uint64_t position = self->in.at, begin = sl_reader_u64(&self->in);
+    if (begin % self->made->alignment != 0)
+        return refuse(self, SL_E_FORMAT, position, "the offset %llu is no multiple of the alignment %llu",
+                      (unsigned long long)begin, (unsigned long long)self->made->alignment);
+    bool whole_blocks;
+    if (!sl_dtype_size(dtype, dims, rank, &size, &whole_blocks)) size = 0; /* the table says how */
+    if (!sl_add_u64(begin, size, &end))
+        return refuse(self, SL_E_FORMAT, position, "the offset %llu and %llu bytes do not fit in 64 bits",
+                      (unsigned long long)begin, (unsigned long long)size);
+    const char *name = (const char *)self->in.bytes + self->subject.begin;
+    size_t name_size = (size_t)(self->subject.end - self->subject.begin);
+    sl_entry entry = {name, name_size, false, (int64_t)self->subject.begin - 8, dtype, dims, rank, begin, end};
+    return sl_table_append(self->table, &entry, self->error);
+}
+
+/* ---- the whole ---- */
+
+static int32_t read_preamble(parser *self, uint64_t *tensors, uint64_t *entries) {
+    static const char magic[] = "GGUF";
+    int32_t status = need(self, MAGIC_SIZE + 4, "the head of a GGUF file");
+    if (status != SL_OK) return status;
+    const uint8_t *b = self->in.bytes;
+    if (memcmp(b, magic, MAGIC_SIZE) != 0)
+        return refuse(self, SL_E_FORMAT, 0, "the file begins with %02x %02x %02x %02x, but GGUF with 47 47 55 46", b[0], b[1],
+                      b[2], b[3]);
+    self->in.at = MAGIC_SIZE;
+    uint32_t version = sl_reader_u32(&self->in);
+    if (version != 0 && (version & 0xffff) == 0)
+        return refuse(self, SL_E_UNSUPPORTED, MAGIC_SIZE, "version 0x%08x: this is a big-endian GGUF file, which is not read",
+                      version);
+    if (version < OLDEST_VERSION && version > 0)
+        return refuse(self, SL_E_UNSUPPORTED, MAGIC_SIZE, "version 1 (of August 2023) is not read, only %d and %d",
+                      OLDEST_VERSION, NEWEST_VERSION);
+    if (version == 0 || version > NEWEST_VERSION)
+        return refuse(self, version == 0 ? SL_E_FORMAT : SL_E_UNSUPPORTED, MAGIC_SIZE, "version %u is not known, only %d and %d",
+                      version, OLDEST_VERSION, NEWEST_VERSION);
+    self->made->version = (int32_t)version;
+    status = need(self, 16, "the number of tensors and metadata entries");
+    if (status != SL_OK) return status;
+    uint64_t position = self->in.at;
+    *tensors = sl_reader_u64(&self->in);
+    *entries = sl_reader_u64(&self->in);
+    status = check_count(self, position, *tensors, SMALLEST_TENSOR, "tensors with descriptions");
+    if (status != SL_OK) return status;
+    return check_count(self, position + 8, *entries, SMALLEST_ENTRY, "metadata entries");
+}
+
+static int32_t read_header(parser *self) {
+    uint64_t tensors = 0, entries = 0;
+    int32_t status = read_preamble(self, &tensors, &entries);
+    for (uint64_t i = 0; i < entries && status == SL_OK; i++) {
+        self->subject = (subject){"metadata", i, 0, 0};
+        status = read_entry(self);
+    }
+    if (status == SL_OK) status = check_keys(self);
+    if (status != SL_OK) return status;
+    uint64_t room = sl_min_u64(tensors, FIRST_TENSORS);
+    status = sl_table_new(room, room * 32, room * 2, &self->table, self->error);
+    for (uint64_t i = 0; i < tensors && status == SL_OK; i++) {
+        self->subject = (subject){"tensor", i, 0, 0};
+        status = read_tensor(self);
+    }
+    if (status != SL_OK) return status;
+    uint64_t mask = self->made->alignment - 1, data_begin = (self->in.at + mask) & ~mask;
+    static const sl_table_rules rules = {.ranges = "bytes of the data", .holes = true}; /* of alignment, at least */
+    return sl_table_finish(self->table, &rules, data_begin, self->in.file_size, self->error);
+}
+
+int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error) {
+    parser self = {.in = {.file = file, .file_size = file_size}, .error = error};
+    self.made = calloc(1, sizeof *self.made);
+    if (self.made == NULL) return sl_fail_memory(error, sizeof *self.made);
+    self.made->alignment = DEFAULT_ALIGNMENT;
+    int32_t status = read_header(&self);
+    if (status == SL_OK) sl_reader_trim(&self.in);
+    self.made->bytes = self.in.bytes;
+    self.made->size = self.in.at;
+    self.made->entries = self.entries;
+    self.made->count = self.entry_count;
+    if (status == SL_OK) {
+        *table = self.table;
+        *gguf = self.made;
+    } else {
+        sl_gguf_free(self.made);
+        sl_table_free(self.table);
+    }
+    return status;
+}
+
+void sl_gguf_free(sl_gguf *gguf) {
+    if (gguf == NULL) return;
+    free((void *)gguf->bytes);
+    free((void *)gguf->entries);
+    free(gguf);
+}

@@ -1,0 +1,38 @@
+/* Fields of a binary format, one after the other, out of a file whose beginning is held in memory and grows as it
+ * is asked for. Read, never mapped: a file that shrinks meanwhile gives an error, not a SIGBUS. */
+#ifndef SL_READER_H
+#define SL_READER_H
+
+#include "platform/platform.h"
+
+typedef struct sl_reader {
+    int64_t file;
+    uint64_t file_size;
+    uint8_t *bytes; /* [0, held) of the file, owned; moves when more is held */
+    uint64_t held;
+    uint64_t at; /* of the next field */
+} sl_reader;
+
+/* Holds at least `size` bytes from reader->at on, which the file must have. */
+int32_t sl_reader_hold(sl_reader *reader, uint64_t size, sl_error *error);
+
+/* Gives back what is held beyond reader->at, where a read ahead went too far. */
+void sl_reader_trim(sl_reader *reader);
+
+/* Bytes of the file that are left. */
+static inline uint64_t sl_reader_left(const sl_reader *reader) { return reader->file_size - reader->at; }
+
+/* The next field, which must be held. */
+static inline uint32_t sl_reader_u32(sl_reader *reader) {
+    uint32_t value = sl_load_le32(reader->bytes + reader->at);
+    reader->at += 4;
+    return value;
+}
+
+static inline uint64_t sl_reader_u64(sl_reader *reader) {
+    uint64_t value = sl_load_le64(reader->bytes + reader->at);
+    reader->at += 8;
+    return value;
+}
+
+#endif

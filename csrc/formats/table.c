@@ -1,0 +1,321 @@
+/* The table of one file. */
+#include "formats/table.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/sort.h"
+
+static uint64_t name_begin(const sl_table *table, uint64_t i) { return i > 0 ? table->name_ends[i - 1] + 1 : 0; }
+
+static uint64_t dim_begin(const sl_table *table, uint64_t i) { return i > 0 ? table->dim_ends[i - 1] : 0; }
+
+/* Room for so many tensors, bytes of names and dims in all. */
+static int32_t reserve(sl_table *table, uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_error *error) {
+    if (SL_LIKELY(tensors <= table->capacity && name_bytes <= table->name_capacity && dims <= table->dim_capacity))
+        return SL_OK;
+    sl_arena *arena = &table->arena;
+    int32_t status = SL_OK;
+    if (tensors > table->capacity) {
+        void **columns[] = {(void **)&table->name_ends, (void **)&table->dim_ends, (void **)&table->begins,
+                            (void **)&table->ends, (void **)&table->positions};
+        uint64_t capacity = table->capacity;
+        for (size_t k = 0; k < sizeof columns / sizeof *columns && status == SL_OK; k++) {
+            capacity = table->capacity;
+            status = sl_arena_grow(arena, columns[k], &capacity, tensors, sizeof(uint64_t), error);
+        }
+        capacity = table->capacity;
+        if (status == SL_OK) status = sl_arena_grow(arena, (void **)&table->dtypes, &capacity, tensors, 1, error);
+        if (status == SL_OK) table->capacity = capacity;
+    }
+    if (status == SL_OK)
+        status = sl_arena_grow(arena, (void **)&table->names, &table->name_capacity, name_bytes, 1, error);
+    if (status == SL_OK)
+        status = sl_arena_grow(arena, (void **)&table->dims, &table->dim_capacity, dims, sizeof *table->dims, error);
+    return status;
+}
+
+int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_table **table, sl_error *error) {
+    sl_table *made = calloc(1, sizeof *made);
+    if (made == NULL) return sl_fail_memory(error, sizeof *made);
+    int32_t status = reserve(made, tensors, name_bytes, dims + 1, error); /* + 1: scalars alone have none, never NULL */
+    if (status == SL_OK)
+        *table = made;
+    else
+        sl_table_free(made);
+    return status;
+}
+
+void sl_table_free(sl_table *table) {
+    if (table == NULL) return;
+    sl_arena_free(&table->arena);
+    free(table);
+}
+
+const sl_columns *sl_table_columns(const sl_table *table) { return &table->columns; }
+
+int32_t sl_table_append(sl_table *table, const sl_entry *entry, sl_error *error) {
+    sl_columns *columns = &table->columns;
+    if (columns->count == SL_MAX_TENSORS)
+        return sl_fail(error, SL_E_LIMIT, entry->position, "more than %llu tensors", (unsigned long long)SL_MAX_TENSORS);
+    int32_t status = reserve(table, columns->count + 1, columns->names_size + entry->name_size + 1,
+                             dim_begin(table, columns->count) + entry->rank, error);
+    if (status != SL_OK) return status;
+
+    uint64_t i = columns->count++, name_end = columns->names_size + entry->name_size, dim_end = dim_begin(table, i);
+    memcpy(table->names + columns->names_size, entry->name, entry->name_size);
+    if (!entry->one_line && memchr(entry->name, '\n', entry->name_size) != NULL) columns->newline_in_names = 1;
+    table->names[name_end] = '\n';
+    table->name_ends[i] = name_end;
+    columns->names_size = name_end + 1;
+    for (uint64_t k = 0; k < entry->rank; k++) table->dims[dim_end++] = entry->dims[k];
+    table->dim_ends[i] = dim_end;
+    table->begins[i] = entry->begin;
+    table->ends[i] = entry->end;
+    table->positions[i] = (uint64_t)entry->position;
+    table->dtypes[i] = (uint8_t)entry->dtype;
+    return SL_OK;
+}
+
+int32_t sl_table_append_metadata(sl_table *table, const char *text, size_t size, sl_error *error) {
+    sl_columns *columns = &table->columns;
+    uint64_t ends = columns->metadata_count; /* counts texts until finish, pairs from then on */
+    int32_t status = sl_arena_grow(&table->arena, (void **)&table->metadata_text, &table->metadata_capacity,
+                                   columns->metadata_size + size, 1, error);
+    if (status == SL_OK)
+        status = sl_arena_grow(&table->arena, (void **)&table->metadata_ends, &table->metadata_end_capacity, ends + 1,
+                               sizeof *table->metadata_ends, error);
+    if (status != SL_OK) return status;
+    if (size > 0) memcpy(table->metadata_text + columns->metadata_size, text, size);
+    columns->metadata_size += size;
+    table->metadata_ends[ends] = columns->metadata_size;
+    columns->metadata_count = ends + 1;
+    return SL_OK;
+}
+
+/* ---- order ---- */
+
+static int compare_ranges(const void *context, uint32_t a, uint32_t b) {
+    const sl_table *table = context;
+    if (table->begins[a] != table->begins[b]) return table->begins[a] < table->begins[b] ? -1 : 1;
+    return table->ends[a] < table->ends[b] ? -1 : table->ends[a] > table->ends[b];
+}
+
+static int compare_names(const void *context, uint32_t a, uint32_t b) {
+    const sl_table *table = context;
+    uint64_t a_begin = name_begin(table, a), b_begin = name_begin(table, b);
+    return sl_compare_bytes(table->names + a_begin, table->name_ends[a] - a_begin, table->names + b_begin,
+                            table->name_ends[b] - b_begin);
+}
+
+/* Indices sorted by `compare`, in a new block of the arena. */
+static int32_t sorted(sl_table *table, sl_compare_fn compare, uint32_t **out, sl_error *error) {
+    uint64_t count = table->columns.count;
+    uint32_t *order, *spare;
+    int32_t status = sl_arena_alloc(&table->arena, count * sizeof *order, (void **)&order, error);
+    if (status == SL_OK) status = sl_arena_alloc(&table->arena, count * 2 * sizeof *spare, (void **)&spare, error);
+    if (status != SL_OK) return status;
+    for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
+    sl_sort(order, spare, count, compare, table);
+    *out = order;
+    return SL_OK;
+}
+
+/* All columns into the order of their bytes, in which writers leave them: then there is nothing to do. */
+static int32_t order_by_range(sl_table *table, sl_error *error) {
+    const uint64_t count = table->columns.count;
+    uint64_t i = 1;
+    while (i < count && compare_ranges(table, (uint32_t)i - 1, (uint32_t)i) <= 0) i++;
+    if (i >= count) return SL_OK;
+
+    uint32_t *order;
+    int32_t status = sorted(table, compare_ranges, &order, error);
+    if (status != SL_OK) return status;
+    sl_table old = *table;
+    sl_table made = {.arena = old.arena}; /* its blocks join the old ones, all are freed together */
+    status = reserve(&made, count, old.columns.names_size, dim_begin(&old, count) + 1, error);
+    for (i = 0; i < count && status == SL_OK; i++) {
+        uint64_t from = order[i], begin = name_begin(&old, from);
+        sl_entry entry = {old.names + begin,
+                          (size_t)(old.name_ends[from] - begin),
+                          !old.columns.newline_in_names,
+                          (int64_t)old.positions[from],
+                          old.dtypes[from],
+                          old.dims + dim_begin(&old, from),
+                          old.dim_ends[from] - dim_begin(&old, from),
+                          old.begins[from],
+                          old.ends[from]};
+        status = sl_table_append(&made, &entry, error);
+    }
+    table->arena = made.arena;
+    if (status != SL_OK) return status;
+    made.columns.has_metadata = old.columns.has_metadata;
+    made.columns.metadata_count = old.columns.metadata_count;
+    made.columns.metadata_size = old.columns.metadata_size;
+    made.metadata_text = old.metadata_text;
+    made.metadata_ends = old.metadata_ends;
+    *table = made;
+    return SL_OK;
+}
+
+/* ---- invariants ---- */
+
+static const char *quoted_name(char out[SL_QUOTE_SIZE], const sl_table *table, uint64_t i) {
+    uint64_t begin = name_begin(table, i);
+    return sl_quote(out, table->names + begin, (size_t)(table->name_ends[i] - begin));
+}
+
+static int32_t fail_twice(const sl_table *table, uint64_t a, uint64_t b, sl_error *error) {
+    char quoted[SL_QUOTE_SIZE];
+    uint64_t first = sl_min_u64(table->positions[a], table->positions[b]);
+    uint64_t second = table->positions[a] + table->positions[b] - first;
+    return sl_fail(error, SL_E_FORMAT, (int64_t)second,
+                   "tensor %s: the name is there twice, first at byte %llu: one would hide the other",
+                   quoted_name(quoted, table, a), (unsigned long long)first);
+}
+
+/* Refuses a name that is there twice; makes the by_name column unless the names ascend as they are. */
+static int32_t check_names(sl_table *table, sl_error *error) {
+    uint64_t count = table->columns.count, i = 1;
+    while (i < count && compare_names(table, (uint32_t)i - 1, (uint32_t)i) < 0) i++;
+    if (i >= count) return SL_OK;
+    uint32_t *by_name;
+    int32_t status = sorted(table, compare_names, &by_name, error);
+    if (status != SL_OK) return status;
+    for (i = 1; i < count; i++)
+        if (compare_names(table, by_name[i - 1], by_name[i]) == 0)
+            return fail_twice(table, by_name[i - 1], by_name[i], error);
+    table->columns.by_name = by_name;
+    return SL_OK;
+}
+
+/* "F32 [2, 2]", as much of it as fits. */
+static void describe(const sl_table *table, uint64_t i, char *out, size_t size) {
+    size_t used = (size_t)snprintf(out, size, "%s [", sl_dtype_get(table->dtypes[i])->code);
+    uint64_t first = dim_begin(table, i);
+    uint64_t k = first;
+    for (; k < table->dim_ends[i] && used + 29 < size; k++)
+        used += (size_t)snprintf(out + used, size - used, "%s%llu", k == first ? "" : ", ",
+                                 (unsigned long long)table->dims[k]);
+    snprintf(out + used, size - used, "%s", k < table->dim_ends[i] ? ", ...]" : "]");
+}
+
+/* The strides of an array count empty dims as 1, so numpy refuses [0, 2^40, 2^40]; and no address space holds more
+ * than this. */
+#define LARGEST_ARRAY ((uint64_t)INT64_MAX)
+
+/* Refuses a tensor whose size cannot be; `format` takes dtype and shape. */
+static int32_t fail_size(const sl_table *table, uint64_t i, int32_t status, const char *format, sl_error *error) {
+    char quoted[SL_QUOTE_SIZE], shape[256], reason[512];
+    describe(table, i, shape, sizeof shape);
+    snprintf(reason, sizeof reason, format, shape);
+    return sl_fail(error, status, (int64_t)table->positions[i], "tensor %s: %s", quoted_name(quoted, table, i), reason);
+}
+
+static int32_t check_size(const sl_table *table, uint64_t i, const sl_table_rules *rules, sl_error *error) {
+    const uint64_t *dims = table->dims + dim_begin(table, i);
+    uint64_t rank = table->dim_ends[i] - dim_begin(table, i), stated = table->ends[i] - table->begins[i], size = 0;
+    bool whole_blocks;
+    if (!sl_dtype_size(table->dtypes[i], dims, rank, &size, &whole_blocks))
+        return fail_size(table, i, SL_E_FORMAT,
+                         whole_blocks                                  ? "the size of %s does not fit in 64 bits"
+                         : sl_dtype_get(table->dtypes[i])->bits > 0 ? "%s is not a whole number of bytes"
+                                                                       : "the rows of %s are no whole number of blocks",
+                         error);
+    if (size != stated) {
+        char quoted[SL_QUOTE_SIZE], shape[256];
+        describe(table, i, shape, sizeof shape);
+        return sl_fail(error, SL_E_FORMAT, (int64_t)table->positions[i],
+                       "tensor %s: %s [%llu, %llu) hold %llu bytes, but %s needs %llu", quoted_name(quoted, table, i),
+                       rules->ranges, (unsigned long long)table->begins[i],
+                       (unsigned long long)table->ends[i], (unsigned long long)stated, shape, (unsigned long long)size);
+    }
+    if (size > 0) return SL_OK;
+    uint64_t bits = (uint64_t)sl_dtype_get(table->dtypes[i])->bits, span = bits < 8 ? 1 : bits / 8;
+    for (uint64_t k = 0; k < rank; k++)
+        if (!sl_mul_u64(span, dims[k] > 0 ? dims[k] : 1, &span) || span > LARGEST_ARRAY)
+            return fail_size(table, i, SL_E_LIMIT, "no array can have the shape of %s", error);
+    return SL_OK;
+}
+
+/* Refuses a range; `format` takes three numbers. */
+static int32_t fail_range(const sl_table *table, uint64_t i, const sl_table_rules *rules, const char *format, uint64_t a,
+                          uint64_t b, uint64_t c, sl_error *error) {
+    char quoted[SL_QUOTE_SIZE], reason[256];
+    snprintf(reason, sizeof reason, format, (unsigned long long)a, (unsigned long long)b, (unsigned long long)c);
+    return sl_fail(error, SL_E_FORMAT, (int64_t)table->positions[i], "tensor %s: %s [%llu, %llu) %s",
+                   quoted_name(quoted, table, i), rules->ranges, (unsigned long long)table->begins[i],
+                   (unsigned long long)table->ends[i], reason);
+}
+
+static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, uint64_t data_begin,
+                            uint64_t file_size, sl_error *error) {
+    uint64_t covered = 0, data_size = file_size > data_begin ? file_size - data_begin : 0;
+    for (uint64_t i = 0; i < table->columns.count; i++) {
+        uint64_t begin = table->begins[i], end = table->ends[i];
+        if (end < begin) return fail_range(table, i, rules, "end before they begin", 0, 0, 0, error);
+        if (begin > covered && !rules->holes)
+            return fail_range(table, i, rules, "begin at %llu, but the bytes before end at %llu: a hole of %llu bytes", begin,
+                              covered, begin - covered, error);
+        if (begin < covered)
+            return fail_range(table, i, rules, "begin at %llu, but the bytes before end at %llu: an overlap of %llu bytes",
+                              begin, covered, covered - begin, error);
+        int32_t status = check_size(table, i, rules, error);
+        if (status != SL_OK) return status;
+        if (end > data_size)
+            return fail_range(table, i, rules,
+                              "end past the data, which has %llu bytes (file of %llu bytes, data from byte %llu): the file "
+                              "is truncated, or its header belongs to another file",
+                              data_size, file_size, data_begin, error);
+        covered = end;
+    }
+    if (covered == data_size || rules->holes) return SL_OK;
+    return sl_fail(error, SL_E_FORMAT, (int64_t)(data_begin + covered),
+                   "the tensors end at byte %llu, but the file has %llu bytes: %llu bytes belong to no tensor",
+                   (unsigned long long)(data_begin + covered), (unsigned long long)file_size,
+                   (unsigned long long)(data_size - covered));
+}
+
+/* Shows the finished table to readers. */
+static void freeze(sl_table *table, uint64_t data_begin) {
+    sl_columns *columns = &table->columns;
+    for (uint64_t i = 0; i < columns->count; i++) {
+        table->begins[i] += data_begin;
+        table->ends[i] += data_begin;
+    }
+    columns->names = table->names;
+    columns->name_ends = table->name_ends;
+    columns->dtypes = table->dtypes;
+    columns->dims = table->dims;
+    columns->dim_ends = table->dim_ends;
+    columns->begins = table->begins;
+    columns->ends = table->ends;
+    columns->metadata_count /= 2;
+    columns->metadata_text = table->metadata_text;
+    columns->metadata_ends = table->metadata_ends;
+}
+
+int32_t sl_table_finish(sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
+                        sl_error *error) {
+    int32_t status = order_by_range(table, error);
+    if (status == SL_OK) status = check_names(table, error);
+    if (status == SL_OK) status = check_ranges(table, rules, data_begin, file_size, error);
+    if (status == SL_OK) freeze(table, data_begin);
+    return status;
+}
+
+int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size) {
+    const sl_columns *columns = &table->columns;
+    uint64_t low = 0, high = columns->count;
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2, i = columns->by_name != NULL ? columns->by_name[middle] : middle;
+        uint64_t begin = i > 0 ? columns->name_ends[i - 1] + 1 : 0;
+        int order = sl_compare_bytes(name, name_size, columns->names + begin, columns->name_ends[i] - begin);
+        if (order == 0) return (int64_t)i;
+        if (order < 0)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return -1;
+}

@@ -1,0 +1,58 @@
+/* The table of one file. A format appends entries as it reads them; finish orders them, checks every
+ * invariant in one place and freezes the columns. */
+#ifndef SL_TABLE_H
+#define SL_TABLE_H
+
+#include "kernels/dtype.h"
+#include "platform/arena.h"
+
+/* Same numbers as the by_name column and the fields below. */
+#define SL_MAX_TENSORS UINT32_MAX
+
+struct sl_table {
+    sl_arena arena;
+    sl_columns columns; /* what readers see, filled in by finish; until then only counts and sizes are kept here */
+    /* The columns while they grow. Per tensor, all with the same capacity: */
+    uint64_t *name_ends, *dim_ends, *begins, *ends;
+    uint64_t *positions; /* of the entries in the file, for messages */
+    uint8_t *dtypes;
+    uint64_t capacity;
+    /* The others: */
+    char *names, *metadata_text;
+    uint64_t *dims, *metadata_ends;
+    uint64_t name_capacity, dim_capacity, metadata_capacity, metadata_end_capacity;
+};
+
+/* With room for so many tensors, bytes of names and dims; it grows beyond them. */
+int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_table **table, sl_error *error);
+
+/* A tensor as its file describes it. */
+typedef struct sl_entry {
+    const char *name; /* valid UTF-8 */
+    size_t name_size;
+    bool one_line; /* the name is known to hold no newline: looking for one would be a tenth of opening a large file */
+    int64_t position; /* of the entry in the file, for messages */
+    int32_t dtype;
+    const uint64_t *dims; /* outermost first */
+    uint64_t rank;
+    uint64_t begin, end; /* of its bytes, relative to the data */
+} sl_entry;
+
+/* Copies the entry, name and dims too. */
+int32_t sl_table_append(sl_table *table, const sl_entry *entry, sl_error *error);
+
+/* Copies a key or a value of the metadata, valid UTF-8, in turn. */
+int32_t sl_table_append_metadata(sl_table *table, const char *text, size_t size, sl_error *error);
+
+/* What differs between formats. */
+typedef struct sl_table_rules {
+    const char *ranges; /* what messages call byte ranges */
+    bool holes; /* bytes may belong to no tensor, and the data may begin past the end of the file: it is nothing then */
+} sl_table_rules;
+
+/* Checks names, sizes and byte ranges: the data is [data_begin, file_size), which the tensors must cover without overlap.
+ * Byte ranges become absolute. */
+int32_t sl_table_finish(sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
+                        sl_error *error);
+
+#endif

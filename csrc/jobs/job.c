@@ -1,0 +1,74 @@
+/* Jobs: chunks, pieces, and values as f32. */
+#include "jobs/job.h"
+
+#include "kernels/quant.h"
+
+int32_t sl_plan_pieces(const sl_job *job, uint64_t unit, uint64_t piece, uint64_t chunk, sl_plan *plan, sl_error *error) {
+    const sl_dtype_info *from = sl_dtype_get(job->from);
+    uint64_t piece_bytes = sl_dtype_bytes(from, piece), chunk_bytes = sl_dtype_bytes(from, chunk);
+    plan->unit = unit;
+    plan->unit_bytes = sl_dtype_bytes(from, unit);
+    if (job->size % plan->unit_bytes != 0)
+        return sl_fail(error, SL_E_ARGUMENT, -1, "%llu bytes are not a whole number of blocks of %llu",
+                       (unsigned long long)job->size, (unsigned long long)plan->unit_bytes);
+    plan->piece = SL_STAGING - SL_STAGING % piece_bytes;
+    plan->scratch = SL_STAGING;
+    sl_plan_bytes(job, SL_CHUNK - SL_CHUNK % chunk_bytes, 0, plan);
+    return SL_OK;
+}
+
+void sl_plan_bytes(const sl_job *job, uint64_t step, uint64_t shortfall, sl_plan *plan) {
+    plan->step = step;
+    plan->shortfall = shortfall;
+    plan->chunks = job->size > 0 ? (job->size - 1 + shortfall) / step + 1 : 0;
+}
+
+uint64_t sl_chunk_begin(const sl_job *job, const sl_plan *plan, uint64_t chunk) {
+    uint64_t whole = chunk * plan->step, less = plan->shortfall;
+    return chunk == plan->chunks ? job->size : sl_min_u64(whole > less ? whole - less : 0, job->size);
+}
+
+/* Where the bytes [begin, begin + size) of a job's source are: memory as it is, a file's in `staging`. */
+static int32_t fetch(const sl_job *job, uint64_t begin, uint64_t size, uint8_t *staging, const uint8_t **source,
+                     sl_error *error) {
+    if (job->file == SL_MEMORY) {
+        *source = sl_job_memory(job) + begin;
+        return SL_OK;
+    }
+    *source = staging;
+    return sl_file_read(job->file, job->offset + begin, staging, size, error);
+}
+
+int32_t sl_each_piece(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *staging, sl_piece_fn work,
+                      void *context, sl_error *error) {
+    uint64_t begin = sl_chunk_begin(job, plan, chunk), end = sl_chunk_begin(job, plan, chunk + 1);
+    for (uint64_t some; begin < end; begin += some) {
+        some = sl_min_u64(end - begin, plan->piece);
+        const uint8_t *source;
+        int32_t status = fetch(job, begin, some, staging, &source, error);
+        if (status == SL_OK) status = work(context, source, sl_element_at(plan, begin), sl_element_at(plan, some), error);
+        if (status != SL_OK) return status;
+    }
+    return SL_OK;
+}
+
+int32_t sl_plan_floats(const sl_job *job, sl_plan *plan, sl_error *error) {
+    if (job->from == SL_F32 || sl_conversion_find(plan->tier, job->from, SL_F32, &plan->conversion)) return SL_OK;
+    return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from dtype %d to f32", job->from);
+}
+
+const void *sl_floats(const sl_plan *plan, const uint8_t *source, uint64_t count, float *values) {
+    if (plan->conversion.first == NULL) return source;
+    sl_conversion_run(&plan->conversion, source, values, (size_t)count);
+    return values;
+}
+
+int32_t sl_check_finite(const void *values, uint64_t count, uint64_t index, sl_error *error) {
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t bits = sl_load_le32((const uint8_t *)values + 4 * i), rest = bits & 0x7fffffff;
+        if (rest < SL_F32_INFINITY) continue;
+        const char *what = rest > SL_F32_INFINITY ? "nan" : rest == bits ? "infinity" : "minus infinity";
+        return sl_fail(error, SL_E_RANGE, (int64_t)(index + i), "is %s: only finite numbers can be quantized", what);
+    }
+    return SL_OK;
+}

@@ -1,0 +1,31 @@
+/* Operations: what a job can do. Each is a row of the table in run.c; to add one is a file op_NAME.c and its row. */
+#ifndef SL_OP_H
+#define SL_OP_H
+
+#include "jobs/job.h"
+
+/* Whether an operation takes a grid, or channels. */
+typedef enum sl_takes { SL_TAKES_NONE, SL_TAKES_ANY, SL_NEEDS } sl_takes;
+
+typedef struct sl_op {
+    const char *name; /* for messages */
+    sl_takes grid, channels;
+    /* Checks the job and fills the rest of a plan that is zero but for the tier. */
+    int32_t (*plan)(const sl_job *job, sl_plan *plan, sl_error *error);
+    /* Does a chunk. `scratch` is the thread's own, plan->scratch bytes aligned for any type. */
+    int32_t (*run)(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error);
+} sl_op;
+
+extern const sl_op sl_op_copy;
+extern const sl_op sl_op_convert;
+extern const sl_op sl_op_grid;
+extern const sl_op sl_op_write;
+extern const sl_op sl_op_append;
+extern const sl_op sl_op_int8;
+extern const sl_op sl_op_from_int8;
+extern const sl_op sl_op_absmax;
+extern const sl_op sl_op_finite;
+extern const sl_op sl_op_stats;
+extern const sl_op sl_op_histogram;
+
+#endif

@@ -1,0 +1,118 @@
+/* The operation SL_OP_GRID: two axes of any strides, converted on the way.
+ *
+ * A grid goes tile by tile: a tile is read (or gathered) into scratch, converted there, and placed, so that a file's bytes
+ * cross memory once whatever their place at the destination. What needs no step skips it. */
+#include "jobs/op.h"
+#include "kernels/copy2d.h"
+
+static bool is_run(int64_t column_stride, uint64_t element) { return column_stride == (int64_t)element; }
+
+static int32_t plan_grid(const sl_job *job, sl_plan *plan, sl_error *error) {
+    const sl_grid *grid = job->grid;
+    const sl_dtype_info *from = sl_dtype_get(job->from), *to = sl_dtype_get(job->to);
+    if (from == NULL || to == NULL || from->bits < 8 || to->bits < 8)
+        return sl_fail(error, SL_E_ARGUMENT, -1, "dtype %d or %d cannot be strided", job->from, job->to);
+    if (job->from != job->to && !sl_conversion_find(plan->tier, job->from, job->to, &plan->conversion))
+        return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from dtype %d to %d", job->from, job->to);
+    uint64_t element = (uint64_t)from->block_bytes, row, size;
+    if (!sl_mul_u64(grid->columns, element, &row) || !sl_mul_u64(grid->rows, row, &size) || size != job->size)
+        return sl_fail(error, SL_E_ARGUMENT, -1, "a grid of %llu x %llu elements is not %llu bytes",
+                       (unsigned long long)grid->rows, (unsigned long long)grid->columns, (unsigned long long)job->size);
+    if (job->file != SL_MEMORY && (!is_run(grid->source_column, element) || grid->source_row < (int64_t)row))
+        return sl_fail(error, SL_E_ARGUMENT, -1, "a file's columns must be side by side and its rows apart");
+    if (size == 0) return SL_OK;
+    plan->columns = sl_min_u64(grid->columns, SL_CHUNK / element);
+    plan->rows = sl_min_u64(grid->rows, SL_CHUNK / (plan->columns * element));
+    plan->step = plan->rows * plan->columns * element;
+    plan->chunks = ((grid->rows - 1) / plan->rows + 1) * ((grid->columns - 1) / plan->columns + 1);
+    plan->unit = 1;
+    plan->unit_bytes = element;
+    plan->scratch = 2 * SL_STAGING;
+    return SL_OK;
+}
+
+typedef struct tile {
+    const sl_job *job;
+    const sl_conversion *conversion; /* NULL: bytes as they are */
+    uint64_t row, column, rows, columns;
+    uint64_t from_size, to_size; /* bytes of an element */
+} tile;
+
+/* The tile's place in the source: memory as it is, a file's bytes in `buffer`. */
+static int32_t fetch(const tile *self, uint8_t *buffer, sl_plane *source, sl_error *error) {
+    const sl_job *job = self->job;
+    const sl_grid *grid = job->grid;
+    int64_t begin = (int64_t)self->row * grid->source_row + (int64_t)self->column * grid->source_column;
+    if (job->file == SL_MEMORY) {
+        *source = (sl_plane){(uint8_t *)(uintptr_t)sl_job_memory(job) + begin, grid->source_row, grid->source_column};
+        return SL_OK;
+    }
+    uint64_t run = self->columns * self->from_size, rows = self->rows, offset = job->offset + (uint64_t)begin;
+    *source = (sl_plane){buffer, (int64_t)run, grid->source_column};
+    if (grid->source_row == (int64_t)run) { /* whole rows, side by side */
+        run *= rows;
+        rows = 1;
+    }
+    for (uint64_t r = 0; r < rows; r++) {
+        int32_t status = sl_file_read(job->file, offset + r * (uint64_t)grid->source_row, buffer + r * run, run, error);
+        if (status != SL_OK) return status;
+    }
+    return SL_OK;
+}
+
+/* Converts the tile into `destination`, gathering into `gathered` and scattering from `converted` where it must. */
+static void convert(const tile *self, sl_plane source, uint8_t *gathered, uint8_t *converted, sl_plane destination) {
+    uint64_t run = self->columns * self->from_size, count = self->rows * self->columns;
+    if (!is_run(source.column, self->from_size) || source.row != (int64_t)run) {
+        sl_plane packed = {gathered, (int64_t)run, (int64_t)self->from_size};
+        sl_copy_2d((size_t)self->from_size, self->rows, self->columns, source, packed);
+        source = packed;
+    }
+    int64_t row = (int64_t)(self->columns * self->to_size);
+    if (is_run(destination.column, self->to_size) && destination.row == row) {
+        sl_conversion_run(self->conversion, source.memory, destination.memory, (size_t)count);
+        return;
+    }
+    sl_plane packed = {converted, row, (int64_t)self->to_size};
+    sl_conversion_run(self->conversion, source.memory, converted, (size_t)count);
+    sl_copy_2d((size_t)self->to_size, self->rows, self->columns, packed, destination);
+}
+
+static int32_t run_tile(const tile *self, uint8_t *scratch, sl_error *error) {
+    const sl_grid *grid = self->job->grid;
+    sl_plane source, destination = {(uint8_t *)self->job->memory + (int64_t)self->row * grid->memory_row +
+                                        (int64_t)self->column * grid->memory_column,
+                                    grid->memory_row, grid->memory_column};
+    int32_t status = fetch(self, scratch, &source, error);
+    if (status != SL_OK) return status;
+    if (self->conversion != NULL)
+        convert(self, source, scratch, scratch + SL_STAGING, destination);
+    else
+        sl_copy_2d((size_t)self->from_size, self->rows, self->columns, source, destination);
+    return SL_OK;
+}
+
+static int32_t run_grid(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
+    const sl_grid *grid = job->grid;
+    uint64_t across = (grid->columns - 1) / plan->columns + 1;
+    uint64_t row = chunk / across * plan->rows, column = chunk % across * plan->columns;
+    uint64_t row_end = sl_min_u64(row + plan->rows, grid->rows), column_end = sl_min_u64(column + plan->columns, grid->columns);
+    tile self = {job, plan->conversion.first != NULL ? &plan->conversion : NULL, row, column, 0, 0, 0, 0};
+    self.from_size = (uint64_t)sl_dtype_get(job->from)->block_bytes;
+    self.to_size = (uint64_t)sl_dtype_get(job->to)->block_bytes;
+    /* Both halves of the scratch hold a tile. */
+    uint64_t most = SL_STAGING / (self.from_size > self.to_size ? self.from_size : self.to_size);
+    uint64_t columns = sl_min_u64(column_end - column, most), rows = most / columns;
+    for (uint64_t r = row; r < row_end; r += rows)
+        for (uint64_t c = column; c < column_end; c += columns) {
+            self.row = r;
+            self.column = c;
+            self.rows = sl_min_u64(rows, row_end - r);
+            self.columns = sl_min_u64(columns, column_end - c);
+            int32_t status = run_tile(&self, scratch, error);
+            if (status != SL_OK) return status;
+        }
+    return SL_OK;
+}
+
+const sl_op sl_op_grid = {"grid", SL_NEEDS, SL_TAKES_NONE, plan_grid, run_grid};

@@ -1,0 +1,32 @@
+/* The operations SL_OP_WRITE and SL_OP_APPEND: memory to a file, at its offset or at the file's current position. */
+#include "jobs/op.h"
+#include "platform/platform.h"
+
+/* Bytes in a chunk that is written, which starts and ends at a multiple of it in the file: the page cache takes memory in
+ * large runs only for large aligned writes. With chunks of 3 MiB that were not aligned, saving 1 GiB took 0.3 to 0.9 s
+ * instead of 0.2. */
+#define WRITE_CHUNK ((uint64_t)16 << 20)
+
+static int32_t plan_write(const sl_job *job, sl_plan *plan, sl_error *error) {
+    if (job->file == SL_MEMORY) return sl_fail(error, SL_E_ARGUMENT, -1, "only a file can be written to");
+    sl_plan_bytes(job, WRITE_CHUNK, job->offset % WRITE_CHUNK, plan);
+    return SL_OK;
+}
+
+static int32_t write_chunk(const sl_job *job, const sl_plan *plan, uint64_t chunk, bool append, sl_error *error) {
+    uint64_t begin = sl_chunk_begin(job, plan, chunk), size = sl_chunk_size(job, plan, chunk);
+    return sl_platform_write(job->file, append, job->offset + begin, (const uint8_t *)job->memory + begin, size, error);
+}
+
+static int32_t run_write(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
+    (void)scratch;
+    return write_chunk(job, plan, chunk, false, error);
+}
+
+static int32_t run_append(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
+    (void)scratch;
+    return write_chunk(job, plan, chunk, true, error);
+}
+
+const sl_op sl_op_write = {"write", SL_TAKES_NONE, SL_TAKES_NONE, plan_write, run_write};
+const sl_op sl_op_append = {"append", SL_TAKES_NONE, SL_TAKES_NONE, plan_write, run_append};

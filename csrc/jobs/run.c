@@ -1,0 +1,108 @@
+/* Running jobs: the table of operations, and all jobs cut into chunks that threads share. */
+#include <stdlib.h>
+
+#include "jobs/op.h"
+#include "platform/parallel.h"
+
+static const sl_op *const OPS[SL_OP_COUNT] = {
+    [SL_OP_COPY] = &sl_op_copy,           [SL_OP_CONVERT] = &sl_op_convert, [SL_OP_GRID] = &sl_op_grid,
+    [SL_OP_WRITE] = &sl_op_write,         [SL_OP_APPEND] = &sl_op_append,   [SL_OP_INT8] = &sl_op_int8,
+    [SL_OP_FROM_INT8] = &sl_op_from_int8, [SL_OP_ABSMAX] = &sl_op_absmax,   [SL_OP_FINITE] = &sl_op_finite,
+    [SL_OP_STATS] = &sl_op_stats,         [SL_OP_HISTOGRAM] = &sl_op_histogram,
+};
+
+/* Where threads' scratch begins: a cache line. */
+#define ALIGNMENT ((uint64_t)64)
+
+const char *sl_op_name(int32_t op) { return op >= 0 && op < SL_OP_COUNT ? OPS[op]->name : NULL; }
+
+static int32_t check_taken(const sl_op *op, const char *what, sl_takes takes, bool given, sl_error *error) {
+    if (takes == SL_TAKES_ANY || given == (takes == SL_NEEDS)) return SL_OK;
+    return sl_fail(error, SL_E_ARGUMENT, -1, "the operation %s %s %s", op->name, given ? "takes no" : "needs", what);
+}
+
+static int32_t plan_job(const sl_job *job, int32_t tier, sl_plan *plan, sl_error *error) {
+    memset(plan, 0, sizeof *plan);
+    plan->tier = tier;
+    if (sl_op_name(job->op) == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "there is no operation %d", job->op);
+    const sl_op *op = OPS[job->op];
+    int32_t status = check_taken(op, "a grid", op->grid, job->grid != NULL, error);
+    if (status == SL_OK) status = check_taken(op, "channels", op->channels, job->channels != NULL, error);
+    return status == SL_OK ? op->plan(job, plan, error) : status;
+}
+
+typedef struct run {
+    const sl_job *jobs;
+    uint64_t count;
+    sl_plan *plans;        /* of each job */
+    uint64_t *first_chunk; /* of each job; one more at the end: the number of chunks */
+    uint64_t scratch;      /* bytes that each thread needs */
+    int32_t threads;
+} run;
+
+/* The job that a chunk belongs to. */
+static uint64_t job_of(const run *self, uint64_t chunk) {
+    uint64_t low = 0, high = self->count;
+    while (high - low > 1) {
+        uint64_t middle = low + (high - low) / 2;
+        if (self->first_chunk[middle] <= chunk)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static int32_t run_chunk(void *context, uint64_t chunk, void *scratch, sl_error *error) {
+    const run *self = context;
+    uint64_t i = job_of(self, chunk);
+    const sl_job *job = &self->jobs[i];
+    return OPS[job->op]->run(job, &self->plans[i], chunk - self->first_chunk[i], scratch, error);
+}
+
+/* Bytes of the jobs in the chunks before `chunk`. */
+static uint64_t bytes_before(const run *self, uint64_t chunk) {
+    uint64_t i = self->count > 0 ? job_of(self, chunk) : 0, bytes = 0;
+    for (uint64_t k = 0; k < i; k++) bytes += self->jobs[k].size;
+    return i < self->count ? bytes + sl_chunk_begin(&self->jobs[i], &self->plans[i], chunk - self->first_chunk[i]) : bytes;
+}
+
+static int32_t plan_all(run *self, int32_t tier, uint64_t *failed, sl_error *error) {
+    self->first_chunk[0] = 0;
+    for (uint64_t i = 0; i < self->count; i++) {
+        sl_plan *plan = &self->plans[i];
+        int32_t status = plan_job(&self->jobs[i], tier, plan, error);
+        if (status != SL_OK) {
+            *failed = i;
+            return status;
+        }
+        self->first_chunk[i + 1] = self->first_chunk[i] + plan->chunks;
+        if (plan->scratch > self->scratch) self->scratch = plan->scratch;
+        if (self->jobs[i].op == SL_OP_APPEND) self->threads = 1; /* in order */
+    }
+    self->scratch = (self->scratch + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return SL_OK;
+}
+
+int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t threads, int32_t slice_ms, sl_cursor *cursor,
+                    sl_error *error) {
+    if (sl_tier_name(tier) == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "there is no tier %d", tier);
+    uint64_t memory = (count + 1) * (sizeof(uint64_t) + sizeof(sl_plan));
+    run self = {jobs, count, malloc((size_t)((count + 1) * sizeof(sl_plan))), malloc((size_t)((count + 1) * sizeof(uint64_t))),
+                0, threads};
+    int32_t status = self.plans != NULL && self.first_chunk != NULL ? SL_OK : sl_fail_memory(error, memory);
+    if (status == SL_OK) status = plan_all(&self, tier, &cursor->failed_job, error);
+    if (status == SL_OK) {
+        uint64_t total = self.first_chunk[count], next = cursor->chunks_done;
+        status = sl_parallel(run_chunk, &self, self.scratch, next, total, self.threads, slice_ms, &next, error);
+        if (status == SL_OK) {
+            cursor->chunks_done = next;
+            cursor->finished = next == total;
+            cursor->bytes_done = bytes_before(&self, next);
+        } else
+            cursor->failed_job = job_of(&self, next);
+    }
+    free(self.first_chunk);
+    free(self.plans);
+    return status;
+}

@@ -1,0 +1,87 @@
+/* Conversions with NEON. */
+#include "kernels/convert.h"
+#include "kernels/isa.h"
+
+#ifdef SL_NEON
+
+#define STEP ((size_t)8)
+
+static uint16x8_t load8(const uint8_t *source) { return vreinterpretq_u16_u8(vld1q_u8(source)); }
+
+static void store4(uint8_t *destination, uint32x4_t bits) { vst1q_u8(destination, vreinterpretq_u8_u32(bits)); }
+
+/* All ones in the lanes that hold a NaN. */
+static uint32x4_t nan_lanes(uint32x4_t bits) {
+    float32x4_t value = vreinterpretq_f32_u32(bits);
+    return vmvnq_u32(vceqq_f32(value, value));
+}
+
+static uint32x4_t quiet(uint32x4_t bits) {
+    return vorrq_u32(bits, vandq_u32(nan_lanes(bits), vdupq_n_u32(0x00400000)));
+}
+
+static void sl_bf16_to_f32_neon(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        uint16x8_t halves = load8(in + 2 * i);
+        store4(out + 4 * i, quiet(vshll_n_u16(vget_low_u16(halves), 16)));
+        store4(out + 4 * i + 16, quiet(vshll_n_u16(vget_high_u16(halves), 16)));
+    }
+    sl_convert_rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+}
+
+/* FCVTL keeps the payload of a NaN and quiets it (FPCR.DN is 0 in every process's start). */
+static void sl_f16_to_f32_neon(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        float16x8_t halves = vreinterpretq_f16_u16(load8(in + 2 * i));
+        store4(out + 4 * i, vreinterpretq_u32_f32(vcvt_f32_f16(vget_low_f16(halves))));
+        store4(out + 4 * i + 16, vreinterpretq_u32_f32(vcvt_high_f32_f16(halves)));
+    }
+    sl_convert_rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+}
+
+static float32x4_t load4_f32(const uint8_t *source) { return vreinterpretq_f32_u8(vld1q_u8(source)); }
+
+static void sl_f32_to_f16_neon(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        float16x4_t low = vcvt_f16_f32(load4_f32(in + 4 * i));
+        float16x8_t both = vcvt_high_f16_f32(low, load4_f32(in + 4 * i + 16));
+        vst1q_u8(out + 2 * i, vreinterpretq_u8_f16(both));
+    }
+    sl_convert_rest(SL_F32, SL_F16, in + 4 * i, out + 2 * i, count - i);
+}
+
+static uint16x4_t round_to_bf16(const uint8_t *source) {
+    uint32x4_t bits = vreinterpretq_u32_u8(vld1q_u8(source));
+    uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    uint32x4_t nan = vorrq_u32(vandq_u32(bits, vdupq_n_u32(0x80000000u)), vdupq_n_u32(0x7fc00000));
+    return vshrn_n_u32(vbslq_u32(nan_lanes(bits), nan, rounded), 16);
+}
+
+static void sl_f32_to_bf16_neon(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP)
+        vst1q_u8(out + 2 * i, vreinterpretq_u8_u16(vcombine_u16(round_to_bf16(in + 4 * i), round_to_bf16(in + 4 * i + 16))));
+    sl_convert_rest(SL_F32, SL_BF16, in + 4 * i, out + 2 * i, count - i);
+}
+
+const sl_kernel sl_kernels_neon[] = {
+    {SL_BF16, SL_F32, sl_bf16_to_f32_neon},
+    {SL_F16, SL_F32, sl_f16_to_f32_neon},
+    {SL_F32, SL_F16, sl_f32_to_f16_neon},
+    {SL_F32, SL_BF16, sl_f32_to_bf16_neon},
+    {-1, -1, NULL},
+};
+
+#endif

@@ -1,0 +1,54 @@
+/* Quantization: what needs no instruction set, and int8 in memory. */
+#include "kernels/quant.h"
+
+#include "kernels/tier.h"
+
+uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count) {
+    const sl_dtype_info *info = sl_dtype_get(dtype);
+    size_t block_bytes = (size_t)info->block_bytes, scales = (size_t)info->scale_count;
+    const uint8_t *d = (const uint8_t *)blocks + info->scale_at;
+    for (uint64_t i = 0; i < count; i++, d += block_bytes)
+        for (size_t k = 0; k < scales; k++)
+            if ((d[2 * k + 1] & 0x7c) == 0x7c) return i; /* an f16 exponent of all ones */
+    return count;
+}
+
+/* ---- the same in memory, for tests and benches ---- */
+
+int32_t sl_absmax(int32_t tier, int32_t from, const void *source, uint64_t count, uint32_t *bits) {
+    if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
+    sl_quant quant = sl_tier_quant(tier);
+    switch (from) {
+    case SL_F32: *bits = quant.absmax_f32(source, (size_t)count); return SL_OK;
+    case SL_BF16: *bits = quant.absmax_bf16(source, (size_t)count); return SL_OK;
+    case SL_F16: *bits = quant.absmax_f16(source, (size_t)count); return SL_OK;
+    default: return SL_E_ARGUMENT;
+    }
+}
+
+int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_t count) {
+    if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
+    sl_tier_quant(tier).absmax_each(source, bits, (size_t)count);
+    return SL_OK;
+}
+
+int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors, int32_t each) {
+    if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
+    sl_quant quant = sl_tier_quant(tier);
+    if (each)
+        quant.to_int8_each(source, destination, (size_t)count, factors);
+    else
+        quant.to_int8(source, destination, (size_t)count, *factors);
+    return SL_OK;
+}
+
+int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint64_t count, const float *factors,
+                     int32_t each) {
+    if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
+    sl_quant quant = sl_tier_quant(tier);
+    if (each)
+        quant.from_int8_each(source, destination, (size_t)count, factors);
+    else
+        quant.from_int8(source, destination, (size_t)count, *factors);
+    return SL_OK;
+}

@@ -1,0 +1,63 @@
+/* Quantization. Scalar C is the definition; every other tier gives the same bits.
+ *
+ * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0, and back. Each block of
+ * SL_QK elements has a scale d of its own, an f16, and d is not finite exactly where an element is not, or where f16
+ * cannot hold the scale: sl_blocks_finite finds such blocks, whose codes mean nothing.
+ *
+ * int8 has one scale for a tensor or a channel, so that it takes two passes: the largest |x|, then the codes.
+ */
+#ifndef SL_QUANT_H
+#define SL_QUANT_H
+
+#include "kernels/convert.h"
+
+/* Elements in a block, QK4_0 and QK8_0 of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h */
+#define SL_QK ((size_t)32)
+
+/* Value j is (low nibble of codes[j] - 8) * d, value j + 16 the same with the high nibble. */
+typedef struct sl_q4_0 {
+    uint8_t d[2]; /* f16 */
+    uint8_t codes[16];
+} sl_q4_0;
+
+/* Value j is codes[j] * d. */
+typedef struct sl_q8_0 {
+    uint8_t d[2]; /* f16 */
+    int8_t codes[32];
+} sl_q8_0;
+
+_Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34, "blocks lie in files without padding");
+
+/* f32 bits without sign that are infinity or NaN are not below this: as integers, NaN > infinity > finite. */
+#define SL_F32_INFINITY 0x7f800000u
+
+/* The largest scale whose inverse f32 cannot hold: 2^128 is infinity, and the inverse of the next larger scale, 2^-128 +
+ * 2^-149, is finite. */
+#define SL_SCALE_WITHOUT_INVERSE 0x1p-128f
+
+/* trunc(x + copysign(SL_BELOW_HALF, x)) rounds half away from zero, for every f32. One half itself would not do: the
+ * largest f32 below 0.5, plus 0.5, rounds to 1. */
+#define SL_BELOW_HALF 0x1.fffffep-2f
+
+/* f32 and 16-bit elements lie at any alignment in the byte order of files; factors and `absmax` belong to this machine. */
+typedef struct sl_quant {
+    /* f32 bits of the largest |x|, 0 of nothing; not below SL_F32_INFINITY when some x is not finite. */
+    uint32_t (*absmax_f32)(const void *source, size_t count);
+    uint32_t (*absmax_bf16)(const void *source, size_t count);
+    uint32_t (*absmax_f16)(const void *source, size_t count);
+    /* absmax[i] becomes the larger of itself and the bits of |source[i]|. */
+    void (*absmax_each)(const void *source, uint32_t *absmax, size_t count);
+    /* source * factor, rounded half away from zero, within [-128, 127]; NaN becomes 127. */
+    void (*to_int8)(const void *source, int8_t *destination, size_t count, float factor);
+    void (*to_int8_each)(const void *source, int8_t *destination, size_t count, const float *factors);
+    /* source * factor, as f32. */
+    void (*from_int8)(const int8_t *source, void *destination, size_t count, float factor);
+    void (*from_int8_each)(const int8_t *source, void *destination, size_t count, const float *factors);
+} sl_quant;
+
+extern const sl_quant sl_quant_scalar;
+extern const sl_quant sl_quant_avx2; /* each only where isa.h has it, with NULLs where the tier below is as good */
+extern const sl_quant sl_quant_avx512;
+extern const sl_quant sl_quant_neon;
+
+#endif

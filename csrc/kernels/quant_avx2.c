@@ -1,0 +1,359 @@
+/* Quantization with AVX2: the largest |x|, int8, blocks. */
+#include "kernels/quant_x86.h"
+
+#ifdef SL_X86
+
+#define TARGET SL_AVX2
+
+/* 32 elements: four registers of f32, one of int8, one block. */
+#define STEP ((size_t)32)
+
+/* Register k of 32 f32. */
+TARGET static __m256 load_f32(const uint8_t *source, int k) { return _mm256_loadu_ps((const float *)(source + 32 * k)); }
+
+TARGET static __m256i load_bits(const uint8_t *source, int k) { return _mm256_loadu_si256((const __m256i *)(source + 32 * k)); }
+
+/* ---- the largest |x| ---- */
+
+TARGET static __m256i bits_of_abs(__m256i bits) { return _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)); }
+
+TARGET static uint32_t sl_absmax_f32_avx2(const void *source, size_t count) {
+    const uint8_t *in = source;
+    __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        a = _mm256_max_epi32(a, bits_of_abs(load_bits(in + 4 * i, 0)));
+        b = _mm256_max_epi32(b, bits_of_abs(load_bits(in + 4 * i, 1)));
+        c = _mm256_max_epi32(c, bits_of_abs(load_bits(in + 4 * i, 2)));
+        d = _mm256_max_epi32(d, bits_of_abs(load_bits(in + 4 * i, 3)));
+    }
+    __m256i all = _mm256_max_epi32(_mm256_max_epi32(a, b), _mm256_max_epi32(c, d));
+    uint32_t lanes[8], absmax = sl_quant_scalar.absmax_f32(in + 4 * i, count - i);
+    _mm256_storeu_si256((__m256i *)lanes, all);
+    for (int k = 0; k < 8; k++) absmax = absmax > lanes[k] ? absmax : lanes[k];
+    return absmax;
+}
+
+/* Largest of the first count / 64 * 64 16-bit floats without their signs. */
+TARGET static uint16_t absmax_half(const uint8_t *in, size_t count) {
+    const __m256i magnitude = _mm256_set1_epi16(0x7fff);
+    __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
+    for (size_t i = 0; i + 2 * STEP <= count; i += 2 * STEP) {
+        a = _mm256_max_epi16(a, _mm256_and_si256(load_bits(in + 2 * i, 0), magnitude));
+        b = _mm256_max_epi16(b, _mm256_and_si256(load_bits(in + 2 * i, 1), magnitude));
+        c = _mm256_max_epi16(c, _mm256_and_si256(load_bits(in + 2 * i, 2), magnitude));
+        d = _mm256_max_epi16(d, _mm256_and_si256(load_bits(in + 2 * i, 3), magnitude));
+    }
+    __m256i all = _mm256_max_epi16(_mm256_max_epi16(a, b), _mm256_max_epi16(c, d));
+    uint16_t lanes[16], absmax = 0;
+    _mm256_storeu_si256((__m256i *)lanes, all);
+    for (int k = 0; k < 16; k++) absmax = absmax > lanes[k] ? absmax : lanes[k];
+    return absmax;
+}
+
+TARGET static uint32_t sl_absmax_bf16_avx2(const void *source, size_t count) {
+    const uint8_t *in = source;
+    size_t done = count / (2 * STEP) * (2 * STEP);
+    uint32_t absmax = (uint32_t)absmax_half(in, count) << 16, rest = sl_quant_scalar.absmax_bf16(in + 2 * done, count - done);
+    return absmax > rest ? absmax : rest;
+}
+
+TARGET static uint32_t sl_absmax_f16_avx2(const void *source, size_t count) {
+    const uint8_t *in = source;
+    size_t done = count / (2 * STEP) * (2 * STEP);
+    uint16_t half = absmax_half(in, count);
+    uint8_t bytes[2] = {(uint8_t)half, (uint8_t)(half >> 8)};
+    uint32_t absmax = sl_quant_scalar.absmax_f16(bytes, 1), rest = sl_quant_scalar.absmax_f16(in + 2 * done, count - done);
+    return absmax > rest ? absmax : rest;
+}
+
+TARGET static void sl_absmax_each_avx2(const void *source, uint32_t *absmax, size_t count) {
+    const uint8_t *in = source;
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256i *most = (__m256i *)(absmax + i);
+        _mm256_storeu_si256(most, _mm256_max_epu32(_mm256_loadu_si256(most), bits_of_abs(load_bits(in + 4 * i, 0))));
+    }
+    sl_quant_scalar.absmax_each(in + 4 * i, absmax + i, count - i);
+}
+
+/* ---- int8 ---- */
+
+/* Rounded half away from zero; 0x80000000 for what is too large, of either sign. */
+TARGET static __m256i round_away(__m256 value) {
+    __m256 sign = _mm256_and_ps(value, _mm256_set1_ps(-0.0f));
+    return _mm256_cvttps_epi32(_mm256_add_ps(value, _mm256_or_ps(sign, _mm256_set1_ps(SL_BELOW_HALF))));
+}
+
+/* The minimum is 127 for NaN, its second argument; what is far below -128 becomes 0x80000000 and is saturated by packs. */
+TARGET static __m256i int8_codes(__m256 value) { return round_away(_mm256_min_ps(value, _mm256_set1_ps(127.0f))); }
+
+/* 32 values, saturated. packs works within 128-bit lanes; the permutation puts its eighths in order. */
+TARGET static __m256i pack_int8(__m256i a, __m256i b, __m256i c, __m256i d) {
+    __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+    return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+TARGET static __m256i codes_of_32(const uint8_t *in, __m256 a, __m256 b, __m256 c, __m256 d) {
+    return pack_int8(int8_codes(_mm256_mul_ps(load_f32(in, 0), a)), int8_codes(_mm256_mul_ps(load_f32(in, 1), b)),
+                     int8_codes(_mm256_mul_ps(load_f32(in, 2), c)), int8_codes(_mm256_mul_ps(load_f32(in, 3), d)));
+}
+
+TARGET static void sl_f32_to_int8_avx2(const void *source, int8_t *destination, size_t count, float factor) {
+    const uint8_t *in = source;
+    __m256 all = _mm256_set1_ps(factor);
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP)
+        _mm256_storeu_si256((__m256i *)(destination + i), codes_of_32(in + 4 * i, all, all, all, all));
+    sl_quant_scalar.to_int8(in + 4 * i, destination + i, count - i, factor);
+}
+
+TARGET static void sl_f32_to_int8_each_avx2(const void *source, int8_t *destination, size_t count, const float *factors) {
+    const uint8_t *in = source;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        const float *f = factors + i;
+        __m256i codes = codes_of_32(in + 4 * i, _mm256_loadu_ps(f), _mm256_loadu_ps(f + 8), _mm256_loadu_ps(f + 16),
+                                    _mm256_loadu_ps(f + 24));
+        _mm256_storeu_si256((__m256i *)(destination + i), codes);
+    }
+    sl_quant_scalar.to_int8_each(in + 4 * i, destination + i, count - i, factors + i);
+}
+
+/* The first eight of the codes, times their factors. */
+TARGET static void store_values(uint8_t *out, __m128i codes, __m256 factors) {
+    _mm256_storeu_ps((float *)out, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), factors));
+}
+
+TARGET static __m128i load_8(const int8_t *codes) { return _mm_loadl_epi64((const __m128i *)codes); }
+
+TARGET static void sl_int8_to_f32_avx2(const int8_t *source, void *destination, size_t count, float factor) {
+    uint8_t *out = destination;
+    __m256 all = _mm256_set1_ps(factor);
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) store_values(out + 4 * i, load_8(source + i), all);
+    sl_quant_scalar.from_int8(source + i, out + 4 * i, count - i, factor);
+}
+
+TARGET static void sl_int8_to_f32_each_avx2(const int8_t *source, void *destination, size_t count, const float *factors) {
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) store_values(out + 4 * i, load_8(source + i), _mm256_loadu_ps(factors + i));
+    sl_quant_scalar.from_int8_each(source + i, out + 4 * i, count - i, factors + i);
+}
+
+const sl_quant sl_quant_avx2 = {
+    .absmax_f32 = sl_absmax_f32_avx2,
+    .absmax_bf16 = sl_absmax_bf16_avx2,
+    .absmax_f16 = sl_absmax_f16_avx2,
+    .absmax_each = sl_absmax_each_avx2,
+    .to_int8 = sl_f32_to_int8_avx2,
+    .to_int8_each = sl_f32_to_int8_each_avx2,
+    .from_int8 = sl_int8_to_f32_avx2,
+    .from_int8_each = sl_int8_to_f32_each_avx2,
+};
+
+/* ---- f32 to blocks ---- */
+
+/* Lane k of the result is the largest lane of the k-th argument. */
+TARGET static __m128i largest_of_each(__m256i v0, __m256i v1, __m256i v2, __m256i v3) {
+    __m256i a = _mm256_max_epi32(_mm256_unpacklo_epi32(v0, v1), _mm256_unpackhi_epi32(v0, v1));
+    __m256i b = _mm256_max_epi32(_mm256_unpacklo_epi32(v2, v3), _mm256_unpackhi_epi32(v2, v3));
+    __m256i c = _mm256_max_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    return _mm_max_epi32(_mm256_castsi256_si128(c), _mm256_extracti128_si256(c, 1));
+}
+
+TARGET static __m128i largest_of_each_unsigned(__m256i v0, __m256i v1, __m256i v2, __m256i v3) {
+    __m256i a = _mm256_max_epu32(_mm256_unpacklo_epi32(v0, v1), _mm256_unpackhi_epi32(v0, v1));
+    __m256i b = _mm256_max_epu32(_mm256_unpacklo_epi32(v2, v3), _mm256_unpackhi_epi32(v2, v3));
+    __m256i c = _mm256_max_epu32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    return _mm_max_epu32(_mm256_castsi256_si128(c), _mm256_extracti128_si256(c, 1));
+}
+
+TARGET static __m256i absmax_lanes(const uint8_t *x) {
+    __m256i a = _mm256_max_epi32(bits_of_abs(load_bits(x, 0)), bits_of_abs(load_bits(x, 1)));
+    __m256i b = _mm256_max_epi32(bits_of_abs(load_bits(x, 2)), bits_of_abs(load_bits(x, 3)));
+    return _mm256_max_epi32(a, b);
+}
+
+/* Bits of the largest |x| of each of four blocks. */
+TARGET static __m128i absmax_of_blocks(const uint8_t *in) {
+    return largest_of_each(absmax_lanes(in), absmax_lanes(in + BLOCK), absmax_lanes(in + 2 * BLOCK),
+                           absmax_lanes(in + 3 * BLOCK));
+}
+
+/* The low bytes of 16 words of [0, 255], which packs has left as 0-3, 8-11 | 4-7, 12-15. */
+TARGET static __m128i bytes_of_words(__m256i words) {
+    __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    return _mm_shuffle_epi32(bytes, 0xd8);
+}
+
+TARGET static __m256i scaled(const uint8_t *in, int k, __m256 inverse) {
+    return round_away(_mm256_mul_ps(load_f32(in, k), inverse));
+}
+
+/* |x * inverse| < 7.5 in every block that gets here, so that nothing is left to clamp. */
+TARGET static __m128i nibbles_absmax(const uint8_t *in, __m256 inverse) {
+    __m256i low = _mm256_packs_epi32(scaled(in, 0, inverse), scaled(in, 1, inverse));
+    __m256i high = _mm256_packs_epi32(scaled(in, 2, inverse), scaled(in, 3, inverse));
+    __m256i both = _mm256_add_epi16(low, _mm256_slli_epi16(high, 4));
+    return bytes_of_words(_mm256_add_epi16(both, _mm256_set1_epi16(8 + 8 * 16)));
+}
+
+/* Scales and inverses; false when these blocks are for the scalar kernel. */
+TARGET static bool all_scales_absmax(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
+    bool good = true;
+    for (size_t b = 0; b < blocks; b += TOGETHER)
+        good &= scales_absmax(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
+    return good;
+}
+
+TARGET static void sl_f32_to_q4_0_absmax_avx2(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    sl_q4_0 *out = destination;
+    float inverses[BATCH];
+    size_t blocks = count / SL_QK;
+    for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
+        if (!all_scales_absmax(in, out, inverses, some)) {
+            sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * some);
+            continue;
+        }
+        for (size_t b = 0; b < some; b++) {
+            const uint8_t *x = in + BLOCK * b;
+            fetch_ahead(x);
+            _mm_storeu_si128((__m128i *)out[b].codes, nibbles_absmax(x, _mm256_set1_ps(inverses[b])));
+        }
+    }
+    sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * blocks);
+}
+
+TARGET static __m256i most_positive(const uint8_t *x) {
+    return _mm256_max_epi32(_mm256_max_epi32(load_bits(x, 0), load_bits(x, 1)), _mm256_max_epi32(load_bits(x, 2), load_bits(x, 3)));
+}
+
+TARGET static __m256i most_negative(const uint8_t *x) {
+    return _mm256_max_epu32(_mm256_max_epu32(load_bits(x, 0), load_bits(x, 1)), _mm256_max_epu32(load_bits(x, 2), load_bits(x, 3)));
+}
+
+TARGET static __m128i signed_max_of_blocks(const uint8_t *in) {
+    __m128i most = largest_of_each(most_positive(in), most_positive(in + BLOCK), most_positive(in + 2 * BLOCK),
+                                   most_positive(in + 3 * BLOCK));
+    __m128i lowest = largest_of_each_unsigned(most_negative(in), most_negative(in + BLOCK), most_negative(in + 2 * BLOCK),
+                                              most_negative(in + 3 * BLOCK));
+    return signed_max(most, lowest, in);
+}
+
+TARGET static bool all_scales_ggml(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
+    bool good = true;
+    for (size_t b = 0; b < blocks; b += TOGETHER)
+        good &= scales_ggml(signed_max_of_blocks(in + BLOCK * b), out + b, inverses + b);
+    return good;
+}
+
+/* From 0 to 16. */
+TARGET static __m256i truncated(const uint8_t *in, int k, __m256 inverse) {
+    return _mm256_cvttps_epi32(_mm256_add_ps(_mm256_mul_ps(load_f32(in, k), inverse), _mm256_set1_ps(8.5f)));
+}
+
+TARGET static __m128i nibbles_ggml(const uint8_t *in, __m256 inverse) {
+    const __m256i most = _mm256_set1_epi16(15);
+    __m256i low = _mm256_packs_epi32(truncated(in, 0, inverse), truncated(in, 1, inverse));
+    __m256i high = _mm256_packs_epi32(truncated(in, 2, inverse), truncated(in, 3, inverse));
+    low = _mm256_min_epi16(low, most);
+    high = _mm256_min_epi16(high, most);
+    return bytes_of_words(_mm256_or_si256(low, _mm256_slli_epi16(high, 4)));
+}
+
+TARGET static void sl_f32_to_q4_0_avx2(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    sl_q4_0 *out = destination;
+    float inverses[BATCH];
+    size_t blocks = count / SL_QK;
+    for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
+        if (!all_scales_ggml(in, out, inverses, some)) {
+            sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * some);
+            continue;
+        }
+        for (size_t b = 0; b < some; b++) {
+            const uint8_t *x = in + BLOCK * b;
+            fetch_ahead(x);
+            _mm_storeu_si128((__m128i *)out[b].codes, nibbles_ggml(x, _mm256_set1_ps(inverses[b])));
+        }
+    }
+    sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * blocks);
+}
+
+TARGET static bool all_scales_q8_0(const uint8_t *in, sl_q8_0 *out, float *inverses, size_t blocks) {
+    bool good = true;
+    for (size_t b = 0; b < blocks; b += TOGETHER)
+        good &= scales_q8_0(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
+    return good;
+}
+
+TARGET static __m256i codes_q8_0(const uint8_t *in, __m256 inverse) {
+    return pack_int8(scaled(in, 0, inverse), scaled(in, 1, inverse), scaled(in, 2, inverse), scaled(in, 3, inverse));
+}
+
+TARGET static void sl_f32_to_q8_0_avx2(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    sl_q8_0 *out = destination;
+    float inverses[BATCH];
+    size_t blocks = count / SL_QK;
+    for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
+        if (!all_scales_q8_0(in, out, inverses, some)) {
+            sl_convert_rest(SL_F32, SL_Q8_0, in, out, SL_QK * some);
+            continue;
+        }
+        for (size_t b = 0; b < some; b++) {
+            const uint8_t *x = in + BLOCK * b;
+            fetch_ahead(x);
+            _mm256_storeu_si256((__m256i *)out[b].codes, codes_q8_0(x, _mm256_set1_ps(inverses[b])));
+        }
+    }
+    sl_convert_rest(SL_F32, SL_Q8_0, in, out, SL_QK * blocks);
+}
+
+/* ---- blocks to f32 ---- */
+
+TARGET static __m256 scale(const uint8_t d[2]) {
+    return _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(d[0] | d[1] << 8)));
+}
+
+TARGET static void sl_q4_0_to_f32_avx2(const void *source, void *destination, size_t count) {
+    const sl_q4_0 *block = source;
+    uint8_t *out = destination;
+    const __m128i nibble = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+    for (size_t i = 0; i < count; i += SL_QK, block++, out += BLOCK) {
+        __m256 d = scale(block->d);
+        __m128i codes = _mm_loadu_si128((const __m128i *)block->codes);
+        __m128i low = _mm_sub_epi8(_mm_and_si128(codes, nibble), eight);
+        __m128i high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(codes, 4), nibble), eight);
+        store_values(out, low, d);
+        store_values(out + 32, _mm_srli_si128(low, 8), d);
+        store_values(out + 64, high, d);
+        store_values(out + 96, _mm_srli_si128(high, 8), d);
+    }
+}
+
+TARGET static void sl_q8_0_to_f32_avx2(const void *source, void *destination, size_t count) {
+    const sl_q8_0 *block = source;
+    uint8_t *out = destination;
+    for (size_t i = 0; i < count; i += SL_QK, block++, out += BLOCK) {
+        __m256 d = scale(block->d);
+        store_values(out, load_8(block->codes), d);
+        store_values(out + 32, load_8(block->codes + 8), d);
+        store_values(out + 64, load_8(block->codes + 16), d);
+        store_values(out + 96, load_8(block->codes + 24), d);
+    }
+}
+
+const sl_kernel sl_quant_kernels_avx2[] = {
+    {SL_F32, SL_Q4_0_ABSMAX, sl_f32_to_q4_0_absmax_avx2},
+    {SL_F32, SL_Q4_0, sl_f32_to_q4_0_avx2},
+    {SL_F32, SL_Q8_0, sl_f32_to_q8_0_avx2},
+    {SL_Q4_0, SL_F32, sl_q4_0_to_f32_avx2},
+    {SL_Q8_0, SL_F32, sl_q8_0_to_f32_avx2},
+    {-1, -1, NULL},
+};
+
+#endif

@@ -1,0 +1,194 @@
+/* Quantization element by element: the definition of all tiers. */
+#include "kernels/quant.h"
+
+#include "kernels/scalar.h"
+
+/* ---- the largest |x| ---- */
+
+static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+static uint32_t sl_absmax_f32_scalar(const void *source, size_t count) {
+    uint32_t absmax = 0;
+    for (size_t i = 0; i < count; i++) absmax = larger(absmax, load32(source, i) & 0x7fffffff);
+    return absmax;
+}
+
+static uint32_t absmax_half(const void *source, size_t count) {
+    uint32_t absmax = 0;
+    for (size_t i = 0; i < count; i++) absmax = larger(absmax, load16(source, i) & 0x7fff);
+    return absmax;
+}
+
+static uint32_t sl_absmax_bf16_scalar(const void *source, size_t count) { return absmax_half(source, count) << 16; }
+
+/* One NaN for all: once quieted they are no longer in the order of their codes, and the largest of parts would not be that
+ * of the whole. */
+static uint32_t sl_absmax_f16_scalar(const void *source, size_t count) {
+    uint32_t absmax = absmax_half(source, count);
+    return absmax > 0x7c00 ? 0x7fc00000 : f16_to_f32((uint16_t)absmax);
+}
+
+static void sl_absmax_each_scalar(const void *source, uint32_t *absmax, size_t count) {
+    for (size_t i = 0; i < count; i++) absmax[i] = larger(absmax[i], load32(source, i) & 0x7fffffff);
+}
+
+/* ---- int8 ---- */
+
+/* Rounded half away from zero; |value| < 2^31. A sum in a variable is rounded to f32 also where C computes in f64
+ * (FLT_EVAL_METHOD 1, GCC for s390x). */
+static int32_t round_away(float value) {
+    float sum = value + (value < 0.0f ? -SL_BELOW_HALF : SL_BELOW_HALF);
+    return (int32_t)sum;
+}
+
+static int8_t int8_code(float value) {
+    float below = value < 127.0f ? value : 127.0f; /* NaN is not below */
+    return (int8_t)round_away(below > -128.0f ? below : -128.0f);
+}
+
+static void sl_f32_to_int8_scalar(const void *source, int8_t *destination, size_t count, float factor) {
+    for (size_t i = 0; i < count; i++) destination[i] = int8_code(float_of(load32(source, i)) * factor);
+}
+
+static void sl_f32_to_int8_each_scalar(const void *source, int8_t *destination, size_t count, const float *factors) {
+    for (size_t i = 0; i < count; i++) destination[i] = int8_code(float_of(load32(source, i)) * factors[i]);
+}
+
+static void sl_int8_to_f32_scalar(const int8_t *source, void *destination, size_t count, float factor) {
+    for (size_t i = 0; i < count; i++) store_float(destination, i, (float)source[i] * factor);
+}
+
+static void sl_int8_to_f32_each_scalar(const int8_t *source, void *destination, size_t count, const float *factors) {
+    for (size_t i = 0; i < count; i++) store_float(destination, i, (float)source[i] * factors[i]);
+}
+
+const sl_quant sl_quant_scalar = {
+    .absmax_f32 = sl_absmax_f32_scalar,
+    .absmax_bf16 = sl_absmax_bf16_scalar,
+    .absmax_f16 = sl_absmax_f16_scalar,
+    .absmax_each = sl_absmax_each_scalar,
+    .to_int8 = sl_f32_to_int8_scalar,
+    .to_int8_each = sl_f32_to_int8_each_scalar,
+    .from_int8 = sl_int8_to_f32_scalar,
+    .from_int8_each = sl_int8_to_f32_each_scalar,
+};
+
+/* ---- f32 to blocks ---- */
+
+static void store_f16(uint8_t *destination, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    store16(destination, 0, f32_to_f16(bits));
+}
+
+/* The scale of a block that holds NaN or infinity: a NaN. */
+#define NOT_FINITE 0x7e00
+
+/* d = absmax / 7 and 1 / d in f32. Where 1 / d is not finite (absmax 0, or below about 2^-125) the block is zeros: d 0, every
+ * nibble 8. d is rounded to f16 for the block only: from 2^-25 down that is 0, and the codes, which come from the f32,
+ * are not zero but restore to 0. */
+static void q4_0_absmax_block(const uint8_t *x, sl_q4_0 *block) {
+    uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
+    memset(block, 0, sizeof *block);
+    if (absmax >= SL_F32_INFINITY) {
+        store16(block->d, 0, NOT_FINITE);
+        return;
+    }
+    float d = float_of(absmax) / 7.0f, inverse = 0.0f;
+    if (d > SL_SCALE_WITHOUT_INVERSE)
+        inverse = 1.0f / d;
+    else
+        d = 0.0f;
+    store_f16(block->d, d);
+    for (size_t i = 0; i < SL_QK; i++) {
+        int32_t q = round_away(float_of(load32(x, i)) * inverse);
+        q = (q < -8 ? -8 : q > 7 ? 7 : q) + 8;
+        block->codes[i % 16] |= (uint8_t)(i < 16 ? q : q << 4);
+    }
+}
+
+static void sl_f32_to_q4_0_absmax_scalar(const void *source, void *destination, size_t count) {
+    sl_q4_0 *blocks = destination;
+    for (size_t b = 0; b < count / SL_QK; b++) q4_0_absmax_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
+}
+
+/* The element of the largest |x|, of several the first; +0 when all are zeros of either sign. */
+static float signed_max(const uint8_t *x, uint32_t absmax) {
+    if (absmax == 0) return 0.0f;
+    size_t i = 0;
+    while ((load32(x, i) & 0x7fffffff) != absmax) i++;
+    return float_of(load32(x, i));
+}
+
+/* What ggml's reference (quantize_row_q4_0_ref in ggml-quants.c) gives when it is compiled for x86, down to the scales that
+ * have no inverse: there x * infinity is infinity or NaN, which cvttps2dq makes 0x80000000, and its low byte is the code.
+ * Zeros of either sign have the scale -0. */
+static void q4_0_ggml_block(const uint8_t *x, sl_q4_0 *block) {
+    uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
+    memset(block, 0, sizeof *block);
+    if (absmax >= SL_F32_INFINITY) {
+        store16(block->d, 0, NOT_FINITE);
+        return;
+    }
+    float d = signed_max(x, absmax) * -0.125f;
+    store_f16(block->d, d);
+    bool has_inverse = d < -SL_SCALE_WITHOUT_INVERSE || d > SL_SCALE_WITHOUT_INVERSE;
+    if (!has_inverse && d != 0.0f) return;
+    float inverse = has_inverse ? 1.0f / d : 0.0f;
+    for (size_t i = 0; i < SL_QK; i++) {
+        float product = float_of(load32(x, i)) * inverse, sum = product + 8.5f;
+        int32_t q = sum < 16.0f ? (int32_t)sum : 15; /* from 0 */
+        block->codes[i % 16] |= (uint8_t)(i < 16 ? q : q << 4);
+    }
+}
+
+static void sl_f32_to_q4_0_scalar(const void *source, void *destination, size_t count) {
+    sl_q4_0 *blocks = destination;
+    for (size_t b = 0; b < count / SL_QK; b++) q4_0_ggml_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
+}
+
+/* ggml's quantize_row_q8_0_ref; without an inverse every code is 0 there too (x * infinity, by cvttss2si). */
+static void q8_0_block(const uint8_t *x, sl_q8_0 *block) {
+    uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
+    memset(block, 0, sizeof *block);
+    if (absmax >= SL_F32_INFINITY) {
+        store16(block->d, 0, NOT_FINITE);
+        return;
+    }
+    float d = float_of(absmax) / 127.0f, inverse = d > SL_SCALE_WITHOUT_INVERSE ? 1.0f / d : 0.0f;
+    store_f16(block->d, d);
+    for (size_t i = 0; i < SL_QK; i++) block->codes[i] = (int8_t)round_away(float_of(load32(x, i)) * inverse);
+}
+
+static void sl_f32_to_q8_0_scalar(const void *source, void *destination, size_t count) {
+    sl_q8_0 *blocks = destination;
+    for (size_t b = 0; b < count / SL_QK; b++) q8_0_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
+}
+
+/* ---- blocks to f32 ---- */
+
+static void sl_q4_0_to_f32_scalar(const void *source, void *destination, size_t count) {
+    const sl_q4_0 *block = source;
+    for (size_t i = 0; i < count; i += SL_QK, block++) {
+        float d = float_of(f16_to_f32(load16(block->d, 0)));
+        for (size_t j = 0; j < 16; j++) {
+            store_float(destination, i + j, (float)((block->codes[j] & 15) - 8) * d);
+            store_float(destination, i + j + 16, (float)((block->codes[j] >> 4) - 8) * d);
+        }
+    }
+}
+
+static void sl_q8_0_to_f32_scalar(const void *source, void *destination, size_t count) {
+    const sl_q8_0 *block = source;
+    for (size_t i = 0; i < count; i += SL_QK, block++)
+        sl_int8_to_f32_scalar(block->codes, (uint8_t *)destination + 4 * i, SL_QK, float_of(f16_to_f32(load16(block->d, 0))));
+}
+
+const sl_kernel sl_quant_kernels_scalar[] = {
+    {SL_F32, SL_Q4_0_ABSMAX, sl_f32_to_q4_0_absmax_scalar},
+    {SL_F32, SL_Q4_0, sl_f32_to_q4_0_scalar},
+    {SL_F32, SL_Q8_0, sl_f32_to_q8_0_scalar},
+    {SL_Q4_0, SL_F32, sl_q4_0_to_f32_scalar},
+    {SL_Q8_0, SL_F32, sl_q8_0_to_f32_scalar},
+    {-1, -1, NULL},
+};

@@ -1,0 +1,175 @@
+/* Statistics: one block from its lanes, with a second look where it needs one; merging. */
+#include "kernels/stats.h"
+
+#include "kernels/scalar.h"
+#include "kernels/tier.h"
+
+sl_summer sl_summer_find(int32_t tier, int32_t from) {
+    sl_summer summer = {from, sl_tier_lanes(tier, from), sl_tier_lanes(tier, SL_F64)};
+    return summer;
+}
+
+void sl_stats_clear(sl_stats *stats) {
+    memset(stats, 0, sizeof *stats);
+    stats->first_nan = stats->first_infinite = UINT64_MAX;
+    stats->min = SL_F64_MAX;
+    stats->max = -SL_F64_MAX;
+}
+
+/* ---- one block ---- */
+
+/* The sum of all lanes, always in this order; lanes are lost. */
+static double fold(double lanes[SL_STATS_LANES]) {
+    for (size_t half = SL_STATS_LANES / 2; half > 0; half /= 2)
+        for (size_t k = 0; k < half; k++) lanes[k] += lanes[k + half];
+    return lanes[0];
+}
+
+/* Sums of squares between which no square that counts has lost bits by underflow and no sum of squared differences can
+ * overflow, whatever the number of blocks. f32 and what is narrower lie between 2^-298 and 2^268. */
+#define LEAST_SQUARES 0x1p-900
+#define MOST_SQUARES 0x1p960
+
+/* The part of the sum of squares that must be left of it when the mean is taken out: 1/64, so that six bits are lost at
+ * most. In weights the mean is small and nearly all is left. */
+#define LEAST_LEFT 0x1p-6
+
+/* Statistics of a block of `count` > 0 from its lanes; false when a sum is not enough and nothing is set. */
+static bool summarize(sl_lanes *lanes, size_t count, sl_stats *block) {
+    double sum = fold(lanes->sums), squares = fold(lanes->squares), mean = sum / (double)count, left = squares - sum * mean;
+    if (lanes->zeros != count && !(squares >= LEAST_SQUARES && squares <= MOST_SQUARES && left >= squares * LEAST_LEFT))
+        return false; /* NaN is on no side */
+    sl_stats_clear(block);
+    block->finite = count;
+    block->zeros = lanes->zeros;
+    block->min = lanes->min + 0.0; /* -0 becomes +0 */
+    block->max = lanes->max + 0.0;
+    block->mean = mean;
+    block->squares = left;
+    return true;
+}
+
+/* Takes the finite ones of `count` f64 to `values`, which may be where they are, and counts the others. */
+static void sift(const void *source, size_t count, uint64_t index, double *values, sl_stats *block) {
+    size_t finite = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t bits = load64(source, i);
+        double x = double_of(bits);
+        sl_store_le64(&values[finite], bits);
+        if (x - x == 0.0)
+            finite++;
+        else if (x != x) {
+            if (block->nan++ == 0) block->first_nan = index + i;
+        } else if (block->infinite++ == 0)
+            block->first_infinite = index + i;
+    }
+    block->finite = finite;
+}
+
+/* Beyond these magnitudes a block is worked on times 2^-SCALE or 2^SCALE, so that squares neither overflow nor vanish:
+ * 2^1024 becomes 2^424, 2^-1074 becomes 2^-474. Within them sums of squares are as MOST_SQUARES has it. */
+#define MOST_UNSCALED 0x1p480
+#define LEAST_UNSCALED 0x1p-440
+#define SCALE 600
+
+/* 2^by, -SCALE <= by <= SCALE. */
+static double power(int64_t by) { return double_of((uint64_t)(1023 + by) << 52); }
+
+static int64_t exponent_of(double min, double max) {
+    double absmax = max > -min ? max : -min;
+    return absmax >= MOST_UNSCALED ? SCALE : absmax < LEAST_UNSCALED && absmax > 0.0 ? -SCALE : 0;
+}
+
+/* Statistics with care: of the finite elements less their mean. `source` is f64 and may be `values`, `lanes` are its. */
+static void examine(sl_lanes_fn sum_f64, const void *source, size_t count, uint64_t index, double *values, sl_lanes *lanes,
+                    sl_stats *block) {
+    sl_stats_clear(block);
+    block->finite = count;
+    double squares = fold(lanes->squares);
+    if (squares - squares != 0.0) {
+        sift(source, count, index, values, block);
+        if (block->finite == 0) return;
+        source = values;
+        sum_f64(source, (size_t)block->finite, lanes);
+    }
+    block->zeros = lanes->zeros;
+    block->min = lanes->min + 0.0; /* -0 becomes +0 */
+    block->max = lanes->max + 0.0;
+    block->exponent = exponent_of(block->min, block->max);
+    double scale = power(-block->exponent), finite = (double)block->finite;
+    if (block->exponent != 0) {
+        for (size_t i = 0; i < block->finite; i++) store_double(values, i, double_of(load64(source, i)) * scale);
+        source = values;
+        sum_f64(source, (size_t)block->finite, lanes);
+    }
+    /* All the same: that and nothing else is the mean. */
+    double mean = block->min == block->max ? block->min * scale : fold(lanes->sums) / finite;
+    for (size_t i = 0; i < block->finite; i++) store_double(values, i, double_of(load64(source, i)) - mean);
+    sum_f64(values, (size_t)block->finite, lanes);
+    double difference = fold(lanes->sums);
+    block->mean = mean;
+    block->rest = difference / finite;
+    double left = fold(lanes->squares) - difference * block->rest;
+    block->squares = left > 0.0 ? left : 0.0;
+}
+
+void sl_stats_add(sl_stats *stats, const sl_summer *summer, const void *source, size_t count, uint64_t index, double *spare) {
+    sl_lanes lanes, folded;
+    sl_stats block;
+    summer->sum(source, count, &lanes);
+    folded = lanes;
+    if (!summarize(&folded, count, &block)) {
+        if (sl_stats_widen(summer->from, source, spare, count)) source = spare;
+        examine(summer->sum_f64, source, count, index, spare, &lanes, &block);
+    }
+    sl_stats_join(stats, &block);
+}
+
+/* ---- merging ---- */
+
+static void rescale(sl_stats *stats, int64_t exponent) {
+    for (; stats->exponent < exponent; stats->exponent += SCALE) {
+        stats->mean *= power(-SCALE);
+        stats->rest *= power(-SCALE);
+        stats->squares = stats->squares * power(-SCALE) * power(-SCALE);
+    }
+}
+
+/* Mean and sum of squares of a and b together into a; both have finite elements. */
+static void join_moments(sl_stats *a, const sl_stats *b) {
+    sl_stats next = *b;
+    rescale(&next, a->exponent);
+    rescale(a, next.exponent);
+    double share = (double)next.finite / (double)(a->finite + next.finite);
+    double difference = (next.mean - a->mean) + (next.rest - a->rest), step = difference * share;
+    double mean = a->mean + step, moved = mean - a->mean;
+    a->rest += (a->mean - (mean - moved)) + (step - moved); /* what rounding took from the mean */
+    a->mean = mean;
+    a->squares += next.squares + difference * difference * ((double)a->finite * share);
+}
+
+void sl_stats_join(sl_stats *stats, const sl_stats *next) {
+    if (next->finite > 0 && stats->finite > 0)
+        join_moments(stats, next);
+    else if (next->finite > 0) {
+        stats->mean = next->mean;
+        stats->rest = next->rest;
+        stats->squares = next->squares;
+        stats->exponent = next->exponent;
+    }
+    stats->min = next->min < stats->min ? next->min : stats->min;
+    stats->max = next->max > stats->max ? next->max : stats->max;
+    stats->first_nan = sl_min_u64(stats->first_nan, next->first_nan);
+    stats->first_infinite = sl_min_u64(stats->first_infinite, next->first_infinite);
+    stats->finite += next->finite;
+    stats->nan += next->nan;
+    stats->infinite += next->infinite;
+    stats->zeros += next->zeros;
+}
+
+void sl_stats_merge(const sl_stats *const *parts, const uint64_t *counts, uint64_t count, sl_stats *merged) {
+    for (uint64_t i = 0; i < count; i++) {
+        sl_stats_clear(&merged[i]);
+        for (uint64_t part = 0; part < counts[i]; part++) sl_stats_join(&merged[i], &parts[i][part]);
+    }
+}

@@ -1,0 +1,97 @@
+/* Statistics with NEON. */
+#include "kernels/isa.h"
+#include "kernels/stats.h"
+
+#ifdef SL_NEON
+
+#define STEP SL_STATS_LANES
+
+typedef struct sums {
+    float64x2_t sums[8], squares[8];
+    float32x4_t min, max;
+    uint32x4_t zeros;
+} sums;
+
+static inline void start(sums *all) {
+    for (int k = 0; k < 8; k++) all->sums[k] = all->squares[k] = vdupq_n_f64(0.0);
+    all->min = vdupq_n_f32(SL_F32_MAX);
+    all->max = vdupq_n_f32(-SL_F32_MAX);
+    all->zeros = vdupq_n_u32(0);
+}
+
+/* The square of what was an f32 is exact in f64: the fused multiply-add is the multiplication and the addition. */
+static inline void add_2(sums *all, int k, float64x2_t x) {
+    all->sums[k] = vaddq_f64(all->sums[k], x);
+    all->squares[k] = vfmaq_f64(all->squares[k], x, x);
+}
+
+/* Four elements of a step, of which the first is 2 * k. */
+static inline void add_4(sums *all, int k, float32x4_t values) {
+    all->min = vminq_f32(all->min, values);
+    all->max = vmaxq_f32(all->max, values);
+    all->zeros = vsubq_u32(all->zeros, vceqzq_f32(values));
+    add_2(all, k, vcvt_f64_f32(vget_low_f32(values)));
+    add_2(all, k + 1, vcvt_high_f64_f32(values));
+}
+
+static void finish(const sums *all, sl_lanes *lanes) {
+    for (int k = 0; k < 8; k++) {
+        vst1q_f64(lanes->sums + 2 * k, all->sums[k]);
+        vst1q_f64(lanes->squares + 2 * k, all->squares[k]);
+    }
+    lanes->min = (double)vminvq_f32(all->min);
+    lanes->max = (double)vmaxvq_f32(all->max);
+    lanes->zeros = vaddvq_u32(all->zeros);
+}
+
+static float32x4_t load_f32(const uint8_t *source) { return vreinterpretq_f32_u8(vld1q_u8(source)); }
+
+static void sl_lanes_f32_neon(const void *source, size_t count, sl_lanes *lanes) {
+    const uint8_t *in = source;
+    sums all;
+    size_t i = 0;
+    start(&all);
+    for (; i + STEP <= count; i += STEP)
+        for (int k = 0; k < 4; k++) add_4(&all, 2 * k, load_f32(in + 4 * i + 16 * (size_t)k));
+    finish(&all, lanes);
+    sl_lanes_rest(SL_F32, in + 4 * i, count - i, lanes);
+}
+
+static void sl_lanes_bf16_neon(const void *source, size_t count, sl_lanes *lanes) {
+    const uint8_t *in = source;
+    sums all;
+    size_t i = 0;
+    start(&all);
+    for (; i + STEP <= count; i += STEP)
+        for (int k = 0; k < 8; k += 4) {
+            uint16x8_t halves = vreinterpretq_u16_u8(vld1q_u8(in + 2 * i + 4 * (size_t)k));
+            add_4(&all, k, vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(halves), 16)));
+            add_4(&all, k + 2, vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(halves), 16)));
+        }
+    finish(&all, lanes);
+    sl_lanes_rest(SL_BF16, in + 2 * i, count - i, lanes);
+}
+
+static void sl_lanes_f16_neon(const void *source, size_t count, sl_lanes *lanes) {
+    const uint8_t *in = source;
+    sums all;
+    size_t i = 0;
+    start(&all);
+    for (; i + STEP <= count; i += STEP)
+        for (int k = 0; k < 8; k += 4) {
+            float16x8_t halves = vreinterpretq_f16_u8(vld1q_u8(in + 2 * i + 4 * (size_t)k));
+            add_4(&all, k, vcvt_f32_f16(vget_low_f16(halves)));
+            add_4(&all, k + 2, vcvt_high_f32_f16(halves));
+        }
+    finish(&all, lanes);
+    sl_lanes_rest(SL_F16, in + 2 * i, count - i, lanes);
+}
+
+const sl_lanes_kernel sl_lanes_neon[] = {
+    {SL_F32, sl_lanes_f32_neon},
+    {SL_BF16, sl_lanes_bf16_neon},
+    {SL_F16, sl_lanes_f16_neon},
+    {-1, NULL},
+};
+
+#endif

@@ -1,0 +1,89 @@
+/* Instruction sets: one row for each. The only place that falls back from one to another. */
+#include "kernels/tier.h"
+
+#include "kernels/isa.h"
+#include "platform/cpu.h"
+
+static bool always(void) { return true; }
+
+#ifdef SL_X86
+static bool has_avx2(void) { return sl_cpu_detect().avx2; }
+static bool has_avx512(void) { return sl_cpu_detect().avx512; }
+#endif
+
+#ifdef SL_NEON
+static bool has_neon(void) { return sl_cpu_detect().neon; }
+#endif
+
+#define NOTHING_BELOW -1
+
+static const struct {
+    const char *name;
+    bool (*available)(void); /* on this processor; NULL where the compiler does not have it */
+    int32_t below;           /* the tier that has what this one has not */
+    const sl_kernel *convert[4]; /* tables, NULL ends */
+    const sl_quant *quant;       /* may have NULLs */
+    const sl_lanes_kernel *stats;
+} TIERS[SL_TIER_COUNT] = {
+    [SL_TIER_SCALAR] = {"scalar", always, NOTHING_BELOW, {sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels},
+                        &sl_quant_scalar, sl_lanes_scalar},
+#ifdef SL_X86
+    [SL_TIER_AVX2] = {"avx2", has_avx2, SL_TIER_SCALAR, {sl_kernels_avx2, sl_quant_kernels_avx2}, &sl_quant_avx2, sl_lanes_avx2},
+    [SL_TIER_AVX512] = {"avx512", has_avx512, SL_TIER_AVX2, {sl_kernels_avx512, sl_quant_kernels_avx512}, &sl_quant_avx512,
+                        sl_lanes_avx512},
+#else
+    [SL_TIER_AVX2] = {.name = "avx2", .below = SL_TIER_SCALAR},
+    [SL_TIER_AVX512] = {.name = "avx512", .below = SL_TIER_AVX2},
+#endif
+#ifdef SL_NEON
+    [SL_TIER_NEON] = {"neon", has_neon, SL_TIER_SCALAR, {sl_kernels_neon, sl_quant_kernels_neon}, &sl_quant_neon, sl_lanes_neon},
+#else
+    [SL_TIER_NEON] = {.name = "neon", .below = SL_TIER_SCALAR},
+#endif
+};
+
+/* The tier and those below it, best first. */
+#define FOR_EACH(t, tier) for (int32_t t = (tier); t != NOTHING_BELOW; t = TIERS[t].below)
+
+const char *sl_tier_name(int32_t tier) { return tier >= 0 && tier < SL_TIER_COUNT ? TIERS[tier].name : NULL; }
+
+int32_t sl_tier_available(int32_t tier) {
+    return sl_tier_name(tier) != NULL && TIERS[tier].available != NULL && TIERS[tier].available();
+}
+
+sl_convert_fn sl_tier_convert(int32_t tier, int32_t from, int32_t to) {
+    FOR_EACH(t, tier) {
+        for (const sl_kernel *const *table = TIERS[t].convert; *table != NULL; table++)
+            for (const sl_kernel *kernel = *table; kernel->from >= 0; kernel++)
+                if (kernel->from == from && kernel->to == to) return kernel->convert;
+    }
+    return NULL;
+}
+
+sl_quant sl_tier_quant(int32_t tier) {
+    sl_quant found = {0};
+    FOR_EACH(t, tier) {
+        const sl_quant *own = TIERS[t].quant;
+        if (own == NULL) continue;
+#define TAKE(kernel) found.kernel = found.kernel != NULL ? found.kernel : own->kernel
+        TAKE(absmax_f32);
+        TAKE(absmax_bf16);
+        TAKE(absmax_f16);
+        TAKE(absmax_each);
+        TAKE(to_int8);
+        TAKE(to_int8_each);
+        TAKE(from_int8);
+        TAKE(from_int8_each);
+#undef TAKE
+    }
+    return found;
+}
+
+sl_lanes_fn sl_tier_lanes(int32_t tier, int32_t from) {
+    FOR_EACH(t, tier) {
+        if (TIERS[t].stats == NULL) continue;
+        for (const sl_lanes_kernel *kernel = TIERS[t].stats; kernel->from >= 0; kernel++)
+            if (kernel->from == from) return kernel->sum;
+    }
+    return NULL;
+}

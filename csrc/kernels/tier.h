@@ -1,0 +1,19 @@
+/* Instruction sets by number (sl_api.h): what each brings, falling back to the one below where it brings nothing. The tier
+ * must be available. */
+#ifndef SL_TIER_H
+#define SL_TIER_H
+
+#include "kernels/convert.h"
+#include "kernels/quant.h"
+#include "kernels/stats.h"
+
+/* The kernel of a direct conversion; NULL when there is none. */
+sl_convert_fn sl_tier_convert(int32_t tier, int32_t from, int32_t to);
+
+/* The kernels of int8, all of them. */
+sl_quant sl_tier_quant(int32_t tier);
+
+/* The kernel of statistics of a dtype; NULL when there is none. */
+sl_lanes_fn sl_tier_lanes(int32_t tier, int32_t from);
+
+#endif

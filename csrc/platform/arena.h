@@ -1,0 +1,30 @@
+/* The blocks of one object, freed together, so that every error path is one call. */
+#ifndef SL_ARENA_H
+#define SL_ARENA_H
+
+#include "base/error.h"
+
+/* A table has ten columns, twice when they are put in order, and four of scratch. */
+#define SL_ARENA_BLOCKS 32
+
+typedef struct sl_block {
+    void *memory;
+    uint64_t size;
+} sl_block;
+
+typedef struct sl_arena {
+    sl_block blocks[SL_ARENA_BLOCKS];
+    int32_t used;
+} sl_arena;
+
+/* A block of `size` bytes (0 gives a valid pointer). */
+int32_t sl_arena_alloc(sl_arena *arena, uint64_t size, void **out, sl_error *error);
+
+/* Makes *array (NULL at first, else a block of this arena) hold at least `needed` elements of `item` bytes,
+ * doubling *capacity so that n appends cost O(n). */
+int32_t sl_arena_grow(sl_arena *arena, void **array, uint64_t *capacity, uint64_t needed, size_t item,
+                      sl_error *error);
+
+void sl_arena_free(sl_arena *arena);
+
+#endif

@@ -1,0 +1,205 @@
+/* The operating system: POSIX. */
+#if !defined(_WIN32)
+
+#if defined(__linux__)
+#define _GNU_SOURCE /* fallocate, MAP_NORESERVE; before any system header */
+#elif !defined(__APPLE__)
+#define _POSIX_C_SOURCE 200809L
+#endif
+
+#include "platform/platform.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+_Static_assert(sizeof(off_t) == 8, "files larger than 2 GiB need a 64-bit off_t");
+
+/* Linux moves at most 0x7ffff000 bytes in one call and macOS refuses more than INT_MAX; see read(2). */
+#define LARGEST_TRANSFER ((uint64_t)1 << 30)
+
+/* Of x86-64 and of AArch64 with 4 KiB pages. */
+#define HUGE_PAGE ((size_t)2 << 20)
+
+#ifndef MAP_NORESERVE
+#define MAP_NORESERVE 0
+#endif
+
+int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_error *error) {
+    int descriptor;
+    /* O_NONBLOCK so that a FIFO without a writer is refused below instead of waited for; it has no effect on
+     * regular files. */
+    do {
+        descriptor = open(path_utf8, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    } while (descriptor < 0 && errno == EINTR);
+    if (descriptor < 0) return sl_fail_os(error, errno, -1);
+    struct stat status;
+    int32_t result = SL_OK;
+    if (fstat(descriptor, &status) != 0)
+        result = sl_fail_os(error, errno, -1);
+    else if (S_ISDIR(status.st_mode))
+        result = sl_fail_os(error, EISDIR, -1);
+    else if (!S_ISREG(status.st_mode))
+        result = sl_fail(error, SL_E_FORMAT, -1, "not a regular file: weights are mapped and read at offsets");
+    if (result != SL_OK) {
+        close(descriptor);
+        return result;
+    }
+    *file = descriptor;
+    *size = (uint64_t)status.st_size;
+    return SL_OK;
+}
+
+void sl_file_close(int64_t file) { close((int)file); }
+
+int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error) {
+    /* Private and writable: a write copies the page and never reaches the file. NORESERVE: otherwise a strict
+     * kernel would count every mapped byte as if all of them were going to be written. */
+    void *mapped = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, (int)file, 0);
+    if (mapped == MAP_FAILED) return sl_fail_os(error, errno, -1);
+    *address = mapped;
+    return SL_OK;
+}
+
+void sl_file_unmap(void *address, uint64_t size) { munmap(address, (size_t)size); }
+
+int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error) {
+#if defined(__linux__)
+    /* Not posix_fallocate: where the filesystem cannot reserve, glibc writes a byte into every block. */
+    int result;
+    do {
+        result = size > 0 ? fallocate((int)file, 0, 0, (off_t)size) : 0;
+    } while (result != 0 && errno == EINTR);
+    if (result != 0 && errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL && errno != EPERM)
+        return sl_fail_os(error, errno, -1);
+#elif defined(__APPLE__)
+    fstore_t store = {F_ALLOCATEALL, F_PEOFPOSMODE, 0, (off_t)size, 0};
+    if (size > 0 && fcntl((int)file, F_PREALLOCATE, &store) != 0 && errno == ENOSPC)
+        return sl_fail_os(error, ENOSPC, -1);
+#else
+    (void)file, (void)size, (void)error;
+#endif
+    return SL_OK;
+}
+
+int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error) {
+    uint8_t *at = memory;
+    uint64_t end = offset + size;
+    while (offset < end) {
+        ssize_t got = pread((int)file, at, (size_t)sl_min_u64(end - offset, LARGEST_TRANSFER), (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return sl_fail_os(error, errno, (int64_t)offset);
+        if (got == 0)
+            return sl_fail(error, SL_E_TRUNCATED, (int64_t)offset,
+                           "the file ends at byte %llu, but bytes up to %llu were to be read: it was truncated "
+                           "after it was opened",
+                           (unsigned long long)offset, (unsigned long long)end);
+        at += got;
+        offset += (uint64_t)got;
+    }
+    return SL_OK;
+}
+
+int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,
+                          sl_error *error) {
+    const uint8_t *at = memory;
+    while (size > 0) {
+        size_t piece = (size_t)sl_min_u64(size, LARGEST_TRANSFER);
+        ssize_t put = append ? write((int)file, at, piece) : pwrite((int)file, at, piece, (off_t)offset);
+        if (put < 0 && errno == EINTR) continue;
+        if (put < 0) return sl_fail_os(error, errno, (int64_t)offset);
+        if (put == 0) return sl_fail_os(error, EIO, (int64_t)offset);
+        at += put;
+        offset += (uint64_t)put;
+        size -= (uint64_t)put;
+    }
+    return SL_OK;
+}
+
+void *sl_memory_alloc(uint64_t size) {
+    /* Huge pages need their own alignment. malloc and numpy do not give it, which leaves up to 2 MiB of every block in
+     * pages of 4 KiB: of the 8 MiB blocks of a 1B model a quarter. */
+    size_t length = (size_t)size, slack = size >= HUGE_PAGE ? HUGE_PAGE : 0;
+    if (length > SIZE_MAX - slack) return NULL;
+    uint8_t *mapped = mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (mapped == MAP_FAILED) return NULL;
+    if (slack == 0) return mapped;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (length + page - 1) / page * page;
+    size_t head = (HUGE_PAGE - (uintptr_t)mapped % HUGE_PAGE) % HUGE_PAGE, tail = slack - head;
+    if (head > 0) munmap(mapped, head);
+    if (tail > 0) munmap(mapped + head + whole, tail);
+#if defined(MADV_HUGEPAGE)
+    madvise(mapped + head, whole, MADV_HUGEPAGE); /* a hint: refusal changes nothing */
+#endif
+    return mapped + head;
+}
+
+void sl_memory_free(void *memory, uint64_t size) { munmap(memory, (size_t)size); }
+
+uint64_t sl_platform_now_us(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000u + (uint64_t)now.tv_nsec / 1000u;
+}
+
+typedef struct launch {
+    pthread_t thread;
+    void (*work)(void *);
+    void *argument;
+} launch;
+
+static void *trampoline(void *pointer) {
+    launch *self = pointer;
+    self->work(self->argument);
+    return NULL;
+}
+
+bool sl_thread_start(sl_thread *thread, void (*work)(void *), void *argument) {
+    launch *self = malloc(sizeof *self);
+    if (self == NULL) return false;
+    self->work = work;
+    self->argument = argument;
+    if (pthread_create(&self->thread, NULL, trampoline, self) != 0) {
+        free(self);
+        return false;
+    }
+    thread->system = self;
+    return true;
+}
+
+void sl_thread_join(sl_thread *thread) {
+    launch *self = thread->system;
+    pthread_join(self->thread, NULL);
+    free(self);
+    thread->system = NULL;
+}
+
+uint64_t sl_atomic_add(sl_atomic *counter, uint64_t amount) {
+    return __atomic_fetch_add(&counter->value, amount, __ATOMIC_SEQ_CST);
+}
+
+uint64_t sl_atomic_load(const sl_atomic *counter) { return __atomic_load_n(&counter->value, __ATOMIC_SEQ_CST); }
+
+void sl_atomic_lower(sl_atomic *counter, uint64_t value) {
+    uint64_t seen = sl_atomic_load(counter);
+    while (value < seen &&
+           !__atomic_compare_exchange_n(&counter->value, &seen, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+}
+
+void sl_atomic_raise_u32(uint32_t *number, uint32_t value) {
+    uint32_t seen = __atomic_load_n(number, __ATOMIC_RELAXED);
+    while (value > seen && !__atomic_compare_exchange_n(number, &seen, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+#endif
+
+/* ISO C wants a translation unit to declare something, also where this file is empty. */
+typedef int sl_platform_posix_is_compiled;

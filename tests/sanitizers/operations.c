@@ -1,0 +1,230 @@
+/* What each operation of a job takes: every operation with and without a grid and channels, for dtypes of every kind, from
+ * memory and from a file. What its row below does not allow must be refused with a message that names it; nothing may be
+ * written then. Also: malformed jobs, and all operations in one run. */
+#define _DEFAULT_SOURCE
+#include <fcntl.h>
+
+#include "checkpoints.h"
+
+enum { ROWS = 96, COLUMNS = 65, ELEMENTS = ROWS * COLUMNS, ROOM = 1 << 17 };
+enum { NO, YES, MAYBE };
+
+/* A job of each that must run: dtypes, and what it takes. */
+static const struct {
+    int32_t op;
+    const char *name;
+    int grid, channels;
+    int32_t from, to;
+} ROWS_OF_OPS[] = {
+    {SL_OP_COPY, "copy", NO, NO, SL_F32, SL_F32},       {SL_OP_CONVERT, "convert", NO, NO, SL_F32, SL_BF16},
+    {SL_OP_GRID, "grid", YES, NO, SL_F32, SL_BF16},     {SL_OP_WRITE, "write", NO, NO, SL_F32, SL_F32},
+    {SL_OP_APPEND, "append", NO, NO, SL_F32, SL_F32},   {SL_OP_INT8, "int8", NO, YES, SL_F32, SL_I8},
+    {SL_OP_FROM_INT8, "from int8", NO, YES, SL_I8, SL_F32}, {SL_OP_ABSMAX, "absmax", NO, YES, SL_F32, SL_F32},
+    {SL_OP_FINITE, "finite", NO, NO, SL_F32, SL_F32},   {SL_OP_STATS, "stats", NO, MAYBE, SL_I8, SL_I8},
+    {SL_OP_HISTOGRAM, "histogram", NO, MAYBE, SL_I8, SL_I8},
+};
+_Static_assert(sizeof ROWS_OF_OPS / sizeof *ROWS_OF_OPS == SL_OP_COUNT, "one row for each operation");
+
+static uint8_t *source, *memory, *again; /* ROOM bytes each */
+static float factors[ELEMENTS];
+static int64_t source_file, target_file;
+static unsigned runs, refusals;
+
+static sl_grid grid_of(int32_t from, int32_t to) {
+    int64_t a = sl_dtype_get(from)->block_bytes, b = sl_dtype_get(to)->block_bytes;
+    return (sl_grid){ROWS, COLUMNS, COLUMNS * a, a, b, ROWS * b};
+}
+
+static uint64_t size_of(int32_t dtype) {
+    const sl_dtype_info *info = sl_dtype_get(dtype);
+    return (uint64_t)ELEMENTS / (uint64_t)info->block * (uint64_t)info->block_bytes;
+}
+
+static int32_t run(const sl_job *jobs, uint64_t count, int32_t threads, sl_error *error) {
+    sl_cursor cursor = {0};
+    memset(error, 0, sizeof *error);
+    while (!cursor.finished) {
+        int32_t status = sl_jobs_run(jobs, count, SL_TIER_SCALAR, threads, 1, &cursor, error);
+        if (status != SL_OK) return status;
+    }
+    return SL_OK;
+}
+
+static bool writes(int32_t op) { return op == SL_OP_WRITE || op == SL_OP_APPEND; }
+
+static sl_job job_of(int32_t op, int32_t from, int32_t to, bool in_file) {
+    sl_job job = {.op = op, .from = from, .to = to, .memory = memory, .size = size_of(from)};
+    job.file = writes(op) ? target_file : in_file ? source_file : SL_MEMORY;
+    if (job.file == SL_MEMORY) job.offset = (uint64_t)(uintptr_t)source;
+    return job;
+}
+
+static bool untouched(void) {
+    for (size_t i = 0; i < ROOM; i++)
+        if (memory[i] != 0) return false;
+    return true;
+}
+
+static bool names(const char *message, const char *name) { return strstr(message, name) != NULL; }
+
+/* ---- every combination ---- */
+
+static void try(size_t row, int32_t from, int32_t to, bool with_grid, const sl_channels *channels, bool in_file) {
+    const sl_grid grid = grid_of(from, to);
+    sl_job job = job_of(ROWS_OF_OPS[row].op, from, to, in_file);
+    sl_error error;
+    job.grid = with_grid ? &grid : NULL;
+    job.channels = channels;
+    memset(memory, 0, ROOM);
+    int32_t status = run(&job, 1, 2, &error);
+    bool taken = (ROWS_OF_OPS[row].grid == MAYBE || ROWS_OF_OPS[row].grid == (int)with_grid) &&
+                 (ROWS_OF_OPS[row].channels == MAYBE || ROWS_OF_OPS[row].channels == (channels != NULL));
+    if (taken && from == ROWS_OF_OPS[row].from && to == ROWS_OF_OPS[row].to) CHECK(status == SL_OK);
+    runs++;
+    if (status == SL_OK) {
+        CHECK(taken);
+        return;
+    }
+    if (status == SL_E_RANGE) { /* of a value, which the bytes of another dtype may hold */
+        CHECK(taken && (job.op == SL_OP_CONVERT || job.op == SL_OP_FINITE));
+        return;
+    }
+    refusals++;
+    CHECK(status == SL_E_ARGUMENT && error.status == status && error.message[0] != '\0');
+    CHECK(taken || names(error.message, ROWS_OF_OPS[row].name));
+    CHECK(untouched());
+}
+
+static void try_all(void) {
+    static const int32_t DTYPES[] = {SL_F32, SL_BF16, SL_I8, SL_F64, SL_I64, SL_C64, SL_F4, SL_F6_E2M3, SL_Q4_0, SL_Q4_K, SL_IQ1_S};
+    static const sl_channels CHANNELS[] = {{COLUMNS, 1, factors}, {ROWS, COLUMNS, factors}, {1, 1, factors}};
+    enum { DTYPE_COUNT = sizeof DTYPES / sizeof *DTYPES };
+    for (size_t row = 0; row < SL_OP_COUNT; row++)
+        for (size_t k = 0; k < 2 * DTYPE_COUNT * DTYPE_COUNT; k++) {
+            int32_t from = DTYPES[k / 2 % DTYPE_COUNT], to = DTYPES[k / 2 / DTYPE_COUNT];
+            for (int with_grid = 0; with_grid < 2; with_grid++) {
+                try(row, from, to, with_grid, NULL, k % 2);
+                for (size_t c = 0; c < sizeof CHANNELS / sizeof *CHANNELS; c++) try(row, from, to, with_grid, &CHANNELS[c], k % 2);
+            }
+        }
+}
+
+/* ---- malformed jobs ---- */
+
+static void refuse(sl_job job, const char *fragment) {
+    sl_error error;
+    memset(memory, 0, ROOM);
+    CHECK(run(&job, 1, 2, &error) == SL_E_ARGUMENT);
+    if (!names(error.message, fragment)) fprintf(stderr, "%s\n", error.message);
+    CHECK(names(error.message, fragment) && untouched());
+    refusals++;
+}
+
+static void refuse_channels(int32_t op, int32_t from, uint64_t count, uint64_t inner, const float *scales, const char *fragment) {
+    const sl_channels channels = {count, inner, scales};
+    sl_job job = job_of(op, from, SL_F32, false);
+    job.channels = &channels;
+    refuse(job, fragment);
+}
+
+static void refuse_malformed(void) {
+    sl_job job;
+    sl_error error;
+    sl_cursor cursor = {0};
+    for (size_t row = 0; row < SL_OP_COUNT; row++) CHECK(strcmp(sl_op_name(ROWS_OF_OPS[row].op), ROWS_OF_OPS[row].name) == 0);
+    CHECK(sl_op_name(-1) == NULL && sl_op_name(SL_OP_COUNT) == NULL);
+    refuse(job_of(-1, SL_F32, SL_F32, false), "no operation -1");
+    refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "no operation 11");
+    job = job_of(SL_OP_COPY, SL_F32, SL_F32, false);
+    CHECK(sl_jobs_run(&job, 1, SL_TIER_COUNT, 1, 0, &cursor, &error) == SL_E_ARGUMENT && names(error.message, "no tier"));
+    CHECK(sl_jobs_run(&job, 1, -1, 1, 0, &cursor, &error) == SL_E_ARGUMENT && untouched());
+    refuse(job_of(SL_OP_COPY, SL_F32, SL_BF16, false), "by copying");
+    refuse(job_of(SL_OP_CONVERT, SL_BF16, SL_BF16, false), "no conversion");
+    job = job_of(SL_OP_WRITE, SL_F32, SL_F32, false);
+    job.file = SL_MEMORY;
+    refuse(job, "only a file");
+    job.op = SL_OP_APPEND;
+    refuse(job, "only a file");
+
+    const sl_channels one = {1, 1, factors};
+    static const int32_t BY_BLOCK[] = {SL_OP_CONVERT, SL_OP_INT8, SL_OP_ABSMAX, SL_OP_FINITE, SL_OP_STATS, SL_OP_HISTOGRAM};
+    for (size_t k = 0; k < sizeof BY_BLOCK / sizeof *BY_BLOCK; k++) {
+        job = job_of(BY_BLOCK[k], SL_Q4_0, SL_F32, false);
+        job.size -= 1;
+        if (BY_BLOCK[k] == SL_OP_INT8 || BY_BLOCK[k] == SL_OP_ABSMAX) job.channels = &one;
+        refuse(job, "not a whole number of blocks of 18");
+    }
+    for (int32_t op = SL_OP_INT8; op <= SL_OP_ABSMAX; op++) {
+        refuse_channels(op, SL_I8, 0, 1, factors, "0 channels");
+        refuse_channels(op, SL_I8, 1, 0, factors, "of 0 elements");
+        if (op != SL_OP_ABSMAX) refuse_channels(op, SL_I8, COLUMNS, 1, NULL, "no factors");
+        if (op != SL_OP_FROM_INT8) refuse_channels(op, SL_F4, COLUMNS, 1, factors, "not whole blocks of 2");
+    }
+    refuse_channels(SL_OP_STATS, SL_F32, COLUMNS, 1, factors, "only of int8");
+    refuse_channels(SL_OP_FROM_INT8, SL_F32, COLUMNS, 1, factors, "is not int8");
+    job = job_of(SL_OP_FROM_INT8, SL_I8, SL_Q4_0, false);
+    job.channels = &one;
+    refuse(job, "cannot become");
+}
+
+/* ---- all operations in one run ---- */
+
+/* One thread after the other, then all at once with three: the same bytes. */
+static void run_together(void) {
+    enum { STEP = ROOM / SL_OP_COUNT / 64 * 64 };
+    const sl_grid grid = grid_of(SL_F32, SL_BF16);
+    const sl_channels channels = {COLUMNS, 1, factors}; /* an odd number: scratch of an odd size */
+    sl_job jobs[SL_OP_COUNT];
+    sl_error error;
+    for (size_t row = 0; row < SL_OP_COUNT; row++) {
+        sl_job *job = &jobs[row];
+        *job = job_of(ROWS_OF_OPS[row].op, ROWS_OF_OPS[row].from, ROWS_OF_OPS[row].to, row % 2);
+        if (ROWS_OF_OPS[row].grid == YES) job->grid = &grid;
+        if (ROWS_OF_OPS[row].channels == YES) job->channels = &channels;
+        job->memory = memory + STEP * row;
+        job->size = job->op == SL_OP_GRID ? job->size : job->size / 4; /* places do not overlap */
+        if (job->op == SL_OP_GRID) job->memory = memory + ROOM - 2 * ELEMENTS;
+    }
+    memset(memory, 0, ROOM);
+    for (size_t row = 0; row < SL_OP_COUNT; row++) CHECK(run(&jobs[row], 1, 1, &error) == SL_OK);
+    memcpy(again, memory, ROOM);
+    memset(memory, 0, ROOM);
+    for (size_t row = 0; row < SL_OP_COUNT; row++)
+        if (jobs[row].op == SL_OP_APPEND) jobs[row].op = SL_OP_WRITE; /* one of them would make it one thread */
+    CHECK(run(jobs, SL_OP_COUNT, 3, &error) == SL_OK);
+    CHECK(memcmp(again, memory, ROOM) == 0);
+}
+
+static int64_t open_again(const char *path) {
+    int file = open(path, O_RDWR);
+    CHECK(file >= 0);
+    return file;
+}
+
+int main(void) {
+    char source_path[32], target_path[32];
+    bytes content = {NULL, 0, 0};
+    source = malloc(ROOM);
+    memory = malloc(ROOM);
+    again = malloc(ROOM);
+    CHECK(source != NULL && memory != NULL && again != NULL);
+    for (size_t i = 0; i < ROOM; i++) source[i] = (uint8_t)(i % 4 == 3 ? 0x3c : i * 37 >> 3); /* finite in all dtypes */
+    for (size_t i = 0; i < ELEMENTS; i++) factors[i] = 0.25f + (float)(i % 7);
+    add(&content, source, ROOM);
+    write_file(content, source_path);
+    write_file((bytes){NULL, 0, 0}, target_path);
+    source_file = open_again(source_path);
+    target_file = open_again(target_path);
+    try_all();
+    refuse_malformed();
+    run_together();
+    close((int)source_file);
+    close((int)target_file);
+    unlink(source_path);
+    unlink(target_path);
+    free(source);
+    free(memory);
+    free(again);
+    printf("%d operations: %u combinations, %u refused\n", SL_OP_COUNT, runs, refusals);
+    return 0;
+}

@@ -1,0 +1,82 @@
+"""The table of dtypes against what numpy, ml_dtypes and gguf-py say of the same types."""
+
+import gguf
+import gguf.quants
+import numpy as np
+import pytest
+
+from safeload import dtypes
+from safeload._native import ffi, lib
+
+rng = np.random.default_rng(11)
+
+KINDS = {
+    "f": lib.SL_KIND_FLOAT,
+    "i": lib.SL_KIND_INT,
+    "u": lib.SL_KIND_INT,
+    "b": lib.SL_KIND_BOOL,
+    "c": lib.SL_KIND_COMPLEX,
+}
+
+
+@pytest.mark.parametrize("row", dtypes.TABLE, ids=lambda row: row.code)
+def test_elements_are_of_the_kind_that_numpy_says(row):
+    dtype = dtypes.element_dtype(row.number)
+    assert row.kind == (KINDS[dtype.kind] if dtype.isbuiltin == 1 else lib.SL_KIND_FLOAT)  # all of ml_dtypes' here
+    assert (row.floating, row.complex, row.blocked) == (row.kind == KINDS["f"], row.kind == KINDS["c"], False)
+    assert row.scale_count == 0
+
+
+@pytest.mark.parametrize("row", [row for row in dtypes.TABLE if not row.packed], ids=lambda row: row.code)
+def test_another_byte_order_swaps_so_many_bytes(row):
+    dtype = dtypes.element_dtype(row.number)
+    raw = rng.integers(0, 256, 4 * dtype.itemsize, np.uint8)
+    swapped = np.ascontiguousarray(raw.reshape(-1, row.swap)[:, ::-1]).reshape(-1)
+    by_numpy = raw.view(dtype).byteswap() if dtype.isbuiltin == 1 else raw.view(f"u{dtype.itemsize}").byteswap()
+    np.testing.assert_array_equal(swapped, by_numpy.view(np.uint8))
+
+
+def test_ggml_numbers_are_gguf_pys():
+    known = {int(number): number for number in gguf.GGMLQuantizationType}
+    assert lib.sl_dtype_get(lib.SL_Q4_0_ABSMAX).ggml == -1  # is stored as Q4_0
+    found = {row.ggml: row for row in dtypes.BY_NUMBER.values() if row.ggml >= 0}
+    assert len(found) == sum(row.ggml >= 0 for row in dtypes.BY_NUMBER.values())
+    assert len(set(known) & set(found)) >= 30
+    for number in set(known) & set(found):
+        row = found[number]
+        assert known[number].name == row.code
+        assert gguf.GGML_QUANT_SIZES[known[number]] == (
+            (row.block, row.block_bytes) if row.blocked else (1, row.bits // 8)
+        )
+
+
+@pytest.mark.parametrize("row", dtypes.BLOCK_TYPES.values(), ids=lambda row: row.code)
+def test_scales_of_blocks_lie_where_gguf_py_finds_them(row):
+    """With all scales finite so is every value; with one of them NaN some value is not."""
+    assert row.blocked
+    assert row.scale_at + 2 * row.scale_count <= row.block_bytes
+    number = gguf.GGMLQuantizationType(row.ggml)
+    if row.scale_count == 0 or number not in gguf.quants._type_traits:
+        pytest.skip("no float16 scales, or gguf-py restores none")
+    blocks = rng.integers(0, 256, (64, row.block_bytes), np.uint8)
+    scales = blocks[:, row.scale_at : row.scale_at + 2 * row.scale_count]
+    scales[...] = np.full((64, row.scale_count), 0.5, "<f2").view(np.uint8)
+    assert np.isfinite(gguf.quants.dequantize(blocks, number)).all()
+    for k in range(row.scale_count):
+        bad = blocks.copy()
+        bad[:, row.scale_at + 2 * k : row.scale_at + 2 * k + 2] = np.array([np.nan], "<f2").view(np.uint8)
+        assert np.isnan(gguf.quants.dequantize(bad, number)).any(axis=1).all()
+
+
+@pytest.mark.parametrize("row", dtypes.BLOCK_TYPES.values(), ids=lambda row: row.code)
+def test_the_first_block_with_a_bad_scale_is_found(row):
+    blocks = np.zeros((9, row.block_bytes), np.uint8)
+    pointer = ffi.from_buffer(blocks)
+    assert lib.sl_blocks_finite(row.number, pointer, 9) == 9
+    for k in range(row.scale_count):
+        for bad in (np.nan, np.inf, -np.inf):
+            blocks[...] = 0
+            blocks[5:7, row.scale_at + 2 * k : row.scale_at + 2 * k + 2] = np.array([bad], "<f2").view(np.uint8)
+            assert lib.sl_blocks_finite(row.number, pointer, 9) == 5
+    blocks[...] = 0xFF
+    assert lib.sl_blocks_finite(row.number, pointer, 9) == (0 if row.scale_count else 9)
