@@ -11,7 +11,7 @@ from .errors import FormatError, UnsupportedError
 from .files import Array, Identity, PathLike, WeightFile, absolute, check_unchanged, compare, native_path
 from .formats import opening, quantized, sniffing
 from .jobs import Progress
-from .loading import Backend, LoadStats, Part, Value, config_beside, distinct, load_parts, parts_of, stored_of
+from .loading import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
 from .slicing import read_slice
 from .tensor import TensorInfo, missing
 from .text import plural, show
@@ -213,8 +213,8 @@ class Checkpoint(Mapping[str, Value]):
             return {}
         config = self.config
         if config is None and self.files and self.format in _WITH_CONFIG:
-            config = config_beside(self.files[0])
-        return grouping.find(stored_of(self._parts()), config)
+            config = grouping.config_beside(self.files[0])
+        return grouping.find(grouping.stored_of(self._parts()), config)
 
     def get_slice(self, name: str) -> TensorSlice:
         """A stand-in for a tensor that reads what is asked of it: ``ckpt.get_slice("h.0.w")[:, :128]``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from .jobs import Progress
 from .quantized import INT8, QuantizedTensor
 from .tensor import Scale
 from .text import show
-
-if TYPE_CHECKING:
-    from .packed.grouping import Stored
 
 Backend = Literal["mmap", "pread"]
 
@@ -86,45 +83,6 @@ def parts_of(file: WeightFile, names: Iterable[str] | None = None) -> list[Part]
     if names is None:
         return [(name, file, index) for index, name in enumerate(file.table.names)]
     return [(name, file, file.table.index(name)) for name in distinct(names)]
-
-
-def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
-    """Dtype and shape of tensors as their files store them, but for those that are known to be quantized."""
-    from .packed.grouping import Stored  # only here: most loads ask for no values
-
-    stored = {}
-    for name, file, index in parts:
-        table = file.table
-        if not (table.quantized and (table.row(index).blocked or table.scale(index) is not None)):
-            stored[name] = Stored(table.rows[index], table.shapes[index])
-    return stored
-
-
-def config_beside(path: str) -> dict[str, Any] | None:
-    """The ``config.json`` in the folder of a file that was opened alone; None where there is none that can be read."""
-    from pathlib import Path
-
-    from .formats import folder
-
-    try:
-        return folder.read_config(Path(path).parent)
-    except (SafeloadError, OSError):  # it was not asked for
-        return None
-
-
-def refuse_float_codes(file: WeightFile, parts: Sequence[Part], what: str) -> None:
-    """Refuses ``dtype=`` for floating tensors that hold codes, for functions that give stored tensors.
-
-    Raises:
-        UnsupportedError: the message names tensor, scale and `safeload.load`.
-    """
-    from .packed import grouping
-
-    if not grouping.could_hold(row for row in set(file.table.rows) if row.floating):
-        return
-    codes = grouping.find(stored_of(parts_of(file)), config_beside(file.path))
-    converted = [name for name, _, index in parts if file.table.row(index).floating]
-    grouping.refuse(codes, converted, f"{what} with dtype=", file.path)
 
 
 def load_parts(

@@ -8,7 +8,7 @@ from typing import Any
 from .files import Array, PathLike
 from .formats import quantized, safetensors
 from .jobs import Progress
-from .loading import Backend, check_backend, load_parts, parts_of, refuse_float_codes
+from .loading import Backend, check_backend, load_parts, parts_of
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
@@ -124,7 +124,9 @@ def load_file(
     try:
         parts = parts_of(file, names)
         if dtype is not None:
-            refuse_float_codes(file, parts, "load_file")
+            from .packed import grouping  # only here: most loads ask for no values
+
+            grouping.refuse_floating(file, parts, "load_file")
         return load_parts(parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()

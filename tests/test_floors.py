@@ -70,7 +70,7 @@ PYTHON_FLOORS = {
             "formats.folder",
         ),
     ],
-    4: ["packed", "packed.grouping", "loading", "checkpoint", "handle"],
+    4: ["loading", "packed", "packed.grouping", "checkpoint", "handle"],
     5: [
         *("sources", "reading", "schema", "quantization", "stacking", "statistics", "conversion"),
         *("checks", "checks.findings", "checks.names", "checks.files", "checks.holes", "checks.values"),

@@ -11,11 +11,14 @@ bitsandbytes, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLlama, A
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .. import dtypes
-from ..errors import UnsupportedError
+from ..errors import SafeloadError, UnsupportedError
+from ..files import WeightFile
+from ..loading import Part, parts_of
 
 # Dtypes that codes are stored in. F8_E8M0 holds powers of two: it is a dtype of scales, never of codes.
 _FLOAT_CODES = frozenset(
@@ -244,3 +247,45 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
         f"{where}{': ' if where else ''}tensor {name!r} holds {dtype} codes, {beside}{said}. {what} would take the "
         "codes for weights, and this version does not dequantize them; safeload.load without dtype= gives them stored"
     )
+
+
+# ---- in files ----
+
+
+def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
+    """Dtype and shape of tensors as their files store them, without those that are known to be quantized."""
+    stored = {}
+    for name, file, index in parts:
+        table = file.table
+        if not (table.quantized and (table.row(index).blocked or table.scale(index) is not None)):
+            stored[name] = Stored(table.rows[index], table.shapes[index])
+    return stored
+
+
+def config_beside(path: str) -> dict[str, Any] | None:
+    """The ``config.json`` in the folder of a file that was opened alone; None where there is none that can be read."""
+    from ..json_file import read_json
+
+    config = os.path.join(os.path.dirname(path), "config.json")
+    try:
+        return read_json(config, "config.json") if os.path.exists(config) else None
+    except (SafeloadError, OSError):  # it was not asked for
+        return None
+
+
+def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
+    """Refuses ``dtype=`` for floating tensors that hold codes, for functions that give stored tensors.
+
+    Args:
+        file: that has them.
+        parts: the tensors that are asked for.
+        what: the function, as messages name it.
+
+    Raises:
+        UnsupportedError: the message names tensor, scale and `safeload.load`.
+    """
+    if not could_hold(row for row in set(file.table.rows) if row.floating):
+        return
+    codes = find(stored_of(parts_of(file)), config_beside(file.path))
+    converted = (name for name, _, index in parts if file.table.row(index).floating)
+    refuse(codes, converted, f"{what} with dtype=", file.path)
