@@ -74,7 +74,7 @@ PYTHON_FLOORS = {
     ],
     3: [
         *("formats", "formats.sniffing", "formats.safetensors", "formats.quantized"),
-        *("formats.pickle_machine", "formats.pickle_opcodes", "formats.unpickler"),
+        *("formats.pickle_machine", "formats.pickle_keys", "formats.pickle_opcodes", "formats.unpickler"),
         *("formats.torch_globals", "formats.flattening", "formats.torch_tensors"),
         *(
             "formats.archive",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .pickle_machine import Fault, Foreign, Global, Inert, describe, put
+from .pickle_keys import put
+from .pickle_machine import Fault, Foreign, Global, Inert, describe
 
 
 class Storage:
@@ -75,7 +76,7 @@ def _ordered_dict(args: tuple[Any, ...]) -> Any:
     if type(pairs) not in (list, tuple) or any(type(p) not in (list, tuple) or len(p) != 2 for p in pairs):
         raise Fault("OrderedDict takes a list of pairs")
     if pairs:
-        put(made, [x for pair in pairs for x in pair])
+        put(made, [x for pair in pairs for x in pair], {})
     return made
 
 
@@ -178,7 +179,7 @@ _UNTYPED = ("torch.storage.UntypedStorage", "torch.storage._UntypedStorage", "to
 ALLOWED: dict[str, Global] = {
     row.name: row
     for row in (
-        *(Global(name, kind, build) for name, kind, build in _FUNCTIONS),
+        *(Global(name, kind, build, copies=kind != TENSOR) for name, kind, build in _FUNCTIONS),
         *(Global(f"torch.{name}", DTYPE, None, code, size) for name, code, size, _ in _DTYPES),
         *(Global(f"torch.{storage}", STORAGE, None, code, size) for _, code, size, storage in _DTYPES if storage),
         *(Global(name, STORAGE, None, "U8", 1) for name in _UNTYPED),

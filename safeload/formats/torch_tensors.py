@@ -61,7 +61,7 @@ def make_table(
         LimitError: a limit is exceeded.
         TensorNotFoundError: there is no ``options.root``.
     """
-    tree = Tree(found.value, path)
+    tree = Tree(found.value, path, found.size)
     root = None if options.root is None else tree.select(options.root)
     places: dict[int, Listing] = {}
     listings: dict[str, Listing] = {}

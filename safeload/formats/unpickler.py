@@ -6,9 +6,10 @@ stack as in CPython, with these differences:
 1. A global is looked up in a table that the caller gives. What is there is built by our own function of that row; any
    other name becomes a `Foreign`, what is made of it an `Inert`.
 2. A persistent id is handed to the caller.
-3. Dict keys and set elements are scalars or small tuples of them, and a key comes once: keys made to collide or to
-   take forever to hash are refused, and no entry hides another.
-4. Every length is checked against the bytes that are left before anything is allocated.
+3. Dict keys and set elements are scalars or small tuples of them, and a key comes once: keys made to collide
+   (pickle_keys.py) or to take forever to hash are refused, and no entry hides another.
+4. Every length is checked against the bytes that are left before anything is allocated, and what is copied from values
+   that the pickle can refer to again is counted (`Machine.charge`).
 
 Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, what rows and persistent
 ids make, `Global`, `Foreign` and `Inert`. The opcodes are in pickle_opcodes.py.
@@ -25,7 +26,7 @@ from .pickle_machine import Fault, Global, Machine, Stop, describe, show
 from .pickle_opcodes import OPCODES
 
 # 50 times the opcodes of the largest real file known (400,000). Each allocates at most 216 bytes (an empty set) beyond
-# what it copies from the file.
+# what it copies from the file; a list of sets that becomes metadata takes some 340 a byte, which is the most.
 MAX_OPCODES = 20_000_000
 # Bytes of a pickle, which is read into memory. The largest real ones have some 10 MB; tensors are not in them.
 MAX_PICKLE = 1 << 30
@@ -43,12 +44,14 @@ class Unpickled(NamedTuple):
     Attributes:
         value: its object.
         end: position behind its STOP.
+        size: its bytes.
         harmless: names of the globals it uses that are in the table.
         foreign: names of those that are not.
     """
 
     value: Any
     end: int
+    size: int
     harmless: list[str]
     foreign: list[str]
 
@@ -94,7 +97,7 @@ def unpickle(
         _check_foreign(machine, path, inert, f", and is malformed beyond that: {error}")
         raise
     _check_foreign(machine, path, inert, "")
-    return Unpickled(value, machine.at, sorted(machine.harmless), sorted(machine.foreign))
+    return Unpickled(value, machine.at, machine.at - start, sorted(machine.harmless), sorted(machine.foreign))
 
 
 def _check_foreign(machine: Machine, path: str, inert: bool, more: str) -> None:
