@@ -78,6 +78,8 @@ PYTHON_FLOORS = {
         *("formats.torch_globals", "formats.flattening", "formats.torch_tensors"),
         *(
             "formats.archive",
+            "formats.torch_storages",
+            "formats.torch_package",
             "formats.torch_zip",
             "formats.torch_legacy",
             "formats.moon",

@@ -18,7 +18,7 @@ ids make, `Global`, `Foreign` and `Inert`. The opcodes are in pickle_opcodes.py.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
@@ -30,6 +30,7 @@ from .pickle_opcodes import OPCODES
 MAX_OPCODES = 20_000_000
 # Bytes of a pickle, which is read into memory. The largest real ones have some 10 MB; tensors are not in them.
 MAX_PICKLE = 1 << 30
+_ASKS = "the pickle asks"
 # Names in one message.
 MAX_SHOWN = 100
 
@@ -91,24 +92,28 @@ def unpickle(
     except TruncatedError:
         if not complete:
             raise
-        _check_foreign(machine, path, inert, ", and breaks off then")
+        check_foreign(sorted(machine.foreign), path, inert, _ASKS, ", and breaks off then")
         raise
     except (FormatError, LimitError, UnsupportedError) as error:
-        _check_foreign(machine, path, inert, f", and is malformed beyond that: {error}")
+        check_foreign(sorted(machine.foreign), path, inert, _ASKS, f", and is malformed beyond that: {error}")
         raise
-    _check_foreign(machine, path, inert, "")
+    check_foreign(sorted(machine.foreign), path, inert, _ASKS)
     return Unpickled(value, machine.at, machine.at - start, sorted(machine.harmless), sorted(machine.foreign))
 
 
-def _check_foreign(machine: Machine, path: str, inert: bool, more: str) -> None:
-    if inert or not machine.foreign:
+def check_foreign(names: Sequence[str], path: str, inert: bool, asks: str, more: str = "") -> None:
+    """Refuses globals off the list, unless they may be ``inert``.
+
+    Raises:
+        ForbiddenError: there are some; it names them.
+    """
+    if inert or not names:
         return
-    names = sorted(machine.foreign)
     shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:MAX_SHOWN])
     if len(names) > MAX_SHOWN:
         shown += f" and {len(names) - MAX_SHOWN} more"
     raise ForbiddenError(
-        f"{path}: the pickle asks for {'a global' if len(names) == 1 else f'{len(names)} globals'} off the list of "
+        f"{path}: {asks} for {'a global' if len(names) == 1 else f'{len(names)} globals'} off the list of "
         f'harmless ones: {shown}{more}. Nothing was imported or called; unknown_globals="inert" reads the tensors '
         "around them"
     )
