@@ -28,7 +28,7 @@ class Checkpoint(Mapping[str, Value]):
     (SIGBUS). ``load(backend="pread")`` has no such hazard.
 
     Attributes:
-        format: "safetensors", "torch zip", "torch legacy", "gguf", "npz" or "moon".
+        format: "safetensors", "torch zip", "torch legacy", "pickle", "gguf", "npz" or "moon".
         files: paths of the files that hold the tensors.
         metadata: text from the header; of a torch checkpoint all that is no tensor, nested as it was, also outside
             ``root``; of a GGUF file a mapping that unpacks values when they are asked for; for shards that of all of
@@ -59,7 +59,7 @@ class Checkpoint(Mapping[str, Value]):
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._closed = False
         self.format = format
-        self.files = [file.path for file in files]
+        self.files = list(dict.fromkeys(file.path for file in files))
         self.metadata = metadata
         self.config = config
         self.last_load: LoadStats | None = None
@@ -268,8 +268,8 @@ def open(
 
     Args:
         path: what to open. The format is told from the content, not from the suffix.
-        format: to insist on one: "safetensors", "torch" (either of the following), "torch zip", "torch legacy", "gguf",
-            "npz" or "moon".
+        format: to insist on one: "safetensors", "torch" (either of the following), "torch zip", "torch legacy",
+            "pickle" (arrays of numpy), "gguf", "npz" or "moon".
         root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is left out of their
             names. For torch checkpoints.
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
@@ -307,7 +307,7 @@ def open(
         opened = opening.open_file(text, wanted)
     except IsADirectoryError:
         return _open_shards(text, wanted)
-    return Checkpoint(text, opened.format, [opened.file], None, opened.metadata, None)
+    return Checkpoint(text, opened.format, opened.files, opened.where, opened.metadata, None)
 
 
 def _open_shards(path: str, wanted: opening.Wanted) -> Checkpoint:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import LimitError, TensorNotFoundError, UnsupportedError
+from .numpy_globals import NumpyArray, NumpyDtype
 from .pickle_machine import Foreign, Global, Inert, show
 from .torch_globals import Storage, Tensor
 
@@ -42,7 +43,7 @@ CYCLE = "<cycle>"
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _NOTHING = object()
 
-TENSORS = frozenset((Tensor,))
+TENSORS = frozenset((Tensor, NumpyArray))
 
 # A step and what it leads to.
 Link = tuple[Any, Any]
@@ -265,7 +266,7 @@ class Tree:
             level = below
         return [*found[:most], *(["..."] if len(found) > most else [])]
 
-    def tensors(self, root: Any = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, root: Any = None) -> Iterator[tuple[str, Tensor | NumpyArray]]:
         """Each tensor and its name, in the order of the pickle.
 
         Args:
@@ -335,7 +336,7 @@ def _describe(value: Any) -> Any:
         return kind(_describe(item) for item in value)
     if kind is Storage:
         return f"<storage {_cut(value.key)} of {value.count} elements of {value.type.name}>"
-    if kind is Global:
+    if kind is Global or kind is NumpyDtype:
         return value.name
     if kind is Foreign or kind is Inert:
         return f"<global {value.name}>"

@@ -118,22 +118,26 @@ def open_index(path: Path, wanted: Wanted) -> Shards:
     where: dict[str, tuple[WeightFile, int]] = {}
     for file_name, tensors in sorted(names.items()):
         shards.append(open_file(str(path.parent / file_name), wanted))
-        file = shards[-1].file
-        found = sorted((file.table.find(tensor), tensor) for tensor in tensors)
-        if found[0][0] < 0:
-            raise FormatError(f"tensor {_show(found[0][1])} should be in {file_name}, but is not there", str(path))
-        where.update((tensor, (file, index)) for index, tensor in found)
+        missing = set(tensors)
+        for file in shards[-1].files:
+            found = sorted((index, tensor) for tensor in missing if (index := file.table.find(tensor)) >= 0)
+            where.update((tensor, (file, index)) for index, tensor in found)
+            missing.difference_update(tensor for _, tensor in found)
+        if missing:
+            raise FormatError(f"tensor {_show(min(missing))} should be in {file_name}, but is not there", str(path))
     return _shards(shards, where, metadata)
 
 
 def _shards(shards: list[Opened], where: dict[str, tuple[WeightFile, int]], metadata: dict[str, Any] | None) -> Shards:
-    return Shards(shards[0].format if shards else SAFETENSORS, [shard.file for shard in shards], where, metadata)
+    return Shards(
+        shards[0].format if shards else SAFETENSORS, [file for shard in shards for file in shard.files], where, metadata
+    )
 
 
 def _union(paths: list[Path], wanted: Wanted) -> Shards:
     shards = [open_file(str(path), wanted) for path in paths]
     where: dict[str, tuple[WeightFile, int]] = {}
-    for _, file in shards:
+    for file in (file for shard in shards for file in shard.files):
         for index, name in enumerate(file.table.names):
             if name in where:
                 raise FormatError(f"tensor {_show(name)} is in both {where[name][0].path} and {file.path}", file.path)

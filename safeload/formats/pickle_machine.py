@@ -52,6 +52,16 @@ class Global:
         self.copies = copies
 
 
+class Built:
+    """What BUILD gives a state."""
+
+    __slots__ = ()
+
+    def build(self, state: Any) -> None:
+        """Takes the state, or raises `Fault`."""
+        raise NotImplementedError
+
+
 class Foreign:
     """A global that is not in the table: its name and nothing else."""
 
@@ -106,11 +116,12 @@ class Machine:
         persistent: what a persistent id stands for.
         harmless: globals in the table that were named.
         foreign: globals not in it that were named.
+        places: where bytes were in the data, by their id, which may have become another's.
         watched: tables of dicts and sets whose keys could be made to collide.
     """
 
     __slots__ = (
-        *("at", "data", "foreign", "harmless", "marks", "memo", "persistent", "stack", "table", "watched"),
+        *("at", "data", "foreign", "harmless", "marks", "memo", "persistent", "places", "stack", "table", "watched"),
         *("_copied", "_start", "far"),
     )
 
@@ -125,6 +136,7 @@ class Machine:
         self.harmless: dict[str, Global] = {}
         self.foreign: dict[str, Foreign] = {}
         self.watched: dict[int, Any] = {}
+        self.places: dict[int, int] = {}
         self._copied = 0
         self.far: dict[str, Any] = {}
         self._start = start
@@ -210,7 +222,7 @@ def _copied_size(args: tuple[Any, ...]) -> int:
     """Bytes that copies of arguments take at most: 100 for an item, which may become one of a dict."""
     size = 0
     for arg in args:
-        if type(arg) is str:
+        if type(arg) is str or type(arg) is bytes:
             size += 4 * len(arg)
         elif type(arg) in (list, tuple):
             size += 100 * len(arg)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import LimitError, UnsupportedError
 from .pickle_keys import add, put
-from .pickle_machine import MAX_INT_BYTES, Fault, Foreign, Inert, Machine, Stop, describe
+from .pickle_machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, Machine, Stop, describe
 
 _U16, _U32, _U64 = (struct.Struct(f"<{code}").unpack_from for code in "HIQ")
 _I32, _F64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
@@ -269,24 +269,30 @@ def _unicode(m: Machine) -> None:
     m.stack.append(str(m.line(len(m.data)), "raw-unicode-escape"))
 
 
+def _bytes(m: Machine, value: bytes | bytearray) -> None:
+    if value:
+        m.places[id(value)] = m.at - len(value)
+    m.stack.append(value)
+
+
 @_op(b"C")
 def _short_binbytes(m: Machine) -> None:
-    m.stack.append(m.take(m.take(1)[0]))
+    _bytes(m, m.take(m.take(1)[0]))
 
 
 @_op(b"B")
 def _binbytes(m: Machine) -> None:
-    m.stack.append(m.take(_size(m, _U32, 4)))
+    _bytes(m, m.take(_size(m, _U32, 4)))
 
 
 @_op(b"\x8e")
 def _binbytes8(m: Machine) -> None:
-    m.stack.append(m.take(_size(m, _U64, 8)))
+    _bytes(m, m.take(_size(m, _U64, 8)))
 
 
 @_op(b"\x96")
 def _bytearray8(m: Machine) -> None:
-    m.stack.append(bytearray(m.take(_size(m, _U64, 8))))
+    _bytes(m, bytearray(m.take(_size(m, _U64, 8))))
 
 
 def _python2(text: bytes) -> str | bytes:
@@ -528,6 +534,8 @@ def _build(m: Machine) -> None:
     into = m.stack[-1]
     if type(into) is Inert:
         into.state = state if into.state is None else (into.state, state)
+    elif isinstance(into, Built):
+        into.build(state)
     elif type(into) is not dict and type(into) is not Foreign:
         raise Fault(f"a state set on {describe(into)}")
     # On an OrderedDict: attributes, of which torch has one, `_metadata` (versions of modules). They are no items.

@@ -1,7 +1,8 @@
-"""The globals that a torch checkpoint may name: one table, and the inert values that are built of them.
+"""The globals that a checkpoint may name: one table, and the inert values that are built of them.
 
-What `torch.save` writes for tensors, no more. The functions build descriptions; they take whatever arguments a pickle
-gives, torch_tensors.py checks those of the tensors that are asked for.
+What `torch.save` writes for tensors, and pickle for arrays of numpy (numpy_globals.py), no more. The functions build
+descriptions; they take whatever arguments a pickle gives, torch_tensors.py checks those of the tensors that are asked
+for.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .numpy_globals import ROWS
 from .pickle_keys import put
 from .pickle_machine import Fault, Foreign, Global, Inert, describe
 
@@ -183,6 +185,7 @@ ALLOWED: dict[str, Global] = {
         *(Global(f"torch.{name}", DTYPE, None, code, size) for name, code, size, _ in _DTYPES),
         *(Global(f"torch.{storage}", STORAGE, None, code, size) for _, code, size, storage in _DTYPES if storage),
         *(Global(name, STORAGE, None, "U8", 1) for name in _UNTYPED),
+        *ROWS,
     )
 }
 

@@ -16,13 +16,12 @@ from typing import Any
 
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from ..files import WeightFile
-from ..tensor import ListedTable
 from . import torch_package, unpickler
 from .archive import Archive
 from .pickle_machine import show
 from .torch_globals import ALLOWED, Storage, read_persistent_id
 from .torch_storages import locate_entry
-from .torch_tensors import Options, make_table
+from .torch_tensors import Made, Options, make_table
 from .unpickler import Unpickled, unpickle
 
 
@@ -43,7 +42,7 @@ def _is_script(archive: Archive, prefix: str) -> bool:
     return any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries)
 
 
-def read_table(archive: Archive, file: WeightFile, options: Options) -> ListedTable:
+def read_table(archive: Archive, file: WeightFile, options: Options) -> Made:
     """The tensors of an archive.
 
     Raises:
@@ -77,7 +76,7 @@ def read_table(archive: Archive, file: WeightFile, options: Options) -> ListedTa
     return _make_table(archive, file, options, found, locate, prefix)
 
 
-def _read_package(archive: Archive, file: WeightFile, options: Options, top: str) -> ListedTable:
+def _read_package(archive: Archive, file: WeightFile, options: Options, top: str) -> Made:
     def locate(storage: Storage) -> int:
         return torch_package.locate(archive, storage, top, file.path)
 
@@ -92,7 +91,7 @@ def _make_table(
     found: Unpickled,
     locate: Callable[[Storage], int],
     prefix: str,
-) -> ListedTable:
+) -> Made:
     begins: dict[str, int] = {}
 
     def locate_once(storage: Storage) -> int:
@@ -103,9 +102,9 @@ def _make_table(
         return begin
 
     order = _is_big_endian(archive, prefix, file.path)
-    table = make_table(found, options, file.path, locate_once, big_endian=order)
+    made = make_table(found, options, file.path, locate_once, big_endian=order)
     archive.check_overlap()
-    return table
+    return made
 
 
 def _is_big_endian(archive: Archive, prefix: str, path: str) -> bool:

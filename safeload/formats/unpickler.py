@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
@@ -31,6 +32,8 @@ MAX_OPCODES = 20_000_000
 # Bytes of a pickle, which is read into memory. The largest real ones have some 10 MB; tensors are not in them.
 MAX_PICKLE = 1 << 30
 _ASKS = "the pickle asks"
+# What an error says where the pickle is sound but for the globals.
+ADVICE = '; unknown_globals="inert" reads the tensors around them'
 # Names in one message.
 MAX_SHOWN = 100
 
@@ -48,6 +51,9 @@ class Unpickled(NamedTuple):
         size: its bytes.
         harmless: names of the globals it uses that are in the table.
         foreign: names of those that are not.
+        data: bytes that hold it.
+        places: see `Machine`.
+        base: where in the file ``data`` begins; None when it is nowhere as such.
     """
 
     value: Any
@@ -55,6 +61,9 @@ class Unpickled(NamedTuple):
     size: int
     harmless: list[str]
     foreign: list[str]
+    data: bytes = b""
+    places: Mapping[int, int] = MappingProxyType({})
+    base: int | None = None
 
 
 def unpickle(
@@ -98,7 +107,16 @@ def unpickle(
         check_foreign(sorted(machine.foreign), path, inert, _ASKS, f", and is malformed beyond that: {error}")
         raise
     check_foreign(sorted(machine.foreign), path, inert, _ASKS)
-    return Unpickled(value, machine.at, machine.at - start, sorted(machine.harmless), sorted(machine.foreign))
+    return Unpickled(
+        value,
+        machine.at,
+        machine.at - start,
+        sorted(machine.harmless),
+        sorted(machine.foreign),
+        data,
+        machine.places,
+        base,
+    )
 
 
 def check_foreign(names: Sequence[str], path: str, inert: bool, asks: str, more: str = "") -> None:
@@ -112,10 +130,10 @@ def check_foreign(names: Sequence[str], path: str, inert: bool, asks: str, more:
     shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:MAX_SHOWN])
     if len(names) > MAX_SHOWN:
         shown += f" and {len(names) - MAX_SHOWN} more"
+    advice = "" if more else ADVICE
     raise ForbiddenError(
         f"{path}: {asks} for {'a global' if len(names) == 1 else f'{len(names)} globals'} off the list of "
-        f'harmless ones: {shown}{more}. Nothing was imported or called; unknown_globals="inert" reads the tensors '
-        "around them"
+        f"harmless ones: {shown}{more}. Nothing was imported or called{advice}"
     )
 
 
