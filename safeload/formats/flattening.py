@@ -23,9 +23,9 @@ MAX_VALUES = 10_000_000
 MAX_TENSORS = 5_000_000
 # Characters of all names; as much as a safetensors header may have.
 MAX_NAME_TEXT = 100_000_000
-# The same two for each byte of the pickle: one container that many refer to gives names to its tensors in each of them.
-# Real pickles have more than 30 bytes for a tensor, and its name is shorter than what they say of it.
-MAX_TENSORS_A_BYTE = 1 / 8
+# The same two in proportion to the bytes of the pickle: a container that many refer to gives its tensors a name in
+# each of them. Real pickles have more than 30 bytes for a tensor, and its name is shorter than what they say of it.
+BYTES_A_TENSOR = 8
 MAX_NAME_TEXT_A_BYTE = 20
 # Tensors and characters that any pickle may have.
 _TENSORS_FREE, _NAME_TEXT_FREE = 10_000, 1_000_000
@@ -93,7 +93,7 @@ class Tree:
         self._limits = (
             (MAX_NESTING, "levels of containers"),
             (MAX_VALUES, "values when shared containers are unfolded"),
-            (min(MAX_TENSORS, _TENSORS_FREE + int(size * MAX_TENSORS_A_BYTE)), "names of tensors"),
+            (min(MAX_TENSORS, _TENSORS_FREE + size // BYTES_A_TENSOR), "names of tensors"),
             (
                 min(MAX_NAME_TEXT, _NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE),
                 "characters in the names of tensors",
