@@ -100,6 +100,16 @@ def test_memory_is_in_proportion_to_the_pickle(case, tmp_path):
     assert peak(path) - usual < MOST * len(DENSE[case]) + (2 << 20)  # a small pickle may copy and name as it likes
 
 
+def test_metadata_cannot_be_made_long_by_repeating_a_text(tmp_path):
+    """As JSON each reference is the text itself: two bytes would be a megabyte of output."""
+    path = tmp_path / "long.pt"
+    for items in (b"h\x01" * 2000, b"h\x01\x85" * 2000):
+        data = b"\x80\x04](" + text("x" * 1_000_000) + b"q\x010" + items + b"e."
+        path.write_bytes(zip_archive({"data.pkl": data}))
+        with pytest.raises(LimitError, match="values when shared containers are unfolded"):
+            safeload.open(path)
+
+
 # ---- keys ----
 
 P1, P2, P5 = 11400714785074694791, 14029467366897019727, 2870177450012600261  # Objects/tupleobject.c

@@ -18,7 +18,9 @@ from .torch_globals import Storage, Tensor
 # some 1,000.
 MAX_NESTING = 200
 # Values that what is no tensor may unfold to: a list in a list in a list, each twice, has 2^n.
+# Long text counts as one for each 100 characters: as JSON it is written each time.
 MAX_VALUES = 10_000_000
+_LONG = 100
 # Tensors: names of the same one in a container that is shared count each. 10 times the most in a real model.
 MAX_TENSORS = 5_000_000
 # Characters of all names; as much as a safetensors header may have.
@@ -122,7 +124,7 @@ class Tree:
 
     def _finish(self, node: _Node, links: list[Link]) -> None:
         """Sums up a container whose links are finished."""
-        node.values = 1 + _length(node.value)
+        node.values = 1 + _length(node.value) + _text_size(node.value) // _LONG
         kept: list[Link] = []
         for link in links:
             step, child = link
@@ -305,11 +307,18 @@ def _length(value: Any) -> int:
 def _is_flat(value: Any) -> bool:
     """Whether a container is so small, and of scalars only, that nothing has to be remembered of it."""
     kind = type(value)
-    if kind is Inert or len(value) > _FLAT:
+    if kind is Inert or len(value) > _FLAT or _text_size(value) > _LONG:
         return False
     if kind is dict and not _SCALARS.issuperset(map(type, value.values())):
         return False
     return kind is not frozenset and _SCALARS.issuperset(map(type, value))
+
+
+def _text_size(value: Any) -> int:
+    """Characters and bytes of the text in a container."""
+    kind = type(value)
+    items = value.items.values() if kind is Inert else value.values() if kind is dict else value
+    return sum([len(item) for item in items if type(item) is str or type(item) is bytes])
 
 
 def _links(value: Any) -> list[Link]:
