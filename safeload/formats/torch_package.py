@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from ..files import WeightFile
-from . import unpickler
+from . import archive, unpickler
 from .archive import Archive
 from .pickle_machine import Fault, Foreign, Inert, describe, show
 from .torch_globals import ALLOWED, Storage, read_persistent_id
@@ -36,30 +36,31 @@ SUFFIX = ".pkl"
 _HOW = 'found in a persistent id of "reduce_package"'
 
 
-def top_of(archive: Archive) -> str | None:
+def top_of(zipped: Archive) -> str | None:
     """The folder of a package, "" or with a slash at its end; None for another archive."""
     end = ".data/extern_modules"
-    tops = (name.removesuffix(end) for name in archive.entries if name.endswith(end) and name.count("/") <= 2)
-    return next((top for top in tops if f"{top}.data/version" in archive.entries and top[-1:] in ("", "/")), None)
+    tops = (name.removesuffix(end) for name in zipped.entries if name.endswith(end) and name.count("/") <= 2)
+    return next((top for top in tops if f"{top}.data/version" in zipped.entries and top[-1:] in ("", "/")), None)
 
 
 class Package:
     """The pickles of a package.
 
     Args:
-        archive: it.
+        zipped: it.
         file: that holds it.
         top: see `top_of`.
     """
 
-    def __init__(self, archive: Archive, file: WeightFile, top: str) -> None:
-        self._archive = archive
+    def __init__(self, zipped: Archive, file: WeightFile, top: str) -> None:
+        self._archive = zipped
         self._file = file
         self._top = top
         self._path = file.path
         self._storages: dict[str, dict[str, Storage]] = {}  # by type: one may be seen as several
         self._scripts: dict[str, list[Inert]] = {}
         self._made: dict[str, Inert] = {}
+        self._read = [0, 0]  # bytes of pickles that are compressed, and of those that are stored
 
     def read(self, root: str | None, inert: bool) -> tuple[Unpickled, str | None]:
         """The objects of the pickles, by name where they are several, and what is left of ``root``.
@@ -103,6 +104,7 @@ class Package:
             for name in self._archive.entries
             if name.startswith(self._top) and not name.startswith(data) and self._is_pickle(name)
         ]
+        self._archive.check_overlap()  # before any is read: entries may share bytes
         scripts = f"{data}ts_code/"
         return names or [
             name.removeprefix(self._top)
@@ -125,15 +127,20 @@ class Package:
     def _unpickle(self, name: str, persistent: Callable[[Any], Any]) -> Unpickled | None:
         """What a pickle came to; None for bytes that are none, though they begin like one."""
         whole = self._top + name
-        if self._archive.entries[whole].file_size > unpickler.MAX_PICKLE:
-            raise LimitError(f"{self._path}: the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes")
+        info = self._archive.entries[whole]
+        stored = info.compress_type == zipfile.ZIP_STORED
+        self._read[stored] += info.file_size
+        for size, most in zip(self._read, (archive.MAX_INFLATED, unpickler.MAX_PICKLE), strict=True):
+            if size > most:
+                raise LimitError(f"{self._path}: the pickles of the package have more than {most} bytes")
         data, base = self._archive.read(whole)
         try:
-            return unpickle(data, ALLOWED, persistent, path=self._path, base=base, inert=True)
+            found = unpickle(data, ALLOWED, persistent, path=self._path, base=base, inert=True)
         except FormatError:
             if name.endswith(SUFFIX):
                 raise
             return None
+        return found._replace(data=b"", places={})  # of many pickles, all of which would stay in memory
 
     def _persistent(self, value: Any) -> Any:
         if type(value) is not tuple or not value or value[0] != "reduce_package":
@@ -178,7 +185,7 @@ def _fill(placeholder: Inert, value: Any) -> None:
         placeholder.state = value
 
 
-def locate(archive: Archive, storage: Storage, top: str, path: str) -> int:
+def locate(zipped: Archive, storage: Storage, top: str, path: str) -> int:
     """Where a storage begins.
 
     Raises:
@@ -186,4 +193,4 @@ def locate(archive: Archive, storage: Storage, top: str, path: str) -> int:
     """
     key = storage.key
     names = [f"{top}.data/{key}.storage", *([f"{top}.data/{key}"] if key.endswith(".storage") else [])]
-    return locate_entry(archive, storage, names, path)
+    return locate_entry(zipped, storage, names, path)

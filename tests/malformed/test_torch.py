@@ -318,6 +318,16 @@ fault(
 )
 
 
+BOMB = b"\x80\x03B" + struct.pack("<I", 100 << 20) + bytes(100 << 20) + b"."
+fault(
+    "package: compressed pickles that unfold to much together",
+    "the pickles of the package have more than 268435456 bytes",
+    zip_archive({**PACKAGE, **{f"a/{k}.pkl": BOMB for k in range(3)}}, deflate=[f"a/{k}.pkl" for k in range(3)]),
+    LimitError,
+)
+del BOMB
+
+
 # ---- the zip archive's own fields ----
 
 GOOD = zip_archive(ENTRIES)
