@@ -73,8 +73,11 @@ DENSE = {
     "a tensor's names": ONE + b"q\xff0(" + b"h\xff" * N + b"l.",
     "a tensor's long names": b"}" + text("x" * LONG) + ONE + b"q\xff0(" + b"h\xff" * N + b"ls.",
     "names of a shared container": ONE + b"q\xff0(" + b"h\xff" * 1000 + b"lq\xfe0(" + b"h\xfe" * 1000 + b"l.",
+    "long keys in tuples of their own": (
+        ONE + b"q\xff0](\x8e" + struct.pack("<Q", LONG) + b"\xff" * LONG + b"q\xfe0" + b"}h\xfe\x85h\xffs" * N + b"e."
+    ),
     "prefixes of names": (
-        text("x" * LONG) + b"q\x010" + ONE + b"q\x020" + b"}h\x01h\x02s" + b"q\x030}h\x01h\x03s" * 150 + b"."
+        ONE + b"q\xff0" + text("x" * LONG) + b"q\xfe0}h\xfeh\xffs" + b"q\xfd0}h\xfeh\xfds" * 150 + b"."
     ),
 }
 
@@ -257,8 +260,9 @@ def test_a_long_key_is_turned_into_text_once(tmp_path):
     path = tmp_path / "k.pt"
     spent = []
     for count in (1, 500):
-        inner = b"}h\x01]s" * count + ONE + b"q\x020" + b"}h\x01(h\x02ls" * (count > 1)
-        path.write_bytes(zip_archive({"data.pkl": b"\x80\x04](" + key + b"q\x010" + inner + b"e.", "data/0": bytes(8)}))
+        inner = b"}h\xfe]s" * count + b"}h\xfe(h\xffls" * (count > 1)
+        data = b"\x80\x04" + ONE + b"q\xff0](" + key + b"q\xfe0" + inner + b"e."
+        path.write_bytes(zip_archive({"data.pkl": data, "data/0": bytes(8)}))
         started = time.process_time()
         assert len(safeload.open(path)) == (count > 1)
         spent.append(time.process_time() - started)

@@ -91,6 +91,7 @@ class Tree:
         self._path = path
         self._nodes: dict[int, _Node] = {}
         self._texts: dict[int, str] = {}
+        self._text_made = 0
         self._leaves: dict[int, Any] = {}
         self._limits = (
             (MAX_NESTING, "levels of containers"),
@@ -160,6 +161,10 @@ class Tree:
             text = str(self._leaf(step))
             if type(step) is not int:  # integers may be ours, which do not live on
                 self._texts[id(step)] = text
+                self._text_made += len(text)
+                most, what = self._limits[-1]
+                if self._text_made > most:  # of keys that are one value in many tuples, for one
+                    raise LimitError(f"{self._path}: the pickle has more than {most:,} {what}")
         return text
 
     def _leaf(self, value: Any) -> Any:
