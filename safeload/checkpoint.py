@@ -61,7 +61,7 @@ class Checkpoint(Mapping[str, Value]):
     `ValueError` where it is closed.
 
     Attributes:
-        format: "safetensors", "torch zip", "torch legacy", "gguf", "npz", "npy" or "moon".
+        format: "safetensors", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy" or "moon".
         files: paths of the files that hold the tensors.
         metadata: text from the header; of a torch checkpoint all that is no tensor, nested as it was, also outside
             ``root``; of a GGUF file a mapping that unpacks values when they are asked for; for shards that of all of
@@ -103,7 +103,7 @@ class Checkpoint(Mapping[str, Value]):
         self.index = None if index is None else index[0]
         self.notes = list(notes)
         self.format = format
-        self.files = [file.path for file in files]
+        self.files = list(dict.fromkeys(file.path for file in files))
         self.metadata = metadata
         self.config = config
         self.last_load: LoadStats | None = None
@@ -390,8 +390,9 @@ def _reopen_slice(path: str, wanted: tuple[Any, ...], name: str, seen: tuple[int
     """A slice once more, of the same file."""
     options = opening.Wanted(*wanted)
     check_unchanged(path, seen)
-    file = opening.open_file(path, options).file
-    file.check_identity(seen)
+    files = opening.open_file(path, options).files
+    files[0].check_identity(seen)
+    file = next((file for file in files if file.table.find(name) >= 0), files[0])
     return TensorSlice(file, file.table.index(name), options)
 
 
@@ -411,8 +412,8 @@ def open(
     Args:
         path: what to open. The format is told from the content, not from the suffix. Of a list the union: a name that
             two of its files have is an error. Of a split GGUF file any part opens all of them.
-        format: to insist on one: "safetensors", "torch" (either of the following), "torch zip", "torch legacy", "gguf",
-            "npz", "npy" or "moon".
+        format: to insist on one: "safetensors", "torch" (either of the following), "torch zip", "torch legacy",
+            "pickle" (arrays of numpy), "gguf", "npz", "npy" or "moon".
         root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is left out of their
             names. For torch checkpoints.
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
@@ -457,7 +458,7 @@ def open(
         from .formats import folder
 
         return _checkpoint(text, folder.open_parts(opened, wanted), recipe)
-    return Checkpoint(text, opened.format, [opened.file], None, opened.metadata, None, recipe=recipe)
+    return Checkpoint(text, opened.format, opened.files, opened.where, opened.metadata, None, recipe=recipe)
 
 
 def _open_list(paths: Sequence[PathLike], wanted: opening.Wanted, recipe: _Recipe) -> Checkpoint:

@@ -496,10 +496,18 @@ def test_the_machine_has_no_way_to_import_or_call():
     """No module of it names the functions that could, nor `pickle`."""
     import inspect
 
-    from safeload.formats import flattening, pickle_opcodes, torch_globals, torch_legacy, torch_tensors, torch_zip
+    from safeload.formats import (
+        flattening,
+        pickle_keys,
+        pickle_opcodes,
+        torch_globals,
+        torch_legacy,
+        torch_tensors,
+        torch_zip,
+    )
 
     for module in (
-        *(pickle_machine, pickle_opcodes, unpickler, torch_globals),
+        *(pickle_keys, pickle_machine, pickle_opcodes, unpickler, torch_globals),
         *(torch_tensors, torch_zip, torch_legacy, flattening),
     ):
         source = inspect.getsource(module)

@@ -6,10 +6,11 @@ what it would unfold to is counted before anything is unfolded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import LimitError, TensorNotFoundError, UnsupportedError
+from .numpy_globals import NumpyArray, NumpyDtype
 from .pickle_machine import Foreign, Global, Inert, show
 from .torch_globals import Storage, Tensor
 
@@ -17,19 +18,34 @@ from .torch_globals import Storage, Tensor
 # some 1,000.
 MAX_NESTING = 200
 # Values that what is no tensor may unfold to: a list in a list in a list, each twice, has 2^n.
+# Long text counts as one for each 100 characters: as JSON it is written each time.
 MAX_VALUES = 10_000_000
+_LONG = 100
 # Tensors: names of the same one in a container that is shared count each. 10 times the most in a real model.
 MAX_TENSORS = 5_000_000
 # Characters of all names; as much as a safetensors header may have.
 MAX_NAME_TEXT = 100_000_000
+# The same two in proportion to the bytes of the pickle: a container that many refer to gives its tensors a name in
+# each of them. Real pickles have more than 30 bytes for a tensor, and its name is shorter than what they say of it.
+BYTES_A_TENSOR = 8
+MAX_NAME_TEXT_A_BYTE = 20
+# Tensors and characters that any pickle may have.
+_TENSORS_FREE, _NAME_TEXT_FREE = 10_000, 1_000_000
+
+# Items of a container that is looked at anew by each that holds it, if it holds scalars only.
+_FLAT = 4
+# Characters of a name from the file in metadata and messages.
+_SHOWN = 200
 
 # A step of a name for what an inert object was given: by BUILD, and as arguments.
 STATE, ARGS = "<state>", "<args>"
 # In place of a container within itself.
 CYCLE = "<cycle>"
 
-_SCALARS = frozenset((type(None), bool, int, float, str, bytes, bytearray))
+_SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _NOTHING = object()
+
+TENSORS = frozenset((Tensor, NumpyArray))
 
 # A step and what it leads to.
 Link = tuple[Any, Any]
@@ -40,20 +56,19 @@ class _Node:
 
     Attributes:
         value: the container; held so that its id stays its own.
-        links: to all that is no scalar, without those that lead back.
+        links: to tensors, and to containers with tensors below.
         tensors: names below it.
         text: characters of these names.
         values: what the rest unfolds to.
         depth: levels below it.
-        plain: the rest, as None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set; `_NOTHING` when all
-            of it was tensors.
+        plain: the rest, as scalars, list, tuple, dict, set; `_NOTHING` when all of it was tensors.
     """
 
     __slots__ = ("depth", "links", "plain", "tensors", "text", "value", "values")
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.links: list[Link] = []
+        self.links: Sequence[Link] = ()
         self.tensors = self.text = self.values = self.depth = 0
         self.plain: Any = None
 
@@ -64,114 +79,156 @@ class Tree:
     Args:
         value: what the pickle made.
         path: of the file, for messages.
+        size: bytes of the pickle.
 
     Raises:
         LimitError: they are nested too deeply or unfold to too much.
         UnsupportedError: a tensor is in a set, where it has no name.
     """
 
-    def __init__(self, value: Any, path: str) -> None:
+    def __init__(self, value: Any, path: str, size: int) -> None:
         self._root = value
         self._path = path
         self._nodes: dict[int, _Node] = {}
+        self._texts: dict[int, str] = {}
+        self._text_made = 0
+        self._leaves: dict[int, Any] = {}
+        self._limits = (
+            (MAX_NESTING, "levels of containers"),
+            (MAX_VALUES, "values when shared containers are unfolded"),
+            (min(MAX_TENSORS, _TENSORS_FREE + size // BYTES_A_TENSOR), "names of tensors"),
+            (
+                min(MAX_NAME_TEXT, _NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE),
+                "characters in the names of tensors",
+            ),
+        )
         if _is_container(value):
             self._walk(value)
 
     def _walk(self, root: Any) -> None:
         nodes, above = self._nodes, {id(root)}
-        waiting = [(_Node(root), iter(_links(root)))]
+        links = _links(root)
+        waiting = [(_Node(root), links, iter(links))]
         while waiting:
-            node, links = waiting[-1]
-            for link in links:
-                child = link[1]
-                if not _is_container(child) or id(child) in nodes:
-                    node.links.append(link)
-                elif id(child) not in above:
-                    node.links.append(link)
+            node, links, rest = waiting[-1]
+            for _, child in rest:
+                if _is_container(child) and id(child) not in nodes and id(child) not in above and not _is_flat(child):
                     above.add(id(child))
-                    waiting.append((_Node(child), iter(_links(child))))
+                    inner = _links(child)
+                    waiting.append((_Node(child), inner, iter(inner)))
                     break
             else:
                 waiting.pop()
                 above.discard(id(node.value))
-                self._finish(node)
+                self._finish(node, links)
                 nodes[id(node.value)] = node
 
-    def _finish(self, node: _Node) -> None:
+    def _finish(self, node: _Node, links: list[Link]) -> None:
         """Sums up a container whose links are finished."""
-        node.values = 1 + _length(node.value)
-        for step, child in node.links:
-            if type(child) is Tensor:
+        node.values = 1 + _length(node.value) + _text_size(node.value) // _LONG
+        kept: list[Link] = []
+        for link in links:
+            step, child = link
+            if type(child) in TENSORS:
                 node.tensors += 1
-                node.text += len(step_text(step)) + 1
+                node.text += len(self._text(step)) + 1
+                kept.append(link)
             elif _is_container(child):
-                below = self._nodes[id(child)]
-                node.tensors += below.tensors
-                node.text += below.text + below.tensors * (len(step_text(step)) + 1)
+                below = self._nodes.get(id(child))
+                if below is None:  # flat, or the way back
+                    node.depth = max(node.depth, 1)
+                    node.values += 1 + _FLAT
+                    continue
+                if below.tensors:
+                    node.tensors += below.tensors
+                    node.text += below.text + below.tensors * (len(self._text(step)) + 1)
+                    kept.append(link)
                 node.values += below.values
                 node.depth = max(node.depth, below.depth + 1)
-        for found, most, what in (
-            (node.depth, MAX_NESTING, "levels of containers"),
-            (node.values, MAX_VALUES, "values when shared containers are unfolded"),
-            (node.tensors, MAX_TENSORS, "names of tensors"),
-            (node.text, MAX_NAME_TEXT, "characters in the names of tensors"),
-        ):
+        for found, (most, what) in zip((node.depth, node.values, node.tensors, node.text), self._limits, strict=True):
             if found > most:
                 raise LimitError(f"{self._path}: the pickle has more than {most:,} {what}")
-        node.plain = self._plain(node)
+        if kept:
+            node.links = kept
+        node.plain = self._plain(node, links)
 
-    def _plain(self, node: _Node) -> Any:
-        """A container without its tensors."""
+    def _text(self, step: Any) -> str:
+        """A step as part of a name: made once, however many containers have it."""
+        if type(step) is str:
+            return step
+        text = self._texts.get(id(step))
+        if text is None:
+            text = str(self._leaf(step))
+            if type(step) is not int:  # integers may be ours, which do not live on
+                self._texts[id(step)] = text
+                self._text_made += len(text)
+                most, what = self._limits[-1]
+                if self._text_made > most:  # of keys that are one value in many tuples, for one
+                    raise LimitError(f"{self._path}: the pickle has more than {most:,} {what}")
+        return text
+
+    def _leaf(self, value: Any) -> Any:
+        """What stands in metadata for a value that is no container and no tensor: made once, too."""
+        if type(value) in _SCALARS:
+            return value
+        leaf = self._leaves.get(id(value), _NOTHING)
+        if leaf is _NOTHING:
+            leaf = self._leaves[id(value)] = _describe(value)
+        return leaf
+
+    def _plain(self, node: _Node, links: list[Link]) -> Any:
+        """A container without its tensors; itself where that is the same."""
         value = node.value
         if type(value) in (set, frozenset):
             if node.tensors:
                 raise UnsupportedError(f"{self._path}: a tensor in a set has no name")
-            return {_leaf(item) for item in value}
+            return value if type(value) is set and not links else {self._leaf(item) for item in value}
         if type(value) in (list, tuple):
-            if not node.links and not _links(value):
+            if not links:
                 return value
-            items = [self._replace(item, node) for item in value]
+            items = [self._replace(item) for item in value]
             if node.tensors and all(item is _NOTHING for item in items):
                 return _NOTHING
             return type(value)(None if item is _NOTHING else item for item in items)
         if type(value) is dict:
-            if not node.links and not _links(value) and _SCALARS.issuperset(map(type, value)):
+            if not links and _SCALARS.issuperset(map(type, value)):
                 return value
-            pairs = {_leaf(key): self._replace(item, node) for key, item in value.items()}
+            pairs = {self._leaf(key): self._replace(item) for key, item in value.items()}
         else:
             pairs = {"<global>": value.name}
             if value.args:
-                pairs[ARGS] = self._replace(value.args, node)
-            pairs.update((_leaf(key), self._replace(item, node)) for key, item in value.items.items())
+                pairs[ARGS] = self._replace(value.args)
+            pairs.update((self._leaf(key), self._replace(item)) for key, item in value.items.items())
             if value.state is not None:
-                pairs[STATE] = self._replace(value.state, node)
+                pairs[STATE] = self._replace(value.state)
         kept = {key: item for key, item in pairs.items() if item is not _NOTHING}
         return _NOTHING if node.tensors and not kept else kept
 
-    def _replace(self, item: Any, above: _Node) -> Any:
+    def _replace(self, item: Any) -> Any:
         if type(item) in _SCALARS:
             return item
-        if type(item) is Tensor:
+        if type(item) in TENSORS:
             return _NOTHING
         if not _is_container(item):
-            return _leaf(item)
+            return self._leaf(item)
         node = self._nodes.get(id(item))
-        return CYCLE if node is None else node.plain
+        if node is not None:
+            return node.plain
+        return item if _is_flat(item) else CYCLE
 
     @property
     def metadata(self) -> dict[Any, Any]:
         """All that is no tensor, nested as it was; a root that is no dict with the steps as keys."""
         root = self._root
         if not _is_container(root):
-            return {} if type(root) is Tensor else {"value": _leaf(root)}
+            return {} if type(root) in TENSORS else {"value": self._leaf(root)}
         plain = self._nodes[id(root)].plain
         if plain is _NOTHING:
             return {}
         if isinstance(plain, dict):
             return plain
         if isinstance(plain, (list, tuple)):
-            whole = self._nodes[id(root)]
-            return {str(k): item for k, item in enumerate(plain) if self._replace(root[k], whole) is not _NOTHING}
+            return {str(k): item for k, item in enumerate(plain) if self._replace(root[k]) is not _NOTHING}
         return {"value": plain}
 
     def select(self, root: str) -> Any:
@@ -186,8 +243,8 @@ class Tree:
             if not _is_container(value):
                 continue
             for step, child in reversed(_links(value)):
-                text = step_text(step)
-                if text == rest and (_is_container(child) or type(child) is Tensor):
+                text = self._text(step)
+                if text == rest and (_is_container(child) or type(child) in TENSORS):
                     return child
                 if rest.startswith(text + "."):
                     waiting.append((child, rest[len(text) + 1 :]))
@@ -202,45 +259,45 @@ class Tree:
             return []
         found: list[str] = []
         level = [("", self._nodes[id(self._root)])]
-        while level and len(found) < most:
+        while level and len(found) <= most:
             below = []
             for prefix, node in level:
                 for step, child in node.links:
-                    inner = self._nodes.get(id(child)) if _is_container(child) else None
-                    if inner is not None and inner.tensors:
-                        name = prefix + step_text(step)
+                    if len(found) > most:
+                        break
+                    if _is_container(child):
+                        inner = self._nodes[id(child)]
+                        name = prefix + self._text(step)[:_SHOWN]
                         found.append(f"{show(name)[1:-1]} ({inner.tensors} tensor{'s' * (inner.tensors > 1)})")
                         below.append((f"{name}.", inner))
-            level = below[:most]
+            level = below
         return [*found[:most], *(["..."] if len(found) > most else [])]
 
-    def tensors(self, root: Any = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, root: Any = None) -> Iterator[tuple[str, Tensor | NumpyArray]]:
         """Each tensor and its name, in the order of the pickle.
 
         Args:
             root: where names start, from `select`; None for the whole.
         """
         start = self._root if root is None else root
-        if type(start) is Tensor:
+        if type(start) in TENSORS:
             yield "tensor", start
-        if not _is_container(start):
+        if id(start) not in self._nodes:
             return
-        waiting = [("", iter(self._nodes[id(start)].links))]
+        steps: list[str] = []
+        waiting = [iter(self._nodes[id(start)].links)]
         while waiting:
-            prefix, links = waiting[-1]
-            for step, child in links:
-                if type(child) is Tensor:
-                    yield prefix + step_text(step), child
-                elif _is_container(child) and self._nodes[id(child)].tensors:
-                    waiting.append((f"{prefix}{step_text(step)}.", iter(self._nodes[id(child)].links)))
+            for step, child in waiting[-1]:
+                if type(child) in TENSORS:
+                    yield ".".join((*steps, self._text(step))), child
+                else:
+                    steps.append(self._text(step))
+                    waiting.append(iter(self._nodes[id(child)].links))
                     break
             else:
                 waiting.pop()
-
-
-def step_text(step: Any) -> str:
-    """A key as part of a name."""
-    return step if type(step) is str else str(_leaf(step))
+                if steps:
+                    steps.pop()
 
 
 def _is_container(value: Any) -> bool:
@@ -250,6 +307,23 @@ def _is_container(value: Any) -> bool:
 
 def _length(value: Any) -> int:
     return len(value.items) + 2 if type(value) is Inert else len(value)
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a container is so small, and of scalars only, that nothing has to be remembered of it."""
+    kind = type(value)
+    if kind is Inert or len(value) > _FLAT or _text_size(value) > _LONG:
+        return False
+    if kind is dict and not _SCALARS.issuperset(map(type, value.values())):
+        return False
+    return kind is not frozenset and _SCALARS.issuperset(map(type, value))
+
+
+def _text_size(value: Any) -> int:
+    """Characters and bytes of the text in a container."""
+    kind = type(value)
+    items = value.items.values() if kind is Inert else value.values() if kind is dict else value
+    return sum([len(item) for item in items if type(item) is str or type(item) is bytes])
 
 
 def _links(value: Any) -> list[Link]:
@@ -267,15 +341,21 @@ def _links(value: Any) -> list[Link]:
     return [(k, item) for k, item in enumerate(value) if type(item) not in _SCALARS]
 
 
-def _leaf(value: Any) -> Any:
-    """What stands in metadata for a value that is no container and no tensor."""
+def _describe(value: Any) -> Any:
+    """See `Tree._leaf`."""
     kind = type(value)
-    if kind in _SCALARS or kind is tuple or kind is frozenset:
-        return value if kind is not tuple and kind is not frozenset else kind(_leaf(item) for item in value)
+    if kind in _SCALARS:
+        return value
+    if kind is tuple or kind is frozenset:
+        return kind(_describe(item) for item in value)
     if kind is Storage:
-        return f"<storage {value.key} of {value.count} elements of {value.type.name}>"
-    if kind is Global:
+        return f"<storage {_cut(value.key)} of {value.count} elements of {value.type.name}>"
+    if kind is Global or kind is NumpyDtype:
         return value.name
     if kind is Foreign or kind is Inert:
         return f"<global {value.name}>"
     return f"<{kind.__name__.lower()}>"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -112,7 +112,9 @@ def open_parts(first: Opened, wanted: Wanted) -> Shards:
     if first.format == GGUF and gguf_split.is_part(first.file):
         files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, wanted).file)
         return _union(GGUF, files, metadata)
-    return _union(first.format, [first.file], first.metadata)
+    if first.where is not None:
+        return Shards(first.format, first.files, first.where, first.metadata)
+    return _union(first.format, first.files, first.metadata)
 
 
 def _union(format: str, files: list[WeightFile], metadata: Mapping[str, Any]) -> Shards:
@@ -166,16 +168,18 @@ def open_index(path: Path, wanted: Wanted) -> Shards:
     where: dict[str, tuple[WeightFile, int]] = {}
     for file_name, tensors in sorted(names.items()):
         shards.append(open_file(str(path.parent / file_name), wanted))
-        file = shards[-1].file
-        found = sorted((file.table.find(tensor), tensor) for tensor in tensors)
-        if found[0][0] < 0:
-            message = f"tensor {show(found[0][1])} should be in {show(file_name)[1:-1]}, but is not there"
+        missing = set(tensors)
+        for file in shards[-1].files:
+            found = sorted((at, tensor) for tensor in missing if (at := file.table.find(tensor)) >= 0)
+            where.update((tensor, (file, at)) for at, tensor in found)
+            missing.difference_update(tensor for _, tensor in found)
+        if missing:
+            message = f"tensor {show(min(missing))} should be in {show(file_name)[1:-1]}, but is not there"
             raise FormatError(message, str(path))
-        where.update((tensor, (file, index)) for index, tensor in found)
     merged = _metadata(shards)
     return Shards(
         shards[0].format if shards else SAFETENSORS,
-        [shard.file for shard in shards],
+        [file for shard in shards for file in shard.files],
         where,
         {**merged, **metadata} if metadata else merged,
         read_config(path.parent),
@@ -258,7 +262,7 @@ def open_folder(path: Path, wanted: Wanted) -> Shards:
         shards = open_parts(open_file(str(path / chosen[0]), wanted), wanted)
     else:
         opened = [open_file(str(path / name), wanted) for name in chosen]
-        shards = _union(opened[0].format, [one.file for one in opened], _metadata(opened))
+        shards = _union(opened[0].format, [file for one in opened for file in one.files], _metadata(opened))
     notes = _notes(names, folders, {*chosen, *(os.path.basename(file.path) for file in shards.files)}, path)
     return shards._replace(config=read_config(path) if shards.config is None else shards.config, notes=notes)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from ..errors import FormatError, UnsupportedError
+from ..errors import ForbiddenError, FormatError, SafeloadError, UnsupportedError
 from ..files import WeightFile, open_descriptor
 from . import safetensors, sniffing
 
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY = "safetensors", "torch zip", "torch legacy"
-GGUF, MOON, NPZ, NPY = "gguf", "moon", "npz", "npy"
+GGUF, MOON, NPZ, NPY, PICKLE = "gguf", "moon", "npz", "npy", "pickle"
 
 # What `format=` insists on, and the formats that it means.
 FORMATS = {
@@ -23,10 +23,14 @@ FORMATS = {
     MOON: (MOON,),
     NPZ: (NPZ,),
     NPY: (NPY,),
+    PICKLE: (PICKLE,),
 }
 
 
-_ABLE = "safetensors, torch checkpoints, GGUF, npz, npy and MOON"
+# Formats that their first bytes tell, and whose reader needs nothing but the file.
+_PLAIN = {MOON: sniffing.is_moon, GGUF: sniffing.is_gguf, NPY: sniffing.is_npy}
+
+_ABLE = "safetensors, torch checkpoints, pickled arrays of numpy, GGUF, npz, npy and MOON"
 
 
 class Wanted(NamedTuple):
@@ -49,10 +53,27 @@ class Opened(NamedTuple):
     Attributes:
         format: a key of `FORMATS`, but not "torch".
         file: the file with its table.
+        beside: a temporary file with more tensors; None as a rule.
+        names: of the tensors of both in their order, where there is a second.
     """
 
     format: str
     file: WeightFile
+    beside: WeightFile | None = None
+    names: Sequence[str] = ()
+
+    @property
+    def files(self) -> list[WeightFile]:
+        """The file, and the one beside it."""
+        return [self.file] if self.beside is None else [self.file, self.beside]
+
+    @property
+    def where(self) -> dict[str, tuple[WeightFile, int]] | None:
+        """File and index of each tensor; None where there is one file."""
+        if self.beside is None:
+            return None
+        places = {name: (file, index) for file in self.files for index, name in enumerate(file.table.names)}
+        return {name: places[name] for name in self.names}
 
     @property
     def metadata(self) -> Mapping[Any, Any]:
@@ -92,7 +113,10 @@ def open_file(path: str, wanted: Wanted) -> Opened:
             _refuse(path, head, _ABLE, whatever=True)
         if sniffing.is_zip(head):
             return _open_zip(file, wanted)
-        return _open_plain(file, _plain_format(head), wanted)
+        for format, is_it in _PLAIN.items():
+            if is_it(head):
+                return _open_plain(file, format, wanted)
+        return _open_pickle(file, TORCH_LEGACY if sniffing.is_torch_legacy(head) else PICKLE, wanted)
     except BaseException:
         file.close()
         raise
@@ -101,35 +125,56 @@ def open_file(path: str, wanted: Wanted) -> Opened:
 # The formats below are read in Python. What they import takes milliseconds that every import would pay.
 
 
-def _plain_format(head: bytes) -> str:
-    """The format of a file that `sniffing.is_other`, and no zip archive."""
-    if sniffing.is_moon(head):
-        return MOON
-    if sniffing.is_gguf(head):
-        return GGUF
-    return NPY if sniffing.is_npy(head) else TORCH_LEGACY
-
-
 def _open_plain(file: WeightFile, format: str, wanted: Wanted) -> Opened:
     _check_format(file, format, wanted)
     if format == MOON:
         from . import moon
 
         file.table = moon.read_table(file)
-    elif format == GGUF:
-        from . import gguf
-
-        file.table = gguf.read_table(file)
     elif format == NPY:
         from . import npy
 
         file.table = npy.read_table(file)
     else:
-        from .torch_legacy import read_table
-        from .torch_tensors import Options
+        from . import gguf
 
-        file.table = read_table(file, Options(wanted.root, wanted.inert))
+        file.table = gguf.read_table(file)
     return Opened(format, file)
+
+
+def _open_pickle(file: WeightFile, format: str, wanted: Wanted) -> Opened:
+    """A pickle that is no entry of an archive."""
+    _check_format(file, format, wanted)
+    if format == PICKLE:
+        from .plain_pickle import read_table
+    else:
+        from .torch_legacy import read_table
+    return _read_pickle(file, format, wanted, lambda options: read_table(file, options))
+
+
+def _read_pickle(file: WeightFile, format: str, wanted: Wanted, read: Callable[[Any], Any]) -> Opened:
+    """What a reader of pickles gives. An error advises to keep globals inert only where that has been tried."""
+    from .torch_tensors import Options
+    from .unpickler import ADVICE
+
+    options = Options(wanted.root, wanted.inert)
+    try:
+        made = read(options)
+    except (ForbiddenError, UnsupportedError) as error:
+        if ADVICE not in str(error) or _helps(read, options._replace(inert=True)):
+            raise
+        raise type(error)(str(error).replace(ADVICE, "")) from None
+    file.table = made.table
+    if made.beside is not None:
+        made.beside.stand_for(file)
+    return Opened(format, file, made.beside, made.names)
+
+
+def _helps(read: Callable[[Any], Any], options: Any) -> bool:
+    try:
+        return bool(read(options).names)
+    except (SafeloadError, OSError):
+        return False
 
 
 def _open_zip(file: WeightFile, wanted: Wanted) -> Opened:
@@ -145,11 +190,9 @@ def _open_zip(file: WeightFile, wanted: Wanted) -> Opened:
         if opened is not file:
             opened.stand_for(file)
         return Opened(format, opened)
-    from .torch_tensors import Options
     from .torch_zip import read_table
 
-    file.table = read_table(archive, file, Options(wanted.root, wanted.inert))
-    return Opened(format, file)
+    return _read_pickle(file, format, wanted, lambda options: read_table(archive, file, options))
 
 
 def _check_format(file: WeightFile, format: str, wanted: Wanted) -> None:

@@ -12,8 +12,12 @@ from ..errors import FormatError, LimitError
 MAX_INT_BYTES = 255
 # Longest line of a name or a number. Real names have some 100 characters.
 MAX_LINE = 10_000
-# Values in one dict key or set element; hashing a tuple visits each. Real keys are strings and integers.
-MAX_KEY_VALUES = 100
+# Bytes that may be copied for each byte of the pickle read so far: a value that is built by copying others (text
+# joined, a list made a tuple, arguments put together) can be asked for again and again with a few bytes. Real pickles
+# copy less than they have.
+MAX_COPIED = 50
+# Bytes that may be copied by any pickle.
+_COPIED_FREE = 1 << 16
 
 
 class Global:
@@ -25,9 +29,10 @@ class Global:
         build: makes a value of a tuple of arguments; None for what cannot be called.
         code: of a storage or dtype the code in the table of dtypes; None when no array can show it.
         itemsize: bytes of an element of a storage or dtype.
+        copies: whether what it builds holds copies of its arguments.
     """
 
-    __slots__ = ("build", "code", "itemsize", "kind", "name")
+    __slots__ = ("build", "code", "copies", "itemsize", "kind", "name")
 
     def __init__(
         self,
@@ -36,12 +41,25 @@ class Global:
         build: Callable[[tuple[Any, ...]], Any] | None = None,
         code: str | None = None,
         itemsize: int = 0,
+        *,
+        copies: bool = False,
     ) -> None:
         self.name = name
         self.kind = kind
         self.build = build
         self.code = code
         self.itemsize = itemsize
+        self.copies = copies
+
+
+class Built:
+    """What BUILD gives a state."""
+
+    __slots__ = ()
+
+    def build(self, state: Any) -> None:
+        """Takes the state, or raises `Fault`."""
+        raise NotImplementedError
 
 
 class Foreign:
@@ -92,14 +110,20 @@ class Machine:
         at: position of the next byte to read.
         stack: values since the last mark.
         marks: the stacks below it.
-        memo: values by number.
+        memo: values by number, as long as numbers come in order.
+        far: values by the text of their number, of those that do not.
         table: the harmless globals by name.
         persistent: what a persistent id stands for.
         harmless: globals in the table that were named.
         foreign: globals not in it that were named.
+        places: where bytes were in the data, by their id, which may have become another's.
+        watched: tables of dicts and sets whose keys could be made to collide.
     """
 
-    __slots__ = ("at", "data", "foreign", "harmless", "marks", "memo", "persistent", "stack", "table")
+    __slots__ = (
+        *("at", "data", "foreign", "harmless", "marks", "memo", "persistent", "places", "stack", "table", "watched"),
+        *("_copied", "_start", "far"),
+    )
 
     def __init__(self, data: bytes, start: int, table: Mapping[str, Global], persistent: Callable[[Any], Any]) -> None:
         self.data = data
@@ -111,6 +135,37 @@ class Machine:
         self.persistent = persistent
         self.harmless: dict[str, Global] = {}
         self.foreign: dict[str, Foreign] = {}
+        self.watched: dict[int, Any] = {}
+        self.places: dict[int, int] = {}
+        self._copied = 0
+        self.far: dict[str, Any] = {}
+        self._start = start
+
+    def charge(self, size: int) -> None:
+        """Counts bytes that are about to be copied from values that other bytes of the pickle may refer to again."""
+        self._copied += size
+        if self._copied > MAX_COPIED * (self.at - self._start) + _COPIED_FREE:
+            raise Fault(
+                f"values copied from others take more than {MAX_COPIED} times the pickle's own bytes", LimitError
+            )
+
+    def remember(self, number: int, value: Any) -> None:
+        """Sets a memo entry.
+
+        Numbers that come in order are keys as they are. Others could be chosen to collide in the dict: their text,
+        whose hash nobody knows, is the key.
+        """
+        if number <= len(self.memo) + 8:
+            self.memo[number] = value
+        else:
+            self.far[str(number)] = value
+
+    def recall(self, number: int) -> Any:
+        """A memo entry that is not in `memo`, KeyError when it was never set."""
+        value = self.far.get(str(number), self)
+        if value is self:
+            raise KeyError(number)
+        return value
 
     def take(self, size: int) -> bytes:
         """The next bytes."""
@@ -144,17 +199,34 @@ class Machine:
         if known is not None:
             self.harmless[name] = known
             return known
-        return self.foreign.setdefault(name, Foreign(name))
+        made = self.foreign.get(name)
+        if made is None:
+            self.charge(len(name))  # of parts that the pickle may combine in many ways
+            made = self.foreign[name] = Foreign(name)
+        return made
 
     def call(self, function: Any, args: Any) -> Any:
         """What a call gives: a row's own value, or an account of the call."""
         if type(args) is not tuple:
             raise Fault(f"arguments must be a tuple, found {describe(args)}")
         if type(function) is Global and function.build is not None:
+            if function.copies:
+                self.charge(_copied_size(args))
             return function.build(args)
         if type(function) in (Foreign, Inert):
             return Inert(function.name, args)
         raise Fault(f"{describe(function)} cannot be called")
+
+
+def _copied_size(args: tuple[Any, ...]) -> int:
+    """Bytes that copies of arguments take at most: 100 for an item, which may become one of a dict."""
+    size = 0
+    for arg in args:
+        if type(arg) is str or type(arg) is bytes:
+            size += 4 * len(arg)
+        elif type(arg) in (list, tuple):
+            size += 100 * len(arg)
+    return size
 
 
 def describe(value: Any) -> str:
@@ -172,46 +244,3 @@ def describe(value: Any) -> str:
 def show(text: str | bytes) -> str:
     """Text of a file as messages show it."""
     return ascii(text if len(text) <= 200 else text[:200])
-
-
-def as_key(value: Any) -> Any:
-    """A value that may be a dict key or set element: the same, or a `Fault`."""
-    kind = type(value)
-    if kind is str or kind is bool or kind is float or kind is bytes or value is None:
-        return value
-    if kind is int:
-        if not -(1 << 63) <= value < 1 << 64:  # wider ones can be made to collide
-            raise Fault("an integer of more than 64 bits as a key", LimitError)
-        return value
-    if kind is tuple or kind is frozenset:
-        left, waiting = MAX_KEY_VALUES, [value]
-        while waiting:
-            inner = waiting.pop()
-            left -= len(inner)
-            if left < 0:
-                raise Fault(f"a key of more than {MAX_KEY_VALUES} values", LimitError)
-            for item in inner:
-                if type(item) is tuple or type(item) is frozenset:
-                    left -= 1
-                    waiting.append(item)
-                else:
-                    as_key(item)
-        return value
-    if kind in (list, dict, set, bytearray):
-        raise Fault(f"a {kind.__name__} as a key")
-    return value  # ours, with the identity as its hash
-
-
-def put(into: Any, pairs: list[Any]) -> None:
-    """Sets items (key, value, key, value, ...) of a dict or of what is inert."""
-    items = into.items if type(into) is Inert else into
-    if type(items) is not dict:
-        raise Fault(f"items set in {describe(into)}, which is no dict")
-    if len(pairs) % 2:
-        raise Fault(f"{len(pairs)} keys and values, which is no even number")
-    expected = len(items) + len(pairs) // 2
-    for k in range(0, len(pairs), 2):
-        key = pairs[k]
-        items[key if type(key) is str else as_key(key)] = pairs[k + 1]
-    if len(items) != expected:
-        raise Fault(f"a key is there twice in a dict, between {describe(pairs[0])} and {describe(pairs[-2])}")

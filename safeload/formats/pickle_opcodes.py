@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import LimitError, UnsupportedError
-from .pickle_machine import MAX_INT_BYTES, Fault, Foreign, Inert, Machine, Stop, as_key, describe, put
+from .pickle_keys import add, put
+from .pickle_machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, Machine, Stop, describe
 
 _U16, _U32, _U64 = (struct.Struct(f"<{code}").unpack_from for code in "HIQ")
 _I32, _F64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
@@ -86,43 +87,66 @@ def _dup(m: Machine) -> None:
 def _binget(m: Machine) -> None:
     at = m.at
     m.at = at + 1
-    m.stack.append(m.memo[m.data[at]])
+    number = m.data[at]
+    try:
+        value = m.memo[number]
+    except KeyError:
+        value = m.recall(number)
+    m.stack.append(value)
 
 
 @_op(b"j")
 def _long_binget(m: Machine) -> None:
     at = m.at
     m.at = at + 4
-    m.stack.append(m.memo[_U32(m.data, at)[0]])
+    number = _U32(m.data, at)[0]
+    try:
+        value = m.memo[number]
+    except KeyError:
+        value = m.recall(number)
+    m.stack.append(value)
 
 
 @_op(b"g")
 def _get(m: Machine) -> None:
-    m.stack.append(m.memo[_integer(m.line())])
+    number = _integer(m.line())
+    try:
+        value = m.memo[number]
+    except KeyError:
+        value = m.recall(number)
+    m.stack.append(value)
 
 
 @_op(b"q")
 def _binput(m: Machine) -> None:
     at = m.at
     m.at = at + 1
-    m.memo[m.data[at]] = m.stack[-1]
+    number = m.data[at]
+    if number <= len(m.memo) + 8:
+        m.memo[number] = m.stack[-1]
+    else:
+        m.remember(number, m.stack[-1])
 
 
 @_op(b"r")
 def _long_binput(m: Machine) -> None:
     at = m.at
     m.at = at + 4
-    m.memo[_U32(m.data, at)[0]] = m.stack[-1]
+    number = _U32(m.data, at)[0]
+    if number <= len(m.memo) + 8:
+        m.memo[number] = m.stack[-1]
+    else:
+        m.remember(number, m.stack[-1])
 
 
 @_op(b"p")
 def _put(m: Machine) -> None:
-    m.memo[_integer(m.line())] = m.stack[-1]
+    m.remember(_integer(m.line()), m.stack[-1])
 
 
 @_op(b"\x94")
 def _memoize(m: Machine) -> None:
-    m.memo[len(m.memo)] = m.stack[-1]
+    m.memo[len(m.memo) + len(m.far)] = m.stack[-1]
 
 
 # ---- scalars ----
@@ -245,24 +269,30 @@ def _unicode(m: Machine) -> None:
     m.stack.append(str(m.line(len(m.data)), "raw-unicode-escape"))
 
 
+def _bytes(m: Machine, value: bytes | bytearray) -> None:
+    if value:
+        m.places[id(value)] = m.at - len(value)
+    m.stack.append(value)
+
+
 @_op(b"C")
 def _short_binbytes(m: Machine) -> None:
-    m.stack.append(m.take(m.take(1)[0]))
+    _bytes(m, m.take(m.take(1)[0]))
 
 
 @_op(b"B")
 def _binbytes(m: Machine) -> None:
-    m.stack.append(m.take(_size(m, _U32, 4)))
+    _bytes(m, m.take(_size(m, _U32, 4)))
 
 
 @_op(b"\x8e")
 def _binbytes8(m: Machine) -> None:
-    m.stack.append(m.take(_size(m, _U64, 8)))
+    _bytes(m, m.take(_size(m, _U64, 8)))
 
 
 @_op(b"\x96")
 def _bytearray8(m: Machine) -> None:
-    m.stack.append(bytearray(m.take(_size(m, _U64, 8))))
+    _bytes(m, bytearray(m.take(_size(m, _U64, 8))))
 
 
 def _python2(text: bytes) -> str | bytes:
@@ -347,11 +377,11 @@ def _list(m: Machine) -> None:
     m.stack.append(items)
 
 
-def _extend(into: Any, values: list[Any]) -> None:
+def _extend(m: Machine, into: Any, values: list[Any]) -> None:
     if type(into) is list:
         into.extend(values)
     elif type(into) is Inert:
-        put(into, [x for pair in enumerate(values, len(into.items)) for x in pair])
+        put(into, [x for pair in enumerate(values, len(into.items)) for x in pair], m.watched)
     else:
         raise Fault(f"appending to {describe(into)}, which is no list")
 
@@ -359,13 +389,13 @@ def _extend(into: Any, values: list[Any]) -> None:
 @_op(b"a")
 def _append(m: Machine) -> None:
     value = m.stack.pop()
-    _extend(m.stack[-1], [value])
+    _extend(m, m.stack[-1], [value])
 
 
 @_op(b"e")
 def _appends(m: Machine) -> None:
     values = m.pop_mark()
-    _extend(m.stack[-1], values)
+    _extend(m, m.stack[-1], values)
 
 
 @_op(b"}")
@@ -376,7 +406,7 @@ def _empty_dict(m: Machine) -> None:
 @_op(b"d")
 def _dict(m: Machine) -> None:
     made: dict[Any, Any] = {}
-    put(made, m.pop_mark())
+    put(made, m.pop_mark(), m.watched)
     m.stack.append(made)
 
 
@@ -384,14 +414,14 @@ def _dict(m: Machine) -> None:
 def _setitem(m: Machine) -> None:
     value = m.stack.pop()
     key = m.stack.pop()
-    put(m.stack[-1], [key, value])
+    put(m.stack[-1], [key, value], m.watched)
 
 
 @_op(b"u")
 def _setitems(m: Machine) -> None:
     pairs = m.pop_mark()
     if pairs:
-        put(m.stack[-1], pairs)
+        put(m.stack[-1], pairs, m.watched)
 
 
 @_op(b"\x8f")
@@ -404,17 +434,21 @@ def _additems(m: Machine) -> None:
     values = m.pop_mark()
     into = m.stack[-1]
     if type(into) is set:
-        into.update(as_key(value) for value in values)
+        add(into, values, m.watched)
     elif type(into) is Inert:
-        _extend(into, values)
+        _extend(m, into, values)
     else:
         raise Fault(f"adding to {describe(into)}, which is no set")
 
 
+_NO_ELEMENTS: frozenset[Any] = frozenset()
+
+
 @_op(b"\x91")
 def _frozenset(m: Machine) -> None:
-    values = m.pop_mark()
-    m.stack.append(frozenset(as_key(value) for value in values))
+    made: set[Any] = set()
+    add(made, m.pop_mark(), {})
+    m.stack.append(frozenset(made) if made else _NO_ELEMENTS)
 
 
 # ---- globals, and what would be calls ----
@@ -474,6 +508,7 @@ def _newobj_ex(m: Machine) -> None:
     keywords = m.stack.pop()
     args = m.stack.pop()
     if keywords and type(args) is tuple:
+        m.charge(8 * len(args))
         args = (*args, keywords)
     m.stack[-1] = m.call(m.stack[-1], args)
 
@@ -499,6 +534,8 @@ def _build(m: Machine) -> None:
     into = m.stack[-1]
     if type(into) is Inert:
         into.state = state if into.state is None else (into.state, state)
+    elif isinstance(into, Built):
+        into.build(state)
     elif type(into) is not dict and type(into) is not Foreign:
         raise Fault(f"a state set on {describe(into)}")
     # On an OrderedDict: attributes, of which torch has one, `_metadata` (versions of modules). They are no items.

@@ -27,7 +27,7 @@ _FOREIGN = (
     (0, b"PK\x03\x04", "a zip archive (torch checkpoint or npz)"),
     (0, b"PK\x05\x06", "an empty zip archive"),
     (0, b"\x93NUMPY", "a npy file"),
-    *((0, bytes((0x80, protocol)), "a pickle (legacy torch checkpoint)") for protocol in range(2, 6)),
+    *((0, bytes((0x80, protocol)), "a pickle (legacy torch checkpoint, or numpy's)") for protocol in range(2, 6)),
 )
 
 
@@ -48,6 +48,19 @@ def is_torch(head: bytes) -> bool:
     return is_zip(head) or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5)
 
 
+def is_torch_legacy(head: bytes) -> bool:
+    """Whether a pickle begins with the number that torch writes before a checkpoint that is no zip archive."""
+    return b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." in head[:32]
+
+
+def is_text_pickle(head: bytes) -> bool:
+    """Whether the first bytes are those of a container in a pickle of protocol 0 or 1, which has no magic."""
+    import re
+
+    globals_ = rb"c(?:collections|numpy[\w.]*|torch[\w.]*|joblib[\w.]*|copy_?reg|sklearn[\w.]*)\r?\n\w+\r?\n"
+    return re.match(rb"\([dlt]p[0-9]+\n|\((?:[dl][(VSIFgc(]|dp)|[}\]][q(.]|\(?" + globals_, head) is not None
+
+
 def is_moon(head: bytes) -> bool:
     """Whether the first bytes are those of a MOON file."""
     return head[:4] == b"NOOM"
@@ -65,7 +78,7 @@ def is_npy(head: bytes) -> bool:
 
 def is_other(head: bytes) -> bool:
     """Whether the first bytes could be those of a format that is read and is not safetensors."""
-    return is_moon(head) or is_gguf(head) or is_npy(head) or is_torch(head)
+    return is_moon(head) or is_gguf(head) or is_npy(head) or is_torch(head) or is_text_pickle(head)
 
 
 def describe(head: bytes) -> str | None:
@@ -81,6 +94,8 @@ def describe(head: bytes) -> str | None:
     text = head.lstrip()[:15].lower()
     if text.startswith((b"<!doctype html", b"<html")):
         return "an HTML page (a failed download?)"
+    if is_text_pickle(head):
+        return "a pickle of protocol 0 or 1"
     if text.startswith(b"<?xml"):
         return "an XML page (a failed download?)"
     return None

@@ -1,7 +1,8 @@
-"""The globals that a torch checkpoint may name: one table, and the inert values that are built of them.
+"""The globals that a checkpoint may name: one table, and the inert values that are built of them.
 
-What `torch.save` writes for tensors, no more. The functions build descriptions; they take whatever arguments a pickle
-gives, torch_tensors.py checks those of the tensors that are asked for.
+What `torch.save` writes for tensors, and pickle for arrays of numpy (numpy_globals.py), no more. The functions build
+descriptions; they take whatever arguments a pickle gives, torch_tensors.py checks those of the tensors that are asked
+for.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .pickle_machine import Fault, Foreign, Global, Inert, describe, put
+from .numpy_globals import ROWS
+from .pickle_keys import put
+from .pickle_machine import Fault, Foreign, Global, Inert, describe
 
 
 class Storage:
@@ -75,7 +78,7 @@ def _ordered_dict(args: tuple[Any, ...]) -> Any:
     if type(pairs) not in (list, tuple) or any(type(p) not in (list, tuple) or len(p) != 2 for p in pairs):
         raise Fault("OrderedDict takes a list of pairs")
     if pairs:
-        put(made, [x for pair in pairs for x in pair])
+        put(made, [x for pair in pairs for x in pair], {})
     return made
 
 
@@ -178,10 +181,11 @@ _UNTYPED = ("torch.storage.UntypedStorage", "torch.storage._UntypedStorage", "to
 ALLOWED: dict[str, Global] = {
     row.name: row
     for row in (
-        *(Global(name, kind, build) for name, kind, build in _FUNCTIONS),
+        *(Global(name, kind, build, copies=kind != TENSOR) for name, kind, build in _FUNCTIONS),
         *(Global(f"torch.{name}", DTYPE, None, code, size) for name, code, size, _ in _DTYPES),
         *(Global(f"torch.{storage}", STORAGE, None, code, size) for _, code, size, storage in _DTYPES if storage),
         *(Global(name, STORAGE, None, "U8", 1) for name in _UNTYPED),
+        *ROWS,
     )
 }
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import FormatError, LimitError, UnsupportedError
+from ..errors import FormatError, LimitError
 from ..files import WeightFile
-from ..tensor import ListedTable
 from . import unpickler
 from .pickle_machine import Fault, describe, show
 from .torch_globals import ALLOWED, Storage, read_persistent_id
-from .torch_tensors import Options, make_table
+from .torch_tensors import Made, Options, make_table
 from .unpickler import TruncatedError, Unpickled, unpickle
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -29,7 +28,7 @@ PROTOCOL = 1001
 _WINDOW = 1 << 16
 
 
-def _pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None, inert: bool) -> Unpickled:
+def pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None, inert: bool) -> Unpickled:
     """The pickle that starts at a byte of the file; `Unpickled.end` is relative to it."""
 
     def persistent(value: Any) -> Any:
@@ -51,29 +50,26 @@ def _pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | Non
         size *= 8
 
 
-def read_table(file: WeightFile, options: Options) -> ListedTable:
+def read_table(file: WeightFile, options: Options) -> Made:
     """The tensors of a file.
 
     Raises:
         FormatError, UnsupportedError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
         OSError: the file cannot be read.
     """
-    magic = _pickle_at(file, 0, None, options.inert)
+    magic = pickle_at(file, 0, None, options.inert)
     if magic.value != MAGIC or type(magic.value) is not int:
-        raise UnsupportedError(
-            f"{file.path}: this is a pickle that torch.save did not write (it begins with {describe(magic.value)}); "
-            "it may run code when unpickled, and safeload reads only tensors of torch from pickles"
-        )
+        raise FormatError(f"the file begins with {describe(magic.value)}, not with torch's magic number", file.path, 0)
     at = magic.end
-    protocol = _pickle_at(file, at, None, inert=False)
+    protocol = pickle_at(file, at, None, inert=False)
     if protocol.value != PROTOCOL:
         raise FormatError(f"protocol {describe(protocol.value)}, but there is only {PROTOCOL}", file.path, at)
     at += protocol.end
-    at += _pickle_at(file, at, None, inert=False).end  # facts about the machine, which change nothing
+    at += pickle_at(file, at, None, inert=False).end  # facts about the machine, which change nothing
     storages: dict[str, Storage] = {}
-    found = _pickle_at(file, at, storages, options.inert)
+    found = pickle_at(file, at, storages, options.inert)
     at += found.end
-    keys = _pickle_at(file, at, None, inert=False)
+    keys = pickle_at(file, at, None, inert=False)
     if type(keys.value) is not list:
         raise FormatError(f"the storages' keys must be a list, found {describe(keys.value)}", file.path, at)
     begins = _walk(file, at + keys.end, keys.value, storages)

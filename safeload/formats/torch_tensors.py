@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 from .. import dtypes
 from ..errors import FormatError, LimitError, UnsupportedError
-from ..files import MAX_ARRAY, array_fits, c_strides
+from ..files import MAX_ARRAY, WeightFile, array_fits, c_strides
 from ..tensor import ListedTable, Listing
 from .flattening import Tree
+from .numpy_arrays import Arrays
+from .numpy_globals import NumpyArray
 from .pickle_machine import Global, describe, show
 from .torch_globals import Storage, Tensor
 from .unpickler import Unpickled
@@ -38,6 +40,20 @@ class Options(NamedTuple):
     inert: bool = False
 
 
+class Made(NamedTuple):
+    """What a pickle gives.
+
+    Attributes:
+        table: of the file.
+        beside: a temporary file of the arrays that are not in the file as such; None where there are none.
+        names: of the tensors of both, in the order of the pickle.
+    """
+
+    table: ListedTable
+    beside: WeightFile | None
+    names: list[str]
+
+
 def make_table(
     found: Unpickled,
     options: Options,
@@ -45,7 +61,7 @@ def make_table(
     locate: Callable[[Storage], int],
     *,
     big_endian: bool = False,
-) -> ListedTable:
+) -> Made:
     """The table of a file.
 
     Args:
@@ -61,19 +77,29 @@ def make_table(
         LimitError: a limit is exceeded.
         TensorNotFoundError: there is no ``options.root``.
     """
-    tree = Tree(found.value, path)
+    tree = Tree(found.value, path, found.size)
     root = None if options.root is None else tree.select(options.root)
     places: dict[int, Listing] = {}
-    listings: dict[str, Listing] = {}
+    listings: dict[str, Listing | None] = {}
+    arrays = Arrays(found, path, big_endian=big_endian)
     for name, tensor in tree.tensors(root):
         if name in listings:
             raise FormatError(f"two tensors are named {show(name)}", path)
+        if isinstance(tensor, NumpyArray):
+            try:
+                listings[name] = arrays.place(name, tensor)
+            except UnsupportedError as error:
+                if not options.inert:
+                    raise UnsupportedError(f'{error}; unknown_globals="inert" leaves it out') from None
+            continue
         place = places.get(id(tensor))
         if place is None:
             place = places[id(tensor)] = _place(name, tensor, path, locate)
         listings[name] = place._replace(name=name)
     named = dict.fromkeys(found.harmless, True) | dict.fromkeys(found.foreign, False)
-    return ListedTable(list(listings.values()), tree.metadata, big_endian=big_endian, named_globals=named)
+    inside = [listing for listing in listings.values() if listing is not None]
+    table = ListedTable(inside, tree.metadata, big_endian=big_endian, named_globals=named)
+    return Made(table, arrays.beside(), list(listings))
 
 
 def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int]) -> Listing:

@@ -2,7 +2,7 @@
 
 1. ``<prefix>/data.pkl`` is the pickle, ``<prefix>/data/<key>`` the storage of each key, as it is in memory;
    ``<prefix>/byteorder`` says "little" or "big" and may be missing (little). The prefix is free text.
-2. torch.package puts storages into ``<prefix>/.data/<key>.storage`` and names its pickle otherwise.
+2. torch.package's archives are other ones: torch_package.py.
 3. Local headers hold no sizes (a data descriptor follows the data): they are taken from the central directory. The data
    begins at the local header + 30 + the *local* name's length + the *local* extra field's length, padding in which
    aligns it.
@@ -11,17 +11,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from ..files import WeightFile
-from ..tensor import ListedTable
-from . import unpickler
+from . import torch_package, unpickler
 from .archive import Archive
 from .pickle_machine import show
 from .torch_globals import ALLOWED, Storage, read_persistent_id
-from .torch_tensors import Options, make_table
-from .unpickler import unpickle
+from .torch_storages import locate_entry
+from .torch_tensors import Made, Options, make_table
+from .unpickler import Unpickled, unpickle
 
 
 def _find_pickle(archive: Archive, path: str) -> str:
@@ -37,69 +38,73 @@ def _find_pickle(archive: Archive, path: str) -> str:
     raise UnsupportedError(f"{path}: a zip archive without a pickle, so no torch checkpoint; it holds {shown}")
 
 
-def _kind(archive: Archive, prefix: str) -> str | None:
-    """What else than torch.save may have written the archive."""
-    if any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries):
-        return "a TorchScript archive"
-    if any(name.endswith(".data/extern_modules") for name in archive.entries):
-        return "a torch.package archive"
-    return None
+def _is_script(archive: Archive, prefix: str) -> bool:
+    return any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries)
 
 
-def read_table(archive: Archive, file: WeightFile, options: Options) -> ListedTable:
+def read_table(archive: Archive, file: WeightFile, options: Options) -> Made:
     """The tensors of an archive.
 
     Raises:
         FormatError, UnsupportedError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
         OSError: the file cannot be read.
     """
+    top = torch_package.top_of(archive)
+    if top is not None:
+        return _read_package(archive, file, options, top)
     name = _find_pickle(archive, file.path)
     prefix = name[: name.rindex("/") + 1] if "/" in name else ""
-    package = f"{name[: name.find('/') + 1]}.data/"
     storages: dict[str, Storage] = {}
-    begins: dict[str, int] = {}
+    if archive.entries[name].file_size > unpickler.MAX_PICKLE:
+        raise LimitError(f"{file.path}: the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes")
+    data, base = archive.read(name)
 
     def persistent(value: Any) -> Any:
         return read_persistent_id(value, storages)
 
     def locate(storage: Storage) -> int:
-        begin = begins.get(storage.key)
-        if begin is None:
-            begin = begins[storage.key] = _locate_storage(archive, storage, prefix, package, file.path)
-        return begin
+        return locate_entry(archive, storage, [f"{prefix}data/{storage.key}"], file.path)
 
-    if archive.entries[name].file_size > unpickler.MAX_PICKLE:
-        raise LimitError(f"{file.path}: the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes")
-    data, base = archive.read(name)
-    kind = _kind(archive, prefix)
     try:
         found = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=options.inert)
     except ForbiddenError as error:
-        if kind is None:
+        if not _is_script(archive, prefix):
             raise
-        raise UnsupportedError(f"{file.path}: this is {kind}: {str(error).removeprefix(file.path + ': ')}") from None
-    table = make_table(found, options, file.path, locate, big_endian=_is_big_endian(archive, prefix, file.path))
+        raise UnsupportedError(
+            f"{file.path}: this is a TorchScript archive: {str(error).removeprefix(file.path + ': ')}"
+        ) from None
+    return _make_table(archive, file, options, found, locate, prefix)
+
+
+def _read_package(archive: Archive, file: WeightFile, options: Options, top: str) -> Made:
+    def locate(storage: Storage) -> int:
+        return torch_package.locate(archive, storage, top, file.path)
+
+    found, root = torch_package.Package(archive, file, top).read(options.root, options.inert)
+    return _make_table(archive, file, options._replace(root=root), found, locate, top)
+
+
+def _make_table(
+    archive: Archive,
+    file: WeightFile,
+    options: Options,
+    found: Unpickled,
+    locate: Callable[[Storage], int],
+    prefix: str,
+) -> Made:
+    begins: dict[str, int] = {}
+
+    def locate_once(storage: Storage) -> int:
+        key = f"{storage.type.name} {storage.key}"
+        begin = begins.get(key)
+        if begin is None:
+            begin = begins[key] = locate(storage)
+        return begin
+
+    order = _is_big_endian(archive, prefix, file.path)
+    made = make_table(found, options, file.path, locate_once, big_endian=order)
     archive.check_overlap()
-    return table
-
-
-def _locate_storage(archive: Archive, storage: Storage, prefix: str, package: str, path: str) -> int:
-    for name in (f"{prefix}data/{storage.key}", f"{package}{storage.key}.storage"):
-        if name in archive.entries:
-            break
-    else:
-        raise FormatError(f"the archive has no entry for storage {show(storage.key)}", path)
-    begin = archive.locate(name)
-    archive.check_stored(name)
-    size = archive.entries[name].file_size
-    if size != storage.nbytes:
-        raise FormatError(
-            f"storage {show(storage.key)} has {size} bytes, but {storage.count} elements of {storage.type.name} have "
-            f"{storage.nbytes}",
-            path,
-            begin,
-        )
-    return begin
+    return made
 
 
 def _is_big_endian(archive: Archive, prefix: str, path: str) -> bool:

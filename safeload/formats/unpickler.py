@@ -6,9 +6,10 @@ stack as in CPython, with these differences:
 1. A global is looked up in a table that the caller gives. What is there is built by our own function of that row; any
    other name becomes a `Foreign`, what is made of it an `Inert`.
 2. A persistent id is handed to the caller.
-3. Dict keys and set elements are scalars or small tuples of them, and a key comes once: keys made to collide or to
-   take forever to hash are refused, and no entry hides another.
-4. Every length is checked against the bytes that are left before anything is allocated.
+3. Dict keys and set elements are scalars or small tuples of them, and a key comes once: keys made to collide
+   (pickle_keys.py) or to take forever to hash are refused, and no entry hides another.
+4. Every length is checked against the bytes that are left before anything is allocated, and what is copied from values
+   that the pickle can refer to again is counted (`Machine.charge`).
 
 Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, what rows and persistent
 ids make, `Global`, `Foreign` and `Inert`. The opcodes are in pickle_opcodes.py.
@@ -17,7 +18,8 @@ ids make, `Global`, `Foreign` and `Inert`. The opcodes are in pickle_opcodes.py.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
@@ -25,10 +27,13 @@ from .pickle_machine import Fault, Global, Machine, Stop, describe, show
 from .pickle_opcodes import OPCODES
 
 # 50 times the opcodes of the largest real file known (400,000). Each allocates at most 216 bytes (an empty set) beyond
-# what it copies from the file.
+# what it copies from the file; a list of sets that becomes metadata takes some 340 a byte, which is the most.
 MAX_OPCODES = 20_000_000
 # Bytes of a pickle, which is read into memory. The largest real ones have some 10 MB; tensors are not in them.
 MAX_PICKLE = 1 << 30
+_ASKS = "the pickle asks"
+# What an error says where the pickle is sound but for the globals.
+ADVICE = '; unknown_globals="inert" reads the tensors around them'
 # Names in one message.
 MAX_SHOWN = 100
 
@@ -43,14 +48,22 @@ class Unpickled(NamedTuple):
     Attributes:
         value: its object.
         end: position behind its STOP.
+        size: its bytes.
         harmless: names of the globals it uses that are in the table.
         foreign: names of those that are not.
+        data: bytes that hold it.
+        places: see `Machine`.
+        base: where in the file ``data`` begins; None when it is nowhere as such.
     """
 
     value: Any
     end: int
+    size: int
     harmless: list[str]
     foreign: list[str]
+    data: bytes = b""
+    places: Mapping[int, int] = MappingProxyType({})
+    base: int | None = None
 
 
 def unpickle(
@@ -88,26 +101,39 @@ def unpickle(
     except TruncatedError:
         if not complete:
             raise
-        _check_foreign(machine, path, inert, ", and breaks off then")
+        check_foreign(sorted(machine.foreign), path, inert, _ASKS, ", and breaks off then")
         raise
     except (FormatError, LimitError, UnsupportedError) as error:
-        _check_foreign(machine, path, inert, f", and is malformed beyond that: {error}")
+        check_foreign(sorted(machine.foreign), path, inert, _ASKS, f", and is malformed beyond that: {error}")
         raise
-    _check_foreign(machine, path, inert, "")
-    return Unpickled(value, machine.at, sorted(machine.harmless), sorted(machine.foreign))
+    check_foreign(sorted(machine.foreign), path, inert, _ASKS)
+    return Unpickled(
+        value,
+        machine.at,
+        machine.at - start,
+        sorted(machine.harmless),
+        sorted(machine.foreign),
+        data,
+        machine.places,
+        base,
+    )
 
 
-def _check_foreign(machine: Machine, path: str, inert: bool, more: str) -> None:
-    if inert or not machine.foreign:
+def check_foreign(names: Sequence[str], path: str, inert: bool, asks: str, more: str = "") -> None:
+    """Refuses globals off the list, unless they may be ``inert``.
+
+    Raises:
+        ForbiddenError: there are some; it names them.
+    """
+    if inert or not names:
         return
-    names = sorted(machine.foreign)
     shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:MAX_SHOWN])
     if len(names) > MAX_SHOWN:
         shown += f" and {len(names) - MAX_SHOWN} more"
+    advice = "" if more else ADVICE
     raise ForbiddenError(
-        f"{path}: the pickle asks for {'a global' if len(names) == 1 else f'{len(names)} globals'} off the list of "
-        f'harmless ones: {shown}{more}. Nothing was imported or called; unknown_globals="inert" reads the tensors '
-        "around them"
+        f"{path}: {asks} for {'a global' if len(names) == 1 else f'{len(names)} globals'} off the list of "
+        f"harmless ones: {shown}{more}. Nothing was imported or called{advice}"
     )
 
 

@@ -81,9 +81,27 @@ def _pickle():
 
     yield dump(VALUE)
     yield dump(VALUE, 4)
+    yield from _arrays()
     for data in _torch():
         with contextlib.suppress(Exception), zipfile.ZipFile(io.BytesIO(data)) as archive:
             yield from (archive.read(name) for name in archive.namelist() if name.endswith(".pkl"))
+
+
+def _arrays():
+    """Pickles of arrays of numpy, sound ones and each with one fault; of the costs the smallest."""
+    import pickle
+
+    import test_pickle_costs
+    import test_pickled_arrays
+    from torch_build import dump
+
+    for protocol in range(6):
+        yield from (pickle.dumps({"w": array}, protocol) for array in test_pickled_arrays.ARRAYS.values())
+        yield pickle.dumps(test_pickled_arrays.NESTED, protocol)
+        yield pickle.dumps({name: value for name, (value, _) in test_pickled_arrays.SCALARS.items()}, protocol)
+    yield from (dump({"bad": value}, 4) for value, _ in test_pickled_arrays.FAULTS.values())
+    yield from (test_pickle_costs.PACKED["dict"](keys[:150]) for keys in test_pickle_costs.COLLIDING.values())
+    yield from (data[:200] + b"." for data in test_pickle_costs.DENSE.values())
 
 
 def _moon():
@@ -188,7 +206,7 @@ def _any():
 
     from safeload.formats import sniffing
 
-    good = [build.build(), test_gguf.GOOD, test_torch.GOOD, test_torch.LEGACY, *_moon(), *_npz(), *_npy()]
+    good = [build.build(), test_gguf.GOOD, test_torch.GOOD, test_torch.LEGACY, *_moon(), *_npz(), *_npy(), *_arrays()]
     return [*good, b"", b"<!DOCTYPE html>", *(bytes(at) + head for at, head, _ in sniffing._FOREIGN)]
 
 

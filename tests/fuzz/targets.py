@@ -26,6 +26,7 @@ import numpy as np
 
 import safeload
 import safeload.formats.gguf
+import safeload.formats.plain_pickle
 import safeload.formats.torch_legacy
 import safeload.formats.torch_zip
 import safeload.validation

@@ -253,6 +253,81 @@ fault(
 )
 
 
+# ---- packages ----
+
+PACKAGE = {
+    ".data/0.storage": SIX.tobytes(),
+    "net/net.pkl": dump({"a": tensor(Storage(0, SIX), (2, 3))}, 3),
+    ".data/extern_modules": b"torch\n",
+    ".data/version": b"6\n",
+}
+SCRIPT = Ref("torch.jit._script", "unpackage_script_module")
+
+
+def packaged(**entries):
+    return zip_archive({**PACKAGE, **{name.replace("__", "/"): data for name, data in entries.items()}})
+
+
+def reduced(*value):
+    return packaged(net__net=b"\x80\x03", **{"net__net.pkl": dump({"bad": Id(("reduce_package", *value))}, 3)})
+
+
+fault(
+    "package: no entry for a storage",
+    "the archive has no entry for storage '0'",
+    zip_archive({name: data for name, data in PACKAGE.items() if name != ".data/0.storage"}),
+)
+fault(
+    "package: a storage of another size", "storage '0' has 20 bytes, but 6", packaged(**{".data__0.storage": bytes(20)})
+)
+fault(
+    "package: a storage that is no entry of one",
+    "no entry for storage 'version'",
+    packaged(**{"net__net.pkl": dump({"a": tensor(Storage("version", np.zeros(2, np.uint8)))}, 3)}),
+)
+fault(
+    "package: no pickle",
+    "a torch.package archive without a pickle",
+    packaged(**{"net__net.pkl": b"text"}),
+    UnsupportedError,
+)
+fault("package: a pickle that breaks off", "beyond the end", packaged(**{"net__net.pkl": PACKAGE["net/net.pkl"][:-9]}))
+fault("package: a byteorder of neither kind", "byteorder is b'midway'"[:12], packaged(byteorder=b"midway"))
+for name, value, message in (
+    ("nothing", (), "what reduces itself must be named by"),
+    ("a number alone", (5,), "what reduces itself must be named by"),
+    ("too much", (5, SCRIPT, ("0",), 1), "what reduces itself must be named by"),
+    ("arguments in a list", (5, SCRIPT, ["0"]), "what reduces itself must be named by"),
+    ("a function that is none", (5, 6, ("0",)), "what reduces itself must be named by"),
+    ("a function on the list", (5, OD, ()), "what reduces itself must be named by"),
+    ("a number of text", ("5", SCRIPT, ("0",)), "the number of what reduces itself is '5'"),
+    ("a script that is not there", (5, SCRIPT, ("0",)), "the package has no entry for script '0'"),
+    ("a script out of its folder", (5, SCRIPT, ("../../net",)), "the package has no entry for script '../../net'"),
+):
+    fault(f"package: reduce_package, {name}", message, reduced(*value))
+fault(
+    "package: a script that names another",
+    "a persistent id must be a tuple of 'storage'",
+    zip_archive(
+        {
+            **PACKAGE,
+            "net/net.pkl": dump({"bad": Id(("reduce_package", 5, SCRIPT, ("0",)))}, 3),
+            ".data/ts_code/0/data.pkl": dump({"bad": Id(("reduce_package", 5, SCRIPT, ("0",)))}, 2),
+        }
+    ),
+)
+
+
+BOMB = b"\x80\x03B" + struct.pack("<I", 100 << 20) + bytes(100 << 20) + b"."
+fault(
+    "package: compressed pickles that unfold to much together",
+    "the pickles of the package have more than 268435456 bytes",
+    zip_archive({**PACKAGE, **{f"a/{k}.pkl": BOMB for k in range(3)}}, deflate=[f"a/{k}.pkl" for k in range(3)]),
+    LimitError,
+)
+del BOMB
+
+
 # ---- the zip archive's own fields ----
 
 GOOD = zip_archive(ENTRIES)

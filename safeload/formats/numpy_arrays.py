@@ -1,0 +1,127 @@
+"""Where the elements of pickled arrays are: as they are in the file, or else in a temporary file without a name.
+
+Bytes of a pickle that are neither text nor compressed are in the file as such. Others, and those in another byte order
+than the rest of the file, are written to the temporary file when the pickle is opened, each once.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+from ..errors import UnsupportedError
+from ..files import WeightFile, array_fits, c_strides, open_descriptor
+from ..tensor import ListedTable, Listing
+from .numpy_globals import NumpyArray
+from .pickle_machine import show
+from .unpickler import Unpickled
+
+
+class Arrays:
+    """Places for the arrays of a pickle.
+
+    Args:
+        found: the pickle.
+        path: of its file.
+        big_endian: byte order of the file's other tensors.
+    """
+
+    def __init__(self, found: Unpickled, path: str, *, big_endian: bool) -> None:
+        self._found = found
+        self._path = path
+        self._big_endian = big_endian
+        self._pieces: list[bytes] = []
+        self._size = 64  # zeros: what begins the temporary file says nothing
+        self._begins: dict[tuple[int, int], int] = {}
+        self._listings: list[Listing] = []
+
+    def place(self, name: str, array: NumpyArray) -> Listing | None:
+        """An array of the file; None for one that is put into the temporary file.
+
+        Raises:
+            UnsupportedError: its dtype is none of weights.
+        """
+        dtype = array.dtype
+        if dtype is None or dtype.row is None:
+            what = "no dtype" if dtype is None else dtype.name
+            if what.startswith("O"):
+                what = "Python objects"
+            raise UnsupportedError(f"{self._path}: array {show(name)} holds {what}, which is no dtype of weights")
+        if not array_fits(array.shape, dtype.itemsize):
+            raise UnsupportedError(
+                f"{self._path}: array {show(name)}: {list(array.shape)} is more than memory can have"
+            )
+        strides = None
+        if array.order is not None:
+            strides = _strides(array, dtype.itemsize)
+        swapped = dtype.itemsize > 1 and len(array.raw) > 0
+        begin = None if swapped and dtype.big_endian != self._big_endian else self._in_file(array.raw)
+        if begin is not None:
+            return Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides)
+        width = 4 if dtype.row.code == "C64" else dtype.itemsize
+        begin = self._put(array.raw, width if swapped and dtype.big_endian else 1)
+        self._listings.append(Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides))
+        return None
+
+    def _in_file(self, raw: bytes | bytearray) -> int | None:
+        """Where in the file the bytes are; None where they are not as such."""
+        base = self._found.base
+        if base is None:
+            return None
+        if not raw:
+            return base
+        at = self._found.places.get(id(raw))
+        if at is None or self._found.data[at : at + len(raw)] != raw:  # an id may have been another's before
+            return None
+        return base + at
+
+    def _put(self, raw: bytes | bytearray, width: int) -> int:
+        key = (id(raw), width)
+        begin = self._begins.get(key)
+        if begin is None:
+            begin = self._begins[key] = self._size
+            data = bytes(raw)
+            if width > 1:
+                import numpy as np
+
+                data = np.frombuffer(data, f">u{width}").astype(f"<u{width}").tobytes()
+            self._pieces += (data, bytes(-len(data) % 64))
+            self._size += len(data) + -len(data) % 64
+        return begin
+
+    def beside(self) -> WeightFile | None:
+        """The temporary file with its table; None where it is not needed.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if not self._listings:
+            return None
+        import tempfile
+
+        descriptor, path = tempfile.mkstemp(prefix="safeload-pickle-")
+        try:
+            with os.fdopen(descriptor, "wb") as out:
+                out.write(bytes(64))
+                for piece in self._pieces:
+                    out.write(piece)
+            file = open_descriptor(path)
+        finally:
+            with suppress(OSError):  # Windows keeps it until it is closed, and then until the folder is cleaned
+                os.unlink(path)
+        file.path = self._path
+        file.table = ListedTable(self._listings)
+        return file
+
+
+def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:
+    """Bytes between neighbours; None where they are those of C order."""
+    order: Any = array.order
+    if 0 in array.shape or sum(dim > 1 for dim in array.shape) < 2:
+        return None
+    in_memory = c_strides(tuple(array.shape[axis] for axis in order), itemsize)
+    strides = [0] * len(order)
+    for axis, step in zip(order, in_memory, strict=True):
+        strides[axis] = step
+    return None if tuple(strides) == c_strides(array.shape, itemsize) else tuple(strides)

@@ -1,0 +1,242 @@
+"""The globals that pickled arrays and scalars of numpy name: rows for the table, and the inert values they build.
+
+numpy writes ``_reconstruct(ndarray, (0,), b"b")`` and a state of (1, shape, dtype, whether in Fortran order, bytes),
+or, at protocol 5, ``_frombuffer(bytes, dtype, shape, order)``; a scalar is ``scalar(dtype, bytes)``. Below protocol 3
+bytes are ``_codecs.encode(text, "latin1")``. numpy 1 says ``numpy.core`` where numpy 2 says ``numpy._core``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from math import prod
+from typing import Any
+
+from .. import dtypes
+from .pickle_machine import Built, Fault, Global, Inert, describe
+
+ARRAY, TYPE, BYTES = "array", "type", "bytes"
+
+# Kinds of numpy with the sizes that are rows of the table of dtypes.
+_NAMES = {"f": "float{}", "i": "int{}", "u": "uint{}", "c": "complex{}"}
+_SPEC = re.compile(r"([<>|=]?)([a-zA-Z?])([0-9]{0,4})", re.ASCII)
+_ML_DTYPES = (
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"),
+    *("int4", "uint4", "int2", "uint2"),
+)
+_NUMPY_TYPES = (
+    *("bool", "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "intc", "uintc"),
+    *("longlong", "ulonglong", "float16", "float32", "float64", "longdouble", "complex64", "complex128"),
+    *("str_", "bytes_", "object_", "datetime64", "timedelta64", "void"),
+)
+
+
+class NumpyDtype(Built):
+    """A dtype of numpy.
+
+    Attributes:
+        name: as numpy prints it.
+        row: of the table of dtypes, None for what no weight has.
+        big_endian: order of the bytes of an element.
+        itemsize: bytes of one.
+    """
+
+    __slots__ = ("big_endian", "itemsize", "name", "row")
+
+    def __init__(self, name: str, row: dtypes.Dtype | None, *, big_endian: bool = False) -> None:
+        self.name = name
+        self.row = row
+        self.big_endian = big_endian
+        self.itemsize = row.bits // 8 if row is not None else 0
+
+    def build(self, state: Any) -> None:
+        """Takes (version, order, subarray, names, fields, size, alignment, flags)."""
+        if type(state) is not tuple or len(state) < 7:
+            raise Fault(f"a dtype's state must be a tuple of 7 to 9, found {_what(state)}")
+        if state[1] not in ("<", ">", "|", "="):
+            raise Fault(f"a dtype's byte order must be one of < > | =, found {describe(state[1])}")
+        self.big_endian = state[1] == ">"
+        if state[2] is not None or state[3] is not None:
+            self.name, self.row = "elements of several fields", None
+
+
+class NumpyArray(Built):
+    """An array of numpy: what the pickle says of it, checked when it is asked for.
+
+    Attributes:
+        shape: elements per axis.
+        dtype: of its elements; None as long as it has no state.
+        order: of its axes in memory, the outermost first; None for that of C.
+        raw: its bytes.
+    """
+
+    __slots__ = ("dtype", "order", "raw", "shape")
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = ()
+        self.dtype: NumpyDtype | None = None
+        self.order: tuple[int, ...] | None = None
+        self.raw: bytes | bytearray = b""
+
+    def build(self, state: Any) -> None:
+        """Takes (version, shape, dtype, whether in Fortran order, bytes); the oldest have no version."""
+        if type(state) is not tuple or len(state) not in (4, 5):
+            raise Fault(f"an array's state must be a tuple of 4 or 5, found {_what(state)}")
+        shape, dtype, fortran, raw = state[-4:]
+        if type(fortran) not in (bool, int):
+            raise Fault(f"an array's order must be a boolean, found {describe(fortran)}")
+        self.set(raw, dtype, shape, "F" if fortran else "C")
+
+    def set(self, raw: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> None:
+        """Takes what an array has."""
+        if type(dtype) is not NumpyDtype:
+            raise Fault(f"an array's dtype must be one of numpy, found {describe(dtype)}")
+        if type(shape) is int:
+            shape = (shape,)
+        if type(shape) is not tuple or any(type(dim) is not int or not 0 <= dim < 1 << 63 for dim in shape):
+            raise Fault(f"an array's shape must be a tuple of counts, found {_what(shape)}")
+        if len(shape) > 64:
+            raise Fault(f"an array of {len(shape)} axes, the most is 64")
+        if order not in ("C", "F", "K"):
+            raise Fault(f"an array's order must be C, F or K, found {describe(order)}")
+        if order == "K" and (type(axes) is not tuple or sorted(map(_count, axes)) != list(range(len(shape)))):
+            raise Fault(f"an array's axes must be each of its {len(shape)} once, found {_what(axes)}")
+        if type(raw) is str:  # of Python 2, which has no bytes
+            raw = raw.encode("utf-8", "surrogatepass")
+        self.dtype = dtype
+        if dtype.row is None:
+            self.shape = shape
+            return
+        if type(raw) not in (bytes, bytearray):
+            raise Fault(f"an array's elements must be bytes, found {describe(raw)}")
+        if order == "K":
+            self.order = tuple(axes.index(axis) for axis in range(len(axes)))
+            shape = tuple(shape[axis] for axis in axes)
+        elif order == "F":
+            self.order = tuple(range(len(shape)))[::-1]
+        wanted = prod(shape) * dtype.itemsize
+        if len(raw) != wanted:
+            raise Fault(f"an array {list(shape)} of {dtype.name} needs {wanted} bytes, but has {len(raw)}")
+        self.shape, self.raw = shape, raw
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int else -1
+
+
+def _what(value: Any) -> str:
+    return f"a tuple of {len(value)}" if type(value) is tuple else describe(value)
+
+
+def _dtype(args: tuple[Any, ...]) -> Any:
+    if not 1 <= len(args) <= 3:
+        raise Fault(f"numpy.dtype takes 1 to 3 arguments, found {len(args)}")
+    spec = args[0]
+    if type(spec) is Global and spec.kind == TYPE:
+        name = spec.name.rpartition(".")[2].rstrip("_")
+        row = dtypes.BY_NAME.get(name)
+        return NumpyDtype(name, None if row is None or row.packed else row)
+    if type(spec) is bytes:
+        spec = spec.decode("latin-1")
+    match = _SPEC.fullmatch(spec) if type(spec) is str else None
+    if match is None:
+        if type(spec) is str and spec in dtypes.BY_NAME and not dtypes.BY_NAME[spec].packed:
+            return NumpyDtype(spec, dtypes.BY_NAME[spec])
+        raise Fault(f"{describe(spec)} is no dtype of numpy")
+    order, kind, size = match.groups()
+    name = "bool" if kind in "b?" and size in ("", "1") else ""
+    if kind in _NAMES and size:
+        name = _NAMES[kind].format(8 * int(size))
+    row = dtypes.BY_NAME.get(name)
+    return NumpyDtype(name or spec, row, big_endian=order == ">")
+
+
+def _reconstruct(args: tuple[Any, ...]) -> Any:
+    if len(args) != 3:
+        raise Fault(f"_reconstruct takes 3 arguments, found {len(args)}")
+    if type(args[0]) is Global and args[0].kind == ARRAY:
+        return NumpyArray()
+    if type(args[0]) is Global:
+        raise Fault(f"_reconstruct takes a class of arrays, found {describe(args[0])}")
+    return Inert(getattr(args[0], "name", "numpy.ndarray"), args)
+
+
+def _frombuffer(args: tuple[Any, ...]) -> Any:
+    if len(args) not in (4, 5):
+        raise Fault(f"_frombuffer takes 4 or 5 arguments, found {len(args)}")
+    made = NumpyArray()
+    made.set(*args)
+    return made
+
+
+def _scalar(args: tuple[Any, ...]) -> Any:
+    """A number of Python."""
+    if len(args) != 2 or type(args[0]) is not NumpyDtype:
+        raise Fault("a scalar of numpy takes a dtype and bytes")
+    dtype, raw = args
+    if type(raw) is str:
+        raw = raw.encode("utf-8", "surrogatepass")
+    if dtype.row is None:
+        return f"<scalar of {dtype.name}>"
+    if type(raw) is not bytes or len(raw) != dtype.itemsize:
+        raise Fault(f"a scalar of {dtype.name} needs {dtype.itemsize} bytes, found {_size(raw)}")
+    import numpy as np
+
+    if dtype.big_endian != (sys.byteorder == "big"):
+        width = 4 if dtype.row.code == "C64" else dtype.itemsize
+        raw = np.frombuffer(raw, f"u{width}").byteswap().tobytes()
+    value = np.frombuffer(raw, dtypes.element_dtype(dtype.row.number))[0].item()
+    return value if type(value) in (bool, int, float, complex) else float(value)
+
+
+def _size(raw: Any) -> str:
+    return f"{len(raw)}" if type(raw) is bytes else describe(raw)
+
+
+def _encode(args: tuple[Any, ...]) -> Any:
+    """Bytes that protocols 0 to 2 have as text."""
+    if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1", "iso-8859-1"):
+        raise Fault("_codecs.encode takes a text and 'latin1'")
+    try:
+        return args[0].encode("latin-1")
+    except UnicodeEncodeError:
+        raise Fault("a text for bytes has characters beyond 255") from None
+
+
+def _bytes(args: tuple[Any, ...]) -> Any:
+    if args:
+        raise Fault(f"bytes takes no arguments, found {len(args)}")
+    return b""
+
+
+def _bytearray(args: tuple[Any, ...]) -> Any:
+    """As protocols 2 to 4 have it: of bytes, or of text and an encoding."""
+    if len(args) == 2:
+        return bytearray(_encode(args))
+    if len(args) > 1 or (args and type(args[0]) is not bytes):
+        raise Fault("bytearray takes bytes")
+    return bytearray(*args)
+
+
+def _rows() -> list[Global]:
+    rows = []
+    for core in ("numpy.core", "numpy._core"):
+        rows.append(Global(f"{core}.multiarray._reconstruct", ARRAY + " maker", _reconstruct))
+        rows.append(Global(f"{core}.multiarray.scalar", "value", _scalar))
+        rows.append(Global(f"{core}.numeric._frombuffer", ARRAY + " maker", _frombuffer))
+    rows.append(Global("numpy.dtype", "value", _dtype))
+    rows.extend(Global(f"numpy.{name}", ARRAY) for name in ("ndarray", "memmap", "matrix"))
+    rows.extend(Global(name, ARRAY) for name in ("numpy.core.memmap.memmap", "numpy.matrixlib.defmatrix.matrix"))
+    rows.extend(Global(f"numpy.{name}", TYPE) for name in _NUMPY_TYPES)
+    rows.extend(
+        Global(f"{place}.{name}", TYPE) for place in ("ml_dtypes", "ml_dtypes._ml_dtypes_ext") for name in _ML_DTYPES
+    )
+    rows.append(Global("_codecs.encode", BYTES, _encode, copies=True))
+    for place in ("builtins", "__builtin__"):
+        rows.append(Global(f"{place}.bytes", BYTES, _bytes))
+        rows.append(Global(f"{place}.bytearray", BYTES, _bytearray, copies=True))
+    return rows
+
+
+ROWS = _rows()

@@ -1,0 +1,168 @@
+"""Keys of dicts and elements of sets in a pickle: what may be one, and how much time they may take.
+
+CPython's dicts and sets are tables with open addressing. Hashes of text and bytes depend on a random seed; those of
+numbers, and of tuples and frozensets of them, do not, so that a file can choose keys that meet in the table: equal
+hashes, or hashes that share the bits that the table looks at. A dict of n such keys takes n**2 steps. What is bounded
+here is the sum of these steps: where a table has more than a few entries, and a key's hash can be predicted, the same
+table is kept without keys or values, each step in it is counted, and more than `MAX_STEPS` a key are refused. Integers
+that come in order (0, 1, 2, ...) meet nothing, and cost nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import LimitError
+from .pickle_machine import Fault, Inert, describe
+
+# Values in one dict key or set element; hashing a tuple visits each. Real keys are strings and integers.
+MAX_KEY_VALUES = 100
+# Entries up to which a table is not watched: its square is still little.
+MAX_UNWATCHED = 64
+# Steps in a table for each of its entries. Random hashes need 2; the worst of regular ones measured (multiples of
+# powers of two, fractions, addresses; 300,000 keys each) 57.
+MAX_STEPS = 100
+
+_64_BITS = (1 << 64) - 1
+# Steps to the right before the next jump, in CPython's sets.
+_LINEAR = 9
+
+# The tables that are watched, by the id of what they are of.
+Watched = dict[int, "Table"]
+
+
+class Table:
+    """The occupied slots of a dict or set: Objects/dictobject.c, Objects/setobject.c.
+
+    Args:
+        of: the dict or set; held, so that its id stays its own.
+    """
+
+    __slots__ = ("_hashes", "_is_set", "_of", "_steps", "_used")
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+        self._is_set = type(of) is set
+        self._hashes: list[int] = []
+        self._used = bytearray(8)
+        self._steps = 0
+        for key in of:
+            self.add(key)
+
+    def add(self, key: Any, *, known: bool = False) -> None:
+        """Counts the steps that a key takes, also one that is ``known`` and takes no slot."""
+        hashed = hash(key) & _64_BITS
+        slot = self._find(hashed)
+        if self._steps > MAX_STEPS * (len(self._hashes) + MAX_UNWATCHED):
+            raise Fault(f"keys whose hashes collide, after {len(self._hashes)} in one container", LimitError)
+        if known:
+            return
+        self._used[slot] = 1
+        self._hashes.append(hashed)
+        count, size = len(self._hashes), len(self._used)
+        if self._is_set:
+            if count * 5 >= (size - 1) * 3:
+                self._grow(count * (2 if count > 50_000 else 4) + 1)
+        elif count >= size * 2 // 3:
+            self._grow(count * 3)
+
+    def _find(self, hashed: int) -> int:
+        """The free slot for a hash."""
+        used, mask = self._used, len(self._used) - 1
+        slot, rest, steps = hashed & mask, hashed, 1
+        while used[slot]:
+            if self._is_set and slot + _LINEAR <= mask:
+                free = used.find(0, slot, slot + _LINEAR + 1)
+                if free >= 0:
+                    slot = free
+                    break
+            rest >>= 5
+            slot = (slot * 5 + rest + 1) & mask
+            steps += 1
+        self._steps += steps
+        return slot
+
+    def _grow(self, least: int) -> None:
+        size = 8
+        while size < least:
+            size *= 2
+        self._used = used = bytearray(size)
+        before = self._steps  # CPython's own growing compares no keys, and doubles at least
+        for hashed in self._hashes:
+            used[self._find(hashed)] = 1
+            if self._steps - before > MAX_STEPS * (len(self._hashes) + MAX_UNWATCHED):
+                raise Fault(f"keys whose hashes collide, {len(self._hashes)} in one container", LimitError)
+        self._steps = before
+
+
+def check_key(value: Any) -> bool:
+    """Whether the hash of a dict key or set element can be predicted; a `Fault` where it may be none."""
+    kind = type(value)
+    if kind is str or kind is bytes or kind is bool or value is None:
+        return False
+    if kind is int:
+        if not -(1 << 63) <= value < 1 << 64:
+            raise Fault("an integer of more than 64 bits as a key", LimitError)
+        return True
+    if kind is float:
+        return True
+    if kind is tuple or kind is frozenset:
+        _check_nested(value)
+        return True
+    if kind in (list, dict, set, bytearray):
+        raise Fault(f"a {kind.__name__} as a key")
+    return False  # ours, with the identity as its hash
+
+
+def _check_nested(value: Any) -> None:
+    left, waiting = MAX_KEY_VALUES, [value]
+    while waiting:
+        inner = waiting.pop()
+        left -= len(inner)
+        if left < 0:
+            raise Fault(f"a key of more than {MAX_KEY_VALUES} values", LimitError)
+        for item in inner:
+            if type(item) is tuple or type(item) is frozenset:
+                left -= 1
+                waiting.append(item)
+            else:
+                check_key(item)
+
+
+def _watch(items: Any, key: Any, watched: Watched) -> None:
+    """Checks a key that is about to be put into a dict or set."""
+    in_order = type(key) is int and 0 <= key < len(items) + 8
+    predictable = not in_order and check_key(key)
+    table = watched.get(id(items))
+    if table is None:
+        if not predictable or len(items) < MAX_UNWATCHED:
+            return
+        table = watched[id(items)] = Table(items)
+    table.add(key, known=type(items) is set and key in items)
+
+
+def put(into: Any, pairs: list[Any], watched: Watched) -> None:
+    """Sets items (key, value, key, value, ...) of a dict or of what is inert."""
+    items = into.items if type(into) is Inert else into
+    if type(items) is not dict:
+        raise Fault(f"items set in {describe(into)}, which is no dict")
+    if len(pairs) % 2:
+        raise Fault(f"{len(pairs)} keys and values, which is no even number")
+    expected = len(items) + len(pairs) // 2
+    all_text = id(items) not in watched
+    for k in range(0, len(pairs), 2):
+        key = pairs[k]
+        if type(key) is not str or not all_text:
+            _watch(items, key, watched)
+            all_text = id(items) not in watched
+        items[key] = pairs[k + 1]
+    if len(items) != expected:
+        raise Fault(f"a key is there twice in a dict, between {describe(pairs[0])} and {describe(pairs[-2])}")
+
+
+def add(into: set[Any], values: Iterable[Any], watched: Watched) -> None:
+    """Adds elements to a set."""
+    for value in values:
+        _watch(into, value, watched)
+        into.add(value)

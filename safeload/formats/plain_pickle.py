@@ -1,0 +1,57 @@
+"""What pickle.dump writes of arrays of numpy in dicts, lists and tuples: a file that is one pickle, of any protocol."""
+
+from __future__ import annotations
+
+from ..errors import ForbiddenError, SafeloadError, UnsupportedError
+from ..files import WeightFile
+from .pickle_machine import Foreign, Inert, describe, show
+from .torch_globals import Storage
+from .torch_legacy import pickle_at
+from .torch_tensors import Made, Options, make_table
+from .unpickler import check_foreign
+
+
+def _locate(storage: Storage) -> int:
+    raise UnsupportedError(f"storage {show(storage.key)} is not in a pickle")
+
+
+def read_table(file: WeightFile, options: Options) -> Made:
+    """The arrays of a file.
+
+    Raises:
+        UnsupportedError: the pickle holds no array, or one that is no weight, or it is not all of the file.
+        FormatError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
+        OSError: the file cannot be read.
+    """
+    path = file.path
+    try:
+        found = pickle_at(file, 0, None, inert=False)
+    except ForbiddenError as error:
+        if "joblib.numpy_pickle" in str(error):
+            raise UnsupportedError(
+                f"{path}: this is a file of joblib, which puts the bytes of arrays between the opcodes of a pickle; "
+                "load it where it was made and save the arrays with numpy.savez or as safetensors"
+            ) from None
+        try:
+            found = pickle_at(file, 0, None, inert=True)
+        except SafeloadError:
+            if options.inert:
+                raise
+            raise error from None
+        root = found.value
+        asks = "the pickle asks"
+        if type(root) in (Inert, Foreign):
+            asks = f"this is a pickle of {show(root.name)[1:-1]}, not of weights alone: it asks"
+        check_foreign(found.foreign, path, options.inert, asks)
+    made = make_table(found, options, path, _locate)
+    if not made.names:
+        raise UnsupportedError(
+            f"{path}: this is a pickle that torch.save did not write (it holds {describe(found.value)}) and that has "
+            "no array of numpy; only tensors and arrays are read from pickles"
+        )
+    if found.end < file.size:
+        raise UnsupportedError(
+            f"{path}: {file.size - found.end} bytes follow the pickle, which ends at byte {found.end}; of several "
+            "pickles in one file none is read"
+        )
+    return made

@@ -1,0 +1,196 @@
+"""What torch.package writes: a zip archive of code, data and pickles that use one set of storages.
+
+1. ``<top>/.data/version`` and ``<top>/.data/extern_modules`` are in every package.
+2. ``save_pickle("package", "resource", value)`` makes ``<top>/package/resource``, whatever the name ends in; text and
+   bytes that are saved lie beside it, as does the code. A pickle is told by its first bytes.
+3. Storages are ``<top>/.data/<key>.storage``; the pickles of scripts give the key with that ending.
+4. An object that saves itself (``__reduce_package__``) is a persistent id ("reduce_package", number, function,
+   arguments), before torch 1.11 without the number. That of a script names its pickle,
+   ``<top>/.data/ts_code/<id>/data.pkl``, whose tensors are then in its place.
+
+Names of tensors begin with "package/resource" where there are several pickles.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
+from ..files import WeightFile
+from . import archive, unpickler
+from .archive import Archive
+from .pickle_machine import Fault, Foreign, Inert, describe, show
+from .torch_globals import ALLOWED, Storage, read_persistent_id
+from .torch_storages import locate_entry
+from .unpickler import Unpickled, check_foreign, unpickle
+
+KIND = "a torch.package archive"
+
+# What puts a script in place of its persistent id.
+_SCRIPT = "torch.jit._script.unpackage_script_module"
+# What `save_pickle` is called with as a rule. What ends otherwise may be anything that begins like a pickle.
+SUFFIX = ".pkl"
+
+_HOW = 'found in a persistent id of "reduce_package"'
+
+
+def top_of(zipped: Archive) -> str | None:
+    """The folder of a package, "" or with a slash at its end; None for another archive."""
+    end = ".data/extern_modules"
+    tops = (name.removesuffix(end) for name in zipped.entries if name.endswith(end) and name.count("/") <= 2)
+    return next((top for top in tops if f"{top}.data/version" in zipped.entries and top[-1:] in ("", "/")), None)
+
+
+class Package:
+    """The pickles of a package.
+
+    Args:
+        zipped: it.
+        file: that holds it.
+        top: see `top_of`.
+    """
+
+    def __init__(self, zipped: Archive, file: WeightFile, top: str) -> None:
+        self._archive = zipped
+        self._file = file
+        self._top = top
+        self._path = file.path
+        self._storages: dict[str, dict[str, Storage]] = {}  # by type: one may be seen as several
+        self._scripts: dict[str, list[Inert]] = {}
+        self._made: dict[str, Inert] = {}
+        self._read = [0, 0]  # bytes of pickles that are compressed, and of those that are stored
+
+    def read(self, root: str | None, inert: bool) -> tuple[Unpickled, str | None]:
+        """The objects of the pickles, by name where they are several, and what is left of ``root``.
+
+        Raises:
+            ForbiddenError: foreign globals, those of all pickles named.
+            TensorNotFoundError: ``root`` begins with no pickle's name, where names do.
+            FormatError, UnsupportedError, LimitError: see `unpickle`.
+        """
+        names = self._find()
+        if not names:
+            raise UnsupportedError(f"{self._path}: {KIND} without a pickle")
+        chosen = [name for name in names if root is not None and (root == name or root.startswith(f"{name}."))]
+        if chosen:
+            names = chosen[:1]
+            root = None if root == names[0] else (root or "")[len(names[0]) + 1 :]
+        elif root is not None and len(names) > 1:
+            shown = ", ".join(show(name)[1:-1] for name in names[:20]) + ", ..." * (len(names) > 20)
+            raise TensorNotFoundError(f"{self._path} has no container {root!r}; its pickles are {shown}")
+        found = {}
+        for name in names:
+            part = self._unpickle(name, self._persistent)
+            if part is not None:
+                found[name] = part
+        if not found:
+            raise UnsupportedError(f"{self._path}: {KIND} without a pickle that can be read")
+        parts = [*found.values(), *self._read_scripts()]
+        foreign = sorted({name for part in parts for name in part.foreign})
+        check_foreign(foreign, self._path, inert, f"this is {KIND}; its pickles ask")
+        harmless = sorted({name for part in parts for name in part.harmless})
+        value = {name: part.value for name, part in found.items()}
+        if len(found) == 1:
+            (value,) = value.values()
+        return Unpickled(value, 0, sum(part.size for part in parts), harmless, foreign), root
+
+    def _find(self) -> list[str]:
+        """Names of the pickles; a script's own where no other pickle is there that could refer to it."""
+        data = f"{self._top}.data/"
+        names = [
+            name.removeprefix(self._top)
+            for name in self._archive.entries
+            if name.startswith(self._top) and not name.startswith(data) and self._is_pickle(name)
+        ]
+        self._archive.check_overlap()  # before any is read: entries may share bytes
+        scripts = f"{data}ts_code/"
+        return names or [
+            name.removeprefix(self._top)
+            for name in self._archive.entries
+            if name.startswith(scripts) and name.endswith("/data.pkl") and name.count("/", len(scripts)) == 1
+        ]
+
+    def _is_pickle(self, name: str) -> bool:
+        info = self._archive.entries[name]
+        if info.file_size < 3 or name.endswith((".py", "/")):
+            return False
+        if info.compress_type == zipfile.ZIP_STORED:
+            head = self._file.read_at(self._archive.locate(name), 2)
+        elif info.compress_type == zipfile.ZIP_DEFLATED:
+            head = next(self._archive.inflate(name), b"")
+        else:
+            return name.endswith(SUFFIX)
+        return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
+
+    def _unpickle(self, name: str, persistent: Callable[[Any], Any]) -> Unpickled | None:
+        """What a pickle came to; None for bytes that are none, though they begin like one."""
+        whole = self._top + name
+        info = self._archive.entries[whole]
+        stored = info.compress_type == zipfile.ZIP_STORED
+        self._read[stored] += info.file_size
+        for size, most in zip(self._read, (archive.MAX_INFLATED, unpickler.MAX_PICKLE), strict=True):
+            if size > most:
+                raise LimitError(f"{self._path}: the pickles of the package have more than {most} bytes")
+        data, base = self._archive.read(whole)
+        try:
+            found = unpickle(data, ALLOWED, persistent, path=self._path, base=base, inert=True)
+        except FormatError:
+            if name.endswith(SUFFIX):
+                raise
+            return None
+        return found._replace(data=b"", places={})  # of many pickles, all of which would stay in memory
+
+    def _persistent(self, value: Any) -> Any:
+        if type(value) is not tuple or not value or value[0] != "reduce_package":
+            return self._storage(value)
+        if len(value) not in (3, 4) or type(value[-1]) is not tuple or type(value[-2]) not in (Foreign, Inert):
+            raise Fault(f"what reduces itself must be named by a number, a function and its arguments, {_HOW}")
+        number, function, args = (None, *value[1:])[-3:]
+        if number is not None and type(number) is not int:
+            raise Fault(f"the number of what reduces itself is {describe(number)}, {_HOW}")
+        made = self._made.get(str(number)) if number is not None else None
+        if made is None:
+            made = Inert(function.name, args)
+            if number is not None:
+                self._made[str(number)] = made
+            if function.name == _SCRIPT and len(args) == 1 and type(args[0]) is str:
+                self._scripts.setdefault(args[0], []).append(made)
+        return made
+
+    def _storage(self, value: Any) -> Any:
+        kind = value[1] if type(value) is tuple and len(value) > 1 else None
+        return read_persistent_id(value, self._storages.setdefault(getattr(kind, "name", ""), {}))
+
+    def _read_scripts(self) -> Iterator[Unpickled]:
+        """The pickles of the scripts that were named, each put where it belongs."""
+        for key, placeholders in self._scripts.items():
+            name = f".data/ts_code/{key}/data.pkl"
+            if self._top + name not in self._archive.entries:
+                raise FormatError(f"the package has no entry for script {show(key)}", self._path)
+            script = self._unpickle(name, self._storage)
+            assert script is not None  # of this suffix
+            for placeholder in placeholders:
+                _fill(placeholder, script.value)
+            yield script
+
+
+def _fill(placeholder: Inert, value: Any) -> None:
+    """Puts a script where its persistent id was."""
+    if type(value) is Inert:
+        placeholder.name, placeholder.args = value.name, value.args
+        placeholder.items, placeholder.state = value.items, value.state
+    else:
+        placeholder.state = value
+
+
+def locate(zipped: Archive, storage: Storage, top: str, path: str) -> int:
+    """Where a storage begins.
+
+    Raises:
+        FormatError, UnsupportedError: see `locate_entry`.
+    """
+    key = storage.key
+    names = [f"{top}.data/{key}.storage", *([f"{top}.data/{key}"] if key.endswith(".storage") else [])]
+    return locate_entry(zipped, storage, names, path)

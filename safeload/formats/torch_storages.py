@@ -1,0 +1,39 @@
+"""Storages that are entries of a zip archive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import FormatError
+from .archive import Archive
+from .pickle_machine import show
+from .torch_globals import Storage
+
+
+def locate_entry(archive: Archive, storage: Storage, names: Sequence[str], path: str) -> int:
+    """Where a storage begins.
+
+    Args:
+        archive: it.
+        storage: which.
+        names: of the entries that it may be.
+        path: for messages.
+
+    Raises:
+        FormatError: it has no entry, or one of another size.
+        UnsupportedError: its entry is compressed or encrypted.
+    """
+    name = next((name for name in names if name in archive.entries), None)
+    if name is None:
+        raise FormatError(f"the archive has no entry for storage {show(storage.key)}", path)
+    begin = archive.locate(name)
+    archive.check_stored(name)
+    size = archive.entries[name].file_size
+    if size != storage.nbytes:
+        raise FormatError(
+            f"storage {show(storage.key)} has {size} bytes, but {storage.count} elements of {storage.type.name} have "
+            f"{storage.nbytes}",
+            path,
+            begin,
+        )
+    return begin
