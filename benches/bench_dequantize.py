@@ -11,7 +11,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
 import safeload
-from safeload import QuantizedTensor, dtypes
+from safeload import QuantizedTensor
+from safeload.base import dtypes
 
 ROUNDS = 5
 SCHEMES = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"]

@@ -11,7 +11,7 @@ from bench_load import threads
 from compare import Comparison, race
 from limits import READ, reader, shared, stream
 
-from safeload._native import TIER, ffi, lib
+from safeload.base.native import TIER, ffi, lib
 
 ROUNDS = 7
 COUNT = 32 << 20  # 128 MiB of f32, four times a large third-level cache

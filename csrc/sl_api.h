@@ -7,7 +7,7 @@
  * any thread may read them.
  */
 
-/* Status of a call; each maps to one Python exception in safeload/_native.py. */
+/* Status of a call; each maps to one Python exception in safeload/base/native.py. */
 #define SL_OK 0
 #define SL_E_FORMAT 1    /* the bytes break their format: FormatError */
 #define SL_E_LIMIT 2     /* a named limit of ours: LimitError */

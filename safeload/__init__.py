@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .base.table import TensorInfo, TensorMeta, TensorSpec
 from .casting import astype
 from .checkpoint import Checkpoint, load, open
 from .configuration import show_config
@@ -25,7 +26,6 @@ from .formats.safetensors import deserialize, serialize, serialize_file
 from .handle import _safe_open_handle, safe_open
 from .loading import LoadStats
 from .quantized import QuantizedTensor
-from .tensor import TensorInfo, TensorMeta, TensorSpec
 
 if TYPE_CHECKING:
     from .checks.findings import Finding, Limits, ValidationReport

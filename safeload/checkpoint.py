@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import log
+from .base import log
+from .base.file import Array, Identity, PathLike, WeightFile, absolute, check_unchanged, compare, native_path
+from .base.table import TensorInfo, missing
+from .base.text import plural, show
 from .errors import FormatError, UnsupportedError
-from .files import Array, Identity, PathLike, WeightFile, absolute, check_unchanged, compare, native_path
 from .formats import opening, quantized, sniffing
 from .jobs import Progress
 from .loading import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
 from .slicing import read_slice
-from .tensor import TensorInfo, missing
-from .text import plural, show
 
 if TYPE_CHECKING:
     from .formats import folder

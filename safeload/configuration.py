@@ -7,8 +7,8 @@ import platform
 import numpy as np
 
 from . import jobs
-from ._native import TIER, available_tiers, ffi, lib, tier_name
 from ._version import __version__
+from .base.native import TIER, available_tiers, ffi, lib, tier_name
 
 
 def show_config() -> None:

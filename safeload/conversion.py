@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import dtypes, jobs, log, quantization, sources, stacking
+from . import jobs, quantization, sources, stacking
+from .base import dtypes, log
+from .base.file import Array, PathLike, WeightFile
+from .base.text import clip, printable
 from .checkpoint import Checkpoint
 from .errors import SafeloadError, TensorNotFoundError, UnsupportedError
-from .files import Array, PathLike, WeightFile
 from .jobs import Progress
 from .lazy import Lazy, LazyQuantized
 from .loading import distinct, parse_target
@@ -25,7 +27,6 @@ from .packed.grouping import Codes
 from .quantization import Scheme, Summary
 from .quantized import INT8, QuantizedTensor, storage_of
 from .stacking import Known, Layout
-from .text import clip, printable
 
 # What each suffix says; a path without one is a folder of safetensors shards.
 SUFFIXES = {

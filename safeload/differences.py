@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import dtypes, jobs, log, reading, sources
-from .arrays import as_array
+from . import jobs, reading, sources
+from .base import dtypes, log
+from .base.arrays import as_array
+from .base.file import Array, PathLike
+from .base.text import clip, plural, printable, table
 from .checkpoint import Checkpoint
-from .files import Array, PathLike
 from .jobs import Progress
 from .quantized import QuantizedTensor
 from .reading import Meter, in_order, source_pieces, spans
 from .sources import Source
-from .text import clip, plural, printable, table
 
 Given = PathLike | Checkpoint | Mapping[str, Any]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .files import Array, PathLike
+from .base.file import Array, PathLike
 from .formats import gguf_writing
 from .quantized import QuantizedTensor
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from . import dtypes
+from .base import dtypes
+from .base.file import Array, PathLike, WeightFile, check_unchanged, native_path
+from .base.table import TensorMeta
+from .base.text import clip, plural, printable
 from .errors import SafetensorError
-from .files import Array, PathLike, WeightFile, check_unchanged, native_path
 from .formats import safetensors
 from .jobs import read_small
 from .loading import check_backend, load_parts, parts_of
 from .slicing import as_index, read_slice
-from .tensor import TensorMeta
-from .text import clip, plural, printable
 
 # A first view of a tensor below this size would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10

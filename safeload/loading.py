@@ -8,15 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from . import dtypes, jobs, strided
-from ._native import lib
-from .arrays import check_mapping, refuse_masked
+from . import jobs, strided
+from .base import dtypes
+from .base.arrays import check_mapping, refuse_masked
+from .base.file import Array, Layout, WeightFile, view_of
+from .base.native import lib
+from .base.table import Scale
+from .base.text import show
 from .errors import SafeloadError, UnsupportedError
-from .files import Array, Layout, WeightFile, view_of
 from .jobs import Progress
 from .quantized import INT8, QuantizedTensor
-from .tensor import Scale
-from .text import show
 
 Backend = Literal["mmap", "pread"]
 

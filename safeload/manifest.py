@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from . import log, sources
+from . import sources
+from .base import log
+from .base.file import Array, PathLike, WeightFile, native_path
+from .base.text import show
 from .checkpoint import Checkpoint
 from .checks.findings import Finding, error
 from .errors import FormatError
-from .files import Array, PathLike, WeightFile, native_path
 from .jobs import Progress, native_order
 from .quantized import QuantizedTensor
 from .reading import Meter, in_order, source_pieces
-from .text import show
 
 KEY, VERSION = "safeload_manifest", 1
 
@@ -75,7 +76,7 @@ def read(path: PathLike) -> dict[str, Any]:
         FormatError: it is none.
         OSError: it cannot be read.
     """
-    from .json_file import read_json
+    from .base.json_file import read_json
 
     text = native_path(path)[0]
     found: dict[str, Any] = read_json(text, "the manifest")

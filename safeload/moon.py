@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .base.file import Array, PathLike
 from .checkpoint import load
-from .files import Array, PathLike
 from .formats import moon
 
 __all__ = ["load_file", "save_file"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .files import Array, PathLike
+from .base.file import Array, PathLike
 from .formats import quantized, safetensors
 from .jobs import Progress
 from .loading import Backend, check_backend, load_parts, parts_of

@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import dtypes, jobs, sources
+from . import jobs, sources
 from . import schema as schemas
-from ._native import lib
-from .arrays import as_array
+from .base import dtypes
+from .base.arrays import as_array
+from .base.file import Array, PathLike, WeightFile
+from .base.native import lib
+from .base.table import missing
 from .checkpoint import Checkpoint
 from .errors import UnsupportedError
-from .files import Array, PathLike, WeightFile
 from .jobs import Progress
 from .quantized import INT8, QuantizedTensor, channels_of, storage_of
 from .schema import Schema
 from .sources import Source, subject
-from .tensor import missing
 
 # What `quantize` makes, with the number that the C core knows each rounding by.
 _BLOCK_TARGETS = {

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from . import dtypes, jobs
-from ._native import lib
-from .arrays import refuse_masked
+from . import jobs
+from .base import dtypes
+from .base.arrays import refuse_masked
+from .base.file import Array
+from .base.native import lib
+from .base.text import show
 from .casting import target_array
 from .errors import UnsupportedError
-from .files import Array
-from .text import show
 
 INT8 = "int8"
 _I8 = dtypes.BY_CODE["I8"].number

@@ -25,9 +25,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .base.file import PathLike
 from .errors import FormatError
 from .expressions import ExpressionError, evaluate, names_in
-from .files import PathLike
 
 ROLES = ("embedding", "norm", "bias", "head", "buffer")
 WEIGHT = "weight"
@@ -352,7 +352,7 @@ def load(source: str | PathLike | Mapping[str, Any]) -> Schema:
         return built_in()[text]
     if not text.endswith(".json") and os.sep not in text:
         raise ValueError(f"schema {text!r} is neither a file.json nor one of {', '.join(built_in())}")
-    from .json_file import read_json
+    from .base.json_file import read_json
 
     return parse(read_json(text, "the schema"), text)
 

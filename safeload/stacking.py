@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import checkpoint as checkpoints
-from . import dtypes, jobs, sources
-from .arrays import as_array, check_mapping
+from . import jobs, sources
+from .base import dtypes
+from .base.arrays import as_array, check_mapping
+from .base.file import Array, PathLike, WeightFile
 from .casting import target_array
 from .checkpoint import Checkpoint
 from .errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
-from .files import Array, PathLike, WeightFile
 from .jobs import Grid, Job, Progress
 from .loading import parse_target
 from .quantized import INT8, QuantizedTensor
@@ -135,7 +136,7 @@ _TENSOR_FIELDS = {"name", "source", "transpose"}
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    from .json_file import read_json
+    from .base.json_file import read_json
 
     content: dict[str, Any] = read_json(path, "the layout")
     return content

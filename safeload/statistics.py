@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import dtypes, jobs, sources
-from ._native import lib, short
-from .arrays import as_array
+from . import jobs, sources
+from .base import dtypes
+from .base.arrays import as_array
+from .base.file import Array, WeightFile
+from .base.native import lib, short
+from .base.table import missing
 from .checkpoint import Checkpoint
 from .errors import UnsupportedError
-from .files import Array, WeightFile
 from .jobs import Channels, Job, Progress, struct_dtype
 from .loading import distinct, read_scale
 from .quantized import INT8, QuantizedTensor, channels_of
 from .sources import Source
-from .tensor import missing
 
 _RECORD = struct_dtype("sl_stats")
 

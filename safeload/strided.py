@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import casting, dtypes, jobs
-from ._native import lib
-from .files import Array, Layout, WeightFile, array_over, foreign_order
+from . import casting, jobs
+from .base import dtypes
+from .base.file import Array, Layout, WeightFile, array_over, foreign_order
+from .base.native import lib
 from .jobs import Progress
 
 _BYTES = dtypes.BY_CODE["U8"].number

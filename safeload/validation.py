@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import dtypes, jobs, log, sources, statistics
+from . import jobs, sources, statistics
 from . import schema as schemas
-from .arrays import as_array
+from .base import dtypes, log
+from .base.arrays import as_array
+from .base.file import Array, PathLike, native_path
 from .checkpoint import Checkpoint
 from .checks import files, holes, names, values
 from .checks.findings import Limits, ValidationReport, error
@@ -28,7 +30,6 @@ from .errors import (
     one_line,
     os_error,
 )
-from .files import Array, PathLike, native_path
 from .jobs import Progress
 from .quantized import QuantizedTensor
 from .schema import Choice, Schema
@@ -161,7 +162,7 @@ def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any
     """
     if config is None or isinstance(config, Mapping):
         return config
-    from .json_file import read_json
+    from .base.json_file import read_json
 
     found: Mapping[str, Any] = read_json(config, "config.json")
     return found

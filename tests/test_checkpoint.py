@@ -650,7 +650,7 @@ except KeyboardInterrupt:
 
 
 def test_a_refused_mapping_is_read_and_said(monkeypatch, folder):
-    files = importlib.import_module("safeload.files")
+    files = importlib.import_module("safeload.base.file")
     real = files.WeightFile.map
 
     def refuse_one(self):

@@ -250,7 +250,7 @@ def test_integers_that_a_config_names(tmp_path):
         "model.position_ids": codes(I32, 1, 64),
         "mask": codes(U8, 1, 1, 8, 8),
     }
-    rows = {name: grouping.Stored(safeload.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
+    rows = {name: grouping.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
     assert list(grouping.find(rows, {"quantization_config": {"quant_method": "gptq"}})) == [f"{P}.qweight"]
     assert not grouping.find(rows)
 
@@ -272,7 +272,7 @@ def test_integers_that_a_config_names(tmp_path):
     ids=range(10),
 )
 def test_what_are_no_codes(tensors):
-    rows = {name: grouping.Stored(safeload.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
+    rows = {name: grouping.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
     assert not grouping.find(rows)
 
 

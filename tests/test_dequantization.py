@@ -9,8 +9,9 @@ import pytest
 from kernel_inputs import Guarded
 
 import safeload
-from safeload import QuantizedTensor, dtypes
-from safeload._native import available_tiers, ffi, lib, tier_name
+from safeload import QuantizedTensor
+from safeload.base import dtypes
+from safeload.base.native import available_tiers, ffi, lib, tier_name
 
 rng = np.random.default_rng(15)
 SCHEMES = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"]

@@ -5,8 +5,8 @@ import gguf.quants
 import numpy as np
 import pytest
 
-from safeload import dtypes
-from safeload._native import ffi, lib
+from safeload.base import dtypes
+from safeload.base.native import ffi, lib
 
 rng = np.random.default_rng(11)
 

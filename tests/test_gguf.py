@@ -13,7 +13,8 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 import safeload
-from safeload import FormatError, QuantizedTensor, UnsupportedError, cli, dtypes
+from safeload import FormatError, QuantizedTensor, UnsupportedError, cli
+from safeload.base import dtypes
 
 rng = np.random.default_rng(6)
 

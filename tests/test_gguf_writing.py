@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import safeload
-from safeload import QuantizedTensor, SafeloadError, UnsupportedError, dtypes, gguf
+from safeload import QuantizedTensor, SafeloadError, UnsupportedError, gguf
+from safeload.base import dtypes
 from safeload.formats.gguf_values import F32, F64, I8, I64, NUMBERS, U8, U16, U32
 from safeload.lazy import Lazy, LazyQuantized
 

@@ -6,10 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from safeload import dtypes, jobs
-from safeload._native import Error, check, ffi, lib
+from safeload import jobs
+from safeload.base import dtypes
+from safeload.base.file import native_path
+from safeload.base.native import Error, check, ffi, lib
 from safeload.errors import FormatError, SafeloadError
-from safeload.files import native_path
 
 rng = np.random.default_rng(3)
 

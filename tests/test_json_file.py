@@ -11,7 +11,7 @@ import pytest
 
 import safeload
 from safeload import FormatError
-from safeload.json_file import MAX_DEPTH, MAX_JSON, read_json
+from safeload.base.json_file import MAX_DEPTH, MAX_JSON, read_json
 from safeload.numpy import save_file
 
 needs_fifo = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO here")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded, unsigned
 
-from safeload import dtypes
-from safeload._native import available_tiers, ffi, lib, tier_name
+from safeload.base import dtypes
+from safeload.base.native import available_tiers, ffi, lib, tier_name
 
 SCALAR = lib.SL_TIER_SCALAR
 TIERS = [pytest.param(tier, id=tier_name(tier)) for tier in available_tiers() if tier != SCALAR]

@@ -150,7 +150,7 @@ def test_one_fault_at_a_time(path, data, offset, fragment):
 
 def open_as_moon(path):
     """Past the sniffing, which sees no MOON here."""
-    from safeload.files import open_descriptor
+    from safeload.base.file import open_descriptor
     from safeload.formats.moon import read_table
 
     return read_table(open_descriptor(path))

@@ -12,8 +12,8 @@ import pytest
 from gguf import GGMLQuantizationType
 from kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 
-from safeload import dtypes
-from safeload._native import available_tiers, ffi, lib, tier_name
+from safeload.base import dtypes
+from safeload.base.native import available_tiers, ffi, lib, tier_name
 from safeload.numpy import load_file
 
 SCALAR = lib.SL_TIER_SCALAR

@@ -18,7 +18,8 @@ import pytest
 import torch_build
 
 import safeload
-from safeload import FormatError, files, safe_open
+from safeload import FormatError, safe_open
+from safeload.base import file as files
 from safeload.numpy import save_file
 
 needs_limits = pytest.mark.skipif(os.name == "nt", reason="no limit of descriptors here")

@@ -12,8 +12,8 @@ from torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import FormatError, TensorNotFoundError, UnsupportedError, jobs, stats
-from safeload._native import available_tiers, lib, tier_name
-from safeload.dtypes import BY_NAME
+from safeload.base.dtypes import BY_NAME
+from safeload.base.native import available_tiers, lib, tier_name
 from safeload.numpy import save_file
 from safeload.statistics import _RECORD, HISTOGRAM_EDGES
 

@@ -6,10 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from safeload import astype, dtypes, errors
+from safeload import astype, errors
+from safeload.base import dtypes
+from safeload.base.file import c_strides, open_descriptor
+from safeload.base.table import ListedTable, Listing
 from safeload.checkpoint import Checkpoint
-from safeload.files import c_strides, open_descriptor
-from safeload.tensor import ListedTable, Listing
 
 MIB = 1 << 20
 

@@ -8,8 +8,8 @@ import pytest
 
 import safeload
 from safeload import safe_open
+from safeload.base.text import show
 from safeload.numpy import load_file, save_file
-from safeload.text import show
 
 
 class Rude:

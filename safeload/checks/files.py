@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ..base.file import WeightFile, open_descriptor
 from ..checkpoint import Checkpoint
 from ..errors import SafeloadError, one_line
-from ..files import WeightFile, open_descriptor
 from ..formats import sniffing
 from ..formats.archive import Archive
 from ..jobs import Progress
@@ -28,7 +28,7 @@ def check_index(opened: Checkpoint) -> Iterator[Finding]:
     if opened.index is None:
         yield from _check_shard_names(opened.files)
         return
-    from ..json_file import read_json
+    from ..base.json_file import read_json
 
     base = os.path.basename(opened.index)
     try:

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..base.text import clip, plural, printable, size
 from ..statistics import TensorStats
-from ..text import clip, plural, printable, size
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 

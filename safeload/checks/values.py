@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import dtypes, sources
+from .. import sources
+from ..base import dtypes
+from ..base.file import Array
 from ..checkpoint import Checkpoint
-from ..files import Array
 from ..quantized import INT8, QuantizedTensor
 from ..reading import source_pieces
 from ..sources import Source

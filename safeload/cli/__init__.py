@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from .._version import __version__
+from ..base.text import printable
 from ..errors import SafeloadError, one_line
-from ..text import printable
 from . import bench, check, convert, diff, info, report, stats
 
 _EPILOG = """examples:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import dtypes, sources
+from .. import sources
+from ..base import dtypes
+from ..base.text import printable, size, table, width
 from ..checkpoint import Checkpoint
-from ..text import printable, size, table, width
 from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter, positive
 
 _EPILOG = f"""examples:

@@ -8,8 +8,8 @@ import os
 import sys
 from typing import Any
 
+from ..base.text import printable, width
 from ..errors import FormatError
-from ..text import printable, width
 from ..writer import write_text
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
 

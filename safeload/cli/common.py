@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from .. import checkpoint, progress
+from ..base.text import width
 from ..checkpoint import Checkpoint
 from ..progress import Report
-from ..text import width
 
 STATUS = "Exit status: 0 good, 1 the file is bad or cannot be read, 2 wrong usage."
 

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from .. import checkpoint, conversion, layouts
+from ..base.text import plural, printable, size
 from ..quantization import Summary
 from ..stacking import Layout
-from ..text import plural, printable, size
 from .common import add_command, add_opening, add_threads, bar, open_path
 
 _EPILOG = """examples:

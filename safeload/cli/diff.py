@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ..text import width
+from ..base.text import width
 from .common import add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
 
 # Rows of each list; --all shows every one.

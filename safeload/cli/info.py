@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..base.table import TensorInfo
+from ..base.text import clip, jsonable, plural, printable, size, table, width
 from ..checkpoint import Checkpoint
-from ..tensor import TensorInfo
-from ..text import clip, jsonable, plural, printable, size, table, width
 from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter
 
 # With more tensors than this the table shows the first ones; --all shows every row.

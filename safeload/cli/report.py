@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from ..base.text import plural, printable, size
 from ..checkpoint import Checkpoint
-from ..text import plural, printable, size
 from ..writer import write_text
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path
 from .report_page import facts, findings, folded, page, picture, section, table

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from .._version import __version__
-from ..text import printable
+from ..base.text import printable
 
 _STYLE = """
 :root { --ink: #1c2530; --soft: #5b6876; --line: #dde3ea; --paper: #fff; --ground: #f4f6f9; --bad: #b3261e;

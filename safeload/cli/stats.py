@@ -8,8 +8,8 @@ import math
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..base.text import plural, printable, table, width
 from ..checkpoint import Checkpoint
-from ..text import plural, printable, table, width
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
 
 # With more tensors than this the table shows the first ones; --all shows every row.

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..base.file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
-from ..files import WeightFile
 from .pickle_machine import show
 
 # Bytes that a compressed entry may unfold to in memory: pickles have a few MiB, and are not compressed as a rule.

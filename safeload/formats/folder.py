@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..base.file import Identity, WeightFile, absolute, identity_of
+from ..base.json_file import read_json
+from ..base.text import clip, printable, show
 from ..errors import FormatError, MissingShardError, UnsupportedError
-from ..files import Identity, WeightFile, absolute, identity_of
-from ..json_file import read_json
-from ..text import clip, printable, show
 from . import gguf_split
 from .opening import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
 

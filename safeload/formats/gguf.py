@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .._native import Error, check, ffi, lib, pointer, short
-from ..files import Array, WeightFile
-from ..tensor import Table
+from ..base.file import Array, WeightFile
+from ..base.native import Error, check, ffi, lib, pointer, short
+from ..base.table import Table
 from .gguf_values import DTYPES, NUMBERS
 
 _SIZE = struct.Struct("<Q")  # of a string

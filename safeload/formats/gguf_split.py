@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..base.file import WeightFile
+from ..base.text import show
 from ..errors import FormatError, MissingShardError, UnsupportedError
-from ..files import WeightFile
-from ..text import show
 from .gguf import Metadata
 
 PREFIX = "split."

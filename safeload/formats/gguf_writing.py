@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dtypes, jobs
-from .._native import lib
-from ..arrays import check_mapping, refuse_masked
+from .. import jobs
+from ..base import dtypes
+from ..base.arrays import check_mapping, refuse_masked
+from ..base.file import Array, PathLike
+from ..base.native import lib
 from ..errors import SafeloadError, UnsupportedError
-from ..files import Array, PathLike
 from ..lazy import Lazy, LazyQuantized, materialize
 from ..quantized import INT8, QuantizedTensor
 from ..writer import AtomicFile, pieces_of, written_as_is

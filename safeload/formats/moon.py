@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import dtypes, jobs
-from ..arrays import check_mapping, refuse_masked
+from .. import jobs
+from ..base import dtypes
+from ..base.arrays import check_mapping, refuse_masked
+from ..base.file import PathLike, WeightFile, array_fits
+from ..base.table import ListedTable, Listing
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from ..files import PathLike, WeightFile, array_fits
 from ..lazy import Lazy, materialize
-from ..tensor import ListedTable, Listing
 from ..writer import AtomicFile
 
 MAGIC = 0x4D4F4F4E

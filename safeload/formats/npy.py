@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dtypes, jobs
-from ..arrays import check_mapping, refuse_masked
+from .. import jobs
+from ..base import dtypes
+from ..base.arrays import check_mapping, refuse_masked
+from ..base.file import Array, PathLike, WeightFile, array_fits, c_strides
+from ..base.table import ListedTable, Listing
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from ..files import Array, PathLike, WeightFile, array_fits, c_strides
 from ..lazy import Lazy, materialize
-from ..tensor import ListedTable, Listing
 from ..writer import AtomicFile, pieces_of
 from .pickle_machine import show
 

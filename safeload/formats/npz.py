@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import check_mapping
+from ..base.arrays import check_mapping
+from ..base.file import PathLike, WeightFile, open_descriptor
+from ..base.table import ListedTable
 from ..errors import SafeloadError, UnsupportedError
-from ..files import PathLike, WeightFile, open_descriptor
 from ..lazy import materialize
-from ..tensor import ListedTable
 from ..writer import AtomicFile, reserve
 from .archive import Archive
 from .npy import SUFFIX, Described, check_writable, read_array

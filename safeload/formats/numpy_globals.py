@@ -12,7 +12,7 @@ import sys
 from math import prod
 from typing import Any
 
-from .. import dtypes
+from ..base import dtypes
 from .pickle_machine import Built, Fault, Global, Inert, describe
 
 ARRAY, TYPE, BYTES = "array", "type", "bytes"

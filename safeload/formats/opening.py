@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
+from ..base.file import WeightFile, open_descriptor
 from ..errors import ForbiddenError, FormatError, SafeloadError, UnsupportedError
-from ..files import WeightFile, open_descriptor
 from . import safetensors, sniffing
 
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY = "safetensors", "torch zip", "torch legacy"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..base.file import WeightFile
 from ..errors import ForbiddenError, SafeloadError, UnsupportedError
-from ..files import WeightFile
 from .pickle_machine import Foreign, Inert, describe, show
 from .torch_globals import Storage
 from .torch_legacy import pickle_at

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import dtypes
-from ..arrays import check_mapping
+from ..base import dtypes
+from ..base.arrays import check_mapping
+from ..base.file import WeightFile
+from ..base.table import ListedTable, Listing, Scale
+from ..base.text import show
 from ..errors import FormatError, SafetensorError
-from ..files import WeightFile
 from ..lazy import LazyQuantized
 from ..quantized import QuantizedTensor, storage_of
-from ..tensor import ListedTable, Listing, Scale
-from ..text import show
 
 KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dtypes, jobs
-from .._native import Error, check, ffi, lib, pointer, short
-from ..arrays import check_mapping, refuse_masked
+from .. import jobs
+from ..base import dtypes
+from ..base.arrays import check_mapping, refuse_masked
+from ..base.file import Array, PathLike, WeightFile, array_over, make_room, native_path
+from ..base.native import Error, check, ffi, lib, pointer, short
+from ..base.table import Table, TensorSpec
+from ..base.text import show
 from ..errors import FormatError, SafetensorError
-from ..files import Array, PathLike, WeightFile, array_over, make_room, native_path
 from ..lazy import Lazy, materialize
-from ..tensor import Table, TensorSpec
-from ..text import show
 from ..writer import AtomicFile, pieces_of, written_as_is
 from .sniffing import foreign
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 
+from ..base.file import open_descriptor
 from ..errors import FormatError
-from ..files import open_descriptor
 
 # Enough for tar's magic at 257.
 HEAD_SIZE = 512

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..base.file import WeightFile
 from ..errors import FormatError, LimitError
-from ..files import WeightFile
 from . import unpickler
 from .pickle_machine import Fault, describe, show
 from .torch_globals import ALLOWED, Storage, read_persistent_id

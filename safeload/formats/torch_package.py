@@ -17,8 +17,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..base.file import WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
-from ..files import WeightFile
 from . import archive, unpickler
 from .archive import Archive
 from .pickle_machine import Fault, Foreign, Inert, describe, show

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from .. import dtypes
+from ..base import dtypes
+from ..base.file import MAX_ARRAY, WeightFile, array_fits, c_strides
+from ..base.table import ListedTable, Listing
 from ..errors import FormatError, LimitError, UnsupportedError
-from ..files import MAX_ARRAY, WeightFile, array_fits, c_strides
-from ..tensor import ListedTable, Listing
 from .flattening import Tree
 from .numpy_arrays import Arrays
 from .numpy_globals import NumpyArray

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..base.file import WeightFile
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
-from ..files import WeightFile
 from . import torch_package, unpickler
 from .archive import Archive
 from .pickle_machine import show

@@ -15,9 +15,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .. import dtypes
+from ..base import dtypes
+from ..base.file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
-from ..files import WeightFile
 from ..loading import Part, parts_of
 
 # Dtypes that codes are stored in. F8_E8M0 holds powers of two: it is a dtype of scales, never of codes.
@@ -264,7 +264,7 @@ def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
 
 def config_beside(path: str) -> dict[str, Any] | None:
     """The ``config.json`` in the folder of a file that was opened alone; None where there is none that can be read."""
-    from ..json_file import read_json
+    from ..base.json_file import read_json
 
     config = os.path.join(os.path.dirname(path), "config.json")
     try:

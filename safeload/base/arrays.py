@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .files import Array
+from .file import Array
 
 # What a dict has and is asked for: `Mapping` knows only those that are registered with it.
 _METHODS = ("keys", "values", "items", "__getitem__", "__contains__", "__len__")

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ..errors import FormatError, UnsupportedError, os_error
 from . import dtypes
-from ._native import Error, check, ffi, lib, mapped_buffer, pointer, short
-from .errors import FormatError, UnsupportedError, os_error
-from .tensor import ListedTable, Table, TensorInfo
+from .native import Error, check, ffi, lib, mapped_buffer, pointer, short
+from .table import ListedTable, Table, TensorInfo
 from .text import show
 
 PathLike = str | os.PathLike[str]

@@ -12,11 +12,11 @@ import ctypes
 import os
 from typing import Any
 
-from .errors import FormatError, LimitError, SafeloadError, UnsupportedError, os_error
+from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError, os_error
 from .text import show
 
 try:
-    from ._core import ffi, lib
+    from .._core import ffi, lib
 except ImportError as error:
     raise ImportError(
         "safeload's C core is not built here. In a source tree run `pip install .` (or `pip install -e .` to work on "

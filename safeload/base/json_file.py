@@ -6,8 +6,8 @@ import codecs
 import json
 from typing import Any
 
-from .errors import FormatError
-from .files import PathLike, native_path, open_descriptor
+from ..errors import FormatError
+from .file import PathLike, native_path, open_descriptor
 from .text import show
 
 # An index is about 100 bytes a tensor: 600,000 of them.

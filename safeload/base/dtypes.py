@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._native import ffi, lib
-from .errors import SafeloadError
+from ..errors import SafeloadError
+from .native import ffi, lib
 from .text import show
 
 

@@ -10,9 +10,9 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..errors import SafetensorError, TensorNotFoundError
 from . import dtypes
-from ._native import ffi, pointer, short
-from .errors import SafetensorError, TensorNotFoundError
+from .native import ffi, pointer, short
 from .text import clip, printable, show
 
 # Above this many names a missing one is reported without suggestions: difflib compares with each of them.

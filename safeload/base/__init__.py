@@ -1,0 +1,1 @@
+"""Nouns: the C core, dtypes, tables, files, text."""
