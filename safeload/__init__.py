@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .base.table import TensorInfo, TensorMeta, TensorSpec
-from .casting import astype
 from .checkpoint import Checkpoint, load, open
 from .configuration import show_config
+from .engine.cast import astype
+from .engine.load import LoadStats
+from .engine.quantized_tensor import QuantizedTensor
 from .errors import (
     ForbiddenError,
     FormatError,
@@ -24,8 +26,6 @@ from .errors import (
 )
 from .formats.safetensors import deserialize, serialize, serialize_file
 from .handle import _safe_open_handle, safe_open
-from .loading import LoadStats
-from .quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from .checks.findings import Finding, Limits, ValidationReport

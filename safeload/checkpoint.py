@@ -10,11 +10,11 @@ from .base import log
 from .base.file import Array, Identity, PathLike, WeightFile, absolute, check_unchanged, compare, native_path
 from .base.table import TensorInfo, missing
 from .base.text import plural, show
+from .engine.jobs import Progress
+from .engine.load import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
+from .engine.slice import read_slice
 from .errors import FormatError, UnsupportedError
 from .formats import opening, quantized, sniffing
-from .jobs import Progress
-from .loading import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
-from .slicing import read_slice
 
 if TYPE_CHECKING:
     from .formats import folder

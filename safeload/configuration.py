@@ -6,9 +6,9 @@ import platform
 
 import numpy as np
 
-from . import jobs
 from ._version import __version__
 from .base.native import TIER, available_tiers, ffi, lib, tier_name
+from .engine import jobs
 
 
 def show_config() -> None:

@@ -13,19 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import jobs, quantization, sources, stacking
+from . import quantization, stacking
 from .base import dtypes, log
 from .base.file import Array, PathLike, WeightFile
 from .base.text import clip, printable
 from .checkpoint import Checkpoint
+from .engine import jobs
+from .engine import source as sources
+from .engine.jobs import Progress
+from .engine.lazy import Lazy, LazyQuantized
+from .engine.load import distinct, parse_target
+from .engine.quantized_tensor import INT8, QuantizedTensor, storage_of
 from .errors import SafeloadError, TensorNotFoundError, UnsupportedError
-from .jobs import Progress
-from .lazy import Lazy, LazyQuantized
-from .loading import distinct, parse_target
 from .packed import grouping
 from .packed.grouping import Codes
 from .quantization import Scheme, Summary
-from .quantized import INT8, QuantizedTensor, storage_of
 from .stacking import Known, Layout
 
 # What each suffix says; a path without one is a folder of safetensors shards.
@@ -559,8 +561,8 @@ def _write_shards(
     """Shards, an index and the config: all under temporary names first, the index in place last."""
     import json
 
+    from .engine.atomic_file import AtomicFile
     from .formats import quantized, safetensors
-    from .writer import AtomicFile
 
     shards: list[dict[str, Output]] = [{}]
     size = 0

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base.file import Array, PathLike
+from .engine.quantized_tensor import QuantizedTensor
 from .formats import gguf_writing
-from .quantized import QuantizedTensor
 
 __all__ = ["save_file"]
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from . import sources
 from .base import log
 from .base.file import Array, PathLike, WeightFile, native_path
 from .base.text import show
 from .checkpoint import Checkpoint
 from .checks.findings import Finding, error
+from .engine import source as sources
+from .engine.jobs import Progress, native_order
+from .engine.quantized_tensor import QuantizedTensor
+from .engine.stream import Meter, in_order, source_pieces
 from .errors import FormatError
-from .jobs import Progress, native_order
-from .quantized import QuantizedTensor
-from .reading import Meter, in_order, source_pieces
 
 KEY, VERSION = "safeload_manifest", 1
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .base.file import Array, PathLike
+from .engine.jobs import Progress
+from .engine.load import Backend, check_backend, load_parts, parts_of
 from .formats import quantized, safetensors
-from .jobs import Progress
-from .loading import Backend, check_backend, load_parts, parts_of
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import checkpoint as checkpoints
-from . import jobs, sources
 from .base import dtypes
 from .base.arrays import as_array, check_mapping
 from .base.file import Array, PathLike, WeightFile
-from .casting import target_array
 from .checkpoint import Checkpoint
+from .engine import jobs
+from .engine import source as sources
+from .engine.cast import target_array
+from .engine.jobs import Grid, Job, Progress
+from .engine.load import parse_target
+from .engine.quantized_tensor import INT8, QuantizedTensor
+from .engine.source import Source
 from .errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
-from .jobs import Grid, Job, Progress
-from .loading import parse_target
-from .quantized import INT8, QuantizedTensor
-from .sources import Source
 
 _LAYER = "{}"
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import jobs, sources, statistics
 from . import schema as schemas
+from . import statistics
 from .base import dtypes, log
 from .base.arrays import as_array
 from .base.file import Array, PathLike, native_path
@@ -20,6 +20,10 @@ from .checkpoint import Checkpoint
 from .checks import files, holes, names, values
 from .checks.findings import Limits, ValidationReport, error
 from .checks.names import Known, Quantized
+from .engine import jobs
+from .engine import source as sources
+from .engine.jobs import Progress
+from .engine.quantized_tensor import QuantizedTensor
 from .errors import (
     ForbiddenError,
     FormatError,
@@ -30,8 +34,6 @@ from .errors import (
     one_line,
     os_error,
 )
-from .jobs import Progress
-from .quantized import QuantizedTensor
 from .schema import Choice, Schema
 
 # What a file that cannot be opened is reported as.

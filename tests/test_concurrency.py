@@ -16,7 +16,7 @@ import pytest
 import torch_build
 
 import safeload
-from safeload import jobs
+from safeload.engine import jobs
 from safeload.numpy import load_file, save_file
 
 THREADS = 8

@@ -34,21 +34,21 @@ _CLI += [f"cli.{name}" for name in ("report_plots", "report_page", "report")]
 
 # Modules of one floor in the order in which they may import each other.
 PYTHON_FLOORS = {
-    0: ["_version", "errors", "base", "base.text", "progress", "expressions", "base.log"],
+    0: ["_version", "errors", "engine", "base", "base.text", "engine.progress", "expressions", "base.log"],
     1: ["base.native"],
     2: [
         "base.dtypes",
         "base.table",
         "base.file",
         "base.json_file",
-        "jobs",
-        "slicing",
-        "writer",
+        "engine.jobs",
+        "engine.slice",
+        "engine.atomic_file",
         "base.arrays",
-        "casting",
-        "quantized",
-        "strided",
-        "lazy",
+        "engine.cast",
+        "engine.quantized_tensor",
+        "engine.strided",
+        "engine.lazy",
         "configuration",
     ],
     3: [
@@ -74,9 +74,9 @@ PYTHON_FLOORS = {
             "formats.folder",
         ),
     ],
-    4: ["loading", "packed", "packed.grouping", "checkpoint", "handle"],
+    4: ["engine.load", "packed", "packed.grouping", "checkpoint", "handle"],
     5: [
-        *("sources", "reading", "schema", "quantization", "stacking", "statistics", "conversion"),
+        *("engine.source", "engine.stream", "schema", "quantization", "stacking", "statistics", "conversion"),
         *("checks", "checks.findings", "checks.names", "checks.files", "checks.holes", "checks.values"),
         *("validation", "manifest", "differences"),
     ],

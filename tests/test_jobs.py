@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from safeload import jobs
 from safeload.base import dtypes
 from safeload.base.file import native_path
 from safeload.base.native import Error, check, ffi, lib
+from safeload.engine import jobs
 from safeload.errors import FormatError, SafeloadError
 
 rng = np.random.default_rng(3)

@@ -582,7 +582,7 @@ def test_safeload_num_threads_is_the_default(setting, monkeypatch, sizes):
 
 
 def test_safeload_num_threads_and_the_argument_decide_the_count(monkeypatch):
-    jobs = importlib.import_module("safeload.jobs")
+    jobs = importlib.import_module("safeload.engine.jobs")
     monkeypatch.setenv("SAFELOAD_NUM_THREADS", "5")
     assert jobs.thread_count(1, None) == 5
     assert jobs.thread_count(1, 3) == 3

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import safeload
-from safeload import jobs, progress, reading
+from safeload.engine import jobs, progress
+from safeload.engine import stream as reading
 from safeload.numpy import load_file, save_file
 
 

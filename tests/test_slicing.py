@@ -17,8 +17,8 @@ import safeload
 from safeload import SafetensorError, safe_open
 from safeload.numpy import load_file, save_file
 
-jobs = importlib.import_module("safeload.jobs")
-slicing = importlib.import_module("safeload.slicing")
+jobs = importlib.import_module("safeload.engine.jobs")
+slicing = importlib.import_module("safeload.engine.slice")
 
 byte_bounds = np.byte_bounds if hasattr(np, "byte_bounds") else np.lib.array_utils.byte_bounds  # until numpy 2
 

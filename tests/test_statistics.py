@@ -11,9 +11,10 @@ from kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 from torch_build import Storage, tensor, zip_file
 
 import safeload
-from safeload import FormatError, TensorNotFoundError, UnsupportedError, jobs, stats
+from safeload import FormatError, TensorNotFoundError, UnsupportedError, stats
 from safeload.base.dtypes import BY_NAME
 from safeload.base.native import available_tiers, lib, tier_name
+from safeload.engine import jobs
 from safeload.numpy import save_file
 from safeload.statistics import _RECORD, HISTOGRAM_EDGES
 

@@ -23,10 +23,11 @@ import safetensors.numpy as upstream
 import safeload
 import safeload.gguf
 import safeload.moon
-from safeload import SafetensorError, jobs
+from safeload import SafetensorError
+from safeload.engine import jobs
+from safeload.engine.atomic_file import AtomicFile
 from safeload.formats import npy, npz
 from safeload.numpy import load, load_file, save, save_file
-from safeload.writer import AtomicFile
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX only")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -747,7 +748,7 @@ def test_a_file_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, m
     def write(*arguments, **keywords):
         raise AssertionError("written before space was reserved")
 
-    monkeypatch.setattr(importlib.import_module("safeload.writer").AtomicFile, "write", write)
+    monkeypatch.setattr(importlib.import_module("safeload.engine.atomic_file").AtomicFile, "write", write)
     with pytest.raises(OSError) as caught:  # noqa: PT011 - which of the two depends on the filesystem
         save_file({"x": array}, tmp_path / "x")
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)

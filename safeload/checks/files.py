@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from ..base.file import WeightFile, open_descriptor
 from ..checkpoint import Checkpoint
+from ..engine.jobs import Progress
+from ..engine.stream import Meter, file_pieces, in_order
 from ..errors import SafeloadError, one_line
 from ..formats import sniffing
 from ..formats.archive import Archive
-from ..jobs import Progress
-from ..reading import Meter, file_pieces, in_order
 from .findings import Finding, error, warning
 
 # Five digits mostly; DeepSeek's have six after "of", and shards of a few models two.

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import sources
 from ..base import dtypes
 from ..base.file import Array
 from ..checkpoint import Checkpoint
-from ..quantized import INT8, QuantizedTensor
-from ..reading import source_pieces
-from ..sources import Source
+from ..engine import source as sources
+from ..engine.quantized_tensor import INT8, QuantizedTensor
+from ..engine.source import Source
+from ..engine.stream import source_pieces
 from ..statistics import TensorStats
 from .findings import Finding, Limits, error, warning
 from .names import Known

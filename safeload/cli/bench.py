@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import sources
 from ..base import dtypes
 from ..base.text import printable, size, table, width
 from ..checkpoint import Checkpoint
+from ..engine import source as sources
 from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter, positive
 
 _EPILOG = f"""examples:

@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from ..base.text import printable, width
+from ..engine.atomic_file import write_text
 from ..errors import FormatError
-from ..writer import write_text
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
 
 _EPILOG = f"""examples:

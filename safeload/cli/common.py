@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from .. import checkpoint, progress
+from .. import checkpoint
 from ..base.text import width
 from ..checkpoint import Checkpoint
-from ..progress import Report
+from ..engine import progress
+from ..engine.progress import Report
 
 STATUS = "Exit status: 0 good, 1 the file is bad or cannot be read, 2 wrong usage."
 

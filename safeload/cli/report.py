@@ -12,7 +12,7 @@ from typing import Any
 
 from ..base.text import plural, printable, size
 from ..checkpoint import Checkpoint
-from ..writer import write_text
+from ..engine.atomic_file import write_text
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path
 from .report_page import facts, findings, folded, page, picture, section, table
 
@@ -162,7 +162,8 @@ def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) ->
 
 def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Errors of the tensors that `load_quantized` quantizes; and why some cannot be."""
-    from .. import quantization, sources
+    from .. import quantization
+    from ..engine import source as sources
     from ..errors import RangeError
 
     rules = quantization.Rules(scheme, None)

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import jobs
 from ..base import dtypes
 from ..base.arrays import check_mapping, refuse_masked
 from ..base.file import Array, PathLike
 from ..base.native import lib
+from ..engine import jobs
+from ..engine.atomic_file import AtomicFile, pieces_of, written_as_is
+from ..engine.lazy import Lazy, LazyQuantized, materialize
+from ..engine.quantized_tensor import INT8, QuantizedTensor
 from ..errors import SafeloadError, UnsupportedError
-from ..lazy import Lazy, LazyQuantized, materialize
-from ..quantized import INT8, QuantizedTensor
-from ..writer import AtomicFile, pieces_of, written_as_is
 from .gguf import Metadata
 from .gguf_values import DTYPES, NUMBERS
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import jobs
 from ..base import dtypes
 from ..base.arrays import check_mapping, refuse_masked
 from ..base.file import PathLike, WeightFile, array_fits
 from ..base.table import ListedTable, Listing
+from ..engine import jobs
+from ..engine.atomic_file import AtomicFile
+from ..engine.lazy import Lazy, materialize
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from ..lazy import Lazy, materialize
-from ..writer import AtomicFile
 
 MAGIC = 0x4D4F4F4E
 VERSION = 2

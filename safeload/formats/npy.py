@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import jobs
 from ..base import dtypes
 from ..base.arrays import check_mapping, refuse_masked
 from ..base.file import Array, PathLike, WeightFile, array_fits, c_strides
 from ..base.table import ListedTable, Listing
+from ..engine import jobs
+from ..engine.atomic_file import AtomicFile, pieces_of
+from ..engine.lazy import Lazy, materialize
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from ..lazy import Lazy, materialize
-from ..writer import AtomicFile, pieces_of
 from .pickle_machine import show
 
 SUFFIX = ".npy"

@@ -18,9 +18,9 @@ import numpy as np
 from ..base.arrays import check_mapping
 from ..base.file import PathLike, WeightFile, open_descriptor
 from ..base.table import ListedTable
+from ..engine.atomic_file import AtomicFile, reserve
+from ..engine.lazy import materialize
 from ..errors import SafeloadError, UnsupportedError
-from ..lazy import materialize
-from ..writer import AtomicFile, reserve
 from .archive import Archive
 from .npy import SUFFIX, Described, check_writable, read_array
 from .pickle_machine import show

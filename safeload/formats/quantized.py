@@ -17,9 +17,9 @@ from ..base.arrays import check_mapping
 from ..base.file import WeightFile
 from ..base.table import ListedTable, Listing, Scale
 from ..base.text import show
+from ..engine.lazy import LazyQuantized
+from ..engine.quantized_tensor import QuantizedTensor, storage_of
 from ..errors import FormatError, SafetensorError
-from ..lazy import LazyQuantized
-from ..quantized import QuantizedTensor, storage_of
 
 KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"

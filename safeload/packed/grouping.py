@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.file import WeightFile
+from ..engine.load import Part, parts_of
 from ..errors import SafeloadError, UnsupportedError
-from ..loading import Part, parts_of
 
 # Dtypes that codes are stored in. F8_E8M0 holds powers of two: it is a dtype of scales, never of codes.
 _FLOAT_CODES = frozenset(

@@ -10,8 +10,8 @@ from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, THOROUGH, TRUNC
 
 import safeload
 from safeload import SafeloadError
+from safeload.engine.quantized_tensor import QuantizedTensor
 from safeload.manifest import make as make_manifest
-from safeload.quantized import QuantizedTensor
 
 NAMES = {FAIL: "once", FAIL_FROM: "from then on"}
 FORMATS = [

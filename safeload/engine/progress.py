@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .base.text import size, width
+from ..base.text import size, width
 
 Report = Callable[[int, int], object]
 

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import casting, jobs
-from .base import dtypes
-from .base.file import Array, Layout, WeightFile, array_over, foreign_order
-from .base.native import lib
+from ..base import dtypes
+from ..base.file import Array, Layout, WeightFile, array_over, foreign_order
+from ..base.native import lib
+from . import cast as casting
+from . import jobs
 from .jobs import Progress
 
 _BYTES = dtypes.BY_CODE["U8"].number

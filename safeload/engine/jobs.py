@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .base.file import Array, Layout, WeightFile, are_few, array_over, empty_array, groups
-from .base.native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
-from .base.text import show
+from ..base.file import Array, Layout, WeightFile, are_few, array_over, empty_array, groups
+from ..base.native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
+from ..base.text import show
 from .progress import bar
 
 Progress = bool | Callable[[int, int], object] | None

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..base.file import Array, PathLike, native_path
+from ..base.native import Error, check, lib
 from . import jobs
-from .base.file import Array, PathLike, native_path
-from .base.native import Error, check, lib
 
 # A tensor that is not in C order is written through a buffer of this size, not copied whole.
 _COPY_BUFFER = 16 << 20

@@ -8,16 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ..base import dtypes
+from ..base.arrays import check_mapping, refuse_masked
+from ..base.file import Array, Layout, WeightFile, view_of
+from ..base.native import lib
+from ..base.table import Scale
+from ..base.text import show
+from ..errors import SafeloadError, UnsupportedError
 from . import jobs, strided
-from .base import dtypes
-from .base.arrays import check_mapping, refuse_masked
-from .base.file import Array, Layout, WeightFile, view_of
-from .base.native import lib
-from .base.table import Scale
-from .base.text import show
-from .errors import SafeloadError, UnsupportedError
 from .jobs import Progress
-from .quantized import INT8, QuantizedTensor
+from .quantized_tensor import INT8, QuantizedTensor
 
 Backend = Literal["mmap", "pread"]
 

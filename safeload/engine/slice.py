@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.file import Array, Layout, WeightFile, array_over, c_strides
+from ..base.text import show
 from . import jobs
-from .base.file import Array, Layout, WeightFile, array_over, c_strides
-from .base.text import show
 
 # Rows this close together are read with what lies between them: a page is what the system reads anyway.
 _DENSE_PITCH = 4096

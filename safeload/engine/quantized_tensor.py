@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from ..base import dtypes
+from ..base.arrays import refuse_masked
+from ..base.file import Array
+from ..base.native import lib
+from ..base.text import show
+from ..errors import UnsupportedError
 from . import jobs
-from .base import dtypes
-from .base.arrays import refuse_masked
-from .base.file import Array
-from .base.native import lib
-from .base.text import show
-from .casting import target_array
-from .errors import UnsupportedError
+from .cast import target_array
 
 INT8 = "int8"
 _I8 = dtypes.BY_CODE["I8"].number

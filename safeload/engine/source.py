@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base import dtypes
+from ..base.arrays import as_array
+from ..base.file import Array, WeightFile
+from ..base.native import lib
+from ..base.text import show
+from ..checkpoint import Checkpoint
+from ..errors import RangeError
+from ..packed import grouping
+from ..packed.grouping import Codes
 from . import jobs
-from .base import dtypes
-from .base.arrays import as_array
-from .base.file import Array, WeightFile
-from .base.native import lib
-from .base.text import show
-from .casting import astype
-from .checkpoint import Checkpoint
-from .errors import RangeError
+from .cast import astype
 from .jobs import Job, Progress
-from .packed import grouping
-from .packed.grouping import Codes
-from .quantized import QuantizedTensor
+from .quantized_tensor import QuantizedTensor
 
 _F32 = dtypes.BY_CODE["F32"]
 

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..base import dtypes
+from ..base.file import Array, WeightFile
+from ..base.native import lib
+from ..base.text import show
 from . import jobs
-from .base import dtypes
-from .base.file import Array, WeightFile
-from .base.native import lib
-from .base.text import show
 from .jobs import Job, Progress
 from .progress import bar
-from .sources import Source
+from .source import Source
 
 # Bytes read at a time by each thread: far more than what starting a read costs, little beside any machine's memory.
 PIECE = 4 << 20

@@ -1,0 +1,1 @@
+"""Bytes on their way: jobs, threads, conversions, files under construction."""
