@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import schema as schemas
 from .base import dtypes
 from .base.arrays import as_array
 from .base.file import Array, PathLike, WeightFile
@@ -24,7 +23,8 @@ from .engine.jobs import Progress
 from .engine.quantized_tensor import INT8, QuantizedTensor, channels_of, storage_of
 from .engine.source import Source, subject
 from .errors import UnsupportedError
-from .schema import Schema
+from .models import schema as schemas
+from .models.schema import Schema
 
 # What `quantize` makes, with the number that the C core knows each rounding by.
 _BLOCK_TARGETS = {
@@ -428,7 +428,7 @@ def load_quantized(
     """A checkpoint with its matrices quantized and everything else floating as float32, in one pass over its bytes.
 
     Quantized are floating tensors of 2 axes (of 3: each matrix), except embeddings, norms and biases. What is one, the
-    schema of the architecture says that ``config.json`` names (see `safeload.schema`); for others their names do, by
+    schema of the architecture says that ``config.json`` names (see `safeload.models.schema`); for others their names do, by
     `KEPT_NAMES`. Integer, bool and complex tensors come unchanged. A tensor that is quantized already is dequantized
     and quantized again if another scheme is asked for; otherwise it stays as it is. For int8 each matrix is read twice,
     once for its absmax.

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import schema as schemas
 from . import statistics
 from .base import dtypes, log
 from .base.arrays import as_array
@@ -34,7 +33,8 @@ from .errors import (
     one_line,
     os_error,
 )
-from .schema import Choice, Schema
+from .models import schema as schemas
+from .models.schema import Choice, Schema
 
 # What a file that cannot be opened is reported as.
 _REFUSALS = (
@@ -75,7 +75,7 @@ def validate(
         source: path of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single array.
         config: parsed config.json or its path; None for the one of a folder.
         schema: what names and shapes to expect: "auto" to choose by the config's architectures and model_type, the name
-            of a schema, the path or the content of one (see `safeload.schema`), None for none.
+            of a schema, the path or the content of one (see `safeload.models.schema`), None for none.
         shape: of a single array what it has to be; None in it for any size.
         limits: (low, high) that values are to stay within; or a dict with any of low, high, norm (absolute values of
             the weights of norms), parameters (elements in all), scale and absmax (of int8 tensors: a number, or one

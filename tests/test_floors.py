@@ -34,7 +34,17 @@ _CLI += [f"cli.{name}" for name in ("report_plots", "report_page", "report")]
 
 # Modules of one floor in the order in which they may import each other.
 PYTHON_FLOORS = {
-    0: ["_version", "errors", "engine", "base", "base.text", "engine.progress", "expressions", "base.log"],
+    0: [
+        "_version",
+        "errors",
+        "models",
+        "engine",
+        "base",
+        "base.text",
+        "engine.progress",
+        "models.expressions",
+        "base.log",
+    ],
     1: ["base.native"],
     2: [
         "base.dtypes",
@@ -76,7 +86,7 @@ PYTHON_FLOORS = {
     ],
     4: ["engine.load", "packed", "packed.grouping", "checkpoint", "handle"],
     5: [
-        *("engine.source", "engine.stream", "schema", "quantization", "stacking", "statistics", "conversion"),
+        *("engine.source", "engine.stream", "models.schema", "quantization", "stacking", "statistics", "conversion"),
         *("checks", "checks.findings", "checks.names", "checks.files", "checks.holes", "checks.values"),
         *("validation", "manifest", "differences"),
     ],

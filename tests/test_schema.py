@@ -6,9 +6,10 @@ import pytest
 from models import PUBLISHED, SMALL, small
 
 import safeload
-from safeload import layouts, schema
-from safeload.expressions import ExpressionError, evaluate, names_in
-from safeload.schema import ConfigError
+from safeload import layouts
+from safeload.models import schema
+from safeload.models.expressions import ExpressionError, evaluate, names_in
+from safeload.models.schema import ConfigError
 
 VALUES = {"a": 6, "b": 4, "zero": 0, "text.dim": 64, "big": (1 << 63) - 1}
 

@@ -30,9 +30,10 @@ import safeload.formats.plain_pickle
 import safeload.formats.torch_legacy
 import safeload.formats.torch_zip
 import safeload.validation
-from safeload import QuantizedTensor, SafeloadError, moon, schema
-from safeload.expressions import LIMIT, ExpressionError, evaluate, names_in
+from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.formats import folder, npy, npz
+from safeload.models import schema
+from safeload.models.expressions import LIMIT, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
 
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.

@@ -1,13 +1,13 @@
 """What tensors an architecture has: JSON files that map names to shapes over the keys of a config.
 
-A schema is data, see ``safeload/schemas``::
+A schema is data, see ``safeload/models/schemas``::
 
     {"name": "tiny", "architectures": ["TinyForCausalLM"], "model_types": ["tiny"], "layers": "num_hidden_layers",
      "prefixes": ["model.", ""], "defaults": {"head_dim": "hidden_size // num_attention_heads"},
      "tensors": {"{prefix}layers.{}.attn.weight": {"shape": ["3 * hidden_size", "hidden_size"]}, ...}}
 
 - ``{}`` in a name is the number of a layer, ``{prefix}`` one of ``prefixes``: the one that most names have.
-- A shape is a list of `safeload.expressions` over config keys, "?" for any size; null for any shape.
+- A shape is a list of `safeload.models.expressions` over config keys, "?" for any size; null for any shape.
 - ``defaults`` says what a key is that the config leaves out or has as null: a number or an expression.
 - ``role`` is "embedding", "norm", "bias", "head" or "buffer"; a tensor without one is a weight.
 - ``optional``: it may be absent. ``when``: an expression; the tensor is there where its value is not 0.
@@ -25,8 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .base.file import PathLike
-from .errors import FormatError
+from ..base.file import PathLike
+from ..errors import FormatError
 from .expressions import ExpressionError, evaluate, names_in
 
 ROLES = ("embedding", "norm", "bias", "head", "buffer")
@@ -352,7 +352,7 @@ def load(source: str | PathLike | Mapping[str, Any]) -> Schema:
         return built_in()[text]
     if not text.endswith(".json") and os.sep not in text:
         raise ValueError(f"schema {text!r} is neither a file.json nor one of {', '.join(built_in())}")
-    from .base.json_file import read_json
+    from ..base.json_file import read_json
 
     return parse(read_json(text, "the schema"), text)
 

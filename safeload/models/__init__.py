@@ -1,0 +1,1 @@
+"""What architectures and engines want, as data."""
