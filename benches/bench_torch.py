@@ -18,8 +18,8 @@ import pytest
 from compare import Comparison, race, ratio, release, same_list
 
 import safeload
-from safeload.formats.torch_globals import ALLOWED, read_persistent_id
-from safeload.formats.unpickler import unpickle
+from safeload.formats.torch.globals import ALLOWED, read_persistent_id
+from safeload.formats.unpickle.run import unpickle
 
 torch = pytest.importorskip("torch", reason="torch is absent")
 

@@ -24,7 +24,7 @@ from .errors import (
     TensorNotFoundError,
     UnsupportedError,
 )
-from .formats.safetensors import deserialize, serialize, serialize_file
+from .formats.safetensors.file import deserialize, serialize, serialize_file
 from .handle import _safe_open_handle, safe_open
 
 if TYPE_CHECKING:

@@ -14,7 +14,9 @@ from .engine.jobs import Progress
 from .engine.load import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
 from .engine.slice import read_slice
 from .errors import FormatError, UnsupportedError
-from .formats import opening, quantized, sniffing
+from .formats import foreign as sniffing
+from .formats import registry as opening
+from .formats.safetensors import quantized
 
 if TYPE_CHECKING:
     from .formats import folder

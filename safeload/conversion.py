@@ -512,7 +512,8 @@ def _texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _write_safetensors(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from .formats import quantized, safetensors
+    from .formats.safetensors import file as safetensors
+    from .formats.safetensors import quantized
 
     packed, texts = quantized.pack(outputs, _texts(metadata) or None)
     safetensors.Writer(packed, texts).to_file(path, overwrite=overwrite)
@@ -562,7 +563,8 @@ def _write_shards(
     import json
 
     from .engine.atomic_file import AtomicFile
-    from .formats import quantized, safetensors
+    from .formats.safetensors import file as safetensors
+    from .formats.safetensors import quantized
 
     shards: list[dict[str, Output]] = [{}]
     size = 0
@@ -620,7 +622,7 @@ def _write_npy(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: st
 
 
 def _write_gguf(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from .formats import gguf_writing
+    from .formats.gguf import write as gguf_writing
 
     values = _gguf_values(metadata)
     _warn_of_gguf(outputs, values, path)
@@ -645,7 +647,7 @@ def _warn_of_gguf(outputs: Mapping[str, Output], values: Mapping[str, Any], path
 
 def _gguf_values(metadata: Mapping[Any, Any]) -> dict[str, Any]:
     """Metadata as GGUF holds it: what has no type there as JSON, what is neither left out."""
-    from .formats import gguf_writing
+    from .formats.gguf import write as gguf_writing
 
     values: dict[str, Any] = {}
     for key, value in metadata.items():

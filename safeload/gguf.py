@@ -10,7 +10,7 @@ from typing import Any
 
 from .base.file import Array, PathLike
 from .engine.quantized_tensor import QuantizedTensor
-from .formats import gguf_writing
+from .formats.gguf import write as gguf_writing
 
 __all__ = ["save_file"]
 

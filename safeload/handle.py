@@ -17,7 +17,7 @@ from .engine.jobs import read_small
 from .engine.load import check_backend, load_parts, parts_of
 from .engine.slice import as_index, read_slice
 from .errors import SafetensorError
-from .formats import safetensors
+from .formats.safetensors import file as safetensors
 
 # A first view of a tensor below this size would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10

@@ -8,7 +8,8 @@ from typing import Any
 from .base.file import Array, PathLike
 from .engine.jobs import Progress
 from .engine.load import Backend, check_backend, load_parts, parts_of
-from .formats import quantized, safetensors
+from .formats.safetensors import file as safetensors
+from .formats.safetensors import quantized
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

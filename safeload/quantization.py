@@ -427,9 +427,9 @@ def load_quantized(
 ) -> QuantizedDict:
     """A checkpoint with its matrices quantized and everything else floating as float32, in one pass over its bytes.
 
-    Quantized are floating tensors of 2 axes (of 3: each matrix), except embeddings, norms and biases. What is one, the
-    schema of the architecture says that ``config.json`` names (see `safeload.models.schema`); for others their names do, by
-    `KEPT_NAMES`. Integer, bool and complex tensors come unchanged. A tensor that is quantized already is dequantized
+    Quantized are floating tensors of 2 axes (of 3: each matrix), except embeddings, norms and biases. The schema of the
+    architecture that ``config.json`` names says which those are (see `safeload.models.schema`); for other models
+    `KEPT_NAMES` does. Integer, bool and complex tensors come unchanged. A tensor that is quantized already is dequantized
     and quantized again if another scheme is asked for; otherwise it stays as it is. For int8 each matrix is read twice,
     once for its absmax.
 

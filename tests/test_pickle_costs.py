@@ -10,7 +10,8 @@ from torch_build import Storage, dump, tensor, zip_archive
 
 import safeload
 from safeload import LimitError
-from safeload.formats import pickle_keys, unpickler
+from safeload.formats.unpickle import keys as pickle_keys
+from safeload.formats.unpickle import run as unpickler
 
 U4 = struct.Struct("<I").pack
 # Bytes of memory for a byte of pickle; docs/threat-model.md names it.

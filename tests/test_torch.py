@@ -488,7 +488,7 @@ def test_deep_nesting_is_a_limit(tmp_path):
 
 
 def test_long_names_are_a_limit(tmp_path, monkeypatch):
-    from safeload.formats import flattening
+    from safeload.formats.torch import flatten as flattening
 
     monkeypatch.setattr(flattening, "MAX_NAME_TEXT", 1000)
     opened(tmp_path, {"x" * 400: {"y" * 500: one()}})
@@ -497,7 +497,8 @@ def test_long_names_are_a_limit(tmp_path, monkeypatch):
 
 
 def test_a_pickle_too_large_to_be_one_is_a_limit(tmp_path, monkeypatch):
-    from safeload.formats import torch_legacy, unpickler
+    from safeload.formats.torch import legacy_file as torch_legacy
+    from safeload.formats.unpickle import run as unpickler
 
     value = {"w": one(), "text": "x" * 5000}
     path = tmp_path / "large.pt"
@@ -740,7 +741,7 @@ def test_shards_of_an_index(tmp_path):
 def test_torch_and_what_reads_pickles_are_not_imported(made):
     code = (
         "import sys, safeload; before = set(sys.modules)\n"
-        "assert not {'zipfile', 'safeload.formats.unpickler', 'safeload.formats.torch_zip'} & before, before\n"
+        "assert not {'zipfile', 'safeload.formats.unpickle.run', 'safeload.formats.torch.zip_file'} & before, before\n"
         "safeload.open(sys.argv[1]).load()\n"
         "assert not any(name.split('.')[0] == 'torch' for name in sys.modules)"
     )

@@ -15,8 +15,8 @@ from ..checkpoint import Checkpoint
 from ..engine.jobs import Progress
 from ..engine.stream import Meter, file_pieces, in_order
 from ..errors import SafeloadError, one_line
-from ..formats import sniffing
-from ..formats.archive import Archive
+from ..formats import foreign as sniffing
+from ..formats.zip import Archive
 from .findings import Finding, error, warning
 
 # Five digits mostly; DeepSeek's have six after "of", and shards of a few models two.

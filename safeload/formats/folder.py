@@ -12,8 +12,8 @@ from ..base.file import Identity, WeightFile, absolute, identity_of
 from ..base.json_file import read_json
 from ..base.text import clip, printable, show
 from ..errors import FormatError, MissingShardError, UnsupportedError
-from . import gguf_split
-from .opening import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
+from .gguf import split as gguf_split
+from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"

@@ -30,7 +30,7 @@ from ..engine import jobs
 from ..engine.atomic_file import AtomicFile, pieces_of
 from ..engine.lazy import Lazy, materialize
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from .pickle_machine import show
+from .unpickle.machine import show
 
 SUFFIX = ".npy"
 

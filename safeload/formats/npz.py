@@ -21,9 +21,9 @@ from ..base.table import ListedTable
 from ..engine.atomic_file import AtomicFile, reserve
 from ..engine.lazy import materialize
 from ..errors import SafeloadError, UnsupportedError
-from .archive import Archive
 from .npy import SUFFIX, Described, check_writable, read_array
-from .pickle_machine import show
+from .unpickle.machine import show
+from .zip import Archive
 
 # Bytes of an entry's name: zip counts them in 16 bits.
 _MAX_NAME = (1 << 16) - 1

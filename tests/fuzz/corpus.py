@@ -204,7 +204,7 @@ def _expression():
 def _any():
     from malformed import build, test_gguf, test_torch
 
-    from safeload.formats import sniffing
+    from safeload.formats import foreign as sniffing
 
     good = [build.build(), test_gguf.GOOD, test_torch.GOOD, test_torch.LEGACY, *_moon(), *_npz(), *_npy(), *_arrays()]
     return [*good, b"", b"<!DOCTYPE html>", *(bytes(at) + head for at, head, _ in sniffing._FOREIGN)]

@@ -25,10 +25,10 @@ import ml_dtypes  # noqa: F401 - safeload imports it and its formats when first 
 import numpy as np
 
 import safeload
-import safeload.formats.gguf
-import safeload.formats.plain_pickle
-import safeload.formats.torch_legacy
-import safeload.formats.torch_zip
+import safeload.formats.gguf.read
+import safeload.formats.torch.legacy_file
+import safeload.formats.torch.zip_file
+import safeload.formats.unpickle.file
 import safeload.validation
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.formats import folder, npy, npz

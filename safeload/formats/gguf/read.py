@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..base.file import Array, WeightFile
-from ..base.native import Error, check, ffi, lib, pointer, short
-from ..base.table import Table
-from .gguf_values import DTYPES, NUMBERS
+from ...base.file import Array, WeightFile
+from ...base.native import Error, check, ffi, lib, pointer, short
+from ...base.table import Table
+from .values import DTYPES, NUMBERS
 
 _SIZE = struct.Struct("<Q")  # of a string
 _ARRAY_HEAD = struct.Struct("<IQ")  # type of the elements, how many

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..base.native import lib
+from ...base.native import lib
 
 
 class U8(int):

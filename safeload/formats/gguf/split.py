@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..base.file import WeightFile
-from ..base.text import show
-from ..errors import FormatError, MissingShardError, UnsupportedError
-from .gguf import Metadata
+from ...base.file import WeightFile
+from ...base.text import show
+from ...errors import FormatError, MissingShardError, UnsupportedError
+from .read import Metadata
 
 PREFIX = "split."
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"

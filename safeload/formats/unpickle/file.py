@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..base.file import WeightFile
-from ..errors import ForbiddenError, SafeloadError, UnsupportedError
-from .pickle_machine import Foreign, Inert, describe, show
-from .torch_globals import Storage
-from .torch_legacy import pickle_at
-from .torch_tensors import Made, Options, make_table
-from .unpickler import check_foreign
+from ...base.file import WeightFile
+from ...errors import ForbiddenError, SafeloadError, UnsupportedError
+from ..torch.globals import Storage
+from ..torch.legacy_file import pickle_at
+from ..torch.tensors import Made, Options, make_table
+from .machine import Foreign, Inert, describe, show
+from .run import check_foreign
 
 
 def _locate(storage: Storage) -> int:

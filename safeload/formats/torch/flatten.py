@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..errors import LimitError, TensorNotFoundError, UnsupportedError
-from .numpy_globals import NumpyArray, NumpyDtype
-from .pickle_machine import Foreign, Global, Inert, show
-from .torch_globals import Storage, Tensor
+from ...errors import LimitError, TensorNotFoundError, UnsupportedError
+from ..unpickle.machine import Foreign, Global, Inert, show
+from ..unpickle.numpy_globals import NumpyArray, NumpyDtype
+from .globals import Storage, Tensor
 
 # Deepest nesting. Real files have about 10 levels, three for each module of a pickled network; repr and json fail at
 # some 1,000.

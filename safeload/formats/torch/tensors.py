@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from ..base import dtypes
-from ..base.file import MAX_ARRAY, WeightFile, array_fits, c_strides
-from ..base.table import ListedTable, Listing
-from ..errors import FormatError, LimitError, UnsupportedError
-from .flattening import Tree
-from .numpy_arrays import Arrays
-from .numpy_globals import NumpyArray
-from .pickle_machine import Global, describe, show
-from .torch_globals import Storage, Tensor
-from .unpickler import Unpickled
+from ...base import dtypes
+from ...base.file import MAX_ARRAY, WeightFile, array_fits, c_strides
+from ...base.table import ListedTable, Listing
+from ...errors import FormatError, LimitError, UnsupportedError
+from ..unpickle.machine import Global, describe, show
+from ..unpickle.numpy_arrays import Arrays
+from ..unpickle.numpy_globals import NumpyArray
+from ..unpickle.run import Unpickled
+from .flatten import Tree
+from .globals import Storage, Tensor
 
 # numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
 MAX_RANK = 64

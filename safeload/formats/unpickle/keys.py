@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import LimitError
-from .pickle_machine import Fault, Inert, describe
+from ...errors import LimitError
+from .machine import Fault, Inert, describe
 
 # Values in one dict key or set element; hashing a tuple visits each. Real keys are strings and integers.
 MAX_KEY_VALUES = 100

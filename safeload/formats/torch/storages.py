@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import FormatError
-from .archive import Archive
-from .pickle_machine import show
-from .torch_globals import Storage
+from ...errors import FormatError
+from ..unpickle.machine import show
+from ..zip import Archive
+from .globals import Storage
 
 
 def locate_entry(archive: Archive, storage: Storage, names: Sequence[str], path: str) -> int:

@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
-from .pickle_machine import Fault, Global, Machine, Stop, describe, show
-from .pickle_opcodes import OPCODES
+from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
+from .machine import Fault, Global, Machine, Stop, describe, show
+from .opcodes import OPCODES
 
 # 50 times the opcodes of the largest real file known (400,000). Each allocates at most 216 bytes (an empty set) beyond
 # what it copies from the file; a list of sets that becomes metadata takes some 340 a byte, which is the most.

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from ..base.file import WeightFile, open_descriptor
 from ..errors import ForbiddenError, FormatError, SafeloadError, UnsupportedError
-from . import safetensors, sniffing
+from . import foreign as sniffing
+from .safetensors import file as safetensors
 
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY = "safetensors", "torch zip", "torch legacy"
 GGUF, MOON, NPZ, NPY, PICKLE = "gguf", "moon", "npz", "npy", "pickle"
@@ -136,7 +137,7 @@ def _open_plain(file: WeightFile, format: str, wanted: Wanted) -> Opened:
 
         file.table = npy.read_table(file)
     else:
-        from . import gguf
+        from .gguf import read as gguf
 
         file.table = gguf.read_table(file)
     return Opened(format, file)
@@ -146,16 +147,16 @@ def _open_pickle(file: WeightFile, format: str, wanted: Wanted) -> Opened:
     """A pickle that is no entry of an archive."""
     _check_format(file, format, wanted)
     if format == PICKLE:
-        from .plain_pickle import read_table
+        from .unpickle.file import read_table
     else:
-        from .torch_legacy import read_table
+        from .torch.legacy_file import read_table
     return _read_pickle(file, format, wanted, lambda options: read_table(file, options))
 
 
 def _read_pickle(file: WeightFile, format: str, wanted: Wanted, read: Callable[[Any], Any]) -> Opened:
     """What a reader of pickles gives. An error advises to keep globals inert only where that has been tried."""
-    from .torch_tensors import Options
-    from .unpickler import ADVICE
+    from .torch.tensors import Options
+    from .unpickle.run import ADVICE
 
     options = Options(wanted.root, wanted.inert)
     try:
@@ -180,7 +181,7 @@ def _helps(read: Callable[[Any], Any], options: Any) -> bool:
 def _open_zip(file: WeightFile, wanted: Wanted) -> Opened:
     """A zip archive of torch or of numpy, which its entries tell apart."""
     from . import npz
-    from .archive import Archive
+    from .zip import Archive
 
     archive = Archive(file)
     format = NPZ if npz.is_npz(archive) else TORCH_ZIP
@@ -190,7 +191,7 @@ def _open_zip(file: WeightFile, wanted: Wanted) -> Opened:
         if opened is not file:
             opened.stand_for(file)
         return Opened(format, opened)
-    from .torch_zip import read_table
+    from .torch.zip_file import read_table
 
     return _read_pickle(file, format, wanted, lambda options: read_table(archive, file, options))
 

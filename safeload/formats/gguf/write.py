@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import check_mapping, refuse_masked
-from ..base.file import Array, PathLike
-from ..base.native import lib
-from ..engine import jobs
-from ..engine.atomic_file import AtomicFile, pieces_of, written_as_is
-from ..engine.lazy import Lazy, LazyQuantized, materialize
-from ..engine.quantized_tensor import INT8, QuantizedTensor
-from ..errors import SafeloadError, UnsupportedError
-from .gguf import Metadata
-from .gguf_values import DTYPES, NUMBERS
+from ...base import dtypes
+from ...base.arrays import check_mapping, refuse_masked
+from ...base.file import Array, PathLike
+from ...base.native import lib
+from ...engine import jobs
+from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
+from ...engine.lazy import Lazy, LazyQuantized, materialize
+from ...engine.quantized_tensor import INT8, QuantizedTensor
+from ...errors import SafeloadError, UnsupportedError
+from .read import Metadata
+from .values import DTYPES, NUMBERS
 
 MAGIC = b"GGUF"
 VERSION = 3

@@ -17,14 +17,15 @@ import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..base.file import WeightFile
-from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
-from . import archive, unpickler
-from .archive import Archive
-from .pickle_machine import Fault, Foreign, Inert, describe, show
-from .torch_globals import ALLOWED, Storage, read_persistent_id
-from .torch_storages import locate_entry
-from .unpickler import Unpickled, check_foreign, unpickle
+from ...base.file import WeightFile
+from ...errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
+from .. import zip as archive
+from ..unpickle import run as unpickler
+from ..unpickle.machine import Fault, Foreign, Inert, describe, show
+from ..unpickle.run import Unpickled, check_foreign, unpickle
+from ..zip import Archive
+from .globals import ALLOWED, Storage, read_persistent_id
+from .storages import locate_entry
 
 KIND = "a torch.package archive"
 

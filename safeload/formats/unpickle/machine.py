@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import FormatError, LimitError
+from ...errors import FormatError, LimitError
 
 # Longest integer: what LONG1 of protocol 2 can hold. Real ones have 8 bytes, states of random generators 16. Longer
 # ones take quadratic time to print.

@@ -12,8 +12,8 @@ import sys
 from math import prod
 from typing import Any
 
-from ..base import dtypes
-from .pickle_machine import Built, Fault, Global, Inert, describe
+from ...base import dtypes
+from .machine import Built, Fault, Global, Inert, describe
 
 ARRAY, TYPE, BYTES = "array", "type", "bytes"
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .numpy_globals import ROWS
-from .pickle_keys import put
-from .pickle_machine import Fault, Foreign, Global, Inert, describe
+from ..unpickle.keys import put
+from ..unpickle.machine import Fault, Foreign, Global, Inert, describe
+from ..unpickle.numpy_globals import ROWS
 
 
 class Storage:

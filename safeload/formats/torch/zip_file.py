@@ -14,15 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..base.file import WeightFile
-from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
-from . import torch_package, unpickler
-from .archive import Archive
-from .pickle_machine import show
-from .torch_globals import ALLOWED, Storage, read_persistent_id
-from .torch_storages import locate_entry
-from .torch_tensors import Made, Options, make_table
-from .unpickler import Unpickled, unpickle
+from ...base.file import WeightFile
+from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
+from ..unpickle import run as unpickler
+from ..unpickle.machine import show
+from ..unpickle.run import Unpickled, unpickle
+from ..zip import Archive
+from . import package as torch_package
+from .globals import ALLOWED, Storage, read_persistent_id
+from .storages import locate_entry
+from .tensors import Made, Options, make_table
 
 
 def _find_pickle(archive: Archive, path: str) -> str:

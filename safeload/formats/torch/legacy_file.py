@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base.file import WeightFile
-from ..errors import FormatError, LimitError
-from . import unpickler
-from .pickle_machine import Fault, describe, show
-from .torch_globals import ALLOWED, Storage, read_persistent_id
-from .torch_tensors import Made, Options, make_table
-from .unpickler import TruncatedError, Unpickled, unpickle
+from ...base.file import WeightFile
+from ...errors import FormatError, LimitError
+from ..unpickle import run as unpickler
+from ..unpickle.machine import Fault, describe, show
+from ..unpickle.run import TruncatedError, Unpickled, unpickle
+from .globals import ALLOWED, Storage, read_persistent_id
+from .tensors import Made, Options, make_table
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001

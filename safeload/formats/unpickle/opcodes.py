@@ -11,9 +11,9 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import LimitError, UnsupportedError
-from .pickle_keys import add, put
-from .pickle_machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, Machine, Stop, describe
+from ...errors import LimitError, UnsupportedError
+from .keys import add, put
+from .machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, Machine, Stop, describe
 
 _U16, _U32, _U64 = (struct.Struct(f"<{code}").unpack_from for code in "HIQ")
 _I32, _F64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import check_mapping, refuse_masked
-from ..base.file import Array, PathLike, WeightFile, array_over, make_room, native_path
-from ..base.native import Error, check, ffi, lib, pointer, short
-from ..base.table import Table, TensorSpec
-from ..base.text import show
-from ..engine import jobs
-from ..engine.atomic_file import AtomicFile, pieces_of, written_as_is
-from ..engine.lazy import Lazy, materialize
-from ..errors import FormatError, SafetensorError
-from .sniffing import foreign
+from ...base import dtypes
+from ...base.arrays import check_mapping, refuse_masked
+from ...base.file import Array, PathLike, WeightFile, array_over, make_room, native_path
+from ...base.native import Error, check, ffi, lib, pointer, short
+from ...base.table import Table, TensorSpec
+from ...base.text import show
+from ...engine import jobs
+from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
+from ...engine.lazy import Lazy, materialize
+from ...errors import FormatError, SafetensorError
+from ..foreign import foreign
 
 # ---- read ----
 

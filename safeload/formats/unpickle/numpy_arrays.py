@@ -10,12 +10,12 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from ..base.file import WeightFile, array_fits, c_strides, open_descriptor
-from ..base.table import ListedTable, Listing
-from ..errors import UnsupportedError
+from ...base.file import WeightFile, array_fits, c_strides, open_descriptor
+from ...base.table import ListedTable, Listing
+from ...errors import UnsupportedError
+from .machine import show
 from .numpy_globals import NumpyArray
-from .pickle_machine import show
-from .unpickler import Unpickled
+from .run import Unpickled
 
 
 class Arrays:

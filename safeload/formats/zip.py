@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..base.file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
-from .pickle_machine import show
+from .unpickle.machine import show
 
 # Bytes that a compressed entry may unfold to in memory: pickles have a few MiB, and are not compressed as a rule.
 MAX_INFLATED = 256 << 20

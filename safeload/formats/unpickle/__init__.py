@@ -1,0 +1,1 @@
+"""Pickles without unpickling: a machine that builds inert values, and what numpy puts into pickles."""
