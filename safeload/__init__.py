@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 from .base.table import TensorInfo, TensorMeta, TensorSpec
 from .checkpoint import Checkpoint, load, open
+from .compat.safe_open import _safe_open_handle, safe_open
 from .configuration import show_config
 from .engine.cast import astype
 from .engine.load import LoadStats
@@ -25,7 +26,6 @@ from .errors import (
     UnsupportedError,
 )
 from .formats.safetensors.file import deserialize, serialize, serialize_file
-from .handle import _safe_open_handle, safe_open
 
 if TYPE_CHECKING:
     from .checks.findings import Finding, Limits, ValidationReport

@@ -37,6 +37,7 @@ PYTHON_FLOORS = {
     0: [
         "_version",
         "errors",
+        "compat",
         "models",
         "engine",
         "base",
@@ -62,7 +63,16 @@ PYTHON_FLOORS = {
         "configuration",
     ],
     3: [
-        *("formats", "formats.foreign", "formats.safetensors", "formats.gguf", "formats.torch", "formats.unpickle", "formats.safetensors.file", "formats.safetensors.quantized"),
+        *(
+            "formats",
+            "formats.foreign",
+            "formats.safetensors",
+            "formats.gguf",
+            "formats.torch",
+            "formats.unpickle",
+            "formats.safetensors.file",
+            "formats.safetensors.quantized",
+        ),
         *("formats.unpickle.machine", "formats.unpickle.keys", "formats.unpickle.opcodes", "formats.unpickle.run"),
         "formats.unpickle.numpy_globals",
         *("formats.torch.globals", "formats.torch.flatten", "formats.unpickle.numpy_arrays", "formats.torch.tensors"),
@@ -84,7 +94,7 @@ PYTHON_FLOORS = {
             "formats.folder",
         ),
     ],
-    4: ["engine.load", "packed", "packed.grouping", "checkpoint", "handle"],
+    4: ["engine.load", "packed", "packed.grouping", "checkpoint", "compat.safe_open"],
     5: [
         *("engine.source", "engine.stream", "models.schema", "quantization", "stacking", "statistics", "conversion"),
         *("checks", "checks.findings", "checks.names", "checks.files", "checks.holes", "checks.values"),

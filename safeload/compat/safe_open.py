@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from .base import dtypes
-from .base.file import Array, PathLike, WeightFile, check_unchanged, native_path
-from .base.table import TensorMeta
-from .base.text import clip, plural, printable
-from .engine.jobs import read_small
-from .engine.load import check_backend, load_parts, parts_of
-from .engine.slice import as_index, read_slice
-from .errors import SafetensorError
-from .formats.safetensors import file as safetensors
+from ..base import dtypes
+from ..base.file import Array, PathLike, WeightFile, check_unchanged, native_path
+from ..base.table import TensorMeta
+from ..base.text import clip, plural, printable
+from ..engine.jobs import read_small
+from ..engine.load import check_backend, load_parts, parts_of
+from ..engine.slice import as_index, read_slice
+from ..errors import SafetensorError
+from ..formats.safetensors import file as safetensors
 
 # A first view of a tensor below this size would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10
@@ -111,7 +111,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         file = self._opened()
         parts = parts_of(file)
         if dtype is not None:
-            from .packed import grouping  # only here: most loads ask for no values
+            from ..packed import grouping  # only here: most loads ask for no values
 
             grouping.refuse_floating(file, parts, "get_tensors")
         return load_parts(parts, backend=self._backend, dtype=dtype, out=out)[0]

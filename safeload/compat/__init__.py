@@ -1,0 +1,1 @@
+"""What exists because safetensors has it."""
