@@ -15,7 +15,7 @@ import safetensors.numpy
 from compare import Comparison, race, release
 
 import safeload
-from safeload import manifest
+from safeload.operations import manifest
 
 ROUNDS = 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .stacking import Layout, StackedTensor
+from .operations.stack import Layout, StackedTensor
 
 __all__ = ["MOONDREAM2"]
 

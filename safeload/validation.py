@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checkpoint as checkpoints
-from . import statistics
 from .base import dtypes, log
 from .base.arrays import as_array
 from .base.file import Array, PathLike, native_path
@@ -35,6 +34,7 @@ from .errors import (
 )
 from .models import schema as schemas
 from .models.schema import Choice, Schema
+from .operations import stats as statistics
 
 # What a file that cannot be opened is reported as.
 _REFUSALS = (

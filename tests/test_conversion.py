@@ -15,10 +15,10 @@ from torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import QuantizedTensor, convert, quantize
-from safeload.conversion import _gguf_values, parse_size
 from safeload.formats import npz
 from safeload.layouts import MOONDREAM2
 from safeload.numpy import load_file, save_file
+from safeload.operations.convert import _gguf_values, parse_size
 
 rng = np.random.default_rng(14)
 

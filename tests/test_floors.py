@@ -37,6 +37,7 @@ PYTHON_FLOORS = {
     0: [
         "_version",
         "errors",
+        "operations",
         "compat",
         "models",
         "engine",
@@ -96,9 +97,17 @@ PYTHON_FLOORS = {
     ],
     4: ["engine.load", "packed", "packed.grouping", "checkpoint", "compat.safe_open"],
     5: [
-        *("engine.source", "engine.stream", "models.schema", "quantization", "stacking", "statistics", "conversion"),
+        *(
+            "engine.source",
+            "engine.stream",
+            "models.schema",
+            "operations.quantize",
+            "operations.stack",
+            "operations.stats",
+            "operations.convert",
+        ),
         *("checks", "checks.findings", "checks.names", "checks.files", "checks.holes", "checks.values"),
-        *("validation", "manifest", "differences"),
+        *("validation", "operations.manifest", "operations.diff"),
     ],
     6: ["numpy", "moon", "gguf", "layouts", "__init__", *_CLI, "cli", "__main__"],
 }

@@ -16,7 +16,7 @@ from safeload.base.dtypes import BY_NAME
 from safeload.base.native import available_tiers, lib, tier_name
 from safeload.engine import jobs
 from safeload.numpy import save_file
-from safeload.statistics import _RECORD, HISTOGRAM_EDGES
+from safeload.operations.stats import _RECORD, HISTOGRAM_EDGES
 
 SCALAR = lib.SL_TIER_SCALAR
 TIERS = pytest.mark.parametrize("tier", [tier for tier in available_tiers() if tier != SCALAR], ids=tier_name)

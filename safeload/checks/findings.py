@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base.text import clip, plural, printable, size
-from ..statistics import TensorStats
+from ..operations.stats import TensorStats
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 

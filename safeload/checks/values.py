@@ -15,7 +15,7 @@ from ..engine import source as sources
 from ..engine.quantized_tensor import INT8, QuantizedTensor
 from ..engine.source import Source
 from ..engine.stream import source_pieces
-from ..statistics import TensorStats
+from ..operations.stats import TensorStats
 from .findings import Finding, Limits, error, warning
 from .names import Known
 

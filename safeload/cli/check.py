@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _manifest(report: Any, options: argparse.Namespace) -> None:
     """Compares with a manifest, or writes one."""
-    from .. import manifest
+    from ..operations import manifest
 
     said = manifest.read(options.manifest) if options.manifest else None
     with open_path(options.path, options) as opened, bar("sha256") as progress:

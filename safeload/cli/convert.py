@@ -9,10 +9,11 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from .. import checkpoint, conversion, layouts
+from .. import checkpoint, layouts
 from ..base.text import plural, printable, size
-from ..quantization import Summary
-from ..stacking import Layout
+from ..operations import convert as conversion
+from ..operations.quantize import Summary
+from ..operations.stack import Layout
 from .common import add_command, add_opening, add_threads, bar, open_path
 
 _EPILOG = """examples:

@@ -87,7 +87,7 @@ def _findings(found: Any) -> str:
 
 
 def _sections(opened: Checkpoint, found: Any, options: argparse.Namespace) -> Iterator[str]:
-    from .. import statistics
+    from ..operations import stats as statistics
     from .report_plots import bytes_by_kind, bytes_by_layer, curves, histograms, layered, tensor
 
     infos = opened.tensors
@@ -162,9 +162,9 @@ def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) ->
 
 def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Errors of the tensors that `load_quantized` quantizes; and why some cannot be."""
-    from .. import quantization
     from ..engine import source as sources
     from ..errors import RangeError
+    from ..operations import quantize as quantization
 
     rules = quantization.Rules(scheme, None)
     rules.schema = quantization.Model.of_source(opened).schema

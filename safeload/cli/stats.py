@@ -54,7 +54,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the statistics of ``options.path``; returns the exit status."""
-    from .. import statistics  # takes milliseconds that other commands would pay
+    from ..operations import stats as statistics  # takes milliseconds that other commands would pay
 
     with open_path(options.path, options) as opened, bar("stats") as progress:
         names = _names(opened, options.only) if options.only else None
@@ -133,7 +133,7 @@ def _number(value: float) -> str:
 
 def _sparkline(bins: list[int]) -> str:
     """Bins between the first and the last that are not empty, with the powers of two at both ends."""
-    from .. import statistics
+    from ..operations import stats as statistics
 
     filled = [k for k, count in enumerate(bins) if count]
     if not filled:

@@ -11,7 +11,7 @@ from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, THOROUGH, TRUNC
 import safeload
 from safeload import SafeloadError
 from safeload.engine.quantized_tensor import QuantizedTensor
-from safeload.manifest import make as make_manifest
+from safeload.operations.manifest import make as make_manifest
 
 NAMES = {FAIL: "once", FAIL_FROM: "from then on"}
 FORMATS = [

@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import checkpoint as checkpoints
-from .base import dtypes
-from .base.arrays import as_array
-from .base.file import Array, PathLike, WeightFile
-from .base.native import lib
-from .base.table import missing
-from .checkpoint import Checkpoint
-from .engine import jobs
-from .engine import source as sources
-from .engine.jobs import Progress
-from .engine.quantized_tensor import INT8, QuantizedTensor, channels_of, storage_of
-from .engine.source import Source, subject
-from .errors import UnsupportedError
-from .models import schema as schemas
-from .models.schema import Schema
+from .. import checkpoint as checkpoints
+from ..base import dtypes
+from ..base.arrays import as_array
+from ..base.file import Array, PathLike, WeightFile
+from ..base.native import lib
+from ..base.table import missing
+from ..checkpoint import Checkpoint
+from ..engine import jobs
+from ..engine import source as sources
+from ..engine.jobs import Progress
+from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of, storage_of
+from ..engine.source import Source, subject
+from ..errors import UnsupportedError
+from ..models import schema as schemas
+from ..models.schema import Schema
 
 # What `quantize` makes, with the number that the C core knows each rounding by.
 _BLOCK_TARGETS = {

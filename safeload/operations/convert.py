@@ -12,23 +12,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import checkpoint as checkpoints
-from . import quantization, stacking
-from .base import dtypes, log
-from .base.file import Array, PathLike, WeightFile
-from .base.text import clip, printable
-from .checkpoint import Checkpoint
-from .engine import jobs
-from .engine import source as sources
-from .engine.jobs import Progress
-from .engine.lazy import Lazy, LazyQuantized
-from .engine.load import distinct, parse_target
-from .engine.quantized_tensor import INT8, QuantizedTensor, storage_of
-from .errors import SafeloadError, TensorNotFoundError, UnsupportedError
-from .packed import grouping
-from .packed.grouping import Codes
-from .quantization import Scheme, Summary
-from .stacking import Known, Layout
+from .. import checkpoint as checkpoints
+from ..base import dtypes, log
+from ..base.file import Array, PathLike, WeightFile
+from ..base.text import clip, printable
+from ..checkpoint import Checkpoint
+from ..engine import jobs
+from ..engine import source as sources
+from ..engine.jobs import Progress
+from ..engine.lazy import Lazy, LazyQuantized
+from ..engine.load import distinct, parse_target
+from ..engine.quantized_tensor import INT8, QuantizedTensor, storage_of
+from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
+from ..packed import grouping
+from ..packed.grouping import Codes
+from . import quantize as quantization
+from . import stack as stacking
+from .quantize import Scheme, Summary
+from .stack import Known, Layout
 
 # What each suffix says; a path without one is a folder of safetensors shards.
 SUFFIXES = {
@@ -512,15 +513,15 @@ def _texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _write_safetensors(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from .formats.safetensors import file as safetensors
-    from .formats.safetensors import quantized
+    from ..formats.safetensors import file as safetensors
+    from ..formats.safetensors import quantized
 
     packed, texts = quantized.pack(outputs, _texts(metadata) or None)
     safetensors.Writer(packed, texts).to_file(path, overwrite=overwrite)
 
 
 def _write_moon(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from .formats import moon
+    from ..formats import moon
 
     moon.save(outputs, path, overwrite=overwrite)
 
@@ -562,9 +563,9 @@ def _write_shards(
     """Shards, an index and the config: all under temporary names first, the index in place last."""
     import json
 
-    from .engine.atomic_file import AtomicFile
-    from .formats.safetensors import file as safetensors
-    from .formats.safetensors import quantized
+    from ..engine.atomic_file import AtomicFile
+    from ..formats.safetensors import file as safetensors
+    from ..formats.safetensors import quantized
 
     shards: list[dict[str, Output]] = [{}]
     size = 0
@@ -610,19 +611,19 @@ def _remove_if_empty(folder: str) -> None:
 
 
 def _write_npz(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from .formats import npz
+    from ..formats import npz
 
     npz.save(outputs, path, overwrite=overwrite)
 
 
 def _write_npy(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from .formats import npy
+    from ..formats import npy
 
     npy.save(outputs, path, overwrite=overwrite)
 
 
 def _write_gguf(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from .formats.gguf import write as gguf_writing
+    from ..formats.gguf import write as gguf_writing
 
     values = _gguf_values(metadata)
     _warn_of_gguf(outputs, values, path)
@@ -647,7 +648,7 @@ def _warn_of_gguf(outputs: Mapping[str, Output], values: Mapping[str, Any], path
 
 def _gguf_values(metadata: Mapping[Any, Any]) -> dict[str, Any]:
     """Metadata as GGUF holds it: what has no type there as JSON, what is neither left out."""
-    from .formats.gguf import write as gguf_writing
+    from ..formats.gguf import write as gguf_writing
 
     values: dict[str, Any] = {}
     for key, value in metadata.items():

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from .base import log
-from .base.file import Array, PathLike, WeightFile, native_path
-from .base.text import show
-from .checkpoint import Checkpoint
-from .checks.findings import Finding, error
-from .engine import source as sources
-from .engine.jobs import Progress, native_order
-from .engine.quantized_tensor import QuantizedTensor
-from .engine.stream import Meter, in_order, source_pieces
-from .errors import FormatError
+from ..base import log
+from ..base.file import Array, PathLike, WeightFile, native_path
+from ..base.text import show
+from ..checkpoint import Checkpoint
+from ..checks.findings import Finding, error
+from ..engine import source as sources
+from ..engine.jobs import Progress, native_order
+from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.stream import Meter, in_order, source_pieces
+from ..errors import FormatError
 
 KEY, VERSION = "safeload_manifest", 1
 
@@ -76,7 +76,7 @@ def read(path: PathLike) -> dict[str, Any]:
         FormatError: it is none.
         OSError: it cannot be read.
     """
-    from .base.json_file import read_json
+    from ..base.json_file import read_json
 
     text = native_path(path)[0]
     found: dict[str, Any] = read_json(text, "the manifest")

@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import checkpoint as checkpoints
-from .base import dtypes
-from .base.arrays import as_array
-from .base.file import Array, WeightFile
-from .base.native import lib, short
-from .base.table import missing
-from .checkpoint import Checkpoint
-from .engine import jobs
-from .engine import source as sources
-from .engine.jobs import Channels, Job, Progress, struct_dtype
-from .engine.load import distinct, read_scale
-from .engine.quantized_tensor import INT8, QuantizedTensor, channels_of
-from .engine.source import Source
-from .errors import UnsupportedError
+from .. import checkpoint as checkpoints
+from ..base import dtypes
+from ..base.arrays import as_array
+from ..base.file import Array, WeightFile
+from ..base.native import lib, short
+from ..base.table import missing
+from ..checkpoint import Checkpoint
+from ..engine import jobs
+from ..engine import source as sources
+from ..engine.jobs import Channels, Job, Progress, struct_dtype
+from ..engine.load import distinct, read_scale
+from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of
+from ..engine.source import Source
+from ..errors import UnsupportedError
 
 _RECORD = struct_dtype("sl_stats")
 

@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import checkpoint as checkpoints
-from .base import dtypes, log
-from .base.arrays import as_array
-from .base.file import Array, PathLike
-from .base.text import clip, plural, printable, table
-from .checkpoint import Checkpoint
-from .engine import jobs
-from .engine import source as sources
-from .engine import stream as reading
-from .engine.jobs import Progress
-from .engine.quantized_tensor import QuantizedTensor
-from .engine.source import Source
-from .engine.stream import Meter, in_order, source_pieces, spans
+from .. import checkpoint as checkpoints
+from ..base import dtypes, log
+from ..base.arrays import as_array
+from ..base.file import Array, PathLike
+from ..base.text import clip, plural, printable, table
+from ..checkpoint import Checkpoint
+from ..engine import jobs
+from ..engine import source as sources
+from ..engine import stream as reading
+from ..engine.jobs import Progress
+from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.source import Source
+from ..engine.stream import Meter, in_order, source_pieces, spans
 
 Given = PathLike | Checkpoint | Mapping[str, Any]
 

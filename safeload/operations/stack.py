@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from . import checkpoint as checkpoints
-from .base import dtypes
-from .base.arrays import as_array, check_mapping
-from .base.file import Array, PathLike, WeightFile
-from .checkpoint import Checkpoint
-from .engine import jobs
-from .engine import source as sources
-from .engine.cast import target_array
-from .engine.jobs import Grid, Job, Progress
-from .engine.load import parse_target
-from .engine.quantized_tensor import INT8, QuantizedTensor
-from .engine.source import Source
-from .errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from .. import checkpoint as checkpoints
+from ..base import dtypes
+from ..base.arrays import as_array, check_mapping
+from ..base.file import Array, PathLike, WeightFile
+from ..checkpoint import Checkpoint
+from ..engine import jobs
+from ..engine import source as sources
+from ..engine.cast import target_array
+from ..engine.jobs import Grid, Job, Progress
+from ..engine.load import parse_target
+from ..engine.quantized_tensor import INT8, QuantizedTensor
+from ..engine.source import Source
+from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 
 _LAYER = "{}"
 
@@ -137,7 +137,7 @@ _TENSOR_FIELDS = {"name", "source", "transpose"}
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    from .base.json_file import read_json
+    from ..base.json_file import read_json
 
     content: dict[str, Any] = read_json(path, "the layout")
     return content

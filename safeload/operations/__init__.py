@@ -1,0 +1,1 @@
+"""Verbs over checkpoints and dicts."""
