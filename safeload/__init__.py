@@ -28,13 +28,13 @@ from .errors import (
 from .formats.safetensors.file import deserialize, serialize, serialize_file
 
 if TYPE_CHECKING:
-    from .checks.findings import Finding, Limits, ValidationReport
     from .operations.convert import convert
     from .operations.diff import DiffReport, TensorDiff, diff
     from .operations.quantize import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
     from .operations.stack import Layout, StackedDict, StackedTensor, stack
     from .operations.stats import TensorStats, stats
-    from .validation import validate
+    from .operations.validate.findings import Finding, Limits, ValidationReport
+    from .operations.validate.run import validate
 
 # Imported when they are first asked for: `import safeload` takes little longer than `import numpy`.
 _LATER = {

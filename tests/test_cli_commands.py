@@ -485,7 +485,7 @@ def test_a_closed_pipe(command, folder):
 
 
 def test_control_c(folder, capsys, monkeypatch):
-    from safeload import validation
+    from safeload.operations.validate import run as validation
 
     def interrupted(*arguments, **keywords):
         raise KeyboardInterrupt

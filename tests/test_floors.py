@@ -37,6 +37,7 @@ PYTHON_FLOORS = {
     0: [
         "_version",
         "errors",
+        "operations.validate",
         "operations",
         "compat",
         "models",
@@ -106,8 +107,15 @@ PYTHON_FLOORS = {
             "operations.stats",
             "operations.convert",
         ),
-        *("checks", "checks.findings", "checks.names", "checks.files", "checks.holes", "checks.values"),
-        *("validation", "operations.manifest", "operations.diff"),
+        *(
+            "checks",
+            "operations.validate.findings",
+            "operations.validate.names",
+            "operations.validate.files",
+            "operations.validate.holes",
+            "operations.validate.values",
+        ),
+        *("operations.validate.run", "operations.manifest", "operations.diff"),
     ],
     6: ["numpy", "moon", "gguf", "layouts", "__init__", *_CLI, "cli", "__main__"],
 }

@@ -21,7 +21,7 @@ SHAPE = (1024, 5120)  # of BF16: 10 MiB, so 1.05 TB in all
 _STEPS = """
 import json, sys, time
 import numpy, ml_dtypes  # what every use of bfloat16 imports
-import safeload, safeload.validation
+import safeload, safeload.operations.validate.run
 
 def peak():
     with open("/proc/self/status") as file:

@@ -12,9 +12,9 @@ from torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import QuantizedTensor, validate
-from safeload.checks.holes import tail_of
 from safeload.cli import main
 from safeload.numpy import save_file
+from safeload.operations.validate.holes import tail_of
 
 
 def codes(report):
@@ -752,7 +752,7 @@ def test_zeros_in_an_archive_have_a_checksum(tmp_path):
 def test_an_array_that_we_have_unpacked_ourselves(tmp_path, monkeypatch):
     """A file system that stores zeros as holes does so with the unpacked file too."""
     np.savez_compressed(tmp_path / "x.npz", a=np.zeros((512, 1024), np.float32))
-    monkeypatch.setattr("safeload.checks.holes.hole_begin", lambda file: 1000)
+    monkeypatch.setattr("safeload.operations.validate.holes.hole_begin", lambda file: 1000)
     assert validate(tmp_path / "x.npz", values=False).ok
 
 

@@ -67,8 +67,8 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints what is wrong with ``options.path``; returns the exit status."""
-    from .. import validation  # it takes milliseconds that other commands would pay
-    from ..checks.findings import error
+    from ..operations.validate import run as validation  # it takes milliseconds that other commands would pay
+    from ..operations.validate.findings import error
 
     limits = {"parameters": options.parameters, "scale": options.scale, "absmax": options.absmax}
     if options.range is not None:

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     except ImportError:
         print("safeload: report needs matplotlib: pip install 'safeload[report]'", file=sys.stderr)
         return 2
-    from .. import validation
+    from ..operations.validate import run as validation
 
     with bar("report") as progress:
         wanted = validation.settings(threads=options.threads, progress=progress, histogram=True)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _findings(found: Any) -> str:
-    from ..checks.findings import gather
+    from ..operations.validate.findings import gather
 
     rows = []
     for listed in (found.errors, found.warnings, found.notes):

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..base.text import clip, printable, size, unit
-from ..checks.findings import pattern_of
+from ..operations.validate.findings import pattern_of
 
 # Kinds of tensors that have a bar or a line of their own; the others are one together.
 _KINDS = 12

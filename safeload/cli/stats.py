@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     assert isinstance(found, dict)
     rows = _sorted(found, options.sort)
     if options.json:
-        from ..checks.findings import stats_json
+        from ..operations.validate.findings import stats_json
 
         tensors = [{"name": name, "dtype": s.dtype, "shape": list(s.shape), **stats_json(s)} for name, s in rows]
         print(json.dumps({"path": options.path, "tensors": tensors}, indent=1))

@@ -29,7 +29,7 @@ import safeload.formats.gguf.read
 import safeload.formats.torch.legacy_file
 import safeload.formats.torch.zip_file
 import safeload.formats.unpickle.file
-import safeload.validation
+import safeload.operations.validate.run
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.formats import folder, npy, npz
 from safeload.models import schema

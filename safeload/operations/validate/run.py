@@ -10,19 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import checkpoint as checkpoints
-from .base import dtypes, log
-from .base.arrays import as_array
-from .base.file import Array, PathLike, native_path
-from .checkpoint import Checkpoint
-from .checks import files, holes, names, values
-from .checks.findings import Limits, ValidationReport, error
-from .checks.names import Known, Quantized
-from .engine import jobs
-from .engine import source as sources
-from .engine.jobs import Progress
-from .engine.quantized_tensor import QuantizedTensor
-from .errors import (
+from ... import checkpoint as checkpoints
+from ...base import dtypes, log
+from ...base.arrays import as_array
+from ...base.file import Array, PathLike, native_path
+from ...checkpoint import Checkpoint
+from ...engine import jobs
+from ...engine import source as sources
+from ...engine.jobs import Progress
+from ...engine.quantized_tensor import QuantizedTensor
+from ...errors import (
     ForbiddenError,
     FormatError,
     LimitError,
@@ -32,9 +29,12 @@ from .errors import (
     one_line,
     os_error,
 )
-from .models import schema as schemas
-from .models.schema import Choice, Schema
-from .operations import stats as statistics
+from ...models import schema as schemas
+from ...models.schema import Choice, Schema
+from .. import stats as statistics
+from . import files, holes, names, values
+from .findings import Limits, ValidationReport, error
+from .names import Known, Quantized
 
 # What a file that cannot be opened is reported as.
 _REFUSALS = (
@@ -164,7 +164,7 @@ def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any
     """
     if config is None or isinstance(config, Mapping):
         return config
-    from .base.json_file import read_json
+    from ...base.json_file import read_json
 
     found: Mapping[str, Any] = read_json(config, "config.json")
     return found

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..base.text import plural
-from ..models.schema import NUMBER, Choice, ConfigError, Inner, Schema, Wanted
-from ..packed import grouping
-from ..packed.grouping import Codes
+from ...base.text import plural
+from ...models.schema import NUMBER, Choice, ConfigError, Inner, Schema, Wanted
+from ...packed import grouping
+from ...packed.grouping import Codes
 from .findings import Finding, error, note, pattern_of, warning
 
 # Parts of a name after which a number is that of a layer, where no schema says so. Numbers elsewhere, as in Sequential

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..base.text import clip, plural, printable, size
-from ..operations.stats import TensorStats
+from ...base.text import clip, plural, printable, size
+from ..stats import TensorStats
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 

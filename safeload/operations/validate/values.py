@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.file import Array
-from ..checkpoint import Checkpoint
-from ..engine import source as sources
-from ..engine.quantized_tensor import INT8, QuantizedTensor
-from ..engine.source import Source
-from ..engine.stream import source_pieces
-from ..operations.stats import TensorStats
+from ...base import dtypes
+from ...base.file import Array
+from ...checkpoint import Checkpoint
+from ...engine import source as sources
+from ...engine.quantized_tensor import INT8, QuantizedTensor
+from ...engine.source import Source
+from ...engine.stream import source_pieces
+from ..stats import TensorStats
 from .findings import Finding, Limits, error, warning
 from .names import Known
 

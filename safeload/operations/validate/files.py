@@ -10,13 +10,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..base.file import WeightFile, open_descriptor
-from ..checkpoint import Checkpoint
-from ..engine.jobs import Progress
-from ..engine.stream import Meter, file_pieces, in_order
-from ..errors import SafeloadError, one_line
-from ..formats import foreign as sniffing
-from ..formats.zip import Archive
+from ...base.file import WeightFile, open_descriptor
+from ...checkpoint import Checkpoint
+from ...engine.jobs import Progress
+from ...engine.stream import Meter, file_pieces, in_order
+from ...errors import SafeloadError, one_line
+from ...formats import foreign as sniffing
+from ...formats.zip import Archive
 from .findings import Finding, error, warning
 
 # Five digits mostly; DeepSeek's have six after "of", and shards of a few models two.
@@ -28,7 +28,7 @@ def check_index(opened: Checkpoint) -> Iterator[Finding]:
     if opened.index is None:
         yield from _check_shard_names(opened.files)
         return
-    from ..base.json_file import read_json
+    from ...base.json_file import read_json
 
     base = os.path.basename(opened.index)
     try:

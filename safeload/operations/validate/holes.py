@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..base.file import WeightFile
-from ..base.text import plural
-from ..checkpoint import Checkpoint
-from ..engine.stream import PIECE, file_pieces
-from ..formats import foreign as sniffing
-from ..formats.registry import NPZ
+from ...base.file import WeightFile
+from ...base.text import plural
+from ...checkpoint import Checkpoint
+from ...engine.stream import PIECE, file_pieces
+from ...formats import foreign as sniffing
+from ...formats.registry import NPZ
 from .findings import Finding, error, warning
 
 # A tail of zeros that is shorter than this is no download that stopped, unless it is a hole.
