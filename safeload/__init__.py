@@ -8,11 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .base.table import TensorInfo, TensorMeta, TensorSpec
+from .base.table import TensorInfo
 from .checkpoint import Checkpoint, load, open
-from .compat.safe_open import _safe_open_handle, safe_open
-from .configuration import show_config
-from .engine.cast import astype
 from .engine.load import LoadStats
 from .engine.quantized_tensor import QuantizedTensor
 from .errors import (
@@ -25,9 +22,12 @@ from .errors import (
     TensorNotFoundError,
     UnsupportedError,
 )
-from .formats.safetensors.file import deserialize, serialize, serialize_file
 
 if TYPE_CHECKING:
+    from .base.table import TensorMeta, TensorSpec
+    from .compat.safe_open import _safe_open_handle, safe_open
+    from .engine.cast import astype
+    from .formats.safetensors.file import deserialize, serialize, serialize_file
     from .operations.convert import convert
     from .operations.diff import DiffReport, TensorDiff, diff
     from .operations.quantize import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
@@ -36,17 +36,26 @@ if TYPE_CHECKING:
     from .operations.validate.findings import Finding, Limits, ValidationReport
     from .operations.validate.run import validate
 
-# Imported when they are first asked for: `import safeload` takes little longer than `import numpy`.
+# Where the rest is; each module is imported when one of its names is first asked for: `import safeload` takes little
+# longer than `import numpy`.
 _LATER = {
-    **dict.fromkeys(("Finding", "Limits", "ValidationReport"), "checks.findings"),
-    **dict.fromkeys(("convert",), "conversion"),
-    **dict.fromkeys(("DiffReport", "TensorDiff", "diff"), "differences"),
-    **dict.fromkeys(
-        ("QuantizationError", "QuantizedDict", "load_quantized", "quantization_error", "quantize"), "quantization"
-    ),
-    **dict.fromkeys(("Layout", "StackedDict", "StackedTensor", "stack"), "stacking"),
-    **dict.fromkeys(("TensorStats", "stats"), "statistics"),
-    **dict.fromkeys(("validate",), "validation"),
+    name: module
+    for module, names in {
+        "base.table": ("TensorMeta", "TensorSpec"),
+        "compat.safe_open": ("_safe_open_handle", "safe_open"),
+        "engine.cast": ("astype",),
+        "formats.safetensors.file": ("deserialize", "serialize", "serialize_file"),
+        "operations.convert": ("convert",),
+        "operations.diff": ("DiffReport", "TensorDiff", "diff"),
+        "operations.quantize": (
+            *("QuantizationError", "QuantizedDict", "load_quantized", "quantization_error", "quantize"),
+        ),
+        "operations.stack": ("Layout", "StackedDict", "StackedTensor", "stack"),
+        "operations.stats": ("TensorStats", "stats"),
+        "operations.validate.findings": ("Finding", "Limits", "ValidationReport"),
+        "operations.validate.run": ("validate",),
+    }.items()
+    for name in names
 }
 _MODULES = ("gguf", "layouts", "moon", "numpy")
 
@@ -95,6 +104,28 @@ __all__ = [
     "stats",
     "validate",
 ]
+
+
+def show_config() -> None:
+    """Prints versions, the instruction set in use, threads and the compiler."""
+    import platform
+
+    import numpy
+
+    from .base.native import TIER, available_tiers, ffi, lib, tier_name
+    from .engine.jobs import available_cpus
+
+    others = ", ".join(tier_name(tier) for tier in available_tiers() if tier != TIER)
+    rows = {
+        "safeload": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}, {platform.machine()}",
+        "numpy": numpy.__version__,
+        "instruction set": f"{tier_name(TIER)} (SAFELOAD_ISA takes also {others})" if others else tier_name(TIER),
+        "threads": f"{available_cpus()} at most (SAFELOAD_NUM_THREADS)",
+        "compiler": str(ffi.string(lib.sl_compiler()), "utf-8"),
+    }
+    for name, value in rows.items():
+        print(f"{name:16} {value}")
 
 
 def __getattr__(name: str) -> Any:

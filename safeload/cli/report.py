@@ -162,13 +162,13 @@ def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) ->
 
 def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Errors of the tensors that `load_quantized` quantizes; and why some cannot be."""
-    from ..engine import source as sources
     from ..errors import RangeError
+    from ..operations import catalog
     from ..operations import quantize as quantization
 
     rules = quantization.Rules(scheme, None)
     rules.schema = quantization.Model.of_source(opened).schema
-    codes = sources.codes_of(opened)
+    codes = catalog.codes_of(opened)
     errors: dict[str, Any] = {}
     refused: dict[str, str] = {}
     with bar(scheme) as progress:

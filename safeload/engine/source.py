@@ -1,9 +1,9 @@
-"""Tensors as sources of jobs, wherever they are: in an array, in a file, in a checkpoint of any format."""
+"""Tensors as sources of jobs: in an array, or in a file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +13,10 @@ from ..base.arrays import as_array
 from ..base.file import Array, WeightFile
 from ..base.native import lib
 from ..base.text import show
-from ..checkpoint import Checkpoint
 from ..errors import RangeError
-from ..packed import grouping
-from ..packed.grouping import Codes
 from . import jobs
 from .cast import astype
 from .jobs import Job, Progress
-from .quantized_tensor import QuantizedTensor
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -99,44 +95,6 @@ def of_numbers(name: str, array: Array, row: dtypes.Dtype, threads: int | None) 
     return Source(name, array.shape, row, address(little), None, little)
 
 
-def tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | QuantizedTensor]:
-    """Each tensor as a source, or as what it is if it is quantized already."""
-    if isinstance(given, Checkpoint):
-        return {name: of_file(given, name, file, index) for name, file, index in given._parts()}
-    return {name: v if isinstance(v, QuantizedTensor) else of_array(name, v) for name, v in given.items()}
-
-
-def codes_of(given: Checkpoint | Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Mapping[str, Codes]:
-    """The tensors that hold codes, whose values mean nothing without their scale.
-
-    Args:
-        given: a checkpoint, which knows its own configuration, or a dict of arrays.
-        config: parsed ``config.json`` of a dict; None without one.
-    """
-    if isinstance(given, Checkpoint):
-        return given._codes()
-    stored = {}
-    for name, value in given.items():
-        row = dtypes.BY_NAME.get(value.dtype.name) if isinstance(value, np.ndarray) else None
-        if row is not None:
-            stored[name] = grouping.Stored(row, value.shape)
-    return grouping.find(stored, config)
-
-
-def refuse_codes(given: Checkpoint | Mapping[str, Any], names: Iterable[str], what: str) -> None:
-    """Refuses what takes codes for numbers.
-
-    Args:
-        given: all tensors there are: the scale of one may be any of them.
-        names: those that are asked for.
-        what: the operation, as messages name it.
-
-    Raises:
-        UnsupportedError: one of them holds codes; the message names tensor, scale and quant_method.
-    """
-    grouping.refuse(codes_of(given), names, what, given._path if isinstance(given, Checkpoint) else "")
-
-
 def of_array(name: str, value: Any) -> Source:
     """An array of any dtype that weights have.
 
@@ -151,29 +109,6 @@ def of_array(name: str, value: Any) -> Source:
         return of_reals(name, array, None)
     kept = np.ascontiguousarray(jobs.native_order(array))
     return Source(name, array.shape, row, address(kept), None, kept)
-
-
-def of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | QuantizedTensor:
-    """A tensor of a checkpoint; what is quantized, or not in C order in its file, is read now."""
-    table = file.table
-    if table.row(index).blocked or table.scale(index) is not None:
-        value = opened.load([name], backend="pread")[name]
-        assert isinstance(value, QuantizedTensor)
-        return value
-    stored = in_place(opened, name, file, index)
-    if stored is None:  # in memory, in C order; rare
-        array: Array = np.ascontiguousarray(opened.load([name], backend="pread")[name])
-        return of_array(name, array)
-    return stored
-
-
-def in_place(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | None:
-    """A tensor's bytes where they are in its file; None where they are not in C order and little-endian."""
-    layout = file.layout(index)
-    if layout.strides is not None or layout.big_endian:
-        return None
-    table = file.table
-    return Source(name, table.shape(index), table.row(index), layout.begin, file, opened)
 
 
 def address(array: Array) -> int:

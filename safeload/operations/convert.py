@@ -26,6 +26,7 @@ from ..engine.quantized_tensor import INT8, QuantizedTensor, storage_of
 from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from ..packed import grouping
 from ..packed.grouping import Codes
+from . import catalog
 from . import quantize as quantization
 from . import stack as stacking
 from .quantize import Scheme, Summary
@@ -254,8 +255,8 @@ class _Merged:
         """The tensors that hold codes: their scales may come from another source."""
         origins = {id(part.origin): part.origin for part in self.parts.values()}
         if len(origins) == 1:
-            return sources.codes_of(next(iter(origins.values())))
-        found = {name: codes for origin in origins.values() for name, codes in sources.codes_of(origin).items()}
+            return catalog.codes_of(next(iter(origins.values())))
+        found = {name: codes for origin in origins.values() for name, codes in catalog.codes_of(origin).items()}
         plain = {
             name: grouping.Stored(known.row, known.shape)
             for name, known in self.known().items()
@@ -277,7 +278,7 @@ class _Merged:
         """A tensor as a source, or quantized as it is; ``called`` is what messages name it if not by its name."""
         part = self.parts[name]
         if part.place is not None and isinstance(part.origin, Checkpoint):
-            value = sources.of_file(part.origin, name, *part.place)
+            value = catalog.of_file(part.origin, name, *part.place)
         else:
             given = part.origin[name]
             value = given if isinstance(given, QuantizedTensor) else sources.of_array(name, given)

@@ -21,6 +21,7 @@ from ..engine.jobs import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
 from ..engine.stream import Meter, in_order, source_pieces, spans
+from . import catalog
 
 Given = PathLike | Checkpoint | Mapping[str, Any]
 
@@ -206,7 +207,7 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
         else:
             alike.append(name)
     for given in (a, b):
-        sources.refuse_codes(given, alike, "diff")
+        catalog.refuse_codes(given, alike, "diff")
     meter = Meter(progress, sum(8 * math.prod(kinds[name][0][1]) for name in alike))
     for name in alike:
         report.tensors[name] = _compare(a, b, name, kinds[name][0][1], threads, meter)
@@ -331,7 +332,7 @@ def _value(given: Checkpoint | Mapping[str, Any], name: str) -> Source | Quantiz
     """A tensor as a source, or what has to be in memory whole: quantized, packed, complex."""
     if isinstance(given, Checkpoint):
         file, index = given._locate(name)
-        found = sources.of_file(given, name, file, index)
+        found = catalog.of_file(given, name, file, index)
         if isinstance(found, Source) and (found.row.packed or found.row.complex):
             whole: Array = given.load([name], dtype=np.float32, backend="pread")[name]
             return whole

@@ -18,11 +18,11 @@ from ..base import log
 from ..base.file import Array, PathLike, WeightFile, native_path
 from ..base.text import show
 from ..checkpoint import Checkpoint
-from ..engine import source as sources
 from ..engine.jobs import Progress, native_order
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.stream import Meter, in_order, source_pieces
 from ..errors import FormatError
+from . import catalog
 from .validate.findings import Finding, error
 
 KEY, VERSION = "safeload_manifest", 1
@@ -52,7 +52,7 @@ def make(opened: Checkpoint, *, threads: int | None = None, progress: Progress =
 
 
 def _entry(opened: Checkpoint, name: str, file: WeightFile, index: int, meter: Meter) -> dict[str, Any]:
-    value = sources.of_file(opened, name, file, index)
+    value = catalog.of_file(opened, name, file, index)
     digest = hashlib.sha256()
     dtype = value.scheme if isinstance(value, QuantizedTensor) else value.row.code
     pieces = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)

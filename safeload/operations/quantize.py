@@ -25,6 +25,7 @@ from ..engine.source import Source, subject
 from ..errors import UnsupportedError
 from ..models import schema as schemas
 from ..models.schema import Schema
+from . import catalog
 
 # What `quantize` makes, with the number that the C core knows each rounding by.
 _BLOCK_TARGETS = {
@@ -429,9 +430,9 @@ def load_quantized(
 
     Quantized are floating tensors of 2 axes (of 3: each matrix), except embeddings, norms and biases. The schema of the
     architecture that ``config.json`` names says which those are (see `safeload.models.schema`); for other models
-    `KEPT_NAMES` does. Integer, bool and complex tensors come unchanged. A tensor that is quantized already is dequantized
-    and quantized again if another scheme is asked for; otherwise it stays as it is. For int8 each matrix is read twice,
-    once for its absmax.
+    `KEPT_NAMES` does. Integer, bool and complex tensors come unchanged. A tensor that is quantized already is
+    dequantized and quantized again if another scheme is asked for; otherwise it stays as it is. For int8 each matrix is
+    read twice, once for its absmax.
 
     A head that is absent because it is tied to the embedding (by the schema and the config; of an unknown architecture
     ``lm_head.weight`` to ``model.embed_tokens.weight``, in GGUF files ``output.weight`` to ``token_embd.weight``)
@@ -496,7 +497,7 @@ def _same(value: QuantizedTensor) -> QuantizedTensor:
 def _of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | _Stored:
     row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
     if not row.blocked and scale is None:
-        source = sources.of_file(opened, name, file, index)
+        source = catalog.of_file(opened, name, file, index)
         assert isinstance(source, Source)
         return source
     size = row.nbytes(math.prod(shape)) + (0 if scale is None else scale.end - scale.begin)
@@ -517,7 +518,7 @@ def _quantize_all(
     threads: int | None,
     progress: Progress,
 ) -> QuantizedDict:
-    sources.refuse_codes(given, given, "load_quantized")
+    catalog.refuse_codes(given, given, "load_quantized")
     tensors = _tensors(given)
     before = sum(value.size if isinstance(value, Source) else value.nbytes for value in tensors.values())
     model = Model.of_source(given)
@@ -627,7 +628,7 @@ def quantization_error(
     lost = next((origin for origin in originals.values() if origin not in source), None)
     if lost is not None:
         raise missing(lost, [known for known in source if isinstance(known, str)])
-    sources.refuse_codes(source, originals.values(), "quantization_error")
+    catalog.refuse_codes(source, originals.values(), "quantization_error")
     return {name: _error_of(name, source[originals[name]], value) for name, value in values.items()}
 
 

@@ -22,6 +22,7 @@ from ..engine.load import parse_target
 from ..engine.quantized_tensor import INT8, QuantizedTensor
 from ..engine.source import Source
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from . import catalog
 
 _LAYER = "{}"
 
@@ -259,7 +260,7 @@ def stack(
         check_mapping(out, "out")
     plans = plan(source, layout, dtype)
     named = {name for planned in plans for name in planned.names}
-    sources.refuse_codes(source, named, "stack")
+    catalog.refuse_codes(source, named, "stack")
     result = StackedDict()
     unknown = sorted(set(out or ()) - {p.entry.name for p in plans})
     if unknown:
@@ -450,7 +451,7 @@ def _values(source: Checkpoint | Mapping[str, Any]) -> Callable[[str], Source | 
         return of_dict
     opened = source
     places = {name: (file, index) for name, file, index in opened._parts()}
-    return lambda name: sources.of_file(opened, name, *places[name])
+    return lambda name: catalog.of_file(opened, name, *places[name])
 
 
 def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:

@@ -23,6 +23,7 @@ from ..engine.load import distinct, read_scale
 from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of
 from ..engine.source import Source
 from ..errors import UnsupportedError
+from . import catalog
 
 _RECORD = struct_dtype("sl_stats")
 
@@ -156,7 +157,7 @@ def _of_all(
     """All that can be taken as it is in one run; what must be copied first alone, so that only one copy is held."""
     opened = given if isinstance(given, Checkpoint) else None
     names = None if names is None else list(distinct(names))
-    sources.refuse_codes(given, given if names is None else names, "stats")
+    catalog.refuse_codes(given, given if names is None else names, "stats")
     parts: dict[str, _Part | None] = {}
     to_copy: list[str] = []
     found = _parts_in_memory(given, names) if opened is None else _parts_of_file(opened, names)
@@ -177,7 +178,7 @@ def _of_all(
 def _parts_of_file(opened: Checkpoint, names: Iterable[str] | None) -> Iterable[tuple[str, _Part | None, bool]]:
     """Name, what to look at, and whether that is all: False for what has to be loaded."""
     for name, file, index in opened._parts(names):
-        source = sources.in_place(opened, name, file, index)
+        source = catalog.in_place(opened, name, file, index)
         if source is None:
             yield name, None, False
         else:

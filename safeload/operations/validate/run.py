@@ -16,7 +16,6 @@ from ...base.arrays import as_array
 from ...base.file import Array, PathLike, native_path
 from ...checkpoint import Checkpoint
 from ...engine import jobs
-from ...engine import source as sources
 from ...engine.jobs import Progress
 from ...engine.quantized_tensor import QuantizedTensor
 from ...errors import (
@@ -31,6 +30,7 @@ from ...errors import (
 )
 from ...models import schema as schemas
 from ...models.schema import Choice, Schema
+from .. import catalog
 from .. import stats as statistics
 from . import files, holes, names, values
 from .findings import Limits, ValidationReport, error
@@ -245,7 +245,7 @@ def _check_tensors(
     if inner is not None:
         choice, config = inner.choice, inner.config
     schema = None if choice is None else choice.schema
-    codes = sources.codes_of(given, whole)
+    codes = catalog.codes_of(given, whole)
     quantized = names.quantized_parts(whole, schema, known, codes)
     if quantized is not None:
         report.add([names.note_quantized(quantized, values=wanted.values)])

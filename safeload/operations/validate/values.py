@@ -15,6 +15,7 @@ from ...engine import source as sources
 from ...engine.quantized_tensor import INT8, QuantizedTensor
 from ...engine.source import Source
 from ...engine.stream import source_pieces
+from .. import catalog
 from ..stats import TensorStats
 from .findings import Finding, Limits, error, warning
 from .names import Known
@@ -146,7 +147,7 @@ def check_tied(given: Checkpoint | Mapping[str, Any], pairs: Mapping[str, str]) 
 def _source(given: Checkpoint | Mapping[str, Any], name: str) -> Source | None:
     """A tensor as a source, None where it is quantized or packed."""
     if isinstance(given, Checkpoint):
-        found = sources.of_file(given, name, *given._locate(name))
+        found = catalog.of_file(given, name, *given._locate(name))
     else:
         value = given[name]
         if isinstance(value, QuantizedTensor):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -29,97 +30,23 @@ INTRINSICS = {
     "kernels/isa.h": {"arm_neon.h", "immintrin.h"},
 }
 
-_CLI = [f"cli.{name}" for name in ("common", "info", "check", "stats", "convert", "diff", "bench")]
-_CLI += [f"cli.{name}" for name in ("report_plots", "report_page", "report")]
-
-# Modules of one floor in the order in which they may import each other.
-PYTHON_FLOORS = {
-    0: [
-        "_version",
-        "errors",
-        "operations.validate",
-        "operations",
-        "compat",
-        "models",
-        "engine",
-        "base",
-        "base.text",
-        "engine.progress",
-        "models.expressions",
-        "base.log",
-    ],
-    1: ["base.native"],
-    2: [
-        "base.dtypes",
-        "base.table",
-        "base.file",
-        "base.json_file",
-        "engine.jobs",
-        "engine.slice",
-        "engine.atomic_file",
-        "base.arrays",
-        "engine.cast",
-        "engine.quantized_tensor",
-        "engine.strided",
-        "engine.lazy",
-        "configuration",
-    ],
-    3: [
-        *(
-            "formats",
-            "formats.foreign",
-            "formats.safetensors",
-            "formats.gguf",
-            "formats.torch",
-            "formats.unpickle",
-            "formats.safetensors.file",
-            "formats.safetensors.quantized",
-        ),
-        *("formats.unpickle.machine", "formats.unpickle.keys", "formats.unpickle.opcodes", "formats.unpickle.run"),
-        "formats.unpickle.numpy_globals",
-        *("formats.torch.globals", "formats.torch.flatten", "formats.unpickle.numpy_arrays", "formats.torch.tensors"),
-        *(
-            "formats.zip",
-            "formats.torch.storages",
-            "formats.torch.package",
-            "formats.torch.zip_file",
-            "formats.torch.legacy_file",
-            "formats.unpickle.file",
-            "formats.moon",
-            "formats.npy",
-            "formats.npz",
-            "formats.gguf.values",
-            "formats.gguf.read",
-            "formats.gguf.write",
-            "formats.gguf.split",
-            "formats.registry",
-            "formats.folder",
-        ),
-    ],
-    4: ["engine.load", "packed", "packed.grouping", "checkpoint", "compat.safe_open"],
-    5: [
-        *(
-            "engine.source",
-            "engine.stream",
-            "models.schema",
-            "operations.quantize",
-            "operations.stack",
-            "operations.stats",
-            "operations.convert",
-        ),
-        *(
-            "checks",
-            "operations.validate.findings",
-            "operations.validate.names",
-            "operations.validate.files",
-            "operations.validate.holes",
-            "operations.validate.values",
-        ),
-        *("operations.validate.run", "operations.manifest", "operations.diff"),
-    ],
-    6: ["numpy", "moon", "gguf", "layouts", "__init__", *_CLI, "cli", "__main__"],
-}
-PYTHON_RANK = {name: (floor, k) for floor, names in PYTHON_FLOORS.items() for k, name in enumerate(names)}
+# Packages and modules of safeload from the ground up: each imports only what stands on a lower line, lazy imports and
+# those for types included; inside a package there is no circle. That is the whole rule.
+PYTHON_LAYERS = (
+    ("_version", "errors"),
+    ("base",),
+    ("engine",),
+    ("packed", "models"),
+    ("formats",),
+    ("checkpoint",),
+    ("compat",),
+    ("operations",),
+    ("numpy", "gguf", "moon", "layouts"),
+    ("__init__",),
+    ("cli",),
+    ("__main__",),
+)
+PYTHON_RANK = {name: rank for rank, names in enumerate(PYTHON_LAYERS) for name in names}
 
 C_FILES = sorted([*CSRC.rglob("*.c"), *CSRC.rglob("*.h")])
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
@@ -271,6 +198,9 @@ def module_name(path):
     return ".".join(parts[:-1]) if len(parts) > 1 and parts[-1] == "__init__" else ".".join(parts)
 
 
+PYTHON_NAMES = frozenset(map(module_name, PYTHON_FILES))
+
+
 def imported(path):
     """Modules of ours that a file imports, in whatever way it says so."""
     package = ("safeload", *path.relative_to(PACKAGE).parts[:-1])
@@ -286,14 +216,19 @@ def imported(path):
         for name in names:
             assert name != "safeload" or isinstance(node, ast.ImportFrom), "the package imports itself from above"
             target = name.removeprefix("safeload.")
-            if target != name and (target in PYTHON_RANK or target.startswith("_core")):
+            if target != name and (target in PYTHON_NAMES or target.startswith("_core")):
                 yield target
             elif name == "safeload" and node.level == 0:
                 yield "__init__"
 
 
-def test_every_python_module_stands_on_a_floor():
-    assert {module_name(path) for path in PYTHON_FILES} == set(PYTHON_RANK)
+def layer_of(name):
+    """The line of the list that a module stands on, by its package."""
+    return PYTHON_RANK[name.partition(".")[0]]
+
+
+def test_every_python_module_stands_on_a_layer():
+    assert {name.partition(".")[0] for name in PYTHON_NAMES} == set(PYTHON_RANK)
 
 
 def test_the_binding_is_named_in_one_module_only():
@@ -307,12 +242,26 @@ def test_the_binding_is_named_in_one_module_only():
 def test_python_imports_go_down(path):
     name = module_name(path)
     for target in imported(path):
-        if target == name:  # a package that imports its own modules
-            continue
         if target.startswith("_core"):
             assert name == "base.native"
-        else:
-            assert PYTHON_RANK[target] < PYTHON_RANK[name], f"{name} imports {target}"
+        elif target.partition(".")[0] != name.partition(".")[0]:
+            assert layer_of(target) < layer_of(name), f"{name} imports {target}"
+
+
+def test_no_circle_inside_a_package():
+    graph = {module_name(path): {t for t in imported(path) if not t.startswith("_core")} for path in PYTHON_FILES}
+    packages = {module_name(path) for path in PYTHON_FILES if path.name == "__init__.py"}
+    # An import of a module names its package too, whose __init__ has nothing in it.
+    TopologicalSorter({name: targets - packages - {name} for name, targets in graph.items()}).prepare()
+    for path in PYTHON_FILES:
+        if path.name == "__init__.py" and path.parent not in (PACKAGE, PACKAGE / "cli"):
+            body = ast.parse(path.read_text()).body
+            assert len(body) == 1, f"{path}: a docstring and nothing else"
+
+
+def test_a_listing_of_the_package_fits_ten_lines():
+    names = {path.name for path in PACKAGE.iterdir() if path.name[0] not in "_." and path.suffix != ".so"}
+    assert len(names) <= 20, names
 
 
 def test_every_bench_has_a_section_in_the_report():

@@ -1,1 +1,0 @@
-"""What `safeload.validate` looks at: files, names and shapes, values."""
