@@ -7,12 +7,12 @@ import gguf as peer
 import ml_dtypes
 import numpy as np
 import pytest
-from safeload.formats.gguf.read.values import F32, F64, I8, I64, NUMBERS, U8, U16, U32
 
 import safeload
 from safeload import QuantizedTensor, SafeloadError, UnsupportedError, gguf
 from safeload.base import dtypes
 from safeload.engine.lazy import Lazy, LazyQuantized
+from safeload.formats.gguf.values import F32, F64, I8, I64, NUMBERS, U8, U16, U32
 
 rng = np.random.default_rng(15)
 VOCABULARIES = sorted((Path(__file__).resolve().parents[2] / "shared" / "data" / "gguf").glob("*.gguf"))
