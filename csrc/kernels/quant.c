@@ -32,7 +32,8 @@ int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_
     return SL_OK;
 }
 
-int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors, int32_t each) {
+int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors,
+                   int32_t each) {
     if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
     sl_quant quant = sl_tier_quant(tier);
     if (each)

@@ -21,8 +21,8 @@ static uint32_t absmax_half(const void *source, size_t count) {
 
 static uint32_t sl_absmax_bf16_scalar(const void *source, size_t count) { return absmax_half(source, count) << 16; }
 
-/* One NaN for all: once quieted they are no longer in the order of their codes, and the largest of parts would not be that
- * of the whole. */
+/* One NaN for all: once quieted they are no longer in the order of their codes, and the largest of parts would not be
+ * that of the whole. */
 static uint32_t sl_absmax_f16_scalar(const void *source, size_t count) {
     uint32_t absmax = absmax_half(source, count);
     return absmax > 0x7c00 ? 0x7fc00000 : f16_to_f32((uint16_t)absmax);
@@ -84,9 +84,9 @@ static void store_f16(uint8_t *destination, float value) {
 /* The scale of a block that holds NaN or infinity: a NaN. */
 #define NOT_FINITE 0x7e00
 
-/* d = absmax / 7 and 1 / d in f32. Where 1 / d is not finite (absmax 0, or below about 2^-125) the block is zeros: d 0, every
- * nibble 8. d is rounded to f16 for the block only: from 2^-25 down that is 0, and the codes, which come from the f32,
- * are not zero but restore to 0. */
+/* d = absmax / 7 and 1 / d in f32. Where 1 / d is not finite (absmax 0, or below about 2^-125) the block is zeros: d 0,
+ * every nibble 8. d is rounded to f16 for the block only: from 2^-25 down that is 0, and the codes, which come from the
+ * f32, are not zero but restore to 0. */
 static void q4_0_absmax_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -120,9 +120,9 @@ static float signed_max(const uint8_t *x, uint32_t absmax) {
     return float_of(load32(x, i));
 }
 
-/* What ggml's reference (quantize_row_q4_0_ref in ggml-quants.c) gives when it is compiled for x86, down to the scales that
- * have no inverse: there x * infinity is infinity or NaN, which cvttps2dq makes 0x80000000, and its low byte is the code.
- * Zeros of either sign have the scale -0. */
+/* What ggml's reference (quantize_row_q4_0_ref in ggml-quants.c) gives when it is compiled for x86, down to the scales
+ * that have no inverse: there x * infinity is infinity or NaN, which cvttps2dq makes 0x80000000, and its low byte is
+ * the code. Zeros of either sign have the scale -0. */
 static void q4_0_ggml_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -181,7 +181,8 @@ static void sl_q4_0_to_f32_scalar(const void *source, void *destination, size_t 
 static void sl_q8_0_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q8_0 *block = source;
     for (size_t i = 0; i < count; i += SL_QK, block++)
-        sl_int8_to_f32_scalar(block->codes, (uint8_t *)destination + 4 * i, SL_QK, float_of(f16_to_f32(load16(block->d, 0))));
+        sl_int8_to_f32_scalar(block->codes, (uint8_t *)destination + 4 * i, SL_QK,
+                              float_of(f16_to_f32(load16(block->d, 0))));
 }
 
 const sl_kernel sl_quant_kernels_scalar[] = {
