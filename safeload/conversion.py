@@ -59,8 +59,8 @@ def convert(
         dst: what to write, by its suffix: ".safetensors", ".gguf", ".npz", ".moon" or ".bin" (both MOON). With
             ``max_shard_size`` a folder of safetensors shards with an index (and the source's ``config.json``).
         dtype: what floating tensors become, and quantized ones are restored to.
-        quantize: "int8", "q4_0", "q8_0" or a dict for mixed precision, as in `load_quantized`: matrices are quantized,
-            the same kept. Q4_0 is rounded by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
+        quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, as in `load_quantized`: matrices are
+            quantized, the same kept. Q4_0 is rounded by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
         layout: stacks layers, see `stack`; the result has its tensors in its order, and no others.
         names: exact names of the tensors to take; None for all.
         max_shard_size: bytes, or text such as "500MB" or "5GB"; a larger tensor has a shard of its own. The index is

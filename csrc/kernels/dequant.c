@@ -1,10 +1,10 @@
-/* The block types of ggml that are only read: to f32, in scalar C for every tier. Each block is described where it is
+/* The block types of ggml that have scalar C only, for every tier: to f32. Each block is described where it is
  * restored; the source of all is https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Products and sums are
  * rounded one by one in ggml's order, which is gguf-py's too.
  *
  * All the speed that there is here comes from loops that compilers make vectors of: their lengths are constants, their
  * bodies do one thing to bytes or floats side by side, and shifts are constants once all is inlined. */
-#include "kernels/convert.h"
+#include "kernels/quant.h"
 #include "kernels/scalar.h"
 
 /* Elements of the small blocks, QK4_1 and the like, and of the super-blocks, QK_K. */
@@ -49,13 +49,7 @@ SL_INLINE void add_bit(int8_t codes[16], const uint8_t bytes[16], uint8_t mask, 
 
 static float half_at(const uint8_t *source) { return float_of(f16_to_f32(load16(source, 0))); }
 
-/* ---- blocks of 32: one or two f16, then the codes of elements j (low nibbles) and j + 16 (high ones) ---- */
-
-/* x = code * d + m. */
-typedef struct sl_q4_1 {
-    uint8_t d[2], m[2], codes[16];
-} sl_q4_1;
-_Static_assert(sizeof(sl_q4_1) == 20, "blocks lie in files without padding");
+/* ---- blocks of 32 (quant.h) ---- */
 
 static void sl_q4_1_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q4_1 *block = source;
@@ -71,12 +65,6 @@ static void sl_q4_1_to_f32_scalar(const void *source, void *destination, size_t 
         put(out, values, SMALL);
     }
 }
-
-/* The fifth bit of element j is bit j of `high`. x = (code - 16) * d. */
-typedef struct sl_q5_0 {
-    uint8_t d[2], high[4], codes[16];
-} sl_q5_0;
-_Static_assert(sizeof(sl_q5_0) == 22, "blocks lie in files without padding");
 
 /* Adds the fifth bits of 16 codes, and takes `less` from all. */
 SL_INLINE void add_fifth(int8_t codes[16], const uint8_t high[2], int8_t less) {
@@ -101,12 +89,6 @@ static void sl_q5_0_to_f32_scalar(const void *source, void *destination, size_t 
         put_scaled(out + 64, codes, d);
     }
 }
-
-/* x = code * d + m. */
-typedef struct sl_q5_1 {
-    uint8_t d[2], m[2], high[4], codes[16];
-} sl_q5_1;
-_Static_assert(sizeof(sl_q5_1) == 24, "blocks lie in files without padding");
 
 static void sl_q5_1_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q5_1 *block = source;
