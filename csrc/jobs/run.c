@@ -11,7 +11,7 @@ static const sl_op *const OPS[SL_OP_COUNT] = {
     [SL_OP_STATS] = &sl_op_stats,         [SL_OP_HISTOGRAM] = &sl_op_histogram,
 };
 
-/* Where threads' scratch begins: a cache line. */
+/* Each thread's scratch is a multiple of this, so that the next one is aligned for any type too. */
 #define ALIGNMENT ((uint64_t)64)
 
 const char *sl_op_name(int32_t op) { return op >= 0 && op < SL_OP_COUNT ? OPS[op]->name : NULL; }
