@@ -9,13 +9,13 @@
 
 /* Status of a call; each maps to one Python exception in safeload/base/native.py. */
 #define SL_OK 0
-#define SL_E_FORMAT 1    /* the bytes break their format: FormatError */
-#define SL_E_LIMIT 2     /* a named limit of ours: LimitError */
-#define SL_E_TRUNCATED 3 /* the file ended before the bytes that were asked for: FormatError */
-#define SL_E_OS 4        /* the system refused, os_errno says how: OSError */
-#define SL_E_MEMORY 5    /* MemoryError */
-#define SL_E_ARGUMENT 6  /* a caller's mistake, not the file's: SafeloadError */
-#define SL_E_RANGE 7     /* a value that the target cannot hold, position is its element's index: RangeError */
+#define SL_E_FORMAT 1      /* the bytes break their format: FormatError */
+#define SL_E_LIMIT 2       /* a named limit of ours: LimitError */
+#define SL_E_TRUNCATED 3   /* the file ended before the bytes that were asked for: FormatError */
+#define SL_E_OS 4          /* the system refused, os_errno says how: OSError */
+#define SL_E_MEMORY 5      /* MemoryError */
+#define SL_E_ARGUMENT 6    /* a caller's mistake, not the file's: SafeloadError */
+#define SL_E_RANGE 7       /* a value that the target cannot hold, position is its element's index: RangeError */
 #define SL_E_UNSUPPORTED 8 /* well-formed, but nothing of ours: UnsupportedError */
 
 /* Long enough for a clipped tensor name, a shape of SL_MAX_RANK small dims and the numbers around them. */
@@ -23,8 +23,8 @@
 
 typedef struct sl_error {
     int32_t status;
-    int32_t os_errno; /* errno of SL_E_OS, else 0 */
-    int64_t position; /* byte in the file (or buffer) where the fault lies, or -1 */
+    int32_t os_errno;              /* errno of SL_E_OS, else 0 */
+    int64_t position;              /* byte in the file (or buffer) where the fault lies, or -1 */
     char message[SL_MESSAGE_SIZE]; /* UTF-8, NUL-terminated */
 } sl_error;
 
@@ -56,8 +56,8 @@ typedef struct sl_error {
 #define SL_U64 21
 #define SL_DTYPE_COUNT 22 /* of element types, numbered without a gap */
 
-/* Block types of GGUF: SL_GGML + the number that enum ggml_type gives them, with gaps. Rows are cut into blocks of so many
- * elements that share their scales: https://github.com/ggml-org/ggml/blob/master/include/ggml.h */
+/* Block types of GGUF: SL_GGML + the number that enum ggml_type gives them, with gaps. Rows are cut into blocks of so
+ * many elements that share their scales: https://github.com/ggml-org/ggml/blob/master/include/ggml.h */
 #define SL_GGML 64
 #define SL_Q4_0 66
 #define SL_Q4_1 67
@@ -104,9 +104,10 @@ typedef struct sl_dtype_info {
     int32_t bits;     /* of one element; 0 for block types */
     int32_t block;    /* the fewest elements that are whole bytes */
     int32_t block_bytes;
-    int32_t swap; /* bytes of the numbers that another byte order reverses: 4 for C64, whose halves are numbers; 1: none */
-    int32_t ggml; /* the number that enum ggml_type gives it, -1: none */
-    int32_t scale_at, scale_count; /* f16 scales of a block: byte where they begin, how many; no scales of that kind: 0, 0 */
+    int32_t swap;        /* bytes that another byte order reverses: 4 for C64, whose halves are numbers; 1: none */
+    int32_t ggml;        /* the number that enum ggml_type gives it, -1: none */
+    int32_t scale_at;    /* byte of a block where its f16 scales begin */
+    int32_t scale_count; /* how many there are; 0 where scales are of another kind */
 } sl_dtype_info;
 
 const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL when there is none of this number */
@@ -122,8 +123,8 @@ const char *sl_compiler(void); /* that built this, with its version */
 #define SL_TIER_NEON 3
 #define SL_TIER_COUNT 4
 
-const char *sl_tier_name(int32_t tier);   /* "avx2"; NULL when out of range */
-int32_t sl_tier_available(int32_t tier);  /* whether this processor and this build have it */
+const char *sl_tier_name(int32_t tier);           /* "avx2"; NULL when out of range */
+int32_t sl_tier_available(int32_t tier);          /* whether this processor and this build have it */
 int32_t sl_convertible(int32_t from, int32_t to); /* whether sl_convert and sl_jobs_run can */
 
 /* Converts `count` elements, whole blocks of both dtypes, in memory, little-endian on both sides, the source at any
@@ -136,39 +137,41 @@ int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, v
  * write such a scale exactly where the source held NaN or infinity, or f16 cannot hold the block's scale. */
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count);
 
-/* int8 in memory. f32 and 16-bit elements lie at any alignment, little-endian; SL_E_ARGUMENT when there is no such tier or
- * `from`. *bits: of the f32 that is the largest |x| of SL_F32, SL_BF16 or SL_F16; infinity or NaN when some x is. */
+/* int8 in memory. f32 and 16-bit elements lie at any alignment, little-endian; SL_E_ARGUMENT when there is no such tier
+ * or `from`. *bits: of the f32 that is the largest |x| of SL_F32, SL_BF16 or SL_F16; infinity or NaN when some x is. */
 int32_t sl_absmax(int32_t tier, int32_t from, const void *source, uint64_t count, uint32_t *bits);
-int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_t count); /* raises bits[i] to |source[i]| */
+/* Raises bits[i] to |source[i]|. */
+int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_t count);
 
 /* x * factor: rounded half away from zero, within [-128, 127], NaN to 127; and back. `each`: factors[i] for element i,
  * otherwise factors[0] for all. */
-int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors, int32_t each);
+int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors,
+                   int32_t each);
 int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint64_t count, const float *factors,
                      int32_t each);
 
 /* ---- statistics (kernels/stats.c, jobs/op_stats.c) ---- */
 
-/* What is known of some elements of a tensor, the same bits for any instruction set and number of threads. The mean of the
- * finite ones is (mean + rest) * 2^exponent, their variance squares / finite * 4^exponent. */
+/* What is known of some elements of a tensor, the same bits for any instruction set and number of threads. The mean of
+ * the finite ones is (mean + rest) * 2^exponent, their variance squares / finite * 4^exponent. */
 typedef struct sl_stats {
-    uint64_t finite;         /* elements that are */
-    uint64_t nan, infinite;  /* and that are not */
-    uint64_t zeros;          /* of either sign */
+    uint64_t finite;                    /* elements that are */
+    uint64_t nan, infinite;             /* and that are not */
+    uint64_t zeros;                     /* of either sign */
     uint64_t first_nan, first_infinite; /* element of the tensor; 2^64-1: there is none */
-    double min, max;         /* of finite elements, exact, never -0; min > max where there is none */
+    double min, max;                    /* of finite elements, exact, never -0; min > max where there is none */
     double mean, rest;
-    double squares;          /* of the differences from the mean, summed */
-    int64_t exponent;        /* 0 but for f64 of extreme magnitude */
+    double squares;   /* of the differences from the mean, summed */
+    int64_t exponent; /* 0 but for f64 of extreme magnitude */
 } sl_stats;
 
-/* SL_OP_STATS writes one sl_stats for every so many elements, begun or whole. 2^18 elements are 2 MiB of f64: in a chunk
- * there is at least one of every dtype. */
+/* SL_OP_STATS writes one sl_stats for every so many elements, begun or whole. 2^18 elements are 2 MiB of f64: in a
+ * chunk there is at least one of every dtype. */
 #define SL_STATS_SEGMENT 262144
 
-/* Bin i counts finite elements with 2^(SL_HISTOGRAM_LOWEST + i) <= |x| < 2^(SL_HISTOGRAM_LOWEST + i + 1), the first one also those
- * that are smaller and not zero, the last one those that are larger. From 2^-48 to 2^16: all of f16, and what there is in
- * weights of other dtypes. */
+/* Bin i counts finite elements with 2^(SL_HISTOGRAM_LOWEST + i) <= |x| < 2^(SL_HISTOGRAM_LOWEST + i + 1), the first one
+ * also those that are smaller and not zero, the last one those that are larger. From 2^-48 to 2^16: all of f16, and
+ * what there is in weights of other dtypes. */
 #define SL_HISTOGRAM_BINS 64
 #define SL_HISTOGRAM_LOWEST -48
 
@@ -193,11 +196,11 @@ typedef struct sl_columns {
     const uint64_t *dim_ends;  /* shape i is dims[dim_ends[i - 1] .. dim_ends[i]) */
     const uint64_t *begins;    /* byte range in the file: [begins[i], ends[i]) */
     const uint64_t *ends;
-    const uint32_t *by_name; /* indices in ascending byte order of their names; NULL: 0, 1, 2, ... */
-    int32_t newline_in_names; /* some name holds '\n': cut by name_ends, not by splitting */
-    int32_t has_metadata;     /* 0: the file has none (or null) */
-    uint64_t metadata_count;  /* pairs */
-    const char *metadata_text; /* UTF-8: key, value, key, value, ... in file order */
+    const uint32_t *by_name;       /* indices in ascending byte order of their names; NULL: 0, 1, 2, ... */
+    int32_t newline_in_names;      /* some name holds '\n': cut by name_ends, not by splitting */
+    int32_t has_metadata;          /* 0: the file has none (or null) */
+    uint64_t metadata_count;       /* pairs */
+    const char *metadata_text;     /* UTF-8: key, value, key, value, ... in file order */
     const uint64_t *metadata_ends; /* 2 * metadata_count exclusive ends */
     uint64_t metadata_size;
 } sl_columns;
@@ -232,8 +235,7 @@ int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
 /* ---- safetensors (formats/safetensors.c) ---- */
 
 /* Opens, reads and validates the header; data is not touched. On failure nothing stays open. */
-int32_t sl_safetensors_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_table **table,
-                            sl_error *error);
+int32_t sl_safetensors_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_table **table, sl_error *error);
 /* The same over bytes in memory. */
 int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error);
 
@@ -285,29 +287,40 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 
 /* ---- jobs: what is done to byte ranges of files and memory (jobs/run.c) ---- */
 
-/* Operations. Chunks of a job are done in any order by all threads, but for SL_OP_APPEND. A job that has a grid or channels
- * which its operation does not take, or lacks those that it needs, is SL_E_ARGUMENT; so are dtypes that it cannot work on.
- * "Real dtype": one that converts to f32. */
-#define SL_OP_COPY 0 /* the bytes as they are; `from` and `to` are the same */
-#define SL_OP_CONVERT 1 /* `from` to `to`; an element that blocks cannot hold is SL_E_RANGE */
-#define SL_OP_GRID 2 /* two axes of any strides (sl_grid), copied or converted */
-#define SL_OP_WRITE 3 /* memory to the file at `offset` */
-#define SL_OP_APPEND 4 /* memory to the file's current position, in order, one thread: pipes and devices */
-#define SL_OP_INT8 5 /* any real dtype to int8, scaled by channels: x * factor, rounded half away from zero, within [-128, 127] */
-#define SL_OP_FROM_INT8 6 /* int8 to `to`, scaled by channels: x * factor */
-#define SL_OP_ABSMAX 7 /* any real dtype: memory holds a u32 for each channel, zero or what other jobs left there, and is raised
-                        * to the bits of the largest |x| (infinity and NaN are larger than any number); no factors */
-#define SL_OP_FINITE 8 /* any real dtype: nothing is written, and an element that is not finite is SL_E_RANGE */
-#define SL_OP_STATS 9 /* any real dtype, or int8 scaled by channels: an sl_stats for each segment, in order, to memory */
-#define SL_OP_HISTOGRAM 10 /* the same, behind SL_HISTOGRAM_BINS u64 that are added to */
+/* Operations. Chunks of a job are done in any order by all threads, but for SL_OP_APPEND. A job that has a grid or
+ * channels which its operation does not take, or lacks those that it needs, is SL_E_ARGUMENT; so are dtypes that it
+ * cannot work on. A dtype is real when it converts to f32.
+ *   COPY       the bytes as they are; `from` and `to` are the same
+ *   CONVERT    `from` to `to`; an element that blocks cannot hold is SL_E_RANGE
+ *   GRID       two axes of any strides (sl_grid), copied or converted
+ *   WRITE      memory to the file at `offset`
+ *   APPEND     memory to the file's current position, in order, by one thread: pipes and devices
+ *   INT8       any real dtype, times the factors of its channels, rounded half away from zero, within [-128, 127]
+ *   FROM_INT8  int8, times the factors of its channels, to `to`
+ *   ABSMAX     any real dtype: memory holds a u32 for each channel, zero or what other jobs left there, and is raised
+ * to the bits of the largest |x| (infinity and NaN are larger than any number); factors are not looked at FINITE any
+ * real dtype: nothing is written, and an element that is not finite is SL_E_RANGE STATS      any real dtype, or int8
+ * times the factors of its channels: an sl_stats for each segment, in order HISTOGRAM  the same, behind
+ * SL_HISTOGRAM_BINS u64 that are added to */
+#define SL_OP_COPY 0
+#define SL_OP_CONVERT 1
+#define SL_OP_GRID 2
+#define SL_OP_WRITE 3
+#define SL_OP_APPEND 4
+#define SL_OP_INT8 5
+#define SL_OP_FROM_INT8 6
+#define SL_OP_ABSMAX 7
+#define SL_OP_FINITE 8
+#define SL_OP_STATS 9
+#define SL_OP_HISTOGRAM 10
 #define SL_OP_COUNT 11
 
 const char *sl_op_name(int32_t op); /* "copy"; NULL when out of range */
 
 #define SL_MEMORY -1 /* as sl_job.file: the source is memory, and offset its address */
 
-/* Two axes whose elements (of whole bytes) are not one run on both sides. Strides are bytes from one row or column to the
- * next, in memory any, also negative. In a file columns are side by side and rows do not overlap. */
+/* Two axes whose elements (of whole bytes) are not one run on both sides. Strides are bytes from one row or column to
+ * the next, in memory any, also negative. In a file columns are side by side and rows do not overlap. */
 typedef struct sl_grid {
     uint64_t rows, columns;
     int64_t source_row, source_column;
@@ -316,18 +329,18 @@ typedef struct sl_grid {
 
 /* What int8 values are scaled by, channel by channel. */
 typedef struct sl_channels {
-    uint64_t count; /* at least 1 */
-    uint64_t inner; /* element i belongs to channel i / inner % count; at least 1, whole blocks where count > 1 */
+    uint64_t count;       /* at least 1 */
+    uint64_t inner;       /* element i belongs to channel i / inner % count; at least 1, whole blocks where count > 1 */
     const float *factors; /* one for each channel */
 } sl_channels;
 
 typedef struct sl_job {
-    int32_t op; /* SL_OP_COPY .. */
+    int32_t op;       /* SL_OP_COPY .. */
     int32_t from, to; /* dtypes of source and destination; operations without a destination's dtype ignore `to` */
     int64_t file;
     uint64_t offset;
-    void *memory; /* the destination; the source of a write */
-    uint64_t size;    /* bytes of all elements at the source, whole blocks */
+    void *memory;                /* the destination; the source of a write */
+    uint64_t size;               /* bytes of all elements at the source, whole blocks */
     const sl_grid *grid;         /* NULL: one run on both sides */
     const sl_channels *channels; /* NULL: values as they are */
 } sl_job;
@@ -342,5 +355,5 @@ typedef struct sl_cursor {
 
 /* Works for at most slice_ms (0: no limit), joins its threads and returns; call again until cursor->finished.
  * threads >= 1. On failure error->position is the file offset that could not be read or written. */
-int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t threads, int32_t slice_ms, sl_cursor *cursor,
-                    sl_error *error);
+int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t threads, int32_t slice_ms,
+                    sl_cursor *cursor, sl_error *error);

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 from .base.table import TensorInfo
 from .checkpoint import Checkpoint, load, open
+from .compat.safe_open import _safe_open_handle, safe_open
 from .engine.load import LoadStats
 from .engine.quantized_tensor import QuantizedTensor
 from .errors import (
@@ -25,7 +26,6 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .base.table import TensorMeta, TensorSpec
-    from .compat.safe_open import _safe_open_handle, safe_open
     from .engine.cast import astype
     from .formats.safetensors.file import deserialize, serialize, serialize_file
     from .operations.convert import convert
@@ -42,7 +42,6 @@ _LATER = {
     name: module
     for module, names in {
         "base.table": ("TensorMeta", "TensorSpec"),
-        "compat.safe_open": ("_safe_open_handle", "safe_open"),
         "engine.cast": ("astype",),
         "formats.safetensors.file": ("deserialize", "serialize", "serialize_file"),
         "operations.convert": ("convert",),

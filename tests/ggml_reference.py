@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
+BLOCK_BYTES = {"q4_0": 18, "q8_0": 34, "q4_1": 20, "q5_0": 22, "q5_1": 24}
 
 
 def load():

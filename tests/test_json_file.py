@@ -88,7 +88,8 @@ import sys, safeload
 try:
     import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 except ImportError: pass
-from safeload import manifest, schema
+from safeload.models import schema
+from safeload.operations import manifest
 calls = {
     "open": lambda path, name: safeload.open(path),
     "index": lambda path, name: safeload.open(f"{path}/{name}"),

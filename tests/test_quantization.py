@@ -17,7 +17,7 @@ from safeload import QuantizedTensor, RangeError, load_quantized, quantization_e
 from safeload.numpy import load_file, save_file
 
 rng = np.random.default_rng(4)
-SCHEMES = ["int8", "q4_0", "q8_0"]
+SCHEMES = ["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"]
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int16]
 
 
@@ -171,7 +171,8 @@ def test_a_scale_beyond_float16_is_refused_with_the_index(scheme, value):
 @pytest.mark.parametrize(
     ("call", "kind", "fragment"),
     [
-        (lambda x: quantize(x, "q5_0"), ValueError, "none of int8, q4_0, q8_0"),
+        (lambda x: quantize(x, "q5_k"), ValueError, "none of int8, q4_0, q8_0"),
+        (lambda x: quantize(x, "q5_0", rounding="absmax"), ValueError, "'absmax' is not one of q5_0, which has ggml"),
         (lambda x: quantize(x, "q4_0", rounding="up"), ValueError, "none of absmax, ggml"),
         (lambda x: quantize(x, "int8", rounding="ggml"), ValueError, "rounding is for q4_0"),
         (lambda x: quantize(x, "q4_0", axis=0), ValueError, "axis is for int8"),
@@ -538,7 +539,7 @@ _I = {"scheme": "int8", "shape": [2, 3], "axis": None}
     ],
 )
 def test_descriptions_that_do_not_fit_their_file(tmp_path, description, fragment):
-    from safeload.formats.safetensors.file import file as safetensors
+    from safeload.formats.safetensors import file as safetensors
 
     tensors = {
         "blocks": np.zeros((2, 18), np.uint8),

@@ -21,10 +21,13 @@ ALL_TIERS = pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
 TIERS = pytest.mark.parametrize("tier", [tier for tier in available_tiers() if tier != SCALAR], ids=tier_name)
 
 DTYPES = {"q4_0 absmax": lib.SL_Q4_0_ABSMAX, "q4_0": lib.SL_Q4_0, "q8_0": lib.SL_Q8_0}
-BLOCK_BYTES = {"q4_0 absmax": 18, "q4_0": 18, "q8_0": 34}
+DTYPES |= {"q4_1": lib.SL_Q4_1, "q5_0": lib.SL_Q5_0, "q5_1": lib.SL_Q5_1}
+BLOCK_BYTES = {"q4_0 absmax": 18, "q4_0": 18, "q8_0": 34, "q4_1": 20, "q5_0": 22, "q5_1": 24}
 SCHEMES = pytest.mark.parametrize("scheme", ["q4_0 absmax", "q4_0", "q8_0"])
 GGML_SCHEMES = pytest.mark.parametrize("scheme", ["q4_0", "q8_0"])
-GGUF_TYPES = {"q4_0": GGMLQuantizationType.Q4_0, "q8_0": GGMLQuantizationType.Q8_0}
+# Also those that only scalar C makes.
+ALL_GGML_SCHEMES = pytest.mark.parametrize("scheme", ["q4_0", "q8_0", "q4_1", "q5_0", "q5_1"])
+GGUF_TYPES = {name: GGMLQuantizationType[name.upper()] for name in BLOCK_BYTES if name != "q4_0 absmax"}
 
 # ggml's schemes are defined by what its reference does there where C leaves it open: infinity and NaN to integer.
 X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -281,18 +284,26 @@ def negative_zeros(x):
 
 
 def assert_blocks_of_gguf(scheme, x):
-    """Byte for byte, but for one thing: gguf-py takes -0 for the maximum of a block of zeros that starts with it.
+    """Byte for byte, but for zeros: gguf-py takes -0 for the maximum of a block of zeros that starts with it.
 
-    It then writes the scale +0 where ggml, whose maximum starts as +0, writes -0. The compiled reference decides.
+    It then writes the scale +0 where ggml, whose maximum starts as +0, writes -0. A minimum of zero has the sign of the
+    first zero in ggml, of any in gguf-py. The compiled reference decides.
     """
+    x = x.reshape(-1, 32)
     if not X86:  # gguf-py leaves what infinity becomes as an integer to the processor
-        d = np.abs(x.reshape(-1, 32)).max(axis=1) / np.float32(8 if scheme == "q4_0" else 127)
-        x = x.reshape(-1, 32)[(d == 0) | (d > 2.0**-128)]
+        codes = {"q4_0": 8, "q8_0": 127, "q4_1": 15, "q5_0": 16, "q5_1": 31}[scheme]
+        d = (x.max(axis=1) - x.min(axis=1) if scheme[-1] == "1" else np.abs(x).max(axis=1)) / np.float32(codes)
+        x = x[(d == 0) | (d > 2.0**-128)]
     got, want = quantize(SCALAR, scheme, x), gguf_quantize(scheme, x)
-    if scheme == "q4_0":
+    if scheme in ("q4_0", "q5_0"):
         other = negative_zeros(x)
         assert (want[other, 1] == 0).all()
         want[other, 1] = 0x80
+    if scheme in ("q4_1", "q5_1"):
+        zero = x.min(axis=1) == 0
+        first = x[np.arange(len(x)), (x == 0).argmax(axis=1)]
+        np.testing.assert_array_equal(got[zero, 3], np.where(np.signbit(first[zero]), 0x80, 0))
+        want[zero, 3] = got[zero, 3]
     np.testing.assert_array_equal(got, want)
 
 
@@ -302,20 +313,20 @@ def test_q4_0_absmax_is_that_of_a_numpy_transcription(name):
     np.testing.assert_array_equal(quantize(SCALAR, "q4_0 absmax", x), numpy_q4_0_absmax(x))
 
 
-@GGML_SCHEMES
+@ALL_GGML_SCHEMES
 @EVERY_DISTRIBUTION
 def test_blocks_are_those_of_ggml_as_compiled(ggml, name, scheme):
     x = distribution(name)
     np.testing.assert_array_equal(quantize(SCALAR, scheme, x), ggml_reference.quantize(ggml, scheme, x))
 
 
-@GGML_SCHEMES
+@ALL_GGML_SCHEMES
 @EVERY_DISTRIBUTION
 def test_blocks_are_those_of_gguf_py(name, scheme):
     assert_blocks_of_gguf(scheme, distribution(name))
 
 
-@GGML_SCHEMES
+@ALL_GGML_SCHEMES
 def test_finite_odd_blocks_are_those_of_ggml(ggml, scheme):
     x = ODD.reshape(-1, 32)
     x = x[np.isfinite(x).all(axis=1)]
@@ -324,7 +335,7 @@ def test_finite_odd_blocks_are_those_of_ggml(ggml, scheme):
     assert_blocks_of_gguf(scheme, x)
 
 
-@GGML_SCHEMES
+@ALL_GGML_SCHEMES
 def test_a_real_file_gives_the_blocks_of_ggml_and_gguf_py(data, scheme, request):
     x = [a.ravel() for a in load_file(data / "silero_vad_16k.safetensors").values() if a.dtype == np.float32]
     x = np.concatenate([a[: a.size // 32 * 32] for a in x])

@@ -280,7 +280,7 @@ def write_shards(folder, count):
 _FEW = """
 import copy, os, pickle, resource, sys, threading
 import numpy as np, safeload
-from safeload import files
+from safeload.base import file as files
 folder, limit = sys.argv[1], int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 def check(found):

@@ -236,7 +236,7 @@ def test_what_is_no_schema(change, reason):
 
 
 def test_the_installed_package_has_the_schemas():
-    there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "schemas").iterdir()}
+    there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "models" / "schemas").iterdir()}
     assert there == set(schema.built_in())
     assert len(there) == 11
 

@@ -9,7 +9,10 @@
 static inline size_t sl_utf8_length(const char *at, const char *end) {
     const unsigned char *b = (const unsigned char *)at;
     size_t left = (size_t)(end - at);
-    size_t length = b[0] >= 0xc2 && b[0] <= 0xdf ? 2 : b[0] >= 0xe0 && b[0] <= 0xef ? 3 : b[0] >= 0xf0 && b[0] <= 0xf4 ? 4 : 0;
+    size_t length = b[0] >= 0xc2 && b[0] <= 0xdf   ? 2
+                    : b[0] >= 0xe0 && b[0] <= 0xef ? 3
+                    : b[0] >= 0xf0 && b[0] <= 0xf4 ? 4
+                                                   : 0;
     if (length == 0 || left < length) return 0;
     unsigned char low = b[0] == 0xe0 ? 0xa0 : b[0] == 0xf0 ? 0x90 : 0x80;
     unsigned char high = b[0] == 0xed ? 0x9f : b[0] == 0xf4 ? 0x8f : 0xbf;

@@ -10,8 +10,8 @@
  *   4. Padding to a multiple of the alignment: the u32 value of "general.alignment", a power of two, or 32.
  *   5. The data: row-major, little-endian, each row whole blocks of its type. There may be padding between tensors.
  *
- * An array is looked through, so that every count and length in it is known to be good, and not unpacked. Strings that are
- * values need not be UTF-8: vocabularies hold what they hold. Keys and names must be.
+ * An array is looked through, so that every count and length in it is known to be good, and not unpacked. Strings that
+ * are values need not be UTF-8: vocabularies hold what they hold. Keys and names must be.
  *
  * Refused although others let it pass: a key that is there twice, and a bool of 2.
  */
@@ -33,8 +33,8 @@
 /* GGML_MAX_DIMS. */
 #define MAX_DIMS 4
 
-/* All of a header is held in memory; a vocabulary of 250,000 tokens with its merges has 10 MB, and so have the descriptions
- * of 100,000 tensors. */
+/* All of a header is held in memory; a vocabulary of 250,000 tokens with its merges has 10 MB, and so have the
+ * descriptions of 100,000 tensors. */
 #define MAX_HEADER ((uint64_t)128 << 20)
 
 /* Padding is there so that data can be mapped: no processor has a larger page (x86-64's are 1 GiB). */
@@ -79,7 +79,8 @@ static int32_t refuse(parser *self, int32_t status, uint64_t position, const cha
     va_end(arguments);
     if (what->begin > 0)
         return sl_fail(self->error, status, (int64_t)position, "%s %s: %s", what->kind,
-                       sl_quote(quoted, (const char *)self->in.bytes + what->begin, (size_t)(what->end - what->begin)), reason);
+                       sl_quote(quoted, (const char *)self->in.bytes + what->begin, (size_t)(what->end - what->begin)),
+                       reason);
     if (what->kind != NULL)
         return sl_fail(self->error, status, (int64_t)position, "%s number %llu: %s", what->kind,
                        (unsigned long long)what->index, reason);
@@ -94,8 +95,8 @@ static int32_t need(parser *self, uint64_t size, const char *what) {
         return refuse(self, SL_E_FORMAT, self->in.at, "%s needs %llu bytes, but the file ends after %llu of them", what,
                       (unsigned long long)size, (unsigned long long)left);
     if (self->in.at + size > MAX_HEADER) /* no overflow: the file has these bytes */
-        return refuse(self, SL_E_LIMIT, self->in.at, "%s reaches beyond byte %llu, the most that a header may have", what,
-                      (unsigned long long)MAX_HEADER);
+        return refuse(self, SL_E_LIMIT, self->in.at, "%s reaches beyond byte %llu, the most that a header may have",
+                      what, (unsigned long long)MAX_HEADER);
     return sl_reader_hold(&self->in, size, self->error);
 }
 
@@ -173,7 +174,8 @@ static int32_t read_fixed(parser *self, uint32_t type, uint64_t count, uint64_t 
 
 static int32_t read_strings(parser *self, uint64_t count, uint64_t position) {
     int32_t status = check_count(self, position, count, 8, "strings");
-    for (uint64_t i = 0, begin; i < count && status == SL_OK; i++) status = read_string(self, "a string of the array", &begin);
+    for (uint64_t i = 0, begin; i < count && status == SL_OK; i++)
+        status = read_string(self, "a string of the array", &begin);
     return status;
 }
 
@@ -210,7 +212,8 @@ static int32_t read_array(parser *self) {
 
 static int32_t check_alignment(parser *self, const sl_gguf_entry *entry) {
     if (entry->type != SL_GGUF_U32)
-        return refuse(self, SL_E_FORMAT, entry->begin - 4, "its type is %d, but it must be %d (u32)", entry->type, SL_GGUF_U32);
+        return refuse(self, SL_E_FORMAT, entry->begin - 4, "its type is %d, but it must be %d (u32)", entry->type,
+                      SL_GGUF_U32);
     uint32_t alignment = sl_load_le32(self->in.bytes + entry->begin);
     if (alignment == 0 || (alignment & (alignment - 1)) != 0)
         return refuse(self, SL_E_FORMAT, entry->begin, "%u is no power of two", alignment);
@@ -309,7 +312,8 @@ static int32_t read_dtype(parser *self, int32_t *dtype) {
     if (*dtype >= 0) return SL_OK;
     const char *removed = removed_type(type);
     if (removed != NULL)
-        return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u (%s) is one that ggml has removed", type, removed);
+        return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u (%s) is one that ggml has removed", type,
+                      removed);
     return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u is not known to this version", type);
 }
 
@@ -357,19 +361,19 @@ static int32_t read_preamble(parser *self, uint64_t *tensors, uint64_t *entries)
     if (status != SL_OK) return status;
     const uint8_t *b = self->in.bytes;
     if (memcmp(b, magic, MAGIC_SIZE) != 0)
-        return refuse(self, SL_E_FORMAT, 0, "the file begins with %02x %02x %02x %02x, but GGUF with 47 47 55 46", b[0], b[1],
-                      b[2], b[3]);
+        return refuse(self, SL_E_FORMAT, 0, "the file begins with %02x %02x %02x %02x, but GGUF with 47 47 55 46", b[0],
+                      b[1], b[2], b[3]);
     self->in.at = MAGIC_SIZE;
     uint32_t version = sl_reader_u32(&self->in);
     if (version != 0 && (version & 0xffff) == 0)
-        return refuse(self, SL_E_UNSUPPORTED, MAGIC_SIZE, "version 0x%08x: this is a big-endian GGUF file, which is not read",
-                      version);
+        return refuse(self, SL_E_UNSUPPORTED, MAGIC_SIZE,
+                      "version 0x%08x: this is a big-endian GGUF file, which is not read", version);
     if (version < OLDEST_VERSION && version > 0)
         return refuse(self, SL_E_UNSUPPORTED, MAGIC_SIZE, "version 1 (of August 2023) is not read, only %d and %d",
                       OLDEST_VERSION, NEWEST_VERSION);
     if (version == 0 || version > NEWEST_VERSION)
-        return refuse(self, version == 0 ? SL_E_FORMAT : SL_E_UNSUPPORTED, MAGIC_SIZE, "version %u is not known, only %d and %d",
-                      version, OLDEST_VERSION, NEWEST_VERSION);
+        return refuse(self, version == 0 ? SL_E_FORMAT : SL_E_UNSUPPORTED, MAGIC_SIZE,
+                      "version %u is not known, only %d and %d", version, OLDEST_VERSION, NEWEST_VERSION);
     self->made->version = (int32_t)version;
     status = need(self, 16, "the number of tensors and metadata entries");
     if (status != SL_OK) return status;

@@ -137,8 +137,8 @@ static int32_t read_string(sl_json *json, sl_json_text *text, const char *what) 
         }
         if (length == 0) {
             json->at = at;
-            return sl_fail(json->error, SL_E_FORMAT, position_of(json, at), "%s: the string holds %s (byte 0x%02x)", what,
-                           fault, c);
+            return sl_fail(json->error, SL_E_FORMAT, position_of(json, at), "%s: the string holds %s (byte 0x%02x)",
+                           what, fault, c);
         }
         at += length;
     }
@@ -262,7 +262,8 @@ int32_t sl_json_u64(sl_json *json, uint64_t *value, const char *what) {
     while (is_digit(json)) {
         if (!sl_mul_u64(number, 10, &number) || !sl_add_u64(number, (uint64_t)(*json->at - '0'), &number)) {
             json->at = start;
-            return sl_fail(json->error, SL_E_FORMAT, position_of(json, start), "%s: the number does not fit in 64 bits", what);
+            return sl_fail(json->error, SL_E_FORMAT, position_of(json, start), "%s: the number does not fit in 64 bits",
+                           what);
         }
         json->at++;
     }
@@ -324,10 +325,8 @@ static int32_t skip_scalar(sl_json *json) {
     case 't': return skip_word(json, "true");
     case 'f': return skip_word(json, "false");
     case 'n': return skip_word(json, "null");
-    case '-':
-    case '0': case '1': case '2': case '3': case '4':
-    case '5': case '6': case '7': case '8': case '9': return skip_number(json);
-    default: return unexpected(json, "a JSON value", NULL);
+    case '-': return skip_number(json);
+    default: return is_digit(json) ? skip_number(json) : unexpected(json, "a JSON value", NULL);
     }
 }
 

@@ -45,7 +45,8 @@ typedef struct fields {
 
 static int32_t fail_entry(const sl_json *json, const sl_json_text *name, int64_t position, const char *fault) {
     char quoted[SL_QUOTE_SIZE];
-    return sl_fail(json->error, SL_E_FORMAT, position, "tensor %s: %s", sl_quote(quoted, name->data, name->size), fault);
+    return sl_fail(json->error, SL_E_FORMAT, position, "tensor %s: %s", sl_quote(quoted, name->data, name->size),
+                   fault);
 }
 
 static int32_t read_dtype(sl_json *json, const sl_json_text *name, fields *entry) {
@@ -130,25 +131,27 @@ static int32_t read_entry_object(sl_json *json, const sl_json_text *name, fields
 }
 
 static int32_t read_entry_array(sl_json *json, const sl_json_text *name, fields *entry) {
-    static int32_t (*const readers[3])(sl_json *, const sl_json_text *, fields *) = {read_dtype, read_shape, read_offsets};
+    static int32_t (*const readers[3])(sl_json *, const sl_json_text *, fields *) = {read_dtype, read_shape,
+                                                                                     read_offsets};
     int32_t status = sl_json_enter(json, '[', "tensor entry");
     if (status != SL_OK) return status;
     bool first = true;
     int step, read = 0;
     while ((step = sl_json_next_element(json, &first)) == SL_JSON_ITEM) {
-        if (read == 3) return fail_entry(json, name, name->position, "an entry written as an array has 3 elements, found more");
+        if (read == 3)
+            return fail_entry(json, name, name->position, "an entry written as an array has 3 elements, found more");
         status = readers[read++](json, name, entry);
         if (status != SL_OK) return status;
     }
     if (step == SL_JSON_FAILED) return SL_E_FORMAT;
-    return read == 3 ? SL_OK
-                     : fail_entry(json, name, name->position, "an entry written as an array has 3 elements, found fewer");
+    return read == 3
+               ? SL_OK
+               : fail_entry(json, name, name->position, "an entry written as an array has 3 elements, found fewer");
 }
 
 /* Moves *at past `literal` if it stands there. A macro, so that the compiler sees the size and compares words. */
-#define TAKE(at, end, literal)                          \
-    ((size_t)(end - *(at)) >= sizeof(literal) - 1 &&    \
-     memcmp(*(at), literal, sizeof(literal) - 1) == 0 && \
+#define TAKE(at, end, literal)                                                                           \
+    ((size_t)(end - *(at)) >= sizeof(literal) - 1 && memcmp(*(at), literal, sizeof(literal) - 1) == 0 && \
      (*(at) += sizeof(literal) - 1, true))
 
 /* Moves *at past an integer of 1 to 18 digits, which cannot overflow. */
@@ -221,7 +224,8 @@ static int32_t read_entry(reader *self, const sl_json_text *name) {
         if (status != SL_OK) return status;
     }
     /* What stands in JSON as it is holds no newline. */
-    sl_entry made = {NULL, 0, !name->escaped, name->position, entry.dtype, entry.dims, entry.rank, entry.begin, entry.end};
+    sl_entry made = {NULL,       0,          !name->escaped, name->position, entry.dtype,
+                     entry.dims, entry.rank, entry.begin,    entry.end};
     int32_t status = plain_text(self, name, &made.name, &made.name_size);
     return status == SL_OK ? sl_table_append(self->table, &made, json->error) : status;
 }
@@ -337,8 +341,7 @@ static int32_t read_file(int64_t file, uint64_t file_size, sl_table **table, sl_
     return status;
 }
 
-int32_t sl_safetensors_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_table **table,
-                            sl_error *error) {
+int32_t sl_safetensors_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_table **table, sl_error *error) {
     int64_t opened;
     uint64_t opened_size;
     int32_t status = sl_file_open(path_utf8, &opened, &opened_size, error);
@@ -389,7 +392,8 @@ static void put_u64(text *out, uint64_t value) {
  * as it is. Upstream's bytes depend on it. */
 static void put_string(text *out, const char *bytes, uint64_t size) {
     static const char hex[] = "0123456789abcdef";
-    static const char letters[] = {['\b'] = 'b', ['\f'] = 'f', ['\n'] = 'n', ['\r'] = 'r', ['\t'] = 't', ['"'] = '"', ['\\'] = '\\'};
+    static const char letters[] = {['\b'] = 'b', ['\f'] = 'f', ['\n'] = 'n', ['\r'] = 'r',
+                                   ['\t'] = 't', ['"'] = '"',  ['\\'] = '\\'};
     put_word(out, "\"");
     uint64_t plain = 0;
     for (uint64_t i = 0; i < size; i++) {
@@ -465,12 +469,15 @@ static int32_t compute_sizes(const sl_columns *tensors, uint64_t *sizes, sl_erro
     for (uint64_t i = 0; i < tensors->count; i++) {
         uint64_t first = i > 0 ? tensors->dim_ends[i - 1] : 0;
         bool whole_blocks;
-        if (!sl_dtype_size(tensors->dtypes[i], tensors->dims + first, tensors->dim_ends[i] - first, &sizes[i], &whole_blocks))
+        if (!sl_dtype_size(tensors->dtypes[i], tensors->dims + first, tensors->dim_ends[i] - first, &sizes[i],
+                           &whole_blocks))
             return fail_tensor(tensors, i, SL_E_ARGUMENT,
-                               whole_blocks ? "its size does not fit in 64 bits" : "its size is not a whole number of bytes",
+                               whole_blocks ? "its size does not fit in 64 bits"
+                                            : "its size is not a whole number of bytes",
                                error);
         if (!sl_add_u64(total, sizes[i], &total) || total > INT64_MAX)
-            return fail_tensor(tensors, i, SL_E_ARGUMENT, "with it the file would be larger than any file can be", error);
+            return fail_tensor(tensors, i, SL_E_ARGUMENT, "with it the file would be larger than any file can be",
+                               error);
         uint64_t name_size;
         const char *name = name_of(tensors, i, &name_size);
         if (name_size == sizeof METADATA_KEY - 1 && memcmp(name, METADATA_KEY, name_size) == 0)

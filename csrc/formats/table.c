@@ -57,7 +57,8 @@ const sl_columns *sl_table_columns(const sl_table *table) { return &table->colum
 int32_t sl_table_append(sl_table *table, const sl_entry *entry, sl_error *error) {
     sl_columns *columns = &table->columns;
     if (columns->count == SL_MAX_TENSORS)
-        return sl_fail(error, SL_E_LIMIT, entry->position, "more than %llu tensors", (unsigned long long)SL_MAX_TENSORS);
+        return sl_fail(error, SL_E_LIMIT, entry->position, "more than %llu tensors",
+                       (unsigned long long)SL_MAX_TENSORS);
     int32_t status = reserve(table, columns->count + 1, columns->names_size + entry->name_size + 1,
                              dim_begin(table, columns->count) + entry->rank, error);
     if (status != SL_OK) return status;
@@ -218,17 +219,17 @@ static int32_t check_size(const sl_table *table, uint64_t i, const sl_table_rule
     bool whole_blocks;
     if (!sl_dtype_size(table->dtypes[i], dims, rank, &size, &whole_blocks))
         return fail_size(table, i, SL_E_FORMAT,
-                         whole_blocks                                  ? "the size of %s does not fit in 64 bits"
+                         whole_blocks                               ? "the size of %s does not fit in 64 bits"
                          : sl_dtype_get(table->dtypes[i])->bits > 0 ? "%s is not a whole number of bytes"
-                                                                       : "the rows of %s are no whole number of blocks",
+                                                                    : "the rows of %s are no whole number of blocks",
                          error);
     if (size != stated) {
         char quoted[SL_QUOTE_SIZE], shape[256];
         describe(table, i, shape, sizeof shape);
         return sl_fail(error, SL_E_FORMAT, (int64_t)table->positions[i],
                        "tensor %s: %s [%llu, %llu) hold %llu bytes, but %s needs %llu", quoted_name(quoted, table, i),
-                       rules->ranges, (unsigned long long)table->begins[i],
-                       (unsigned long long)table->ends[i], (unsigned long long)stated, shape, (unsigned long long)size);
+                       rules->ranges, (unsigned long long)table->begins[i], (unsigned long long)table->ends[i],
+                       (unsigned long long)stated, shape, (unsigned long long)size);
     }
     if (size > 0) return SL_OK;
     uint64_t bits = (uint64_t)sl_dtype_get(table->dtypes[i])->bits, span = bits < 8 ? 1 : bits / 8;
@@ -239,8 +240,8 @@ static int32_t check_size(const sl_table *table, uint64_t i, const sl_table_rule
 }
 
 /* Refuses a range; `format` takes three numbers. */
-static int32_t fail_range(const sl_table *table, uint64_t i, const sl_table_rules *rules, const char *format, uint64_t a,
-                          uint64_t b, uint64_t c, sl_error *error) {
+static int32_t fail_range(const sl_table *table, uint64_t i, const sl_table_rules *rules, const char *format,
+                          uint64_t a, uint64_t b, uint64_t c, sl_error *error) {
     char quoted[SL_QUOTE_SIZE], reason[256];
     snprintf(reason, sizeof reason, format, (unsigned long long)a, (unsigned long long)b, (unsigned long long)c);
     return sl_fail(error, SL_E_FORMAT, (int64_t)table->positions[i], "tensor %s: %s [%llu, %llu) %s",
@@ -248,25 +249,27 @@ static int32_t fail_range(const sl_table *table, uint64_t i, const sl_table_rule
                    (unsigned long long)table->ends[i], reason);
 }
 
-static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, uint64_t data_begin,
-                            uint64_t file_size, sl_error *error) {
+static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
+                            sl_error *error) {
     uint64_t covered = 0, data_size = file_size > data_begin ? file_size - data_begin : 0;
     for (uint64_t i = 0; i < table->columns.count; i++) {
         uint64_t begin = table->begins[i], end = table->ends[i];
         if (end < begin) return fail_range(table, i, rules, "end before they begin", 0, 0, 0, error);
         if (begin > covered && !rules->holes)
-            return fail_range(table, i, rules, "begin at %llu, but the bytes before end at %llu: a hole of %llu bytes", begin,
-                              covered, begin - covered, error);
+            return fail_range(table, i, rules, "begin at %llu, but the bytes before end at %llu: a hole of %llu bytes",
+                              begin, covered, begin - covered, error);
         if (begin < covered)
-            return fail_range(table, i, rules, "begin at %llu, but the bytes before end at %llu: an overlap of %llu bytes",
-                              begin, covered, covered - begin, error);
+            return fail_range(table, i, rules,
+                              "begin at %llu, but the bytes before end at %llu: an overlap of %llu bytes", begin,
+                              covered, covered - begin, error);
         int32_t status = check_size(table, i, rules, error);
         if (status != SL_OK) return status;
         if (end > data_size)
-            return fail_range(table, i, rules,
-                              "end past the data, which has %llu bytes (file of %llu bytes, data from byte %llu): the file "
-                              "is truncated, or its header belongs to another file",
-                              data_size, file_size, data_begin, error);
+            return fail_range(
+                table, i, rules,
+                "end past the data, which has %llu bytes (file of %llu bytes, data from byte %llu): the file "
+                "is truncated, or its header belongs to another file",
+                data_size, file_size, data_begin, error);
         covered = end;
     }
     if (covered == data_size || rules->holes) return SL_OK;

@@ -30,7 +30,7 @@ int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_ta
 typedef struct sl_entry {
     const char *name; /* valid UTF-8 */
     size_t name_size;
-    bool one_line; /* the name is known to hold no newline: looking for one would be a tenth of opening a large file */
+    bool one_line;    /* the name is known to hold no newline; looking for one is a tenth of opening a large file */
     int64_t position; /* of the entry in the file, for messages */
     int32_t dtype;
     const uint64_t *dims; /* outermost first */
@@ -47,11 +47,11 @@ int32_t sl_table_append_metadata(sl_table *table, const char *text, size_t size,
 /* What differs between formats. */
 typedef struct sl_table_rules {
     const char *ranges; /* what messages call byte ranges */
-    bool holes; /* bytes may belong to no tensor, and the data may begin past the end of the file: it is nothing then */
+    bool holes;         /* bytes may belong to no tensor, and data that begins past the end of the file is nothing */
 } sl_table_rules;
 
-/* Checks names, sizes and byte ranges: the data is [data_begin, file_size), which the tensors must cover without overlap.
- * Byte ranges become absolute. */
+/* Checks names, sizes and byte ranges: the data is [data_begin, file_size), which the tensors must cover without
+ * overlap. Byte ranges become absolute. */
 int32_t sl_table_finish(sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
                         sl_error *error);
 

@@ -3,8 +3,8 @@
 
 int32_t sl_channels_check(const sl_channels *channels, uint64_t block, bool scaled, sl_error *error) {
     if (channels->count == 0 || channels->inner == 0)
-        return sl_fail(error, SL_E_ARGUMENT, -1, "%llu channels of %llu elements each", (unsigned long long)channels->count,
-                       (unsigned long long)channels->inner);
+        return sl_fail(error, SL_E_ARGUMENT, -1, "%llu channels of %llu elements each",
+                       (unsigned long long)channels->count, (unsigned long long)channels->inner);
     if (channels->count > 1 && channels->inner % block != 0)
         return sl_fail(error, SL_E_ARGUMENT, -1, "channels of %llu elements are not whole blocks of %llu",
                        (unsigned long long)channels->inner, (unsigned long long)block);
@@ -15,7 +15,8 @@ int32_t sl_channels_check(const sl_channels *channels, uint64_t block, bool scal
 void sl_channels_restore(const sl_channels *channels, const sl_quant *kernels, const uint8_t *codes, uint64_t element,
                          uint64_t count, void *values) {
     uint8_t *out = values;
-    for (uint64_t end = element + count, some; element < end; element += some, codes += some, out += some * sizeof(float)) {
+    for (uint64_t end = element + count, some; element < end;
+         element += some, codes += some, out += some * sizeof(float)) {
         const float *factors = channels->factors + sl_channel_of(channels, element);
         some = sl_channels_run(channels, element, end - element);
         if (sl_channels_alternate(channels))

@@ -5,8 +5,8 @@
 #include "base/error.h"
 #include "kernels/quant.h"
 
-/* Refuses counts of zero, channels that begin within a block of `block` elements, and channels without factors where values
- * are `scaled`. */
+/* Refuses counts of zero, channels that begin within a block of `block` elements, and channels without factors where
+ * values are `scaled`. */
 int32_t sl_channels_check(const sl_channels *channels, uint64_t block, bool scaled, sl_error *error);
 
 /* The channel of an element. */
@@ -24,13 +24,15 @@ static inline bool sl_channels_alternate(const sl_channels *channels) {
     return channels->inner == 1 && channels->count > 1;
 }
 
-/* How many of the `count` elements from `element` on one kernel call can do: factors beside each other, or a single one. */
+/* How many of the `count` elements from `element` on one kernel call can do: factors beside each other, or a single
+ * one. */
 static inline uint64_t sl_channels_run(const sl_channels *channels, uint64_t element, uint64_t count) {
     if (sl_channels_alternate(channels)) return sl_min_u64(count, channels->count - sl_channel_of(channels, element));
     return sl_channel_run(channels, element, count);
 }
 
-/* `count` f32, in the byte order of files, of the int8 at `codes`, the first of which is number `element` of a tensor. */
+/* `count` f32, in the byte order of files, of the int8 at `codes`, the first of which is number `element` of a tensor.
+ */
 void sl_channels_restore(const sl_channels *channels, const sl_quant *kernels, const uint8_t *codes, uint64_t element,
                          uint64_t count, void *values);
 

@@ -3,7 +3,8 @@
 
 #include "kernels/quant.h"
 
-int32_t sl_plan_pieces(const sl_job *job, uint64_t unit, uint64_t piece, uint64_t chunk, sl_plan *plan, sl_error *error) {
+int32_t sl_plan_pieces(const sl_job *job, uint64_t unit, uint64_t piece, uint64_t chunk, sl_plan *plan,
+                       sl_error *error) {
     const sl_dtype_info *from = sl_dtype_get(job->from);
     uint64_t piece_bytes = sl_dtype_bytes(from, piece), chunk_bytes = sl_dtype_bytes(from, chunk);
     plan->unit = unit;
@@ -46,7 +47,8 @@ int32_t sl_each_piece(const sl_job *job, const sl_plan *plan, uint64_t chunk, ui
         some = sl_min_u64(end - begin, plan->piece);
         const uint8_t *source;
         int32_t status = fetch(job, begin, some, staging, &source, error);
-        if (status == SL_OK) status = work(context, source, sl_element_at(plan, begin), sl_element_at(plan, some), error);
+        if (status == SL_OK)
+            status = work(context, source, sl_element_at(plan, begin), sl_element_at(plan, some), error);
         if (status != SL_OK) return status;
     }
     return SL_OK;

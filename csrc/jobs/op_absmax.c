@@ -25,7 +25,7 @@ typedef struct work {
     const sl_job *job;
     const sl_plan *plan;
     sl_quant kernels;
-    uint32_t (*direct)(const void *, size_t); /* takes the source's own bytes; NULL where they must become f32 first */
+    uint32_t (*direct)(const void *, size_t); /* takes the source's own bytes; NULL: they must become f32 first */
     float *values;                            /* SL_VALUES of them */
     uint32_t *maxima; /* per-channel maxima of this chunk, used where neighbours have other channels; else NULL */
     uint64_t maxima_count;
@@ -41,7 +41,8 @@ static uint32_t (*direct_kernel(const sl_quant *kernels, int32_t from))(const vo
     }
 }
 
-/* Elements that have a channel each: maxima[k] is of every element first + k + n * maxima_count. Returns how many it did. */
+/* Elements that have a channel each: maxima[k] is of every element first + k + n * maxima_count. Returns how many it
+ * did. */
 static uint64_t raise_each(const work *self, const uint8_t *source, uint64_t element, uint64_t count) {
     uint64_t at = (element - self->first) % self->maxima_count;
     uint64_t some = sl_min_u64(sl_min_u64(count, SL_VALUES), self->maxima_count - at);
@@ -75,7 +76,8 @@ static int32_t absmax(void *context, const uint8_t *source, uint64_t element, ui
 
 static int32_t run_absmax(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
     sl_quant kernels = sl_tier_quant(plan->tier);
-    work self = {job, plan, kernels, direct_kernel(&kernels, job->from), (float *)(void *)(scratch + SL_STAGING), NULL, 0, 0};
+    work self = {job,  plan, kernels, direct_kernel(&kernels, job->from), (float *)(void *)(scratch + SL_STAGING),
+                 NULL, 0,    0};
     self.first = sl_element_at(plan, sl_chunk_begin(job, plan, chunk));
     self.maxima_count = chunk_maxima(job, sl_element_at(plan, sl_chunk_size(job, plan, chunk)));
     if (self.maxima_count > 0) {

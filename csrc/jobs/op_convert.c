@@ -9,7 +9,8 @@ static int32_t plan_convert(const sl_job *job, sl_plan *plan, sl_error *error) {
     return sl_plan_pieces(job, unit, unit, unit, plan, error);
 }
 
-/* Refuses what a conversion to blocks could not hold: their scales say where. `source` is element `index` of the job. */
+/* Refuses what a conversion to blocks could not hold: their scales say where. `source` is element `index` of the job.
+ */
 static int32_t check_blocks(const sl_conversion *conversion, int32_t to, const uint8_t *source, const uint8_t *blocks,
                             uint64_t count, uint64_t index, sl_error *error) {
     uint64_t bad = sl_blocks_finite(to, blocks, count);
@@ -38,8 +39,8 @@ static int32_t check_blocks(const sl_conversion *conversion, int32_t to, const u
     float value;
     memcpy(&value, &bits, sizeof value);
     return sl_fail(error, SL_E_RANGE, (int64_t)(index + bad * block + largest),
-                   "has the magnitude %g, too large for %s: float16 could not hold the scale of its block", (double)value,
-                   conversion->to->name);
+                   "has the magnitude %g, too large for %s: float16 could not hold the scale of its block",
+                   (double)value, conversion->to->name);
 }
 
 typedef struct work {

@@ -1,7 +1,7 @@
 /* The operation SL_OP_GRID: two axes of any strides, converted on the way.
  *
- * A grid goes tile by tile: a tile is read (or gathered) into scratch, converted there, and placed, so that a file's bytes
- * cross memory once whatever their place at the destination. What needs no step skips it. */
+ * A grid goes tile by tile: a tile is read (or gathered) into scratch, converted there, and placed, so that a file's
+ * bytes cross memory once whatever their place at the destination. What needs no step skips it. */
 #include "jobs/op.h"
 #include "kernels/copy2d.h"
 
@@ -17,7 +17,8 @@ static int32_t plan_grid(const sl_job *job, sl_plan *plan, sl_error *error) {
     uint64_t element = (uint64_t)from->block_bytes, row, size;
     if (!sl_mul_u64(grid->columns, element, &row) || !sl_mul_u64(grid->rows, row, &size) || size != job->size)
         return sl_fail(error, SL_E_ARGUMENT, -1, "a grid of %llu x %llu elements is not %llu bytes",
-                       (unsigned long long)grid->rows, (unsigned long long)grid->columns, (unsigned long long)job->size);
+                       (unsigned long long)grid->rows, (unsigned long long)grid->columns,
+                       (unsigned long long)job->size);
     if (job->file != SL_MEMORY && (!is_run(grid->source_column, element) || grid->source_row < (int64_t)row))
         return sl_fail(error, SL_E_ARGUMENT, -1, "a file's columns must be side by side and its rows apart");
     if (size == 0) return SL_OK;
@@ -96,7 +97,8 @@ static int32_t run_grid(const sl_job *job, const sl_plan *plan, uint64_t chunk, 
     const sl_grid *grid = job->grid;
     uint64_t across = (grid->columns - 1) / plan->columns + 1;
     uint64_t row = chunk / across * plan->rows, column = chunk % across * plan->columns;
-    uint64_t row_end = sl_min_u64(row + plan->rows, grid->rows), column_end = sl_min_u64(column + plan->columns, grid->columns);
+    uint64_t row_end = sl_min_u64(row + plan->rows, grid->rows),
+             column_end = sl_min_u64(column + plan->columns, grid->columns);
     tile self = {job, plan->conversion.first != NULL ? &plan->conversion : NULL, row, column, 0, 0, 0, 0};
     self.from_size = (uint64_t)sl_dtype_get(job->from)->block_bytes;
     self.to_size = (uint64_t)sl_dtype_get(job->to)->block_bytes;

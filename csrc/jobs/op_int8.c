@@ -82,7 +82,8 @@ static int32_t restore(void *context, const uint8_t *source, uint64_t element, u
     return SL_OK;
 }
 
-static int32_t run_from_int8(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
+static int32_t run_from_int8(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch,
+                             sl_error *error) {
     return run_values(job, plan, chunk, scratch, restore, error);
 }
 

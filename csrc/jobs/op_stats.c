@@ -1,4 +1,5 @@
-/* The operations SL_OP_STATS and SL_OP_HISTOGRAM: statistics of each segment, without and with a histogram of the whole. */
+/* The operations SL_OP_STATS and SL_OP_HISTOGRAM: statistics of each segment, without and with a histogram of the
+ * whole. */
 #include "jobs/channels.h"
 #include "jobs/op.h"
 #include "kernels/tier.h"
@@ -73,8 +74,10 @@ static int32_t add(void *context, const uint8_t *source, uint64_t element, uint6
         if (element % SL_STATS_SEGMENT == 0) sl_stats_clear(record);
         some = sl_min_u64(end - element, SL_STATS_BLOCK);
         const void *block = values(self, source, element, (size_t)some);
-        if (self->exponents != NULL && self->summer.from == SL_F32) sl_exponents_f32(self->exponents, block, (size_t)some);
-        if (self->exponents != NULL && self->summer.from == SL_F64) sl_exponents_f64(self->exponents, block, (size_t)some);
+        if (self->exponents != NULL && self->summer.from == SL_F32)
+            sl_exponents_f32(self->exponents, block, (size_t)some);
+        if (self->exponents != NULL && self->summer.from == SL_F64)
+            sl_exponents_f64(self->exponents, block, (size_t)some);
         sl_stats_add(record, &self->summer, block, (size_t)some, element, self->doubles);
     }
     return SL_OK;

@@ -5,13 +5,13 @@
 #include "platform/parallel.h"
 
 static const sl_op *const OPS[SL_OP_COUNT] = {
-    [SL_OP_COPY] = &sl_op_copy,           [SL_OP_CONVERT] = &sl_op_convert, [SL_OP_GRID] = &sl_op_grid,
-    [SL_OP_WRITE] = &sl_op_write,         [SL_OP_APPEND] = &sl_op_append,   [SL_OP_INT8] = &sl_op_int8,
-    [SL_OP_FROM_INT8] = &sl_op_from_int8, [SL_OP_ABSMAX] = &sl_op_absmax,   [SL_OP_FINITE] = &sl_op_finite,
+    [SL_OP_COPY] = &sl_op_copy,           [SL_OP_CONVERT] = &sl_op_convert,     [SL_OP_GRID] = &sl_op_grid,
+    [SL_OP_WRITE] = &sl_op_write,         [SL_OP_APPEND] = &sl_op_append,       [SL_OP_INT8] = &sl_op_int8,
+    [SL_OP_FROM_INT8] = &sl_op_from_int8, [SL_OP_ABSMAX] = &sl_op_absmax,       [SL_OP_FINITE] = &sl_op_finite,
     [SL_OP_STATS] = &sl_op_stats,         [SL_OP_HISTOGRAM] = &sl_op_histogram,
 };
 
-/* Where threads' scratch begins: a cache line. */
+/* Each thread's scratch is a multiple of this, so that the next one is aligned for any type too. */
 #define ALIGNMENT ((uint64_t)64)
 
 const char *sl_op_name(int32_t op) { return op >= 0 && op < SL_OP_COUNT ? OPS[op]->name : NULL; }
@@ -64,7 +64,8 @@ static int32_t run_chunk(void *context, uint64_t chunk, void *scratch, sl_error 
 static uint64_t bytes_before(const run *self, uint64_t chunk) {
     uint64_t i = self->count > 0 ? job_of(self, chunk) : 0, bytes = 0;
     for (uint64_t k = 0; k < i; k++) bytes += self->jobs[k].size;
-    return i < self->count ? bytes + sl_chunk_begin(&self->jobs[i], &self->plans[i], chunk - self->first_chunk[i]) : bytes;
+    return i < self->count ? bytes + sl_chunk_begin(&self->jobs[i], &self->plans[i], chunk - self->first_chunk[i])
+                           : bytes;
 }
 
 static int32_t plan_all(run *self, int32_t tier, uint64_t *failed, sl_error *error) {
@@ -84,12 +85,13 @@ static int32_t plan_all(run *self, int32_t tier, uint64_t *failed, sl_error *err
     return SL_OK;
 }
 
-int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t threads, int32_t slice_ms, sl_cursor *cursor,
-                    sl_error *error) {
+int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t threads, int32_t slice_ms,
+                    sl_cursor *cursor, sl_error *error) {
     if (sl_tier_name(tier) == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "there is no tier %d", tier);
     uint64_t memory = (count + 1) * (sizeof(uint64_t) + sizeof(sl_plan));
-    run self = {jobs, count, malloc((size_t)((count + 1) * sizeof(sl_plan))), malloc((size_t)((count + 1) * sizeof(uint64_t))),
-                0, threads};
+    run self = {
+        jobs, count,  malloc((size_t)((count + 1) * sizeof(sl_plan))), malloc((size_t)((count + 1) * sizeof(uint64_t))),
+        0,    threads};
     int32_t status = self.plans != NULL && self.first_chunk != NULL ? SL_OK : sl_fail_memory(error, memory);
     if (status == SL_OK) status = plan_all(&self, tier, &cursor->failed_job, error);
     if (status == SL_OK) {

@@ -16,7 +16,8 @@ bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *o
     return true;
 }
 
-/* f32 values between the two halves of a conversion: 8 KiB stay in the first-level cache. Whole blocks of every type. */
+/* f32 values between the two halves of a conversion: 8 KiB stay in the first-level cache. Whole blocks of every type.
+ */
 #define BLOCK ((size_t)2048)
 
 void sl_conversion_run(const sl_conversion *conversion, const void *source, void *destination, size_t count) {

@@ -1,15 +1,15 @@
 /* Conversion kernels. Scalar C is the definition; every other tier gives the same bits.
  *
- * Both sides are little-endian, as files are. To f32: exact; a NaN keeps its payload and is quieted (8-bit formats have one NaN, as ml_dtypes has it). From f32 and
- * f64: round to nearest, ties to even, once; a NaN stays a NaN.
+ * Both sides are little-endian, as files are. To f32: exact; a NaN keeps its payload and is quieted (8-bit formats have
+ * one NaN, as ml_dtypes has it). From f32 and f64: round to nearest, ties to even, once; a NaN stays a NaN.
  */
 #ifndef SL_CONVERT_H
 #define SL_CONVERT_H
 
 #include "kernels/dtype.h"
 
-/* Converts `count` elements, whole blocks of block types. The source may have any alignment; elements of less than a byte
- * start at the low bits of the first byte. Source and destination do not overlap. */
+/* Converts `count` elements, whole blocks of block types. The source may have any alignment; elements of less than a
+ * byte start at the low bits of the first byte. Source and destination do not overlap. */
 typedef void (*sl_convert_fn)(const void *source, void *destination, size_t count);
 
 typedef struct sl_kernel {

@@ -38,7 +38,8 @@ TARGET static void sl_f16_to_f32_avx2(const void *source, void *destination, siz
     size_t i = 0;
     for (; i + STEP <= count; i += STEP) {
         _mm256_storeu_ps((float *)(out + 4 * i), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + 2 * i))));
-        _mm256_storeu_ps((float *)(out + 4 * i + 32), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + 2 * i + 16))));
+        _mm256_storeu_ps((float *)(out + 4 * i + 32),
+                         _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + 2 * i + 16))));
     }
     sl_convert_rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
@@ -57,7 +58,8 @@ TARGET static void sl_f8_e5m2_to_f32_avx2(const void *source, void *destination,
     size_t i = 0;
     for (; i + STEP <= count; i += STEP) {
         __m128i codes = _mm_loadu_si128((const __m128i *)(in + i)), zero = _mm_setzero_si128();
-        __m256 low = _mm256_cvtph_ps(_mm_unpacklo_epi8(zero, codes)), high = _mm256_cvtph_ps(_mm_unpackhi_epi8(zero, codes));
+        __m256 low = _mm256_cvtph_ps(_mm_unpacklo_epi8(zero, codes)),
+               high = _mm256_cvtph_ps(_mm_unpackhi_epi8(zero, codes));
         _mm256_storeu_ps((float *)(out + 4 * i), one_nan(low));
         _mm256_storeu_ps((float *)(out + 4 * i + 32), one_nan(high));
     }
@@ -69,7 +71,8 @@ TARGET static void sl_f8_e5m2_to_f32_avx2(const void *source, void *destination,
 TARGET static __m256 e4m3_from_words(__m128i words) {
     __m128i sign = _mm_and_si128(_mm_slli_epi16(words, 8), _mm_set1_epi16((short)0x8000));
     __m128i magnitude = _mm_and_si128(words, _mm_set1_epi16(0x7f));
-    __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(magnitude, 7))), _mm256_set1_ps(256.0f));
+    __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(magnitude, 7))),
+                                 _mm256_set1_ps(256.0f));
     __m256i nan = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f)));
     __m256i bits = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32((int)0x80000000u));
     bits = _mm256_or_si256(bits, _mm256_set1_epi32(0x7fc00000));
@@ -106,7 +109,8 @@ TARGET static __m256i round_to_bf16(__m256 value) {
     __m256i bits = _mm256_castps_si256(value);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256i nan = _mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi32((int)0x80000000u)), _mm256_set1_epi32(0x7fc00000));
+    __m256i nan = _mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi32((int)0x80000000u)),
+                                  _mm256_set1_epi32(0x7fc00000));
     __m256 is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
     __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(nan), is_nan);
     return _mm256_srli_epi32(_mm256_castps_si256(chosen), 16);

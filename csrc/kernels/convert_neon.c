@@ -72,7 +72,8 @@ static void sl_f32_to_bf16_neon(const void *source, void *destination, size_t co
     uint8_t *out = destination;
     size_t i = 0;
     for (; i + STEP <= count; i += STEP)
-        vst1q_u8(out + 2 * i, vreinterpretq_u8_u16(vcombine_u16(round_to_bf16(in + 4 * i), round_to_bf16(in + 4 * i + 16))));
+        vst1q_u8(out + 2 * i,
+                 vreinterpretq_u8_u16(vcombine_u16(round_to_bf16(in + 4 * i), round_to_bf16(in + 4 * i + 16))));
     sl_convert_rest(SL_F32, SL_BF16, in + 4 * i, out + 2 * i, count - i);
 }
 

@@ -80,7 +80,8 @@ static void sl_f8_e8m0_to_f32_scalar(const void *source, void *destination, size
 }
 
 /* Elements of `bits` bits, the first in the low bits of the first byte. */
-static void convert_packed(const small_float *format, uint32_t bits, const void *source, void *destination, size_t count) {
+static void convert_packed(const small_float *format, uint32_t bits, const void *source, void *destination,
+                           size_t count) {
     uint32_t table[64], mask = (1u << bits) - 1, held = 0, have = 0;
     const uint8_t *bytes = source;
     for (uint32_t code = 0; code <= mask; code++) table[code] = decode(format, code);

@@ -6,9 +6,10 @@
 #include <emmintrin.h>
 #endif
 
-/* Elements on a side of the square that is copied at a time: its lines on both sides stay in the first-level cache, also
- * where strides are powers of two and lines compete for the same places. Transposing 4096 x 4096 f32 on Zen 5 with squares
- * of 16, 32 and 64: 5.7, 3.0 and 2.7 GB/s in registers, 3.1, 2.3 and 1.9 one by one (numpy's copy: 0.6; memcpy: 22). */
+/* Elements on a side of the square that is copied at a time: its lines on both sides stay in the first-level cache,
+ * also where strides are powers of two and lines compete for the same places. Transposing 4096 x 4096 f32 on Zen 5 with
+ * squares of 16, 32 and 64: 5.7, 3.0 and 2.7 GB/s in registers, 3.1, 2.3 and 1.9 one by one (numpy's copy: 0.6; memcpy:
+ * 22). */
 #define TILE ((uint64_t)16)
 
 static sl_plane at(sl_plane plane, uint64_t row, uint64_t column) {
@@ -31,8 +32,8 @@ static inline void copy_tile(size_t element, uint64_t rows, uint64_t columns, sl
 
 #ifdef HAS_SSE2
 
-/* Where source columns and destination rows lie side by side a block of 8 x 8 or 4 x 4 elements is transposed in registers,
- * by interleaving pairs of lines until each holds one row. SSE2 is in every x86-64. */
+/* Where source columns and destination rows lie side by side a block of 8 x 8 or 4 x 4 elements is transposed in
+ * registers, by interleaving pairs of lines until each holds one row. SSE2 is in every x86-64. */
 
 static __m128i load(const uint8_t *memory) { return _mm_loadu_si128((const __m128i *)(const void *)memory); }
 static void store(uint8_t *memory, __m128i lanes) { _mm_storeu_si128((__m128i *)(void *)memory, lanes); }

@@ -1,10 +1,10 @@
-/* The block types of ggml that are only read: to f32, in scalar C for every tier. Each block is described where it is
+/* The block types of ggml that have scalar C only, for every tier: to f32. Each block is described where it is
  * restored; the source of all is https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Products and sums are
  * rounded one by one in ggml's order, which is gguf-py's too.
  *
  * All the speed that there is here comes from loops that compilers make vectors of: their lengths are constants, their
  * bodies do one thing to bytes or floats side by side, and shifts are constants once all is inlined. */
-#include "kernels/convert.h"
+#include "kernels/quant.h"
 #include "kernels/scalar.h"
 
 /* Elements of the small blocks, QK4_1 and the like, and of the super-blocks, QK_K. */
@@ -49,13 +49,7 @@ SL_INLINE void add_bit(int8_t codes[16], const uint8_t bytes[16], uint8_t mask, 
 
 static float half_at(const uint8_t *source) { return float_of(f16_to_f32(load16(source, 0))); }
 
-/* ---- blocks of 32: one or two f16, then the codes of elements j (low nibbles) and j + 16 (high ones) ---- */
-
-/* x = code * d + m. */
-typedef struct sl_q4_1 {
-    uint8_t d[2], m[2], codes[16];
-} sl_q4_1;
-_Static_assert(sizeof(sl_q4_1) == 20, "blocks lie in files without padding");
+/* ---- blocks of 32 (quant.h) ---- */
 
 static void sl_q4_1_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q4_1 *block = source;
@@ -71,12 +65,6 @@ static void sl_q4_1_to_f32_scalar(const void *source, void *destination, size_t 
         put(out, values, SMALL);
     }
 }
-
-/* The fifth bit of element j is bit j of `high`. x = (code - 16) * d. */
-typedef struct sl_q5_0 {
-    uint8_t d[2], high[4], codes[16];
-} sl_q5_0;
-_Static_assert(sizeof(sl_q5_0) == 22, "blocks lie in files without padding");
 
 /* Adds the fifth bits of 16 codes, and takes `less` from all. */
 SL_INLINE void add_fifth(int8_t codes[16], const uint8_t high[2], int8_t less) {
@@ -101,12 +89,6 @@ static void sl_q5_0_to_f32_scalar(const void *source, void *destination, size_t 
         put_scaled(out + 64, codes, d);
     }
 }
-
-/* x = code * d + m. */
-typedef struct sl_q5_1 {
-    uint8_t d[2], m[2], high[4], codes[16];
-} sl_q5_1;
-_Static_assert(sizeof(sl_q5_1) == 24, "blocks lie in files without padding");
 
 static void sl_q5_1_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q5_1 *block = source;
@@ -147,7 +129,8 @@ static void sl_iq4_nl_to_f32_scalar(const void *source, void *destination, size_
         put_from_table(out, TABLE, block->codes, half_at(block->d));
 }
 
-/* The scale is 2^(exponent - 128), half of E8M0's, as the values are twice those of E2M1 (OCP Microscaling Formats v1.0). */
+/* The scale is 2^(exponent - 128), half of E8M0's, as the values are twice those of E2M1 (OCP Microscaling Formats
+ * v1.0). */
 typedef struct sl_mxfp4 {
     uint8_t exponent, codes[16];
 } sl_mxfp4;
@@ -174,7 +157,8 @@ typedef struct sl_q2_k {
 _Static_assert(sizeof(sl_q2_k) == 84, "blocks lie in files without padding");
 
 /* Two runs, whose codes lie at the same bits of 32 bytes. */
-SL_INLINE void q2_k_runs(uint8_t *out, const uint8_t bytes[32], unsigned shift, const uint8_t scales[2], float d, float dmin) {
+SL_INLINE void q2_k_runs(uint8_t *out, const uint8_t bytes[32], unsigned shift, const uint8_t scales[2], float d,
+                         float dmin) {
     int8_t codes[16];
     for (size_t k = 0; k < 2; k++) {
         float scale = d * (float)(scales[k] & 15), minimum = dmin * (float)(scales[k] >> 4);
@@ -198,15 +182,16 @@ static void sl_q2_k_to_f32_scalar(const void *source, void *destination, size_t 
     }
 }
 
-/* 16 runs of 16. x = (d * (scale - 32)) * (code - 4 unless its bit of `high` is set). Scales have 6 bits: the low 4 of runs
- * k and k + 8 share byte k, the high 2 of runs k, k + 4, k + 8 and k + 12 share byte 8 + k. */
+/* 16 runs of 16. x = (d * (scale - 32)) * (code - 4 unless its bit of `high` is set). Scales have 6 bits: the low 4 of
+ * runs k and k + 8 share byte k, the high 2 of runs k, k + 4, k + 8 and k + 12 share byte 8 + k. */
 typedef struct sl_q3_k {
     uint8_t high[32], codes[64], scales[12], d[2];
 } sl_q3_k;
 _Static_assert(sizeof(sl_q3_k) == 110, "blocks lie in files without padding");
 
 /* Two runs, whose codes lie at the same bits of 32 bytes. */
-SL_INLINE void q3_k_runs(uint8_t *out, const uint8_t bytes[32], unsigned shift, const sl_q3_k *block, size_t run, float d) {
+SL_INLINE void q3_k_runs(uint8_t *out, const uint8_t bytes[32], unsigned shift, const sl_q3_k *block, size_t run,
+                         float d) {
     int8_t codes[16];
     for (size_t k = 0; k < 2; k++, run++) {
         unsigned low = block->scales[run % 8] >> (run < 8 ? 0 : 4) & 15;
@@ -258,7 +243,8 @@ typedef struct sl_q4_k {
 _Static_assert(sizeof(sl_q4_k) == 144, "blocks lie in files without padding");
 
 /* A run: the nibbles of 32 bytes, and a fifth bit out of `high` unless that is NULL. */
-SL_INLINE void q4_k_run(uint8_t *out, const uint8_t bytes[32], unsigned shift, const uint8_t *high, size_t run, scaled by) {
+SL_INLINE void q4_k_run(uint8_t *out, const uint8_t bytes[32], unsigned shift, const uint8_t *high, size_t run,
+                        scaled by) {
     int8_t codes[16];
     for (size_t k = 0; k < 2; k++) {
         take_bits(codes, bytes + 16 * k, shift, 15);
@@ -292,7 +278,8 @@ static void sl_q5_k_to_f32_scalar(const void *source, void *destination, size_t 
         float d = half_at(block->d), dmin = half_at(block->dmin);
         for (size_t run = 0; run < 8; run += 2, out += 256) {
             q4_k_run(out, block->codes + 16 * run, 0, block->high, run, six_bits(block->scales, run, d, dmin));
-            q4_k_run(out + 128, block->codes + 16 * run, 4, block->high, run + 1, six_bits(block->scales, run + 1, d, dmin));
+            q4_k_run(out + 128, block->codes + 16 * run, 4, block->high, run + 1,
+                     six_bits(block->scales, run + 1, d, dmin));
         }
     }
 }
@@ -307,8 +294,8 @@ typedef struct sl_q6_k {
 _Static_assert(sizeof(sl_q6_k) == 210, "blocks lie in files without padding");
 
 /* Two runs, whose codes lie at the same bits of 32 bytes each. */
-SL_INLINE void q6_k_runs(uint8_t *out, const uint8_t low[32], unsigned low_shift, const uint8_t high[32], unsigned high_shift,
-                         const int8_t scales[2], float d) {
+SL_INLINE void q6_k_runs(uint8_t *out, const uint8_t low[32], unsigned low_shift, const uint8_t high[32],
+                         unsigned high_shift, const int8_t scales[2], float d) {
     int8_t codes[16], top[16];
     for (size_t k = 0; k < 2; k++) {
         float scale = d * (float)scales[k];
@@ -336,10 +323,15 @@ static void sl_q6_k_to_f32_scalar(const void *source, void *destination, size_t 
 }
 
 const sl_kernel sl_dequant_kernels[] = {
-    {SL_Q4_1, SL_F32, sl_q4_1_to_f32_scalar},   {SL_Q5_0, SL_F32, sl_q5_0_to_f32_scalar},
-    {SL_Q5_1, SL_F32, sl_q5_1_to_f32_scalar},   {SL_Q2_K, SL_F32, sl_q2_k_to_f32_scalar},
-    {SL_Q3_K, SL_F32, sl_q3_k_to_f32_scalar},   {SL_Q4_K, SL_F32, sl_q4_k_to_f32_scalar},
-    {SL_Q5_K, SL_F32, sl_q5_k_to_f32_scalar},   {SL_Q6_K, SL_F32, sl_q6_k_to_f32_scalar},
-    {SL_MXFP4, SL_F32, sl_mxfp4_to_f32_scalar}, {SL_IQ4_NL, SL_F32, sl_iq4_nl_to_f32_scalar},
+    {SL_Q4_1, SL_F32, sl_q4_1_to_f32_scalar},
+    {SL_Q5_0, SL_F32, sl_q5_0_to_f32_scalar},
+    {SL_Q5_1, SL_F32, sl_q5_1_to_f32_scalar},
+    {SL_Q2_K, SL_F32, sl_q2_k_to_f32_scalar},
+    {SL_Q3_K, SL_F32, sl_q3_k_to_f32_scalar},
+    {SL_Q4_K, SL_F32, sl_q4_k_to_f32_scalar},
+    {SL_Q5_K, SL_F32, sl_q5_k_to_f32_scalar},
+    {SL_Q6_K, SL_F32, sl_q6_k_to_f32_scalar},
+    {SL_MXFP4, SL_F32, sl_mxfp4_to_f32_scalar},
+    {SL_IQ4_NL, SL_F32, sl_iq4_nl_to_f32_scalar},
     {-1, -1, NULL},
 };

@@ -1,5 +1,5 @@
-/* Instruction sets: which ones this compiler has, and the functions that may use them. Files are compiled for the baseline;
- * only functions marked here use more, and only where tier.c has found that the processor has it. */
+/* Instruction sets: which ones this compiler has, and the functions that may use them. Files are compiled for the
+ * baseline; only functions marked here use more, and only where tier.c has found that the processor has it. */
 #ifndef SL_ISA_H
 #define SL_ISA_H
 

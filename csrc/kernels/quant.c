@@ -5,12 +5,18 @@
 
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count) {
     const sl_dtype_info *info = sl_dtype_get(dtype);
-    size_t block_bytes = (size_t)info->block_bytes, scales = (size_t)info->scale_count;
-    const uint8_t *d = (const uint8_t *)blocks + info->scale_at;
-    for (uint64_t i = 0; i < count; i++, d += block_bytes)
-        for (size_t k = 0; k < scales; k++)
-            if ((d[2 * k + 1] & 0x7c) == 0x7c) return i; /* an f16 exponent of all ones */
-    return count;
+    size_t block_bytes = (size_t)info->block_bytes;
+    uint64_t first = count;
+    for (int32_t k = 0; k < info->scale_count; k++) {
+        const uint8_t *d = (const uint8_t *)blocks + info->scale_at + 2 * k;
+        uint64_t i = 0;
+        while (i < first && (d[1] & 0x7c) != 0x7c) { /* an f16 exponent of all ones */
+            i++;
+            d += block_bytes;
+        }
+        first = i;
+    }
+    return first;
 }
 
 /* ---- the same in memory, for tests and benches ---- */
@@ -32,7 +38,8 @@ int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_
     return SL_OK;
 }
 
-int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors, int32_t each) {
+int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors,
+                   int32_t each) {
     if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
     sl_quant quant = sl_tier_quant(tier);
     if (each)

@@ -1,8 +1,9 @@
 /* Quantization. Scalar C is the definition; every other tier gives the same bits.
  *
- * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0, and back. Each block of
- * SL_QK elements has a scale d of its own, an f16, and d is not finite exactly where an element is not, or where f16
- * cannot hold the scale: sl_blocks_finite finds such blocks, whose codes mean nothing.
+ * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0, and back; SL_Q4_1,
+ * SL_Q5_0 and SL_Q5_1 (as ggml rounds) in scalar C only. Each block of SL_QK elements has a scale d of its own, an f16,
+ * and d is not finite exactly where an element is not, or where f16 cannot hold the scale: sl_blocks_finite finds such
+ * blocks, whose codes mean nothing.
  *
  * int8 has one scale for a tensor or a channel, so that it takes two passes: the largest |x|, then the codes.
  */
@@ -26,20 +27,39 @@ typedef struct sl_q8_0 {
     int8_t codes[32];
 } sl_q8_0;
 
-_Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34, "blocks lie in files without padding");
+/* Value j is (low nibble of codes[j]) * d + m, value j + 16 the same with the high nibble. */
+typedef struct sl_q4_1 {
+    uint8_t d[2], m[2]; /* f16 */
+    uint8_t codes[16];
+} sl_q4_1;
+
+/* As sl_q4_0 and sl_q4_1, with codes of five bits, (code - 16) * d and code * d + m: the fifth bit of code j is bit j
+ * of `high`. */
+typedef struct sl_q5_0 {
+    uint8_t d[2], high[4], codes[16];
+} sl_q5_0;
+
+typedef struct sl_q5_1 {
+    uint8_t d[2], m[2], high[4], codes[16];
+} sl_q5_1;
+
+_Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34 && sizeof(sl_q4_1) == 20 && sizeof(sl_q5_0) == 22 &&
+                   sizeof(sl_q5_1) == 24,
+               "blocks lie in files without padding");
 
 /* f32 bits without sign that are infinity or NaN are not below this: as integers, NaN > infinity > finite. */
 #define SL_F32_INFINITY 0x7f800000u
 
-/* The largest scale whose inverse f32 cannot hold: 2^128 is infinity, and the inverse of the next larger scale, 2^-128 +
- * 2^-149, is finite. */
+/* The largest scale whose inverse f32 cannot hold: 2^128 is infinity, and the inverse of the next larger scale, 2^-128
+ * + 2^-149, is finite. */
 #define SL_SCALE_WITHOUT_INVERSE 0x1p-128f
 
 /* trunc(x + copysign(SL_BELOW_HALF, x)) rounds half away from zero, for every f32. One half itself would not do: the
  * largest f32 below 0.5, plus 0.5, rounds to 1. */
 #define SL_BELOW_HALF 0x1.fffffep-2f
 
-/* f32 and 16-bit elements lie at any alignment in the byte order of files; factors and `absmax` belong to this machine. */
+/* f32 and 16-bit elements lie at any alignment in the byte order of files; factors and `absmax` belong to this machine.
+ */
 typedef struct sl_quant {
     /* f32 bits of the largest |x|, 0 of nothing; not below SL_F32_INFINITY when some x is not finite. */
     uint32_t (*absmax_f32)(const void *source, size_t count);

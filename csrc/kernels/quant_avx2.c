@@ -9,9 +9,13 @@
 #define STEP ((size_t)32)
 
 /* Register k of 32 f32. */
-TARGET static __m256 load_f32(const uint8_t *source, int k) { return _mm256_loadu_ps((const float *)(source + 32 * k)); }
+TARGET static __m256 load_f32(const uint8_t *source, int k) {
+    return _mm256_loadu_ps((const float *)(source + 32 * k));
+}
 
-TARGET static __m256i load_bits(const uint8_t *source, int k) { return _mm256_loadu_si256((const __m256i *)(source + 32 * k)); }
+TARGET static __m256i load_bits(const uint8_t *source, int k) {
+    return _mm256_loadu_si256((const __m256i *)(source + 32 * k));
+}
 
 /* ---- the largest |x| ---- */
 
@@ -54,7 +58,8 @@ TARGET static uint16_t absmax_half(const uint8_t *in, size_t count) {
 TARGET static uint32_t sl_absmax_bf16_avx2(const void *source, size_t count) {
     const uint8_t *in = source;
     size_t done = count / (2 * STEP) * (2 * STEP);
-    uint32_t absmax = (uint32_t)absmax_half(in, count) << 16, rest = sl_quant_scalar.absmax_bf16(in + 2 * done, count - done);
+    uint32_t absmax = (uint32_t)absmax_half(in, count) << 16,
+             rest = sl_quant_scalar.absmax_bf16(in + 2 * done, count - done);
     return absmax > rest ? absmax : rest;
 }
 
@@ -63,7 +68,8 @@ TARGET static uint32_t sl_absmax_f16_avx2(const void *source, size_t count) {
     size_t done = count / (2 * STEP) * (2 * STEP);
     uint16_t half = absmax_half(in, count);
     uint8_t bytes[2] = {(uint8_t)half, (uint8_t)(half >> 8)};
-    uint32_t absmax = sl_quant_scalar.absmax_f16(bytes, 1), rest = sl_quant_scalar.absmax_f16(in + 2 * done, count - done);
+    uint32_t absmax = sl_quant_scalar.absmax_f16(bytes, 1),
+             rest = sl_quant_scalar.absmax_f16(in + 2 * done, count - done);
     return absmax > rest ? absmax : rest;
 }
 
@@ -85,7 +91,8 @@ TARGET static __m256i round_away(__m256 value) {
     return _mm256_cvttps_epi32(_mm256_add_ps(value, _mm256_or_ps(sign, _mm256_set1_ps(SL_BELOW_HALF))));
 }
 
-/* The minimum is 127 for NaN, its second argument; what is far below -128 becomes 0x80000000 and is saturated by packs. */
+/* The minimum is 127 for NaN, its second argument; what is far below -128 becomes 0x80000000 and is saturated by packs.
+ */
 TARGET static __m256i int8_codes(__m256 value) { return round_away(_mm256_min_ps(value, _mm256_set1_ps(127.0f))); }
 
 /* 32 values, saturated. packs works within 128-bit lanes; the permutation puts its eighths in order. */
@@ -108,7 +115,8 @@ TARGET static void sl_f32_to_int8_avx2(const void *source, int8_t *destination, 
     sl_quant_scalar.to_int8(in + 4 * i, destination + i, count - i, factor);
 }
 
-TARGET static void sl_f32_to_int8_each_avx2(const void *source, int8_t *destination, size_t count, const float *factors) {
+TARGET static void sl_f32_to_int8_each_avx2(const void *source, int8_t *destination, size_t count,
+                                            const float *factors) {
     const uint8_t *in = source;
     size_t i = 0;
     for (; i + STEP <= count; i += STEP) {
@@ -135,7 +143,8 @@ TARGET static void sl_int8_to_f32_avx2(const int8_t *source, void *destination, 
     sl_quant_scalar.from_int8(source + i, out + 4 * i, count - i, factor);
 }
 
-TARGET static void sl_int8_to_f32_each_avx2(const int8_t *source, void *destination, size_t count, const float *factors) {
+TARGET static void sl_int8_to_f32_each_avx2(const int8_t *source, void *destination, size_t count,
+                                            const float *factors) {
     uint8_t *out = destination;
     size_t i = 0;
     for (; i + 8 <= count; i += 8) store_values(out + 4 * i, load_8(source + i), _mm256_loadu_ps(factors + i));
@@ -228,18 +237,20 @@ TARGET static void sl_f32_to_q4_0_absmax_avx2(const void *source, void *destinat
 }
 
 TARGET static __m256i most_positive(const uint8_t *x) {
-    return _mm256_max_epi32(_mm256_max_epi32(load_bits(x, 0), load_bits(x, 1)), _mm256_max_epi32(load_bits(x, 2), load_bits(x, 3)));
+    return _mm256_max_epi32(_mm256_max_epi32(load_bits(x, 0), load_bits(x, 1)),
+                            _mm256_max_epi32(load_bits(x, 2), load_bits(x, 3)));
 }
 
 TARGET static __m256i most_negative(const uint8_t *x) {
-    return _mm256_max_epu32(_mm256_max_epu32(load_bits(x, 0), load_bits(x, 1)), _mm256_max_epu32(load_bits(x, 2), load_bits(x, 3)));
+    return _mm256_max_epu32(_mm256_max_epu32(load_bits(x, 0), load_bits(x, 1)),
+                            _mm256_max_epu32(load_bits(x, 2), load_bits(x, 3)));
 }
 
 TARGET static __m128i signed_max_of_blocks(const uint8_t *in) {
     __m128i most = largest_of_each(most_positive(in), most_positive(in + BLOCK), most_positive(in + 2 * BLOCK),
                                    most_positive(in + 3 * BLOCK));
-    __m128i lowest = largest_of_each_unsigned(most_negative(in), most_negative(in + BLOCK), most_negative(in + 2 * BLOCK),
-                                              most_negative(in + 3 * BLOCK));
+    __m128i lowest = largest_of_each_unsigned(most_negative(in), most_negative(in + BLOCK),
+                                              most_negative(in + 2 * BLOCK), most_negative(in + 3 * BLOCK));
     return signed_max(most, lowest, in);
 }
 

@@ -1,5 +1,5 @@
-/* Quantization with AVX-512, only where it beats AVX2 by 1.2x with the data in cache: memory is slower than the rest. What is
- * not explained here is in quant_avx2.c. */
+/* Quantization with AVX-512, only where it beats AVX2 by 1.2x with the data in cache: memory is slower than the rest.
+ * What is not explained here is in quant_avx2.c. */
 #include "kernels/quant_x86.h"
 
 #ifdef SL_X86
@@ -34,7 +34,8 @@ TARGET static void sl_f32_to_int8_avx512(const void *source, int8_t *destination
     sl_quant_scalar.to_int8(in + 4 * i, destination + i, count - i, factor);
 }
 
-TARGET static void sl_f32_to_int8_each_avx512(const void *source, int8_t *destination, size_t count, const float *factors) {
+TARGET static void sl_f32_to_int8_each_avx512(const void *source, int8_t *destination, size_t count,
+                                              const float *factors) {
     const uint8_t *in = source;
     size_t i = 0;
     for (; i + 16 <= count; i += 16) {
@@ -136,8 +137,8 @@ TARGET static __m512i most_negative(const uint8_t *x) { return _mm512_max_epu32(
 TARGET static __m128i signed_max_of_blocks(const uint8_t *in) {
     __m128i most = largest_of_each(most_positive(in), most_positive(in + BLOCK), most_positive(in + 2 * BLOCK),
                                    most_positive(in + 3 * BLOCK));
-    __m128i lowest = largest_of_each_unsigned(most_negative(in), most_negative(in + BLOCK), most_negative(in + 2 * BLOCK),
-                                              most_negative(in + 3 * BLOCK));
+    __m128i lowest = largest_of_each_unsigned(most_negative(in), most_negative(in + BLOCK),
+                                              most_negative(in + 2 * BLOCK), most_negative(in + 3 * BLOCK));
     return signed_max(most, lowest, in);
 }
 

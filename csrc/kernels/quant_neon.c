@@ -53,7 +53,8 @@ static uint16_t absmax_half(const uint8_t *in, size_t count) {
 static uint32_t sl_absmax_bf16_neon(const void *source, size_t count) {
     const uint8_t *in = source;
     size_t done = count / STEP * STEP;
-    uint32_t absmax = (uint32_t)absmax_half(in, count) << 16, rest = sl_quant_scalar.absmax_bf16(in + 2 * done, count - done);
+    uint32_t absmax = (uint32_t)absmax_half(in, count) << 16,
+             rest = sl_quant_scalar.absmax_bf16(in + 2 * done, count - done);
     return absmax > rest ? absmax : rest;
 }
 
@@ -61,7 +62,8 @@ static uint32_t sl_absmax_f16_neon(const void *source, size_t count) {
     const uint8_t *in = source;
     size_t done = count / STEP * STEP;
     uint16_t half = absmax_half(in, count);
-    uint32_t absmax = sl_quant_scalar.absmax_f16(&half, 1), rest = sl_quant_scalar.absmax_f16(in + 2 * done, count - done);
+    uint32_t absmax = sl_quant_scalar.absmax_f16(&half, 1),
+             rest = sl_quant_scalar.absmax_f16(in + 2 * done, count - done);
     return absmax > rest ? absmax : rest;
 }
 
@@ -208,13 +210,14 @@ static int16x8_t truncated(const uint8_t *x, int k, float32x4_t inverse) {
     return vminq_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high)), vdupq_n_s16(15));
 }
 
-/* The scalar kernel has blocks that are not finite or have no inverse, and those where the largest positive and the most
- * negative are as large as each other, so that the first decides. */
+/* The scalar kernel has blocks that are not finite or have no inverse, and those where the largest positive and the
+ * most negative are as large as each other, so that the first decides. */
 static void sl_f32_to_q4_0_neon(const void *source, void *destination, size_t count) {
     sl_q4_0 *block = destination;
     for (size_t b = 0; b < count / SL_QK; b++, block++) {
         const uint8_t *x = (const uint8_t *)source + BLOCK * b;
-        uint32_t positive = most_positive(x), negative = most_negative(x), absmax = positive > negative ? positive : negative;
+        uint32_t positive = most_positive(x), negative = most_negative(x),
+                 absmax = positive > negative ? positive : negative;
         float scale = float_of(absmax) * 0.125f;
         if (absmax >= SL_F32_INFINITY || positive == negative || !(scale > SL_SCALE_WITHOUT_INVERSE)) {
             sl_convert_rest(SL_F32, SL_Q4_0, x, block, SL_QK);

@@ -21,8 +21,8 @@ static uint32_t absmax_half(const void *source, size_t count) {
 
 static uint32_t sl_absmax_bf16_scalar(const void *source, size_t count) { return absmax_half(source, count) << 16; }
 
-/* One NaN for all: once quieted they are no longer in the order of their codes, and the largest of parts would not be that
- * of the whole. */
+/* One NaN for all: once quieted they are no longer in the order of their codes, and the largest of parts would not be
+ * that of the whole. */
 static uint32_t sl_absmax_f16_scalar(const void *source, size_t count) {
     uint32_t absmax = absmax_half(source, count);
     return absmax > 0x7c00 ? 0x7fc00000 : f16_to_f32((uint16_t)absmax);
@@ -84,9 +84,9 @@ static void store_f16(uint8_t *destination, float value) {
 /* The scale of a block that holds NaN or infinity: a NaN. */
 #define NOT_FINITE 0x7e00
 
-/* d = absmax / 7 and 1 / d in f32. Where 1 / d is not finite (absmax 0, or below about 2^-125) the block is zeros: d 0, every
- * nibble 8. d is rounded to f16 for the block only: from 2^-25 down that is 0, and the codes, which come from the f32,
- * are not zero but restore to 0. */
+/* d = absmax / 7 and 1 / d in f32. Where 1 / d is not finite (absmax 0, or below about 2^-125) the block is zeros: d 0,
+ * every nibble 8. d is rounded to f16 for the block only: from 2^-25 down that is 0, and the codes, which come from the
+ * f32, are not zero but restore to 0. */
 static void q4_0_absmax_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -120,9 +120,9 @@ static float signed_max(const uint8_t *x, uint32_t absmax) {
     return float_of(load32(x, i));
 }
 
-/* What ggml's reference (quantize_row_q4_0_ref in ggml-quants.c) gives when it is compiled for x86, down to the scales that
- * have no inverse: there x * infinity is infinity or NaN, which cvttps2dq makes 0x80000000, and its low byte is the code.
- * Zeros of either sign have the scale -0. */
+/* What ggml's reference (quantize_row_q4_0_ref in ggml-quants.c) gives when it is compiled for x86, down to the scales
+ * that have no inverse: there x * infinity is infinity or NaN, which cvttps2dq makes 0x80000000, and its low byte is
+ * the code. Zeros of either sign have the scale -0. */
 static void q4_0_ggml_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -165,6 +165,103 @@ static void sl_f32_to_q8_0_scalar(const void *source, void *destination, size_t 
     for (size_t b = 0; b < count / SL_QK; b++) q8_0_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
+/* Codes of five bits, their fifth bits apart. */
+static void store_five_bits(const uint8_t codes[SL_QK], uint8_t high[4], uint8_t nibbles[16]) {
+    uint32_t fifth = 0;
+    for (size_t j = 0; j < 16; j++) {
+        nibbles[j] = (uint8_t)((codes[j] & 15) | codes[j + 16] << 4);
+        fifth |= (uint32_t)(codes[j] >> 4) << j | (uint32_t)(codes[j + 16] >> 4) << (j + 16);
+    }
+    store32(high, 0, fifth);
+}
+
+/* ggml's quantize_row_q5_0_ref. What is said of q4_0_ggml_block holds here. */
+static void q5_0_block(const uint8_t *x, sl_q5_0 *block) {
+    uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
+    memset(block, 0, sizeof *block);
+    if (absmax >= SL_F32_INFINITY) {
+        store16(block->d, 0, NOT_FINITE);
+        return;
+    }
+    float d = signed_max(x, absmax) * -0.0625f;
+    store_f16(block->d, d);
+    bool has_inverse = d < -SL_SCALE_WITHOUT_INVERSE || d > SL_SCALE_WITHOUT_INVERSE;
+    if (!has_inverse && d != 0.0f) return;
+    float inverse = has_inverse ? 1.0f / d : 0.0f;
+    uint8_t codes[SL_QK];
+    for (size_t i = 0; i < SL_QK; i++) {
+        float product = float_of(load32(x, i)) * inverse, sum = product + 16.5f;
+        codes[i] = (uint8_t)(sum < 32.0f ? (int32_t)sum : 31); /* from 0 */
+    }
+    store_five_bits(codes, block->high, block->codes);
+}
+
+/* The scale of codes from 0 to `most` between the smallest and the largest element, and the smallest, to `d` and `m`.
+ * False when the codes are zeros: no element differs, the scale has no inverse or the difference overflows (the scale
+ * is infinite then), or some element is not finite (the scale is a NaN). */
+static bool scale_of_range(const uint8_t *x, float most, uint8_t d[2], uint8_t m[2], float *least, float *inverse) {
+    if (sl_absmax_f32_scalar(x, SL_QK) >= SL_F32_INFINITY) {
+        store16(d, 0, NOT_FINITE);
+        return false;
+    }
+    float smallest = float_of(load32(x, 0)), largest = smallest;
+    for (size_t i = 1; i < SL_QK; i++) { /* of zeros of both signs the first counts */
+        float value = float_of(load32(x, i));
+        if (value < smallest) smallest = value;
+        if (value > largest) largest = value;
+    }
+    float difference = largest - smallest, scale = difference / most;
+    store_f16(d, scale);
+    store_f16(m, smallest);
+    *least = smallest;
+    if (!(scale > SL_SCALE_WITHOUT_INVERSE)) return false;
+    *inverse = 1.0f / scale;
+    return *inverse > 0.0f;
+}
+
+/* Of scale_of_range; ggml adds a half and truncates. */
+static uint8_t code_in_range(const uint8_t *x, size_t i, float least, float inverse) {
+    float above = float_of(load32(x, i)) - least, product = above * inverse, sum = product + 0.5f;
+    return (uint8_t)(int32_t)sum;
+}
+
+/* ggml's quantize_row_q4_1_ref. */
+static void q4_1_block(const uint8_t *x, sl_q4_1 *block) {
+    float least, inverse;
+    memset(block, 0, sizeof *block);
+    if (!scale_of_range(x, 15.0f, block->d, block->m, &least, &inverse)) return;
+    for (size_t i = 0; i < SL_QK; i++) {
+        uint8_t code = code_in_range(x, i, least, inverse);
+        code = code < 15 ? code : 15;
+        block->codes[i % 16] |= (uint8_t)(i < 16 ? code : code << 4);
+    }
+}
+
+/* ggml's quantize_row_q5_1_ref. */
+static void q5_1_block(const uint8_t *x, sl_q5_1 *block) {
+    float least, inverse;
+    uint8_t codes[SL_QK];
+    memset(block, 0, sizeof *block);
+    if (!scale_of_range(x, 31.0f, block->d, block->m, &least, &inverse)) return;
+    for (size_t i = 0; i < SL_QK; i++) codes[i] = code_in_range(x, i, least, inverse);
+    store_five_bits(codes, block->high, block->codes);
+}
+
+static void sl_f32_to_q4_1_scalar(const void *source, void *destination, size_t count) {
+    sl_q4_1 *blocks = destination;
+    for (size_t b = 0; b < count / SL_QK; b++) q4_1_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
+}
+
+static void sl_f32_to_q5_0_scalar(const void *source, void *destination, size_t count) {
+    sl_q5_0 *blocks = destination;
+    for (size_t b = 0; b < count / SL_QK; b++) q5_0_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
+}
+
+static void sl_f32_to_q5_1_scalar(const void *source, void *destination, size_t count) {
+    sl_q5_1 *blocks = destination;
+    for (size_t b = 0; b < count / SL_QK; b++) q5_1_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
+}
+
 /* ---- blocks to f32 ---- */
 
 static void sl_q4_0_to_f32_scalar(const void *source, void *destination, size_t count) {
@@ -181,13 +278,17 @@ static void sl_q4_0_to_f32_scalar(const void *source, void *destination, size_t 
 static void sl_q8_0_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q8_0 *block = source;
     for (size_t i = 0; i < count; i += SL_QK, block++)
-        sl_int8_to_f32_scalar(block->codes, (uint8_t *)destination + 4 * i, SL_QK, float_of(f16_to_f32(load16(block->d, 0))));
+        sl_int8_to_f32_scalar(block->codes, (uint8_t *)destination + 4 * i, SL_QK,
+                              float_of(f16_to_f32(load16(block->d, 0))));
 }
 
 const sl_kernel sl_quant_kernels_scalar[] = {
     {SL_F32, SL_Q4_0_ABSMAX, sl_f32_to_q4_0_absmax_scalar},
     {SL_F32, SL_Q4_0, sl_f32_to_q4_0_scalar},
     {SL_F32, SL_Q8_0, sl_f32_to_q8_0_scalar},
+    {SL_F32, SL_Q4_1, sl_f32_to_q4_1_scalar},
+    {SL_F32, SL_Q5_0, sl_f32_to_q5_0_scalar},
+    {SL_F32, SL_Q5_1, sl_f32_to_q5_1_scalar},
     {SL_Q4_0, SL_F32, sl_q4_0_to_f32_scalar},
     {SL_Q8_0, SL_F32, sl_q8_0_to_f32_scalar},
     {-1, -1, NULL},

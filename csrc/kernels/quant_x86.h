@@ -12,12 +12,12 @@
 #define BLOCK (4 * SL_QK)
 /* Blocks that share their reductions and divisions. Fewer go to the scalar kernel. */
 #define TOGETHER ((size_t)4)
-/* Blocks that get their scales before any of them gets its codes: a scale takes some 60 cycles from load to inverse, which
- * only other scales can hide (2.9 ns a block instead of 5.5). 4 KiB of f32 stay in the first-level cache. */
+/* Blocks that get their scales before any of them gets its codes: a scale takes some 60 cycles from load to inverse,
+ * which only other scales can hide (2.9 ns a block instead of 5.5). 4 KiB of f32 stay in the first-level cache. */
 #define BATCH ((size_t)32)
 
-/* Fetches the block that lies two batches further on, if there is one: while a batch gets its codes nothing else is read, and
- * the processor's own fetching falls behind (10 ns a block from memory instead of 3.5). */
+/* Fetches the block that lies two batches further on, if there is one: while a batch gets its codes nothing else is
+ * read, and the processor's own fetching falls behind (10 ns a block from memory instead of 3.5). */
 static inline void fetch_ahead(const uint8_t *x) {
     const char *line = (const char *)((uintptr_t)x + 2 * BLOCK * BATCH); /* past the end nothing happens */
     _mm_prefetch(line, _MM_HINT_T0);
@@ -49,8 +49,8 @@ SL_AVX2 static inline void store_f16(uint8_t *out, size_t block_bytes, __m128 d)
     memcpy(out + 3 * block_bytes, &halves[3], sizeof *halves);
 }
 
-/* The scales of four blocks and their inverses, of the bits of their largest |x|. False when that is a case for the scalar
- * kernel: here, some element is not finite. */
+/* The scales of four blocks and their inverses, of the bits of their largest |x|. False when that is a case for the
+ * scalar kernel: here, some element is not finite. */
 SL_AVX2 static inline bool scales_absmax(__m128i absmax, sl_q4_0 *out, float *inverses) {
     __m128 d = _mm_div_ps(_mm_castsi128_ps(absmax), _mm_set1_ps(7.0f)), kept = invertible(d);
     store_inverses(inverses, d, kept);
@@ -75,9 +75,9 @@ static inline uint32_t sign_of_first(const uint8_t *in, uint32_t absmax) {
     return bits & 0x80000000;
 }
 
-/* Of four blocks the largest |x|, with the sign of the first element that has it; +0 for zeros. `most` are their largest bits
- * as i32, those of the largest positive if there is one, `lowest` as u32, those of the most negative if there is one. Only
- * where these two are as large as each other must one look which comes first. */
+/* Of four blocks the largest |x|, with the sign of the first element that has it; +0 for zeros. `most` are their
+ * largest bits as i32, those of the largest positive if there is one, `lowest` as u32, those of the most negative if
+ * there is one. Only where these two are as large as each other must one look which comes first. */
 SL_AVX2 static inline __m128i signed_max(__m128i most, __m128i lowest, const uint8_t *in) {
     const __m128i zero = _mm_setzero_si128(), sign = _mm_set1_epi32((int)0x80000000u);
     __m128i positive = _mm_max_epi32(most, zero);

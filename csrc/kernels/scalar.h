@@ -89,8 +89,10 @@ static inline uint64_t narrow(uint64_t bits, int from_mantissa, int from_bias, i
     int target = exponent - from_bias + to_bias; /* the exponent field it would have */
     if (target >= 1) return round_shift(bits, shift) + ((uint64_t)((int64_t)to_bias - from_bias) << to_mantissa);
     uint64_t mantissa = bits & (((uint64_t)1 << from_mantissa) - 1);
-    if (exponent > 0) mantissa |= (uint64_t)1 << from_mantissa;
-    else target++; /* a subnormal has the exponent of the smallest normal */
+    if (exponent > 0)
+        mantissa |= (uint64_t)1 << from_mantissa;
+    else
+        target++; /* a subnormal has the exponent of the smallest normal */
     return round_shift(mantissa, shift + 1 - target);
 }
 

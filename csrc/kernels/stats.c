@@ -36,7 +36,8 @@ static double fold(double lanes[SL_STATS_LANES]) {
 
 /* Statistics of a block of `count` > 0 from its lanes; false when a sum is not enough and nothing is set. */
 static bool summarize(sl_lanes *lanes, size_t count, sl_stats *block) {
-    double sum = fold(lanes->sums), squares = fold(lanes->squares), mean = sum / (double)count, left = squares - sum * mean;
+    double sum = fold(lanes->sums), squares = fold(lanes->squares), mean = sum / (double)count,
+           left = squares - sum * mean;
     if (lanes->zeros != count && !(squares >= LEAST_SQUARES && squares <= MOST_SQUARES && left >= squares * LEAST_LEFT))
         return false; /* NaN is on no side */
     sl_stats_clear(block);
@@ -80,9 +81,10 @@ static int64_t exponent_of(double min, double max) {
     return absmax >= MOST_UNSCALED ? SCALE : absmax < LEAST_UNSCALED && absmax > 0.0 ? -SCALE : 0;
 }
 
-/* Statistics with care: of the finite elements less their mean. `source` is f64 and may be `values`, `lanes` are its. */
-static void examine(sl_lanes_fn sum_f64, const void *source, size_t count, uint64_t index, double *values, sl_lanes *lanes,
-                    sl_stats *block) {
+/* Statistics with care: of the finite elements less their mean. `source` is f64 and may be `values`, `lanes` are its.
+ */
+static void examine(sl_lanes_fn sum_f64, const void *source, size_t count, uint64_t index, double *values,
+                    sl_lanes *lanes, sl_stats *block) {
     sl_stats_clear(block);
     block->finite = count;
     double squares = fold(lanes->squares);
@@ -113,7 +115,8 @@ static void examine(sl_lanes_fn sum_f64, const void *source, size_t count, uint6
     block->squares = left > 0.0 ? left : 0.0;
 }
 
-void sl_stats_add(sl_stats *stats, const sl_summer *summer, const void *source, size_t count, uint64_t index, double *spare) {
+void sl_stats_add(sl_stats *stats, const sl_summer *summer, const void *source, size_t count, uint64_t index,
+                  double *spare) {
     sl_lanes lanes, folded;
     sl_stats block;
     summer->sum(source, count, &lanes);

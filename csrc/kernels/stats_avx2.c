@@ -1,7 +1,7 @@
 /* Statistics with AVX2.
  *
- * A fused multiply-add is the multiplication and the addition here: the square of what was an f32 is exact in f64. Squares of
- * f64 are not, hence no FMA where they are summed. */
+ * A fused multiply-add is the multiplication and the addition here: the square of what was an f32 is exact in f64.
+ * Squares of f64 are not, hence no FMA where they are summed. */
 #include "kernels/isa.h"
 #include "kernels/stats.h"
 
@@ -92,7 +92,9 @@ TARGET_FMA static void sl_lanes_bf16_avx2(const void *source, size_t count, sl_l
     sl_lanes_rest(SL_BF16, in + 2 * i, count - i, lanes);
 }
 
-TARGET_FMA static inline __m256 f16_values(const uint8_t *in) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)in)); }
+TARGET_FMA static inline __m256 f16_values(const uint8_t *in) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)in));
+}
 
 TARGET_FMA static void sl_lanes_f16_avx2(const void *source, size_t count, sl_lanes *lanes) {
     const uint8_t *in = source;

@@ -1,5 +1,5 @@
-/* Statistics with AVX-512. f32 and 16-bit elements, where 16 lanes in two registers make it 1.6x AVX2; f64 is at memory's
- * limit there already. */
+/* Statistics with AVX-512. f32 and 16-bit elements, where 16 lanes in two registers make it 1.6x AVX2; f64 is at
+ * memory's limit there already. */
 #include "kernels/isa.h"
 #include "kernels/stats.h"
 
@@ -28,7 +28,8 @@ TARGET static inline void add_16(sums *all, __m512 values) {
     all->max = _mm512_max_ps(values, all->max);
     __mmask16 zero = _mm512_cmp_ps_mask(values, _mm512_setzero_ps(), _CMP_EQ_OQ);
     all->zeros = _mm512_mask_add_epi32(all->zeros, zero, all->zeros, _mm512_set1_epi32(1));
-    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(values)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(values, 1));
+    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(values)),
+            high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(values, 1));
     all->low = _mm512_add_pd(all->low, low);
     all->high = _mm512_add_pd(all->high, high);
     all->low_squares = _mm512_fmadd_pd(low, low, all->low_squares);
@@ -73,7 +74,8 @@ TARGET static void sl_lanes_f16_avx512(const void *source, size_t count, sl_lane
     sums all;
     size_t i = 0;
     start(&all);
-    for (; i + STEP <= count; i += STEP) add_16(&all, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(in + 2 * i))));
+    for (; i + STEP <= count; i += STEP)
+        add_16(&all, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(in + 2 * i))));
     finish(&all, lanes);
     sl_lanes_rest(SL_F16, in + 2 * i, count - i, lanes);
 }

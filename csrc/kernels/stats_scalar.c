@@ -50,13 +50,21 @@ static void sum(int32_t from, const void *source, size_t count, sl_lanes *lanes)
     sl_lanes_rest(from, source, count, lanes);
 }
 
-static void sl_lanes_f32_scalar(const void *source, size_t count, sl_lanes *lanes) { sum(SL_F32, source, count, lanes); }
+static void sl_lanes_f32_scalar(const void *source, size_t count, sl_lanes *lanes) {
+    sum(SL_F32, source, count, lanes);
+}
 
-static void sl_lanes_bf16_scalar(const void *source, size_t count, sl_lanes *lanes) { sum(SL_BF16, source, count, lanes); }
+static void sl_lanes_bf16_scalar(const void *source, size_t count, sl_lanes *lanes) {
+    sum(SL_BF16, source, count, lanes);
+}
 
-static void sl_lanes_f16_scalar(const void *source, size_t count, sl_lanes *lanes) { sum(SL_F16, source, count, lanes); }
+static void sl_lanes_f16_scalar(const void *source, size_t count, sl_lanes *lanes) {
+    sum(SL_F16, source, count, lanes);
+}
 
-static void sl_lanes_f64_scalar(const void *source, size_t count, sl_lanes *lanes) { sum(SL_F64, source, count, lanes); }
+static void sl_lanes_f64_scalar(const void *source, size_t count, sl_lanes *lanes) {
+    sum(SL_F64, source, count, lanes);
+}
 
 const sl_lanes_kernel sl_lanes_scalar[] = {
     {SL_F32, sl_lanes_f32_scalar},

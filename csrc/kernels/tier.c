@@ -19,24 +19,34 @@ static bool has_neon(void) { return sl_cpu_detect().neon; }
 
 static const struct {
     const char *name;
-    bool (*available)(void); /* on this processor; NULL where the compiler does not have it */
-    int32_t below;           /* the tier that has what this one has not */
+    bool (*available)(void);     /* on this processor; NULL where the compiler does not have it */
+    int32_t below;               /* the tier that has what this one has not */
     const sl_kernel *convert[4]; /* tables, NULL ends */
     const sl_quant *quant;       /* may have NULLs */
     const sl_lanes_kernel *stats;
 } TIERS[SL_TIER_COUNT] = {
-    [SL_TIER_SCALAR] = {"scalar", always, NOTHING_BELOW, {sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels},
-                        &sl_quant_scalar, sl_lanes_scalar},
+    [SL_TIER_SCALAR] = {"scalar",
+                        always,
+                        NOTHING_BELOW,
+                        {sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels},
+                        &sl_quant_scalar,
+                        sl_lanes_scalar},
 #ifdef SL_X86
-    [SL_TIER_AVX2] = {"avx2", has_avx2, SL_TIER_SCALAR, {sl_kernels_avx2, sl_quant_kernels_avx2}, &sl_quant_avx2, sl_lanes_avx2},
-    [SL_TIER_AVX512] = {"avx512", has_avx512, SL_TIER_AVX2, {sl_kernels_avx512, sl_quant_kernels_avx512}, &sl_quant_avx512,
+    [SL_TIER_AVX2] =
+        {"avx2", has_avx2, SL_TIER_SCALAR, {sl_kernels_avx2, sl_quant_kernels_avx2}, &sl_quant_avx2, sl_lanes_avx2},
+    [SL_TIER_AVX512] = {"avx512",
+                        has_avx512,
+                        SL_TIER_AVX2,
+                        {sl_kernels_avx512, sl_quant_kernels_avx512},
+                        &sl_quant_avx512,
                         sl_lanes_avx512},
 #else
     [SL_TIER_AVX2] = {.name = "avx2", .below = SL_TIER_SCALAR},
     [SL_TIER_AVX512] = {.name = "avx512", .below = SL_TIER_AVX2},
 #endif
 #ifdef SL_NEON
-    [SL_TIER_NEON] = {"neon", has_neon, SL_TIER_SCALAR, {sl_kernels_neon, sl_quant_kernels_neon}, &sl_quant_neon, sl_lanes_neon},
+    [SL_TIER_NEON] =
+        {"neon", has_neon, SL_TIER_SCALAR, {sl_kernels_neon, sl_quant_kernels_neon}, &sl_quant_neon, sl_lanes_neon},
 #else
     [SL_TIER_NEON] = {.name = "neon", .below = SL_TIER_SCALAR},
 #endif

@@ -1,5 +1,5 @@
-/* Instruction sets by number (sl_api.h): what each brings, falling back to the one below where it brings nothing. The tier
- * must be available. */
+/* Instruction sets by number (sl_api.h): what each brings, falling back to the one below where it brings nothing. The
+ * tier must be available. */
 #ifndef SL_TIER_H
 #define SL_TIER_H
 

@@ -5,8 +5,8 @@
 
 #include "platform/platform.h"
 
-/* From this size, that of a huge page, a block comes from the system in huge pages: for the 10 MB of a 100,000-tensor table the page faults
- * of malloc's memory took as long as parsing. */
+/* From this size, that of a huge page, a block comes from the system in huge pages: for the 10 MB of a 100,000-tensor
+ * table the page faults of malloc's memory took as long as parsing. */
 #define LARGE_BLOCK ((uint64_t)2 << 20)
 
 static void *take(uint64_t size) { return size >= LARGE_BLOCK ? sl_memory_alloc(size) : malloc((size_t)size); }

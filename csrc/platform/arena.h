@@ -22,8 +22,7 @@ int32_t sl_arena_alloc(sl_arena *arena, uint64_t size, void **out, sl_error *err
 
 /* Makes *array (NULL at first, else a block of this arena) hold at least `needed` elements of `item` bytes,
  * doubling *capacity so that n appends cost O(n). */
-int32_t sl_arena_grow(sl_arena *arena, void **array, uint64_t *capacity, uint64_t needed, size_t item,
-                      sl_error *error);
+int32_t sl_arena_grow(sl_arena *arena, void **array, uint64_t *capacity, uint64_t needed, size_t item, sl_error *error);
 
 void sl_arena_free(sl_arena *arena);
 

@@ -31,8 +31,8 @@ static uint64_t xcr0(void) {
 
 static bool bit(uint32_t word, int index) { return (word >> index & 1) != 0; }
 
-/* Intel SDM vol. 1, 13.3 and 14.3: leaf 1 ECX bits 12 FMA, 27 OSXSAVE, 28 AVX, 29 F16C; leaf 7 EBX bits 5 AVX2, 16 AVX512F,
- * 17 DQ, 30 BW, 31 VL; XCR0 bits 1-2 for YMM, 5-7 for ZMM and masks. */
+/* Intel SDM vol. 1, 13.3 and 14.3: leaf 1 ECX bits 12 FMA, 27 OSXSAVE, 28 AVX, 29 F16C; leaf 7 EBX bits 5 AVX2, 16
+ * AVX512F, 17 DQ, 30 BW, 31 VL; XCR0 bits 1-2 for YMM, 5-7 for ZMM and masks. */
 sl_cpu sl_cpu_detect(void) {
     sl_cpu cpu = {false, false, false};
     uint32_t zero[4], one[4], seven[4];

@@ -5,7 +5,7 @@
 #include "base/base.h"
 
 typedef struct sl_cpu {
-    bool avx2;   /* AVX2, F16C and FMA (no processor has the first alone), and the system saves the registers (XCR0) */
+    bool avx2;   /* AVX2, F16C and FMA (no processor has one alone), and the system saves the registers (XCR0) */
     bool avx512; /* F, BW, DQ and VL on top of that */
     bool neon;   /* part of every AArch64 */
 } sl_cpu;

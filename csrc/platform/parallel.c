@@ -39,7 +39,8 @@ static void work(void *argument) {
 
 int32_t sl_parallel(sl_item_fn item, void *context, uint64_t scratch_size, uint64_t first, uint64_t count,
                     int32_t threads, int32_t slice_ms, uint64_t *next, sl_error *error) {
-    shared all = {item, context, count, slice_ms > 0 ? sl_platform_now_us() + (uint64_t)slice_ms * 1000 : 0, {first}, {count}};
+    shared all = {item,    context, count, slice_ms > 0 ? sl_platform_now_us() + (uint64_t)slice_ms * 1000 : 0,
+                  {first}, {count}};
     int32_t wanted = threads < 1 ? 1 : threads > SL_MAX_THREADS ? SL_MAX_THREADS : threads;
     if ((uint64_t)wanted > count - first) wanted = (int32_t)(count - first);
     /* Not on the stack: each holds an sl_error, and musl gives a thread 128 KiB of stack. */

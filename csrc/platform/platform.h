@@ -1,5 +1,5 @@
-/* The operating system. posix.c and windows.c are the only files with system headers; both are always compiled and each is
- * empty on the other's system. The sl_file_* and sl_memory_* functions of sl_api.h are implemented there too. */
+/* The operating system. posix.c and windows.c are the only files with system headers; both are always compiled and each
+ * is empty on the other's system. The sl_file_* and sl_memory_* functions of sl_api.h are implemented there too. */
 #ifndef SL_PLATFORM_H
 #define SL_PLATFORM_H
 

@@ -195,7 +195,8 @@ void sl_atomic_lower(sl_atomic *counter, uint64_t value) {
 
 void sl_atomic_raise_u32(uint32_t *number, uint32_t value) {
     uint32_t seen = __atomic_load_n(number, __ATOMIC_RELAXED);
-    while (value > seen && !__atomic_compare_exchange_n(number, &seen, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    while (value > seen &&
+           !__atomic_compare_exchange_n(number, &seen, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
 }
 

@@ -21,28 +21,21 @@ static int errno_of(DWORD code) {
     case ERROR_BAD_PATHNAME:
     case ERROR_BAD_NETPATH:
     case ERROR_BAD_NET_NAME:
-    case ERROR_FILENAME_EXCED_RANGE:
-        return ENOENT;
+    case ERROR_FILENAME_EXCED_RANGE: return ENOENT;
     case ERROR_ACCESS_DENIED:
     case ERROR_SHARING_VIOLATION:
     case ERROR_LOCK_VIOLATION:
     case ERROR_WRITE_PROTECT:
-    case ERROR_USER_MAPPED_FILE:
-        return EACCES;
-    case ERROR_INVALID_HANDLE:
-        return EBADF;
-    case ERROR_TOO_MANY_OPEN_FILES:
-        return EMFILE;
+    case ERROR_USER_MAPPED_FILE: return EACCES;
+    case ERROR_INVALID_HANDLE: return EBADF;
+    case ERROR_TOO_MANY_OPEN_FILES: return EMFILE;
     case ERROR_DISK_FULL:
-    case ERROR_HANDLE_DISK_FULL:
-        return ENOSPC;
+    case ERROR_HANDLE_DISK_FULL: return ENOSPC;
     case ERROR_NOT_ENOUGH_MEMORY:
     case ERROR_OUTOFMEMORY:
     case ERROR_COMMITMENT_LIMIT:
-    case ERROR_NO_SYSTEM_RESOURCES:
-        return ENOMEM;
-    default:
-        return EIO;
+    case ERROR_NO_SYSTEM_RESOURCES: return ENOMEM;
+    default: return EIO;
     }
 }
 
@@ -85,8 +78,8 @@ int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_er
 
 void sl_file_close(int64_t file) { CloseHandle(handle_of(file)); }
 
-/* Unlike POSIX with MAP_NORESERVE, Windows counts the whole view against memory and page file, as if all of it were going to
- * be written; what it refuses is read instead. */
+/* Unlike POSIX with MAP_NORESERVE, Windows counts the whole view against memory and page file, as if all of it were
+ * going to be written; what it refuses is read instead. */
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error) {
     HANDLE section = CreateFileMappingW(handle_of(file), NULL, PAGE_WRITECOPY, 0, 0, NULL);
     if (section == NULL) return fail_last(error, -1);

@@ -40,7 +40,11 @@ def register(commands: Any) -> None:
     )
     add_path(parser)
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="report.html by default")
-    parser.add_argument("--quantize", choices=("int8", "q4_0", "q8_0"), help="also the error of each tensor in it")
+    parser.add_argument(
+        "--quantize",
+        choices=("int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"),
+        help="also the error of each tensor in it",
+    )
     add_opening(parser)
     add_threads(parser)
     add_json(parser)

@@ -85,9 +85,9 @@ def convert(
             ``config.json`` with the new dtype.
         dtype: what floating tensors become, and quantized ones are dequantized to. For ".gguf" tensors of one axis
             become float32 in any case, which is what llama.cpp wants of norms and biases.
-        quantize: "int8", "q4_0", "q8_0" or a dict for mixed precision, as in `load_quantized`: the same tensors are
-            quantized, tied heads included unless ``names`` is given; the others become ``dtype``. Q4_0 is rounded by
-            "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
+        quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, as in `load_quantized`: the same tensors
+            are quantized, tied heads included unless ``names`` is given; the others become ``dtype``. Q4_0 is rounded
+            by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
         layout: stacks layers, see `stack`; the result has its tensors in its order, and no others.
         names: exact names of the tensors to take; None for all.
         max_shard_size: bytes, or text such as "500MB" or "5GB"; a larger tensor has a shard of its own. The index is

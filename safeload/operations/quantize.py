@@ -1,4 +1,4 @@
-"""Arrays and whole checkpoints in int8, Q4_0 or Q8_0, quantized in the pass that reads them."""
+"""Arrays and whole checkpoints in int8 or the blocks of ggml, quantized in the pass that reads them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ _BLOCK_TARGETS = {
     ("q4_0", "ggml"): lib.SL_Q4_0,
     ("q8_0", "absmax"): lib.SL_Q8_0,  # the same: ggml's own scale is absmax / 127
     ("q8_0", "ggml"): lib.SL_Q8_0,
+    ("q4_1", "ggml"): lib.SL_Q4_1,
+    ("q5_0", "ggml"): lib.SL_Q5_0,
+    ("q5_1", "ggml"): lib.SL_Q5_1,
 }
-SCHEMES = (INT8, "q4_0", "q8_0")
+SCHEMES = (INT8, *dict.fromkeys(scheme for scheme, _ in _BLOCK_TARGETS))
 ROUNDINGS = ("absmax", "ggml")
 
 #: Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without
@@ -140,22 +143,24 @@ def quantize(
     out: QuantizedTensor | None = None,
     threads: int | None = None,
 ) -> QuantizedTensor:
-    """An array in int8, "q4_0" or "q8_0".
+    """An array in int8 or in blocks of ggml.
 
     - "int8": scale = absmax / 127, codes x * (127 / absmax) rounded half away from zero, within [-128, 127].
     - "q4_0": blocks of 32 along the last axis, each with a float16 scale d and 4-bit codes q, value (q - 8) * d. With
       ``rounding="absmax"`` d = absmax / 7 and q = round(x / d) + 8; with "ggml" what llama.cpp's reference makes, byte
       for byte.
     - "q8_0": blocks of 32 with a float16 scale absmax / 127 and int8 codes, as llama.cpp's reference makes them.
+    - "q5_0": as "q4_0" with 5-bit codes, value (q - 16) * d; "q4_1" and "q5_1": with a float16 minimum m as well, value
+      q * d + m. All as llama.cpp's reference makes them.
 
     The reference is https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c. An absmax of zero, or so small that
     its inverse is not finite, gives scale 0 and codes that restore to 0.
 
     Args:
         x: array of real numbers, or what numpy makes one of; for blocks with whole blocks of 32 in its last axis.
-        scheme: "int8", "q4_0" or "q8_0".
+        scheme: "int8", "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0".
         axis: for int8 the axis that keeps a scale for each of its elements; None for one scale.
-        rounding: for "q4_0": "absmax" (the default) or "ggml".
+        rounding: for "q4_0": "absmax" (the default) or "ggml"; "q8_0" has both, the same; others "ggml".
         out: a quantized tensor of the same scheme, shape and axis to fill; None for a new one. It stays as it was when
             a value is refused.
         threads: None for what helps.
@@ -227,8 +232,12 @@ def _target(scheme: str, rounding: str | None) -> int:
     """The number of what a job makes."""
     if rounding is not None and rounding not in ROUNDINGS:
         raise ValueError(f"rounding {rounding!r} is none of {', '.join(ROUNDINGS)}")
-    number: int = lib.SL_I8 if scheme == INT8 else _BLOCK_TARGETS[scheme, rounding or "absmax"]
-    return number
+    if scheme == INT8:
+        return int(lib.SL_I8)
+    own = [name for of, name in _BLOCK_TARGETS if of == scheme]
+    if rounding is not None and rounding not in own:
+        raise ValueError(f"rounding {rounding!r} is not one of {scheme}, which has {', '.join(own)}")
+    return int(_BLOCK_TARGETS[scheme, rounding or own[0]])
 
 
 def _check_fitting(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
@@ -440,7 +449,7 @@ def load_quantized(
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
-        scheme: "int8", "q4_0" or "q8_0"; or pattern (as ``fnmatch`` has them) to scheme for mixed precision, where the
+        scheme: as in `quantize`; or pattern (as ``fnmatch`` has them) to scheme for mixed precision, where the
             first that matches counts, None keeps, and any pattern but "*" is stronger than `KEPT_NAMES`.
         keep: patterns of names to keep, or a function of the name.
         tie_lm_head: False to leave out the tied head.

@@ -1,6 +1,7 @@
-/* System calls that fail on demand, loaded with LD_PRELOAD (glibc on Linux). Until fault_arm() every call goes straight to the
- * system; then the calls of one class are counted and the n-th of them suffers. Files outside one folder are left alone, and so
- * is memory that anything but the C core asks for: Python and numpy must live on to tell what happened. shim.py drives it. */
+/* System calls that fail on demand, loaded with LD_PRELOAD (glibc on Linux). Until fault_arm() every call goes straight
+ * to the system; then the calls of one class are counted and the n-th of them suffers. Files outside one folder are
+ * left alone, and so is memory that anything but the C core asks for: Python and numpy must live on to tell what
+ * happened. shim.py drives it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -21,13 +22,13 @@ enum { READ = 1, WRITE = 2, RESERVE = 4, SYNC = 8, RENAME = 16, UNLINK = 32, ALL
 
 /* What the n-th call suffers. */
 enum {
-    FAIL,      /* it fails with errno `value` */
-    FAIL_FROM, /* so do all after it */
-    SHORT,     /* it and all after it move at most `value` bytes */
-    INTERRUPT, /* every second call from it on fails with EINTR */
-    KILL,      /* the process dies before it; of a write half is done */
+    FAIL,       /* it fails with errno `value` */
+    FAIL_FROM,  /* so do all after it */
+    SHORT,      /* it and all after it move at most `value` bytes */
+    INTERRUPT,  /* every second call from it on fails with EINTR */
+    KILL,       /* the process dies before it; of a write half is done */
     KILL_AFTER, /* the process dies after it */
-    TRUNCATE,  /* its file is cut to `value` bytes before it */
+    TRUNCATE,   /* its file is cut to `value` bytes before it */
 };
 
 static struct {
@@ -134,7 +135,9 @@ static ssize_t transfer(int class, int file, void *memory, size_t size, const of
 
 ssize_t read(int file, void *memory, size_t size) { return transfer(READ, file, memory, size, NULL); }
 ssize_t pread(int file, void *memory, size_t size, off_t offset) { return transfer(READ, file, memory, size, &offset); }
-ssize_t pread64(int file, void *memory, size_t size, off_t offset) { return transfer(READ, file, memory, size, &offset); }
+ssize_t pread64(int file, void *memory, size_t size, off_t offset) {
+    return transfer(READ, file, memory, size, &offset);
+}
 
 ssize_t write(int file, const void *memory, size_t size) {
     return transfer(WRITE, file, (void *)(uintptr_t)memory, size, NULL);
@@ -216,7 +219,8 @@ extern void *__libc_realloc(void *memory, size_t size);
 /* Whether memory that is asked for from this place in the code is refused. */
 static bool refused(const void *caller) {
     Dl_info info;
-    if (!watched(ALLOCATE) || dladdr(caller, &info) == 0 || strstr(info.dli_fname, "/safeload/_core.") == NULL) return false;
+    if (!watched(ALLOCATE) || dladdr(caller, &info) == 0 || strstr(info.dli_fname, "/safeload/_core.") == NULL)
+        return false;
     return strike().fails;
 }
 

@@ -59,7 +59,7 @@ def _safetensors():
 
 def _json():
     texts = [data for data in _safetensors() if data[:1] == b"{"]
-    return [*texts, *(path.read_bytes() for path in (TESTS.parent / "safeload" / "schemas").glob("*.json"))]
+    return [*texts, *(path.read_bytes() for path in (TESTS.parent / "safeload" / "models" / "schemas").glob("*.json"))]
 
 
 def _gguf():
@@ -189,7 +189,7 @@ def _config():
 
 
 def _schemas():
-    return [path.read_bytes() for path in sorted((TESTS.parent / "safeload" / "schemas").glob("*.json"))]
+    return [path.read_bytes() for path in sorted((TESTS.parent / "safeload" / "models" / "schemas").glob("*.json"))]
 
 
 def _expression():

@@ -1,5 +1,5 @@
-/* The pull parser over a text. Skipping a value and walking through it are two paths through the parser: they must agree
- * on what is JSON, and what a string means must survive being written and read again. */
+/* The pull parser over a text. Skipping a value and walking through it are two paths through the parser: they must
+ * agree on what is JSON, and what a string means must survive being written and read again. */
 #include "property.h"
 
 #include "base/utf8.h"
@@ -82,7 +82,8 @@ static int32_t walk_array(sl_json *json, int depth) {
     int32_t status = sl_json_enter(json, '[', "the array");
     bool first = true;
     int step = SL_JSON_FAILED;
-    while (status == SL_OK && (step = sl_json_next_element(json, &first)) == SL_JSON_ITEM) status = walk(json, depth + 1);
+    while (status == SL_OK && (step = sl_json_next_element(json, &first)) == SL_JSON_ITEM)
+        status = walk(json, depth + 1);
     return status != SL_OK ? status : step == SL_JSON_END ? SL_OK : SL_E_FORMAT;
 }
 

@@ -1,11 +1,12 @@
-/* The safetensors reader and the writer of headers. An input is a file; one that begins with '{' is a header alone, in front
- * of as much data as its largest number says, so that mutations need not keep sizes in step to get past the first checks. */
+/* The safetensors reader and the writer of headers. An input is a file; one that begins with '{' is a header alone, in
+ * front of as much data as its largest number says, so that mutations need not keep sizes in step to get past the first
+ * checks. */
 #include "property.h"
 
 #define LENGTH_SIZE 8
 
-/* Spaces that are put in front of a header. So many are more than what is read of a file at once; as that is slow, only one
- * input in so many is opened as a file. */
+/* Spaces that are put in front of a header. So many are more than what is read of a file at once; as that is slow, only
+ * one input in so many is opened as a file. */
 #define FEW_SPACES 7
 #define MANY_SPACES 32768
 #define OPEN_EVERY 16

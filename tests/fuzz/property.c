@@ -67,7 +67,8 @@ static void check_names(const sl_table *table, const sl_columns *columns) {
     for (uint64_t k = 1; k < columns->count; k++) {
         span a = name_span(columns, columns->by_name != NULL ? columns->by_name[k - 1] : k - 1);
         span b = name_span(columns, columns->by_name != NULL ? columns->by_name[k] : k);
-        REQUIRE(sl_compare_bytes(columns->names + a.begin, a.end - a.begin, columns->names + b.begin, b.end - b.begin) < 0);
+        REQUIRE(sl_compare_bytes(columns->names + a.begin, a.end - a.begin, columns->names + b.begin, b.end - b.begin) <
+                0);
     }
 }
 

@@ -8,12 +8,12 @@
 
 #include "formats/json.h"
 
-#define REQUIRE(condition)                                                                  \
-    do {                                                                                    \
-        if (!(condition)) {                                                                 \
+#define REQUIRE(condition)                                                                 \
+    do {                                                                                   \
+        if (!(condition)) {                                                                \
             fprintf(stderr, "%s:%d: does not hold: %s\n", __FILE__, __LINE__, #condition); \
-            abort();                                                                        \
-        }                                                                                   \
+            abort();                                                                       \
+        }                                                                                  \
     } while (0)
 
 /* The target, as libFuzzer calls it. */
@@ -25,9 +25,9 @@ sl_error untouched_error(void);
 /* After a call that was given untouched_error() and `size` bytes: success left the error alone, a failure filled it. */
 void check_error(const sl_error *error, int32_t status, uint64_t size);
 
-/* A finished table over a file of `size` bytes: columns that agree with each other, names that are found, ranges that are
- * apart, in order and within the file. `data`: the file, to read the first and last byte of each range; NULL for a file
- * that is only said to have `size` bytes. */
+/* A finished table over a file of `size` bytes: columns that agree with each other, names that are found, ranges that
+ * are apart, in order and within the file. `data`: the file, to read the first and last byte of each range; NULL for a
+ * file that is only said to have `size` bytes. */
 void check_table(const sl_table *table, const uint8_t *data, uint64_t size);
 
 /* Tensor i of a and tensor k of b: same name, dtype, shape and number of bytes. */

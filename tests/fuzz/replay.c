@@ -1,5 +1,5 @@
-/* Runs a target over files, for compilers without libFuzzer: replay FILE... Each name is printed before its file is run: the
- * target ends the process when a property does not hold. */
+/* Runs a target over files, for compilers without libFuzzer: replay FILE... Each name is printed before its file is
+ * run: the target ends the process when a property does not hold. */
 #include <errno.h>
 
 #include "property.h"

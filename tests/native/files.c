@@ -1,7 +1,8 @@
-/* The platform's functions on the system at hand: opening, reading, writing, mapping, threads; what happens to a file that
- * is open when others rename, truncate or delete it. Prints nothing when all is well.
+/* The platform's functions on the system at hand: opening, reading, writing, mapping, threads; what happens to a file
+ * that is open when others rename, truncate or delete it. Prints nothing when all is well.
  *
- * usage: files FOLDER [large]        large: also files past 4 GiB and transfers past 1 GiB, where the system counts in 32 bits */
+ * usage: files FOLDER [large]        large: also files past 4 GiB and transfers past 1 GiB, where the system counts in
+ * 32 bits */
 #if !defined(_WIN32)
 #define _POSIX_C_SOURCE 200809L /* fileno, ftruncate; before any system header */
 #endif

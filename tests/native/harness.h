@@ -1,4 +1,5 @@
-/* What the programs of this folder share: failures that say where, inputs that are the same bytes on every machine, digests. */
+/* What the programs of this folder share: failures that say where, inputs that are the same bytes on every machine,
+ * digests. */
 #ifndef HARNESS_H
 #define HARNESS_H
 
@@ -11,7 +12,8 @@
 /* Of the program; main returns it. */
 static int failures;
 
-#define FAIL(...) (failures++, fprintf(stderr, "%s:%d: ", __FILE__, __LINE__), fprintf(stderr, __VA_ARGS__), fputc('\n', stderr))
+#define FAIL(...) \
+    (failures++, fprintf(stderr, "%s:%d: ", __FILE__, __LINE__), fprintf(stderr, __VA_ARGS__), fputc('\n', stderr))
 #define EXPECT(condition) ((condition) ? (void)0 : (void)FAIL("not so: %s", #condition))
 
 /* FNV-1a, http://www.isthe.com/chongo/tech/comp/fnv/: over bytes, so that it is the same in any byte order. */

@@ -1,4 +1,5 @@
-/* Inputs of the kernels, in the byte order of files: all codes where there are at most 65,536, else edges and random values. */
+/* Inputs of the kernels, in the byte order of files: all codes where there are at most 65,536, else edges and random
+ * values. */
 #ifndef INPUTS_H
 #define INPUTS_H
 
@@ -13,13 +14,14 @@ static inline uint64_t near_the_limits(uint64_t random, int mantissa_bits, uint6
 
 static inline uint64_t f32_input(size_t i, uint64_t random) {
     static const uint32_t SPECIALS[] = {
-        0, 1, 2, 0x007fffff, 0x00800000, 0x00800001,    /* zero, subnormals, the smallest normals */
-        0x33000000, 0x33000001, 0x33800000, 0x387fc000, /* around the subnormals of f16 */
-        0x477fe000, 0x477fefff, 0x477ff000, 0x47800000, /* around its largest */
-        0x43e00000, 0x43e7ffff, 0x43e80000, 0x43f00000, /* of e4m3fn */
-        0x47600000, 0x476fffff, 0x47700000,             /* of e5m2 */
-        0x3effffff, 0x3f000000, 0x3f800000, 0x7f7f7fff, 0x7f7f8000, 0x7f7fffff,
-        0x7f800000, 0x7f800001, 0x7fa00000, 0x7fc00000, 0x7fffffff, /* infinity and NaNs */
+        0,          1,          2,          0x007fffff, 0x00800000, 0x00800001, /* zero, subnormals, the smallest
+                                                                                   normals */
+        0x33000000, 0x33000001, 0x33800000, 0x387fc000,                         /* around the subnormals of f16 */
+        0x477fe000, 0x477fefff, 0x477ff000, 0x47800000,                         /* around its largest */
+        0x43e00000, 0x43e7ffff, 0x43e80000, 0x43f00000,                         /* of e4m3fn */
+        0x47600000, 0x476fffff, 0x47700000,                                     /* of e5m2 */
+        0x3effffff, 0x3f000000, 0x3f800000, 0x7f7f7fff, 0x7f7f8000, 0x7f7fffff, 0x7f800000,
+        0x7f800001, 0x7fa00000, 0x7fc00000, 0x7fffffff, /* infinity and NaNs */
     };
     const size_t specials = sizeof SPECIALS / sizeof SPECIALS[0];
     if (i < 2 * specials) return SPECIALS[i / 2] | (i % 2 != 0 ? 0x80000000u : 0);
@@ -29,11 +31,22 @@ static inline uint64_t f32_input(size_t i, uint64_t random) {
 
 static inline uint64_t f64_input(size_t i, uint64_t random) {
     static const uint64_t SPECIALS[] = {
-        0, 1, UINT64_C(0x000fffffffffffff), UINT64_C(0x0010000000000000),
-        UINT64_C(0x3690000000000000), UINT64_C(0x36a0000000000000), UINT64_C(0x380fffffe0000000), /* subnormals of f32 */
-        UINT64_C(0x47efffffe0000000), UINT64_C(0x47efffffefffffff), UINT64_C(0x47effffff0000000), /* its largest */
-        UINT64_C(0x40effdffffffffff), UINT64_C(0x40effe0000000000), /* that of f16 */
-        UINT64_C(0x7fefffffffffffff), UINT64_C(0x7ff0000000000000), UINT64_C(0x7ff0000000000001), UINT64_C(0x7ff8000000000000),
+        0,
+        1,
+        UINT64_C(0x000fffffffffffff),
+        UINT64_C(0x0010000000000000),
+        UINT64_C(0x3690000000000000),
+        UINT64_C(0x36a0000000000000),
+        UINT64_C(0x380fffffe0000000), /* subnormals of f32 */
+        UINT64_C(0x47efffffe0000000),
+        UINT64_C(0x47efffffefffffff),
+        UINT64_C(0x47effffff0000000), /* its largest */
+        UINT64_C(0x40effdffffffffff),
+        UINT64_C(0x40effe0000000000), /* that of f16 */
+        UINT64_C(0x7fefffffffffffff),
+        UINT64_C(0x7ff0000000000000),
+        UINT64_C(0x7ff0000000000001),
+        UINT64_C(0x7ff8000000000000),
         UINT64_C(0x7fffffffffffffff),
     };
     const size_t specials = sizeof SPECIALS / sizeof SPECIALS[0];
@@ -44,15 +57,26 @@ static inline uint64_t f64_input(size_t i, uint64_t random) {
 
 static inline uint64_t integer_input(size_t i, uint64_t random) {
     static const uint64_t EDGES[] = {
-        0, 1, 0xffffff, 0x1000000, 0x1000001, 0x7fffffff, 0x80000000u, 0xffffffff, /* 2^24 is where f32 begins to round */
-        UINT64_C(0x20000000000001), UINT64_C(0x7fffffffffffffff), UINT64_C(0x8000000000000000), UINT64_C(0xffffffffffffffff),
+        0,
+        1,
+        0xffffff,
+        0x1000000,
+        0x1000001,
+        0x7fffffff,
+        0x80000000u,
+        0xffffffff, /* 2^24 is where f32 begins to round */
+        UINT64_C(0x20000000000001),
+        UINT64_C(0x7fffffffffffffff),
+        UINT64_C(0x8000000000000000),
+        UINT64_C(0xffffffffffffffff),
     };
     if (i < sizeof EDGES / sizeof EDGES[0]) return EDGES[i];
     return random >> (random & 63);
 }
 
-/* f32 for quantizers, in blocks of 32 of about the same size: all sizes, and each 16th block one of those that kernels treat
- * apart: zeros, no inverse of the scale, a scale that f16 cannot hold, ties of the largest, halves, infinity, NaN. */
+/* f32 for quantizers, in blocks of 32 of about the same size: all sizes, and each 16th block one of those that kernels
+ * treat apart: zeros, no inverse of the scale, a scale that f16 cannot hold, ties of the largest, halves, infinity,
+ * NaN. */
 static inline uint32_t f32_of_block(size_t i, uint64_t random) {
     size_t block = i / 32, lane = i % 32;
     uint32_t sign = (uint32_t)(random >> 32 & 0x80000000u), mantissa = (uint32_t)random & 0x7fffff;
@@ -62,9 +86,9 @@ static inline uint32_t f32_of_block(size_t i, uint64_t random) {
     }
     switch (block / 16 % 8) {
     case 0: return sign;
-    case 1: return sign | mantissa;                                             /* subnormals */
-    case 2: return sign | (0x7e000000 + mantissa);                              /* scales past f16 */
-    case 3: return sign | (lane % 5 == 0 ? 0x3f800000 : 0x3f000000 | mantissa); /* several of the largest */
+    case 1: return sign | mantissa;                                                      /* subnormals */
+    case 2: return sign | (0x7e000000 + mantissa);                                       /* scales past f16 */
+    case 3: return sign | (lane % 5 == 0 ? 0x3f800000 : 0x3f000000 | mantissa);          /* several of the largest */
     case 4: return sign | (lane == 7 ? 0x40e00000 : 0x40000000 | (mantissa & 0x600000)); /* absmax 7: halves are ties */
     case 5: return sign | (lane == 9 ? 0x7f800000 : mantissa);
     case 6: return sign | (lane == 31 ? 0x7fc00000 : 0x3f800000 + mantissa);

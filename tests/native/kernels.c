@@ -1,8 +1,9 @@
-/* Every kernel on every tier that this machine has against scalar C, bit for bit, and a digest of what scalar C gives, which
- * is the same on every machine (kernels.expected).
+/* Every kernel on every tier that this machine has against scalar C, bit for bit, and a digest of what scalar C gives,
+ * which is the same on every machine (kernels.expected).
  *
- * What IEEE 754 leaves open is which NaN comes of infinity times zero: x86 gives a negative one, others a positive one. It
- * happens where a block holds an infinite scale. Digests of restored blocks therefore take every NaN for the same. */
+ * What IEEE 754 leaves open is which NaN comes of infinity times zero: x86 gives a negative one, others a positive one.
+ * It happens where a block holds an infinite scale. Digests of restored blocks therefore take every NaN for the same.
+ */
 #include "inputs.h"
 #include "kernels/copy2d.h"
 #include "kernels/quant.h"
@@ -62,14 +63,17 @@ static void check_lengths(int32_t tier, int32_t from, int32_t to, const uint8_t 
             EXPECT(sl_convert(tier, from, to, in + shift, at, count) == SL_OK);
             if (memcmp(at, wanted + bytes_of(to, first), size) != 0 || !untouched(out, MARGIN - shift) ||
                 !untouched(at + size, MARGIN + shift))
-                FAIL("%s: %s to %s: %zu elements at alignment %zu", sl_tier_name(tier), label(from), label(to), count, shift);
+                FAIL("%s: %s to %s: %zu elements at alignment %zu", sl_tier_name(tier), label(from), label(to), count,
+                     shift);
         }
     free(in);
     free(out);
 }
 
 /* Other conversions are two of these, through f32. */
-static bool is_direct(int32_t from, int32_t to) { return from == SL_F32 || to == SL_F32 || from == SL_F64 || to == SL_F64; }
+static bool is_direct(int32_t from, int32_t to) {
+    return from == SL_F32 || to == SL_F32 || from == SL_F64 || to == SL_F64;
+}
 
 static void check_conversion(int32_t from, int32_t to) {
     uint8_t *source = allocate(bytes_of(from, COUNT)), *wanted = allocate(bytes_of(to, COUNT));
@@ -80,7 +84,8 @@ static void check_conversion(int32_t from, int32_t to) {
         if (!sl_tier_available(tier)) continue;
         memset(got, UNTOUCHED, bytes_of(to, COUNT));
         EXPECT(sl_convert(tier, from, to, source, got, COUNT) == SL_OK);
-        if (memcmp(got, wanted, bytes_of(to, COUNT)) != 0) FAIL("%s: %s to %s", sl_tier_name(tier), label(from), label(to));
+        if (memcmp(got, wanted, bytes_of(to, COUNT)) != 0)
+            FAIL("%s: %s to %s", sl_tier_name(tier), label(from), label(to));
         if (is_direct(from, to)) check_lengths(tier, from, to, source, wanted);
     }
     if (is_block(to)) report("blocks_finite", label(from), label(to), sl_blocks_finite(to, wanted, COUNT / SL_QK));
@@ -95,7 +100,8 @@ static void check_conversions(void) {
     for (int32_t from = 0; from < SL_DTYPE_LIMIT; from++)
         for (int32_t to = 0; to < SL_DTYPE_LIMIT; to++) {
             if (!sl_convertible(from, to)) continue;
-            if (is_block(from) && to != SL_F32 && to != SL_F16 && to != SL_BF16) continue; /* others are made of these */
+            if (is_block(from) && to != SL_F32 && to != SL_F16 && to != SL_BF16)
+                continue; /* others are made of these */
             check_conversion(from, to);
         }
 }
@@ -115,7 +121,8 @@ static void check_absmax(int32_t from, const uint8_t *source) {
                 EXPECT(sl_absmax(tier, from, at, count, &got) == SL_OK);
                 if (got != wanted) FAIL("%s: absmax of %zu %s", sl_tier_name(tier), count, label(from));
             }
-            uint8_t bits[4] = {(uint8_t)wanted, (uint8_t)(wanted >> 8), (uint8_t)(wanted >> 16), (uint8_t)(wanted >> 24)};
+            uint8_t bits[4] = {(uint8_t)wanted, (uint8_t)(wanted >> 8), (uint8_t)(wanted >> 16),
+                               (uint8_t)(wanted >> 24)};
             state = digest(state, bits, sizeof bits);
         }
     report("absmax", label(from), "-", state);
@@ -184,7 +191,8 @@ static void check_quantization(void) {
     check_absmax(SL_F32, source);
     check_absmax_each(source);
     float factors[LONGEST + 24];
-    for (size_t i = 0; i < LONGEST + 24; i++) factors[i] = (float)(i % 37 + 1) * (i % 3 == 0 ? 0.25f : i % 3 == 1 ? 13.0f : 0x1p-9f);
+    for (size_t i = 0; i < LONGEST + 24; i++)
+        factors[i] = (float)(i % 37 + 1) * (i % 3 == 0 ? 0.25f : i % 3 == 1 ? 13.0f : 0x1p-9f);
     check_int8(source, factors, 0);
     check_int8(source, factors, 1);
     free(source);
@@ -201,7 +209,8 @@ typedef struct summary {
 static uint64_t digest_of_summary(uint64_t state, const summary *all) {
     const sl_stats *s = &all->stats;
     const double reals[] = {s->min, s->max, s->mean, s->rest, s->squares};
-    const uint64_t counts[] = {s->finite, s->nan, s->infinite, s->zeros, s->first_nan, s->first_infinite, (uint64_t)s->exponent};
+    const uint64_t counts[] = {
+        s->finite, s->nan, s->infinite, s->zeros, s->first_nan, s->first_infinite, (uint64_t)s->exponent};
     const size_t sizes[] = {SL_HISTOGRAM_BINS, sizeof counts / sizeof counts[0], sizeof reals / sizeof reals[0]};
     const void *const fields[] = {all->bins, counts, reals};
     for (size_t part = 0; part < 3; part++)
@@ -216,7 +225,8 @@ static uint64_t digest_of_summary(uint64_t state, const summary *all) {
 }
 
 static void summarize(int32_t tier, int32_t from, uint8_t *source, size_t count, summary *all) {
-    sl_job job = {SL_OP_HISTOGRAM, from, from, SL_MEMORY, (uint64_t)(uintptr_t)source, all, bytes_of(from, count), NULL, NULL};
+    sl_job job = {SL_OP_HISTOGRAM,       from, from, SL_MEMORY, (uint64_t)(uintptr_t)source, all,
+                  bytes_of(from, count), NULL, NULL};
     sl_cursor cursor = {0, 0, 0, 0};
     sl_error error;
     memset(all, 0, sizeof *all);
@@ -237,7 +247,8 @@ static void check_statistics(int32_t from) {
             for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
                 if (!sl_tier_available(tier)) continue;
                 summarize(tier, from, source + shift, count, &got);
-                if (memcmp(&got, &wanted, sizeof got) != 0) FAIL("%s: statistics of %zu %s", sl_tier_name(tier), count, label(from));
+                if (memcmp(&got, &wanted, sizeof got) != 0)
+                    FAIL("%s: statistics of %zu %s", sl_tier_name(tier), count, label(from));
             }
             state = digest_of_summary(state, &wanted);
         }
@@ -283,7 +294,8 @@ static uint64_t check_copy(uint64_t state, size_t element, size_t rows, size_t c
                        from.memory + (int64_t)r * from.row + (int64_t)c * from.column, element);
         to.memory += got - wanted;
         sl_copy_2d(element, rows, columns, from, to);
-        if (memcmp(got, wanted, size + SHIFTS) != 0) FAIL("copy of %zu x %zu x %zu bytes, layouts %u", rows, columns, element, how);
+        if (memcmp(got, wanted, size + SHIFTS) != 0)
+            FAIL("copy of %zu x %zu x %zu bytes, layouts %u", rows, columns, element, how);
         state = digest(state, got, size);
     }
     free(in);

@@ -1,10 +1,11 @@
-/* Lists weight files with the C core: names, dtypes, shapes, byte ranges, metadata, a digest of each tensor; and what the
- * core says of the same files with a byte changed. The same text on every machine (reader.expected).
+/* Lists weight files with the C core: names, dtypes, shapes, byte ranges, metadata, a digest of each tensor; and what
+ * the core says of the same files with a byte changed. The same text on every machine (reader.expected).
  *
  * usage: reader FILE ... */
 #include "harness.h"
 
-/* Bytes at the start of a file that are changed one by one: of headers of any size, the part where all kinds of things are. */
+/* Bytes at the start of a file that are changed one by one: of headers of any size, the part where all kinds of things
+ * are. */
 #define CHANGED ((uint64_t)700)
 
 static const char *name_of(const char *path) {
@@ -16,7 +17,8 @@ static uint64_t digest_of_range(int64_t file, uint64_t begin, uint64_t end, cons
     uint8_t *bytes = allocate((size_t)(end - begin));
     sl_error error = {0};
     if (sl_file_read(file, begin, bytes, end - begin, &error) != SL_OK) FAIL("%s", error.message);
-    if (memcmp(bytes, mapped + begin, (size_t)(end - begin)) != 0) FAIL("bytes %" PRIu64 " read are not those mapped", begin);
+    if (memcmp(bytes, mapped + begin, (size_t)(end - begin)) != 0)
+        FAIL("bytes %" PRIu64 " read are not those mapped", begin);
     uint64_t result = digest(DIGEST_START, bytes, (size_t)(end - begin));
     free(bytes);
     return result;
@@ -36,16 +38,17 @@ static void list_tensors(const sl_table *table, int64_t file, const uint8_t *map
         name = columns->name_ends[i] + 1;
     }
     for (uint64_t i = 0, at = 0; i < 2 * columns->metadata_count; at = columns->metadata_ends[i++])
-        printf("%s%.*s%s", i % 2 == 0 ? "  metadata " : " = ", (int)(columns->metadata_ends[i] - at), columns->metadata_text + at,
-               i % 2 == 0 ? "" : "\n");
+        printf("%s%.*s%s", i % 2 == 0 ? "  metadata " : " = ", (int)(columns->metadata_ends[i] - at),
+               columns->metadata_text + at, i % 2 == 0 ? "" : "\n");
 }
 
 static void list_entries(const sl_gguf *gguf) {
     printf("  version %d, alignment %" PRIu64 "\n", gguf->version, gguf->alignment);
     for (uint64_t i = 0; i < gguf->count; i++) {
         const sl_gguf_entry *entry = &gguf->entries[i];
-        printf("  metadata %.*s type %d %" PRIu64 " %" PRIu64 " %016" PRIx64 "\n", (int)(entry->key_end - entry->key_begin),
-               (const char *)gguf->bytes + entry->key_begin, entry->type, entry->begin, entry->end,
+        printf("  metadata %.*s type %d %" PRIu64 " %" PRIu64 " %016" PRIx64 "\n",
+               (int)(entry->key_end - entry->key_begin), (const char *)gguf->bytes + entry->key_begin, entry->type,
+               entry->begin, entry->end,
                digest(DIGEST_START, gguf->bytes + entry->begin, (size_t)(entry->end - entry->begin)));
     }
 }
@@ -66,7 +69,8 @@ static void list_refusals(const uint8_t *mapped, uint64_t size) {
             sl_table_free(table);
             if (status == SL_OK) continue;
             char line[SL_MESSAGE_SIZE + 64];
-            int length = snprintf(line, sizeof line, "%d %d %" PRId64 " %s", status, error.os_errno, error.position, error.message);
+            int length = snprintf(line, sizeof line, "%d %d %" PRId64 " %s", status, error.os_errno, error.position,
+                                  error.message);
             state = digest(state, line, (size_t)length);
             refused++;
         }
@@ -90,7 +94,8 @@ static void list_file(const char *path) {
     void *mapped = NULL;
     if (status == SL_OK) status = sl_file_map(file, size, &mapped, &error);
     if (status != SL_OK) {
-        FAIL("%s: status %d, errno %d, byte %" PRId64 ": %s", path, status, error.os_errno, error.position, error.message);
+        FAIL("%s: status %d, errno %d, byte %" PRId64 ": %s", path, status, error.os_errno, error.position,
+             error.message);
         return;
     }
     printf("%s %" PRIu64 "\n", name_of(path), size);

@@ -1,6 +1,6 @@
 /* Lets the first allocation of each operation of the core fail, then the second, ... until none is left. Each time the
- * operation must say SL_E_MEMORY (or do without), and give back all it took: memory, mappings and descriptors are counted here,
- * AddressSanitizer looks for the rest. Linked with --wrap for the functions below. */
+ * operation must say SL_E_MEMORY (or do without), and give back all it took: memory, mappings and descriptors are
+ * counted here, AddressSanitizer looks for the rest. Linked with --wrap for the functions below. */
 #define _DEFAULT_SOURCE
 #include <errno.h>
 #include <pthread.h>
@@ -13,7 +13,7 @@
 
 static struct {
     bool armed;
-    unsigned long calls, nth; /* the nth call fails */
+    unsigned long calls, nth;  /* the nth call fails */
     long blocks, pages, files; /* held by the core */
 } core;
 
@@ -215,10 +215,14 @@ static const struct {
     const char *name;
     int32_t (*run)(sl_error *error);
 } OPERATIONS[] = {
-    {"open safetensors", open_short},   {"open safetensors with a header of megabytes", open_long},
-    {"open GGUF", open_gguf},           {"write a header", write_header},
-    {"convert", convert},               {"quantize", quantize_blocks},
-    {"transpose", transpose},           {"absmax of channels", absmax},
+    {"open safetensors", open_short},
+    {"open safetensors with a header of megabytes", open_long},
+    {"open GGUF", open_gguf},
+    {"write a header", write_header},
+    {"convert", convert},
+    {"quantize", quantize_blocks},
+    {"transpose", transpose},
+    {"absmax of channels", absmax},
     {"huge pages", allocate_pages},
 };
 

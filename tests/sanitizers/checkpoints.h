@@ -10,12 +10,12 @@
 
 #include "safeload.h"
 
-#define CHECK(condition)                                                                       \
-    do {                                                                                       \
-        if (!(condition)) {                                                                    \
-            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);      \
-            abort();                                                                           \
-        }                                                                                      \
+#define CHECK(condition)                                                                  \
+    do {                                                                                  \
+        if (!(condition)) {                                                               \
+            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+            abort();                                                                      \
+        }                                                                                 \
     } while (0)
 
 /* Bytes that grow. */
@@ -42,17 +42,19 @@ static inline void add_text(bytes *to, const char *text) {
     add(to, text, strlen(text));
 }
 
-/* A safetensors file of `count` F32 tensors of `elements` each, named and placed against the order of both names and bytes, so
- * that the reader sorts them, with metadata and an escape. */
+/* A safetensors file of `count` F32 tensors of `elements` each, named and placed against the order of both names and
+ * bytes, so that the reader sorts them, with metadata and an escape. */
 static inline bytes make_safetensors(unsigned count, uint64_t elements) {
     bytes header = {NULL, 0, 0}, file = {NULL, 0, 0};
     char entry[256];
-    add(&header, entry, (size_t)snprintf(entry, sizeof entry, "{\"__metadata__\":{\"format\":\"p\\u0074\",\"note\":\"\"}"));
+    add(&header, entry,
+        (size_t)snprintf(entry, sizeof entry, "{\"__metadata__\":{\"format\":\"p\\u0074\",\"note\":\"\"}"));
     for (unsigned i = 0; i < count; i++) {
         unsigned long long begin = 4 * elements * (count - 1 - i);
-        int size = snprintf(entry, sizeof entry,
-                            ",\"layer\\u002e%u.weight\":{\"dtype\":\"F32\",\"shape\":[1,%llu],\"data_offsets\":[%llu,%llu]}",
-                            i * 7919 % count, (unsigned long long)elements, begin, begin + 4 * elements);
+        int size =
+            snprintf(entry, sizeof entry,
+                     ",\"layer\\u002e%u.weight\":{\"dtype\":\"F32\",\"shape\":[1,%llu],\"data_offsets\":[%llu,%llu]}",
+                     i * 7919 % count, (unsigned long long)elements, begin, begin + 4 * elements);
         add(&header, entry, (size_t)size);
     }
     add(&header, "}", 1);

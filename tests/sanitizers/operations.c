@@ -1,6 +1,6 @@
-/* What each operation of a job takes: every operation with and without a grid and channels, for dtypes of every kind, from
- * memory and from a file. What its row below does not allow must be refused with a message that names it; nothing may be
- * written then. Also: malformed jobs, and all operations in one run. */
+/* What each operation of a job takes: every operation with and without a grid and channels, for dtypes of every kind,
+ * from memory and from a file. What its row below does not allow must be refused with a message that names it; nothing
+ * may be written then. Also: malformed jobs, and all operations in one run. */
 #define _DEFAULT_SOURCE
 #include <fcntl.h>
 
@@ -16,11 +16,16 @@ static const struct {
     int grid, channels;
     int32_t from, to;
 } ROWS_OF_OPS[] = {
-    {SL_OP_COPY, "copy", NO, NO, SL_F32, SL_F32},       {SL_OP_CONVERT, "convert", NO, NO, SL_F32, SL_BF16},
-    {SL_OP_GRID, "grid", YES, NO, SL_F32, SL_BF16},     {SL_OP_WRITE, "write", NO, NO, SL_F32, SL_F32},
-    {SL_OP_APPEND, "append", NO, NO, SL_F32, SL_F32},   {SL_OP_INT8, "int8", NO, YES, SL_F32, SL_I8},
-    {SL_OP_FROM_INT8, "from int8", NO, YES, SL_I8, SL_F32}, {SL_OP_ABSMAX, "absmax", NO, YES, SL_F32, SL_F32},
-    {SL_OP_FINITE, "finite", NO, NO, SL_F32, SL_F32},   {SL_OP_STATS, "stats", NO, MAYBE, SL_I8, SL_I8},
+    {SL_OP_COPY, "copy", NO, NO, SL_F32, SL_F32},
+    {SL_OP_CONVERT, "convert", NO, NO, SL_F32, SL_BF16},
+    {SL_OP_GRID, "grid", YES, NO, SL_F32, SL_BF16},
+    {SL_OP_WRITE, "write", NO, NO, SL_F32, SL_F32},
+    {SL_OP_APPEND, "append", NO, NO, SL_F32, SL_F32},
+    {SL_OP_INT8, "int8", NO, YES, SL_F32, SL_I8},
+    {SL_OP_FROM_INT8, "from int8", NO, YES, SL_I8, SL_F32},
+    {SL_OP_ABSMAX, "absmax", NO, YES, SL_F32, SL_F32},
+    {SL_OP_FINITE, "finite", NO, NO, SL_F32, SL_F32},
+    {SL_OP_STATS, "stats", NO, MAYBE, SL_I8, SL_I8},
     {SL_OP_HISTOGRAM, "histogram", NO, MAYBE, SL_I8, SL_I8},
 };
 _Static_assert(sizeof ROWS_OF_OPS / sizeof *ROWS_OF_OPS == SL_OP_COUNT, "one row for each operation");
@@ -96,7 +101,8 @@ static void try(size_t row, int32_t from, int32_t to, bool with_grid, const sl_c
 }
 
 static void try_all(void) {
-    static const int32_t DTYPES[] = {SL_F32, SL_BF16, SL_I8, SL_F64, SL_I64, SL_C64, SL_F4, SL_F6_E2M3, SL_Q4_0, SL_Q4_K, SL_IQ1_S};
+    static const int32_t DTYPES[] = {SL_F32, SL_BF16,    SL_I8,   SL_F64,  SL_I64,  SL_C64,
+                                     SL_F4,  SL_F6_E2M3, SL_Q4_0, SL_Q4_K, SL_IQ1_S};
     static const sl_channels CHANNELS[] = {{COLUMNS, 1, factors}, {ROWS, COLUMNS, factors}, {1, 1, factors}};
     enum { DTYPE_COUNT = sizeof DTYPES / sizeof *DTYPES };
     for (size_t row = 0; row < SL_OP_COUNT; row++)
@@ -104,7 +110,8 @@ static void try_all(void) {
             int32_t from = DTYPES[k / 2 % DTYPE_COUNT], to = DTYPES[k / 2 / DTYPE_COUNT];
             for (int with_grid = 0; with_grid < 2; with_grid++) {
                 try(row, from, to, with_grid, NULL, k % 2);
-                for (size_t c = 0; c < sizeof CHANNELS / sizeof *CHANNELS; c++) try(row, from, to, with_grid, &CHANNELS[c], k % 2);
+                for (size_t c = 0; c < sizeof CHANNELS / sizeof *CHANNELS; c++)
+                    try(row, from, to, with_grid, &CHANNELS[c], k % 2);
             }
         }
 }
@@ -120,7 +127,8 @@ static void refuse(sl_job job, const char *fragment) {
     refusals++;
 }
 
-static void refuse_channels(int32_t op, int32_t from, uint64_t count, uint64_t inner, const float *scales, const char *fragment) {
+static void refuse_channels(int32_t op, int32_t from, uint64_t count, uint64_t inner, const float *scales,
+                            const char *fragment) {
     const sl_channels channels = {count, inner, scales};
     sl_job job = job_of(op, from, SL_F32, false);
     job.channels = &channels;
@@ -131,12 +139,14 @@ static void refuse_malformed(void) {
     sl_job job;
     sl_error error;
     sl_cursor cursor = {0};
-    for (size_t row = 0; row < SL_OP_COUNT; row++) CHECK(strcmp(sl_op_name(ROWS_OF_OPS[row].op), ROWS_OF_OPS[row].name) == 0);
+    for (size_t row = 0; row < SL_OP_COUNT; row++)
+        CHECK(strcmp(sl_op_name(ROWS_OF_OPS[row].op), ROWS_OF_OPS[row].name) == 0);
     CHECK(sl_op_name(-1) == NULL && sl_op_name(SL_OP_COUNT) == NULL);
     refuse(job_of(-1, SL_F32, SL_F32, false), "no operation -1");
     refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "no operation 11");
     job = job_of(SL_OP_COPY, SL_F32, SL_F32, false);
-    CHECK(sl_jobs_run(&job, 1, SL_TIER_COUNT, 1, 0, &cursor, &error) == SL_E_ARGUMENT && names(error.message, "no tier"));
+    CHECK(sl_jobs_run(&job, 1, SL_TIER_COUNT, 1, 0, &cursor, &error) == SL_E_ARGUMENT &&
+          names(error.message, "no tier"));
     CHECK(sl_jobs_run(&job, 1, -1, 1, 0, &cursor, &error) == SL_E_ARGUMENT && untouched());
     refuse(job_of(SL_OP_COPY, SL_F32, SL_BF16, false), "by copying");
     refuse(job_of(SL_OP_CONVERT, SL_BF16, SL_BF16, false), "no conversion");
@@ -147,7 +157,8 @@ static void refuse_malformed(void) {
     refuse(job, "only a file");
 
     const sl_channels one = {1, 1, factors};
-    static const int32_t BY_BLOCK[] = {SL_OP_CONVERT, SL_OP_INT8, SL_OP_ABSMAX, SL_OP_FINITE, SL_OP_STATS, SL_OP_HISTOGRAM};
+    static const int32_t BY_BLOCK[] = {SL_OP_CONVERT, SL_OP_INT8,  SL_OP_ABSMAX,
+                                       SL_OP_FINITE,  SL_OP_STATS, SL_OP_HISTOGRAM};
     for (size_t k = 0; k < sizeof BY_BLOCK / sizeof *BY_BLOCK; k++) {
         job = job_of(BY_BLOCK[k], SL_Q4_0, SL_F32, false);
         job.size -= 1;

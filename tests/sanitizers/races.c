@@ -1,6 +1,6 @@
-/* Threads that do what Python's may do beside each other, for ThreadSanitizer: all read one table and one file, run jobs of
- * their own with threads of the engine's, and open and close the same path; jobs of several threads fail at once. Results are
- * compared with those of one thread. */
+/* Threads that do what Python's may do beside each other, for ThreadSanitizer: all read one table and one file, run
+ * jobs of their own with threads of the engine's, and open and close the same path; jobs of several threads fail at
+ * once. Results are compared with those of one thread. */
 #define _DEFAULT_SOURCE
 #include <pthread.h>
 
@@ -43,7 +43,8 @@ static int tier(void) {
 }
 
 /* Runs the same work over all tensors at once, in slices as short as there are. */
-static int32_t run(const work *kind, uint8_t *results, int32_t threads, uint64_t beyond, sl_cursor *cursor, sl_error *error) {
+static int32_t run(const work *kind, uint8_t *results, int32_t threads, uint64_t beyond, sl_cursor *cursor,
+                   sl_error *error) {
     const sl_columns *columns = sl_table_columns(table);
     sl_job jobs[TENSORS];
     memset(results, 0, TENSORS * kind->size);
@@ -91,7 +92,8 @@ static void *call(void *argument) {
         CHECK(run(&WORK[kind], results, 3, 0, &cursor, &error) == SL_OK);
         CHECK(memcmp(results, expected[kind], TENSORS * WORK[kind].size) == 0);
         /* Every job but those of the first tensors reads past the end of the file: the lowest that fails is told. */
-        CHECK(run(&WORK[kind], results, 3, file_size - sl_table_columns(table)->ends[1], &cursor, &error) == SL_E_TRUNCATED);
+        CHECK(run(&WORK[kind], results, 3, file_size - sl_table_columns(table)->ends[1], &cursor, &error) ==
+              SL_E_TRUNCATED);
         CHECK(cursor.failed_job == 2 && error.position == (int64_t)file_size);
     }
     free(results);
