@@ -107,10 +107,10 @@ def test_a_mapped_array_is_an_array():
     np.testing.assert_array_equal(load_file("new")["w"], W)
 
 
-def test_numpys_masks_are_not_imported():
+def test_numpys_masks_are_not_imported(tmp_path):
     code = "import sys, safeload; safeload.numpy.save({}); sys.exit('numpy.ma' in sys.modules and 'numpy.ma' not in B)"
     code = f"import sys, numpy; B = set(sys.modules); import safeload.numpy; {code}"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 0
 
 
 TAKE_DICTS = {

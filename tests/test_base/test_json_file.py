@@ -116,6 +116,7 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_read(call, kind, tmp_
         capture_output=True,
         text=True,
         timeout=60,
+        cwd=tmp_path,
     )
     assert done.stdout.startswith("refused"), done.stderr
 

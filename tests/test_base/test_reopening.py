@@ -336,7 +336,11 @@ print("fine", count())
 def test_more_shards_than_descriptors(limit, tmp_path):
     folder = write_shards(tmp_path / "model", 300)
     done = subprocess.run(
-        [sys.executable, "-c", _FEW, str(folder), str(limit)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", _FEW, str(folder), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
     )
     assert done.stdout.startswith("fine"), done.stderr
 
@@ -360,7 +364,9 @@ print("fine")
 @needs_limits
 def test_descriptors_are_let_go_where_the_program_has_taken_all(tmp_path):
     folder = write_shards(tmp_path / "model", 60)
-    done = subprocess.run([sys.executable, "-c", _OWN, str(folder)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", _OWN, str(folder)], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
     assert done.stdout == "fine\n", done.stderr
 
 

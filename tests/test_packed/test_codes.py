@@ -191,7 +191,11 @@ def test_the_command_line_exits_with_1(tmp_path, command):
     folder = folder_of(tmp_path, "deepseek")
     more = {"stats": [], "diff": [folder], "convert": [tmp_path / "x.safetensors", "--dtype", "float32"]}[command]
     done = subprocess.run(
-        [sys.executable, "-m", "safeload", command, folder, *more], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "safeload", command, folder, *more],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
     )
     assert done.returncode == 1
     assert f"'{P}.weight' holds F8_E4M3 codes, whose scale is '{P}.weight_scale_inv' (quant_method fp8" in done.stderr
