@@ -11,7 +11,7 @@ import numpy as np
 
 from . import dtypes
 from .errors import SafetensorError
-from .files import Array, PathLike, WeightFile, check_unchanged, native_path
+from .files import Array, PathLike, WeightFile, check_unchanged
 from .formats import safetensors
 from .jobs import read_small
 from .loading import check_backend, load_parts, parts_of
@@ -52,7 +52,7 @@ class safe_open:  # noqa: N801 - safetensors' name
             raise
         self._file: WeightFile | None = file
         self._backend = backend
-        self._arguments = (native_path(filename)[0], framework, device)
+        self._arguments = (file.path, framework, device)
         self._handed_out: dict[int, object] = {}  # tensor to the call that got it first
         self._mappings: dict[WeightFile, Any] = {}
 
