@@ -6,7 +6,7 @@ Published checkpoints keep quantized weights as several plain tensors: ``X.weigh
 every operation that would take them for numbers calls `refuse`.
 
 Sources of the names: the quantizers of transformers, compressed-tensors, AutoGPTQ and GPTQModel, AutoAWQ,
-bitsandbytes, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLlama, AQLM, VPTQ, QuIP#, Marlin.
+bitsandbytes, EETQ, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLlama, AQLM, VPTQ, QuIP#, Marlin.
 """
 
 from __future__ import annotations
@@ -78,18 +78,23 @@ class _Row(NamedTuple):
 
 
 _ROWS = (
-    # fp8, compressed-tensors, modelopt, BitNet; fused experts have no ".weight"; bitsandbytes, 4 bits
-    _Row("", ("_scale_inv", "_scale", "_scale_2", ".absmax"), (".quant_map",)),
+    # fp8, compressed-tensors, modelopt, BitNet; fused experts have no ".weight"; EETQ; bitsandbytes, 4 bits
+    _Row(
+        "",
+        ("_scale_inv", "_scale", "_scale_2", "_scales", ".absmax"),
+        (".quant_map", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"),
+    ),
     # bitsandbytes, 8 bits; ComfyUI; Mistral; MLX and transformers' metal
     _Row(".weight", (".SCB", ".scale_weight", ".qscale_weight", ".scales"), (".comfy_quant",)),
-    _Row(".qweight", (".scales",), (".qzeros",)),  # GPTQ, AWQ, auto-round
+    _Row(".qweight", (".scales", ".weight_scales"), (".qzeros",)),  # GPTQ, AWQ, auto-round; EETQ
     _Row("_packed", ("_scale",), ("_shape", "_global_scale")),  # compressed-tensors
     _Row(".weight_packed", (), (".scale_packed",)),  # Marlin 2:4
     _Row("_blocks", ("_scales",)),  # gpt-oss
     _Row(".blocks", (".scales",)),  # gpt-oss, OpenAI's own files
     _Row("_quantized", ("_scale",)),  # Gemma
     _Row("_qdata", ("_scale",)),  # torchao
-    _Row("._data", ("._scale",)),  # quanto
+    _Row("._data", ("._scale",)),  # quanto, 8 bits
+    _Row("._data._data", ("._scale",), ("._shift",)),  # quanto, 2 and 4 bits
     _Row(".W_q", (), (".scale", ".meta")),  # HQQ
     _Row(".q_weight", (), (".q_scale",)),  # EXL2
     _Row(".trellis", (), (".suh", ".svh")),  # EXL3
