@@ -32,6 +32,7 @@ from .files import Array, PathLike, native_path
 from .jobs import Progress
 from .quantized import QuantizedTensor
 from .schema import Choice, Schema
+from .text import show
 
 # What a file that cannot be opened is reported as.
 _REFUSALS = (
@@ -198,7 +199,7 @@ def _validate_array(
     known = _known_of(x)
     if shape is not None:
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
-            raise TypeError(f"shape must be a tuple of whole numbers and None, not {shape!r}")
+            raise TypeError(f"shape must be a tuple of whole numbers and None, not {show(shape)}")
         if not names.fits(known.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, wanted is [{sizes}]")])

@@ -17,6 +17,7 @@ from ..formats import sniffing
 from ..formats.archive import Archive
 from ..jobs import Progress
 from ..reading import Meter, file_pieces, in_order
+from ..text import show
 from .findings import Finding, error, warning
 
 # Five digits mostly; DeepSeek's have six after "of", and shards of a few models two.
@@ -112,7 +113,7 @@ def check_crc(opened: Checkpoint, *, threads: int | None = None, progress: Progr
         if problem is not None:
             name = entry.info.orig_filename
             more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
-            message = f"zip entry {name!r} of {entry.file.path}{more}: {problem}"
+            message = f"zip entry {show(name)} of {entry.file.path}{more}: {problem}"
             yield error("file.crc", entry.tensors[0] if entry.tensors else None, message)
 
 

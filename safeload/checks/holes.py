@@ -14,7 +14,7 @@ from ..files import WeightFile
 from ..formats import sniffing
 from ..formats.opening import NPZ
 from ..reading import PIECE, file_pieces
-from ..text import plural
+from ..text import plural, show
 from .findings import Finding, error, warning
 
 # A tail of zeros that is shorter than this is no download that stopped, unless it is a hole.
@@ -86,10 +86,10 @@ def _told(tail: Tail) -> str:
     if tail.hole:
         what += ", a hole that was never written" if tail.hole >= size else f", {tail.hole:,} of them never written"
     if not tail.whole:
-        return what if tail.cut is None else f"{what}, from within {tail.cut!r} on"
+        return what if tail.cut is None else f"{what}, from within {show(tail.cut)} on"
     count = len(tail.whole)
     whole = f"{plural(count, 'tensor')} {'is' if count == 1 else 'are'} all zero"
-    return f"{what}: {whole}, the first is {tail.whole[0]!r}"
+    return f"{what}: {whole}, the first is {show(tail.whole[0])}"
 
 
 def tail_of(file: WeightFile, *, values: bool) -> Tail | None:

@@ -15,6 +15,7 @@ from ..quantized import INT8, QuantizedTensor
 from ..reading import source_pieces
 from ..sources import Source
 from ..statistics import TensorStats
+from ..text import show
 from .findings import Finding, Limits, error, warning
 from .names import Known
 
@@ -136,7 +137,7 @@ def check_tied(given: Checkpoint | Mapping[str, Any], pairs: Mapping[str, str]) 
                 element = differ // one.row.block_bytes
                 index = [int(k) for k in np.unravel_index(element, one.shape)]
                 yield warning(
-                    "head.tied", head, f"differs from {embedding!r} from {index} on, but the config ties the two"
+                    "head.tied", head, f"differs from {show(embedding)} from {index} on, but the config ties the two"
                 )
                 break
             at += len(a)

@@ -134,7 +134,7 @@ def _source(name: str, value: Any) -> _Source:
         return _Source(value._row, value._shape, value)
     if isinstance(value, np.generic):
         value = np.asarray(value)
-    refuse_masked(value, f"tensor {name!r}")
+    refuse_masked(value, f"tensor {show(name)}")
     if not isinstance(value, (np.ndarray, Lazy)):
         raise TypeError(f"tensor {show(name)} is a {type(value).__name__}, not a numpy array")
     return _Source(dtypes.of_array(value, name), value.shape, value)

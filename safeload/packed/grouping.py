@@ -19,6 +19,7 @@ from .. import dtypes
 from ..errors import SafeloadError, UnsupportedError
 from ..files import WeightFile
 from ..loading import Part, parts_of
+from ..text import clip, printable, show
 
 # Dtypes that codes are stored in. F8_E8M0 holds powers of two: it is a dtype of scales, never of codes.
 _FLOAT_CODES = frozenset(
@@ -246,10 +247,10 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     if name is None:
         return
     dtype, scale, method = codes[name]
-    beside = f"whose scale is {scale!r}" if scale is not None else "whose scale is not here"
-    said = "" if method is None else f" (quant_method {method} in config.json)"
+    beside = f"whose scale is {show(scale)}" if scale is not None else "whose scale is not here"
+    said = "" if method is None else f" (quant_method {clip(printable(method), 40)} in config.json)"
     raise UnsupportedError(
-        f"{where}{': ' if where else ''}tensor {name!r} holds {dtype} codes, {beside}{said}. {what} would take the "
+        f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. {what} would take the "
         "codes for weights, and this version does not dequantize them; safeload.load without dtype= gives them stored"
     )
 
