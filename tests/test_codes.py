@@ -232,6 +232,26 @@ def test_drop_ins_leave_integers_alone(tmp_path, family):
     assert got[FAMILIES[family][0]].dtype.kind in "iu"
 
 
+def test_the_scale_of_a_shard_that_is_opened_alone(tmp_path):
+    folder = folder_of(tmp_path, "deepseek", config=False)
+    shard = folder / "model-00001-of-00002.safetensors"
+    calls = [
+        lambda: safeload.load(shard, dtype="float32"),
+        lambda: safeload.load_quantized(shard, "int8"),
+        lambda: safeload.stats(shard),
+        lambda: safeload.convert(shard, tmp_path / "x.npz"),
+        lambda: load_file(shard, dtype="float32"),
+    ]
+    for call in calls:
+        with refused("deepseek", method=False):
+            call()
+    assert safeload.load(shard)[FAMILIES["deepseek"][0]].dtype == F8
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x"}}')
+    for broken in ('{"weight_map": {"a": "x"}}', '{"weight_map": [1]}', "{"):
+        (folder / "model.safetensors.index.json").write_text(broken)
+        safeload.load(shard, dtype="float32")  # nothing says that it is more than a plain file
+
+
 @pytest.mark.parametrize("scale", [np.float32(0.1), 0.1, [0.1], memoryview(floats(F32, 1))])
 def test_a_scale_in_a_dict_may_be_no_array(tmp_path, scale):
     given = {"a.weight": codes(F8, 64, 32), "a.weight_scale": scale, "junk": object(), "b": np.ones(2, F32)}
