@@ -216,8 +216,16 @@ void sl_table_free(sl_table *table);                                            
 void *sl_memory_alloc(uint64_t size);
 void sl_memory_free(void *memory, uint64_t size);
 
-/* `file` is a descriptor on POSIX, a HANDLE on Windows. Opens for reading; only a regular file is accepted. */
-int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_error *error);
+/* A file that was opened, and what told it from others at that moment: callers that open it again compare. */
+typedef struct sl_file {
+    int64_t handle; /* a descriptor on POSIX, a HANDLE on Windows: what the functions below take as `file` */
+    uint64_t size;
+    int64_t mtime_ns; /* since 1970, as Python's os.stat counts it */
+    uint64_t device, inode; /* 0 on Windows, where Python's os.stat knows more of them than the handle tells */
+} sl_file;
+
+/* Opens for reading; only a regular file is accepted. On failure *opened is left as it was. */
+int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error);
 void sl_file_close(int64_t file);
 
 /* Reads exactly `size` bytes at `offset`; SL_E_TRUNCATED with the offset where the file ended if there are fewer.
@@ -235,7 +243,7 @@ int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
 /* ---- safetensors (formats/safetensors.c) ---- */
 
 /* Opens, reads and validates the header; data is not touched. On failure nothing stays open. */
-int32_t sl_safetensors_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_table **table, sl_error *error);
+int32_t sl_safetensors_open(const char *path_utf8, sl_file *opened, sl_table **table, sl_error *error);
 /* The same over bytes in memory. */
 int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error);
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -214,9 +214,12 @@ class Checkpoint(Mapping[str, Value]):
         if not any(grouping.could_hold(file.table.rows) for file in self._open):
             return {}
         config = self.config
+        elsewhere: Container[str] = ()
         if config is None and self.files and self.format in _WITH_CONFIG:
             config = grouping.config_beside(self.files[0])
-        return grouping.find(grouping.stored_of(self._parts()), config)
+            if len(self.files) == 1 and self.index is None:
+                elsewhere = grouping.shards_beside(self.files[0])
+        return grouping.find(grouping.stored_of(self._parts()), config, elsewhere)
 
     def get_slice(self, name: str) -> TensorSlice:
         """A stand-in for a tensor that reads what is asked of it: ``ckpt.get_slice("h.0.w")[:, :128]``.

@@ -341,18 +341,16 @@ static int32_t read_file(int64_t file, uint64_t file_size, sl_table **table, sl_
     return status;
 }
 
-int32_t sl_safetensors_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_table **table, sl_error *error) {
-    int64_t opened;
-    uint64_t opened_size;
-    int32_t status = sl_file_open(path_utf8, &opened, &opened_size, error);
+int32_t sl_safetensors_open(const char *path_utf8, sl_file *opened, sl_table **table, sl_error *error) {
+    sl_file file;
+    int32_t status = sl_file_open(path_utf8, &file, error);
     if (status != SL_OK) return status;
-    status = read_file(opened, opened_size, table, error);
+    status = read_file(file.handle, file.size, table, error);
     if (status != SL_OK) {
-        sl_file_close(opened);
+        sl_file_close(file.handle);
         return status;
     }
-    *file = opened;
-    *size = opened_size;
+    *opened = file;
     return SL_OK;
 }
 

@@ -31,7 +31,13 @@ _Static_assert(sizeof(off_t) == 8, "files larger than 2 GiB need a 64-bit off_t"
 #define MAP_NORESERVE 0
 #endif
 
-int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_error *error) {
+#if defined(__APPLE__)
+#define MODIFIED(status) ((status).st_mtimespec)
+#else
+#define MODIFIED(status) ((status).st_mtim)
+#endif
+
+int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
     int descriptor;
     /* O_NONBLOCK so that a FIFO without a writer is refused below instead of waited for; it has no effect on
      * regular files. */
@@ -51,8 +57,11 @@ int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_er
         close(descriptor);
         return result;
     }
-    *file = descriptor;
-    *size = (uint64_t)status.st_size;
+    opened->handle = descriptor;
+    opened->size = (uint64_t)status.st_size;
+    opened->mtime_ns = (int64_t)MODIFIED(status).tv_sec * 1000000000 + MODIFIED(status).tv_nsec;
+    opened->device = (uint64_t)status.st_dev;
+    opened->inode = (uint64_t)status.st_ino;
     return SL_OK;
 }
 

@@ -45,7 +45,10 @@ static int32_t fail_last(sl_error *error, int64_t position) {
 
 static HANDLE handle_of(int64_t file) { return (HANDLE)(intptr_t)file; }
 
-int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_error *error) {
+/* 100 ns steps of FILETIME from 1601 to 1970. */
+#define EPOCH 116444736000000000
+
+int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
     int length = MultiByteToWideChar(CP_UTF8, 0, path_utf8, -1, NULL, 0);
     if (length <= 0) return fail_last(error, -1);
     wchar_t *path = malloc((size_t)length * sizeof *path);
@@ -62,17 +65,19 @@ int32_t sl_file_open(const char *path_utf8, int64_t *file, uint64_t *size, sl_er
     free(path);
     if (handle == INVALID_HANDLE_VALUE) return fail_last(error, -1);
     LARGE_INTEGER bytes;
+    FILETIME modified;
     int32_t result = SL_OK;
     if (GetFileType(handle) != FILE_TYPE_DISK)
         result = sl_fail(error, SL_E_FORMAT, -1, "not a regular file: weights are mapped and read at offsets");
-    else if (!GetFileSizeEx(handle, &bytes))
+    else if (!GetFileSizeEx(handle, &bytes) || !GetFileTime(handle, NULL, NULL, &modified))
         result = fail_last(error, -1);
     if (result != SL_OK) {
         CloseHandle(handle);
         return result;
     }
-    *file = (int64_t)(intptr_t)handle;
-    *size = (uint64_t)bytes.QuadPart;
+    int64_t steps = ((int64_t)modified.dwHighDateTime << 32) | modified.dwLowDateTime;
+    *opened = (sl_file){
+        .handle = (int64_t)(intptr_t)handle, .size = (uint64_t)bytes.QuadPart, .mtime_ns = (steps - EPOCH) * 100};
     return SL_OK;
 }
 

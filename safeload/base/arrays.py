@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .file import Array
+from .text import show
 
 # What a dict has and is asked for: `Mapping` knows only those that are registered with it.
 _METHODS = ("keys", "values", "items", "__getitem__", "__contains__", "__len__")
@@ -24,7 +25,7 @@ def as_array(value: Any, name: str = "") -> Array:
     Raises:
         TypeError: see `refuse_masked`.
     """
-    refuse_masked(value, f"tensor {name!r}" if name else "the array")
+    refuse_masked(value, f"tensor {show(name)}" if name else "the array")
     array: Array = np.asarray(value)
     return array
 

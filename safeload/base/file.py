@@ -219,8 +219,7 @@ class WeightFile:
 
     Args:
         path: as it was given.
-        descriptor: the C core's; -1 for bytes in memory.
-        size: bytes.
+        opened: the C core's ``sl_file``.
         table: its tensors.
         brief: whether it is closed again at once: it is neither copied nor let go.
 
@@ -230,27 +229,37 @@ class WeightFile:
         table: its tensors.
     """
 
-    def __init__(self, path: str, descriptor: int, size: int, table: Table, *, brief: bool = False) -> None:
+    _origin: tuple[str, Identity] | None = None
+    _closed = False
+
+    def __init__(self, path: str, opened: Any, table: Table, *, brief: bool = False) -> None:
         self.path = path
-        self.size = size
+        self.size: int = opened.size
         self.table = table
-        self._closed = False
-        self._origin: tuple[str, os.stat_result] | None = None
-        self._descriptor: Descriptor | None = Descriptor(descriptor)
-        if descriptor >= 0 and not brief:
+        self._opened = opened
+        self._descriptor: Descriptor | None = Descriptor(opened.handle)
+        if not brief:
             self._place = absolute(path)
-            # Windows: a handle is no descriptor of Python's.
-            self._status = os.stat(self._place) if os.name == "nt" else os.fstat(descriptor)
-            _open[descriptor] = weakref.ref(self)
+            if os.name == "nt":
+                self._status = os.stat(self._place)
+            _open[opened.handle] = weakref.ref(self)
             if len(_open) > _FEW and len(_open) > (budget := _budget()):
                 _release(len(_open) - budget + budget // 4)
+
+    @classmethod
+    def in_memory(cls, size: int, table: Table) -> WeightFile:
+        """Stands for bytes in memory, which whoever has them reads."""
+        file = cls.__new__(cls)
+        file.path, file.size, file.table, file._descriptor = "", size, table, None
+        file._closed = True
+        return file
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
     def stand_for(self, origin: WeightFile) -> None:
         """Makes the file known as another one, whose unpacked content it is."""
-        self._origin = origin._place, origin._status
+        self._origin = origin.place, origin.identity
 
     @property
     def place(self) -> str:
@@ -260,7 +269,13 @@ class WeightFile:
     @property
     def identity(self) -> Identity:
         """What the file was when it was first opened."""
-        return identity_of(self._status if self._origin is None else self._origin[1])
+        return self._own_identity() if self._origin is None else self._origin[1]
+
+    def _own_identity(self) -> Identity:
+        if os.name == "nt":
+            return identity_of(self._status)
+        opened = self._opened
+        return Identity(opened.size, opened.mtime_ns, opened.device, opened.inode)
 
     def check_identity(self, seen: tuple[int, ...]) -> None:
         """Compares the file with what another opening of it has seen: an `Identity` or the beginning of one.
@@ -278,18 +293,19 @@ class WeightFile:
             there = identity_of(os.stat(self._place))
         except OSError:
             return False
-        if there != identity_of(self._status):
+        if there != self._own_identity():
             return False
         self._descriptor = None
         return True
 
     def _reopen(self) -> Descriptor:
-        check_unchanged(self._place, identity_of(self._status))
+        seen = self._own_identity()
+        check_unchanged(self._place, seen)
         again = open_descriptor(self._place)
         again.path = self.path
-        again.check_identity(identity_of(self._status))
+        again.check_identity(seen)
         self._descriptor = descriptor = again.descriptor
-        _open[descriptor] = weakref.ref(self)
+        _open[int(descriptor)] = weakref.ref(self)
         if self._closed:  # by another thread, meanwhile
             self._descriptor = None
         return descriptor
@@ -407,13 +423,13 @@ def open_descriptor(path: PathLike) -> WeightFile:
         OSError: it cannot be opened, or is no regular file.
     """
     text, encoded = native_path(path)
-    descriptor, size, error = ffi.new("int64_t *"), ffi.new("uint64_t *"), Error()
-    arguments = encoded, *map(pointer, (descriptor, size, error))
+    opened, error = ffi.new("sl_file *"), Error()
+    arguments = encoded, pointer(opened), pointer(error)
     status = short.sl_file_open(*arguments)
     if status == lib.SL_E_OS and make_room(error.os_errno):
         status = short.sl_file_open(*arguments)
     check(status, error, text)
-    return WeightFile(text, descriptor[0], size[0], ListedTable([]))
+    return WeightFile(text, opened, ListedTable([]))
 
 
 def _layout(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) -> Layout:

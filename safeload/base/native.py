@@ -19,7 +19,7 @@ try:
     from .._core import ffi, lib
 except ImportError as error:
     raise ImportError(
-        "safeload's C core is not built here. In a source tree run `pip install -e .`; elsewhere reinstall the package. "
+        "safeload's C core is not built here. In a source tree run `pip install -e .`, elsewhere reinstall the package "
         f"({error})"
     ) from error
 
@@ -79,7 +79,7 @@ class short:  # noqa: N801 - a namespace beside `lib`
 
     _pointer, _i32, _i64, _u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 
-    sl_safetensors_open = _bind("sl_safetensors_open", _i32, ctypes.c_char_p, _pointer, _pointer, _pointer, _pointer)
+    sl_safetensors_open = _bind("sl_safetensors_open", _i32, ctypes.c_char_p, _pointer, _pointer, _pointer)
     sl_gguf_read = _bind("sl_gguf_read", _i32, _i64, _u64, _pointer, _pointer, _pointer)
     sl_gguf_free = _bind("sl_gguf_free", None, _pointer)
     sl_table_columns = _bind("sl_table_columns", _pointer, _pointer)
@@ -87,7 +87,7 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_table_free = _bind("sl_table_free", None, _pointer)
     sl_memory_alloc = _bind("sl_memory_alloc", _pointer, _u64)
     sl_memory_free = _bind("sl_memory_free", None, _pointer, _u64)
-    sl_file_open = _bind("sl_file_open", _i32, ctypes.c_char_p, _pointer, _pointer, _pointer)
+    sl_file_open = _bind("sl_file_open", _i32, ctypes.c_char_p, _pointer, _pointer)
     sl_file_read = _bind("sl_file_read", _i32, _i64, _u64, _pointer, _u64, _pointer)
     sl_file_map = _bind("sl_file_map", _i32, _i64, _u64, _pointer, _pointer)
     sl_file_unmap = _bind("sl_file_unmap", None, _pointer, _u64)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.file import Array, PathLike, WeightFile, check_unchanged, native_path
+from ..base.file import Array, PathLike, WeightFile, check_unchanged
 from ..base.table import TensorMeta
 from ..base.text import clip, plural, printable
 from ..engine.jobs import read_small
@@ -52,7 +52,7 @@ class safe_open:  # noqa: N801 - safetensors' name
             raise
         self._file: WeightFile | None = file
         self._backend = backend
-        self._arguments = (native_path(filename)[0], framework, device)
+        self._arguments = (file.path, framework, device)
         self._handed_out: dict[int, object] = {}  # tensor to the call that got it first
         self._mappings: dict[WeightFile, Any] = {}
 

@@ -106,7 +106,7 @@ def load_parts(
         dtype: what floating tensors are converted to and quantized ones restored to; None for none.
         out: arrays to fill, by name; all of them are checked before the first byte is written.
         threads: for what is read.
-        progress: for what is read.
+        progress: for what is read; where all is mapped, which takes no time, its end alone is shown.
         mappings: mappings to use; those made are added. None for fresh ones.
 
     Raises:
@@ -145,6 +145,9 @@ def load_parts(
             raw = part[1].table.quantized and layout.source == layout.target
             done[part[0]] = _quantized(part, loaded) if raw else loaded
     nbytes = sum(value.nbytes for value in done.values())
+    if progress and nbytes and not missing:
+        with jobs.reporter(progress, nbytes) as report:
+            report(nbytes)
     return done, LoadStats(nbytes, len(done), time.perf_counter() - started, backend)
 
 

@@ -19,6 +19,7 @@ from ..base import dtypes
 from ..base.arrays import check_mapping, refuse_masked
 from ..base.file import PathLike, WeightFile, array_fits
 from ..base.table import ListedTable, Listing
+from ..base.text import show
 from ..engine import jobs
 from ..engine.atomic_file import AtomicFile
 from ..engine.lazy import Lazy, materialize
@@ -91,7 +92,7 @@ def _entries(reader: _Reader, file: WeightFile) -> Iterator[Listing]:
         begin = reader.position
         entry = _read_entry(reader, file.size)
         if entry.name in names:
-            raise reader.fault(f"tensor {entry.name!r} is there twice", begin)
+            raise reader.fault(f"tensor {show(entry.name)} is there twice", begin)
         names.add(entry.name)
         yield entry
 
@@ -108,19 +109,19 @@ def _read_entry(reader: _Reader, file_size: int) -> Listing:
         name = raw.decode()
     except UnicodeDecodeError as error:
         raise reader.fault(f"a name is not UTF-8: {error.reason}", begin + _ENTRY.size + error.start) from None
-    shape = struct.unpack(f"<{rank}Q", reader.take(8 * rank, f"tensor {name!r}: the dims"))
+    shape = struct.unpack(f"<{rank}Q", reader.take(8 * rank, f"tensor {show(name)}: the dims"))
     product = math.prod(shape)
     if product != count:
         hint = ": it looks like a byte count" if count == 2 * product else ""
         raise reader.fault(
-            f"tensor {name!r}: {count} elements, but the product of {list(shape)} is {product}{hint}", begin + 8
+            f"tensor {show(name)}: {count} elements, but the product of {list(shape)} is {product}{hint}", begin + 8
         )
     end = reader.position + 2 * count
     if end > file_size:
         left = file_size - reader.position
-        raise reader.fault(f"tensor {name!r}: F16 {list(shape)} needs {2 * count} bytes, but {left} are left")
+        raise reader.fault(f"tensor {show(name)}: F16 {list(shape)} needs {2 * count} bytes, but {left} are left")
     if not array_fits(shape, 2):  # beside a dim of zero
-        raise reader.fault(f"tensor {name!r}: no array can have the shape {list(shape)}", begin + 12 + name_size)
+        raise reader.fault(f"tensor {show(name)}: no array can have the shape {list(shape)}", begin + 12 + name_size)
     listing = Listing(name, _F16, shape, reader.position, end)
     reader.position = end
     return listing
@@ -164,13 +165,13 @@ def _entry(name: Any, value: Any) -> bytes:
         raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
     if not isinstance(value, (np.ndarray, Lazy)):
         raise UnsupportedError(
-            f'tensor {name!r} is a {type(value).__name__}; MOON holds float16 arrays: pass dtype="float16"'
+            f'tensor {show(name)} is a {type(value).__name__}; MOON holds float16 arrays: pass dtype="float16"'
         )
-    refuse_masked(value, f"tensor {name!r}")
+    refuse_masked(value, f"tensor {show(name)}")
     if value.dtype.newbyteorder("=") != np.float16:
         floating = dtypes.of_array(value, name).floating
         advice = 'pass dtype="float16"' if floating else "leave it out"
-        raise UnsupportedError(f"tensor {name!r} is {value.dtype.name}; MOON holds only float16: {advice}")
+        raise UnsupportedError(f"tensor {show(name)} is {value.dtype.name}; MOON holds only float16: {advice}")
     try:
         raw = name.encode()
     except UnicodeEncodeError:
@@ -179,9 +180,9 @@ def _entry(name: Any, value: Any) -> bytes:
     if not 1 <= len(raw) <= MAX_NAME:
         raise SafeloadError(f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but MOON has 1 to {MAX_NAME}")
     if len(value.shape) > MAX_DIMS:
-        raise SafeloadError(f"tensor {name!r} has {len(value.shape)} dims, but MOON has at most {MAX_DIMS}")
+        raise SafeloadError(f"tensor {show(name)} has {len(value.shape)} dims, but MOON has at most {MAX_DIMS}")
     if count > MAX_ELEMENTS:
         raise SafeloadError(
-            f"tensor {name!r} has {count} elements, but MOON counts them in 32 bits: at most {MAX_ELEMENTS}"
+            f"tensor {show(name)} has {count} elements, but MOON counts them in 32 bits: at most {MAX_ELEMENTS}"
         )
     return _ENTRY.pack(len(raw), len(value.shape), count) + raw + struct.pack(f"<{len(value.shape)}Q", *value.shape)

@@ -156,7 +156,7 @@ def _parse_header(head: bytes) -> _Header:
         raise ValueError("fortran_order must be a bool and shape a tuple")
     descr = fields["descr"]
     if isinstance(descr, str) and not _DESCR.fullmatch(descr):
-        raise ValueError(f"descr {descr!r}")
+        raise ValueError(f"descr {show(descr)}")
     return _Header(np.lib.format.descr_to_dtype(descr), fields["fortran_order"], fields["shape"])
 
 
@@ -209,10 +209,10 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
         value = np.asarray(value)
     if not isinstance(value, (np.ndarray, Lazy)):
         what = getattr(value, "scheme", type(value).__name__)
-        raise UnsupportedError(f'tensor {name!r} is {what}, which {format} does not have: pass dtype="float32"')
-    refuse_masked(value, f"tensor {name!r}")
+        raise UnsupportedError(f'tensor {show(name)} is {what}, which {format} does not have: pass dtype="float32"')
+    refuse_masked(value, f"tensor {show(name)}")
     if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
         raise UnsupportedError(
-            f'tensor {name!r} is {value.dtype.name}, which {format} does not have: pass dtype="float32"'
+            f'tensor {show(name)} is {value.dtype.name}, which {format} does not have: pass dtype="float32"'
         )
     return value

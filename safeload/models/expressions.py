@@ -86,7 +86,7 @@ class _Parser:
             raise self._fail("nothing to evaluate")
         value = self._sum()
         if self.at < len(self.tokens):
-            raise self._fail(f"{self.tokens[self.at]!r} is not expected there")
+            raise self._fail(f"{self.tokens[self.at][:200]!r} is not expected there")
         return value
 
     def _next(self, *wanted: str) -> str | None:
@@ -133,7 +133,7 @@ class _Parser:
             return self._checked(int(token) if len(token) < 20 else LIMIT)
         if token[0].isalpha() or token[0] == "_":
             return self._checked(self.lookup(token))
-        raise self._fail(f"{token!r} stands where a value is expected")
+        raise self._fail(f"{token[:200]!r} stands where a value is expected")
 
     def _checked(self, value: int) -> int:
         if not -LIMIT < value < LIMIT and not self.dry:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..base.file import PathLike
+from ..base.text import show
 from ..errors import FormatError
 from .expressions import ExpressionError, evaluate, names_in
 
@@ -220,17 +221,17 @@ class Config:
             value = self._defaults[name]
             if isinstance(value, str):
                 if name in self._open:
-                    raise ConfigError(f"the default of {name!r} needs itself: {' -> '.join([*self._open, name])}")
+                    raise ConfigError(f"the default of {show(name)} needs itself: {' -> '.join([*self._open, name])}")
                 self._open.append(name)
                 value = evaluate(value, self)
                 self._open.pop()
         if value is None:
             where = "there is no config.json" if self._values is None else "config.json has no such key"
-            raise ConfigError(f"{name!r} is needed, but {where}")
+            raise ConfigError(f"{show(name)} is needed, but {where}")
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int):
-            raise ConfigError(f"{name!r} in config.json is {str(value)[:60]!r}, a whole number is wanted")
+            raise ConfigError(f"{show(name)} in config.json is {str(value)[:60]!r}, a whole number is wanted")
         return int(value)
 
 
@@ -254,7 +255,7 @@ def parse(content: Mapping[str, Any], path: str | None = None) -> Schema:
         raise FormatError('a schema is {"name": text, "tensors": {...}, ...}', path)
     unknown = sorted(content.keys() - _FIELDS)
     if unknown:
-        raise FormatError(f"schema: unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}", path)
+        raise FormatError(f"schema: unknown field {show(unknown[0])}; known are {', '.join(sorted(_FIELDS))}", path)
     tensors, defaults, layers = content.get("tensors"), content.get("defaults", {}), content.get("layers")
     if not isinstance(tensors, Mapping) or not tensors:
         raise FormatError("schema: tensors must be an object that is not empty", path)
@@ -286,20 +287,22 @@ def parse(content: Mapping[str, Any], path: str | None = None) -> Schema:
 def _entry(name: str, entry: Any, path: str | None) -> Entry:
     if not isinstance(entry, Mapping) or entry.keys() - _ENTRY_FIELDS or "shape" not in entry:
         fields = ", ".join(sorted(_ENTRY_FIELDS))
-        raise FormatError(f"schema: {name!r} must be an object with shape, and of {fields}", path)
+        raise FormatError(f"schema: {show(name)} must be an object with shape, and of {fields}", path)
     shape, role, also = entry["shape"], entry.get("role", WEIGHT), entry.get("also", ())
     if shape is not None and not isinstance(shape, (list, tuple)):
-        raise FormatError(f"schema: the shape of {name!r} must be a list of expressions or null", path)
+        raise FormatError(f"schema: the shape of {show(name)} must be a list of expressions or null", path)
     if role not in (*ROLES, WEIGHT):
-        raise FormatError(f"schema: the role of {name!r} is {role!r}, known are {', '.join(ROLES)}", path)
+        raise FormatError(f"schema: the role of {show(name)} is {show(role)}, known are {', '.join(ROLES)}", path)
     if not isinstance(entry.get("optional", False), bool):
-        raise FormatError(f"schema: optional of {name!r} must be true or false", path)
+        raise FormatError(f"schema: optional of {show(name)} must be true or false", path)
     if not isinstance(also, (list, tuple)) or not all(isinstance(text, str) for text in (name, *also)):
-        raise FormatError(f"schema: also of {name!r} must be a list of names", path)
+        raise FormatError(f"schema: also of {show(name)} must be a list of names", path)
     if not isinstance(entry.get("tied"), (str, type(None))):
-        raise FormatError(f"schema: tied of {name!r} must be a name", path)
+        raise FormatError(f"schema: tied of {show(name)} must be a name", path)
     if any(text.count(_LAYER) != name.count(_LAYER) or text.count(_LAYER) > 1 for text in (name, *also)):
-        raise FormatError(f"schema: {name!r} and its other names must have the same number of {{}}, at most one", path)
+        raise FormatError(
+            f"schema: {show(name)} and its other names must have the same number of {{}}, at most one", path
+        )
     sizes = None if shape is None else tuple(str(size) if type(size) is int else size for size in shape)
     for text in (*(sizes or ()), entry.get("when"), entry.get("tied_when")):
         if text not in (None, "?"):
@@ -318,7 +321,7 @@ def _entry(name: str, entry: Any, path: str | None) -> Entry:
 
 def _check_expression(text: Any, what: str, path: str | None) -> None:
     if not isinstance(text, str):
-        raise FormatError(f"schema: {what}: {text!r} is no expression", path)
+        raise FormatError(f"schema: {what}: {show(text)} is no expression", path)
     try:
         names_in(text)
     except ExpressionError as error:
@@ -351,7 +354,7 @@ def load(source: str | PathLike | Mapping[str, Any]) -> Schema:
     if text in built_in():
         return built_in()[text]
     if not text.endswith(".json") and os.sep not in text:
-        raise ValueError(f"schema {text!r} is neither a file.json nor one of {', '.join(built_in())}")
+        raise ValueError(f"schema {show(text)} is neither a file.json nor one of {', '.join(built_in())}")
     from ..base.json_file import read_json
 
     return parse(read_json(text, "the schema"), text)

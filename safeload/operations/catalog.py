@@ -34,10 +34,21 @@ def codes_of(given: Checkpoint | Mapping[str, Any], config: Mapping[str, Any] | 
         return given._codes()
     stored = {}
     for name, value in given.items():
-        row = dtypes.BY_NAME.get(value.dtype.name) if isinstance(value, np.ndarray) else None
+        row, shape = _stored(value)
         if row is not None:
-            stored[name] = grouping.Stored(row, value.shape)
+            stored[name] = grouping.Stored(row, shape)
     return grouping.find(stored, config)
+
+
+def _stored(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
+    """Dtype and shape of a value of a dict; a scale may be a number, too. No dtype: it is no array of weights."""
+    if isinstance(value, QuantizedTensor):
+        return None, ()
+    try:
+        array = np.asarray(value)
+    except Exception:  # whatever its own __array__ raises: whoever reads it says so
+        return None, ()
+    return dtypes.BY_NAME.get(array.dtype.name), array.shape
 
 
 def refuse_codes(given: Checkpoint | Mapping[str, Any], names: Iterable[str], what: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from .. import checkpoint as checkpoints
 from ..base import dtypes, log
 from ..base.file import Array, PathLike, WeightFile
-from ..base.text import clip, printable
+from ..base.text import clip, printable, show
 from ..checkpoint import Checkpoint
 from ..engine import jobs
 from ..engine import source as sources
@@ -169,7 +169,7 @@ def parse_size(size: int | str) -> int:
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f'max_shard_size {size!r} is no size such as "500MB" or "5GB"')
+            raise ValueError(f'max_shard_size {show(size)} is no size such as "500MB" or "5GB"')
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
         raise ValueError(f"max_shard_size is {size}, but a shard needs at least one byte")
@@ -180,11 +180,11 @@ def _format_of(path: str, max_shard_size: int | str | None) -> str:
     suffix = os.path.splitext(path)[1].lower()
     if max_shard_size is not None:
         if suffix in SUFFIXES:
-            raise ValueError(f"with max_shard_size the destination is a folder, but {path!r} is the name of a file")
+            raise ValueError(f"with max_shard_size the destination is a folder, but {show(path)} is the name of a file")
         return "safetensors"
     if suffix not in SUFFIXES:
         known = ", ".join(SUFFIXES)
-        raise ValueError(f"{path!r}: the suffix says what to write, one of {known}; a folder needs max_shard_size")
+        raise ValueError(f"{show(path)}: the suffix says what to write, one of {known}; a folder needs max_shard_size")
     return SUFFIXES[suffix]
 
 
@@ -241,14 +241,14 @@ class _Merged:
                 found = {name: _Part(origin, None) for name in origin}
             for name, part in found.items():
                 if name in self.parts:
-                    raise SafeloadError(f"tensor {name!r} is in both {_where(self.parts[name])} and {_where(part)}")
+                    raise SafeloadError(f"tensor {show(name)} is in both {_where(self.parts[name])} and {_where(part)}")
             self.parts.update(found)
         self.codes = self._find_codes()
         if names is not None:
             wanted = list(distinct(names))
             missing = next((name for name in wanted if name not in self.parts), None)
             if missing is not None:
-                raise TensorNotFoundError(f"there is no tensor {missing!r} in any source")
+                raise TensorNotFoundError(f"there is no tensor {show(missing)} in any source")
             self.parts = {name: self.parts[name] for name in wanted}
 
     def _find_codes(self) -> Mapping[str, Codes]:
@@ -414,7 +414,7 @@ class _Plan:
         if self._format == "gguf" and row.floating and len(shape) < 2 and row.block_bytes > 1:
             row = _F32  # llama.cpp aborts on norms of any other dtype; what GGUF has no type for stays to be refused
         if row.packed:
-            raise UnsupportedError(f"tensor {name!r} is {row.code}, which has no array type: pass dtype=")
+            raise UnsupportedError(f"tensor {show(name)} is {row.code}, which has no array type: pass dtype=")
         dtype = dtypes.array_dtype(row.number)
         return Lazy(dtype, shape, lambda: self._read(name, dtype, shape, row))
 

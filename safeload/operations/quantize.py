@@ -16,6 +16,7 @@ from ..base.arrays import as_array
 from ..base.file import Array, PathLike, WeightFile
 from ..base.native import lib
 from ..base.table import missing
+from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..engine import jobs
 from ..engine import source as sources
@@ -225,18 +226,18 @@ def quantize_source(
 
 def _check_scheme(scheme: object) -> None:
     if scheme not in SCHEMES:
-        raise ValueError(f"scheme {scheme!r} is none of {', '.join(SCHEMES)}")
+        raise ValueError(f"scheme {show(scheme)} is none of {', '.join(SCHEMES)}")
 
 
 def _target(scheme: str, rounding: str | None) -> int:
     """The number of what a job makes."""
     if rounding is not None and rounding not in ROUNDINGS:
-        raise ValueError(f"rounding {rounding!r} is none of {', '.join(ROUNDINGS)}")
+        raise ValueError(f"rounding {show(rounding)} is none of {', '.join(ROUNDINGS)}")
     if scheme == INT8:
         return int(lib.SL_I8)
     own = [name for of, name in _BLOCK_TARGETS if of == scheme]
     if rounding is not None and rounding not in own:
-        raise ValueError(f"rounding {rounding!r} is not one of {scheme}, which has {', '.join(own)}")
+        raise ValueError(f"rounding {show(rounding)} is not one of {scheme}, which has {', '.join(own)}")
     return int(_BLOCK_TARGETS[scheme, rounding or own[0]])
 
 
@@ -244,7 +245,7 @@ def _check_fitting(out: QuantizedTensor, source: Source, scheme: str, axis: int 
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"out must be a QuantizedTensor, not {type(out).__name__}")
     if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
-        raise ValueError(f"out is {out!r}, but {scheme} {list(source.shape)} with axis={axis} is made")
+        raise ValueError(f"out is {show(out)}, but {scheme} {list(source.shape)} with axis={axis} is made")
     if not (out.data.flags.c_contiguous and out.data.flags.writeable):
         raise ValueError("out.data must be C-contiguous and writable")
 
@@ -364,7 +365,7 @@ def check_restorable(name: str, scheme: str) -> None:
     """
     row = dtypes.BY_CODE["I8"] if scheme == INT8 else dtypes.BLOCK_TYPES[scheme]
     if not lib.sl_convertible(row.number, _F32.number):
-        raise UnsupportedError(f"tensor {name!r} is {scheme}, which this version does not dequantize")
+        raise UnsupportedError(f"tensor {show(name)} is {scheme}, which this version does not dequantize")
 
 
 class Rules:
@@ -398,12 +399,12 @@ class Rules:
         if found is None:
             return Planned(None, "no pattern of scheme= matches")
         if found[1] is None:
-            return Planned(None, f"scheme={{{found[0]!r}: None}}")
+            return Planned(None, f"scheme={{{show(found[0])}: None}}")
         if found[1] == scheme:
             return Planned(None, f"is {scheme} already", already=True)
         kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
         if kept is not None:
-            return Planned(None, f"keep={kept!r}")
+            return Planned(None, f"keep={show(kept)}")
         if self._keep is not None and self._keep(name):
             return Planned(None, "keep= said so")
         usual = self._usual(name)

@@ -13,6 +13,7 @@ from .. import checkpoint as checkpoints
 from ..base import dtypes
 from ..base.arrays import as_array, check_mapping
 from ..base.file import Array, PathLike, WeightFile
+from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..engine import jobs
 from ..engine import source as sources
@@ -51,11 +52,11 @@ class StackedTensor:
     def __post_init__(self) -> None:
         for what, value in (("name", self.name), ("source", self.source)):
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{what} must be a text that is not empty, not {value!r}")
+                raise ValueError(f"{what} must be a text that is not empty, not {show(value)}")
         if not isinstance(self.transpose, bool):
-            raise ValueError(f"{self.name!r}: transpose must be true or false, not {self.transpose!r}")
+            raise ValueError(f"{show(self.name)}: transpose must be true or false, not {show(self.transpose)}")
         if self.source.count(_LAYER) > 1:
-            raise ValueError(f"{self.name!r}: {self.source!r} has more than one place for a layer's number")
+            raise ValueError(f"{show(self.name)}: {show(self.source)} has more than one place for a layer's number")
 
     @property
     def stacked(self) -> bool:
@@ -87,11 +88,11 @@ class Layout:
         object.__setattr__(self, "tensors", tuple(self.tensors))
         for tensor in self.tensors:
             if not isinstance(tensor, StackedTensor):
-                raise TypeError(f"layout {self.name!r} is made of StackedTensor, not of {type(tensor).__name__}")
+                raise TypeError(f"layout {show(self.name)} is made of StackedTensor, not of {type(tensor).__name__}")
         names = [tensor.name for tensor in self.tensors]
         twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
         if twice is not None:
-            raise ValueError(f"layout {self.name!r}: {twice!r} is there twice")
+            raise ValueError(f"layout {show(self.name)}: {show(twice)} is there twice")
 
     @classmethod
     def from_json(cls, source: PathLike | Mapping[str, Any]) -> Layout:
@@ -264,16 +265,16 @@ def stack(
     result = StackedDict()
     unknown = sorted(set(out or ()) - {p.entry.name for p in plans})
     if unknown:
-        raise ValueError(f"out: {unknown[0]!r} is no tensor of this layout")
+        raise ValueError(f"out: {show(unknown[0])} is no tensor of this layout")
     for planned in plans:
         wanted = dtypes.array_dtype(planned.row.number)
         name = planned.entry.name
         if out is not None and name not in out:
-            raise ValueError(f"out: no array for {name!r}")
+            raise ValueError(f"out: no array for {show(name)}")
         try:
             result[name] = target_array(planned.shape, wanted, None if out is None else out[name])
         except ValueError as error:
-            raise ValueError(f"{name!r}: {error}") from None
+            raise ValueError(f"{show(name)}: {error}") from None
     fill(source, [(planned, result[planned.entry.name]) for planned in plans], threads=threads, progress=progress)
     result.left_out = tuple(name for name in source if name not in named)
     return result
@@ -322,9 +323,11 @@ def _layers_of(known: Mapping[str, Known], entry: StackedTensor) -> set[int]:
             continue
         digits = match[1]
         if len(digits) > _MAX_DIGITS:
-            raise SafeloadError(f"{entry.name!r}: {_clipped(name)} has a layer's number of {len(digits)} digits")
+            raise SafeloadError(f"{show(entry.name)}: {_clipped(name)} has a layer's number of {len(digits)} digits")
         if digits != str(int(digits)):
-            raise SafeloadError(f"{entry.name!r}: {name!r} has a layer's number with leading zeros: {digits!r}")
+            raise SafeloadError(
+                f"{show(entry.name)}: {show(name)} has a layer's number with leading zeros: {show(digits)}"
+            )
         layers.add(int(digits))
     return layers
 
@@ -344,33 +347,37 @@ def _plan_one(
     if layers is not None:
         prefix, suffix = entry.source.split(_LAYER)
         if not layers:
-            raise TensorNotFoundError(f"{entry.name!r}: no tensor is called {entry.source!r} with a layer's number")
+            raise TensorNotFoundError(
+                f"{show(entry.name)}: no tensor is called {show(entry.source)} with a layer's number"
+            )
         count = counts[prefix]
         if len(layers) < count:  # which one, before as many names are made as a single number may ask for
             missing = next(k for k in range(count) if k not in layers)
             name = f"{prefix}{missing}{suffix}"
             raise TensorNotFoundError(
-                f"{entry.name!r}: layer {missing} of {count} is missing: there is no tensor {name!r}"
+                f"{show(entry.name)}: layer {missing} of {count} is missing: there is no tensor {show(name)}"
             )
         names = [f"{prefix}{k}{suffix}" for k in range(count)]
     elif entry.source not in known:
-        raise TensorNotFoundError(f"{entry.name!r}: there is no tensor {entry.source!r}")
+        raise TensorNotFoundError(f"{show(entry.name)}: there is no tensor {show(entry.source)}")
     first = known[names[0]]
     for name in names[1:]:
         if known[name].shape != first.shape:
             shape = list(known[name].shape)
-            raise SafeloadError(f"{entry.name!r}: {names[0]!r} has shape {list(first.shape)}, but {name!r} has {shape}")
+            raise SafeloadError(
+                f"{show(entry.name)}: {show(names[0])} has shape {list(first.shape)}, but {show(name)} has {shape}"
+            )
     rows = [_result_row(name, known[name], target) for name in names]
     for name, row in zip(names, rows, strict=True):
         if row is not rows[0]:
             raise SafeloadError(
-                f"{entry.name!r}: {names[0]!r} is {rows[0].name}, but {name!r} is {row.name}: pass dtype="
+                f"{show(entry.name)}: {show(names[0])} is {rows[0].name}, but {show(name)} is {row.name}: pass dtype="
             )
     layer = first.shape
     if entry.transpose:
         if len(layer) != 2:
             raise UnsupportedError(
-                f"{entry.name!r}: {names[0]!r} has shape {list(layer)}: only matrices are transposed"
+                f"{show(entry.name)}: {show(names[0])} has shape {list(layer)}: only matrices are transposed"
             )
         layer = layer[::-1]
     return Stack(entry, names, first.shape, (len(names), *layer) if entry.stacked else layer, rows[0])
@@ -381,7 +388,7 @@ def _result_row(name: str, known: Known, target: dtypes.Dtype | None) -> dtypes.
         return target
     if known.scheme is not None or known.row.packed:
         raise UnsupportedError(
-            f"tensor {name!r} is {known.scheme or known.row.name}: pass a dtype= to stack its values"
+            f"tensor {show(name)} is {known.scheme or known.row.name}: pass a dtype= to stack its values"
         )
     return known.row
 

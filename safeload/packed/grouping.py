@@ -6,17 +6,18 @@ Published checkpoints keep quantized weights as several plain tensors: ``X.weigh
 every operation that would take them for numbers calls `refuse`.
 
 Sources of the names: the quantizers of transformers, compressed-tensors, AutoGPTQ and GPTQModel, AutoAWQ,
-bitsandbytes, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLlama, AQLM, VPTQ, QuIP#, Marlin.
+bitsandbytes, EETQ, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLlama, AQLM, VPTQ, QuIP#, Marlin.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.file import WeightFile
+from ..base.text import clip, printable, show
 from ..engine.load import Part, parts_of
 from ..errors import SafeloadError, UnsupportedError
 
@@ -33,6 +34,8 @@ _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
 # Configurations are searched for a quantization in objects so deep: thinker_config.text_config is the deepest known.
 _CONFIG_DEPTH = 4
 _CONFIG_KEYS = ("quantization_config", "compression_config")
+# Indexes beside a shard that are looked into: one, and those of variants.
+_INDEXES = 4
 # Where mlx-lm says so; it keeps a copy under the first key, without a method.
 _MLX = "quantization"
 
@@ -78,18 +81,23 @@ class _Row(NamedTuple):
 
 
 _ROWS = (
-    # fp8, compressed-tensors, modelopt, BitNet; fused experts have no ".weight"; bitsandbytes, 4 bits
-    _Row("", ("_scale_inv", "_scale", "_scale_2", ".absmax"), (".quant_map",)),
+    # fp8, compressed-tensors, modelopt, BitNet; fused experts have no ".weight"; EETQ; bitsandbytes, 4 bits
+    _Row(
+        "",
+        ("_scale_inv", "_scale", "_scale_2", "_scales", ".absmax"),
+        (".quant_map", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"),
+    ),
     # bitsandbytes, 8 bits; ComfyUI; Mistral; MLX and transformers' metal
     _Row(".weight", (".SCB", ".scale_weight", ".qscale_weight", ".scales"), (".comfy_quant",)),
-    _Row(".qweight", (".scales",), (".qzeros",)),  # GPTQ, AWQ, auto-round
+    _Row(".qweight", (".scales", ".weight_scales"), (".qzeros",)),  # GPTQ, AWQ, auto-round; EETQ
     _Row("_packed", ("_scale",), ("_shape", "_global_scale")),  # compressed-tensors
     _Row(".weight_packed", (), (".scale_packed",)),  # Marlin 2:4
     _Row("_blocks", ("_scales",)),  # gpt-oss
     _Row(".blocks", (".scales",)),  # gpt-oss, OpenAI's own files
     _Row("_quantized", ("_scale",)),  # Gemma
     _Row("_qdata", ("_scale",)),  # torchao
-    _Row("._data", ("._scale",)),  # quanto
+    _Row("._data", ("._scale",)),  # quanto, 8 bits
+    _Row("._data._data", ("._scale",), ("._shift",)),  # quanto, 2 and 4 bits
     _Row(".W_q", (), (".scale", ".meta")),  # HQQ
     _Row(".q_weight", (), (".q_scale",)),  # EXL2
     _Row(".trellis", (), (".suh", ".svh")),  # EXL3
@@ -149,18 +157,25 @@ def could_hold(rows: Iterable[dtypes.Dtype]) -> bool:
     return any(row.code in _CODES for row in set(rows))
 
 
-def find(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, Codes]:
+def find(
+    tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None, elsewhere: Container[str] = ()
+) -> dict[str, Codes]:
     """The tensors that hold codes.
 
     Args:
         tensors: all of a checkpoint, by name: a companion may be in any of its files.
         config: its parsed ``config.json``; None without one.
+        elsewhere: names of tensors of which nothing else is known, in shards that are not open.
 
     Returns:
         What is known of each tensor of codes, by name, in the order given.
     """
     quantization = quantization_of(config)
-    companions = {name: _companion(name, stored, tensors) for name, stored in tensors.items() if _may_be(stored)}
+    companions = {
+        name: _companion(name, stored, tensors) or _companion_elsewhere(name, elsewhere)
+        for name, stored in tensors.items()
+        if _may_be(stored)
+    }
     scales = set(companions.values())
     found = {}
     for name, companion in companions.items():
@@ -197,6 +212,17 @@ def _companion(name: str, stored: Stored, tensors: Mapping[str, Stored]) -> str 
             if stem + suffix in tensors:
                 return stem + suffix
     return _deepseek_scale(name, stored, tensors)
+
+
+def _companion_elsewhere(name: str, elsewhere: Container[str]) -> str | None:
+    """The tensor beside codes in a shard that is not open: its name alone tells."""
+    for row in _ROWS:
+        if name.endswith(row.main):
+            stem = name[: len(name) - len(row.main)]
+            for suffix in (*row.scales, *row.others):
+                if stem + suffix in elsewhere:
+                    return stem + suffix
+    return None
 
 
 def _deepseek_scale(name: str, stored: Stored, tensors: Mapping[str, Stored]) -> str | None:
@@ -241,10 +267,10 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     if name is None:
         return
     dtype, scale, method = codes[name]
-    beside = f"whose scale is {scale!r}" if scale is not None else "whose scale is not here"
-    said = "" if method is None else f" (quant_method {method} in config.json)"
+    beside = f"whose scale is {show(scale)}" if scale is not None else "whose scale is not here"
+    said = "" if method is None else f" (quant_method {clip(printable(method), 40)} in config.json)"
     raise UnsupportedError(
-        f"{where}{': ' if where else ''}tensor {name!r} holds {dtype} codes, {beside}{said}. {what} would take the "
+        f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. {what} would take the "
         "codes for weights, and this version does not dequantize them; safeload.load without dtype= gives them stored"
     )
 
@@ -273,6 +299,23 @@ def config_beside(path: str) -> dict[str, Any] | None:
         return None
 
 
+def shards_beside(path: str) -> Container[str]:
+    """Names of the tensors in the other shards of a file that was opened alone, by the index in its folder."""
+    from ..base.json_file import read_json
+
+    folder, base = os.path.split(path)
+    names: set[str] = set()
+    try:
+        indexes = [name for name in os.listdir(folder or ".") if name.endswith(".index.json")]
+        for index in indexes[:_INDEXES]:
+            weight_map = read_json(os.path.join(folder, index), "index.json").get("weight_map")
+            if isinstance(weight_map, Mapping) and base in weight_map.values():
+                names.update(name for name, shard in weight_map.items() if shard != base)
+    except (SafeloadError, OSError):  # it was not asked for
+        pass
+    return names
+
+
 def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
     """Refuses ``dtype=`` for floating tensors that hold codes, for functions that give stored tensors.
 
@@ -286,6 +329,6 @@ def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
     """
     if not could_hold(row for row in set(file.table.rows) if row.floating):
         return
-    codes = find(stored_of(parts_of(file)), config_beside(file.path))
+    codes = find(stored_of(parts_of(file)), config_beside(file.path), shards_beside(file.path))
     converted = (name for name, _, index in parts if file.table.row(index).floating)
     refuse(codes, converted, f"{what} with dtype=", file.path)

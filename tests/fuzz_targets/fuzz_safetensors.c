@@ -84,19 +84,18 @@ static void check_round_trip(const sl_table *table) {
 static void check_opened(const uint8_t *data, size_t size, int32_t status, const sl_error *error) {
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", memory_file(data, size));
-    int64_t file = -1;
-    uint64_t opened_size = 0;
+    sl_file file = {.handle = -1};
     sl_table *table = NO_TABLE;
     sl_error opened_error = untouched_error();
-    REQUIRE(sl_safetensors_open(path, &file, &opened_size, &table, &opened_error) == status);
+    REQUIRE(sl_safetensors_open(path, &file, &table, &opened_error) == status);
     check_error(&opened_error, status, size);
     if (status == SL_OK) {
-        REQUIRE(file >= 0 && opened_size == size);
+        REQUIRE(file.handle >= 0 && file.size == size);
         check_table(table, data, size);
         sl_table_free(table);
-        sl_file_close(file);
+        sl_file_close(file.handle);
     } else {
-        REQUIRE(file == -1 && table == NO_TABLE);
+        REQUIRE(file.handle == -1 && table == NO_TABLE);
         REQUIRE(opened_error.position == error->position && strcmp(opened_error.message, error->message) == 0);
     }
 }

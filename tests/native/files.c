@@ -102,24 +102,23 @@ static void check_jobs(void) {
     const uint64_t size = 19 * MIB + 6, count = size / 2;
     uint8_t *bytes = random_bytes(size), *wanted = allocate(4 * count), *got = allocate(4 * count);
     sl_error error = {0};
-    int64_t file = -1;
-    uint64_t found = 0;
+    sl_file file;
     int32_t status;
     EXPECT(sl_convert(SL_TIER_SCALAR, SL_BF16, SL_F32, bytes, wanted, count) == SL_OK);
     for (int32_t op = SL_OP_WRITE; op <= SL_OP_APPEND; op++) {
         write_file(path_of("jobs"), bytes, size, op);
-        OK(sl_file_open(path_of("jobs"), &file, &found, &error));
-        EXPECT(found == size);
+        OK(sl_file_open(path_of("jobs"), &file, &error));
+        EXPECT(file.size == size);
         const uint64_t first = 5 * MIB;
         const sl_job jobs[] = {
-            {SL_OP_CONVERT, SL_BF16, SL_F32, file, 0, got, first, NULL, NULL},
-            {SL_OP_CONVERT, SL_BF16, SL_F32, file, first, got + 2 * first, size - first, NULL, NULL},
+            {SL_OP_CONVERT, SL_BF16, SL_F32, file.handle, 0, got, first, NULL, NULL},
+            {SL_OP_CONVERT, SL_BF16, SL_F32, file.handle, first, got + 2 * first, size - first, NULL, NULL},
         };
         memset(got, 0, 4 * count);
         EXPECT(run(jobs, 2, 4, &error, &status) == size);
         OK(status);
         EXPECT(memcmp(got, wanted, 4 * count) == 0);
-        sl_file_close(file);
+        sl_file_close(file.handle);
         EXPECT(delete(path_of("jobs")));
     }
     free(bytes);
@@ -131,40 +130,39 @@ static void check_jobs(void) {
 
 static void check_refusals(void) {
     sl_error error = {0};
-    int64_t file = -7;
-    uint64_t size = 0;
+    sl_file file = {.handle = -7, .size = 7};
     void *mapped = NULL;
-    EXPECT(sl_file_open("", &file, &size, &error) == SL_E_OS && error.os_errno == ENOENT);
-    EXPECT(sl_file_open(path_of("missing/missing"), &file, &size, &error) == SL_E_OS && error.os_errno == ENOENT);
-    EXPECT(sl_file_open(path_of("missing"), &file, &size, &error) == SL_E_OS && error.os_errno == ENOENT);
-    EXPECT(sl_file_open(folder, &file, &size, &error) == SL_E_OS && error.os_errno == EISDIR);
+    EXPECT(sl_file_open("", &file, &error) == SL_E_OS && error.os_errno == ENOENT);
+    EXPECT(sl_file_open(path_of("missing/missing"), &file, &error) == SL_E_OS && error.os_errno == ENOENT);
+    EXPECT(sl_file_open(path_of("missing"), &file, &error) == SL_E_OS && error.os_errno == ENOENT);
+    EXPECT(sl_file_open(folder, &file, &error) == SL_E_OS && error.os_errno == EISDIR);
 #if defined(_WIN32)
-    EXPECT(sl_file_open("NUL", &file, &size, &error) == SL_E_FORMAT);
+    EXPECT(sl_file_open("NUL", &file, &error) == SL_E_FORMAT);
 #else
-    EXPECT(sl_file_open("/dev/null", &file, &size, &error) == SL_E_FORMAT);
+    EXPECT(sl_file_open("/dev/null", &file, &error) == SL_E_FORMAT);
 #endif
-    EXPECT(file == -7);
+    EXPECT(file.handle == -7 && file.size == 7);
 
     uint8_t *bytes = random_bytes(1000), got[100];
     write_file(path_of("short"), bytes, 1000, SL_OP_WRITE);
-    OK(sl_file_open(path_of("short"), &file, &size, &error));
-    OK(sl_file_read(file, 900, got, 100, &error));
+    OK(sl_file_open(path_of("short"), &file, &error));
+    OK(sl_file_read(file.handle, 900, got, 100, &error));
     EXPECT(memcmp(got, bytes + 900, 100) == 0);
-    OK(sl_file_read(file, 5000, got, 0, &error));
-    EXPECT(sl_file_read(file, 950, got, 100, &error) == SL_E_TRUNCATED && error.position == 1000);
-    EXPECT(sl_file_read(file, 5000, got, 1, &error) == SL_E_TRUNCATED && error.position == 5000);
-    EXPECT(sl_file_read(file, 5000, got, 1, NULL) == SL_E_TRUNCATED);
+    OK(sl_file_read(file.handle, 5000, got, 0, &error));
+    EXPECT(sl_file_read(file.handle, 950, got, 100, &error) == SL_E_TRUNCATED && error.position == 1000);
+    EXPECT(sl_file_read(file.handle, 5000, got, 1, &error) == SL_E_TRUNCATED && error.position == 5000);
+    EXPECT(sl_file_read(file.handle, 5000, got, 1, NULL) == SL_E_TRUNCATED);
     int32_t status;
     const sl_job jobs[] = {
-        {.file = file, .offset = 0, .memory = got, .size = 100},
-        {.file = file, .offset = 960, .memory = got, .size = 100},
+        {.file = file.handle, .offset = 0, .memory = got, .size = 100},
+        {.file = file.handle, .offset = 960, .memory = got, .size = 100},
     };
     sl_cursor cursor = {0};
     status = sl_jobs_run(jobs, 2, SL_TIER_SCALAR, 2, 0, &cursor, &error);
     EXPECT(status == SL_E_TRUNCATED && cursor.failed_job == 1 && error.position == 1000);
-    sl_file_close(file);
-    EXPECT(sl_file_read(file, 0, got, 1, &error) == SL_E_OS && error.os_errno == EBADF);
-    EXPECT(sl_file_map(file, 1000, &mapped, &error) == SL_E_OS && error.os_errno == EBADF && mapped == NULL);
+    sl_file_close(file.handle);
+    EXPECT(sl_file_read(file.handle, 0, got, 1, &error) == SL_E_OS && error.os_errno == EBADF);
+    EXPECT(sl_file_map(file.handle, 1000, &mapped, &error) == SL_E_OS && error.os_errno == EBADF && mapped == NULL);
     EXPECT(delete(path_of("short")));
     free(bytes);
 }
@@ -176,28 +174,27 @@ static void check_sharing(void) {
     uint8_t *bytes = random_bytes(size), *again = random_bytes(size / 2), got[100];
     char old[1024];
     sl_error error = {0};
-    int64_t file = -1;
-    uint64_t found = 0;
+    sl_file file;
     void *mapped = NULL;
     snprintf(old, sizeof old, "%s", path_of("old"));
     write_file(old, bytes, size, SL_OP_WRITE);
 
     /* Renamed while it is open: the name is another file's, the bytes are the same. */
-    OK(sl_file_open(old, &file, &found, &error));
+    OK(sl_file_open(old, &file, &error));
     EXPECT(rename_to(old, path_of("renamed")));
-    OK(sl_file_read(file, size - 100, got, 100, &error));
+    OK(sl_file_read(file.handle, size - 100, got, 100, &error));
     EXPECT(memcmp(got, bytes + size - 100, 100) == 0);
     EXPECT(rename_to(path_of("renamed"), old));
 
     /* A mapping outlives the handle, and what is written into it reaches no file. */
-    OK(sl_file_map(file, size, &mapped, &error));
-    sl_file_close(file);
+    OK(sl_file_map(file.handle, size, &mapped, &error));
+    sl_file_close(file.handle);
     EXPECT(memcmp(mapped, bytes, size) == 0);
     memset(mapped, 0, size);
-    OK(sl_file_open(old, &file, &found, &error));
-    OK(sl_file_read(file, 0, got, 100, &error));
+    OK(sl_file_open(old, &file, &error));
+    OK(sl_file_read(file.handle, 0, got, 100, &error));
     EXPECT(memcmp(got, bytes, 100) == 0);
-    sl_file_close(file);
+    sl_file_close(file.handle);
 
     /* Replaced while it is mapped: POSIX does it and the mapping stays; Windows refuses it. */
     write_file(path_of("new"), again, size / 2, SL_OP_WRITE);
@@ -208,16 +205,15 @@ static void check_sharing(void) {
 #else
     EXPECT(replaced);
 #endif
-    OK(sl_file_open(old, &file, &found, &error));
-    EXPECT(found == size / 2);
+    OK(sl_file_open(old, &file, &error));
+    EXPECT(file.size == size / 2);
 
     /* Deleted while it is open. */
     EXPECT(delete(old));
-    OK(sl_file_read(file, size / 2 - 100, got, 100, &error));
+    OK(sl_file_read(file.handle, size / 2 - 100, got, 100, &error));
     EXPECT(memcmp(got, again + size / 2 - 100, 100) == 0);
-    sl_file_close(file);
-    int64_t none = -1;
-    EXPECT(sl_file_open(old, &none, &found, &error) == SL_E_OS && error.os_errno == ENOENT);
+    sl_file_close(file.handle);
+    EXPECT(sl_file_open(old, &file, &error) == SL_E_OS && error.os_errno == ENOENT);
     free(bytes);
     free(again);
 }
@@ -228,8 +224,7 @@ static void check_large(void) {
     const uint64_t size = ((uint64_t)9 << 29) + 12345, piece = ((uint64_t)1 << 30) + 77777;
     uint8_t *bytes = random_bytes(MIB), *memory;
     sl_error error = {0};
-    int64_t file = -1;
-    uint64_t found = 0;
+    sl_file file;
     void *mapped = NULL;
     FILE *stream = open_for_writing(path_of("large"));
     EXPECT(stream != NULL && truncate_to(stream, size));
@@ -237,21 +232,21 @@ static void check_large(void) {
     OK(sl_platform_write(handle_of(stream), false, size - MIB, bytes, MIB, &error));
     EXPECT(fclose(stream) == 0);
 
-    OK(sl_file_open(path_of("large"), &file, &found, &error));
-    EXPECT(found == size);
+    OK(sl_file_open(path_of("large"), &file, &error));
+    EXPECT(file.size == size);
     memory = sl_memory_alloc(piece);
     EXPECT(memory != NULL);
     if (memory != NULL) {
-        OK(sl_file_read(file, size - piece, memory, piece, &error));
+        OK(sl_file_read(file.handle, size - piece, memory, piece, &error));
         EXPECT(memcmp(memory + piece - MIB, bytes, MIB) == 0 && memory[0] == 0 && memory[piece - MIB - 1] == 0);
         sl_memory_free(memory, piece);
     }
-    OK(sl_file_map(file, size, &mapped, &error));
+    OK(sl_file_map(file.handle, size, &mapped, &error));
     if (mapped != NULL) {
         EXPECT(memcmp((uint8_t *)mapped + size - MIB, bytes, MIB) == 0);
         sl_file_unmap(mapped, size);
     }
-    sl_file_close(file);
+    sl_file_close(file.handle);
     EXPECT(delete(path_of("large")));
     free(bytes);
 }

@@ -79,35 +79,34 @@ static void list_refusals(const uint8_t *mapped, uint64_t size) {
 }
 
 static void list_file(const char *path) {
-    int64_t file = -1;
-    uint64_t size = 0;
+    sl_file file;
     sl_table *table = NULL;
     sl_gguf *gguf = NULL;
     sl_error error = {0};
     bool is_gguf = strstr(path, ".gguf") != NULL;
     int32_t status;
     if (is_gguf) {
-        status = sl_file_open(path, &file, &size, &error);
-        if (status == SL_OK) status = sl_gguf_read(file, size, &table, &gguf, &error);
+        status = sl_file_open(path, &file, &error);
+        if (status == SL_OK) status = sl_gguf_read(file.handle, file.size, &table, &gguf, &error);
     } else
-        status = sl_safetensors_open(path, &file, &size, &table, &error);
+        status = sl_safetensors_open(path, &file, &table, &error);
     void *mapped = NULL;
-    if (status == SL_OK) status = sl_file_map(file, size, &mapped, &error);
+    if (status == SL_OK) status = sl_file_map(file.handle, file.size, &mapped, &error);
     if (status != SL_OK) {
         FAIL("%s: status %d, errno %d, byte %" PRId64 ": %s", path, status, error.os_errno, error.position,
              error.message);
         return;
     }
-    printf("%s %" PRIu64 "\n", name_of(path), size);
-    list_tensors(table, file, mapped);
+    printf("%s %" PRIu64 "\n", name_of(path), file.size);
+    list_tensors(table, file.handle, mapped);
     if (is_gguf)
         list_entries(gguf);
     else
-        list_refusals(mapped, size);
-    sl_file_unmap(mapped, size);
+        list_refusals(mapped, file.size);
+    sl_file_unmap(mapped, file.size);
     sl_gguf_free(gguf);
     sl_table_free(table);
-    sl_file_close(file);
+    sl_file_close(file.handle);
 }
 
 int main(int count, char **arguments) {

@@ -108,17 +108,16 @@ static float *results;
 enum { ROWS = 1024, COLUMNS = 2048, ELEMENTS = ROWS * COLUMNS };
 
 static int32_t open_path(const char *path, sl_error *error) {
-    int64_t file;
-    uint64_t size;
+    sl_file file;
     sl_table *table;
-    int32_t status = sl_safetensors_open(path, &file, &size, &table, error);
+    int32_t status = sl_safetensors_open(path, &file, &table, error);
     if (status != SL_OK) return status;
     CHECK(sl_table_columns(table)->count > 0 && sl_table_find(table, "layer.3.weight", 14) >= 0);
     void *mapping;
-    status = sl_file_map(file, size, &mapping, error);
-    if (status == SL_OK) sl_file_unmap(mapping, size);
+    status = sl_file_map(file.handle, file.size, &mapping, error);
+    if (status == SL_OK) sl_file_unmap(mapping, file.size);
     sl_table_free(table);
-    sl_file_close(file);
+    sl_file_close(file.handle);
     return status;
 }
 
@@ -126,29 +125,28 @@ static int32_t open_short(sl_error *error) { return open_path(safetensors_path, 
 static int32_t open_long(sl_error *error) { return open_path(long_path, error); }
 
 static int32_t open_gguf(sl_error *error) {
-    int64_t file;
-    uint64_t size;
+    sl_file file;
     sl_table *table;
     sl_gguf *gguf;
-    int32_t status = sl_file_open(gguf_path, &file, &size, error);
+    int32_t status = sl_file_open(gguf_path, &file, error);
     if (status != SL_OK) return status;
-    status = sl_gguf_read(file, size, &table, &gguf, error);
+    status = sl_gguf_read(file.handle, file.size, &table, &gguf, error);
     if (status == SL_OK) {
         CHECK(gguf->count == sl_table_columns(table)->count);
         sl_table_free(table);
         sl_gguf_free(gguf);
     }
-    sl_file_close(file);
+    sl_file_close(file.handle);
     return status;
 }
 
 /* Writes the header of the tensors that a file has. */
 static int32_t write_header(sl_error *error) {
-    int64_t file;
-    uint64_t size, *sizes, header_size;
+    sl_file file;
+    uint64_t *sizes, header_size;
     sl_table *table;
     void *header;
-    int32_t status = sl_safetensors_open(safetensors_path, &file, &size, &table, error);
+    int32_t status = sl_safetensors_open(safetensors_path, &file, &table, error);
     if (status != SL_OK) return status;
     const sl_columns *columns = sl_table_columns(table);
     uint32_t *order = __real_malloc(columns->count * sizeof *order);
@@ -159,7 +157,7 @@ static int32_t write_header(sl_error *error) {
     __real_free(order);
     __real_free(sizes);
     sl_table_free(table);
-    sl_file_close(file);
+    sl_file_close(file.handle);
     return status;
 }
 

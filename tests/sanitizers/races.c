@@ -9,8 +9,7 @@
 enum { CALLERS = 4, ROUNDS = 3, TENSORS = 4, ROWS = 2048, COLUMNS = 1024, ELEMENTS = ROWS * COLUMNS };
 
 static char path[32];
-static int64_t file;
-static uint64_t file_size;
+static sl_file file;
 static sl_table *table;
 static const sl_grid TRANSPOSED = {ROWS, COLUMNS, COLUMNS * 4, 4, 4, ROWS * 4};
 static const sl_channels CHANNELS = {COLUMNS, 1, NULL};
@@ -52,7 +51,7 @@ static int32_t run(const work *kind, uint8_t *results, int32_t threads, uint64_t
         jobs[i] = (sl_job){.op = kind->op,
                            .from = SL_F32,
                            .to = kind->to,
-                           .file = file,
+                           .file = file.handle,
                            .offset = columns->begins[i] + beyond,
                            .memory = results + i * kind->size,
                            .size = ELEMENTS * 4,
@@ -67,17 +66,16 @@ static int32_t run(const work *kind, uint8_t *results, int32_t threads, uint64_t
 }
 
 static void reopen(void) {
-    int64_t own;
-    uint64_t size;
+    sl_file own;
     sl_table *another;
     sl_error error;
-    CHECK(sl_safetensors_open(path, &own, &size, &another, &error) == SL_OK);
+    CHECK(sl_safetensors_open(path, &own, &another, &error) == SL_OK);
     const sl_columns *mine = sl_table_columns(another), *shared = sl_table_columns(table);
-    CHECK(size == file_size && mine->count == shared->count);
+    CHECK(own.size == file.size && own.inode == file.inode && mine->count == shared->count);
     CHECK(memcmp(mine->names, shared->names, shared->names_size) == 0);
     CHECK(sl_table_find(table, "layer.2.weight", 14) >= 0 && sl_table_find(table, "layer.9.weight", 14) == -1);
     sl_table_free(another);
-    sl_file_close(own);
+    sl_file_close(own.handle);
 }
 
 static void *call(void *argument) {
@@ -92,9 +90,9 @@ static void *call(void *argument) {
         CHECK(run(&WORK[kind], results, 3, 0, &cursor, &error) == SL_OK);
         CHECK(memcmp(results, expected[kind], TENSORS * WORK[kind].size) == 0);
         /* Every job but those of the first tensors reads past the end of the file: the lowest that fails is told. */
-        CHECK(run(&WORK[kind], results, 3, file_size - sl_table_columns(table)->ends[1], &cursor, &error) ==
+        CHECK(run(&WORK[kind], results, 3, file.size - sl_table_columns(table)->ends[1], &cursor, &error) ==
               SL_E_TRUNCATED);
-        CHECK(cursor.failed_job == 2 && error.position == (int64_t)file_size);
+        CHECK(cursor.failed_job == 2 && error.position == (int64_t)file.size);
     }
     free(results);
     return NULL;
@@ -104,7 +102,7 @@ int main(void) {
     sl_error error;
     sl_cursor cursor;
     write_file(make_safetensors(TENSORS, ELEMENTS), path);
-    CHECK(sl_safetensors_open(path, &file, &file_size, &table, &error) == SL_OK);
+    CHECK(sl_safetensors_open(path, &file, &table, &error) == SL_OK);
     for (size_t kind = 0; kind < KINDS; kind++) {
         expected[kind] = malloc(TENSORS * WORK[kind].size);
         CHECK(expected[kind] != NULL);
@@ -115,7 +113,7 @@ int main(void) {
     for (int i = 0; i < CALLERS; i++) pthread_join(callers[i], NULL);
     for (size_t kind = 0; kind < KINDS; kind++) free(expected[kind]);
     sl_table_free(table);
-    sl_file_close(file);
+    sl_file_close(file.handle);
     unlink(path);
     printf("%d callers with 3 threads each: %d kinds of jobs, %d rounds\n", CALLERS, KINDS, ROUNDS);
     return 0;

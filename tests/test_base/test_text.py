@@ -3,6 +3,7 @@
 import os
 import pickle
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -146,3 +147,37 @@ def test_many_threads_work(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"w": np.arange(300_000, dtype=np.float32)}, path)
     assert safeload.load(path, dtype="float64", threads=4096)["w"][-1] == 299_999
+
+
+LONG = "n" * 100_000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path, out: safeload.load_quantized(path, LONG),
+        lambda path, out: safeload.load_quantized(path, {LONG: "no scheme"}),
+        lambda path, out: safeload.quantize(np.zeros((32, 32), np.float32), LONG),
+        lambda path, out: safeload.convert(path, out / "x.npz", names=[LONG]),
+        lambda path, out: safeload.convert(path, out / "x", max_shard_size=LONG),
+        lambda path, out: safeload.convert(path, out / LONG),
+        lambda path, out: safeload.convert([{LONG: np.zeros(2)}, {LONG: np.zeros(2)}], out / "x.npz"),
+        lambda path, out: safeload.convert({LONG: np.zeros(2, ml_dtypes.bfloat16)}, out / "x.npz"),
+        lambda path, out: safeload.convert({LONG: np.zeros(2)}, out / "x.moon"),
+        lambda path, out: safeload.convert({LONG: np.zeros(2, np.complex64)}, out / "x.gguf"),
+        lambda path, out: safeload.stack(path, safeload.Layout(LONG, [safeload.StackedTensor(LONG, LONG)])),
+        lambda path, out: safeload.stack(path, safeload.Layout(LONG, [safeload.StackedTensor("a", LONG + "{}")])),
+        lambda path, out: safeload.validate(path, schema=LONG),
+        lambda path, out: safeload.validate(path, limits={LONG: 1}),
+        lambda path, out: safeload.stats({LONG: np.ma.array([1.0], mask=[True])}),
+        lambda path, out: safeload.stats({LONG: np.zeros(2, ml_dtypes.float8_e4m3fn), LONG + "_scale": 1.0}),
+        lambda path, out: safeload.open(path, root=LONG),
+        lambda path, out: safeload.open([path, LONG]),
+    ],
+)
+def test_no_message_holds_a_long_value(call, tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": np.zeros((2, 2), np.float32)}, path)
+    with pytest.raises((safeload.SafeloadError, ValueError, TypeError, OSError, KeyError)) as caught:
+        call(path, tmp_path)
+    assert len(str(caught.value)) < 1000

@@ -401,6 +401,14 @@ def test_bench(folder, capsys):
     assert "safetensors.numpy" not in out.partition("load  ")[2]
 
 
+def test_bench_leaves_out_what_cannot_read_the_file(tmp_path, capsys):
+    path = tmp_path / "f8.safetensors"
+    save_file({"w": np.zeros((4, 4), ml_dtypes.float8_e8m0fnu)}, path)  # safetensors.numpy raises AttributeError
+    status, out, err = run(capsys, "bench", str(path), "--rounds", "1")
+    assert (status, err) == (0, "")
+    assert "safeload" in out
+
+
 # ---- all of them ----
 
 

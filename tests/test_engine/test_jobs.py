@@ -23,10 +23,10 @@ def open_file(tmp_path):
     def open_bytes(data):
         path = tmp_path / f"{len(opened)}.bin"
         path.write_bytes(data)
-        handle, size, error = ffi.new("int64_t *"), ffi.new("uint64_t *"), Error()
-        check(lib.sl_file_open(native_path(path)[1], handle, size, error), error)
-        opened.append(handle[0])
-        return handle[0]
+        file, error = ffi.new("sl_file *"), Error()
+        check(lib.sl_file_open(native_path(path)[1], file, error), error)
+        opened.append(file.handle)
+        return file.handle
 
     yield open_bytes
     for handle in opened:

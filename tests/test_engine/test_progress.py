@@ -43,6 +43,7 @@ def with_tqdm(request, monkeypatch):
 def calls(path, tmp_path):
     return {
         "load": lambda: safeload.load(path, dtype="float64", progress=True),
+        "load mapped": lambda: safeload.load(path, progress=True),
         "load_file": lambda: load_file(path, backend="pread", progress=True),
         "stats": lambda: safeload.stats(path, progress=True),
         "quantized": lambda: safeload.load_quantized(path, progress=True),
@@ -52,7 +53,7 @@ def calls(path, tmp_path):
     }
 
 
-CALLS = ["load", "load_file", "stats", "quantized", "convert", "diff", "validate"]
+CALLS = ["load", "load mapped", "load_file", "stats", "quantized", "convert", "diff", "validate"]
 
 
 @pytest.mark.parametrize("call", CALLS)

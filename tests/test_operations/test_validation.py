@@ -970,6 +970,23 @@ def test_a_model_with_another_head(kind, head):
     assert ("error", "schema.missing", name) in codes(validate({**broken, **extra}, config=config))
 
 
+@pytest.mark.parametrize(
+    ("kind", "class_name", "added"),
+    [
+        ("bert", "BertLMHeadModel", "bert.encoder.layer.{}.crossattention.self.query.weight"),
+        ("gpt2", "GPT2LMHeadModel", "transformer.h.{}.ln_cross_attn.weight"),
+    ],
+)
+def test_a_decoder_with_cross_attention(kind, class_name, added):
+    config, tensors = small(kind)
+    config["architectures"] = [class_name]
+    tensors |= {added.format(k): np.float32([[1, 2], [3, k]]) for k in range(2)}
+    assert not validate(tensors, config=config).ok
+    report = validate(tensors, config={**config, "add_cross_attention": True})
+    assert codes(report) == [("note", "schema.unchecked", added.format(0))]
+    assert "2 tensors of the cross-attention were not checked" in report.notes[0].message
+
+
 def test_heads_beside_a_whole_model(llama):
     config, tensors = llama
     heads = ("v_head.summary.weight", "lm_head.bias", "reward_head.weight", "medusa_head.0.linear.weight", "score.bias")

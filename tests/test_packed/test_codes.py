@@ -80,6 +80,15 @@ FAMILIES = {
         f"{P}.weight": codes(I8, 64, 32), f"{P}.SCB": floats(F32, 64), f"{P}.weight_format": np.uint8(0)}),
     "quanto": (f"{P}.weight._data", f"{P}.weight._scale", "quanto", {
         f"{P}.weight._data": codes(I8, 64, 32), f"{P}.weight._scale": floats(F32, 64, 1)}),
+    "quanto-4bit": (f"{P}.weight._data._data", f"{P}.weight._scale", "quanto", {
+        f"{P}.weight._data._data": codes(U8, 1024, 64), f"{P}.weight._scale": floats(F32, 1, 1024),
+        f"{P}.weight._shift": floats(F32, 1, 1024)}),
+    "eetq": (f"{P}.weight", f"{P}.weight_scales", "eetq", {
+        f"{P}.weight": codes(I8, 64, 32), f"{P}.weight_scales": floats(F16, 32)}),
+    "eetq-original": (f"{P}.qweight", f"{P}.weight_scales", None, {
+        f"{P}.qweight": codes(I8, 64, 32), f"{P}.weight_scales": floats(F16, 32)}),
+    "bnb-4bit-no-absmax": (f"{P}.weight", f"{P}.weight.quant_state.bitsandbytes__fp4", None, {
+        f"{P}.weight": codes(U8, 2048, 1), f"{P}.weight.quant_state.bitsandbytes__fp4": codes(U8, 90)}),
 }  # fmt: skip
 PLAIN = {"model.norm.weight": floats(BF16, 64)}
 ALL = list(FAMILIES)
@@ -225,6 +234,41 @@ def test_drop_ins_leave_integers_alone(tmp_path, family):
     save_file({key: np.asarray(value) for key, value in FAMILIES[family][3].items()}, path)
     got = load_file(path, dtype="float32")
     assert got[FAMILIES[family][0]].dtype.kind in "iu"
+
+
+def test_the_scale_of_a_shard_that_is_opened_alone(tmp_path):
+    folder = folder_of(tmp_path, "deepseek", config=False)
+    shard = folder / "model-00001-of-00002.safetensors"
+    calls = [
+        lambda: safeload.load(shard, dtype="float32"),
+        lambda: safeload.load_quantized(shard, "int8"),
+        lambda: safeload.stats(shard),
+        lambda: safeload.convert(shard, tmp_path / "x.npz"),
+        lambda: load_file(shard, dtype="float32"),
+    ]
+    for call in calls:
+        with refused("deepseek", method=False):
+            call()
+    assert safeload.load(shard)[FAMILIES["deepseek"][0]].dtype == F8
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x"}}')
+    for broken in ('{"weight_map": {"a": "x"}}', '{"weight_map": [1]}', "{"):
+        (folder / "model.safetensors.index.json").write_text(broken)
+        safeload.load(shard, dtype="float32")  # nothing says that it is more than a plain file
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.1), 0.1, [0.1], memoryview(floats(F32, 1))])
+def test_a_scale_in_a_dict_may_be_no_array(tmp_path, scale):
+    given = {"a.weight": codes(F8, 64, 32), "a.weight_scale": scale, "junk": object(), "b": np.ones(2, F32)}
+    refusal = pytest.raises(UnsupportedError, match=r"'a.weight' holds F8_E4M3 codes, whose scale is 'a.weight_scale'")
+    with refusal:
+        safeload.stats(given, names=["a.weight"])
+    with refusal:
+        safeload.diff({"a.weight": np.zeros((64, 32), F32)}, given)
+    del given["junk"]
+    with refusal:
+        safeload.load_quantized(given, "int8")
+    with refusal:
+        safeload.convert(given, tmp_path / "out.safetensors", dtype="float32")
 
 
 def test_a_config_names_codes_without_a_scale(tmp_path):

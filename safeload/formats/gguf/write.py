@@ -13,6 +13,7 @@ from ...base import dtypes
 from ...base.arrays import check_mapping, refuse_masked
 from ...base.file import Array, PathLike
 from ...base.native import lib
+from ...base.text import show
 from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.lazy import Lazy, LazyQuantized, materialize
@@ -123,22 +124,22 @@ def _plan(name: Any, value: Any) -> _Plan:
     if isinstance(value, (QuantizedTensor, LazyQuantized)):
         if value.scheme == INT8:
             raise UnsupportedError(
-                f"tensor {name!r} is int8 with scales, which GGUF does not have: "
+                f"tensor {show(name)} is int8 with scales, which GGUF does not have: "
                 'pass quantize="q8_0" or dtype="float32"'
             )
         number, data = dtypes.BLOCK_TYPES[value.scheme].ggml, value.data
     elif isinstance(value, (np.ndarray, Lazy)):
-        refuse_masked(value, f"tensor {name!r}")
+        refuse_masked(value, f"tensor {show(name)}")
         number, data = _element_type(name, value.dtype), value
     else:
-        raise TypeError(f"tensor {name!r} is a {type(value).__name__}, not a numpy array or a QuantizedTensor")
+        raise TypeError(f"tensor {show(name)} is a {type(value).__name__}, not a numpy array or a QuantizedTensor")
     raw, shape = _encode(name, "a tensor name"), value.shape
     if b"\0" in raw:
         raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which ggml ends it")
     if len(raw) > MAX_NAME:
         raise SafeloadError(f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but ggml reads at most {MAX_NAME}")
     if len(shape) > MAX_DIMS:
-        raise SafeloadError(f"tensor {name!r} has {len(shape)} dims, but GGUF has at most {MAX_DIMS}")
+        raise SafeloadError(f"tensor {show(name)} has {len(shape)} dims, but GGUF has at most {MAX_DIMS}")
     dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return _Plan(_U64.pack(len(raw)) + raw + dims + _U32.pack(number), data)
 
@@ -148,10 +149,10 @@ def _element_type(name: str, dtype: np.dtype[Any]) -> int:
     if row is not None and row.ggml >= 0:
         return row.ggml
     if row is not None and row.floating and not row.packed:
-        raise UnsupportedError(f'tensor {name!r} is {dtype.name}, which GGUF does not have: pass dtype="float16"')
+        raise UnsupportedError(f'tensor {show(name)} is {dtype.name}, which GGUF does not have: pass dtype="float16"')
     raise UnsupportedError(
-        f"tensor {name!r} is {dtype.name}, which GGUF does not have: of integers it has int8 to int64. Convert it with "
-        "safeload.astype, or leave it out"
+        f"tensor {show(name)} is {dtype.name}, which GGUF does not have: of integers it has int8 to int64. "
+        "Convert it with safeload.astype, or leave it out"
     )
 
 
@@ -188,9 +189,11 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
     """
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"metadata {ALIGNMENT_KEY!r} is an int, not {type(value).__name__}")
+        raise TypeError(f"metadata {show(ALIGNMENT_KEY)} is an int, not {type(value).__name__}")
     if not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
-        raise SafeloadError(f"metadata {ALIGNMENT_KEY!r} is {value}, but must be a power of two up to {MAX_ALIGNMENT}")
+        raise SafeloadError(
+            f"metadata {show(ALIGNMENT_KEY)} is {value}, but must be a power of two up to {MAX_ALIGNMENT}"
+        )
     return int(value)
 
 
@@ -203,7 +206,7 @@ def _stored(metadata: Mapping[str, Any], key: str, alignment: int) -> bytes:
     try:
         return b"".join(_pack(metadata[key]))
     except (TypeError, SafeloadError) as error:
-        raise type(error)(f"metadata {key!r}: {error}") from None
+        raise type(error)(f"metadata {show(key)}: {error}") from None
 
 
 def can_hold(value: Any) -> bool:

@@ -34,9 +34,8 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
         OSError: the file cannot be opened.
     """
     text, encoded = native_path(path)
-    descriptor, size, table = ffi.new("int64_t *"), ffi.new("uint64_t *"), ffi.new("sl_table **")
-    error = Error()
-    arguments = encoded, *map(pointer, (descriptor, size, table, error))
+    opened, table, error = ffi.new("sl_file *"), ffi.new("sl_table **"), Error()
+    arguments = encoded, pointer(opened), pointer(table), pointer(error)
     status = short.sl_safetensors_open(*arguments)
     if status == lib.SL_E_OS and make_room(error.os_errno):
         status = short.sl_safetensors_open(*arguments)
@@ -45,7 +44,7 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
         if kind is not None:
             raise FormatError(f"this is {kind}, not a safetensors file", text, 0)
     check(status, error, text)
-    return WeightFile(text, descriptor[0], size[0], Table(table[0]), brief=brief)
+    return WeightFile(text, opened, Table(table[0]), brief=brief)
 
 
 class _Memory(NamedTuple):
@@ -74,7 +73,7 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
         copy: False for views, read-only where ``data`` is; what is not aligned there is copied all the same.
     """
     view, table = _parse(data)
-    file = WeightFile("", -1, view.nbytes, table)
+    file = WeightFile.in_memory(view.nbytes, table)
     arrays = {}
     for name, (dtype, shape, begin, end, *_) in zip(table.names, file.layouts(range(table.count)), strict=True):
         if begin == end:
@@ -136,7 +135,7 @@ def _source(name: str, value: Any) -> _Source:
         return _Source(value._row, value._shape, value)
     if isinstance(value, np.generic):
         value = np.asarray(value)
-    refuse_masked(value, f"tensor {name!r}")
+    refuse_masked(value, f"tensor {show(name)}")
     if not isinstance(value, (np.ndarray, Lazy)):
         raise TypeError(f"tensor {show(name)} is a {type(value).__name__}, not a numpy array")
     return _Source(dtypes.of_array(value, name), value.shape, value)

@@ -250,7 +250,8 @@ class Tree:
                     waiting.append((child, rest[len(text) + 1 :]))
         there = self._list_containers()
         raise TensorNotFoundError(
-            f"{self._path} has no container {root!r}; those with tensors are {', '.join(there) if there else 'none'}"
+            f"{self._path} has no container {show(root)}; "
+            f"those with tensors are {', '.join(there) if there else 'none'}"
         )
 
     def _list_containers(self, most: int = 20) -> list[str]:

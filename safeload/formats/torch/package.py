@@ -80,7 +80,7 @@ class Package:
             root = None if root == names[0] else (root or "")[len(names[0]) + 1 :]
         elif root is not None and len(names) > 1:
             shown = ", ".join(show(name)[1:-1] for name in names[:20]) + ", ..." * (len(names) > 20)
-            raise TensorNotFoundError(f"{self._path} has no container {root!r}; its pickles are {shown}")
+            raise TensorNotFoundError(f"{self._path} has no container {show(root)}; its pickles are {shown}")
         found = {}
         for name in names:
             part = self._unpickle(name, self._persistent)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ...base.file import WeightFile, open_descriptor
+from ...base.text import show
 from ...checkpoint import Checkpoint
 from ...engine.jobs import Progress
 from ...engine.stream import Meter, file_pieces, in_order
@@ -112,7 +113,7 @@ def check_crc(opened: Checkpoint, *, threads: int | None = None, progress: Progr
         if problem is not None:
             name = entry.info.orig_filename
             more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
-            message = f"zip entry {name!r} of {entry.file.path}{more}: {problem}"
+            message = f"zip entry {show(name)} of {entry.file.path}{more}: {problem}"
             yield error("file.crc", entry.tensors[0] if entry.tensors else None, message)
 
 

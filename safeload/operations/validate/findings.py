@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...base.text import clip, plural, printable, size
+from ...base.text import clip, plural, printable, show, size
 from ..stats import TensorStats
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -96,12 +96,12 @@ class Limits(NamedTuple):
         if isinstance(given, Mapping):
             unknown = sorted(set(given) - set(cls._fields))
             if unknown:
-                raise ValueError(f"limits: unknown {unknown[0]!r}; known are {', '.join(cls._fields)}")
+                raise ValueError(f"limits: unknown {show(unknown[0])}; known are {', '.join(cls._fields)}")
             limits = cls(**given)
         elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
             limits = cls(*given)
         else:
-            raise TypeError(f"limits must be (low, high) or a dict of {', '.join(cls._fields)}, not {given!r}")
+            raise TypeError(f"limits must be (low, high) or a dict of {', '.join(cls._fields)}, not {show(given)}")
         if not limits.low <= limits.high:
             raise ValueError(f"limits: low is {limits.low} and high is {limits.high}")
         if limits.norm is not None and not limits.norm >= 0:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...base.file import WeightFile
-from ...base.text import plural
+from ...base.text import plural, show
 from ...checkpoint import Checkpoint
 from ...engine.stream import PIECE, file_pieces
 from ...formats import foreign as sniffing
@@ -86,10 +86,10 @@ def _told(tail: Tail) -> str:
     if tail.hole:
         what += ", a hole that was never written" if tail.hole >= size else f", {tail.hole:,} of them never written"
     if not tail.whole:
-        return what if tail.cut is None else f"{what}, from within {tail.cut!r} on"
+        return what if tail.cut is None else f"{what}, from within {show(tail.cut)} on"
     count = len(tail.whole)
     whole = f"{plural(count, 'tensor')} {'is' if count == 1 else 'are'} all zero"
-    return f"{what}: {whole}, the first is {tail.whole[0]!r}"
+    return f"{what}: {whole}, the first is {show(tail.whole[0])}"
 
 
 def tail_of(file: WeightFile, *, values: bool) -> Tail | None:

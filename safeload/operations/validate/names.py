@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...base.text import plural
+from ...base.text import plural, show
 from ...models.schema import NUMBER, Choice, ConfigError, Inner, Schema, Wanted
 from ...packed import grouping
 from ...packed.grouping import Codes
@@ -33,6 +33,9 @@ _HEAD = re.compile(
     r"(?:\w*_)?(?:heads?|lm_head\d*|score|scorer|classifier|qa_outputs|pooler|summary)(?:\..*)?|cls\..*",
     re.ASCII | re.DOTALL,
 )
+
+# What a decoder has in its layers where the config says add_cross_attention: BERT and its kin, GPT-2.
+_CROSS = re.compile(r"\.(?:cross_?attention|cross_?attn|ln_cross_attn|encoder_attn)\.", re.ASCII)
 
 # The last part of the name of a tensor that stands beside or for a quantized weight: codes, scales, zero points.
 _PART = re.compile(
@@ -193,11 +196,13 @@ def check_schema(
         if quantized is not None and quantized.configured:
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         example = next(iter(wanted))
-        message = f"is no name of schema {schema.name}, whose first is {example!r}; only {len(found)} of {len(tensors)}"
+        message = (
+            f"is no name of schema {schema.name}, whose first is {show(example)}; only {len(found)} of {len(tensors)}"
+        )
         return Comparison([error("schema.names", next(iter(tensors)), f"{message} are")], 0)
     findings = list(_check_missing(choice, wanted, tensors, modules))
     if inner is not None and inner.whole:
-        message = f"names begin with {inner.prefix!r}, which those of schema {schema.name} do not"
+        message = f"names begin with {show(inner.prefix)}, which those of schema {schema.name} do not"
         findings.append(warning("schema.prefix", next(name for name in tensors if name in wanted), message))
     findings += _check_unexpected(choice, config, wanted, tensors, quantized, inner)
     for name in found:
@@ -266,7 +271,8 @@ def _check_unexpected(
     count = len({w.layer for w in wanted.values()} - {None})
     beyond: Counter[tuple[int, str]] = Counter()
     is_head = _heads_of(choice, wanted)
-    heads, others, unknown = [], [], []
+    crossed = config is not None and config.get("add_cross_attention") is True
+    heads, others, unknown, crossing = [], [], [], []
     for name in tensors:
         if name in wanted:
             continue
@@ -278,6 +284,8 @@ def _check_unexpected(
                 others.append(name)
             elif is_head(name):
                 heads.append(name)
+            elif crossed and _CROSS.search(name):
+                crossing.append(name)
             elif quantized is not None and quantized.configured:
                 unknown.append(name)
             else:
@@ -296,6 +304,9 @@ def _check_unexpected(
         yield report("schema.layer_extra", stem, message)
     if heads:
         yield _note_heads(config, heads)
+    if crossing:
+        what = f"names and shapes of {plural(len(crossing), 'tensor')} of the cross-attention were not checked"
+        yield note("schema.unchecked", crossing[0], f"add_cross_attention: {what}")
     if unknown:
         unlisted = f"{plural(len(unknown), 'tensor')} that schema {choice.schema.name} does not have"
         what = "name and shape were" if len(unknown) == 1 else "names and shapes were"

@@ -14,6 +14,7 @@ from ... import checkpoint as checkpoints
 from ...base import dtypes, log
 from ...base.arrays import as_array
 from ...base.file import Array, PathLike, native_path
+from ...base.text import show
 from ...checkpoint import Checkpoint
 from ...engine import jobs
 from ...engine.jobs import Progress
@@ -201,7 +202,7 @@ def _validate_array(
     known = _known_of(x)
     if shape is not None:
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
-            raise TypeError(f"shape must be a tuple of whole numbers and None, not {shape!r}")
+            raise TypeError(f"shape must be a tuple of whole numbers and None, not {show(shape)}")
         if not names.fits(known.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, wanted is [{sizes}]")])

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.file import Array
+from ...base.text import show
 from ...checkpoint import Checkpoint
 from ...engine import source as sources
 from ...engine.quantized_tensor import INT8, QuantizedTensor
@@ -138,7 +139,7 @@ def check_tied(given: Checkpoint | Mapping[str, Any], pairs: Mapping[str, str]) 
                 element = differ // one.row.block_bytes
                 index = [int(k) for k in np.unravel_index(element, one.shape)]
                 yield warning(
-                    "head.tied", head, f"differs from {embedding!r} from {index} on, but the config ties the two"
+                    "head.tied", head, f"differs from {show(embedding)} from {index} on, but the config ties the two"
                 )
                 break
             at += len(a)
