@@ -1,3 +1,5 @@
+"""safeload.open and Checkpoint: a mapping over a file or a folder, what closing leaves alive, what may be opened."""
+
 import gc
 import importlib
 import json

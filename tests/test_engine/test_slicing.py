@@ -1,3 +1,5 @@
+"""Slices read from files: numpy's basic indexing, upstream's refusals, no byte outside the range that is selected."""
+
 import importlib
 import json
 import os

@@ -1,3 +1,5 @@
+"""Saving: bytes and refusals, modes and links, pipes and devices, durability, atomicity, memory."""
+
 import contextlib
 import errno
 import importlib

@@ -1,5 +1,6 @@
-"""Ids of parametrized cases are short, and the same in every run: conftest.py fails the collection otherwise."""
+"""What holds for the tests themselves: short ids of cases, the same in every run; a first line in every file."""
 
+import ast
 from types import SimpleNamespace
 
 import pytest
@@ -41,3 +42,9 @@ def test_an_id_of_a_line_is_fine(conftest):
 )
 def test_long_values_are_cut(conftest, pytestconfig, value, want):
     assert conftest.pytest_make_parametrize_id(pytestconfig, value, "content") == want
+
+
+def test_every_file_says_what_it_shows():
+    files = sorted(TESTS.rglob("*.py"))
+    assert files
+    assert [str(path) for path in files if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None] == []
