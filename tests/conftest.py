@@ -1,5 +1,6 @@
 """Fixtures of all tests, and what a parametrized case is called."""
 
+import gc
 import signal
 from pathlib import Path
 
@@ -47,3 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(
             f"ids of tests have at most {MOST_OF_AN_ID} characters and no addresses; give the cases ids=:\n{names}"
         )
+
+
+def pytest_collection_finish() -> None:
+    """What was made so far stays to the end: collections of garbage, of which some tests ask for many, pass it over."""
+    gc.collect()
+    gc.freeze()
