@@ -1,3 +1,6 @@
+"""Fixtures of all tests, and what a parametrized case is called."""
+
+import gc
 import signal
 from pathlib import Path
 
@@ -21,3 +24,33 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is not here: the larger real files live outside the repository")
     return SHARED
+
+
+# Ids of cases: readable in a terminal, and the same in every run. 120 is a line.
+MOST_OF_AN_ID = 120
+MOST_OF_A_TEXT = 32
+MOST_BYTES = 12
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Long texts and bytes are cut; where that makes two ids the same, pytest numbers them."""
+    if isinstance(val, bytes | bytearray) and len(val) > MOST_BYTES:
+        return f"{argname} of {len(val)} bytes"
+    if isinstance(val, str) and len(text := ascii(val)[1:-1]) > MOST_OF_A_TEXT:
+        return f"{text[: MOST_OF_A_TEXT - 3]}..."
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    bad = [item for item in items if len(item.name) > MOST_OF_AN_ID or " at 0x" in item.name]
+    if bad:
+        names = "\n".join(f"{item.location[0]}: {item.name[:MOST_OF_AN_ID]}" for item in bad)
+        raise pytest.UsageError(
+            f"ids of tests have at most {MOST_OF_AN_ID} characters and no addresses; give the cases ids=:\n{names}"
+        )
+
+
+def pytest_collection_finish() -> None:
+    """What was made so far stays to the end: collections of garbage, of which some tests ask for many, pass it over."""
+    gc.collect()
+    gc.freeze()

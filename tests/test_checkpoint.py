@@ -1,3 +1,5 @@
+"""safeload.open and Checkpoint: a mapping over a file or a folder, what closing leaves alive, what may be opened."""
+
 import gc
 import importlib
 import json
@@ -452,7 +454,6 @@ def test_a_shard_that_is_no_bare_name_is_refused(value, folder):
 @pytest.mark.parametrize(
     "text",
     [b"", b"[]", b"{", b"{}", b'{"weight_map": []}', b'{"weight_map": {}, "metadata": 3}', b"\xff", b"[" * 100_000],
-    ids=str,
 )
 def test_a_broken_index_is_a_format_error_that_names_it(text, folder):
     (folder / "model.safetensors.index.json").write_bytes(text)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from builders.paths import ROOT
@@ -26,18 +27,31 @@ def shim(tmp_path_factory):
     return library
 
 
-@pytest.mark.parametrize("module", sorted(path.stem for path in FAULTS.glob("test_*.py")))
-def test_under_the_shim(module, shim, tmp_path):
+def run(module, shim, folder):
     preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
     options = ["-q", "--capture=sys", "--tb=short", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--basetemp", tmp_path / "base", FAULTS / f"{module}.py"],
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--basetemp", folder / "base", FAULTS / f"{module}.py"],
         env={**os.environ, "LD_PRELOAD": preload, "SAFELOAD_FAULT_SHIM": str(shim)},
-        cwd=tmp_path,  # not the source tree, whose safeload is not built
+        cwd=folder,  # not the source tree, whose safeload is not built
         capture_output=True,
         text=True,
         timeout=600,
     )
+
+
+@pytest.fixture(scope="module")
+def runs(shim, request, tmp_path_factory):
+    """What becomes of each module that is asked for: they run at the same time, one a processor."""
+    asked = [item.callspec.params["module"] for item in request.session.items if item.path == request.path]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {module: pool.submit(run, module, shim, tmp_path_factory.mktemp(module)) for module in asked}
+        pool.shutdown(cancel_futures=True)  # where pytest stops at the first failure
+
+
+@pytest.mark.parametrize("module", sorted(path.stem for path in FAULTS.glob("test_*.py")))
+def test_under_the_shim(module, runs):
+    done = runs[module].result()
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
     if not re.search(r"\b[1-9][0-9]* passed\b", done.stdout):
         assert re.search(r"\b[1-9][0-9]* skipped\b", done.stdout), done.stdout

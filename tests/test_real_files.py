@@ -1,3 +1,5 @@
+"""Real files from other writers: every way to load gives what independent readers found in them."""
+
 import hashlib
 import json
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Fixtures under the shim; without it the tests of this folder are not collected."""
+
 import os
 
 import pytest

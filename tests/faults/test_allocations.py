@@ -3,9 +3,9 @@
 import os
 
 import pytest
+from faults.reads import CASES, WORK
 from faults.saves import NEW, SAVES
 from faults.shim import ALLOCATE, FAIL, sweep
-from faults.test_reads import CASES, WORK
 
 pytestmark = pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's allocator stands before the shim's"

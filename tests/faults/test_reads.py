@@ -1,80 +1,16 @@
 """Each read of each operation in turn: short, interrupted, refused, of a file that was cut a moment before."""
 
 import errno
-import hashlib
 import os
 
-import numpy as np
 import pytest
+from faults.reads import CASES, WORK
 from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, THOROUGH, TRUNCATE, armed, sweep
 
 import safeload
 from safeload import SafeloadError
-from safeload.engine.quantized_tensor import QuantizedTensor
-from safeload.operations.manifest import make as make_manifest
 
 NAMES = {FAIL: "once", FAIL_FROM: "from then on"}
-FORMATS = [
-    *("safetensors", "long header", "gguf", "moon", "npz", "npz, compressed"),
-    *("torch zip", "torch legacy", "shards"),
-]
-
-
-def digest(value):
-    """A value that is the same for the same names, shapes and bytes."""
-    if isinstance(value, dict):
-        return {name: digest(item) for name, item in value.items()}
-    if isinstance(value, QuantizedTensor):
-        return value.scheme, digest(value.data), None if value.scale is None else digest(value.scale)
-    return value.dtype.name, value.shape, hashlib.sha1(np.ascontiguousarray(value).view(np.uint8)).hexdigest()
-
-
-def listing(path):
-    with safeload.open(path) as checkpoint:
-        return [(info.name, info.dtype, info.shape) for info in checkpoint.tensors.values()], dict(checkpoint.metadata)
-
-
-def slices(path):
-    with safeload.open(path) as checkpoint:
-        return digest({name: checkpoint.get_slice(name)[1:3] for name in checkpoint})
-
-
-def filled(path):
-    with safeload.open(path) as checkpoint:
-        out = {name: np.empty(info.shape, np.float32) for name, info in checkpoint.tensors.items()}
-        checkpoint.load(dtype="float32", out=out)
-    return digest(out)
-
-
-def transposed(path):
-    """Through strides: the tensors of a layout are read as grids."""
-    entry = safeload.StackedTensor("w", "middle.weight", transpose=True)
-    return digest(safeload.stack(path, safeload.Layout("test", (entry,)), dtype="float32"))
-
-
-def hashes(path):
-    with safeload.open(path) as checkpoint:
-        return make_manifest(checkpoint)["tensors"]
-
-
-LOADS = {
-    "list": listing,
-    "load": lambda path: digest(safeload.load(path, backend="pread")),
-    "load as f32": lambda path: digest(safeload.load(path, backend="pread", dtype="float32")),
-    "slice": slices,
-    "fill": filled,
-}
-WORK = {
-    **LOADS,
-    "transpose": transposed,
-    "hash": hashes,
-    "quantize to q8_0": lambda path: digest(safeload.load_quantized(path, "q8_0")),
-    "quantize to int8": lambda path: digest(safeload.load_quantized(path, "int8")),
-    "stats": lambda path: repr(safeload.stats(path)),
-    "diff": lambda path: str(safeload.diff(path, path)).splitlines()[1:],
-}
-# Every format is read in each of the ways to read, two of them go through everything else.
-CASES = [(format, name) for format in FORMATS for name in (WORK if format in ("shards", "gguf") else LOADS)]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: " - ".join(case))

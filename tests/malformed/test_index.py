@@ -1,3 +1,5 @@
+"""index.json, config.json and folders, each with one fault: refused with a message that names the file."""
+
 import gzip
 import io
 import json

@@ -1,3 +1,5 @@
+"""safetensors files with one fault each: refused with class, message and byte; what is well formed is accepted."""
+
 import pickle
 import re
 

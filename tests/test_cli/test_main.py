@@ -1,3 +1,5 @@
+"""The command line as a program: info, usage, help, streams that are closed or missing, other encodings."""
+
 import io
 import json
 import os

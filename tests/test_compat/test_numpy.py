@@ -1,3 +1,5 @@
+"""safeload.numpy beside safetensors.numpy: signatures, bytes written, arrays loaded, the memory that they own."""
+
 import gc
 import importlib
 import inspect

@@ -1,3 +1,5 @@
+"""safe_open, serialize and deserialize beside upstream's: methods, results, messages, refusals in the same order."""
+
 import errno
 import gc
 import inspect

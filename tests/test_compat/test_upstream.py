@@ -1,3 +1,5 @@
+"""Upstream's own tests for numpy, run with safeload under the name of safetensors."""
+
 import os
 import subprocess
 import sys

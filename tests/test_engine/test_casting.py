@@ -1,3 +1,5 @@
+"""astype: floats as ml_dtypes converts them, everything else as numpy does, in any layout and number of threads."""
+
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,3 +1,5 @@
+"""Saving: bytes and refusals, modes and links, pipes and devices, durability, atomicity, memory."""
+
 import contextlib
 import errno
 import importlib
@@ -178,6 +180,9 @@ def test_metadata_is_written_in_sorted_order():
 
 class TorchLike:
     shape, dtype = (3,), "torch.float32"
+
+    def __str__(self):
+        return "like torch"
 
     def numpy(self):
         return np.zeros(3, np.float32)

@@ -1,3 +1,5 @@
+"""Schemas: expressions, tensors of published models, and which schema a config chooses."""
+
 import json
 import math
 from importlib.resources import files

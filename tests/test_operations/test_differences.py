@@ -1,3 +1,5 @@
+"""diff: structure and values of two checkpoints, across formats, dtypes and quantization."""
+
 import json
 
 import ml_dtypes

@@ -1,3 +1,5 @@
+"""validate: each fault of a model gives exactly its finding, and a sound model gives none."""
+
 import json
 import logging
 import os

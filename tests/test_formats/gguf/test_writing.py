@@ -383,7 +383,7 @@ def test_every_number_class_keeps_its_type(path):
         ({"general.alignment": "32"}, TypeError, "is an int, not str"),
         ({"general.alignment": True}, TypeError, "is an int, not bool"),
     ],
-    ids=lambda value: repr(value)[:60] if isinstance(value, dict) else None,
+    ids=lambda value: repr(value)[:24] if isinstance(value, dict) else None,
 )
 def test_metadata_that_gguf_does_not_have(path, metadata, kind, fragment):
     path.write_bytes(b"old")
