@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import checkpoint, layouts
 from ..base.text import plural, printable, size
+from ..formats.registry import SUFFIXES
 from ..operations import convert as conversion
 from ..operations.quantize import Summary
 from ..operations.stack import Layout
@@ -37,7 +38,7 @@ def register(commands: Any) -> None:
         "convert",
         help="write another format, dtype or layout",
         description="Writes the tensors and the metadata of files or folders in another format, with the memory of one "
-        f"tensor. The destination's suffix says which: {', '.join(conversion.SUFFIXES)}.",
+        f"tensor. The destination's suffix says which: {', '.join(SUFFIXES)}.",
         epilog=_EPILOG,
     )
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")
