@@ -26,12 +26,12 @@ from ..base import dtypes
 from ..base.arrays import check_mapping, refuse_masked
 from ..base.file import Array, PathLike, WeightFile, array_fits, c_strides
 from ..base.table import ListedTable, Listing
+from ..base.text import show
 from ..engine import jobs
 from ..engine.atomic_file import AtomicFile, pieces_of
 from ..engine.lazy import Lazy, materialize
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from .registry import Candidate, Content, Wanted
-from .unpickle.machine import show
 
 SUFFIX = ".npy"
 

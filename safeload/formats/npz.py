@@ -18,12 +18,12 @@ import numpy as np
 from ..base.arrays import check_mapping
 from ..base.file import PathLike, WeightFile, open_descriptor
 from ..base.table import ListedTable
+from ..base.text import show
 from ..engine.atomic_file import AtomicFile, reserve
 from ..engine.lazy import materialize
 from ..errors import SafeloadError, UnsupportedError
 from .npy import SUFFIX, Described, check_writable, read_array
 from .registry import Candidate, Content, Wanted
-from .unpickle.machine import show
 from .zip import Archive
 
 # Bytes of an entry's name: zip counts them in 16 bits.

@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..base.file import WeightFile
+from ..base.text import show
 from ..errors import FormatError, LimitError, UnsupportedError
-from .unpickle.machine import show
 
 # Bytes that a compressed entry may unfold to in memory: pickles have a few MiB, and are not compressed as a rule.
 MAX_INFLATED = 256 << 20

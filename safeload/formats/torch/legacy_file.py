@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 from ...base.file import WeightFile
+from ...base.text import show
 from ...errors import FormatError, LimitError
 from ..registry import Candidate, Content, Wanted
 from ..unpickle import run as unpickler
-from ..unpickle.machine import Fault, describe, show
+from ..unpickle.machine import Fault, describe
 from ..unpickle.run import TruncatedError, Unpickled, unpickle
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import Made, content_of, make_table

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from ...base import dtypes
 from ...base.file import MAX_ARRAY, WeightFile, array_fits, c_strides
 from ...base.table import ListedTable, Listing
+from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError
 from ..registry import Content, Wanted
-from ..unpickle.machine import Global, describe, show
+from ..unpickle.machine import Global, describe
 from ..unpickle.numpy_arrays import Arrays
 from ..unpickle.numpy_globals import NumpyArray
 from ..unpickle.run import ADVICE, Unpickled

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ...base.file import WeightFile
+from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, Wanted
 from ..unpickle import run as unpickler
-from ..unpickle.machine import show
 from ..unpickle.run import Unpickled, unpickle
 from ..zip import Archive
 from . import package as torch_package

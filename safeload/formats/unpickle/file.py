@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ...base.file import WeightFile
+from ...base.text import clip, printable, show
 from ...errors import ForbiddenError, SafeloadError, UnsupportedError
 from ..registry import Candidate, Content, Wanted
 from ..torch.globals import Storage
 from ..torch.legacy_file import pickle_at
 from ..torch.tensors import Made, content_of, make_table
-from .machine import Foreign, Inert, describe, show
+from .machine import Foreign, Inert, describe
 from .run import check_foreign
 
 
@@ -47,7 +48,7 @@ def read_table(file: WeightFile, wanted: Wanted) -> Made:
         root = found.value
         asks = "the pickle asks"
         if type(root) in (Inert, Foreign):
-            asks = f"this is a pickle of {show(root.name)[1:-1]}, not of weights alone: it asks"
+            asks = f"this is a pickle of {clip(printable(root.name), 200)}, not of weights alone: it asks"
         check_foreign(found.foreign, path, wanted.inert, asks)
     made = make_table(found, wanted, path, _locate)
     if not made.names:

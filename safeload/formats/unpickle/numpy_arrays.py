@@ -12,8 +12,8 @@ from typing import Any
 
 from ...base.file import WeightFile, array_fits, c_strides, open_descriptor
 from ...base.table import ListedTable, Listing
+from ...base.text import show
 from ...errors import UnsupportedError
-from .machine import show
 from .numpy_globals import NumpyArray
 from .run import Unpickled
 
