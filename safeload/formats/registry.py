@@ -42,7 +42,7 @@ class Format(NamedTuple):
         asks: whether the module must look into the file, because other rows have the same first bytes.
         nested: whether it has containers that ``root=`` selects.
         family: another name that ``format=`` takes, for all rows that have it.
-        peer: another library's function that loads its files: what ``safeload bench`` compares with.
+        peer: what ``safeload bench`` compares loading with, a key of its own; None where nothing else reads it.
     """
 
     name: str
@@ -72,7 +72,7 @@ _TORCH, _TORCH_SUFFIXES = "torch checkpoints", (".pt", ".pth", ".ckpt", ".bin")
 # fmt: off
 ROWS = (
     Format("safetensors", "safetensors", "a safetensors file", foreign.is_safetensors, "safetensors.file",
-           (".safetensors",), writes=True, peer="safetensors.numpy.load_file"),
+           (".safetensors",), writes=True, peer="safetensors.numpy"),
     Format("torch zip", _TORCH, _ZIP, foreign.is_zip, "torch.zip_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
     Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, "torch.legacy_file",
