@@ -42,6 +42,7 @@ class Format(NamedTuple):
         asks: whether the module must look into the file, because other rows have the same first bytes.
         nested: whether it has containers that ``root=`` selects.
         family: another name that ``format=`` takes, for all rows that have it.
+        public: whether ``safeload.NAME`` is a module of functions for it.
         peer: what ``safeload bench`` compares loading with, a key of its own; None where nothing else reads it.
     """
 
@@ -55,6 +56,7 @@ class Format(NamedTuple):
     asks: bool = False
     nested: bool = False
     family: str | None = None
+    public: bool = False
     peer: str | None = None
 
     def load(self) -> Any:
@@ -79,10 +81,10 @@ ROWS = (
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
     Format("pickle", "pickled arrays of numpy", _PICKLE, foreign.is_pickle, "unpickle.file", nested=True),
     Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), "gguf.file",
-           (".gguf",), writes=True, peer="gguf.GGUFReader"),
+           (".gguf",), writes=True, public=True, peer="gguf.GGUFReader"),
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, asks=True, peer="numpy.load"),
     Format("npy", "npy", "a npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
-    Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon", ".bin"), writes=True),
+    Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon", ".bin"), writes=True, public=True),
 )
 # fmt: on
 
