@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import files
-import ggml_reference
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 from bench_load import prepare, threads
+from builders import ggml_reference
 from compare import Comparison, race, same_bytes
 from limits import read_and_store, stream
 

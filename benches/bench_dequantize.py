@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import files
-import ggml_reference
 import numpy as np
 import pytest
+from builders import ggml_reference
 from compare import Comparison, race, release, same_arrays, same_bytes
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import files
-import gguf_build as g
 import numpy as np
 import pytest
+from builders import gguf_build as g
 from compare import Comparison, race, ratio
 
 import safeload

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ggml_reference
 import numpy as np
 import pytest
 from bench_load import threads
+from builders import ggml_reference
 from compare import Comparison, race
 from limits import READ, reader, shared, stream
 

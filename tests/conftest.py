@@ -2,8 +2,7 @@ import signal
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
+from builders.paths import DATA, SHARED
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,12 +13,11 @@ def interruptible() -> None:
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    return HERE / "data"
+    return DATA
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    folder = HERE.parent.parent / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not here: the larger real files live outside the repository")
-    return folder
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is not here: the larger real files live outside the repository")
+    return SHARED

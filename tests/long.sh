@@ -1,10 +1,10 @@
 #!/bin/sh
 # What .ci/run leaves out because it takes hours: long.sh FOLDER [SECONDS for each fuzz target, 3600]
 #   - faults: CI runs the half of the variants that differ most (tests/faults/README.md);
-#   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz/README.md).
-# Needs safeload with its extra `test`, and what tests/fuzz/run.sh needs. FOLDER keeps what was found, and a later run goes
+#   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
+# Needs safeload with its extra `test`, and what tests/fuzz_targets/run.sh needs. FOLDER keeps what was found, and a later run goes
 # on from there.
 set -eu
 here=$(dirname "$0")
 SAFELOAD_FULL_SWEEP=1 pytest "$here/test_faults.py"
-"$here/fuzz/run.sh" "${2:-3600}" "$1/fuzz"
+"$here/fuzz_targets/run.sh" "${2:-3600}" "$1/fuzz"

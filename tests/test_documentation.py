@@ -9,7 +9,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from doc_examples import FLAGS, PAGES, ROOT, examples_of, make_files
+from builders.doc_examples import FLAGS, PAGES, ROOT, examples_of, make_files
 from sybil.example import SybilFailure
 
 import safeload

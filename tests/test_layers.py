@@ -8,11 +8,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
+from builders.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "safeload"
 

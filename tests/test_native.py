@@ -1,20 +1,19 @@
 """What tests/native expects the C core to find in files is what independent readers find there."""
 
 import re
-from pathlib import Path
 
 import gguf
 import pytest
+from builders.paths import DATA, TESTS
 from safetensors import safe_open
 
-HERE = Path(__file__).resolve().parent
 LINE = re.compile(r"  (\S+) (\w+) \[([\d, ]*)\] (\d+) (\d+) ([0-9a-f]{16})")
 
 
 def expected():
     """File name to its tensors: name to dtype, shape, byte range and digest."""
     files = {}
-    for line in (HERE / "native" / "reader.expected").read_text(encoding="utf-8").splitlines():
+    for line in (TESTS / "native" / "reader.expected").read_text(encoding="utf-8").splitlines():
         if not line.startswith(" "):
             tensors = files[line.rsplit(" ", 1)[0]] = {}
         elif found := LINE.fullmatch(line):
@@ -34,12 +33,12 @@ def fnv1a(data):
 
 
 def test_every_file_is_listed():
-    assert set(EXPECTED) == {path.name for path in (HERE / "data").glob("*.safetensors")} | {"types.gguf"}
+    assert set(EXPECTED) == {path.name for path in DATA.glob("*.safetensors")} | {"types.gguf"}
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name.endswith(".safetensors")])
 def test_tensors_of_safetensors(name):
-    path = HERE / "data" / name
+    path = DATA / name
     whole = path.read_bytes()
     with safe_open(path, "numpy") as file:
         assert set(file.keys()) == set(EXPECTED[name])
@@ -51,7 +50,7 @@ def test_tensors_of_safetensors(name):
 
 
 def test_tensors_of_gguf():
-    path = HERE / "native" / "types.gguf"
+    path = TESTS / "native" / "types.gguf"
     whole = path.read_bytes()
     reader = gguf.GGUFReader(path)
     assert [tensor.name for tensor in reader.tensors] == list(EXPECTED["types.gguf"])

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.paths import DATA, SHARED
 
 import safeload
 from safeload.numpy import load, load_file
 
-HERE = Path(__file__).resolve().parent
-SHARED = HERE.parent.parent / "shared" / "data"
-
-EXPECTED = json.loads((HERE / "data" / "expected.json").read_text())
+EXPECTED = json.loads((DATA / "expected.json").read_text())
 LOCAL = {name: want for name, want in EXPECTED.items() if name.endswith(".safetensors")}
 OUTSIDE = (
     {k: v for k, v in json.loads((SHARED / "expected.json").read_text()).items() if k.startswith("safetensors/")}
@@ -21,7 +19,7 @@ OUTSIDE = (
 
 needs_shared = pytest.mark.skipif(not OUTSIDE, reason="../shared/data is not here")
 FILES = [
-    *(pytest.param(HERE / "data" / name, want, id=name) for name, want in LOCAL.items()),
+    *(pytest.param(DATA / name, want, id=name) for name, want in LOCAL.items()),
     *(pytest.param(SHARED / name, want, id=f"shared/{name}") for name, want in OUTSIDE.items()),
     *([] if OUTSIDE else [pytest.param(None, None, id="shared", marks=needs_shared)]),
 ]

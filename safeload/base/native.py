@@ -19,8 +19,8 @@ try:
     from .._core import ffi, lib
 except ImportError as error:
     raise ImportError(
-        "safeload's C core is not built here. In a source tree run `pip install .` (or `pip install -e .` to work on "
-        f"it) and start Python from another folder; elsewhere reinstall the package. ({error})"
+        "safeload's C core is not built here. In a source tree run `pip install -e .`; elsewhere reinstall the package. "
+        f"({error})"
     ) from error
 
 __all__ = [

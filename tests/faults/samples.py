@@ -5,7 +5,7 @@ import shutil
 
 import ml_dtypes
 import numpy as np
-import torch_build
+from builders import torch_build
 
 import safeload
 from safeload.numpy import save_file

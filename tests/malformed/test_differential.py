@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import safetensors
 import safetensors.numpy
-from malformed.build import ACCEPTED, CASES, DEEPEST, GOOD_HEADER, build, change, nested, one
+from builders.malformed import ACCEPTED, CASES, DEEPEST, GOOD_HEADER, build, change, nested, one
 
 import safeload
 

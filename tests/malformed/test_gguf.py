@@ -4,9 +4,9 @@ import struct
 import time
 from typing import NamedTuple
 
-import gguf_build as g
 import numpy as np
 import pytest
+from builders import gguf_build as g
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

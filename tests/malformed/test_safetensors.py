@@ -3,7 +3,7 @@ import re
 
 import numpy as np
 import pytest
-from malformed.build import ACCEPTED, CASES, GOOD_HEADER, build, change, one
+from builders.malformed import ACCEPTED, CASES, GOOD_HEADER, build, change, one
 
 import safeload
 from safeload import FormatError, LimitError, SafeloadError

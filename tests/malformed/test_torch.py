@@ -8,9 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch_build import (
+from builders.torch_build import (
     OD,
     REBUILD,
     UNTYPED,
@@ -25,6 +23,8 @@ from torch_build import (
     zip_entries,
     zip_file,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import safeload
 from safeload import FormatError, LimitError, SafeloadError, UnsupportedError

@@ -1,0 +1,109 @@
+"""Runs the examples of a page: ``pycon`` and ``console`` blocks, in order, in one folder, output compared."""
+
+import doctest
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from sybil import Document, Example, Region, Sybil
+from sybil.evaluators.doctest import DocTestEvaluator, OutputChecker
+from sybil.parsers.abstract.doctest import DocTestStringParser
+from sybil.parsers.markdown import CodeBlockParser
+
+from builders.models import small, write_folder
+from builders.paths import ROOT
+from builders.torch_build import Call, Ref, Storage, tensor, zip_file
+from safeload.numpy import save_file
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# "..." stands for anything; lines are broken where the page needs it.
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+_PROMPT = "$ "
+_END = "\x1eend of output"
+
+
+def _sessions(document: Document) -> Iterator[Region]:
+    """The examples of ``pycon`` blocks."""
+    parse = DocTestStringParser(DocTestEvaluator(FLAGS))
+    for block in CodeBlockParser("pycon", evaluator=_never)(document):
+        for region in parse(block.parsed, document.path):
+            region.adjust(block, block.parsed)
+            yield region
+
+
+def _never(example: Example) -> None:
+    raise AssertionError("only the sessions in a block are run")
+
+
+def _run_console(example: Example) -> str | None:
+    """Runs the lines that begin with "$ ", and compares all that they print with the lines between them."""
+    commands, wanted = _split(example.parsed.splitlines())
+    # One shell for the block, so that a later line sees $? and variables.
+    script = "".join(f"{command}\nstatus=$?; echo '{_END}'; (exit $status)\n" for command in commands)
+    scripts = sysconfig.get_path("scripts")
+    done = subprocess.run(
+        ["bash", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        encoding="utf-8",
+        env={**os.environ, "COLUMNS": "80", "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
+        check=False,
+    )
+    outputs = done.stdout.split(f"{_END}\n")[:-1]
+    for command, want, got in zip(commands, wanted, outputs, strict=True):
+        if not OutputChecker().check_output(want, got, doctest.ELLIPSIS):
+            return f"$ {command}\nexpected:\n{want}\ngot:\n{got}"
+    return None
+
+
+def _split(lines: Iterable[str]) -> tuple[list[str], list[str]]:
+    commands: list[str] = []
+    wanted: list[str] = []
+    for line in lines:
+        if line.startswith(_PROMPT):
+            commands.append(line.removeprefix(_PROMPT))
+            wanted.append("")
+        elif commands and commands[-1].endswith("\\"):
+            commands[-1] += "\n" + line
+        else:
+            wanted[-1] += line + "\n"
+    return commands, wanted
+
+
+_SYBIL = Sybil(parsers=[_sessions, CodeBlockParser("console", evaluator=_run_console)])
+
+
+def examples_of(page: Path) -> list[Example]:
+    """The examples of a page, in order; they share their names."""
+    return list(_SYBIL.parse(page).examples())
+
+
+def make_files(folder: Path) -> None:
+    """The files that examples use; docs/index.md says what they are."""
+    os.symlink(ROOT / "tests", folder / "tests")
+    data = ROOT / "tests" / "data"
+    shutil.copy(data / "silero_vad_16k.safetensors", folder / "model.safetensors")
+    shutil.copy(data / "torch" / "checkpoint.pt", folder / "checkpoint.pt")
+    config, tensors = small("llama-gqa")
+    (folder / "tiny-llama").mkdir()
+    write_folder(folder / "tiny-llama", config, tensors)
+    tensors["model.layers.2.self_attn.k_proj.weight"] = np.full((64, 64), 0.5, ml_dtypes.bfloat16)
+    tensors["model.layers.2.self_attn.k_proj.weight"][0] = 0
+    tensors["model.layers.1.mlp.up_proj.weight"][...] = 0
+    tensors["model.norm.weight"][63] = np.nan
+    (folder / "broken-llama").mkdir()
+    write_folder(folder / "broken-llama", config, tensors)
+    lightning = {
+        "state_dict": {"w": tensor(Storage("0", np.ones(4, np.float32)))},
+        "by": Call(Ref("my.module", "Config")),
+    }
+    (folder / "lightning.ckpt").write_bytes(zip_file(lightning))
+    save_file({"scores": np.float32([0.25, np.inf])}, folder / "inf.safetensors")

@@ -1,0 +1,254 @@
+"""Corpora of the fuzz targets: one zip archive each in corpus/, an entry is an input.
+
+usage: corpus.py unpack FOLDER     every corpus into FOLDER/<target>/
+       corpus.py seeds FOLDER      what the tests' real and malformed files give, likewise
+       corpus.py pack FOLDER       FOLDER/<target>/ into the archives
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import struct
+import sys
+import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CORPUS = HERE / "corpus"
+TESTS = HERE.parent
+
+# Larger seeds make slow fuzzing; a fault of the reader has never needed more.
+LARGEST = 8192
+
+# The oldest time that zip has: the same inputs give the same archive.
+_NO_TIME = (1980, 1, 1, 0, 0, 0)
+
+
+def read(target):
+    """The committed inputs of a target."""
+    path = CORPUS / f"{target}.zip"
+    if not path.exists():
+        return []
+    with zipfile.ZipFile(path) as archive:
+        return [archive.read(name) for name in archive.namelist()]
+
+
+def pack(target, inputs):
+    with zipfile.ZipFile(CORPUS / f"{target}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in sorted((hashlib.sha1(data).hexdigest(), data) for data in inputs):
+            archive.writestr(zipfile.ZipInfo(name, _NO_TIME), data, zipfile.ZIP_DEFLATED)
+
+
+# ---- seeds ----
+
+
+def _headers():
+    """Headers of the real safetensors files."""
+    for path in sorted((TESTS / "data").glob("*.safetensors")):
+        with path.open("rb") as file:
+            yield file.read(struct.unpack("<Q", file.read(8))[0])
+
+
+def _safetensors():
+    from builders.malformed import ACCEPTED, CASES
+
+    files = [*ACCEPTED.values(), *(case.content for case in CASES)]
+    return [*files, *(data[8:] for data in files if data[8:9] == b"{"), *_headers()]
+
+
+def _json():
+    texts = [data for data in _safetensors() if data[:1] == b"{"]
+    return [*texts, *(path.read_bytes() for path in (TESTS.parent / "safeload" / "models" / "schemas").glob("*.json"))]
+
+
+def _gguf():
+    from malformed.test_gguf import CASES, GOOD
+
+    return [GOOD, *(case.content for case in CASES.values())]
+
+
+def _torch():
+    from malformed.test_torch import CASES, GOOD, LEGACY
+
+    real = [path.read_bytes() for path in (TESTS / "data" / "torch").iterdir()]
+    return [GOOD, LEGACY, *real, *(content for content, _, _ in CASES.values())]
+
+
+def _pickle():
+    from builders.torch_build import dump
+    from malformed.test_torch import VALUE
+
+    yield dump(VALUE)
+    yield dump(VALUE, 4)
+    yield from _arrays()
+    for data in _torch():
+        with contextlib.suppress(Exception), zipfile.ZipFile(io.BytesIO(data)) as archive:
+            yield from (archive.read(name) for name in archive.namelist() if name.endswith(".pkl"))
+
+
+def _arrays():
+    """Pickles of arrays of numpy, sound ones and each with one fault; of the costs the smallest."""
+    import pickle
+
+    from builders.torch_build import dump
+    from test_formats.unpickle import test_pickle_costs, test_pickled_arrays
+
+    for protocol in range(6):
+        yield from (pickle.dumps({"w": array}, protocol) for array in test_pickled_arrays.ARRAYS.values())
+        yield pickle.dumps(test_pickled_arrays.NESTED, protocol)
+        yield pickle.dumps({name: value for name, (value, _) in test_pickled_arrays.SCALARS.items()}, protocol)
+    yield from (dump({"bad": value}, 4) for value, _ in test_pickled_arrays.FAULTS.values())
+    yield from (test_pickle_costs.PACKED["dict"](keys[:150]) for keys in test_pickle_costs.COLLIDING.values())
+    yield from (data[:200] + b"." for data in test_pickle_costs.DENSE.values())
+
+
+def _moon():
+    head = struct.pack("<II", 0x4D4F4F4E, 2)
+    one = struct.pack("<III", 1, 2, 6) + b"w" + struct.pack("<2Q", 2, 3) + bytes(range(12))
+    scalar = struct.pack("<III", 2, 0, 1) + "\N{LATIN SMALL LETTER E WITH ACUTE}".encode() + b"\0\x3c"
+    empty = struct.pack("<III", 1, 4, 0) + b"e" + struct.pack("<4Q", 0, 1, 2, 1 << 40)
+    tiny = b"".join(struct.pack("<III", 1, 0, 1) + bytes((97 + k,)) + b"\0\0" for k in range(20))
+    nul = struct.pack("<III", 3, 1, 0) + b"a\0b" + struct.pack("<Q", 0)
+    return [head, head + one, head + one + scalar + empty, head + one + one, head + one[:-1], head + tiny, head + nul]
+
+
+def _npy():
+    from test_formats import test_npy
+
+    yield from (content for content, _, _ in test_npy.FAULTS)
+    for array in test_npy.ARRAYS.values():
+        for version in ((1, 0), (2, 0), (3, 0)):
+            yield test_npy.written(array, version)
+
+
+def _npz():
+    import numpy as np
+    from test_formats import test_npz
+
+    arrays = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "f": np.asfortranarray(np.ones((3, 2), np.float16)),
+        "b": np.array([True, False]),
+        "big": np.arange(3, dtype=">i4"),
+        "empty": np.zeros((0, 3), np.int64),
+        "text": np.array(["no weight"]),
+        "0-d": np.complex64(1j),
+    }
+    files = [{"a": arrays["a"]}, {k: arrays[k] for k in ("a", "f", "b", "0-d")}, *({k: v} for k, v in arrays.items())]
+    for save in (np.savez, np.savez_compressed):
+        for chosen in files:
+            out = io.BytesIO()
+            save(out, **chosen)
+            yield out.getvalue()
+    none = io.BytesIO()
+    np.savez(none)
+    good = bytes(test_npz.archive({"a.npy": test_npz.good()}))
+    yield from (none.getvalue(), good, good + good, good + b"more", b"more" + good, test_npz.overlapping(3, 100))
+    yield bytes(test_npz.archive({"a\0b.npy": test_npz.good(), "c.npy": test_npz.good()}))
+
+
+def _quantized():
+    int8 = {"scheme": "int8", "shape": [2, 4], "axis": 0}
+    blocks = {"scheme": "q4_0", "shape": [3, 64], "axis": None}
+    for described in ({"w": int8}, {"w": int8, "b": blocks}, {"w": {**int8, "axis": None}}, {"w_scale": int8}, {}, []):
+        yield json.dumps(described).encode()
+
+
+def _index():
+    good = {"a": "one.safetensors", "b": "two.safetensors"}
+    indexes = [
+        {"weight_map": good},
+        {"metadata": {"total_size": 19}, "weight_map": good},
+        *({"weight_map": {"a": file}} for file in ("../one.safetensors", "no", "config.json", "", None, 3)),
+    ]
+    return [json.dumps(index).encode() for index in indexes]
+
+
+def _gguf_split():
+    from builders.gguf_build import STRING, entry, part
+
+    good = part(0, 2, 2, ["a"])
+    named = [entry("general.name", STRING, "x")]
+    wrong = [
+        (1, 2, 2, ["a"]),
+        (0, 3, 2, ["a"]),
+        (0, 2, 9, ["a"]),
+        (0, 2, 2, ["b"]),
+        (0, 2, None, ["a"]),
+        (0, 1, 1, ["a"]),
+    ]
+    return [good, part(0, 2, 1, []), part(0, 2, 2, ["a"], more=named), *(part(*numbers) for numbers in wrong)]
+
+
+def _config():
+    from builders.models import SMALL, small
+
+    return [json.dumps(small(kind)[0]).encode() for kind in SMALL]
+
+
+def _schemas():
+    return [path.read_bytes() for path in sorted((TESTS.parent / "safeload" / "models" / "schemas").glob("*.json"))]
+
+
+def _expression():
+    texts = {"(a + 1) * -b // 3", "text.dim", "((((1))))", "9223372036854775807 + 1", "1 // 0", "a a", "1 +"}
+    for schema in map(json.loads, _schemas()):
+        texts.update(str(value) for value in schema.get("defaults", {}).values())
+        for entry in schema["tensors"].values():
+            texts.update(str(size) for size in entry.get("shape") or ())
+    return [text.encode() for text in sorted(texts)]
+
+
+def _any():
+    from builders.malformed import build
+    from malformed import test_gguf, test_torch
+
+    from safeload.formats import foreign as sniffing
+
+    good = [build(), test_gguf.GOOD, test_torch.GOOD, test_torch.LEGACY, *_moon(), *_npz(), *_npy(), *_arrays()]
+    return [*good, b"", b"<!DOCTYPE html>", *(bytes(at) + head for at, head, _ in sniffing._FOREIGN)]
+
+
+SEEDS = {
+    "json": _json,
+    "safetensors": _safetensors,
+    "gguf": _gguf,
+    "any": _any,
+    "torch": _torch,
+    "pickle": _pickle,
+    "moon": _moon,
+    "npz": _npz,
+    "npy": _npy,
+    "gguf_values": _gguf,
+    "quantized": _quantized,
+    "index": _index,
+    "gguf_split": _gguf_split,
+    "schema": _schemas,
+    "config": _config,
+    "expression": _expression,
+}
+
+
+def seeds(target):
+    """The inputs that the tests' own files give a target."""
+    return sorted({data for data in SEEDS[target]() if len(data) <= LARGEST})
+
+
+def main(command, folder):
+    for target in SEEDS:
+        place = Path(folder) / target
+        if command == "pack":
+            if place.is_dir():
+                pack(target, {path.read_bytes() for path in place.iterdir()})
+            continue
+        place.mkdir(parents=True, exist_ok=True)
+        for data in read(target) if command == "unpack" else seeds(target):
+            (place / hashlib.sha1(data).hexdigest()).write_bytes(data)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in ("unpack", "seeds", "pack"):
+        sys.exit(__doc__)
+    sys.path.append(str(TESTS))
+    main(*sys.argv[1:])

@@ -1,0 +1,367 @@
+"""Fuzz targets for what is parsed in Python: functions of bytes that return, or raise when a property does not hold.
+
+Of any bytes: tensors, or a refusal of ours with a message; nothing is imported or executed, and no file is opened but
+those of the target. `TARGETS` has them by the name of their corpus.
+"""
+
+import atexit
+import codecs
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import sys
+import tempfile
+import unicodedata
+import zipfile
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401 - safeload imports it and its formats when first needed, which counts as forbidden below
+import numpy as np
+from builders import gguf_build
+
+import safeload
+import safeload.formats.gguf.read
+import safeload.formats.torch.legacy_file
+import safeload.formats.torch.zip_file
+import safeload.formats.unpickle.file
+import safeload.operations.validate.run
+from safeload import QuantizedTensor, SafeloadError, moon
+from safeload.formats import folder, npy, npz
+from safeload.models import schema
+from safeload.models.expressions import LIMIT, ExpressionError, evaluate, names_in
+from safeload.numpy import save_file
+
+# Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
+MOST_BYTES = 1 << 24
+
+FOLDER = Path(tempfile.mkdtemp(prefix="safeload-fuzz-"))
+OWN = os.path.join(tempfile.gettempdir(), "safeload-")  # also what npz unpacks
+atexit.register(shutil.rmtree, FOLDER)
+
+
+class Broken(Exception):  # noqa: N818 - no error of the library's
+    """A property that does not hold."""
+
+
+def require(condition, what):
+    if not condition:
+        raise Broken(what)
+
+
+# ---- what a reader must not do ----
+
+FORBIDDEN = {
+    *("import", "exec", "pickle.find_class", "marshal.loads", "ctypes.dlopen", "os.system", "os.exec", "os.fork"),
+    *("os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.getaddrinfo", "shutil.rmtree"),
+}
+_seen = []
+_watching = None  # None before the hook is installed, which is for good
+
+
+def _audit(event, arguments):
+    if not _watching:
+        return
+    if event in FORBIDDEN:
+        _seen.append((event, str(arguments)[:200]))
+    elif event == "open" and isinstance(arguments[0], (str, bytes)):
+        path = os.path.abspath(os.fsdecode(arguments[0]))
+        if not path.startswith(OWN):
+            _seen.append((event, path))
+
+
+@contextlib.contextmanager
+def watched():
+    """Raises at its end when something forbidden was done."""
+    global _watching
+    if _watching is None:
+        sys.addaudithook(_audit)
+    _watching = True
+    try:
+        yield
+    finally:
+        _watching = False
+        done = _seen.copy()
+        _seen.clear()
+        require(not done, f"it did {done}")  # also when what was watched raises
+
+
+# ---- files ----
+
+
+def check_refusal(error, size=None):
+    """A refusal has a message fit for a terminal, and lies within the file."""
+    text = str(error)
+    require(text and not any(unicodedata.category(c) in ("Cc", "Cs") for c in text), f"message {text!r}")
+    require(len(text) < 5000, f"a message of {len(text)} characters")
+    offset = getattr(error, "offset", None)
+    require(offset is None or (offset >= 0 and (size is None or offset <= size)), f"offset {offset} of {size}")
+
+
+def check_tensor(checkpoint, name, read):
+    info, value = checkpoint.tensors[name], checkpoint[name]
+    require(info.name == name and info.offset >= 0, "infos by name")
+    if isinstance(value, QuantizedTensor):
+        require(value == read, "a quantized tensor reads as it maps")
+        return
+    require(value.flags.aligned, "aligned")
+    require(value.dtype == read.dtype and value.shape == read.shape, "dtype and shape as mapped")
+    require(value.tobytes() == read.tobytes(), "it reads as it maps")
+    part = checkpoint.get_slice(name)[...]
+    require(np.asarray(part).tobytes() == read.tobytes(), "a slice of all is all")
+
+
+def check_checkpoint(checkpoint):
+    require(len(checkpoint) == len(list(checkpoint)) == len(checkpoint.tensors), "as many names as tensors")
+    repr(checkpoint.metadata)
+    dict(checkpoint.metadata or {})
+    sizes = {name: math.prod(info.shape) * 16 for name, info in checkpoint.tensors.items()}
+    small = [name for name, size in sizes.items() if size <= MOST_BYTES][:20]
+    read = checkpoint.load(small, backend="pread")
+    for name in small:
+        check_tensor(checkpoint, name, read[name])
+    for name in sizes.keys() - small:
+        checkpoint[name]
+    with contextlib.suppress(SafeloadError):  # of what has no conversion
+        checkpoint.load(small, dtype="float32")
+    return read
+
+
+def open_file(data, suffix, **options):
+    """Opens a file of these bytes and looks at all of it; the tensors, None when it is refused."""
+    path = FOLDER / f"input{suffix}"
+    path.write_bytes(data)
+    try:
+        with watched(), safeload.open(path, **options) as checkpoint:
+            return check_checkpoint(checkpoint)
+    except SafeloadError as error:
+        check_refusal(error, len(data))
+        return None
+
+
+def any_file(data):
+    """A file of whatever format its first bytes say. Looked at as a whole, it is the same: sound, or not."""
+    tensors = open_file(data, ".bin")
+    with watched():
+        report = safeload.validate(FOLDER / "input.bin")
+    require(tensors is not None or not report.ok, "what cannot be opened is not sound")
+    require(json.loads(json.dumps(report.to_json(), allow_nan=False))["ok"] == report.ok, "the report as JSON")
+
+
+def torch(data):
+    refused = open_file(data, ".pt", format="torch")
+    inert = open_file(data, ".pt", format="torch", unknown_globals="inert")
+    if refused is not None:
+        require(inert is not None and refused.keys() == inert.keys(), "what is harmless reads the same as inert")
+
+
+def pickle(data):
+    """The pickle of a torch archive that is sound but for it, so that it may change its length."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, content in (("data.pkl", data), ("data/0", bytes(24)), ("data/1", bytes(64)), ("version", b"3")):
+            archive.writestr(f"archive/{name}", content)
+    torch(out.getvalue())
+
+
+def moon_file(data):
+    tensors = open_file(data, ".moon", format="moon")
+    if tensors is None:
+        return
+    again = FOLDER / "again.moon"
+    moon.save_file(tensors, again, durable=False)
+    if sum(array.nbytes for array in tensors.values()) <= MOST_BYTES and len(tensors) < 20:
+        require(again.read_bytes() == data, "written again it is the same file")
+
+
+def npz_file(data):
+    tensors = open_file(data, ".npz", format="npz")
+    if tensors is None:
+        return
+    again = FOLDER / "again.npz"
+    if any("\0" in name for name in tensors):  # readers of npz end a name there
+        return
+    npz.save(tensors, again, durable=False)
+    read = safeload.load(again, format="npz")
+    require(read.keys() == tensors.keys(), "written again it has the same names")
+    for name, array in tensors.items():
+        require(array.dtype == read[name].dtype and array.tobytes() == read[name].tobytes(), "and the same arrays")
+
+
+def npy_file(data):
+    tensors = open_file(data, ".npy", format="npy")
+    if tensors is None:
+        return
+    again = FOLDER / "again.npy"
+    npy.save(tensors, again, durable=False)
+    read = np.load(again)
+    array = tensors["tensor"]
+    require(array.dtype == read.dtype and array.shape == read.shape, "numpy reads the same shape and dtype")
+    require(array.tobytes() == read.tobytes(), "and the same elements")
+
+
+def gguf_values(data):
+    """The reader is in C and has a target of its own; the values of the metadata are unpacked in Python."""
+    open_file(data, ".gguf", format="gguf")
+
+
+def quantized(data):
+    """The description of what is quantized in a safetensors file, which save() would not write beside plain arrays."""
+    try:
+        metadata = {"safeload.quantized": data.decode()}
+    except UnicodeDecodeError:
+        return
+    header = {
+        "__metadata__": metadata,
+        "w": {"dtype": "I8", "shape": [2, 4], "data_offsets": [0, 8]},
+        "w_scale": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]},
+        "b": {"dtype": "U8", "shape": [3, 36], "data_offsets": [16, 124]},
+    }
+    text = json.dumps(header).encode()
+    open_file(struct.pack("<Q", len(text)) + text + bytes(124), ".safetensors", format="safetensors")
+
+
+# ---- JSON ----
+
+SHARDS = FOLDER / "index"
+SHARDS.mkdir()
+save_file({"a": np.zeros(2, np.float32), "extra": np.ones(1)}, SHARDS / "one.safetensors")
+save_file({"b": np.ones(3, np.int8)}, SHARDS / "two.safetensors")
+
+# Read once: encodings of zip archives and pickles, the number of processors, the schemas that come with safeload.
+codecs.lookup("cp437")
+codecs.lookup("raw_unicode_escape")
+safeload.load(SHARDS / "one.safetensors", backend="pread")
+BUILT_IN = schema.built_in()
+
+
+def index(data):
+    (SHARDS / "model.safetensors.index.json").write_bytes(data)
+    try:
+        with watched(), safeload.open(SHARDS) as checkpoint:
+            check_checkpoint(checkpoint)
+            require(set(checkpoint) <= {"a", "b", "extra"}, "only tensors of the shards")
+            outside = [path for path in checkpoint.files if Path(path).parent != SHARDS]
+            require(not outside, f"files outside of the folder: {outside}")
+    except SafeloadError as error:
+        check_refusal(error, len(data))
+    except OSError as error:
+        require(Path(error.filename).parent == SHARDS, f"{error.filename!r} is outside of the folder")
+
+
+PARTS = FOLDER / "parts"
+
+
+def write_parts():
+    PARTS.mkdir()
+    (PARTS / "m-00002-of-00002.gguf").write_bytes(gguf_build.part(1, 2, 2, ["b"]))
+
+
+write_parts()
+
+
+def gguf_split(data):
+    """The first of two parts."""
+    path = PARTS / "m-00001-of-00002.gguf"
+    path.write_bytes(data)
+    try:
+        with watched(), safeload.open(path) as checkpoint:
+            check_checkpoint(checkpoint)
+            require(all(Path(file).parent == PARTS for file in checkpoint.files), "only files of the folder")
+    except SafeloadError as error:
+        check_refusal(error)
+
+
+CONFIG = {
+    **dict.fromkeys(("hidden_size", "vocab_size", "intermediate_size", "n", "a", "b"), 8),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "layers"), 2),
+    "text": {"dim": 4, "zero": 0},
+}
+
+
+def schema_file(data):
+    """A schema, and what it makes of a config."""
+    path = FOLDER / "schema.json"
+    path.write_bytes(data)
+    try:
+        with watched():
+            made = schema.load(path)
+    except SafeloadError as error:
+        check_refusal(error, len(data))
+        return
+    _expand(made, CONFIG)
+
+
+def config(data):
+    """A config.json, for every schema that there is."""
+    path = FOLDER / "config.json"
+    path.write_bytes(data)
+    try:
+        with watched():
+            values = folder.read_config(FOLDER)
+    except SafeloadError as error:
+        check_refusal(error, len(data))
+        return
+    for made in BUILT_IN.values():
+        _expand(made, values)
+    schema.choose(values, "safetensors", ["lm_head.weight"])
+
+
+def _expand(made, values):
+    names = ["lm_head.weight", "model.layers.0.input_layernorm.weight", "h.1.ln_1.bias"]
+    # 100,000 layers are allowed, and take seconds.
+    with watched(), contextlib.suppress(schema.ConfigError, ExpressionError):
+        if made.layers is not None and evaluate(made.layers, schema.Config(values, made.defaults)) > 100:
+            return
+        wanted = made.expand(values, names)
+        for name, entry in wanted.items():
+            require(entry.name == name, "wanted by name")
+            require(entry.shape is None or all(dim is None or dim >= 0 for dim in entry.shape), "sizes are sizes")
+            require(made.find(name) is not None, f"{name!r} is a name of the schema")
+        made.tied(names, values)
+
+
+NAMES = {"a": 3, "b": -7, "hidden_size": 4096, "text.dim": 12, "zero": 0}
+
+
+def expression(data):
+    """Against Python's own arithmetic on the same text."""
+
+    def lookup(name):
+        if name not in NAMES:
+            raise ExpressionError("no such name")
+        return NAMES[name]
+
+    text = data.decode("utf-8", "surrogateescape")
+    try:
+        with watched():
+            names = names_in(text)
+            value = evaluate(text, lookup)
+    except ExpressionError:
+        return
+    require(-LIMIT < value < LIMIT, "within 64 bits")
+    require(set(names) <= NAMES.keys(), "every name was looked up")
+    plain = re.sub(r"[A-Za-z_][\w.]*", lambda found: f"({NAMES[found[0]]})", " ".join(text.split()), flags=re.ASCII)
+    plain = re.sub(r"\b0+(?=[0-9])", "", plain)
+    require(eval(plain, {"__builtins__": {}}) == value, f"{plain} is not {value}")
+
+
+TARGETS = {
+    "any": any_file,
+    "torch": torch,
+    "pickle": pickle,
+    "moon": moon_file,
+    "npz": npz_file,
+    "npy": npy_file,
+    "gguf_values": gguf_values,
+    "quantized": quantized,
+    "index": index,
+    "gguf_split": gguf_split,
+    "schema": schema_file,
+    "config": config,
+    "expression": expression,
+}

@@ -1,0 +1,129 @@
+"""JSON beside weights: one reader for index.json, config.json, schemas, layouts and manifests."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import safeload
+from safeload import FormatError
+from safeload.base.json_file import MAX_DEPTH, MAX_JSON, read_json
+from safeload.numpy import save_file
+
+needs_fifo = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO here")
+
+
+def nested(depth, opening="[", closing="]"):
+    return '{"x":' + opening * (depth - 1) + closing * (depth - 1) + "}"
+
+
+@pytest.mark.parametrize("text", ["{}", '{"a": [1, {"b": null}]}', nested(MAX_DEPTH), "\ufeff{}"])
+def test_what_is_within_the_limits_is_read(text, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(text, "utf-8")
+    assert read_json(path, "x.json") == json.loads(text.removeprefix("\ufeff"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        nested(MAX_DEPTH + 1),
+        nested(MAX_DEPTH + 1, '[{"k":', "}]").replace("[]", "[0]"),
+        nested(2000),
+        nested(200_000),
+        '{"a":' * 200_000,
+    ],
+    ids=["one more", "objects", "2,000", "200,000", "200,000 open"],
+)
+def test_deep_nesting_is_refused(text, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(FormatError) as caught:
+        read_json(path, "x.json")
+    assert caught.value.path == str(path)
+
+
+def test_the_limit_of_size_is_judged_before_a_byte_is_read(tmp_path):
+    path = tmp_path / "x.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(FormatError, match=f"the limit is {MAX_JSON:,}"):
+        read_json(path, "x.json")
+    path.write_bytes(b"{}".ljust(1 << 20))
+    assert read_json(path, "x.json") == {}
+
+
+@pytest.mark.parametrize("digits", [100, 5_000, 100_000])
+def test_a_long_number_is_read_or_refused_as_python_does(digits, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"x": ' + "9" * digits + "}")
+    if digits == 100:
+        assert read_json(path, "x.json")["x"] == 10**100 - 1
+    else:
+        with pytest.raises(FormatError, match="is not JSON") as caught:
+            read_json(path, "x.json")
+        assert len(str(caught.value)) < 400 + len(str(path))
+
+
+def make_folder(folder, name, kind):
+    folder.mkdir()
+    save_file({"w": np.zeros(2, np.float32)}, folder / "model.safetensors", durable=False)
+    place = folder / name
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "zero":
+        place.symlink_to("/dev/zero")
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(name)
+
+
+_OPEN = """
+import sys, safeload
+try:
+    import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+except ImportError: pass
+from safeload.models import schema
+from safeload.operations import manifest
+calls = {
+    "open": lambda path, name: safeload.open(path),
+    "index": lambda path, name: safeload.open(f"{path}/{name}"),
+    "schema": lambda path, name: schema.load(f"{path}/{name}"),
+    "layout": lambda path, name: safeload.Layout.from_json(f"{path}/{name}"),
+    "manifest": lambda path, name: manifest.read(f"{path}/{name}"),
+    "config": lambda path, name: safeload.validate(path + "/model.safetensors", config=f"{path}/{name}"),
+}
+try: calls[sys.argv[1]](*sys.argv[2:])
+except (safeload.SafeloadError, OSError) as error: print("refused", error)
+"""
+
+
+@needs_fifo
+@pytest.mark.parametrize("kind", ["fifo", "zero", "loop"])
+@pytest.mark.parametrize("call", ["open", "index", "schema", "layout", "manifest", "config"])
+def test_what_is_no_regular_file_is_neither_waited_for_nor_read(call, kind, tmp_path):
+    if kind == "zero" and not Path("/dev/zero").exists():
+        pytest.skip("no /dev/zero here")
+    name = "model.safetensors.index.json"
+    make_folder(tmp_path / "model", name, kind)
+    done = subprocess.run(
+        [sys.executable, "-c", _OPEN, call, str(tmp_path / "model"), name],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.stdout.startswith("refused"), done.stderr
+
+
+@needs_fifo
+@pytest.mark.parametrize("kind", ["fifo", "zero"])
+def test_a_config_that_is_no_regular_file_is_refused(kind, tmp_path):
+    make_folder(tmp_path / "model", "config.json", kind)
+    with pytest.raises(FormatError, match=r"config\.json is not a regular file"):
+        safeload.open(tmp_path / "model")

@@ -1,0 +1,499 @@
+"""Golden tests: stdout, stderr and exit status of each command on a good, a bad and a missing file."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders.models import small, write_folder
+from builders.torch_build import Call, Ref, Storage, tensor, zip_file
+
+import safeload
+from safeload.cli import main
+from safeload.numpy import load_file, save_file
+
+COMMANDS = ("info", "check", "stats", "convert", "diff", "bench")
+
+X = np.float32([[-0.5, 0.25], [1, 2]])
+GOOD = {"a.weight": X, "b": np.ones(4, ml_dtypes.bfloat16), "step": np.array([3, 4])}
+
+
+def run(capsys, *arguments):
+    try:
+        status = main([str(a) for a in arguments])
+    except SystemExit as exit_:
+        status = exit_.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """good.safetensors, nan.safetensors (well-formed, with a NaN) and cut.safetensors (a byte short)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    save_file(GOOD, "good.safetensors", durable=False)
+    bad = X.copy()
+    bad[1, 0] = np.nan
+    save_file({**GOOD, "a.weight": bad}, "nan.safetensors", durable=False)
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "good.safetensors").read_bytes()[:-1])
+    return tmp_path
+
+
+CUT = (
+    "tensor 'b': data_offsets [32, 40) end past the data, which has 39 bytes (file of 279 bytes, data from byte 240): "
+    "the file is truncated, or its header belongs to another file (cut.safetensors, byte 118)"
+)
+
+
+@pytest.fixture
+def cut(folder):
+    """The message about cut.safetensors, with the numbers of this file."""
+    with pytest.raises(safeload.FormatError) as caught:
+        safeload.open("cut.safetensors")
+    return str(caught.value)
+
+
+MISSING = "safeload: No such file or directory: missing\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_file(command, folder, capsys):
+    more = ["out.npz"] if command == "convert" else ["good.safetensors"] if command == "diff" else []
+    assert run(capsys, command, "missing", *more) == (1, "", MISSING)
+    if command == "diff":
+        assert run(capsys, command, "good.safetensors", "missing") == (1, "", MISSING)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "check"])
+def test_a_bad_file(command, folder, capsys, cut):
+    more = ["out.npz"] if command == "convert" else ["good.safetensors"] if command == "diff" else []
+    assert run(capsys, command, "cut.safetensors", *more) == (1, "", f"safeload: {cut}\n")
+
+
+# ---- check ----
+
+
+CHECK_GOOD = """\
+good.safetensors: safetensors, 3 tensors, 10 parameters, 40 B
+sound
+checked: 3 names, 10 values, # s
+"""
+
+CHECK_NAN = """\
+nan.safetensors: safetensors, 3 tensors, 10 parameters, 40 B
+NOT SOUND: 1 error
+
+error    a.weight  value.nan
+         1 of 4 values is NaN, the first at [1, 0]
+
+checked: 3 names, 10 values, # s
+"""
+
+
+def check(capsys, *arguments):
+    """What it prints, with # for the seconds it took."""
+    status, out, err = run(capsys, "check", *arguments)
+    return status, re.sub(r"(?m)^(checked: .*, )[0-9]+\.[0-9] s$", r"\1# s", out), err
+
+
+def test_check(folder, capsys, cut):
+    assert check(capsys, "good.safetensors") == (0, CHECK_GOOD, "")
+    assert check(capsys, "nan.safetensors") == (1, CHECK_NAN, "")
+    status, out, err = run(capsys, "check", "cut.safetensors")
+    assert (status, err) == (1, "")
+    assert out.startswith("cut.safetensors\nNOT SOUND: 1 error\n\nerror    file  file.format\n         tensor 'b'")
+    assert " ".join(out.split()).endswith(" ".join(cut.split()))
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_check_as_json(folder, capsys):
+    status, out, _ = run(capsys, "check", "nan.safetensors", "--json")
+    found = json.loads(out)
+    assert (status, found["ok"], found["errors"][0]["code"]) == (1, False, "value.nan")
+    assert found["stats"]["a.weight"]["first_nan"] == [1, 0]
+    status, out, _ = run(capsys, "check", "cut.safetensors", "--json")
+    assert (status, json.loads(out)["errors"][0]["code"]) == (1, "file.format")
+
+
+def test_check_of_the_structure(folder, capsys):
+    status, out, _ = run(capsys, "check", "nan.safetensors", "--structure")
+    assert status == 0
+    assert out.splitlines()[1] == "sound as far as its structure goes, values were not read"
+    assert "\nchecked: 3 names, no values, " in out
+
+
+def test_check_with_options(folder, capsys):
+    status, out, _ = run(capsys, "check", "good.safetensors", "--range", "-1", "1")
+    assert status == 0
+    assert "sound: 1 warning" in out
+    assert "outside [-1, 1]" in out
+    assert run(capsys, "check", "good.safetensors", "--range", "-1", "1", "--strict")[0] == 1
+    assert run(capsys, "check", "good.safetensors", "--parameters", "10")[0] == 0
+    status, out, _ = run(capsys, "check", "good.safetensors", "--parameters", "11")
+    assert status == 1
+    assert "10 parameters, expected are 11" in out
+    for wrong in (["--schema", "lama"], ["--range", "2", "1"], ["--range", "x", "1"], ["--threads", "0"]):
+        status, out, err = run(capsys, "check", "good.safetensors", *wrong)
+        assert (status, out) == (2, "")
+        assert "safeload" in err
+
+
+def test_check_a_llama_folder(folder, capsys):
+    config, tensors = small("llama-gqa")
+    write_folder(folder, config, tensors)
+    for name in ("good", "nan", "cut"):
+        os.remove(f"{name}.safetensors")
+    status, out, _ = check(capsys, ".")
+    assert status == 0
+    assert out == (
+        ".: safetensors, 30 tensors, 123,328 parameters, 241 KiB, schema llama\nsound\n"
+        "checked: 30 names and shapes against schema llama, 123,328 values, # s\n"
+    )
+    config["num_key_value_heads"] = 4
+    (folder / "other.json").write_text(json.dumps(config))
+    status, out, _ = run(capsys, "check", ".", "--config", "other.json")
+    assert status == 1
+    assert out.count("schema.shape") == 6
+    assert run(capsys, "check", ".", "--schema", "qwen2")[0] == 1
+    assert "schema" not in run(capsys, "check", ".", "--schema", "none")[1]
+
+
+def test_check_a_suspicious_file(folder, capsys):
+    evil = Call(Ref("os", "system"), "touch marker")
+    (folder / "evil.pt").write_bytes(zip_file({"w": tensor(Storage("0", np.float32([1, 2]))), "evil": evil}))
+    status, out, _ = run(capsys, "check", "evil.pt")
+    assert status == 1
+    assert "file.forbidden" in out
+    assert run(capsys, "check", "evil.pt", "--unknown-globals", "inert")[0] == 0
+    assert not os.path.exists("marker")
+
+
+# ---- manifests ----
+
+
+def test_manifests(folder, capsys):
+    status, out, err = check(capsys, "good.safetensors", "--write-manifest", "m.json")
+    assert (status, out, err) == (0, CHECK_GOOD, "m.json: SHA-256 of 3 tensors\n")
+    manifest = json.loads((folder / "m.json").read_text())
+    assert manifest["tensors"]["a.weight"]["dtype"] == "F32"
+    assert check(capsys, "good.safetensors", "--manifest", "m.json") == (0, CHECK_GOOD, "")
+    np.savez("good.npz", **{"a.weight": X, "step": GOOD["step"]})
+    status, out, _ = run(capsys, "check", "good.npz", "--manifest", "m.json", "--json")
+    assert [(f["code"], f["tensor"]) for f in json.loads(out)["errors"]] == [("manifest.missing", "b")]
+    changed = {**GOOD, "b": np.ones(4, np.float32), "new": X}
+    changed["step"] = np.array([3, 5])
+    save_file(changed, "good.safetensors")
+    status, out, _ = run(capsys, "check", "good.safetensors", "--manifest", "m.json", "--json")
+    assert status == 1
+    assert {(f["code"], f["tensor"]) for f in json.loads(out)["errors"]} == {
+        ("manifest.changed", "b"),
+        ("manifest.changed", "step"),
+        ("manifest.unexpected", "new"),
+    }
+
+
+def test_the_hash_is_that_of_the_bytes(folder, capsys):
+    from hashlib import sha256
+
+    tensors = {
+        "big": np.arange(3_000_000, dtype=np.float32),
+        "transposed": np.arange(12, dtype=np.int16).reshape(3, 4).T,
+        "empty": np.zeros((0, 2)),
+        "q": safeload.quantize(np.ones((2, 32), np.float32), "q4_0"),
+        "i": safeload.quantize(np.ones((2, 32), np.float32), "int8", axis=0),
+    }
+    save_file(tensors, "x.safetensors")
+    for threads in ("1", "3"):
+        run(capsys, "check", "x.safetensors", "--write-manifest", "m.json", "--threads", threads)
+        found = json.loads((folder / "m.json").read_text())["tensors"]
+        for name, x in tensors.items():
+            if name == "q":
+                data = x.data.tobytes()
+            else:
+                data = x.data.tobytes() + x.scale.tobytes() if name == "i" else np.ascontiguousarray(x).tobytes()
+            assert found[name]["sha256"] == sha256(data).hexdigest(), name
+            assert found[name]["shape"] == list(x.shape)
+
+
+def test_a_strided_torch_tensor_has_the_hash_of_its_values(folder, capsys):
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    (folder / "x.pt").write_bytes(zip_file({"w": tensor(Storage("0", x.ravel()), (4, 3), (1, 4))}))
+    save_file({"w": x.T}, "x.safetensors")
+    run(capsys, "check", "x.pt", "--write-manifest", "m.json")
+    assert run(capsys, "check", "x.safetensors", "--manifest", "m.json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        '{"safeload_manifest": 2, "tensors": {}}',
+        '{"safeload_manifest": 1, "tensors": []}',
+        '{"safeload_manifest": 1, "tensors": {"a": 1}}',
+        '{"safeload_manifest": 1, "tensors": {"a": {"dtype": "F32", "shape": [], "sha256": "x"}}}',
+    ],
+)
+def test_what_is_no_manifest(text, folder, capsys):
+    (folder / "m.json").write_text(text)
+    status, out, err = run(capsys, "check", "good.safetensors", "--manifest", "m.json")
+    assert (status, out) == (1, "")
+    assert "manifest" in err
+    assert run(capsys, "check", "good.safetensors", "--manifest", "missing")[0] == 1
+    assert run(capsys, "check", "good.safetensors", "--manifest", "m.json", "--write-manifest", "n.json")[0] == 2
+
+
+# ---- stats ----
+
+STATS = """\
+tensor    min  max   mean    std  bad
+step        3    4    3.5    0.5
+a.weight -0.5    2  0.688  0.925
+b           1    1      1      0
+"""
+
+
+def squeezed(text):
+    return [line.split() for line in text.splitlines()]
+
+
+def test_stats(folder, capsys):
+    status, out, err = run(capsys, "stats", "good.safetensors")
+    assert (status, squeezed(out), err) == (0, squeezed(STATS), "")
+    status, out, _ = run(capsys, "stats", "nan.safetensors", "--only", "a*")
+    assert squeezed(out)[1] == ["a.weight", "-0.5", "2", "0.583", "1.05", "1"]
+    _, out, _ = run(capsys, "stats", "good.safetensors", "--sort", "max")
+    assert [row[0] for row in squeezed(out)] == ["tensor", "step", "a.weight", "b"]
+    _, out, _ = run(capsys, "stats", "good.safetensors", "--sort", "name")
+    assert [row[0] for row in squeezed(out)] == ["tensor", "a.weight", "b", "step"]
+
+
+def test_stats_of_no_tensor(folder, capsys):
+    status, out, err = run(capsys, "stats", "good.safetensors", "--only", "x.*", "--only", "y")
+    assert (status, out, err) == (2, "", "safeload: --only: none of 3 names matches x.* or y\n")
+
+
+def test_stats_as_json(folder, capsys):
+    status, out, _ = run(capsys, "stats", "nan.safetensors", "--json", "--histogram", "--only", "a.*")
+    (found,) = json.loads(out)["tensors"]
+    assert status == 0
+    assert (found["name"], found["dtype"], found["shape"], found["nan"]) == ("a.weight", "F32", [2, 2], 1)
+    assert sum(found["histogram"]) == 3
+    assert json.loads(run(capsys, "stats", "nan.safetensors", "--json")[1])["tensors"][1]["histogram"] is None
+
+
+def test_stats_with_histograms_and_on_a_wide_terminal(folder, capsys, monkeypatch):
+    _, out, _ = run(capsys, "stats", "good.safetensors", "--histogram", "--only", "a.*")
+    assert out.splitlines()[2].split()[0] == "2^-2"
+    assert out.splitlines()[2].split()[-1] == "2^2"
+    save_file({"zero": np.zeros(3)}, "zero.safetensors")
+    assert "no values but zero" in run(capsys, "stats", "zero.safetensors", "--histogram")[1]
+    monkeypatch.setenv("COLUMNS", "140")
+    _, out, _ = run(capsys, "stats", "zero.safetensors")
+    assert squeezed(out)[0] == [
+        "tensor",
+        "dtype",
+        "shape",
+        "min",
+        "max",
+        "absmax",
+        "mean",
+        "std",
+        "zeros",
+        "NaN",
+        "Inf",
+    ]
+    assert squeezed(out)[1] == ["zero", "F64", "[3]", "0", "0", "0", "0", "0", "3"]
+
+
+def test_stats_of_many_tensors(folder, capsys):
+    save_file({f"t{i:03}": np.ones(1) for i in range(150)}, "x.safetensors")
+    _, out, _ = run(capsys, "stats", "x.safetensors")
+    assert out.endswith("... and 50 tensors more; --all shows every one\n")
+    assert len(run(capsys, "stats", "x.safetensors", "--all")[1].splitlines()) == 151
+
+
+# ---- diff ----
+
+DIFF = """\
+a: good.safetensors
+b: other.safetensors
+
+only in b
+  new
+
+other dtype
+  bfloat16 and float32: 1 tensor, b
+
+other values  max    rms    cosine  unequal
+a.weight      0.5   0.25  0.993399        1
+
+different: 2 of 3 tensors in both have equal values
+"""
+
+
+def test_diff(folder, capsys):
+    status, out, err = run(capsys, "diff", "good.safetensors", "good.safetensors")
+    assert (status, err) == (0, "")
+    assert out == "a: good.safetensors\nb: good.safetensors\n\nthe same: 3 of 3 tensors in both have equal values\n"
+    other = {**GOOD, "a.weight": X + np.float32([[0, 0], [0.5, 0]]), "b": np.ones(4, np.float32), "new": X}
+    save_file(other, "other.safetensors")
+    status, out, err = run(capsys, "diff", "good.safetensors", "other.safetensors")
+    assert (status, err) == (1, "")
+    cosine = float((X * other["a.weight"]).sum() / np.linalg.norm(X) / np.linalg.norm(other["a.weight"]))
+    assert squeezed(out) == squeezed(DIFF.replace("0.993399", f"{cosine:.6f}"))
+    del other["new"]
+    save_file(other, "other.safetensors")
+    assert run(capsys, "diff", "good.safetensors", "other.safetensors", "--tolerance", "0.5")[0] == 0
+    assert run(capsys, "diff", "good.safetensors", "other.safetensors", "--tolerance", "0.4")[0] == 1
+    status, out, _ = run(capsys, "diff", "good.safetensors", "nan.safetensors", "--json")
+    assert status == 1
+    assert json.loads(out)["tensors"]["a.weight"]["nonfinite"] == 1
+
+
+# ---- convert, bench ----
+
+
+def test_convert(folder, capsys):
+    status, out, err = run(capsys, "convert", "good.safetensors", "out.safetensors", "--dtype", "float32")
+    assert (status, err) == (0, "")
+    assert out.startswith("out.safetensors: safetensors, 3 tensors, ")
+    assert load_file("out.safetensors")["b"].dtype == np.float32
+
+
+def test_convert_takes_a_part_of_a_torch_checkpoint(data, folder, capsys):
+    checkpoint = data / "torch" / "checkpoint.pt"
+    status, _, err = run(capsys, "convert", checkpoint, "out.safetensors", "--root", "model_state_dict")
+    assert (status, err) == (0, "")
+    assert sorted(load_file("out.safetensors")) == ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"]
+    foreign = {"state_dict": {"w": tensor(Storage("0", np.ones(4, np.float32)), (4,))}, "by": Call(Ref("my", "Class"))}
+    (folder / "foreign.pt").write_bytes(zip_file(foreign))
+    assert run(capsys, "convert", "foreign.pt", "w.npz")[0] == 1
+    status, _, err = run(capsys, "convert", "foreign.pt", "w.npz", "--unknown-globals", "inert", "--root", "state_dict")
+    assert (status, err) == (0, "")
+    assert list(safeload.load("w.npz")) == ["w"]
+
+
+def test_bench(folder, capsys):
+    status, out, err = run(capsys, "bench", "good.safetensors", "--rounds", "1")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "good.safetensors: safetensors, 40 B, 1 rounds, page cache warm"
+    assert lines[2].split() == ["job", "with", "median", "ours", "is", "faster"]
+    assert [line for line in lines if line.startswith("load  ")]
+    assert "safetensors.numpy" in out
+    status, out, _ = run(capsys, "bench", "good.safetensors", "--rounds", "2", "--json")
+    rows = json.loads(out)["rows"]
+    assert {row["side"] for row in rows} >= {"safeload", "safetensors.numpy"}
+    assert all(len(row["samples"]) == 2 and row["seconds"] > 0 for row in rows)
+    np.savez("x.npz", a=X)
+    assert "numpy.load" in run(capsys, "bench", "x.npz", "--rounds", "1")[1]
+    # safetensors.numpy knows no float8: it is left out.
+    save_file({"w": np.ones((4, 4), ml_dtypes.float8_e4m3fn), "w_scale": np.float32([1])}, "fp8.safetensors")
+    status, out, err = run(capsys, "bench", "fp8.safetensors", "--rounds", "1")
+    assert (status, err) == (0, "")
+    assert "safetensors.numpy" not in out.partition("load  ")[2]
+
+
+# ---- all of them ----
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_fits(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = run(capsys, command, "--help")
+    assert status == 0
+    assert f"examples:\n  safeload {command} " in out
+    assert "Exit status: 0" in out
+    assert all(len(line) <= 80 for line in out.splitlines()), [line for line in out.splitlines() if len(line) > 80]
+
+
+@pytest.mark.parametrize("command", ["info", "check", "stats", "diff"])
+def test_names_are_escaped_and_lines_fit(command, folder, capsys):
+    name = "evil\x1b[2J\n" + "very.long." * 20
+    save_file({name: np.float32([np.nan, 500])}, "x.safetensors")
+    save_file({name: np.float32([1, 2])}, "y.safetensors")
+    _, out, _ = run(capsys, command, "x.safetensors", *(["y.safetensors"] if command == "diff" else []))
+    assert "\x1b" not in out
+    assert r"evil\x1b[2J\n" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
+
+
+def on_terminal(*arguments, **environment):
+    """What a command writes to a terminal, stdout and stderr together, and its status."""
+    pid, descriptor = pty.fork()
+    if pid == 0:
+        settings = {**os.environ, "TERM": "xterm", "COLUMNS": "80", **environment}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        os.execve(sys.executable, [sys.executable, "-I", "-m", "safeload", *map(str, arguments)], settings)
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(descriptor, 65536)
+        except OSError:
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(descriptor)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), b"".join(chunks).decode()
+
+
+def test_colours_and_bars_on_a_terminal(folder):
+    status, shown = on_terminal("check", "nan.safetensors", NO_COLOR=None)
+    assert status == 1
+    assert "\x1b[31;1merror  \x1b[0m  a.weight" in shown
+    _, shown = on_terminal("check", "good.safetensors", NO_COLOR=None)
+    assert "\x1b[32msound\x1b[0m" in shown
+    _, shown = on_terminal("diff", "good.safetensors", "nan.safetensors")
+    assert "diff: " in shown  # the bar
+    for plain in ({"NO_COLOR": "1"}, {"TERM": "dumb", "NO_COLOR": None}):
+        _, shown = on_terminal("check", "nan.safetensors", **plain)
+        assert "\x1b[31" not in shown
+
+
+def test_the_plain_bar(folder, monkeypatch, capsys):
+    from safeload.cli import common
+
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with common.bar("work") as draw:
+        draw(1, 4)
+        draw(4, 4)
+    shown = capsys.readouterr().err
+    assert shown.startswith("\rwork:  25%\rwork: 100%\r")
+    assert shown.endswith("\r")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    with common.bar("work") as draw:
+        assert draw is None
+
+
+@pytest.mark.parametrize("command", ["check", "stats", "diff"])
+def test_a_closed_pipe(command, folder):
+    save_file({f"tensor.{i}": np.float32([np.nan, i]) for i in range(3000)}, "x.safetensors")
+    save_file({f"tensor.{i}": np.float32([1, 2]) for i in range(3000)}, "y.safetensors")
+    more = "y.safetensors --all" if command == "diff" else "--all" if command == "stats" else "--json"
+    line = f'"{sys.executable}" -I -m safeload {command} x.safetensors {more} | head -n 1'
+    done = subprocess.run(line, shell=True, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+def test_control_c(folder, capsys, monkeypatch):
+    from safeload.operations.validate import run as validation
+
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(validation, "validate_path", interrupted)
+    assert run(capsys, "check", "good.safetensors") == (130, "", "")

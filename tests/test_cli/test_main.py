@@ -1,0 +1,273 @@
+import io
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from builders.torch_build import Call, Ref, Storage, tensor, zip_file
+
+import safeload
+from safeload.cli import main
+from safeload.numpy import save_file
+
+TENSORS = {
+    "model.embed.weight": np.zeros((1000, 64), np.float16),
+    "model.norm.weight": np.ones(64, np.float32),
+    "step": np.array(7),
+}
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    save_file(TENSORS, "model.safetensors", {"format": "np"}, durable=False)
+    return tmp_path / "model.safetensors"
+
+
+def run(capsys, *arguments):
+    status = main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+GOOD = """\
+model.safetensors: safetensors, 3 tensors, 126 KiB
+
+metadata
+  format: np
+
+dtype  tensors  elements     size
+F16          1    64,000  125 KiB
+F32          1        64    256 B
+I64          1         1      8 B
+total        3    64,065  125 KiB
+
+tensor              dtype  shape          size
+step                I64    []              8 B
+model.norm.weight   F32    [64]          256 B
+model.embed.weight  F16    [1000, 64]  125 KiB
+"""
+
+
+def test_info_of_a_good_file(path, capsys):
+    assert run(capsys, "info", "model.safetensors") == (0, GOOD, "")
+
+
+def test_info_of_a_bad_file_is_one_clear_line(path, capsys):
+    path.write_bytes(path.read_bytes()[:-1])
+    status, out, err = run(capsys, "info", "model.safetensors")
+    assert (status, out) == (1, "")
+    assert err.startswith("safeload: tensor 'model.embed.weight': data_offsets [264, 128264) end past the data")
+    assert err.endswith(")\n")
+    assert err.count("\n") == 1
+
+
+def test_info_of_a_missing_file(path, capsys):
+    assert run(capsys, "info", "nothing") == (1, "", "safeload: No such file or directory: nothing\n")
+
+
+def test_info_of_a_file_of_another_kind(path, capsys):
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    status, _, err = run(capsys, "info", "model.safetensors")
+    assert status == 1
+    assert "this is a Git LFS pointer: run `git lfs pull`" in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["info"], ["nonsense"], ["info", "--nonsense", "x"]])
+def test_wrong_usage_is_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: safeload" in capsys.readouterr().err
+
+
+def test_info_as_json(path, capsys):
+    status, out, _ = run(capsys, "info", "model.safetensors", "--json")
+    assert status == 0
+    value = json.loads(out)
+    assert value["format"] == "safetensors"
+    assert value["metadata"] == {"format": "np"}
+    assert value["tensor_count"] == 3
+    assert value["parameters"] == 64_065
+    assert value["nbytes"] == 128_264
+    assert value["files"] == [{"path": "model.safetensors", "nbytes": path.stat().st_size}]
+    assert value["dtypes"]["F16"] == {"tensors": 1, "elements": 64_000, "nbytes": 128_000}
+    assert value["tensors"][1] == {
+        "name": "model.norm.weight",
+        "dtype": "F32",
+        "shape": [64],
+        "nbytes": 256,
+        "file": "model.safetensors",
+        "offset": value["tensors"][0]["offset"] + 8,
+    }
+
+
+def test_info_of_a_folder_lists_the_files(path, capsys):
+    save_file({"more": np.zeros(3)}, path.parent / "model-2-of-2.safetensors", durable=False)
+    path.rename(path.parent / "model-1-of-2.safetensors")
+    status, out, _ = run(capsys, "info", path.parent)
+    assert status == 0
+    assert out.startswith("2 files: safetensors, 4 tensors, ")
+    assert "  model-1-of-2.safetensors  126 KiB\n  model-2-of-2.safetensors  " in out
+
+
+def test_info_of_a_folder_says_what_was_passed_over(path, capsys):
+    save_file({"more": np.zeros(3)}, path.parent / "oth\x1ber.safetensors", durable=False)
+    status, out, _ = run(capsys, "info", path.parent)
+    assert status == 0
+    assert "passed over: oth\\x1ber.safetensors\n" in out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+@pytest.mark.parametrize(
+    ("streams", "out", "error"), [(">&-", "", ""), ("2>&-", GOOD, ""), (">&- 2>&-", "", ""), ("<&- >&- 2>&-", "", "")]
+)
+def test_streams_that_are_not_there(streams, out, error, path):
+    """In daemons, under pythonw, after >&-: no traceback, no message in the wrong place, the same status."""
+    for arguments, status, said in ((["info", path], 0, out), (["info", "gone"], 1, ""), (["info"], 2, "")):
+        line = " ".join(f'"{part}"' for part in (sys.executable, "-I", "-m", "safeload", *arguments))
+        done = subprocess.run(f"{line} {streams}", shell=True, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (status, said if said == "" else done.stdout)
+        assert (said == "") == (done.stdout == "")
+        assert "Traceback" not in done.stderr
+        if "2>" in streams:
+            assert done.stderr == ""
+
+
+@pytest.mark.parametrize("missing", ["None", "closed"])
+def test_no_streams_at_all_in_process(missing, path, monkeypatch, tmp_path):
+    for name in ("stdout", "stderr"):
+        stream = None
+        if missing == "closed":
+            stream = io.StringIO()
+            stream.close()
+        monkeypatch.setattr(sys, name, stream)
+    before = sys.stdout, sys.stderr
+    for command in ("info", "check", "stats"):
+        assert main([command, str(path)]) == 0
+        assert main([command, str(tmp_path / "gone")]) == 1
+    assert (sys.stdout, sys.stderr) == before
+    monkeypatch.undo()
+
+
+def test_a_long_list_is_cut_unless_all_is_asked_for(tmp_path, capsys):
+    save_file({f"t{i:03}": np.zeros(1) for i in range(150)}, tmp_path / "x", durable=False)
+    _, short, _ = run(capsys, "info", tmp_path / "x")
+    assert short.endswith("... and 50 tensors more; --all shows every one\n")
+    assert "t099" in short
+    assert "t100" not in short
+    _, whole, _ = run(capsys, "info", tmp_path / "x", "--all")
+    assert "t149" in whole
+    assert "more; --all" not in whole
+
+
+def test_lines_fit_80_columns_and_widen_with_the_terminal(tmp_path, capsys, monkeypatch):
+    name = "model.layers.0." + "very_long_part." * 8 + "weight"
+    save_file({name: np.zeros((3, 4))}, tmp_path / "x", {"note": "n" * 300}, durable=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "info", tmp_path / "x")
+    assert all(len(line) <= 80 for line in out.splitlines()[1:])
+    assert name not in out
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = run(capsys, "info", tmp_path / "x")
+    assert name in out
+
+
+def test_names_and_metadata_are_escaped(tmp_path, capsys):
+    save_file({"a\x1b[31m\n\u202eb": np.zeros(1)}, tmp_path / "x", {"k\x07": "v\x9b"}, durable=False)
+    _, out, _ = run(capsys, "info", tmp_path / "x")
+    assert "a\\x1b[31m\\n\\u202eb" in out
+    assert "k\\x07: v\\x9b" in out
+    assert all(c.isprintable() or c == "\n" for c in out)
+
+
+def test_an_empty_file_of_no_tensors(tmp_path, capsys):
+    save_file({}, tmp_path / "x", durable=False)
+    status, out, _ = run(capsys, "info", tmp_path / "x")
+    assert (status, out.splitlines()) == (0, [f"{tmp_path / 'x'}: safetensors, 0 tensors, 16 B"])
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"safeload {safeload.__version__}\n"
+
+
+def test_help_has_an_example(capsys):
+    for arguments in (["--help"], ["info", "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert "safeload info model.safetensors" in capsys.readouterr().out
+
+
+def test_the_module_and_the_script_run_the_same(path):
+    for command in (
+        [sys.executable, "-I", "-m", "safeload"],
+        [os.path.join(os.path.dirname(sys.executable), "safeload")],
+    ):
+        done = subprocess.run([*command, "info", path.name], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, GOOD, "")
+
+
+def test_a_terminal_of_another_encoding_is_no_failure(path):
+    save_file({"\N{SNOWMAN}" * 60: np.zeros(1)}, path, durable=False)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "safeload", "info", path.name]
+    done = subprocess.run(command, capture_output=True, env=environment, cwd=path.parent)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\u2603" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="head")
+def test_a_closed_pipe_ends_it_quietly(tmp_path):
+    save_file({f"t{i}": np.zeros(1) for i in range(20_000)}, tmp_path / "x", durable=False)
+    command = f'"{sys.executable}" -I -m safeload info --all "{tmp_path / "x"}" | head -n 1'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert "20,000 tensors" in done.stdout
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+def test_info_of_a_torch_checkpoint(data, tmp_path, capsys):
+    path = data / "torch" / "checkpoint.pt"
+    status, out, _ = run(capsys, "info", path)
+    assert status == 0
+    assert "torch zip, 5 tensors" in out
+    assert "epoch: 42" in out
+    assert "  torch._utils._rebuild_tensor_v2\n" in out
+    status, out, _ = run(capsys, "info", path, "--json", "--root", "model_state_dict")
+    found = json.loads(out)
+    assert found["format"] == "torch zip"
+    assert found["globals"]["torch.FloatStorage"] is True
+    assert found["metadata"] == {"epoch": 42, "loss": 0.123}
+    assert next(iter(found["tensors"]))["name"] == "fc1.weight"
+    status, _, err = run(capsys, "info", path, "--root", "nothing")
+    assert status == 1
+    assert "those with tensors are model_state_dict" in err
+
+
+def test_info_of_a_suspicious_file(tmp_path, capsys):
+    evil = Call(Ref("os", "system"), "touch marker")
+    value = {
+        "w": tensor(Storage("0", np.zeros(2, np.float32))),
+        "evil": evil,
+        "odd": {(1, 2): {3}, b"k": b"\xff", 1: float("nan"), "t": (1, None)},
+    }
+    path = tmp_path / "evil.pt"
+    path.write_bytes(zip_file(value, protocol=4))
+    status, out, err = run(capsys, "info", path)
+    assert (status, out) == (1, "")
+    assert "off the list of harmless ones: os.system" in err
+    status, out, _ = run(capsys, "info", path, "--unknown-globals", "inert")
+    assert status == 0
+    assert "  os.system  off the list, kept inert\n" in out
+    _, out, _ = run(capsys, "info", path, "--unknown-globals", "inert", "--json")
+    found = json.loads(out)
+    assert found["globals"]["os.system"] is False
+    assert found["metadata"]["odd"] == {"(1, 2)": [3], "b'k'": "ff", "1": "nan", "t": [1, None]}
+    assert found["metadata"]["evil"] == {"<global>": "os.system", "<args>": ["touch marker"]}

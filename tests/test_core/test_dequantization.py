@@ -1,0 +1,153 @@
+"""Blocks of ggml restored to f32: gguf-py and ggml's compiled reference decide, bit for bit."""
+
+import ctypes
+
+import gguf
+import numpy as np
+import pytest
+from builders import ggml_reference
+from builders.kernel_inputs import Guarded
+
+import safeload
+from safeload import QuantizedTensor
+from safeload.base import dtypes
+from safeload.base.native import available_tiers, ffi, lib, tier_name
+
+rng = np.random.default_rng(15)
+SCHEMES = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"]
+# Offsets of the f16 scales in a block.
+HALVES = {
+    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl"), (0,)),
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q6_k": (208,),
+    "mxfp4": (),
+}
+
+
+def bits(array):
+    return np.ascontiguousarray(array).view(np.uint32)
+
+
+def random_blocks(scheme, count):
+    """Every bit random, but that the scales are finite."""
+    row = dtypes.BLOCK_TYPES[scheme]
+    blocks = rng.integers(0, 256, (count, row.block_bytes), np.uint8)
+    for at in HALVES[scheme]:
+        scales = (rng.standard_normal(count) * 10.0 ** rng.integers(-7, 4, count)).astype(np.float16)
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return blocks
+
+
+def by_gguf(scheme, blocks):
+    with np.errstate(all="ignore"):
+        return gguf.quants.dequantize(blocks.reshape(1, -1), gguf.GGMLQuantizationType[scheme.upper()]).ravel()
+
+
+def restore(scheme, blocks, **options):
+    row = dtypes.BLOCK_TYPES[scheme]
+    q = QuantizedTensor(scheme, (len(blocks) * row.block,), blocks.ravel())
+    return q.dequantize(**options)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_random_blocks_as_gguf_py_restores_them(scheme):
+    blocks = random_blocks(scheme, 4000)
+    np.testing.assert_array_equal(bits(restore(scheme, blocks)), bits(by_gguf(scheme, blocks)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scale(scheme):
+    """All 65,536 f16 (or 256 e8m0) scales; NaN is compared as such."""
+    row = dtypes.BLOCK_TYPES[scheme]
+    if scheme == "mxfp4":
+        blocks = rng.integers(0, 256, (256, row.block_bytes), np.uint8)
+        blocks[:, 0] = np.arange(256)
+    else:
+        blocks = random_blocks(scheme, 65536)
+        at = HALVES[scheme][-1]
+        blocks[:, at : at + 2] = np.arange(65536, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
+    got = restore(scheme, blocks)
+    want = by_gguf(scheme, blocks)
+    np.testing.assert_array_equal(got, want)
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(bits(got)[finite], bits(want)[finite])
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s not in ("q4_0", "q8_0")])
+def test_what_ggml_makes_and_restores(scheme):
+    library = ggml_reference.load()
+    if library is None:
+        pytest.skip("pywhispercpp, whose wheel holds ggml, is not installed")
+    row = dtypes.BLOCK_TYPES[scheme]
+    for blocks in (
+        random_blocks(scheme, 2000),
+        ggml_reference.make_blocks(library, scheme, rng.standard_normal(row.block * 400) * 0.05, row.block_bytes),
+    ):
+        want = ggml_reference.dequantize(library, scheme, blocks, len(blocks) * row.block)
+        np.testing.assert_array_equal(bits(restore(scheme, blocks)), bits(want))
+        np.testing.assert_array_equal(bits(by_gguf(scheme, blocks)), bits(want))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
+def test_every_tier_at_any_alignment(scheme, tier):
+    row = dtypes.BLOCK_TYPES[scheme]
+    f32 = dtypes.BY_CODE["F32"].number
+    blocks = random_blocks(scheme, 3)
+    want = bits(by_gguf(scheme, blocks))
+    for count in (0, 1, 2, 3):
+        for offset in range(4):
+            source = np.zeros(blocks.size + 4, np.uint8)
+            source[offset : offset + blocks.size] = blocks.ravel()
+            out = np.full(3 * row.block + 1, 7, np.float32)
+            elements = count * row.block
+            pointer = ffi.from_buffer(source[offset:])
+            assert lib.sl_convert(tier, row.number, f32, pointer, ffi.from_buffer(out), elements) == lib.SL_OK
+            np.testing.assert_array_equal(bits(out[:elements]), want[:elements])
+            assert (out[elements:] == 7).all()
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
+def test_nothing_beyond_the_ends_is_touched(scheme, tier, at_end):
+    row = dtypes.BLOCK_TYPES[scheme]
+    for count in range(4):
+        blocks = random_blocks(scheme, count)
+        source, target = Guarded(blocks.nbytes, at_end), Guarded(4 * count * row.block, at_end)
+        ctypes.memmove(source.address, blocks.ctypes.data, blocks.nbytes)
+        places = (ffi.cast("void *", place.address) for place in (source, target))
+        f32 = dtypes.BY_CODE["F32"].number
+        assert lib.sl_convert(tier, row.number, f32, *places, count * row.block) == lib.SL_OK
+        np.testing.assert_array_equal(np.frombuffer(target.bytes(), np.uint32), bits(restore(scheme, blocks)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_byte_of_a_block_takes_every_value(scheme):
+    size = dtypes.BLOCK_TYPES[scheme].block_bytes
+    blocks = random_blocks(scheme, 256 * size)
+    blocks[np.arange(256 * size), np.arange(256 * size) // 256] = np.arange(256 * size) % 256
+    got, want = restore(scheme, blocks), by_gguf(scheme, blocks)
+    known = ~np.isnan(want)  # the sign and payload of NaN are the processor's
+    np.testing.assert_array_equal(bits(got)[known], bits(want)[known])
+    assert np.isnan(got[~known]).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_other_dtypes_and_threads(scheme):
+    blocks = random_blocks(scheme, 60_000 if scheme == "q6_k" else 50)
+    want = by_gguf(scheme, blocks)
+    for threads in (1, 3):
+        np.testing.assert_array_equal(bits(restore(scheme, blocks, threads=threads)), bits(want))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(restore(scheme, blocks, dtype="float16"), want.astype(np.float16))
+
+
+@pytest.mark.parametrize("scheme", sorted(dtypes.BLOCK_TYPES.keys() - set(SCHEMES)))
+def test_types_without_a_kernel_are_named(scheme):
+    row = dtypes.BLOCK_TYPES[scheme]
+    q = QuantizedTensor(scheme, (row.block,), np.zeros(row.block_bytes, np.uint8))
+    with pytest.raises(safeload.UnsupportedError, match=rf"dequantizes {scheme} to float32"):
+        q.dequantize()

@@ -1,0 +1,286 @@
+import json
+import math
+from importlib.resources import files
+
+import pytest
+from builders.models import PUBLISHED, SMALL, small
+
+import safeload
+from safeload import layouts
+from safeload.models import schema
+from safeload.models.expressions import ExpressionError, evaluate, names_in
+from safeload.models.schema import ConfigError
+
+VALUES = {"a": 6, "b": 4, "zero": 0, "text.dim": 64, "big": (1 << 63) - 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("a", 6),
+        (" a * b ", 24),
+        ("a+b*2", 14),
+        ("(a + b) * 2", 20),
+        ("a - b - 1", 1),
+        ("a // b", 1),
+        ("a // b * b", 4),
+        ("2 * (a // (b - 1))", 4),
+        ("3*text.dim", 192),
+        ("big", (1 << 63) - 1),
+        ("a - b * 2", -2),
+    ],
+)
+def test_expressions(text, value):
+    assert evaluate(text, VALUES.__getitem__) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "nothing to evaluate"),
+        ("  ", "nothing to evaluate"),
+        ("a +", "ends where a value is expected"),
+        ("* a", "'*' stands where a value is expected"),
+        ("a b", "'b' is not expected there"),
+        ("(a", "not closed"),
+        ("a)", "')' is not expected there"),
+        ("a / b", "'/' is neither"),
+        ("a ** b", "'*' stands where"),
+        ("a.b.", "'.' is neither"),
+        ("-a", "'-' stands where"),
+        ("a % b", "'%' is neither"),
+        ("__import__('os')", '"\'" is neither'),
+        ("a // zero", "division by zero"),
+        ("a // (b - 4)", "division by zero"),
+        ("big + 1", "beyond 64 bits"),
+        ("big * big", "beyond 64 bits"),
+        ("99999999999999999999999", "beyond 64 bits"),
+        ("٣", "is neither"),
+        ("(" * 60 + "a" + ")" * 60, "more than 50 parentheses"),
+        ("a+" * 600 + "a", "1201 characters"),
+    ],
+)
+def test_expressions_that_have_no_value(text, reason):
+    with pytest.raises(ExpressionError) as caught:
+        evaluate(text, VALUES.__getitem__)
+    assert reason in str(caught.value)
+
+
+def test_names_in_an_expression():
+    assert names_in("(a + 2 * text.dim) // zero") == ["a", "text.dim", "zero"]
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_models(model):
+    name, config, count, parameters = PUBLISHED[model]
+    wanted = schema.built_in()[name].expand(config, ())
+    required = [w for w in wanted.values() if w.required]
+    assert len(required) == count
+    if parameters is not None:
+        assert sum(math.prod(w.shape) for w in required) == parameters
+
+
+def test_names_of_published_models():
+    gpt2 = schema.built_in()["gpt2"].expand(PUBLISHED["GPT-2"][1], ["h.0.ln_1.weight", "wte.weight"])
+    assert gpt2["h.11.attn.c_attn.weight"].shape == (768, 2304)
+    assert gpt2["h.11.mlp.c_fc.weight"].shape == (768, 3072)
+    assert not gpt2["h.0.attn.bias"].required
+    names = {"bert.embeddings.LayerNorm.gamma", "bert.encoder.layer.0.output.LayerNorm.beta"}
+    bert = schema.built_in()["bert"].expand(PUBLISHED["BERT-base"][1], names)
+    assert names <= bert.keys()
+    assert "bert.embeddings.LayerNorm.weight" not in bert
+    assert "cls.predictions.decoder.weight" in bert
+    llama = schema.built_in()["llama"].expand(PUBLISHED["Llama-3.2-1B"][1], ())
+    assert llama["model.layers.15.self_attn.k_proj.weight"].shape == (512, 2048)
+    assert llama["lm_head.weight"].tied == "model.embed_tokens.weight"
+    bare = schema.built_in()["qwen3"].expand(PUBLISHED["Qwen3-0.6B"][1], ["embed_tokens.weight", "norm.weight"])
+    assert bare["layers.27.self_attn.q_norm.weight"].shape == (128,)
+    assert "model.norm.weight" not in bare
+
+
+def test_moondream_has_the_names_of_its_layout():
+    wanted = schema.built_in()["moondream2"].expand(None, ())
+    assert list(wanted) == [tensor.name for tensor in layouts.MOONDREAM2.tensors]
+    assert wanted["t_Wqkv_w"].shape == (24, 6144, 2048)
+    assert wanted["v_pos_embedding"].shape == (1, 729, 1152)
+    assert wanted["v_patch_embedding_linear_w"].shape == (588, 1152)
+
+
+def test_roles():
+    llama = schema.built_in()["llama"]
+    roles = {
+        "model.embed_tokens.weight": "embedding",
+        "model.layers.31.input_layernorm.weight": "norm",
+        "model.layers.0.self_attn.q_proj.bias": "bias",
+        "model.layers.0.mlp.up_proj.weight": "weight",
+        "layers.7.mlp.up_proj.weight": "weight",
+        "lm_head.weight": "head",
+        "model.layers.01.mlp.up_proj.weight": None,
+        "model.layers.0.mlp.up_proj.weight2": None,
+        "visual.conv1.weight": None,
+    }
+    assert {name: llama.role(name) for name in roles} == roles
+    assert schema.built_in()["moondream2"].role("t_out_proj_bias") == "bias"
+    assert schema.built_in()["gpt2"].role("transformer.wpe.weight") == "embedding"
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_the_schema_is_found_by_the_config(kind):
+    config, tensors = small(kind)
+    name = SMALL[kind][0]
+    if name == "moondream2":
+        assert schema.choose(None, "moon", tensors.keys()).schema.name == name
+        assert schema.choose(None, "moon", ["a"]) is None
+        assert schema.choose(None, "safetensors", tensors.keys()) is None
+        return
+    assert schema.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], True)
+    config.pop("architectures")
+    assert schema.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], True)
+    config["architectures"] = ["SomethingForSequenceClassification"]
+    assert schema.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], False)
+    config["model_type"] = "something"
+    assert schema.choose(config, "safetensors", tensors.keys()) is None
+
+
+def test_no_architecture_is_in_two_schemas():
+    for field in ("architectures", "model_types"):
+        all_of_them = [text for found in schema.built_in().values() for text in getattr(found, field)]
+        assert len(all_of_them) == len(set(all_of_them))
+
+
+def test_defaults_and_configs():
+    llama = schema.built_in()["llama"]
+    config = dict(PUBLISHED["Llama-2-7B"][1])
+    assert llama.expand({**config, "num_key_value_heads": None}, ())[
+        "model.layers.0.self_attn.k_proj.weight"
+    ].shape == (
+        4096,
+        4096,
+    )
+    assert llama.expand({**config, "hidden_size": 4096.0}, ())["model.norm.weight"].shape == (4096,)
+    for change, reason in (
+        ({"hidden_size": "many"}, "'hidden_size' in config.json is 'many', a whole number is wanted"),
+        ({"hidden_size": [1]}, "a whole number is wanted"),
+        ({"hidden_size": 1.5}, "a whole number is wanted"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, but a model has 0 to 100000 layers"),
+        ({"num_hidden_layers": 10**9}, "0 to 100000 layers"),
+        ({"vocab_size": -5}, "vocab_size is -5, which is no size"),
+        ({"vocab_size": None}, "'vocab_size' is needed, but config.json has no such key"),
+    ):
+        with pytest.raises(ConfigError, match=reason.replace("(", r"\(")):
+            llama.expand({**config, **change}, ())
+    with pytest.raises(ExpressionError, match="division by zero"):
+        llama.expand({**config, "num_attention_heads": 0}, ())
+    with pytest.raises(ConfigError, match=r"'num_hidden_layers' is needed, but there is no config\.json"):
+        llama.expand(None, ())
+
+
+TINY = {
+    "name": "tiny",
+    "layers": "n",
+    "defaults": {"m": "2 * d"},
+    "tensors": {"h.{}.w": {"shape": ["m", "d"]}, "b": {"shape": [3, "?"], "role": "bias", "optional": True}},
+}
+
+
+def test_a_schema_of_ones_own(tmp_path):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    for source in (path, str(path), TINY):
+        wanted = schema.load(source).expand({"n": 2, "d": 5}, ())
+        assert {name: w.shape for name, w in wanted.items()} == {"h.0.w": (10, 5), "h.1.w": (10, 5), "b": (3, None)}
+    assert schema.load("llama") is schema.built_in()["llama"]
+    with pytest.raises(ValueError, match=r"schema 'lama' is neither a file.json nor one of bert, bitnet"):
+        schema.load("lama")
+    with pytest.raises(FileNotFoundError):
+        schema.load(tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match="the default of 'a' needs itself: m -> a -> b -> a"):
+        schema.load({**TINY, "defaults": {"a": "b", "b": "a", "m": "a"}}).expand({"n": 1, "d": 1}, ())
+    chain = {f"a{k}": f"a{k + 1}" for k in range(1000)}
+    with pytest.raises(ExpressionError, match="too deep"):
+        schema.load({**TINY, "defaults": {**chain, "m": "a0"}}).expand({"n": 1, "d": 1}, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"name": 3}, "a schema is"),
+        ({"tensor": {}}, "unknown field 'tensor'"),
+        ({"tensors": {}}, "must be an object that is not empty"),
+        ({"tensors": []}, "must be an object that is not empty"),
+        ({"layers": None}, "layers does not say how many"),
+        ({"layers": "n +"}, "layers or defaults: 'n \\+': it ends"),
+        ({"defaults": {"m": 1.5}}, "whole numbers and expressions"),
+        ({"defaults": {"m": "2 d"}}, "'d' is not expected there"),
+        ({"prefixes": "model."}, "prefixes must be a list of texts"),
+        ({"prefixes": ["", "x.{}."]}, "prefixes have no layers"),
+        ({"tensors": {"w": ["a"]}}, "'w' must be an object with shape"),
+        ({"tensors": {"w": {"role": "norm"}}}, "'w' must be an object with shape"),
+        ({"tensors": {"w": {"shape": "a"}}}, "the shape of 'w' must be a list"),
+        ({"tensors": {"w": {"shape": ["a /"]}}}, "'w': 'a /': '/' is neither"),
+        ({"tensors": {"w": {"shape": [1.5]}}}, "1.5 is no expression"),
+        ({"tensors": {"w": {"shape": [True]}}}, "True is no expression"),
+        ({"tensors": {"w": {"shape": [], "role": "king"}}}, "the role of 'w' is 'king'"),
+        ({"tensors": {"w": {"shape": [], "optional": 1}}}, "optional of 'w'"),
+        ({"tensors": {"w": {"shape": [], "when": "("}}}, "'w'"),
+        ({"tensors": {"w": {"shape": [], "also": "x"}}}, "also of 'w'"),
+        ({"tensors": {"w": {"shape": [], "tied": ["v"]}}}, "tied of 'w'"),
+        ({"tensors": {"w.{}.{}": {"shape": []}}}, "at most one"),
+        ({"tensors": {"w.{}": {"shape": [], "also": ["v"]}}}, "the same number"),
+    ],
+)
+def test_what_is_no_schema(change, reason):
+    with pytest.raises(safeload.FormatError, match=reason):
+        schema.parse({**TINY, **change})
+
+
+def test_the_installed_package_has_the_schemas():
+    there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "models" / "schemas").iterdir()}
+    assert there == set(schema.built_in())
+    assert len(there) == 11
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("LlamaForSequenceClassification", "llama"),
+        ("LlamaModel", "llama"),
+        ("Qwen2ForRewardModel", "qwen2"),
+        ("GPT2DoubleHeadsModel", "gpt2"),
+        ("BertForSomethingNew", "bert"),
+        ("Phi3ForTokenClassification", "phi3"),
+        ("Phi3VForCausalLM", None),
+        ("Qwen2VLForConditionalGeneration", None),
+        ("LlamaFormer", None),
+        ("ForSequenceClassification", None),
+        ("", None),
+    ],
+)
+def test_the_family_of_an_architecture(architecture, name):
+    choice = schema.choose({"architectures": [architecture]}, None, ())
+    assert choice == (None if name is None else (schema.built_in()[name], False))
+    inner = {"architectures": [architecture], "text_config": {"model_type": "llama"}}
+    assert schema.choose(inner, None, ()) is None
+
+
+@pytest.mark.parametrize("listed", [None, 5, "LlamaForCausalLM", [], [None], [5, {}], ["ForA" * 200_000 + "!"]])
+def test_architectures_that_are_none(listed):
+    assert schema.choose({"architectures": listed}, None, ()) is None
+
+
+def test_the_language_model_in_a_config():
+    names = ["vision.embed.weight", "text.model.embed_tokens.weight", "text.model.norm.weight", "text.lm_head.weight"]
+    inner = {"model_type": "qwen3", "hidden_size": 4}
+    found = schema.choose_inner({"a": {"b": inner}, "vision_config": {"model_type": "x"}}, names)
+    assert (found.key, found.prefix, found.config) == ("b", "text.model.", inner)
+    assert found.choice.schema.role("text.model.norm.weight") == "norm"
+    assert found.choice.schema.role("text.lm_head.weight") == "head"
+    assert found.choice.schema.role("vision.embed.weight") is None
+    assert schema.choose_inner({"a": {"b": {"c": {"d": inner}}}}, names) is None
+    assert schema.choose_inner({"text_config": inner}, ["a"]) is None
+    assert schema.choose_inner(None, names) is None
+    # What a hostile file may bring: many embeddings, many configs.
+    many = [f"{k}.embed_tokens.weight" for k in range(100_000)]
+    assert schema.choose_inner({"text_config": inner}, many) is not None
+    assert schema.choose_inner({str(k): {"x": {}} for k in range(100_000)}, names) is None

@@ -1,0 +1,290 @@
+"""Codes are never taken for weights: every operation that needs numbers refuses them, whoever wrote them.
+
+Layouts of the families: names, dtypes and shapes as their writers choose them, values random.
+"""
+
+import json
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import safeload
+from safeload import Layout, StackedTensor, UnsupportedError
+from safeload.numpy import load_file, save_file
+from safeload.packed import grouping
+
+rng = np.random.default_rng(10)
+F8, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16
+
+
+def codes(dtype, *shape):
+    if dtype is F8:
+        return rng.integers(0, 120, shape, np.uint8).view(dtype)
+    return rng.integers(0, 100, shape).astype(dtype)
+
+
+def floats(dtype, *shape):
+    return rng.random(shape, np.float32).astype(dtype)
+
+
+P = "model.layers.0.mlp.up_proj"
+U8, I8, I32, U32, F32, F16 = np.uint8, np.int8, np.int32, np.uint32, np.float32, np.float16
+
+# Family: the tensor that holds codes, its scale as messages name it, quant_method in config.json, all tensors.
+FAMILIES = {
+    "deepseek": (f"{P}.weight", f"{P}.weight_scale_inv", "fp8", {
+        f"{P}.weight": codes(F8, 320, 257), f"{P}.weight_scale_inv": floats(F32, 3, 3)}),
+    "deepseek-e8m0": (f"{P}.weight", f"{P}.weight_scale_inv", "fp8", {
+        f"{P}.weight": codes(F8, 256, 256), f"{P}.weight_scale_inv": floats(F32, 2, 2).astype(E8M0)}),
+    "deepseek-v4": (f"{P}.weight", f"{P}.scale", "fp8", {
+        f"{P}.weight": codes(I8, 64, 128), f"{P}.scale": floats(F32, 64, 8).astype(E8M0)}),
+    "fused-experts": ("experts.gate_up_proj", "experts.gate_up_proj_scale_inv", "fp8", {
+        "experts.gate_up_proj": codes(F8, 2, 256, 128), "experts.gate_up_proj_scale_inv": floats(F32, 2, 2, 1)}),
+    "fbgemm": ("experts.down_proj", "experts.down_proj_scale", "fbgemm_fp8", {
+        "experts.down_proj": codes(F8, 2, 32, 64), "experts.down_proj_scale": floats(F32, 2, 64, 1)}),
+    "autofp8": (f"{P}.weight", f"{P}.weight_scale", "fp8", {
+        f"{P}.weight": codes(F8, 64, 32), f"{P}.weight_scale": np.float32(0.5), f"{P}.input_scale": np.float32(1)}),
+    "mistral": (f"{P}.weight", f"{P}.qscale_weight", None, {
+        f"{P}.weight": codes(F8, 64, 32), f"{P}.qscale_weight": np.float32(0.5)}),
+    "comfyui": (f"{P}.weight", f"{P}.scale_weight", None, {
+        f"{P}.weight": codes(F8, 64, 32), f"{P}.scale_weight": np.float32(0.5), "scaled_fp8": codes(F8, 0)}),
+    "compressed-tensors": (f"{P}.weight_packed", f"{P}.weight_scale", "compressed-tensors", {
+        f"{P}.weight_packed": codes(I32, 64, 16), f"{P}.weight_scale": floats(BF16, 64, 4),
+        f"{P}.weight_shape": np.int64([64, 128])}),
+    "int8": (f"{P}.weight", f"{P}.weight_scale", "compressed-tensors", {
+        f"{P}.weight": codes(I8, 64, 32), f"{P}.weight_scale": floats(F32, 64, 1)}),
+    "nvfp4": (f"{P}.weight", f"{P}.weight_scale", "modelopt", {
+        f"{P}.weight": codes(U8, 64, 32), f"{P}.weight_scale": codes(F8, 64, 4),
+        f"{P}.weight_scale_2": np.float32(0.1)}),
+    "gpt-oss": ("mlp.experts.gate_up_proj_blocks", "mlp.experts.gate_up_proj_scales", "mxfp4", {
+        "mlp.experts.gate_up_proj_blocks": codes(U8, 2, 64, 4, 16),
+        "mlp.experts.gate_up_proj_scales": codes(U8, 2, 64, 4)}),
+    "gpt-oss-original": ("mlp1_weight.blocks", "mlp1_weight.scales", None, {
+        "mlp1_weight.blocks": codes(U8, 2, 64, 4, 16), "mlp1_weight.scales": codes(U8, 2, 64, 4)}),
+    "gptq": (f"{P}.qweight", f"{P}.scales", "gptq", {
+        f"{P}.qweight": codes(I32, 16, 64), f"{P}.qzeros": codes(I32, 1, 8), f"{P}.scales": floats(F16, 1, 64),
+        f"{P}.g_idx": np.arange(128, dtype=I32)}),
+    "awq": (f"{P}.qweight", f"{P}.scales", "awq", {
+        f"{P}.qweight": codes(I32, 128, 8), f"{P}.qzeros": codes(I32, 1, 8), f"{P}.scales": floats(F16, 1, 64)}),
+    "mlx": (f"{P}.weight", f"{P}.scales", None, {
+        f"{P}.weight": codes(U32, 64, 16), f"{P}.scales": floats(BF16, 64, 2), f"{P}.biases": floats(BF16, 64, 2)}),
+    "bitnet": (f"{P}.weight", f"{P}.weight_scale", "bitnet", {
+        f"{P}.weight": codes(U8, 16, 64), f"{P}.weight_scale": floats(BF16, 1)}),
+    "bnb-4bit": (f"{P}.weight", f"{P}.weight.absmax", "bitsandbytes", {
+        f"{P}.weight": codes(U8, 2048, 1), f"{P}.weight.absmax": codes(U8, 64),
+        f"{P}.weight.quant_map": floats(F32, 16), f"{P}.weight.quant_state.bitsandbytes__nf4": codes(U8, 90)}),
+    "bnb-8bit": (f"{P}.weight", f"{P}.SCB", "bitsandbytes", {
+        f"{P}.weight": codes(I8, 64, 32), f"{P}.SCB": floats(F32, 64), f"{P}.weight_format": np.uint8(0)}),
+    "quanto": (f"{P}.weight._data", f"{P}.weight._scale", "quanto", {
+        f"{P}.weight._data": codes(I8, 64, 32), f"{P}.weight._scale": floats(F32, 64, 1)}),
+}  # fmt: skip
+PLAIN = {"model.norm.weight": floats(BF16, 64)}
+ALL = list(FAMILIES)
+
+
+def folder_of(tmp_path, family, *, config=True):
+    """A folder of the family: with its config.json, the scales in a shard of their own."""
+    name, _, method, tensors = FAMILIES[family]
+    folder = tmp_path / family
+    folder.mkdir()
+    first = {name: tensors[name], **PLAIN}
+    second = {other: value for other, value in tensors.items() if other != name}
+    files = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second}
+    for file, content in files.items():
+        save_file({key: np.asarray(value) for key, value in content.items()}, folder / file)
+    weight_map = {key: file for file, content in files.items() for key in content}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    if config and method is not None:
+        said = {"model_type": "other", "torch_dtype": "bfloat16", "quantization_config": {"quant_method": method}}
+        (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+def refused(family, *, method=True):
+    """The refusal: it names tensor, scale and quant_method."""
+    name, scale, said, _ = FAMILIES[family]
+    more = rf".*quant_method {said} in config.json" if method and said else ""
+    return pytest.raises(UnsupportedError, match=rf"'{name}' holds .* codes, whose scale is '{scale}'{more}")
+
+
+LAYOUTS = {name: Layout("x", [StackedTensor("w", entry[0])]) for name, entry in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_no_entry_point_takes_codes_of_a_folder_for_numbers(tmp_path, family):
+    folder, out = folder_of(tmp_path, family), tmp_path / "out"
+    name = FAMILIES[family][0]
+    plain = {"model.norm.weight": PLAIN["model.norm.weight"]}
+    with safeload.open(folder) as opened:
+        values = dict(opened.items())
+        calls = {
+            "load": lambda: safeload.load(folder, dtype="float32"),
+            "load names": lambda: opened.load([name], dtype="bfloat16"),
+            "load_quantized": lambda: safeload.load_quantized(folder, "q8_0"),
+            "load_quantized of a checkpoint": lambda: safeload.load_quantized(opened, "int8"),
+            "stats": lambda: safeload.stats(folder),
+            "stats names": lambda: safeload.stats(opened, names=[name]),
+            "diff": lambda: safeload.diff(folder, folder),
+            "diff with a dict": lambda: safeload.diff({name: np.zeros(values[name].shape, F32)}, opened),
+            "stack": lambda: safeload.stack(folder, LAYOUTS[family]),
+            "stack as f32": lambda: safeload.stack(folder, LAYOUTS[family], dtype="float32"),
+            "convert dtype": lambda: safeload.convert(folder, f"{out}.safetensors", dtype="float16"),
+            "convert quantize": lambda: safeload.convert(folder, f"{out}.safetensors", quantize="q8_0"),
+            "convert layout": lambda: safeload.convert(folder, f"{out}.safetensors", layout=LAYOUTS[family]),
+            "convert shards": lambda: safeload.convert(folder, out, dtype="float16", max_shard_size=1000),
+            "convert gguf": lambda: safeload.convert(folder, f"{out}.gguf"),
+            "convert npz": lambda: safeload.convert(folder, f"{out}.npz"),
+            "convert moon": lambda: safeload.convert(folder, f"{out}.moon", dtype="float16"),
+            "convert two": lambda: safeload.convert([folder, {"other": np.ones(3)}], f"{out}.gguf"),
+        }
+        for label, call in calls.items():
+            with refused(family):
+                call()
+                pytest.fail(f"{label} took codes for weights")
+        in_memory = {
+            "load_quantized": lambda: safeload.load_quantized(values, "q8_0"),
+            "stats": lambda: safeload.stats(values),
+            "diff": lambda: safeload.diff(values, values),
+            "stack": lambda: safeload.stack(values, LAYOUTS[family]),
+            "convert": lambda: safeload.convert(values, f"{out}.safetensors", dtype="float32"),
+            "quantization_error": lambda: safeload.quantization_error(
+                values, {name: safeload.quantize(np.ones((2, 32)), "q8_0")}
+            ),
+        }
+        for label, call in in_memory.items():
+            with refused(family, method=False):
+                call()
+                pytest.fail(f"{label} of a dict took codes for weights")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [family]
+        # What needs no codes works, and what is stored stays readable.
+        assert opened.load(list(plain), dtype="float32")["model.norm.weight"].dtype == np.float32
+        assert safeload.stats(opened, names=list(plain)).keys() == plain.keys()
+        assert opened[name].dtype == np.asarray(FAMILIES[family][3][name]).dtype
+        assert opened.get_slice(name)[:1].shape[0] == 1
+        assert safeload.load(folder)[name].tobytes() == np.asarray(FAMILIES[family][3][name]).tobytes()
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_convert_keeps_what_is_stored(tmp_path, family):
+    folder = folder_of(tmp_path, family)
+    safeload.convert(folder, tmp_path / "one.safetensors")
+    safeload.convert(folder, tmp_path / "shards", max_shard_size=1000)
+    want = {**FAMILIES[family][3], **PLAIN}
+    for copy in ("one.safetensors", "shards"):
+        got = safeload.load(tmp_path / copy)
+        assert {key: value.tobytes() for key, value in got.items()} == {
+            key: np.asarray(value).tobytes() for key, value in want.items()
+        }
+        with refused(family, method=copy == "shards"):
+            safeload.load(tmp_path / copy, dtype="float32")
+    if FAMILIES[family][2] is not None:
+        assert (tmp_path / "shards" / "config.json").read_text().split() == (
+            json.dumps(json.loads((folder / "config.json").read_text()), indent=2).split()
+        )
+
+
+@pytest.mark.parametrize("command", ["stats", "diff", "convert"])
+def test_the_command_line_exits_with_1(tmp_path, command):
+    folder = folder_of(tmp_path, "deepseek")
+    more = {"stats": [], "diff": [folder], "convert": [tmp_path / "x.safetensors", "--dtype", "float32"]}[command]
+    done = subprocess.run(
+        [sys.executable, "-m", "safeload", command, folder, *more],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    assert f"'{P}.weight' holds F8_E4M3 codes, whose scale is '{P}.weight_scale_inv' (quant_method fp8" in done.stderr
+
+
+@pytest.mark.parametrize("family", ["deepseek", "autofp8", "comfyui", "mistral"])
+def test_drop_ins_refuse_to_convert_floating_codes(tmp_path, family):
+    path = tmp_path / "x.safetensors"
+    save_file({key: np.asarray(value) for key, value in FAMILIES[family][3].items()}, path)
+    name = FAMILIES[family][0]
+    for call in (
+        lambda: load_file(path, dtype="float32"),
+        lambda: load_file(path, names=[name], dtype="float32"),
+        lambda: safeload.safe_open(path).get_tensors(dtype="float32"),
+    ):
+        with refused(family, method=False) as caught:
+            call()
+        assert "safeload.load" in str(caught.value)
+    assert load_file(path)[name].dtype == F8
+    others = [key for key in FAMILIES[family][3] if key not in (name, "scaled_fp8")]
+    assert load_file(path, names=others, dtype="float64").keys() == set(others)
+
+
+@pytest.mark.parametrize("family", ["gptq", "awq", "mlx", "int8", "bnb-8bit"])
+def test_drop_ins_leave_integers_alone(tmp_path, family):
+    path = tmp_path / "x.safetensors"
+    save_file({key: np.asarray(value) for key, value in FAMILIES[family][3].items()}, path)
+    got = load_file(path, dtype="float32")
+    assert got[FAMILIES[family][0]].dtype.kind in "iu"
+
+
+def test_a_config_names_codes_without_a_scale(tmp_path):
+    """In the folder, and in one file of it opened alone: the scale is in a shard that is not there."""
+    weights = {f"{P}.weight": codes(F8, 64, 32)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert safeload.load(tmp_path, dtype="float32")[f"{P}.weight"].max() < 448  # a plain fp8 tensor
+    nested = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
+    for config in ({"quantization_config": {"quant_method": "fp8"}}, {"compression_config": {"format": "fp8"}}, nested):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for path in (tmp_path, tmp_path / "model.safetensors"):
+            with pytest.raises(UnsupportedError, match=r"whose scale is not here \(quant_method fp8 in config.json\)"):
+                safeload.load(path, dtype="float32")
+        with pytest.raises(UnsupportedError, match=r"safeload\.load"):
+            load_file(tmp_path / "model.safetensors", dtype="float32")
+    for config in ({"quantization_config": None}, {"quantization_config": {}}, {"quantization": "none"}, {}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        safeload.load(tmp_path, dtype="float32")
+    (tmp_path / "config.json").write_text("{ not JSON")
+    safeload.load(tmp_path / "model.safetensors", dtype="float32")  # nobody asked for the folder
+
+
+def test_integers_that_a_config_names(tmp_path):
+    """A quantized folder may have masks and position ids: only what is named as weights is codes."""
+    tensors = {
+        f"{P}.qweight": codes(I32, 16, 64),
+        "model.position_ids": codes(I32, 1, 64),
+        "mask": codes(U8, 1, 1, 8, 8),
+    }
+    rows = {name: grouping.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
+    assert list(grouping.find(rows, {"quantization_config": {"quant_method": "gptq"}})) == [f"{P}.qweight"]
+    assert not grouping.find(rows)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"w": codes(F8, 8, 8)},
+        {"w": codes(F8, 8, 8), "other_scale": floats(F32, 1)},
+        {"w.weight": codes(F8, 8, 8), "w.scale": floats(F32, 8)},  # a parameter of a norm, no grid of blocks
+        {"w.weight": codes(F8, 8, 8), "w.scale": floats(F32, 8, 8)},
+        {"w.weight": floats(F32, 8, 8), "w.weight_scale": floats(F32, 8, 1)},
+        {"w.weight": floats(F16, 8, 8), "w.scales": floats(F16, 8, 1)},
+        {"w_scale": codes(I8, 4), "w": floats(F32, 4)},
+        {"w.weight": codes(F8, 4, 4), "w.weight_scale": floats(F32, 5, 5)},  # it cannot scale so few codes
+        {"w.weight": codes(F8, 4, 4), "w.weight_scale": codes(np.int64, 4, 1)},
+        {"layer.weight.qweight": codes(I8, 8, 8), "layer.weight.scale": floats(F32, 8, 1)},  # fracast's own
+    ],
+    ids=range(10),
+)
+def test_what_are_no_codes(tensors):
+    rows = {name: grouping.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
+    assert not grouping.find(rows)
+
+
+def test_int8_of_our_own_is_no_riddle(tmp_path):
+    """Its scales are known from the metadata."""
+    weights = safeload.load_quantized({"w": floats(F32, 64, 64)}, "int8")
+    save_file(weights, tmp_path / "q.safetensors")
+    assert safeload.load(tmp_path / "q.safetensors", dtype="float32")["w"].dtype == np.float32
+    assert safeload.stats(tmp_path / "q.safetensors")["w"].absmax <= 1
+    safeload.convert(tmp_path / "q.safetensors", tmp_path / "f.safetensors", dtype="float32")
+    safeload.diff(tmp_path / "q.safetensors", weights)
