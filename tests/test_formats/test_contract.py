@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch_build
-from torch_build import Storage, tensor
+from builders import torch_build
+from builders.torch_build import Storage, tensor
 
 import safeload
 from safeload.engine.lazy import Lazy
@@ -160,6 +160,8 @@ def test_the_messages_and_the_pages_name_it(row, tmp_path, pytestconfig):
     assert f'`"{row.name}"`' in guide
     assert row.family is None or f'`"{row.family}"`' in guide
     assert row.title in guide
+    converting = (docs / "guide" / "converting.md").read_text("utf-8")
+    assert not row.writes or all(f"`{suffix}`" in converting for suffix in row.suffixes)
     threats = (docs / "threat-model.md").read_text("utf-8")
     headings = " ".join(line for line in threats.splitlines() if line.startswith("### "))
     assert all(word in headings.casefold() for word in row.title.removesuffix(" of numpy").casefold().split())
