@@ -23,6 +23,7 @@ from .errors import (
     TensorNotFoundError,
     UnsupportedError,
 )
+from .formats.registry import ROWS
 
 if TYPE_CHECKING:
     from .base.table import TensorMeta, TensorSpec
@@ -56,7 +57,7 @@ _LATER = {
     }.items()
     for name in names
 }
-_MODULES = ("gguf", "layouts", "moon", "numpy")
+_MODULES = ("layouts", "numpy", *(row.name for row in ROWS if row.public))
 
 __all__ = [
     "Checkpoint",

@@ -63,7 +63,7 @@ class Checkpoint(Mapping[str, Value]):
     `ValueError` where it is closed.
 
     Attributes:
-        format: "safetensors", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy" or "moon".
+        format: such as "safetensors", "torch zip", "torch legacy" or "gguf": what ``format=`` of `open` takes.
         files: paths of the files that hold the tensors.
         metadata: text from the header; of a torch checkpoint all that is no tensor, nested as it was, also outside
             ``root``; of a GGUF file a mapping that unpacks values when they are asked for; for shards that of all of
@@ -412,13 +412,13 @@ def open(
 
     Nothing that a file says is executed: the pickle of a torch checkpoint is read by a machine that builds plain values
     and descriptions of tensors. Nested containers give names with dots: ``{"model": {"w": ...}}`` gives "model.w", the
-    third of a list "2", a tensor that is all there is "tensor", also in an npy file.
+    third of a list "2", an array that is all there is "tensor", whatever the format.
 
     Args:
         path: what to open. The format is told from the content, not from the suffix. Of a list the union: a name that
             two of its files have is an error. Of a split GGUF file any part opens all of them.
-        format: to insist on one: "safetensors", "torch" (either of the following), "torch zip", "torch legacy",
-            "pickle" (arrays of numpy), "gguf", "npz", "npy" or "moon".
+        format: to insist on one, such as "safetensors", "gguf" or "torch" (either of "torch zip" and "torch legacy");
+            the guide has them all, and so has the error for another one.
         root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is left out of their
             names. For torch checkpoints.
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -82,9 +83,6 @@ BY_NAME = {row.name: row for row in TABLE}
 BLOCK_TYPES = {row.name: row for row in map(_row, range(lib.SL_GGML, lib.SL_DTYPE_LIMIT)) if row is not None}
 BY_NUMBER = {row.number: row for row in (*TABLE, *BLOCK_TYPES.values())}
 
-# What numpy has itself; the others come from ml_dtypes, which is imported when the first of them is needed.
-_NUMPY_CODES = frozenset(("BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "F16", "F32", "F64", "C64"))
-
 
 @cache
 def array_dtype(number: int) -> np.dtype[Any]:
@@ -97,9 +95,9 @@ def array_dtype(number: int) -> np.dtype[Any]:
 def element_dtype(number: int) -> np.dtype[Any]:
     """The dtype of single elements of row ``number``; ml_dtypes keeps packed ones in a byte each."""
     row = TABLE[number]
-    if row.code in _NUMPY_CODES:
+    with suppress(TypeError):
         return np.dtype(row.name)
-    import ml_dtypes
+    import ml_dtypes  # what numpy has not, when it is first needed
 
     found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.name))
     return found

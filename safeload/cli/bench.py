@@ -14,6 +14,7 @@ from typing import Any
 from ..base import dtypes
 from ..base.text import printable, size, table, width
 from ..checkpoint import Checkpoint
+from ..formats.registry import BY_NAME
 from ..operations import catalog
 from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter, positive
 
@@ -154,43 +155,54 @@ def _lister(files: list[str], format: str) -> tuple[str, Side] | None:
 
 
 def _peers(files: list[str], format: str) -> dict[str, Side]:
-    """Other libraries that load all tensors of these files as numpy arrays, or as near as they get."""
-
-    def each(load: Callable[[str], Any]) -> Side:
-        def side() -> dict[str, Any]:
-            result: dict[str, Any] = {}
-            for path in files:
-                result.update(load(path))
-            return result
-
-        return side
-
-    found: dict[str, Side] = {}
+    """Another library that loads all tensors of these files as numpy arrays, or as near as it gets."""
+    peer = BY_NAME[format].peer
     try:
-        if format == "safetensors":
-            import ml_dtypes  # noqa: F401 - safetensors.numpy finds bfloat16 only so
-            from safetensors.numpy import load_file
-
-            found["safetensors.numpy"] = each(load_file)
-        elif format.startswith("torch"):
-            import torch
-
-            found["torch.load"] = each(lambda path: {path: torch.load(path, "cpu", weights_only=True)})
-        elif format == "gguf":
-            from gguf import GGUFReader
-
-            found["gguf.GGUFReader"] = each(lambda path: {t.name: t.data for t in GGUFReader(path).tensors})
-        elif format == "npz":
-            import numpy as np
-
-            found["numpy.load"] = each(lambda path: dict(np.load(path)))
-        elif format == "npy":
-            import numpy as np
-
-            found["numpy.load"] = each(lambda path: {path: np.load(path)})
+        load = None if peer is None else _PEERS[peer]()
     except ImportError:
-        pass
-    return found
+        load = None
+    if peer is None or load is None:
+        return {}
+
+    def side() -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for path in files:
+            result.update(load(path))
+        return result
+
+    return {peer: side}
+
+
+def _safetensors() -> Callable[[str], Any]:
+    import ml_dtypes  # noqa: F401 - safetensors.numpy finds bfloat16 only so
+    from safetensors.numpy import load_file
+
+    return load_file
+
+
+def _torch() -> Callable[[str], Any]:
+    import torch
+
+    return lambda path: {path: torch.load(path, "cpu", weights_only=True)}
+
+
+def _gguf() -> Callable[[str], Any]:
+    from gguf import GGUFReader
+
+    return lambda path: {t.name: t.data for t in GGUFReader(path).tensors}
+
+
+def _numpy() -> Callable[[str], Any]:
+    import numpy as np
+
+    def load(path: str) -> dict[str, Any]:
+        found = np.load(path)
+        return {path: found} if isinstance(found, np.ndarray) else dict(found)
+
+    return load
+
+
+_PEERS = {"safetensors.numpy": _safetensors, "torch.load": _torch, "gguf.GGUFReader": _gguf, "numpy.load": _numpy}
 
 
 def _touch(value: Any) -> int:

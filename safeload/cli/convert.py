@@ -10,7 +10,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from .. import checkpoint, layouts
+from ..base.scheme import SCHEMES
 from ..base.text import plural, printable, size
+from ..formats.registry import SUFFIXES
 from ..operations import convert as conversion
 from ..operations.quantize import Summary
 from ..operations.stack import Layout
@@ -37,13 +39,13 @@ def register(commands: Any) -> None:
         "convert",
         help="write another format, dtype or layout",
         description="Writes the tensors and the metadata of files or folders in another format, with the memory of one "
-        f"tensor. The destination's suffix says which: {', '.join(conversion.SUFFIXES)}.",
+        f"tensor. The destination's suffix says which: {', '.join(SUFFIXES)}.",
         epilog=_EPILOG,
     )
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")
     parser.add_argument("destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size")
     parser.add_argument("--dtype", help='what floating tensors become: "float32", "BF16", ...')
-    parser.add_argument("--quantize", metavar="SCHEME", help="int8, q4_0, q8_0, q4_1, q5_0 or q5_1 for the matrices")
+    parser.add_argument("--quantize", metavar="SCHEME", help=f"{', '.join(SCHEMES)} for the matrices")
     parser.add_argument("--layout", metavar="NAME", help=f"stack layers: {', '.join(_LAYOUTS)}, or a JSON file")
     parser.add_argument("--name", metavar="TENSOR", action="append", help="only this tensor; may be given often")
     parser.add_argument("--max-shard-size", metavar="SIZE", help='shards of at most so many bytes: "500MB", "5GB"')

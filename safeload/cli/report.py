@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from ..base.scheme import SCHEMES
 from ..base.text import plural, printable, size
 from ..checkpoint import Checkpoint
 from ..engine.atomic_file import write_text
@@ -42,7 +43,7 @@ def register(commands: Any) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="report.html by default")
     parser.add_argument(
         "--quantize",
-        choices=("int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"),
+        choices=tuple(SCHEMES),
         help="also the error of each tensor in it",
     )
     add_opening(parser)

@@ -11,12 +11,12 @@ from ..base import dtypes
 from ..base.arrays import refuse_masked
 from ..base.file import Array
 from ..base.native import lib
+from ..base.scheme import INT8 as INT8
 from ..base.text import show
 from ..errors import UnsupportedError
 from . import jobs
 from .cast import target_array
 
-INT8 = "int8"
 _I8 = dtypes.BY_CODE["I8"].number
 
 

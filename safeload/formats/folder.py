@@ -13,7 +13,7 @@ from ..base.json_file import read_json
 from ..base.text import clip, printable, show
 from ..errors import FormatError, MissingShardError, UnsupportedError
 from .gguf import split as gguf_split
-from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
+from .registry import GGUF, ROWS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
@@ -26,7 +26,8 @@ _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
 # Files that hold weights by their names: what messages and notes list.
-_WEIGHTS = re.compile(r".*(\.(safetensors|bin|pt|pth|ckpt|gguf|npz|moon|h5|msgpack)|\.index(\.\w+)?\.json)", re.DOTALL)
+_SUFFIXES = {*(suffix for row in ROWS for suffix in row.suffixes), ".h5", ".msgpack"}
+_WEIGHTS = re.compile(rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)", re.DOTALL)
 # What trainers leave beside weights.
 _STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 # Names listed in a message, and characters of each.

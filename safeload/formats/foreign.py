@@ -1,4 +1,4 @@
-"""Telling formats apart by their first bytes, also those that are no weights at all."""
+"""What the first bytes of a file tell: formats without a magic number at offset 0, and files that are not read."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ _FOREIGN = (
         for name in (b"sys_info\0", b"storages\0", b"tensors\0", b"pickle\0")
     ),
     (257, b"ustar", "a tar archive: unpack it first"),
-    (0, b"GGUF", "a GGUF file"),
-    (0, b"NOOM", "a MOON file"),
-    (0, b"PK\x03\x04", "a zip archive (torch checkpoint or npz)"),
     (0, b"PK\x05\x06", "an empty zip archive"),
-    (0, b"\x93NUMPY", "a npy file"),
-    *((0, bytes((0x80, protocol)), "a pickle (legacy torch checkpoint, or numpy's)") for protocol in range(2, 6)),
 )
 
 
@@ -43,14 +38,19 @@ def is_zip(head: bytes) -> bool:
     return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
 
 
-def is_torch(head: bytes) -> bool:
-    """Whether the first bytes could be those of a torch checkpoint: a zip archive, or a pickle of protocol 2 to 5."""
-    return is_zip(head) or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5)
-
-
 def is_torch_legacy(head: bytes) -> bool:
     """Whether a pickle begins with the number that torch writes before a checkpoint that is no zip archive."""
-    return b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." in head[:32]
+    return is_binary_pickle(head) and b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." in head[:32]
+
+
+def is_binary_pickle(head: bytes) -> bool:
+    """Whether the first bytes are those of a pickle of protocol 2 to 5."""
+    return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
+
+
+def is_pickle(head: bytes) -> bool:
+    """Whether the first bytes are those of a pickle that `torch.save` did not write."""
+    return (is_binary_pickle(head) and not is_torch_legacy(head)) or is_text_pickle(head)
 
 
 def is_text_pickle(head: bytes) -> bool:
@@ -61,28 +61,8 @@ def is_text_pickle(head: bytes) -> bool:
     return re.match(rb"\([dlt]p[0-9]+\n|\((?:[dl][(VSIFgc(]|dp)|[}\]][q(.]|\(?" + globals_, head) is not None
 
 
-def is_moon(head: bytes) -> bool:
-    """Whether the first bytes are those of a MOON file."""
-    return head[:4] == b"NOOM"
-
-
-def is_gguf(head: bytes) -> bool:
-    """Whether the first bytes are those of a GGUF file."""
-    return head[:4] == b"GGUF"
-
-
-def is_npy(head: bytes) -> bool:
-    """Whether the first bytes are those of a npy file."""
-    return head[:6] == b"\x93NUMPY"
-
-
-def is_other(head: bytes) -> bool:
-    """Whether the first bytes could be those of a format that is read and is not safetensors."""
-    return is_moon(head) or is_gguf(head) or is_npy(head) or is_torch(head) or is_text_pickle(head)
-
-
 def describe(head: bytes) -> str | None:
-    """What a file that is not safetensors is, by its first bytes; None when they say nothing."""
+    """What a file is that no row of the registry names, or names less exactly; None where its bytes do not say."""
     if not head:
         return "an empty file"
     for offset, magic, what in _FOREIGN:
@@ -108,9 +88,3 @@ def read_head(path: str) -> bytes:
             return file.read_at(0, HEAD_SIZE)
     except (OSError, FormatError):  # the error worth telling is the one that led here
         return b" "
-
-
-def foreign(path: str) -> str | None:
-    """What the file at ``path`` is, if it looks like another format than safetensors."""
-    head = read_head(path)
-    return None if is_safetensors(head) else describe(head)

@@ -24,6 +24,7 @@ from ..engine import jobs
 from ..engine.atomic_file import AtomicFile
 from ..engine.lazy import Lazy, materialize
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
+from .registry import Candidate, Content, Wanted
 
 MAGIC = 0x4D4F4F4E
 VERSION = 2
@@ -66,6 +67,12 @@ class _Reader:
 
     def fault(self, message: str, position: int | None = None) -> FormatError:
         return FormatError(message, self._file.path, self.position if position is None else position)
+
+
+def read(candidate: Candidate, wanted: Wanted) -> Content:
+    """An open file with its table; see `read_table`."""
+    candidate.file.table = read_table(candidate.file)
+    return Content(candidate.file)
 
 
 def read_table(file: WeightFile) -> ListedTable:
@@ -128,6 +135,18 @@ def _read_entry(reader: _Reader, file_size: int) -> Listing:
 
 
 # ---- write ----
+
+
+def write(
+    tensors: Mapping[str, Any],
+    metadata: Mapping[Any, Any] | None,
+    path: PathLike,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
+    """What `convert` writes: the format has no metadata."""
+    save(tensors, path, overwrite=overwrite, durable=durable)
 
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:

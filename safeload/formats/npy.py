@@ -26,11 +26,12 @@ from ..base import dtypes
 from ..base.arrays import check_mapping, refuse_masked
 from ..base.file import Array, PathLike, WeightFile, array_fits, c_strides
 from ..base.table import ListedTable, Listing
+from ..base.text import show
 from ..engine import jobs
 from ..engine.atomic_file import AtomicFile, pieces_of
 from ..engine.lazy import Lazy, materialize
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from .unpickle.machine import show
+from .registry import Candidate, Content, Wanted
 
 SUFFIX = ".npy"
 
@@ -68,6 +69,12 @@ class _Header(NamedTuple):
     dtype: np.dtype[Any]
     fortran: bool
     shape: tuple[Any, ...]
+
+
+def read(candidate: Candidate, wanted: Wanted) -> Content:
+    """An open file with its table; see `read_table`."""
+    candidate.file.table = read_table(candidate.file)
+    return Content(candidate.file)
 
 
 def read_table(file: WeightFile) -> ListedTable:
@@ -161,6 +168,18 @@ def _parse_header(head: bytes) -> _Header:
 
 
 # ---- write ----
+
+
+def write(
+    tensors: Mapping[str, Any],
+    metadata: Mapping[Any, Any] | None,
+    path: PathLike,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
+    """What `convert` writes: the format has no metadata."""
+    save(tensors, path, overwrite=overwrite, durable=durable)
 
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:

@@ -18,11 +18,12 @@ import numpy as np
 from ..base.arrays import check_mapping
 from ..base.file import PathLike, WeightFile, open_descriptor
 from ..base.table import ListedTable
+from ..base.text import show
 from ..engine.atomic_file import AtomicFile, reserve
 from ..engine.lazy import materialize
 from ..errors import SafeloadError, UnsupportedError
 from .npy import SUFFIX, Described, check_writable, read_array
-from .unpickle.machine import show
+from .registry import Candidate, Content, Wanted
 from .zip import Archive
 
 # Bytes of an entry's name: zip counts them in 16 bits.
@@ -35,15 +36,23 @@ _ALIGNMENT = 64
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
 
 
-def is_npz(archive: Archive) -> bool:
+# ---- read ----
+
+
+def claims(candidate: Candidate) -> bool:
     """Whether an archive holds arrays of numpy and no pickle of torch, or nothing at all, as ``numpy.savez(path)``."""
-    names = archive.entries
+    names = candidate.archive.entries
     if any(name.endswith(".pkl") for name in names):
         return False
     return not names or any(name.endswith(SUFFIX) for name in names)
 
 
-# ---- read ----
+def read(candidate: Candidate, wanted: Wanted) -> Content:
+    """An open archive with its table, or the temporary file that stands for it; see `open_archive`."""
+    opened = open_archive(candidate.archive, candidate.file)
+    if opened is not candidate.file:
+        opened.stand_for(candidate.file)
+    return Content(opened)
 
 
 def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
@@ -110,6 +119,18 @@ def _table(arrays: list[Described], path: str) -> ListedTable:
 
 
 # ---- write ----
+
+
+def write(
+    tensors: Mapping[str, Any],
+    metadata: Mapping[Any, Any] | None,
+    path: PathLike,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
+    """What `convert` writes: the format has no metadata."""
+    save(tensors, path, overwrite=overwrite, durable=durable)
 
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:

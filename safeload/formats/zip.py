@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..base.file import WeightFile
+from ..base.text import show
 from ..errors import FormatError, LimitError, UnsupportedError
-from .unpickle.machine import show
 
 # Bytes that a compressed entry may unfold to in memory: pickles have a few MiB, and are not compressed as a rule.
 MAX_INFLATED = 256 << 20
@@ -178,10 +178,13 @@ class Archive:
             if stream.failure is not None:
                 raise stream.failure from None
             what = show(str(error)) if str(error) else type(error).__name__
-            raise FormatError(f"the zip archive's directory cannot be read: {what}", file.path) from None
+            # Where it should begin, or else its end be.
+            at = file.size if end is None else min(end.offset, file.size)
+            raise FormatError(f"the zip archive's directory cannot be read: {what}", file.path, at) from None
         for info in infos:
             if info.orig_filename in self.entries:
-                raise FormatError(f"zip entry {show(info.orig_filename)} is there twice", file.path)
+                at = min(max(0, info.header_offset), file.size)
+                raise FormatError(f"zip entry {show(info.orig_filename)} is there twice", file.path, at)
             self.entries[info.orig_filename] = info
         self._check_whole(end)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import checkpoint as checkpoints
-from ..base import dtypes, log
+from ..base import dtypes
 from ..base.file import Array, PathLike, WeightFile
-from ..base.text import clip, printable, show
+from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..engine import jobs
 from ..engine import source as sources
@@ -24,6 +24,8 @@ from ..engine.lazy import Lazy, LazyQuantized
 from ..engine.load import distinct, parse_target
 from ..engine.quantized_tensor import INT8, QuantizedTensor, storage_of
 from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
+from ..formats.metadata import as_texts
+from ..formats.registry import BY_NAME, SUFFIXES
 from ..packed import grouping
 from ..packed.grouping import Codes
 from . import catalog
@@ -32,24 +34,10 @@ from . import stack as stacking
 from .quantize import Scheme, Summary
 from .stack import Known, Layout
 
-# What each suffix says; a path without one is a folder of safetensors shards.
-SUFFIXES = {
-    ".safetensors": "safetensors",
-    ".gguf": "gguf",
-    ".moon": "moon",
-    ".bin": "moon",
-    ".npz": "npz",
-    ".npy": "npy",
-}
-
 # What config.json calls the dtype of the weights: until transformers 4.56, and since.
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 _F32 = dtypes.BY_CODE["F32"]
-
-_ARCHITECTURE = "general.architecture"
-# Names that modules of transformers have; those of llama.cpp begin with blk, token_embd, output.
-_HUGGING_FACE_NAME = re.compile(r"^(model|transformer|lm_head|language_model)\.|\.(layers|h|layer)\.[0-9]", re.ASCII)
 
 # Powers of 1000 as Hugging Face counts them ("5GB"), and of 1024.
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -80,9 +68,9 @@ def convert(
     Args:
         src: what to read: a path, an open `Checkpoint` (``open(path, root="state_dict")``, say), a dict of arrays; or a
             list of these, whose tensors are merged.
-        dst: what to write, by its suffix: ".safetensors", ".gguf", ".npz", ".npy" (of one tensor), ".moon" or ".bin"
-            (both MOON). With ``max_shard_size`` a folder of safetensors shards with an index, and the source's
-            ``config.json`` with the new dtype.
+        dst: what to write, by its suffix, such as ".safetensors", ".gguf", ".npz" or ".npy" (of one tensor); for
+            another one the error lists them all. With ``max_shard_size`` a folder of safetensors shards with an index,
+            and the source's ``config.json`` with the new dtype.
         dtype: what floating tensors become, and quantized ones are dequantized to. For ".gguf" tensors of one axis
             become float32 in any case, which is what llama.cpp wants of norms and biases.
         quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, as in `load_quantized`: the same tensors
@@ -156,7 +144,7 @@ def write(
         if limit is not None:
             _write_shards(outputs, merged.metadata, config_with(merged.config, target), path, limit, overwrite)
         else:
-            _WRITERS[format](outputs, merged.metadata, path, overwrite)
+            BY_NAME[format].load().write(outputs, merged.metadata, path, overwrite=overwrite)
     return plan.summary(total)
 
 
@@ -496,37 +484,6 @@ def _reporting(outputs: Mapping[str, Output], report: Callable[[int], object]) -
 # ---- write ----
 
 
-def _texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
-    """Metadata as safetensors holds it: text to text; what is no text as JSON, what is neither left out."""
-    import json  # only here: it takes a millisecond that every import would pay
-
-    texts = {}
-    for key, value in metadata.items():
-        if isinstance(value, str):
-            texts[str(key)] = value
-            continue
-        try:
-            plain = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
-            texts[str(key)] = json.dumps(plain, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError):
-            continue
-    return texts
-
-
-def _write_safetensors(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from ..formats.safetensors import file as safetensors
-    from ..formats.safetensors import quantized
-
-    packed, texts = quantized.pack(outputs, _texts(metadata) or None)
-    safetensors.Writer(packed, texts).to_file(path, overwrite=overwrite)
-
-
-def _write_moon(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from ..formats import moon
-
-    moon.save(outputs, path, overwrite=overwrite)
-
-
 def config_with(config: Mapping[str, Any] | None, target: dtypes.Dtype | None) -> dict[str, Any] | None:
     """A ``config.json`` that is true of weights of another dtype, nested configurations included.
 
@@ -577,7 +534,7 @@ def _write_shards(
         shards[-1][name] = output
         size += output.nbytes
     files = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
-    texts = _texts(metadata) or None
+    texts = as_texts(metadata) or None
     packed = [quantized.pack(shard, texts) for shard in shards]
     weight_map = {name: file for file, (shard, _) in zip(files, packed, strict=True) for name in shard}
     total = sum(output.nbytes for output in outputs.values())
@@ -609,61 +566,3 @@ def _write_shards(
 def _remove_if_empty(folder: str) -> None:
     with suppress(OSError):
         os.rmdir(folder)
-
-
-def _write_npz(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from ..formats import npz
-
-    npz.save(outputs, path, overwrite=overwrite)
-
-
-def _write_npy(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from ..formats import npy
-
-    npy.save(outputs, path, overwrite=overwrite)
-
-
-def _write_gguf(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
-    from ..formats.gguf import write as gguf_writing
-
-    values = _gguf_values(metadata)
-    _warn_of_gguf(outputs, values, path)
-    gguf_writing.save(outputs, path, values, overwrite=overwrite)
-
-
-def _warn_of_gguf(outputs: Mapping[str, Output], values: Mapping[str, Any], path: str) -> None:
-    """Says what an engine will miss in a GGUF file: conversion copies tensors, it makes no model of them."""
-    missing = []
-    if not isinstance(values.get(_ARCHITECTURE), str):
-        missing.append(f"the metadata has no {_ARCHITECTURE}")
-    foreign = next((name for name in outputs if _HUGGING_FACE_NAME.search(name)), None)
-    if foreign is not None:
-        missing.append(f"{clip(printable(foreign), 80)} is a name of Hugging Face, not of llama.cpp")
-    if outputs and missing:
-        log.warning(
-            "%s: no engine will load this file: %s. llama.cpp's convert_hf_to_gguf.py makes a model that engines load",
-            printable(path),
-            "; ".join(missing),
-        )
-
-
-def _gguf_values(metadata: Mapping[Any, Any]) -> dict[str, Any]:
-    """Metadata as GGUF holds it: what has no type there as JSON, what is neither left out."""
-    from ..formats.gguf import write as gguf_writing
-
-    values: dict[str, Any] = {}
-    for key, value in metadata.items():
-        if gguf_writing.can_hold(value):
-            values[str(key)] = value
-        else:
-            values.update(_texts({key: value}))
-    return values
-
-
-_WRITERS: dict[str, Callable[[dict[str, Output], Mapping[Any, Any], str, bool], None]] = {
-    "safetensors": _write_safetensors,
-    "moon": _write_moon,
-    "npz": _write_npz,
-    "npy": _write_npy,
-    "gguf": _write_gguf,
-}

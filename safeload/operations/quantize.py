@@ -15,31 +15,19 @@ from ..base import dtypes
 from ..base.arrays import as_array
 from ..base.file import Array, PathLike, WeightFile
 from ..base.native import lib
+from ..base.scheme import INT8, SCHEMES
 from ..base.table import missing
 from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..engine import jobs
 from ..engine import source as sources
 from ..engine.jobs import Progress
-from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of, storage_of
+from ..engine.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ..engine.source import Source, subject
 from ..errors import UnsupportedError
 from ..models import schema as schemas
 from ..models.schema import Schema
 from . import catalog
-
-# What `quantize` makes, with the number that the C core knows each rounding by.
-_BLOCK_TARGETS = {
-    ("q4_0", "absmax"): lib.SL_Q4_0_ABSMAX,
-    ("q4_0", "ggml"): lib.SL_Q4_0,
-    ("q8_0", "absmax"): lib.SL_Q8_0,  # the same: ggml's own scale is absmax / 127
-    ("q8_0", "ggml"): lib.SL_Q8_0,
-    ("q4_1", "ggml"): lib.SL_Q4_1,
-    ("q5_0", "ggml"): lib.SL_Q5_0,
-    ("q5_1", "ggml"): lib.SL_Q5_1,
-}
-SCHEMES = (INT8, *dict.fromkeys(scheme for scheme, _ in _BLOCK_TARGETS))
-ROUNDINGS = ("absmax", "ggml")
 
 #: Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without
 #: a schema; where there is one, it says what a tensor is.
@@ -159,7 +147,7 @@ def quantize(
 
     Args:
         x: array of real numbers, or what numpy makes one of; for blocks with whole blocks of 32 in its last axis.
-        scheme: "int8", "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0".
+        scheme: one of those above.
         axis: for int8 the axis that keeps a scale for each of its elements; None for one scale.
         rounding: for "q4_0": "absmax" (the default) or "ggml"; "q8_0" has both, the same; others "ggml".
         out: a quantized tensor of the same scheme, shape and axis to fill; None for a new one. It stays as it was when
@@ -181,7 +169,7 @@ def quantize(
         array([-127,  -64,   25,  127], dtype=int8)
     """
     _check_scheme(scheme)
-    target = _target(scheme, rounding)
+    target = SCHEMES[scheme].target(rounding)
     if scheme == INT8 and rounding is not None:
         raise ValueError("rounding is for q4_0: int8 has one")
     jobs.check_threads(threads)
@@ -220,25 +208,13 @@ def quantize_source(
     given = source if isinstance(source, Source) else sources.of_reals("", source, threads)
     scale = storage_of(scheme, given.shape, axis)[1]
     result = QuantizedTensor(scheme, given.shape, data, None if scale is None else np.zeros(scale[1], scale[0]), axis)
-    _run([_Wanted(given, result, _target(scheme, rounding))], threads=threads, progress=None)
+    _run([_Wanted(given, result, SCHEMES[scheme].target(rounding))], threads=threads, progress=None)
     return result
 
 
 def _check_scheme(scheme: object) -> None:
-    if scheme not in SCHEMES:
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise ValueError(f"scheme {show(scheme)} is none of {', '.join(SCHEMES)}")
-
-
-def _target(scheme: str, rounding: str | None) -> int:
-    """The number of what a job makes."""
-    if rounding is not None and rounding not in ROUNDINGS:
-        raise ValueError(f"rounding {show(rounding)} is none of {', '.join(ROUNDINGS)}")
-    if scheme == INT8:
-        return int(lib.SL_I8)
-    own = [name for of, name in _BLOCK_TARGETS if of == scheme]
-    if rounding is not None and rounding not in own:
-        raise ValueError(f"rounding {show(rounding)} is not one of {scheme}, which has {', '.join(own)}")
-    return int(_BLOCK_TARGETS[scheme, rounding or own[0]])
 
 
 def _check_fitting(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
@@ -468,7 +444,7 @@ def load_quantized(
         UnsupportedError: a tensor holds codes, such as fp8 with a scale beside it; or see `safeload.open`.
         FormatError, OSError: see `safeload.open` and `Checkpoint.load`.
     """
-    _target("q4_0", rounding)
+    SCHEMES["q4_0"].target(rounding)
     jobs.check_threads(threads)
     rules = Rules(scheme, keep)
     if isinstance(source, Checkpoint):
@@ -555,7 +531,7 @@ def _quantize_all(
             continue
         quantized[name] = plan.scheme
         kept_axis = _axis_of(name, value.shape, axis) if plan.scheme == INT8 else None
-        target = _target(plan.scheme, rounding if plan.scheme == "q4_0" else None)
+        target = SCHEMES[plan.scheme].target(rounding if plan.scheme == "q4_0" else None)
         if isinstance(value, _Stored):  # one after the other: each is held as float32 for a moment
             restored = sources.of_reals(name, value.load().dequantize(threads=threads), threads)
             result[name] = new = _new(restored, plan.scheme, kept_axis)

@@ -22,9 +22,7 @@ from ..engine.load import Part, parts_of
 from ..errors import SafeloadError, UnsupportedError
 
 # Dtypes that codes are stored in. F8_E8M0 holds powers of two: it is a dtype of scales, never of codes.
-_FLOAT_CODES = frozenset(
-    row.code for row in dtypes.TABLE if row.code != "F8_E8M0" and row.code.startswith(("F8", "F6", "F4"))
-)
+_FLOAT_CODES = frozenset(row.code for row in dtypes.TABLE if row.floating and row.bits <= 8) - {"F8_E8M0"}
 _INTEGER_CODES = frozenset(("I8", "U8", "I16", "I32", "U32"))
 _CODES = _FLOAT_CODES | _INTEGER_CODES
 

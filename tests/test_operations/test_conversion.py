@@ -16,9 +16,10 @@ from builders.torch_build import Storage, tensor, zip_file
 import safeload
 from safeload import QuantizedTensor, convert, quantize
 from safeload.formats import npz
+from safeload.formats.gguf.file import values_of
 from safeload.layouts import MOONDREAM2
 from safeload.numpy import load_file, save_file
-from safeload.operations.convert import _gguf_values, parse_size
+from safeload.operations.convert import parse_size
 
 rng = np.random.default_rng(14)
 
@@ -573,7 +574,7 @@ def test_metadata_from_and_to_gguf(tmp_path):
         texts = {"s": "text", "n": "3", "f": "0.5", "b": "true", "t": '["a", "b"]', "i": "[0, 1]"}
         assert opened.metadata == texts
     foreign = {"step": 3, "nested": {"lr": 0.5}, "mixed": ["a", 1], "none": None, "big": 2**70, "object": {1, 2}}
-    assert _gguf_values(foreign) == {
+    assert values_of(foreign) == {
         "step": 3,
         "nested": '{"lr": 0.5}',
         "mixed": '["a", 1]',

@@ -13,11 +13,12 @@ from ...base import dtypes
 from ...base.arrays import check_mapping, refuse_masked
 from ...base.file import Array, PathLike
 from ...base.native import lib
+from ...base.scheme import INT8
 from ...base.text import show
 from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.lazy import Lazy, LazyQuantized, materialize
-from ...engine.quantized_tensor import INT8, QuantizedTensor
+from ...engine.quantized_tensor import QuantizedTensor
 from ...errors import SafeloadError, UnsupportedError
 from .read import Metadata
 from .values import DTYPES, NUMBERS

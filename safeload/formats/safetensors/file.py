@@ -17,7 +17,7 @@ from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.lazy import Lazy, materialize
 from ...errors import FormatError, SafetensorError
-from ..foreign import foreign
+from ..registry import describe_path
 
 # ---- read ----
 
@@ -40,7 +40,7 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
     if status == lib.SL_E_OS and make_room(error.os_errno):
         status = short.sl_safetensors_open(*arguments)
     if status == lib.SL_E_FORMAT:
-        kind = foreign(text)
+        kind = describe_path(text)
         if kind is not None:
             raise FormatError(f"this is {kind}, not a safetensors file", text, 0)
     check(status, error, text)
@@ -139,6 +139,22 @@ def _source(name: str, value: Any) -> _Source:
     if not isinstance(value, (np.ndarray, Lazy)):
         raise TypeError(f"tensor {show(name)} is a {type(value).__name__}, not a numpy array")
     return _Source(dtypes.of_array(value, name), value.shape, value)
+
+
+def write(
+    tensors: Mapping[str, Any],
+    metadata: Mapping[Any, Any] | None,
+    path: PathLike,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
+    """Writes tensors of any origin, quantized ones as `quantized.pack` puts them into plain ones."""
+    from ..metadata import as_texts
+    from .quantized import pack
+
+    packed, texts = pack(tensors, as_texts(metadata or {}) or None)
+    Writer(packed, texts).to_file(path, overwrite=overwrite, durable=durable)
 
 
 class Writer:

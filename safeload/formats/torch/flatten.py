@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...base.text import show
 from ...errors import LimitError, TensorNotFoundError, UnsupportedError
-from ..unpickle.machine import Foreign, Global, Inert, show
+from ..unpickle.machine import Foreign, Global, Inert
 from ..unpickle.numpy_globals import NumpyArray, NumpyDtype
 from .globals import Storage, Tensor
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 from ...base.file import WeightFile
+from ...base.text import show
 from ...errors import FormatError, LimitError
+from ..registry import Candidate, Content, Wanted
 from ..unpickle import run as unpickler
-from ..unpickle.machine import Fault, describe, show
+from ..unpickle.machine import Fault, describe
 from ..unpickle.run import TruncatedError, Unpickled, unpickle
 from .globals import ALLOWED, Storage, read_persistent_id
-from .tensors import Made, Options, make_table
+from .tensors import Made, content_of, make_table
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
@@ -50,14 +52,19 @@ def pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None
         size *= 8
 
 
-def read_table(file: WeightFile, options: Options) -> Made:
+def read(candidate: Candidate, wanted: Wanted) -> Content:
+    """An open file with its table; see `read_table`."""
+    return content_of(candidate.file, wanted, lambda wanted: read_table(candidate.file, wanted))
+
+
+def read_table(file: WeightFile, wanted: Wanted) -> Made:
     """The tensors of a file.
 
     Raises:
         FormatError, UnsupportedError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
         OSError: the file cannot be read.
     """
-    magic = pickle_at(file, 0, None, options.inert)
+    magic = pickle_at(file, 0, None, wanted.inert)
     if magic.value != MAGIC or type(magic.value) is not int:
         raise FormatError(f"the file begins with {describe(magic.value)}, not with torch's magic number", file.path, 0)
     at = magic.end
@@ -67,7 +74,7 @@ def read_table(file: WeightFile, options: Options) -> Made:
     at += protocol.end
     at += pickle_at(file, at, None, inert=False).end  # facts about the machine, which change nothing
     storages: dict[str, Storage] = {}
-    found = pickle_at(file, at, storages, options.inert)
+    found = pickle_at(file, at, storages, wanted.inert)
     at += found.end
     keys = pickle_at(file, at, None, inert=False)
     if type(keys.value) is not list:
@@ -80,7 +87,7 @@ def read_table(file: WeightFile, options: Options) -> Made:
             raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
         return begin
 
-    return make_table(found, options, file.path, locate)
+    return make_table(found, wanted, file.path, locate)
 
 
 def _walk(file: WeightFile, at: int, keys: list[Any], storages: dict[str, Storage]) -> dict[str, int]:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...base.file import WeightFile
+from ...base.text import show
 from ...errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .. import zip as archive
 from ..unpickle import run as unpickler
-from ..unpickle.machine import Fault, Foreign, Inert, describe, show
+from ..unpickle.machine import Fault, Foreign, Inert, describe
 from ..unpickle.run import Unpickled, check_foreign, unpickle
 from ..zip import Archive
 from .globals import ALLOWED, Storage, read_persistent_id

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...base.text import show
 from ...errors import FormatError
-from ..unpickle.machine import show
 from ..zip import Archive
 from .globals import Storage
 

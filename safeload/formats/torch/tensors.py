@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 from ...base import dtypes
 from ...base.file import MAX_ARRAY, WeightFile, array_fits, c_strides
 from ...base.table import ListedTable, Listing
-from ...errors import FormatError, LimitError, UnsupportedError
-from ..unpickle.machine import Global, describe, show
+from ...base.text import show
+from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError
+from ..registry import Content, Wanted
+from ..unpickle.machine import Global, describe
 from ..unpickle.numpy_arrays import Arrays
 from ..unpickle.numpy_globals import NumpyArray
-from ..unpickle.run import Unpickled
+from ..unpickle.run import ADVICE, Unpickled
 from .flatten import Tree
 from .globals import Storage, Tensor
 
@@ -26,18 +28,6 @@ MAX_RANK = 64
 # Bytes that a tensor may show of a smaller storage by repeating elements (a stride of 0). Real ones are masks and
 # positions of some MiB; converted or copied, all of it takes memory.
 MAX_REPEATED = 1 << 32
-
-
-class Options(NamedTuple):
-    """How to open a torch file.
-
-    Attributes:
-        root: name of the container to take; None for all.
-        inert: whether foreign globals may be there, as placeholders.
-    """
-
-    root: str | None = None
-    inert: bool = False
 
 
 class Made(NamedTuple):
@@ -54,9 +44,30 @@ class Made(NamedTuple):
     names: list[str]
 
 
+def content_of(file: WeightFile, wanted: Wanted, read: Callable[[Wanted], Made]) -> Content:
+    """What a reader of pickles gives. An error advises to keep globals inert only where that has been tried."""
+    try:
+        made = read(wanted)
+    except (ForbiddenError, UnsupportedError) as error:
+        if ADVICE not in str(error) or _helps(read, wanted._replace(inert=True)):
+            raise
+        raise type(error)(str(error).replace(ADVICE, "")) from None
+    file.table = made.table
+    if made.beside is not None:
+        made.beside.stand_for(file)
+    return Content(file, made.beside, made.names)
+
+
+def _helps(read: Callable[[Wanted], Made], wanted: Wanted) -> bool:
+    try:
+        return bool(read(wanted).names)
+    except (SafeloadError, OSError):
+        return False
+
+
 def make_table(
     found: Unpickled,
-    options: Options,
+    wanted: Wanted,
     path: str,
     locate: Callable[[Storage], int],
     *,
@@ -66,7 +77,7 @@ def make_table(
 
     Args:
         found: its pickle.
-        options: what to take.
+        wanted: what to take.
         path: for messages.
         locate: where in the file a storage of a key begins; it raises `FormatError` and others of ours.
         big_endian: order of the bytes of elements.
@@ -75,10 +86,10 @@ def make_table(
         FormatError: a tensor that does not fit its storage, or two of one name.
         UnsupportedError: a tensor that no array can show.
         LimitError: a limit is exceeded.
-        TensorNotFoundError: there is no ``options.root``.
+        TensorNotFoundError: there is no ``wanted.root``.
     """
     tree = Tree(found.value, path, found.size)
-    root = None if options.root is None else tree.select(options.root)
+    root = None if wanted.root is None else tree.select(wanted.root)
     places: dict[int, Listing] = {}
     listings: dict[str, Listing | None] = {}
     arrays = Arrays(found, path, big_endian=big_endian)
@@ -89,7 +100,7 @@ def make_table(
             try:
                 listings[name] = arrays.place(name, tensor)
             except UnsupportedError as error:
-                if not options.inert:
+                if not wanted.inert:
                     raise UnsupportedError(f'{error}; unknown_globals="inert" leaves it out') from None
             continue
         place = places.get(id(tensor))

@@ -15,15 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ...base.file import WeightFile
+from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
+from ..registry import Candidate, Content, Wanted
 from ..unpickle import run as unpickler
-from ..unpickle.machine import show
 from ..unpickle.run import Unpickled, unpickle
 from ..zip import Archive
 from . import package as torch_package
 from .globals import ALLOWED, Storage, read_persistent_id
 from .storages import locate_entry
-from .tensors import Made, Options, make_table
+from .tensors import Made, content_of, make_table
 
 
 def _find_pickle(archive: Archive, path: str) -> str:
@@ -43,7 +44,12 @@ def _is_script(archive: Archive, prefix: str) -> bool:
     return any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries)
 
 
-def read_table(archive: Archive, file: WeightFile, options: Options) -> Made:
+def read(candidate: Candidate, wanted: Wanted) -> Content:
+    """An open file with its table; see `read_table`."""
+    return content_of(candidate.file, wanted, lambda wanted: read_table(candidate.archive, candidate.file, wanted))
+
+
+def read_table(archive: Archive, file: WeightFile, wanted: Wanted) -> Made:
     """The tensors of an archive.
 
     Raises:
@@ -52,7 +58,7 @@ def read_table(archive: Archive, file: WeightFile, options: Options) -> Made:
     """
     top = torch_package.top_of(archive)
     if top is not None:
-        return _read_package(archive, file, options, top)
+        return _read_package(archive, file, wanted, top)
     name = _find_pickle(archive, file.path)
     prefix = name[: name.rindex("/") + 1] if "/" in name else ""
     storages: dict[str, Storage] = {}
@@ -67,28 +73,28 @@ def read_table(archive: Archive, file: WeightFile, options: Options) -> Made:
         return locate_entry(archive, storage, [f"{prefix}data/{storage.key}"], file.path)
 
     try:
-        found = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=options.inert)
+        found = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=wanted.inert)
     except ForbiddenError as error:
         if not _is_script(archive, prefix):
             raise
         raise UnsupportedError(
             f"{file.path}: this is a TorchScript archive: {str(error).removeprefix(file.path + ': ')}"
         ) from None
-    return _make_table(archive, file, options, found, locate, prefix)
+    return _make_table(archive, file, wanted, found, locate, prefix)
 
 
-def _read_package(archive: Archive, file: WeightFile, options: Options, top: str) -> Made:
+def _read_package(archive: Archive, file: WeightFile, wanted: Wanted, top: str) -> Made:
     def locate(storage: Storage) -> int:
         return torch_package.locate(archive, storage, top, file.path)
 
-    found, root = torch_package.Package(archive, file, top).read(options.root, options.inert)
-    return _make_table(archive, file, options._replace(root=root), found, locate, top)
+    found, root = torch_package.Package(archive, file, top).read(wanted.root, wanted.inert)
+    return _make_table(archive, file, wanted._replace(root=root), found, locate, top)
 
 
 def _make_table(
     archive: Archive,
     file: WeightFile,
-    options: Options,
+    wanted: Wanted,
     found: Unpickled,
     locate: Callable[[Storage], int],
     prefix: str,
@@ -103,7 +109,7 @@ def _make_table(
         return begin
 
     order = _is_big_endian(archive, prefix, file.path)
-    made = make_table(found, options, file.path, locate_once, big_endian=order)
+    made = make_table(found, wanted, file.path, locate_once, big_endian=order)
     archive.check_overlap()
     return made
 

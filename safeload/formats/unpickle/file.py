@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ...base.file import WeightFile
+from ...base.text import clip, printable, show
 from ...errors import ForbiddenError, SafeloadError, UnsupportedError
+from ..registry import Candidate, Content, Wanted
 from ..torch.globals import Storage
 from ..torch.legacy_file import pickle_at
-from ..torch.tensors import Made, Options, make_table
-from .machine import Foreign, Inert, describe, show
+from ..torch.tensors import Made, content_of, make_table
+from .machine import Foreign, Inert, describe
 from .run import check_foreign
 
 
@@ -15,7 +17,12 @@ def _locate(storage: Storage) -> int:
     raise UnsupportedError(f"storage {show(storage.key)} is not in a pickle")
 
 
-def read_table(file: WeightFile, options: Options) -> Made:
+def read(candidate: Candidate, wanted: Wanted) -> Content:
+    """An open file with its table; see `read_table`."""
+    return content_of(candidate.file, wanted, lambda wanted: read_table(candidate.file, wanted))
+
+
+def read_table(file: WeightFile, wanted: Wanted) -> Made:
     """The arrays of a file.
 
     Raises:
@@ -35,15 +42,15 @@ def read_table(file: WeightFile, options: Options) -> Made:
         try:
             found = pickle_at(file, 0, None, inert=True)
         except SafeloadError:
-            if options.inert:
+            if wanted.inert:
                 raise
             raise error from None
         root = found.value
         asks = "the pickle asks"
         if type(root) in (Inert, Foreign):
-            asks = f"this is a pickle of {show(root.name)[1:-1]}, not of weights alone: it asks"
-        check_foreign(found.foreign, path, options.inert, asks)
-    made = make_table(found, options, path, _locate)
+            asks = f"this is a pickle of {clip(printable(root.name), 200)}, not of weights alone: it asks"
+        check_foreign(found.foreign, path, wanted.inert, asks)
+    made = make_table(found, wanted, path, _locate)
     if not made.names:
         raise UnsupportedError(
             f"{path}: this is a pickle that torch.save did not write (it holds {describe(found.value)}) and that has "

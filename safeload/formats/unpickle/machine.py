@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...base.text import show
 from ...errors import FormatError, LimitError
 
 # Longest integer: what LONG1 of protocol 2 can hold. Real ones have 8 bytes, states of random generators 16. Longer
@@ -239,8 +240,3 @@ def describe(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:40]}..."
     return type(value).__name__.lower()
-
-
-def show(text: str | bytes) -> str:
-    """Text of a file as messages show it."""
-    return ascii(text if len(text) <= 200 else text[:200])

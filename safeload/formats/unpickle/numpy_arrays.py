@@ -12,8 +12,8 @@ from typing import Any
 
 from ...base.file import WeightFile, array_fits, c_strides, open_descriptor
 from ...base.table import ListedTable, Listing
+from ...base.text import show
 from ...errors import UnsupportedError
-from .machine import show
 from .numpy_globals import NumpyArray
 from .run import Unpickled
 
@@ -45,8 +45,6 @@ class Arrays:
         dtype = array.dtype
         if dtype is None or dtype.row is None:
             what = "no dtype" if dtype is None else dtype.name
-            if what.startswith("O"):
-                what = "Python objects"
             raise UnsupportedError(f"{self._path}: array {show(name)} holds {what}, which is no dtype of weights")
         if not array_fits(array.shape, dtype.itemsize):
             raise UnsupportedError(

@@ -145,7 +145,7 @@ def _dtype(args: tuple[Any, ...]) -> Any:
             return NumpyDtype(spec, dtypes.BY_NAME[spec])
         raise Fault(f"{describe(spec)} is no dtype of numpy")
     order, kind, size = match.groups()
-    name = "bool" if kind in "b?" and size in ("", "1") else ""
+    name = "bool" if kind in "b?" and size in ("", "1") else "Python objects" if kind == "O" else ""
     if kind in _NAMES and size:
         name = _NAMES[kind].format(8 * int(size))
     row = dtypes.BY_NAME.get(name)

@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
-from .machine import Fault, Global, Machine, Stop, describe, show
+from .machine import Fault, Global, Machine, Stop, describe
 from .opcodes import OPCODES
 
 # 50 times the opcodes of the largest real file known (400,000). Each allocates at most 216 bytes (an empty set) beyond

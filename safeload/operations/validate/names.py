@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ...base import dtypes
 from ...base.text import plural, show
 from ...models.schema import NUMBER, Choice, ConfigError, Inner, Schema, Wanted
 from ...packed import grouping
@@ -403,7 +404,9 @@ def check_dtypes(
         return
     said = said.removeprefix("torch.")
     there = Counter(known.dtype for known in tensors.values() if known.floating)
-    if there and said.startswith(("float", "bfloat")) and said not in there and not (parts or any_quantized(tensors)):
+    row = dtypes.BY_NAME.get(said)
+    floating = row is not None and row.floating
+    if there and floating and said not in there and not (parts or any_quantized(tensors)):
         usual, often = there.most_common(1)[0]
         message = f"config.json says {said}, but no tensor is; {often} of {len(tensors)} are {usual}"
         yield warning("dtype.config", None, message)

@@ -1,0 +1,65 @@
+"""The rows of base/scheme.py, and who reads them."""
+
+import argparse
+import re
+
+import numpy as np
+import pytest
+
+import safeload
+from safeload.base.scheme import ROUNDINGS, SCHEMES
+from safeload.cli import convert, report
+
+
+def test_the_guide_has_a_line_for_each_scheme(pytestconfig):
+    text = (pytestconfig.rootpath / "docs" / "guide" / "quantizing.md").read_text("utf-8")
+    lines = re.findall(r"^\| `(\w+)` \|.*\| ([0-9.]+) \| .* \|$", text, re.MULTILINE)
+    assert {name: float(bits) for name, bits in lines} == {row.name: row.bits for row in SCHEMES.values()}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_tensor_takes_the_bytes_that_its_row_says(scheme):
+    row = SCHEMES[scheme]
+    made = safeload.quantize(np.ones((2, 4 * row.block), np.float32), scheme)
+    assert (made.scheme, made.data.nbytes * 8) == (scheme, 8 * row.block * row.bits)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gguf_holds_the_schemes_that_the_row_says(scheme, tmp_path):
+    made = {"w": safeload.quantize(np.ones((2, 32), np.float32), scheme)}
+    if SCHEMES[scheme].in_gguf:
+        safeload.gguf.save_file(made, tmp_path / "w.gguf")
+        assert safeload.load(tmp_path / "w.gguf")["w"] == made["w"]
+    else:
+        with pytest.raises(safeload.UnsupportedError, match=scheme):
+            safeload.gguf.save_file(made, tmp_path / "w.gguf")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("rounding", [None, *ROUNDINGS, "nearest"])
+def test_a_scheme_takes_its_own_roundings_only(scheme, rounding):
+    x = np.float32([[0.3, -0.7] * 16])
+    own = SCHEMES[scheme].roundings
+    if rounding is None:
+        assert safeload.quantize(x, scheme) == safeload.quantize(x, scheme, rounding=next(iter(own), None))
+    elif rounding in own:
+        assert safeload.quantize(x, scheme, rounding=rounding).scheme == scheme
+    else:
+        with pytest.raises(ValueError, match="rounding"):
+            safeload.quantize(x, scheme, rounding=rounding)
+
+
+@pytest.mark.parametrize("scheme", ["q3_0", "Q4_0 ", "", None, 4, ["q4_0"], {"q4_0"}, np.float32], ids=repr)
+def test_what_is_no_scheme_is_refused_with_a_list_of_all(scheme):
+    with pytest.raises(ValueError, match=f"none of {', '.join(SCHEMES)}$"):
+        safeload.quantize(np.ones(32, np.float32), scheme)
+
+
+@pytest.mark.parametrize("command", [convert, report], ids=["convert", "report"])
+def test_the_command_line_offers_them_all(command):
+    commands = argparse.ArgumentParser().add_subparsers()
+    command.register(commands)
+    (parser,) = commands.choices.values()
+    text = re.sub(r"\s+", " ", parser.format_help())
+    for scheme in SCHEMES:
+        assert scheme in text

@@ -1,0 +1,332 @@
+"""What every format keeps to, whatever it is: the rows of formats/registry.py, one after the other.
+
+A new row needs nothing here but a maker of one file, and that only where its format is not written.
+"""
+
+import os
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import torch_build
+from builders.torch_build import Storage, tensor
+
+import safeload
+from safeload.engine.lazy import Lazy
+from safeload.errors import FormatError, SafeloadError, UnsupportedError
+from safeload.formats import foreign, registry
+from safeload.formats.registry import BY_NAME, FORMATS, ROWS
+
+rng = np.random.default_rng(5)
+WEIGHTS = {
+    "model.layers.0.w": rng.standard_normal((3, 5)).astype(np.float16),
+    "b": rng.standard_normal(7).astype(np.float16),
+    "scalar": np.array(2.5, np.float16),
+}
+ODD_NAMES = ["schräg/é", "../x", "a b\tc", "\n", "'\"\\", "日本語", "🙂", "\u202ex", "x" * 60]
+
+EVERY = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+WRITTEN = pytest.mark.parametrize("row", [row for row in ROWS if row.writes], ids=lambda row: row.name)
+
+
+def torch_file(make):
+    """One of torch_build's makers as a writer."""
+
+    def write(weights, path):
+        path.write_bytes(make({name: tensor(Storage(name, a.ravel()), a.shape) for name, a in weights.items()}))
+
+    return write
+
+
+# Formats that are read and not written.
+MAKERS = {
+    "torch zip": torch_file(torch_build.zip_file),
+    "torch legacy": torch_file(torch_build.legacy_file),
+    "pickle": lambda weights, path: path.write_bytes(pickle.dumps(weights)),
+}
+
+
+def make(row, weights, path):
+    if row.writes:
+        row.load().write(weights, {}, path)
+    else:
+        MAKERS[row.name](weights, path)
+    return path
+
+
+def held(row):
+    """The weights that a file of a format can have: all, or one array under a name of its own."""
+    return {"tensor": WEIGHTS["model.layers.0.w"]} if row.name == "npy" else WEIGHTS
+
+
+def named(row, name):
+    """Whether the format keeps names."""
+    return row.name != "npy" or name == "tensor"
+
+
+def refusal(action):
+    """Our error, if there is one."""
+    try:
+        action()
+    except SafeloadError as error:
+        return error
+    return None
+
+
+@EVERY
+def test_a_file_opens_as_what_was_written(row, tmp_path):
+    want = held(row)
+    path = make(row, want, tmp_path / "file")
+    for format in (None, row.name, row.family):
+        if format is None or format in FORMATS:
+            with safeload.open(path, format=format) as opened:
+                assert (opened.format, sorted(opened)) == (row.name, sorted(want))
+                for name, array in want.items():
+                    info = opened.tensors[name]
+                    assert (info.dtype, info.shape) == ("F16", array.shape)
+                    assert opened[name].dtype == array.dtype
+                    np.testing.assert_array_equal(opened[name], array)
+
+
+@EVERY
+def test_a_file_says_what_it_is_where_another_format_is_wanted(row, tmp_path):
+    path = make(row, held(row), tmp_path / "file")
+    for wanted, formats in FORMATS.items():
+        if row.name in formats:
+            continue
+        with pytest.raises(FormatError) as caught:
+            safeload.open(path, format=wanted)
+        assert (caught.value.path, caught.value.offset) == (str(path), 0)
+        assert re.search(rf"this is {re.escape(row.kind)}, not (a )?{formats[0]}", str(caught.value))
+
+
+@EVERY
+def test_a_file_cut_anywhere_is_an_error_of_ours_with_path_and_byte(row, tmp_path):
+    whole = make(row, held(row), tmp_path / "whole").read_bytes()
+    path = tmp_path / "cut"
+    with safeload.open(tmp_path / "whole") as opened:
+        order = list(opened)
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        error = refusal(lambda: safeload.load(path))
+        if error is None:  # padding was cut off, or a format without a count was cut between two tensors
+            found = safeload.load(path)
+            assert list(found) == order[: len(found)]
+            assert all(np.array_equal(array, held(row)[name]) for name, array in found.items())
+            assert len(found) == len(order) or row.name == "moon"
+        elif isinstance(error, UnsupportedError):
+            assert str(path) in str(error), size
+        else:
+            assert isinstance(error, FormatError)
+            assert error.path == str(path), size
+            assert error.offset is not None, (size, str(error))
+            assert 0 <= error.offset <= size, (size, str(error))
+
+
+@EVERY
+def test_only_nested_formats_have_containers(row, tmp_path):
+    path = make(row, held(row), tmp_path / "file")
+    with pytest.raises(SafeloadError) as caught:
+        safeload.open(path, root="nowhere")
+    says = f"root= selects a nested container, and {row.name} has none"
+    assert (says in str(caught.value)) == (not row.nested)
+
+
+@EVERY
+def test_the_first_bytes_tell(row, tmp_path):
+    path = make(row, held(row), tmp_path / "file")
+    head = foreign.read_head(str(path))
+    assert row.told(head)
+    kinds = {other.kind for other in ROWS if other.told(head)}
+    assert kinds == {row.kind}, "rows that share their first bytes say the same"
+    for size in range(foreign.HEAD_SIZE + 1):
+        for other in ROWS:
+            assert isinstance(other.told(head[:size]), bool)
+
+
+@EVERY
+def test_the_messages_and_the_pages_name_it(row, tmp_path, pytestconfig):
+    assert row.title in registry.titles()
+    page = tmp_path / "page.html"
+    page.write_bytes(b"<!DOCTYPE html>")
+    with pytest.raises(UnsupportedError, match=re.escape(f"this version reads {registry.titles()}")):
+        safeload.open(page)
+    with pytest.raises(ValueError, match=rf"known are .*\b{row.name}\b"):
+        safeload.open(page, format="html")
+    docs = pytestconfig.rootpath / "docs"
+    guide = (docs / "guide" / "loading.md").read_text("utf-8")
+    assert f'`"{row.name}"`' in guide
+    assert row.family is None or f'`"{row.family}"`' in guide
+    assert row.title in guide
+    converting = (docs / "guide" / "converting.md").read_text("utf-8")
+    assert not row.writes or all(f"`{suffix}`" in converting for suffix in row.suffixes)
+    threats = (docs / "threat-model.md").read_text("utf-8")
+    headings = " ".join(line for line in threats.splitlines() if line.startswith("### "))
+    assert all(word in headings.casefold() for word in row.title.removesuffix(" of numpy").casefold().split())
+
+
+@EVERY
+def test_its_module_says_what_the_format_is(row):
+    module = row.load()
+    assert module.__doc__
+    assert hasattr(module, "write") == row.writes
+    assert hasattr(module, "claims") == row.asks
+    assert hasattr(module, "read") != (row.name == registry.SAFETENSORS)
+    assert (row.name in dir(safeload)) == row.public
+
+
+def test_names_and_suffixes_are_there_once():
+    names = [row.name for row in ROWS]
+    assert len({*names, *(row.family for row in ROWS if row.family)}) == len(FORMATS) == len(set(names)) + 1
+    written = [suffix for row in ROWS if row.writes for suffix in row.suffixes]
+    assert written == list(registry.SUFFIXES)
+    assert all(re.fullmatch(r"\.[a-z]+", suffix) for suffix in written)
+
+
+# ---- what is written ----
+
+
+@WRITTEN
+def test_convert_writes_what_the_suffix_says(row, tmp_path):
+    want = held(row)
+    for suffix in row.suffixes:
+        path = tmp_path / f"file{suffix.upper()}"
+        safeload.convert(want, path)
+        with safeload.open(path) as opened:
+            assert (opened.format, sorted(opened)) == (row.name, sorted(want))
+
+
+@WRITTEN
+def test_no_tensors_at_all(row, tmp_path):
+    path = tmp_path / "empty"
+    if row.name == "npy":
+        with pytest.raises(SafeloadError, match="holds one array, but there are 0"):
+            make(row, {}, path)
+        assert not path.exists()
+        return
+    make(row, {}, path)
+    with safeload.open(path) as opened:
+        assert (opened.format, len(opened), opened.nbytes, opened.load()) == (row.name, 0, 0, {})
+
+
+@WRITTEN
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+def test_names_with_odd_characters_come_back(row, name, tmp_path):
+    path = make(row, {name: WEIGHTS["b"]}, tmp_path / "file")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert list(safeload.load(path)) == [name if named(row, name) else "tensor"]
+
+
+@WRITTEN
+@pytest.mark.parametrize("name", ["", "\0", "a\0b", "\ud800", "x" * (1 << 17)], ids=lambda name: ascii(name[:8]))
+def test_a_name_is_refused_or_comes_back(row, name, tmp_path):
+    path = tmp_path / "file"
+    error = refusal(lambda: make(row, {name: WEIGHTS["b"]}, path))
+    if error is None:
+        assert list(safeload.load(path)) == [name if named(row, name) else "tensor"]
+    else:
+        assert len(str(error)) < 500
+        assert list(tmp_path.iterdir()) == []
+
+
+@WRITTEN
+def test_a_name_is_text(row, tmp_path):
+    for name in (1, None, b"x", ("a",)):
+        with pytest.raises(TypeError, match="str"):
+            make(row, {name: WEIGHTS["b"]}, tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+@WRITTEN
+@pytest.mark.parametrize("value", [[1.0, 2.0], "text", None, np.array(["a"]), np.array([None]), 1.5], ids=repr)
+def test_what_is_no_array_of_numbers_is_refused(row, value, tmp_path):
+    with pytest.raises((TypeError, SafeloadError), match="w"):
+        make(row, {"w": value}, tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+@WRITTEN
+def test_what_exists_stays_unless_it_may_be_overwritten(row, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        row.load().write(held(row), {}, path, overwrite=False)
+    assert path.read_bytes() == b"old"
+    row.load().write(held(row), {}, path, overwrite=True, durable=False)
+    assert safeload.open(path).format == row.name
+
+
+class OutOfWeightsError(Exception):
+    pass
+
+
+@WRITTEN
+@pytest.mark.parametrize("before", [None, b"old"], ids=["new", "old"])
+def test_a_failure_halfway_leaves_what_was_there(row, before, tmp_path):
+    def fail():
+        raise OutOfWeightsError
+
+    path = tmp_path / "file"
+    if before is not None:
+        path.write_bytes(before)
+    big = np.zeros((300, 1000), np.float16)
+    weights = {"a": big, "b": Lazy(big.dtype, big.shape, fail)}
+    with pytest.raises(OutOfWeightsError):
+        make(row, weights if named(row, "b") else {"b": weights["b"]}, path)
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+@WRITTEN
+def test_metadata_of_any_kind_is_kept_or_left_out(row, tmp_path):
+    metadata = {"text": "é", "number": 3, 4: [1, 2], "none": None, "object": object(), "nan": float("nan")}
+    path = tmp_path / "file"
+    row.load().write(held(row), metadata, path)
+    with safeload.open(path) as opened:
+        assert opened.metadata.get("text", "é") == "é"
+        assert "object" not in opened.metadata
+
+
+@WRITTEN
+def test_a_writer_gives_the_same_bytes_twice(row, tmp_path):
+    first, second = (make(row, held(row), tmp_path / name).read_bytes() for name in "ab")
+    assert first == second
+
+
+@WRITTEN
+def test_arrays_are_written_as_they_look_not_as_they_lie(row, tmp_path):
+    base = rng.standard_normal((4, 6)).astype(np.float16)
+    for view in (base.T, base[::-1, ::2], base.astype(">f2"), np.broadcast_to(base[0], (3, 6)), base[:0]):
+        (found,) = safeload.load(make(row, {"tensor": view}, tmp_path / "file")).values()
+        assert found.shape == view.shape
+        np.testing.assert_array_equal(found, view)
+
+
+@EVERY
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of descriptors")
+def test_a_file_that_is_refused_is_closed(row, tmp_path):
+    path = make(row, held(row), tmp_path / "file")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert refusal(lambda: safeload.open(path)) is not None
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert refusal(lambda: safeload.open(path)) is not None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_format_is_where_its_row_says():
+    """To add one is a row and a module: nothing else of the package knows the name of the simplest two."""
+    package = Path(safeload.__file__).parent
+    allowed = {
+        "moon": {"formats/moon.py", "formats/registry.py", "moon.py"},
+        "npy": {"formats/npy.py", "formats/registry.py", "formats/npz.py"},
+    }
+    for name, places in allowed.items():
+        assert name in BY_NAME
+        found = {
+            path.relative_to(package).as_posix()
+            for path in package.rglob("*.py")
+            if re.search(rf"(?<![\w.]){name}(?!\w)", path.read_text("utf-8"), re.IGNORECASE)
+        }
+        assert found <= places, found - places
