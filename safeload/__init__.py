@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from .base.table import TensorMeta, TensorSpec
     from .engine.cast import astype
     from .formats.safetensors.file import deserialize, serialize, serialize_file
+    from .models.layout import Layout, StackedTensor
     from .operations.convert import convert
     from .operations.diff import DiffReport, TensorDiff, diff
     from .operations.quantize import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
-    from .operations.stack import Layout, StackedDict, StackedTensor, stack
+    from .operations.stack import StackedDict, stack
     from .operations.stats import TensorStats, stats
     from .operations.validate.findings import Finding, Limits, ValidationReport
     from .operations.validate.run import validate
@@ -44,12 +45,13 @@ _LATER = {
         "base.table": ("TensorMeta", "TensorSpec"),
         "engine.cast": ("astype",),
         "formats.safetensors.file": ("deserialize", "serialize", "serialize_file"),
+        "models.layout": ("Layout", "StackedTensor"),
         "operations.convert": ("convert",),
         "operations.diff": ("DiffReport", "TensorDiff", "diff"),
         "operations.quantize": (
             *("QuantizationError", "QuantizedDict", "load_quantized", "quantization_error", "quantize"),
         ),
-        "operations.stack": ("Layout", "StackedDict", "StackedTensor", "stack"),
+        "operations.stack": ("StackedDict", "stack"),
         "operations.stats": ("TensorStats", "stats"),
         "operations.validate.findings": ("Finding", "Limits", "ValidationReport"),
         "operations.validate.run": ("validate",),

@@ -24,13 +24,14 @@ from ..engine.lazy import Lazy, LazyQuantized
 from ..engine.load import distinct, parse_target
 from ..engine.quantized_tensor import INT8, QuantizedTensor, storage_of
 from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
+from ..models.layout import Layout
 from ..packed import grouping
 from ..packed.grouping import Codes
 from . import catalog
 from . import quantize as quantization
 from . import stack as stacking
 from .quantize import Scheme, Summary
-from .stack import Known, Layout
+from .stack import Known
 
 # What each suffix says; a path without one is a folder of safetensors shards.
 SUFFIXES = {

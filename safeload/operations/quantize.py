@@ -23,7 +23,7 @@ from ..engine.jobs import Progress
 from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of, storage_of
 from ..engine.source import Source, subject
 from ..errors import UnsupportedError
-from ..models import schema as schemas
+from ..models.choosing import choose
 from ..models.schema import Schema
 from . import catalog
 
@@ -328,7 +328,7 @@ class Model(NamedTuple):
         metadata: Mapping[Any, Any],
     ) -> Model:
         """The model that tensors of these names are."""
-        choice = schemas.choose(config, format, names)
+        choice = choose(config, format, names)
         architecture = str(metadata.get("general.architecture", ""))
         return cls(names, config, None if choice is None else choice.schema, architecture)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import checkpoint as checkpoints
@@ -21,127 +19,12 @@ from ..engine.jobs import Grid, Job, Progress
 from ..engine.load import parse_target
 from ..engine.quantized_tensor import INT8, QuantizedTensor
 from ..engine.source import Source
-from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
+from ..models.layout import LAYER, Layout, StackedTensor
 from . import catalog
-
-_LAYER = "{}"
 
 # Digits of a layer's number: Python itself reads no numbers of more than some thousands.
 _MAX_DIGITS = 18
-
-
-@dataclass(frozen=True)
-class StackedTensor:
-    """One tensor of a `Layout`.
-
-    Attributes:
-        name: what it is called in the result.
-        source: where it comes from: the name of a tensor, or one with ``{}`` where the number of the layer stands; then
-            the result is [layers, ...].
-        transpose: whether each layer (a matrix) is transposed.
-
-    Raises:
-        ValueError: ``{}`` is there twice.
-    """
-
-    name: str
-    source: str
-    transpose: bool = False
-
-    def __post_init__(self) -> None:
-        for what, value in (("name", self.name), ("source", self.source)):
-            if not isinstance(value, str) or not value:
-                raise ValueError(f"{what} must be a text that is not empty, not {value!r}")
-        if not isinstance(self.transpose, bool):
-            raise ValueError(f"{self.name!r}: transpose must be true or false, not {self.transpose!r}")
-        if self.source.count(_LAYER) > 1:
-            raise ValueError(f"{self.name!r}: {self.source!r} has more than one place for a layer's number")
-
-    @property
-    def stacked(self) -> bool:
-        """Whether it has a layer axis."""
-        return _LAYER in self.source
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What an engine wants its weights to look like: its tensors, in the order of the result.
-
-    Attributes:
-        name: of the layout.
-        tensors: what is in it.
-
-    Raises:
-        TypeError: something else among them than a `StackedTensor`.
-        ValueError: a name is there twice.
-
-    Example:
-        >>> Layout("tiny", [StackedTensor("ffn", "layers.{}.mlp.weight", transpose=True)]).tensors[0].stacked
-        True
-    """
-
-    name: str
-    tensors: Sequence[StackedTensor]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", tuple(self.tensors))
-        for tensor in self.tensors:
-            if not isinstance(tensor, StackedTensor):
-                raise TypeError(f"layout {self.name!r} is made of StackedTensor, not of {type(tensor).__name__}")
-        names = [tensor.name for tensor in self.tensors]
-        twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
-        if twice is not None:
-            raise ValueError(f"layout {self.name!r}: {twice!r} is there twice")
-
-    @classmethod
-    def from_json(cls, source: PathLike | Mapping[str, Any]) -> Layout:
-        """A layout from a JSON file, or from what such a file holds.
-
-        ``{"name": "tiny", "tensors": [{"name": "ffn", "source": "layers.{}.mlp.weight", "transpose": true}, ...]}``
-
-        Raises:
-            FormatError: it is no such JSON.
-            OSError: the file cannot be read.
-        """
-        path = None if isinstance(source, Mapping) else os.fspath(source)
-        content = source if isinstance(source, Mapping) else _read_json(os.fspath(source))
-        entries = content.get("tensors")
-        if not isinstance(content.get("name"), str) or not isinstance(entries, list) or content.keys() - _FIELDS:
-            raise FormatError('a layout is {"name": text, "tensors": [...]}', path)
-        tensors = []
-        for k, entry in enumerate(entries):
-            if (
-                not isinstance(entry, Mapping)
-                or entry.keys() - _TENSOR_FIELDS
-                or not {"name", "source"} <= entry.keys()
-            ):
-                raise FormatError(f'tensors[{k}] must be {{"name": text, "source": text, "transpose": bool}}', path)
-            try:
-                tensors.append(StackedTensor(**entry))
-            except ValueError as error:
-                raise FormatError(f"tensors[{k}]: {error}", path) from None
-        try:
-            return cls(content["name"], tensors)
-        except ValueError as error:
-            raise FormatError(str(error), path) from None
-
-    def to_json(self) -> dict[str, Any]:
-        """What `from_json` takes, for ``json.dump``."""
-        return {
-            "name": self.name,
-            "tensors": [{"name": t.name, "source": t.source, "transpose": t.transpose} for t in self.tensors],
-        }
-
-
-_FIELDS = {"name", "tensors"}
-_TENSOR_FIELDS = {"name", "source", "transpose"}
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    from ..base.json_file import read_json
-
-    content: dict[str, Any] = read_json(path, "the layout")
-    return content
 
 
 class StackedDict(dict[str, Array]):
@@ -302,7 +185,7 @@ def plan_known(known: Mapping[str, Known], layout: Layout, target: dtypes.Dtype 
     found = {entry.source: _layers_of(known, entry) for entry in layout.tensors if entry.stacked}
     counts: dict[str, int] = {}
     for source, layers in found.items():
-        prefix = source.split(_LAYER)[0]
+        prefix = source.split(LAYER)[0]
         counts[prefix] = max(counts.get(prefix, 0), *(k + 1 for k in layers), 0)
     return [_plan_one(entry, known, found.get(entry.source), counts, target) for entry in layout.tensors]
 
@@ -313,7 +196,7 @@ def _layers_of(known: Mapping[str, Known], entry: StackedTensor) -> set[int]:
     Raises:
         SafeloadError: a number that no layer has: with leading zeros, or too long for any model.
     """
-    prefix, suffix = entry.source.split(_LAYER)
+    prefix, suffix = entry.source.split(LAYER)
     pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}", re.ASCII)
     layers = set()
     for name in known:
@@ -342,7 +225,7 @@ def _plan_one(
 ) -> Stack:
     names = [entry.source]
     if layers is not None:
-        prefix, suffix = entry.source.split(_LAYER)
+        prefix, suffix = entry.source.split(LAYER)
         if not layers:
             raise TensorNotFoundError(f"{entry.name!r}: no tensor is called {entry.source!r} with a layer's number")
         count = counts[prefix]

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...base.text import plural
-from ...models.schema import NUMBER, Choice, ConfigError, Inner, Schema, Wanted
+from ...models.choosing import Choice, Inner
+from ...models.schema import NUMBER, ConfigError, Schema, Wanted
 from ...packed import grouping
 from ...packed.grouping import Codes
 from .findings import Finding, error, note, pattern_of, warning

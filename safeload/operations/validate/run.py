@@ -28,8 +28,9 @@ from ...errors import (
     one_line,
     os_error,
 )
-from ...models import schema as schemas
-from ...models.schema import Choice, Schema
+from ...models.choosing import Choice, choose, choose_inner, choose_prefix
+from ...models.schema import Schema
+from ...models.schema import load as load_schema
 from .. import catalog
 from .. import stats as statistics
 from . import files, holes, names, values
@@ -150,7 +151,7 @@ def settings(
         ValueError, TypeError, FormatError, OSError: see `validate`.
     """
     bounds = Limits.of(limits)
-    asked = schemas.load(schema) if schema is not None and schema != "auto" else None
+    asked = load_schema(schema) if schema is not None and schema != "auto" else None
     jobs.check_threads(threads)
     return Settings(read_config(config), asked, schema == "auto", bounds, values, threads, progress, histogram)
 
@@ -235,11 +236,8 @@ def _check_tensors(
     choice = Choice(wanted.schema, True) if wanted.schema is not None else None
     inner = None
     if wanted.choose:
-        choice = schemas.choose(config, report.format, known.keys())
-        if choice is None:
-            inner = schemas.choose_inner(config, known.keys())
-        else:
-            inner = schemas.choose_prefix(choice, config, known.keys())
+        choice = choose(config, report.format, known.keys())
+        inner = choose_inner(config, known.keys()) if choice is None else choose_prefix(choice, config, known.keys())
     log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     whole = config
     if inner is not None:
