@@ -13,7 +13,7 @@ from .. import checkpoint
 from ..base.text import plural, printable, size
 from ..models.layout import Layout, built_in
 from ..operations import convert as conversion
-from ..operations.quantize import Summary
+from ..operations.quantize_checkpoint import Summary
 from .common import add_command, add_opening, add_threads, bar, open_path
 
 _EPILOG = """examples:

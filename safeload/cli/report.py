@@ -168,10 +168,12 @@ def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[
     """Errors of the tensors that `load_quantized` quantizes; and why some cannot be."""
     from ..errors import RangeError
     from ..operations import catalog
-    from ..operations import quantize as quantization
+    from ..operations.quantization_error import quantization_error
+    from ..operations.quantize import quantize
+    from ..operations.quantize_checkpoint import Model, Rules
 
-    rules = quantization.Rules(scheme, None)
-    rules.schema = quantization.Model.of_source(opened).schema
+    rules = Rules(scheme, None)
+    rules.schema = Model.of_source(opened).schema
     codes = catalog.codes_of(opened)
     errors: dict[str, Any] = {}
     refused: dict[str, str] = {}
@@ -186,11 +188,11 @@ def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[
                 value = opened.load([name], backend="pread", threads=threads)[name]
                 axis = 0 if scheme == "int8" and len(shape) == 3 else None
                 try:
-                    quantized = quantization.quantize(value, scheme, axis=axis, threads=threads)
+                    quantized = quantize(value, scheme, axis=axis, threads=threads)
                 except RangeError as problem:
                     refused[name] = str(problem)
                 else:
-                    errors[name] = quantization.quantization_error(value, quantized)
+                    errors[name] = quantization_error(value, quantized)
             if progress is not None:
                 progress(done, total)
     return errors, refused

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,9 +28,10 @@ from ..models.layout import Layout
 from ..packed import grouping
 from ..packed.grouping import Codes
 from . import catalog
-from . import quantize as quantization
 from . import stack as stacking
-from .quantize import Scheme, Summary
+from .quantize import quantize_source
+from .quantize_checkpoint import Model, Planned, Rules, Scheme, Summary
+from .shards import Output, config_with, parse_size, write_shards
 from .stack import Known
 
 # What each suffix says; a path without one is a folder of safetensors shards.
@@ -43,21 +44,13 @@ SUFFIXES = {
     ".npy": "npy",
 }
 
-# What config.json calls the dtype of the weights: until transformers 4.56, and since.
-_DTYPE_KEYS = ("torch_dtype", "dtype")
-
 _F32 = dtypes.BY_CODE["F32"]
 
 _ARCHITECTURE = "general.architecture"
 # Names that modules of transformers have; those of llama.cpp begin with blk, token_embd, output.
 _HUGGING_FACE_NAME = re.compile(r"^(model|transformer|lm_head|language_model)\.|\.(layers|h|layer)\.[0-9]", re.ASCII)
 
-# Powers of 1000 as Hugging Face counts them ("5GB"), and of 1024.
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
 Source = PathLike | Checkpoint | Mapping[str, Any]
-# What a writer gets for each name.
-Output = Lazy | LazyQuantized
 
 
 def convert(
@@ -155,26 +148,12 @@ def write(
         report = stack.enter_context(jobs.reporter(progress, total))
         outputs = _reporting(outputs, report)
         if limit is not None:
-            _write_shards(outputs, merged.metadata, config_with(merged.config, target), path, limit, overwrite)
+            write_shards(
+                outputs, _texts(merged.metadata) or None, config_with(merged.config, target), path, limit, overwrite
+            )
         else:
             _WRITERS[format](outputs, merged.metadata, path, overwrite)
     return plan.summary(total)
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of "500MB", "5GB", "2GiB" or a number.
-
-    Raises:
-        ValueError: it is no size, or not positive.
-    """
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f'max_shard_size {size!r} is no size such as "500MB" or "5GB"')
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < 1:
-        raise ValueError(f"max_shard_size is {size}, but a shard needs at least one byte")
-    return size
 
 
 def _format_of(path: str, max_shard_size: int | str | None) -> str:
@@ -333,8 +312,8 @@ class _Plan:
         self._merged = merged
         self._target = target
         self._format = format
-        self._rules = None if quantize is None else quantization.Rules(quantize, None)
-        self._model = quantization.Model.of(merged.parts.keys(), merged.config, merged.format, merged.metadata)
+        self._rules = None if quantize is None else Rules(quantize, None)
+        self._model = Model.of(merged.parts.keys(), merged.config, merged.format, merged.metadata)
         if self._rules is not None:
             self._rules.schema = self._model.schema
         self._rounding = "ggml" if format == "gguf" else None
@@ -372,7 +351,7 @@ class _Plan:
                     outputs[head] = self._quantized(scheme, tensor.shape, partial(self._merged.value, embedding, head))
         return outputs
 
-    def _planned(self, name: str, known: Known) -> quantization.Planned:
+    def _planned(self, name: str, known: Known) -> Planned:
         """Whether a tensor is quantized; noted for `summary`."""
         assert self._rules is not None
         planned = self._rules.plan(name, known.row, known.shape, known.scheme)
@@ -441,9 +420,7 @@ class _Plan:
                 jobs.private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
             )
             rounding = self._rounding if scheme == "q4_0" else None
-            return quantization.quantize_source(
-                given, scheme, axis=axis, rounding=rounding, data=data, threads=self._threads
-            )
+            return quantize_source(given, scheme, axis=axis, rounding=rounding, data=data, threads=self._threads)
 
         scales = None
         if scale is not None:
@@ -526,90 +503,6 @@ def _write_moon(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: s
     from ..formats import moon
 
     moon.save(outputs, path, overwrite=overwrite)
-
-
-def config_with(config: Mapping[str, Any] | None, target: dtypes.Dtype | None) -> dict[str, Any] | None:
-    """A ``config.json`` that is true of weights of another dtype, nested configurations included.
-
-    Args:
-        config: of the source; None for none.
-        target: what floating tensors became; None for what they were.
-    """
-    if config is None or target is None:
-        return None if config is None else dict(config)
-
-    def changed(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: target.name
-            if key in _DTYPE_KEYS and isinstance(value, str)
-            else changed(value)
-            if isinstance(value, Mapping) and key.endswith("config")
-            else value
-            for key, value in part.items()
-        }
-
-    result = changed(config)
-    if not any(isinstance(result.get(key), str) for key in _DTYPE_KEYS):
-        result[_DTYPE_KEYS[0]] = target.name
-    return result
-
-
-def _write_shards(
-    outputs: dict[str, Output],
-    metadata: Mapping[Any, Any],
-    config: Mapping[str, Any] | None,
-    folder: str,
-    limit: int,
-    overwrite: bool,
-) -> None:
-    """Shards, an index and the config: all under temporary names first, the index in place last."""
-    import json
-
-    from ..engine.atomic_file import AtomicFile
-    from ..formats.safetensors import file as safetensors
-    from ..formats.safetensors import quantized
-
-    shards: list[dict[str, Output]] = [{}]
-    size = 0
-    for name, output in outputs.items():
-        if shards[-1] and size + output.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = output
-        size += output.nbytes
-    files = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
-    texts = _texts(metadata) or None
-    packed = [quantized.pack(shard, texts) for shard in shards]
-    weight_map = {name: file for file, (shard, _) in zip(files, packed, strict=True) for name in shard}
-    total = sum(output.nbytes for output in outputs.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    made = not os.path.isdir(folder)
-    os.makedirs(folder, exist_ok=True)
-    try:
-        with ExitStack() as stack:  # closed in reverse: what is entered first is put in place last
-            small = {"model.safetensors.index.json": index}
-            if config is not None:
-                small["config.json"] = dict(config)
-            for file, content in small.items():
-                data = np.frombuffer((json.dumps(content, indent=2) + "\n").encode(), np.uint8)
-                written = stack.enter_context(AtomicFile(os.path.join(folder, file), data.size, overwrite=overwrite))
-                written.write([(jobs.address_of(data), data.size)])
-                written.seal()
-            for file, (shard, shard_texts) in zip(files, packed, strict=True):
-                writer = safetensors.Writer(shard, shard_texts)
-                place = os.path.join(folder, file)
-                shard_file = stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite))
-                writer.write_to(shard_file)
-                shard_file.seal()  # there may be more shards than descriptors
-    except BaseException:
-        if made:
-            _remove_if_empty(folder)
-        raise
-
-
-def _remove_if_empty(folder: str) -> None:
-    with suppress(OSError):
-        os.rmdir(folder)
 
 
 def _write_npz(outputs: dict[str, Output], metadata: Mapping[Any, Any], path: str, overwrite: bool) -> None:
