@@ -179,7 +179,7 @@ def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[
     refused: dict[str, str] = {}
     with bar(scheme) as progress:
         done, total = 0, opened.nbytes
-        for name, file, index in opened._parts():
+        for name, file, index in opened.entries():
             row, shape = file.table.row(index), file.table.shape(index)
             done += row.nbytes(math.prod(shape))
             if name in codes or row.blocked or file.table.scale(index) is not None:

@@ -19,7 +19,7 @@ from ..packed.grouping import Codes
 def tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | QuantizedTensor]:
     """Each tensor as a source, or as what it is if it is quantized already."""
     if isinstance(given, Checkpoint):
-        return {name: of_file(given, name, file, index) for name, file, index in given._parts()}
+        return {name: of_file(given, name, file, index) for name, file, index in given.entries()}
     return {name: v if isinstance(v, QuantizedTensor) else of_array(name, v) for name, v in given.items()}
 
 
@@ -31,7 +31,7 @@ def codes_of(given: Checkpoint | Mapping[str, Any], config: Mapping[str, Any] | 
         config: parsed ``config.json`` of a dict; None without one.
     """
     if isinstance(given, Checkpoint):
-        return given._codes()
+        return given.codes()
     stored = {}
     for name, value in given.items():
         row = dtypes.BY_NAME.get(value.dtype.name) if isinstance(value, np.ndarray) else None
@@ -51,7 +51,7 @@ def refuse_codes(given: Checkpoint | Mapping[str, Any], names: Iterable[str], wh
     Raises:
         UnsupportedError: one of them holds codes; the message names tensor, scale and quant_method.
     """
-    grouping.refuse(codes_of(given), names, what, given._path if isinstance(given, Checkpoint) else "")
+    grouping.refuse(codes_of(given), names, what, given.path if isinstance(given, Checkpoint) else "")
 
 
 def of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | QuantizedTensor:

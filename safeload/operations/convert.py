@@ -214,7 +214,7 @@ class _Merged:
         self.chosen = names is not None
         for origin in origins:
             if isinstance(origin, Checkpoint):
-                found = {name: _Part(origin, (file, index)) for name, file, index in origin._parts()}
+                found = {name: _Part(origin, (file, index)) for name, file, index in origin.entries()}
                 self.metadata.update(_metadata_of(origin))
                 self.config = self.config or origin.config
             else:

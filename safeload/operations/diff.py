@@ -216,7 +216,7 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
 
 
 def _title(given: Checkpoint | Mapping[str, Any]) -> str:
-    return given._path if isinstance(given, Checkpoint) else "dict"
+    return given.path if isinstance(given, Checkpoint) else "dict"
 
 
 def _kind(given: Checkpoint | Mapping[str, Any], name: str) -> tuple[str, tuple[int, ...]]:

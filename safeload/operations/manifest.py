@@ -37,7 +37,7 @@ def make(opened: Checkpoint, *, threads: int | None = None, progress: Progress =
         FormatError: a file ends too early, with path and offset.
         OSError: a file cannot be read.
     """
-    parts = opened._parts()
+    parts = opened.entries()
     sizes: dict[WeightFile, list[int]] = {file: file.table.sizes() for _, file, _ in parts}
     total = sum(sizes[file][index] for _, file, index in parts)
     meter = Meter(progress, total)

@@ -285,7 +285,7 @@ class _Stored(NamedTuple):
 def _tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | _Stored]:
     """Each tensor as a source, or as what it is if it is quantized already."""
     if isinstance(given, Checkpoint):
-        return {name: _of_file(given, name, file, index) for name, file, index in given._parts()}
+        return {name: _of_file(given, name, file, index) for name, file, index in given.entries()}
     return {
         name: _Stored(value.scheme, value.shape, value.nbytes, partial(_same, value))
         if isinstance(value, QuantizedTensor)

@@ -172,7 +172,7 @@ def plan(source: Checkpoint | Mapping[str, Any], layout: Layout, dtype: Any) -> 
         TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
     """
     if isinstance(source, Checkpoint):
-        known = {name: known_of_file(file, index) for name, file, index in source._parts()}
+        known = {name: known_of_file(file, index) for name, file, index in source.entries()}
     else:
         known = {name: known_of_value(name, value) for name, value in source.items()}
     return plan_known(known, layout, parse_target(dtype))
@@ -333,7 +333,7 @@ def _values(source: Checkpoint | Mapping[str, Any]) -> Callable[[str], Source | 
 
         return of_dict
     opened = source
-    places = {name: (file, index) for name, file, index in opened._parts()}
+    places = {name: (file, index) for name, file, index in opened.entries()}
     return lambda name: catalog.of_file(opened, name, *places[name])
 
 

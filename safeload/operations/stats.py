@@ -177,7 +177,7 @@ def _of_all(
 
 def _parts_of_file(opened: Checkpoint, names: Iterable[str] | None) -> Iterable[tuple[str, _Part | None, bool]]:
     """Name, what to look at, and whether that is all: False for what has to be loaded."""
-    for name, file, index in opened._parts(names):
+    for name, file, index in opened.entries(names):
         source = catalog.in_place(opened, name, file, index)
         if source is None:
             yield name, None, False

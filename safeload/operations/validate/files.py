@@ -41,15 +41,15 @@ def check_index(opened: Checkpoint) -> Iterator[Finding]:
     held = opened.nbytes
     scales = sum(
         scale.end - scale.begin
-        for _, file, k in opened._parts()
+        for _, file, k in opened.entries()
         if file.table.quantized and (scale := file.table.scale(k)) is not None
     )
     if said is not None and said not in (held, held + scales):
         yield warning(
             "index.total_size", None, f"{base} says total_size {said}, but its tensors have {held + scales} bytes"
         )
-    listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in opened._parts()}
-    for file in opened._open:
+    listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in opened.entries()}
+    for file in opened.weight_files:
         for k, name in enumerate(file.table.names):
             if (file, k) not in listed:
                 shard = os.path.basename(file.path)
@@ -95,7 +95,7 @@ class _Entry(NamedTuple):
 
 def check_crc(opened: Checkpoint, *, threads: int | None = None, progress: Progress = None) -> Iterator[Finding]:
     """The CRC-32 that a zip archive has for each entry, against its bytes."""
-    entries = [entry for file in opened._open for entry in _entries(file, opened.format)]
+    entries = [entry for file in opened.weight_files for entry in _entries(file, opened.format)]
     stored = [entry for entry in entries if entry.info.compress_type == zipfile.ZIP_STORED]
     meter = Meter(progress, sum(entry.info.compress_size for entry in entries))
 

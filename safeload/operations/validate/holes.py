@@ -65,7 +65,8 @@ def check_tails(
         role: of a tensor, as the schema has it.
         values: False to read nothing from a file that has no hole at its end.
     """
-    for file in opened._open if opened.format != NPZ else ():  # what is compressed lies in a file that we have written
+    # What is compressed in an npz lies in a file that we have written.
+    for file in opened.weight_files if opened.format != NPZ else ():
         tail = tail_of(file, values=values)
         if tail is None:
             continue

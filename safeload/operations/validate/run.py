@@ -106,7 +106,7 @@ def validate(
     if shape is not None:
         raise ValueError("shape= is for a single array")
     if isinstance(source, Mapping):
-        name = source._path if isinstance(source, Checkpoint) else "dict"
+        name = source.path if isinstance(source, Checkpoint) else "dict"
         return _validate_tensors(ValidationReport(name), source, wanted)
     return validate_path(source, lambda: checkpoints.open(source), wanted)
 
@@ -346,7 +346,7 @@ def known_tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Known]:
     if not isinstance(given, Checkpoint):
         return {name: _known_of(value, name) for name, value in given.items()}
     result = {}
-    for name, file, index in given._parts():
+    for name, file, index in given.entries():
         table = file.table
         row = table.row(index)
         quantized = row.blocked or (table.quantized and table.scale(index) is not None)
