@@ -156,10 +156,8 @@ class Checkpoint(Mapping[str, Value]):
         return self._open[0].table.find(name) >= 0 if self._where is None else name in self._where
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
-        return (
-            f"<Checkpoint {self._path!r}: {self.format}, {plural(len(self), 'tensor')}, {self.nbytes:,} bytes{state}>"
-        )
+        tensors, state = plural(len(self), "tensor"), ", closed" if self._closed else ""
+        return f"<Checkpoint {self._path!r}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
 
     @property
     def nbytes(self) -> int:

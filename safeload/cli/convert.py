@@ -12,7 +12,7 @@ from typing import Any
 from .. import checkpoint
 from ..base.text import plural, printable, size
 from ..models.layout import Layout, built_in
-from ..operations import convert as conversion
+from ..operations.convert import SUFFIXES, write
 from ..operations.quantize_checkpoint import Summary
 from .common import add_command, add_opening, add_threads, bar, open_path
 
@@ -35,7 +35,7 @@ def register(commands: Any) -> None:
         "convert",
         help="write another format, dtype or layout",
         description="Writes the tensors and the metadata of files or folders in another format, with the memory of one "
-        f"tensor. The destination's suffix says which: {', '.join(conversion.SUFFIXES)}.",
+        f"tensor. The destination's suffix says which: {', '.join(SUFFIXES)}.",
         epilog=_EPILOG,
     )
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> Summary | None:
     with ExitStack() as stack, bar("convert") as progress:
-        return conversion.write(
+        return write(
             [stack.enter_context(open_path(path, options)) for path in options.source],
             options.destination,
             dtype=options.dtype,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from .. import checkpoint as checkpoints
 from ..base.arrays import as_array
-from ..base.file import Array, PathLike
-from ..base.table import missing
-from ..checkpoint import Checkpoint
+from ..base.file import Array
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import subject
-from . import catalog
+from .catalog import Catalog, Given
 from .quantize_checkpoint import Model
 
 
@@ -38,9 +35,12 @@ class QuantizationError(NamedTuple):
 _COMPARED = 1 << 20
 
 
+@overload
+def quantization_error(source: Array, quantized: QuantizedTensor) -> QuantizationError: ...
+@overload
+def quantization_error(source: Given, quantized: Given) -> dict[str, QuantizationError]: ...
 def quantization_error(
-    source: PathLike | Checkpoint | Mapping[str, Any] | Array,
-    quantized: PathLike | Checkpoint | Mapping[str, Any] | QuantizedTensor,
+    source: Given | Array, quantized: Given | QuantizedTensor
 ) -> dict[str, QuantizationError] | QuantizationError:
     """What quantization cost: of one tensor, or of each quantized tensor of a checkpoint.
 
@@ -62,25 +62,20 @@ def quantization_error(
         return _error_of("", source, quantized)
     if isinstance(source, np.ndarray):
         raise ValueError(f"an array is compared with a QuantizedTensor, not with a {type(quantized).__name__}")
-    if not isinstance(source, Mapping):
-        with checkpoints.open(source) as opened:
-            return quantization_error(opened, quantized)
-    if not isinstance(quantized, Mapping):
-        with checkpoints.open(quantized) as opened:
-            return quantization_error(source, opened)
-    tied = Model.of_source(source).tied_heads()
-    values = {name: value for name, value in quantized.items() if isinstance(value, QuantizedTensor)}
-    originals = {name: tied.get(name, name) for name in values}
-    lost = next((origin for origin in originals.values() if origin not in source), None)
-    if lost is not None:
-        raise missing(lost, [known for known in source if isinstance(known, str)])
-    catalog.refuse_codes(source, originals.values(), "quantization_error")
-    return {name: _error_of(name, source[originals[name]], value) for name, value in values.items()}
+    with Catalog.of(source) as originals, Catalog.of(quantized) as made:
+        tied = Model.of(originals).tied_heads()
+        names = {name: tied.get(name, name) for name in made if made.about(name).quantized}
+        originals.check(names.values())
+        originals.refuse_codes(names.values(), "quantization_error")
+        return {name: _of_tensor(name, originals.array(origin), made.value(name)) for name, origin in names.items()}
+
+
+def _of_tensor(name: str, original: Array, quantized: Array | QuantizedTensor) -> QuantizationError:
+    assert isinstance(quantized, QuantizedTensor)
+    return _error_of(name, original, quantized)
 
 
 def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> QuantizationError:
-    if isinstance(original, QuantizedTensor):
-        original = original.dequantize()
     original = as_array(original, name)
     if original.shape != quantized.shape:
         raise ValueError(

@@ -10,10 +10,9 @@ import numpy as np
 from ..base.file import Array
 from ..base.native import lib
 from ..engine import jobs
-from ..engine import source as sources
 from ..engine.jobs import Progress
 from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of, storage_of
-from ..engine.source import Source
+from ..engine.source import Source, address, of_reals, run
 
 # What `quantize` makes, with the number that the C core knows each rounding by.
 _BLOCK_TARGETS = {
@@ -58,14 +57,14 @@ def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Pr
     channels = []
     work = []
     for w in wanted:
-        memory = sources.address(w.result.data if isinstance(w.result, QuantizedTensor) else w.result)
+        memory = address(w.result.data if isinstance(w.result, QuantizedTensor) else w.result)
         if id(w) in factors:
             assert isinstance(w.result, QuantizedTensor)
             channels.append(channels_of(w.source.shape, w.result.axis, factors[id(w)]))
             work.append(w.source.work(lib.SL_OP_INT8, memory, channels=len(channels)))
         else:
             work.append(w.source.job(memory, w.target))
-    sources.run([w.source for w in wanted], work, channels=channels, threads=threads, progress=second)
+    run([w.source for w in wanted], work, channels=channels, threads=threads, progress=second)
 
 
 def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) -> dict[int, Array]:
@@ -73,14 +72,14 @@ def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) 
     maxima = [np.zeros(w.result.scale.shape, np.uint32) for w in scaled]  # type: ignore[union-attr]
     channels = [channels_of(w.source.shape, w.result.axis, None) for w in scaled]  # type: ignore[union-attr]
     work = [
-        w.source.work(lib.SL_OP_ABSMAX, sources.address(bits), channels=k + 1)
+        w.source.work(lib.SL_OP_ABSMAX, address(bits), channels=k + 1)
         for k, (w, bits) in enumerate(zip(scaled, maxima, strict=True))
     ]
-    sources.run([w.source for w in scaled], work, channels=channels, threads=threads, progress=progress)
+    run([w.source for w in scaled], work, channels=channels, threads=threads, progress=progress)
     factors = {}
     for w, bits in zip(scaled, maxima, strict=True):
         if (bits >= _INFINITY_BITS).any():
-            sources.run([w.source], [w.source.work(lib.SL_OP_FINITE, 0)], threads=threads)  # says where
+            run([w.source], [w.source.work(lib.SL_OP_FINITE, 0)], threads=threads)  # says where
         absmax = bits.view(np.float32)
         with np.errstate(divide="ignore", over="ignore"):
             inverse = np.float32(127) / absmax
@@ -153,7 +152,7 @@ def quantize(
     if scheme == INT8 and rounding is not None:
         raise ValueError("rounding is for q4_0: int8 has one")
     jobs.check_threads(threads)
-    source = sources.of_reals("", x, threads)
+    source = of_reals("", x, threads)
     if axis is not None and axis < 0:
         axis += len(source.shape)
     storage_of(scheme, source.shape, axis)
@@ -185,7 +184,7 @@ def quantize_source(
     """
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
-    given = source if isinstance(source, Source) else sources.of_reals("", source, threads)
+    given = source if isinstance(source, Source) else of_reals("", source, threads)
     scale = storage_of(scheme, given.shape, axis)[1]
     result = QuantizedTensor(scheme, given.shape, data, None if scale is None else np.zeros(scale[1], scale[0]), axis)
     run_requests([Request(given, result, target_number(scheme, rounding))], threads=threads, progress=None)

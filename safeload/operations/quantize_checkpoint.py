@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import checkpoint as checkpoints
 from ..base import dtypes
-from ..base.file import Array, PathLike, WeightFile
+from ..base.file import Array
 from ..base.native import lib
-from ..checkpoint import Checkpoint
 from ..engine import jobs
-from ..engine import source as sources
 from ..engine.jobs import Progress
 from ..engine.quantized_tensor import INT8, QuantizedTensor
-from ..engine.source import Source, subject
+from ..engine.source import Source, of_reals, subject
 from ..errors import UnsupportedError
 from ..models.choosing import choose
 from ..models.schema import Schema
-from . import catalog
+from .catalog import About, Catalog, Given
 from .quantize import Request, check_scheme, new_tensor, run_requests, target_number
 
 #: Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without
@@ -115,24 +110,12 @@ class Model(NamedTuple):
     architecture: str = ""
 
     @classmethod
-    def of(
-        cls,
-        names: Collection[str],
-        config: Mapping[str, Any] | None,
-        format: str | None,
-        metadata: Mapping[Any, Any],
-    ) -> Model:
-        """The model that tensors of these names are."""
-        choice = choose(config, format, names)
-        architecture = str(metadata.get("general.architecture", ""))
-        return cls(names, config, None if choice is None else choice.schema, architecture)
-
-    @classmethod
-    def of_source(cls, given: Checkpoint | Mapping[str, Any]) -> Model:
-        """The model in a checkpoint or a dict."""
-        if isinstance(given, Checkpoint):
-            return cls.of(given.keys(), given.config, given.format, given.metadata)
-        return cls(given.keys())
+    def of(cls, catalog: Catalog, names: Collection[str] | None = None) -> Model:
+        """The model that these tensors are; ``names`` where only some of them are."""
+        names = dict.fromkeys(catalog if names is None else names).keys()
+        choice = choose(catalog.config, catalog.format, names)
+        architecture = str(catalog.metadata.get("general.architecture", ""))
+        return cls(names, catalog.config, None if choice is None else choice.schema, architecture)
 
     def tied_heads(self) -> dict[str, str]:
         """Heads that are not there because they are the same as an embedding, and that embedding."""
@@ -174,17 +157,11 @@ class Rules:
         self._keep = keep if callable(keep) else None
         self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
 
-    def plan(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], scheme: str | None = None) -> Planned:
-        """What becomes of a tensor.
-
-        Args:
-            name: its name.
-            row: its dtype.
-            shape: its logical shape.
-            scheme: of a tensor that is quantized already; None for any other.
-        """
-        if not row.floating and scheme is None:
-            return Planned(None, f"is {row.name}, not floating")
+    def plan(self, name: str, about: About) -> Planned:
+        """What becomes of a tensor of this name."""
+        shape, scheme = about.shape, about.scheme
+        if not about.floating and scheme is None:
+            return Planned(None, f"is {about.dtype}, not floating")
         if len(shape) not in (2, 3):
             return Planned(None, f"is {len(shape)}-D, not 2-D or 3-D")
         if 0 in shape:
@@ -220,7 +197,7 @@ class Rules:
 
 
 def load_quantized(
-    source: PathLike | Checkpoint | Mapping[str, Any],
+    source: Given,
     scheme: Scheme = "q4_0",
     *,
     keep: Keep = None,
@@ -265,104 +242,109 @@ def load_quantized(
     target_number("q4_0", rounding)
     jobs.check_threads(threads)
     rules = Rules(scheme, keep)
-    if isinstance(source, Checkpoint):
-        return _quantize_all(source, rules, tie_lm_head, rounding, axis, threads, progress)
-    if isinstance(source, Mapping):
-        return _quantize_all(source, rules, tie_lm_head, rounding, axis, threads, progress)
-    with checkpoints.open(source) as opened:
-        return _quantize_all(opened, rules, tie_lm_head, rounding, axis, threads, progress)
+    with Catalog.of(source) as catalog:
+        catalog.refuse_codes(catalog, "load_quantized")
+        work = _Work(catalog, rules, tie_lm_head, rounding, axis, threads)
+        return work.run(progress)
 
 
-class _Stored(NamedTuple):
-    """A quantized tensor of a checkpoint, which is read when its turn comes."""
+class _Tensor(NamedTuple):
+    """A tensor of the result.
 
-    scheme: str
-    shape: tuple[int, ...]
-    nbytes: int
-    load: Callable[[], QuantizedTensor]
+    Attributes:
+        origin: name of the tensor that it is made from: of a tied head the embedding.
+        about: what is known of that.
+        source: its values; None where they are quantized, and read when their turn comes.
+    """
 
-
-def _tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | _Stored]:
-    """Each tensor as a source, or as what it is if it is quantized already."""
-    if isinstance(given, Checkpoint):
-        return {name: _of_file(given, name, file, index) for name, file, index in given.entries()}
-    return {
-        name: _Stored(value.scheme, value.shape, value.nbytes, partial(_same, value))
-        if isinstance(value, QuantizedTensor)
-        else sources.of_array(name, value)
-        for name, value in given.items()
-    }
+    origin: str
+    about: About
+    source: Source | None
 
 
-def _same(value: QuantizedTensor) -> QuantizedTensor:
-    return value
+class _Work:
+    """What becomes of the tensors of a checkpoint.
 
+    Args:
+        catalog: the tensors.
+        rules: which of them are quantized to what.
+        tie_lm_head: see `load_quantized`, as the others.
+    """
 
-def _of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | _Stored:
-    row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
-    if not row.blocked and scale is None:
-        source = catalog.of_file(opened, name, file, index)
-        assert isinstance(source, Source)
-        return source
-    size = row.nbytes(math.prod(shape)) + (0 if scale is None else scale.end - scale.begin)
+    def __init__(
+        self,
+        catalog: Catalog,
+        rules: Rules,
+        tie_lm_head: bool,
+        rounding: str | None,
+        axis: int | None,
+        threads: int | None,
+    ) -> None:
+        self._catalog = catalog
+        self._rules = rules
+        self._rounding = rounding
+        self._axis = axis
+        self._threads = threads
+        self._requests: list[Request] = []
+        self._result = QuantizedDict()
+        self._tensors = {name: self._find(name) for name in catalog}
+        self._before = sum(tensor.about.nbytes for tensor in self._tensors.values())
+        model = Model.of(catalog)
+        rules.schema = model.schema
+        for head, embedding in model.tied_heads().items() if tie_lm_head else ():
+            about = self._tensors[embedding].about
+            if not about.quantized and about.floating and rules.plan(head, about).scheme is not None:
+                self._tensors[head] = self._find(embedding, head)
 
-    def load() -> QuantizedTensor:
-        value: QuantizedTensor = opened.load([name], backend="pread")[name]
-        return value
+    def _find(self, name: str, called: str | None = None) -> _Tensor:
+        about = self._catalog.about(name)
+        source = None if about.quantized else self._catalog.source(name, called)
+        assert not isinstance(source, QuantizedTensor)
+        return _Tensor(name, about, source)
 
-    return _Stored(row.name if scale is None else INT8, shape, size, load)
+    def run(self, progress: Progress) -> QuantizedDict:
+        """The tensors, those that are read from files in one run."""
+        quantized, kept = {}, {}
+        for name, tensor in self._tensors.items():
+            plan = self._rules.plan(name, tensor.about)
+            if plan.scheme is None:
+                kept[name] = plan.reason
+                self._result[name] = self._keep(tensor)
+            else:
+                quantized[name] = plan.scheme
+                self._result[name] = self._quantize(name, tensor, plan.scheme)
+        run_requests(self._requests, threads=self._threads, progress=progress)
+        for name, made in self._result.items():
+            if isinstance(made, np.ndarray):
+                self._result[name] = jobs.native_order(made)
+        after = sum(made.nbytes for made in self._result.values())
+        self._result.summary = Summary(self._before, after, quantized, kept)
+        return self._result
 
+    def _keep(self, tensor: _Tensor) -> QuantizedTensor | Array:
+        """A tensor that is not quantized: as it is if it has been, else in an array that `run` fills."""
+        source = tensor.source
+        if source is None:
+            return self._catalog.value(tensor.origin)
+        row = _F32 if source.row.floating else source.row
+        array = jobs.private_array(source.shape, dtypes.array_dtype(row.number))
+        self._requests.append(Request(source, array, row.number))
+        return array
 
-def _quantize_all(
-    given: Checkpoint | Mapping[str, Any],
-    rules: Rules,
-    tie_lm_head: bool,
-    rounding: str | None,
-    axis: int | None,
-    threads: int | None,
-    progress: Progress,
-) -> QuantizedDict:
-    catalog.refuse_codes(given, given, "load_quantized")
-    tensors = _tensors(given)
-    before = sum(value.size if isinstance(value, Source) else value.nbytes for value in tensors.values())
-    model = Model.of_source(given)
-    rules.schema = model.schema
-    for head, embedding in model.tied_heads().items() if tie_lm_head else ():
-        tied = tensors[embedding]
-        if isinstance(tied, Source) and tied.row.floating and rules.plan(head, tied.row, tied.shape).scheme is not None:
-            tensors[head] = tied._replace(name=head)
-    result, quantized, kept = QuantizedDict(), {}, {}
-    wanted = []
-    for name, value in tensors.items():
-        stored = value.scheme if isinstance(value, _Stored) else None
-        row = value.row if isinstance(value, Source) else _F32
-        plan = rules.plan(name, row, value.shape, stored)
-        if plan.scheme is None:
-            kept[name] = plan.reason
-            if isinstance(value, _Stored):
-                result[name] = value.load()
-                continue
-            row = _F32 if row.floating else row
-            array = jobs.private_array(value.shape, dtypes.array_dtype(row.number))
-            result[name] = array
-            wanted.append(Request(value, array, row.number))
-            continue
-        quantized[name] = plan.scheme
-        kept_axis = _axis_of(name, value.shape, axis) if plan.scheme == INT8 else None
-        target = target_number(plan.scheme, rounding if plan.scheme == "q4_0" else None)
-        if isinstance(value, _Stored):  # one after the other: each is held as float32 for a moment
-            restored = sources.of_reals(name, value.load().dequantize(threads=threads), threads)
-            result[name] = new = new_tensor(restored, plan.scheme, kept_axis)
-            run_requests([Request(restored, new, target)], threads=threads, progress=None)
-        else:
-            result[name] = new = new_tensor(value, plan.scheme, kept_axis)
-            wanted.append(Request(value, new, target))
-    run_requests(wanted, threads=threads, progress=progress)
-    for name, made in result.items():
-        if isinstance(made, np.ndarray):
-            result[name] = jobs.native_order(made)
-    result.summary = Summary(before, sum(made.nbytes for made in result.values()), quantized, kept)
-    return result
+    def _quantize(self, name: str, tensor: _Tensor, scheme: str) -> QuantizedTensor:
+        """A tensor that `run` fills; what was quantized in another scheme is filled at once."""
+        axis = _axis_of(name, tensor.about.shape, self._axis) if scheme == INT8 else None
+        target = target_number(scheme, self._rounding if scheme == "q4_0" else None)
+        if tensor.source is not None:
+            new = new_tensor(tensor.source, scheme, axis)
+            self._requests.append(Request(tensor.source, new, target))
+            return new
+        value = self._catalog.value(tensor.origin)  # one after the other: each is held as float32 for a moment
+        assert isinstance(value, QuantizedTensor)
+        source = of_reals(name, value.dequantize(threads=self._threads), self._threads)
+        new = new_tensor(source, scheme, axis)
+        run_requests([Request(source, new, target)], threads=self._threads, progress=None)
+        return new
 
 
 def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .. import checkpoint as checkpoints
 from ..base import dtypes
-from ..base.arrays import as_array, check_mapping
-from ..base.file import Array, PathLike, WeightFile
-from ..checkpoint import Checkpoint
+from ..base.arrays import check_mapping
+from ..base.file import Array
 from ..engine import jobs
-from ..engine import source as sources
 from ..engine.cast import target_array
 from ..engine.jobs import Grid, Job, Progress
 from ..engine.load import parse_target
-from ..engine.quantized_tensor import INT8, QuantizedTensor
-from ..engine.source import Source
+from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.source import Source, of_array, run
 from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.layout import LAYER, Layout, StackedTensor
-from . import catalog
+from .catalog import About, Catalog, Given
 
 # Digits of a layer's number: Python itself reads no numbers of more than some thousands.
 _MAX_DIGITS = 18
@@ -35,48 +32,6 @@ class StackedDict(dict[str, Array]):
     """
 
     left_out: tuple[str, ...] = ()
-
-
-class Known(NamedTuple):
-    """What is known of a tensor before it is read.
-
-    Attributes:
-        row: row of the dtype table.
-        shape: logical shape.
-        scheme: of a quantized tensor, else None.
-        axis: of int8 with a scale for each of its elements, else None.
-    """
-
-    row: dtypes.Dtype
-    shape: tuple[int, ...]
-    scheme: str | None = None
-    axis: int | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements as they are stored, without the scale of int8."""
-        return self.row.nbytes(math.prod(self.shape))
-
-
-def known_of_file(file: WeightFile, index: int) -> Known:
-    """What is known of a tensor in a file."""
-    row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
-    if scale is not None:
-        return Known(row, shape, INT8, scale.axis)
-    return Known(row, shape, row.name if row.blocked else None)
-
-
-def known_of_value(name: str, value: Any) -> Known:
-    """What is known of a tensor in memory.
-
-    Raises:
-        SafeloadError: it has no dtype of weights.
-    """
-    if isinstance(value, QuantizedTensor):
-        row = dtypes.BLOCK_TYPES.get(value.scheme, dtypes.BY_CODE["I8"])
-        return Known(row, value.shape, value.scheme, value.axis)
-    array = as_array(value, name)
-    return Known(dtypes.of_array(array, name), array.shape)
 
 
 class Stack(NamedTuple):
@@ -98,7 +53,7 @@ class Stack(NamedTuple):
 
 
 def stack(
-    source: PathLike | Checkpoint | Mapping[str, Any],
+    source: Given,
     layout: Layout,
     *,
     dtype: Any = None,
@@ -135,15 +90,22 @@ def stack(
         >>> stack(layers, Layout("tiny", [StackedTensor("w", "h.{}.w", transpose=True)]), dtype="float32")["w"].shape
         (4, 3, 2)
     """
-    if not isinstance(source, Mapping):
-        with checkpoints.open(source) as opened:
-            return stack(opened, layout, dtype=dtype, out=out, threads=threads, progress=progress)
     jobs.check_threads(threads)
+    target = parse_target(dtype)
     if out is not None:
         check_mapping(out, "out")
-    plans = plan(source, layout, dtype)
-    named = {name for planned in plans for name in planned.names}
-    catalog.refuse_codes(source, named, "stack")
+    with Catalog.of(source) as catalog:
+        plans = plan({name: catalog.about(name) for name in catalog}, layout, target)
+        named = {name for planned in plans for name in planned.names}
+        catalog.refuse_codes(named, "stack")
+        result = _targets(plans, out)
+        fill(catalog, [(planned, result[planned.entry.name]) for planned in plans], threads=threads, progress=progress)
+        result.left_out = tuple(name for name in catalog if name not in named)
+    return result
+
+
+def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> StackedDict:
+    """The arrays to fill."""
     result = StackedDict()
     unknown = sorted(set(out or ()) - {p.entry.name for p in plans})
     if unknown:
@@ -157,29 +119,18 @@ def stack(
             result[name] = target_array(planned.shape, wanted, None if out is None else out[name])
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
-    fill(source, [(planned, result[planned.entry.name]) for planned in plans], threads=threads, progress=progress)
-    result.left_out = tuple(name for name in source if name not in named)
     return result
 
 
 # ---- plan ----
 
 
-def plan(source: Checkpoint | Mapping[str, Any], layout: Layout, dtype: Any) -> list[Stack]:
+def plan(known: Mapping[str, About], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
     """What `fill` is to make, every name and shape checked.
 
     Raises:
         TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
     """
-    if isinstance(source, Checkpoint):
-        known = {name: known_of_file(file, index) for name, file, index in source.entries()}
-    else:
-        known = {name: known_of_value(name, value) for name, value in source.items()}
-    return plan_known(known, layout, parse_target(dtype))
-
-
-def plan_known(known: Mapping[str, Known], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
-    """`plan` from what is known of the tensors."""
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a safeload.Layout, not {type(layout).__name__}")
     found = {entry.source: _layers_of(known, entry) for entry in layout.tensors if entry.stacked}
@@ -190,7 +141,7 @@ def plan_known(known: Mapping[str, Known], layout: Layout, target: dtypes.Dtype 
     return [_plan_one(entry, known, found.get(entry.source), counts, target) for entry in layout.tensors]
 
 
-def _layers_of(known: Mapping[str, Known], entry: StackedTensor) -> set[int]:
+def _layers_of(known: Mapping[str, About], entry: StackedTensor) -> set[int]:
     """The layers that an entry finds.
 
     Raises:
@@ -218,7 +169,7 @@ def _clipped(name: str) -> str:
 
 def _plan_one(
     entry: StackedTensor,
-    known: Mapping[str, Known],
+    known: Mapping[str, About],
     layers: set[int] | None,
     counts: Mapping[str, int],
     target: dtypes.Dtype | None,
@@ -259,7 +210,7 @@ def _plan_one(
     return Stack(entry, names, first.shape, (len(names), *layer) if entry.stacked else layer, rows[0])
 
 
-def _result_row(name: str, known: Known, target: dtypes.Dtype | None) -> dtypes.Dtype:
+def _result_row(name: str, known: About, target: dtypes.Dtype | None) -> dtypes.Dtype:
     if target is not None and (known.row.floating or known.scheme is not None):
         return target
     if known.scheme is not None or known.row.packed:
@@ -273,7 +224,7 @@ def _result_row(name: str, known: Known, target: dtypes.Dtype | None) -> dtypes.
 
 
 def fill(
-    source: Checkpoint | Mapping[str, Any],
+    catalog: Catalog,
     wanted: Sequence[tuple[Stack, Array]],
     *,
     threads: int | None = None,
@@ -284,17 +235,6 @@ def fill(
     Raises:
         FormatError, OSError: a file cannot be read.
     """
-    fill_from(_values(source), wanted, threads=threads, progress=progress)
-
-
-def fill_from(
-    values: Callable[[str], Source | QuantizedTensor],
-    wanted: Sequence[tuple[Stack, Array]],
-    *,
-    threads: int | None = None,
-    progress: Progress = None,
-) -> None:
-    """`fill` from a function that finds a tensor by its name."""
     used: list[Source] = []
     work: list[Job] = []
     grids: list[Grid] = []
@@ -302,7 +242,7 @@ def fill_from(
         size = math.prod(planned.layer) * array.dtype.itemsize
         number = 0
         for k, name in enumerate(planned.names):
-            origin = _convertible(values(name), planned.row, threads)
+            origin = _convertible(catalog.source(name), planned.row, threads)
             if origin.size == 0:
                 continue
             if planned.entry.transpose and number == 0:
@@ -316,34 +256,20 @@ def fill_from(
                 number = len(grids)
             used.append(origin)
             work.append(origin.job(jobs.address_of(array) + k * size, planned.row.number, grid=number))
-    sources.run(used, work, grids=grids, threads=threads, progress=progress)
+    run(used, work, grids=grids, threads=threads, progress=progress)
     for _, array in wanted:
         restored = jobs.native_order(array)
         if restored is not array:  # only where bytes had to be swapped
             array[...] = restored
 
 
-def _values(source: Checkpoint | Mapping[str, Any]) -> Callable[[str], Source | QuantizedTensor]:
-    """A function that finds a tensor by its name."""
-    if not isinstance(source, Checkpoint):
-
-        def of_dict(name: str) -> Source | QuantizedTensor:
-            value = source[name]
-            return value if isinstance(value, QuantizedTensor) else sources.of_array(name, value)
-
-        return of_dict
-    opened = source
-    places = {name: (file, index) for name, file, index in opened.entries()}
-    return lambda name: catalog.of_file(opened, name, *places[name])
-
-
 def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:
     """A source of whole bytes that a grid can take: restored or decoded first where it is none."""
     if isinstance(value, QuantizedTensor):
-        return sources.of_array("", value.dequantize(dtypes.element_dtype(row.number), threads=threads))
+        return of_array("", value.dequantize(dtypes.element_dtype(row.number), threads=threads))
     if not value.row.packed:
         return value
     decoded = jobs.private_array(value.shape, dtypes.array_dtype(row.number))
     if value.size:
-        sources.run([value], [value.job(jobs.address_of(decoded), row.number)], threads=threads)
-    return sources.of_array(value.name, jobs.native_order(decoded))
+        run([value], [value.job(jobs.address_of(decoded), row.number)], threads=threads)
+    return of_array(value.name, jobs.native_order(decoded))
