@@ -14,7 +14,7 @@ from .engine.jobs import Progress
 from .engine.load import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
 from .engine.views import Views
 from .errors import FormatError, UnsupportedError
-from .formats.opening import Found, Recipe, find
+from .formats.opening import Found, Recipe, UnknownGlobals, find
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice
@@ -317,7 +317,7 @@ def open(
     *,
     format: str | None = None,
     root: str | None = None,
-    unknown_globals: str = "refuse",
+    unknown_globals: UnknownGlobals = "refuse",
 ) -> Checkpoint:
     """Opens a weight file, a folder of them, an ``index.json`` or a list of files; no tensor is read.
 
@@ -363,7 +363,7 @@ def load(
     *,
     format: str | None = None,
     root: str | None = None,
-    unknown_globals: str = "refuse",
+    unknown_globals: UnknownGlobals = "refuse",
     dtype: Any = None,
     backend: Backend = "mmap",
     out: Mapping[str, Array] | None = None,

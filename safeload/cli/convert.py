@@ -13,6 +13,7 @@ from .. import checkpoint
 from ..base.text import plural, printable, size
 from ..models.layout import Layout, built_in
 from ..operations.convert import SUFFIXES, write
+from ..operations.quantize import SCHEMES
 from ..operations.quantize_checkpoint import Summary
 from .common import add_command, add_opening, add_threads, bar, open_path
 
@@ -41,7 +42,8 @@ def register(commands: Any) -> None:
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")
     parser.add_argument("destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size")
     parser.add_argument("--dtype", help='what floating tensors become: "float32", "BF16", ...')
-    parser.add_argument("--quantize", metavar="SCHEME", help="int8, q4_0, q8_0, q4_1, q5_0 or q5_1 for the matrices")
+    schemes = f"{', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}"
+    parser.add_argument("--quantize", metavar="SCHEME", help=f"{schemes} for the matrices")
     parser.add_argument("--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file")
     parser.add_argument("--name", metavar="TENSOR", action="append", help="only this tensor; may be given often")
     parser.add_argument("--max-shard-size", metavar="SIZE", help='shards of at most so many bytes: "500MB", "5GB"')

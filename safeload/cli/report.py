@@ -13,6 +13,7 @@ from typing import Any
 from ..base.text import plural, printable, size
 from ..checkpoint import Checkpoint
 from ..engine.atomic_file import write_text
+from ..operations.quantize import SCHEMES, SchemeName
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path
 from .report_page import facts, findings, folded, page, picture, section, table
 
@@ -42,7 +43,7 @@ def register(commands: Any) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="report.html by default")
     parser.add_argument(
         "--quantize",
-        choices=("int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"),
+        choices=SCHEMES,
         help="also the error of each tensor in it",
     )
     add_opening(parser)
@@ -164,7 +165,7 @@ def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) ->
     return section(f"Quantized to {scheme}", lines, folded(plural(len(rows), "tensor"), listed))
 
 
-def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Errors of the tensors that `load_quantized` quantizes; and why some cannot be."""
     from ..errors import RangeError
     from ..operations.catalog import Catalog

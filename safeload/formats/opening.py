@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ..base import log
 from ..base.file import Identity, PathLike, WeightFile, absolute, native_path
@@ -13,6 +13,9 @@ from .registry import Wanted
 
 if TYPE_CHECKING:
     from . import folder
+
+# What to do with a pickle that names classes or functions off the list of harmless ones.
+UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
 
 
 class Recipe(NamedTuple):
@@ -30,7 +33,7 @@ class Recipe(NamedTuple):
     listed: bool
     format: str | None
     root: str | None
-    unknown_globals: str
+    unknown_globals: UnknownGlobals
 
     @property
     def options(self) -> Wanted:
@@ -65,11 +68,13 @@ class Found(NamedTuple):
     recipe: Recipe | None = None
 
 
-def find(path: PathLike | Sequence[PathLike], format: str | None, root: str | None, unknown_globals: str) -> Found:
+def find(
+    path: PathLike | Sequence[PathLike], format: str | None, root: str | None, unknown_globals: UnknownGlobals
+) -> Found:
     """Opens the files of a path; see `safeload.open` for arguments and errors."""
     if format is not None and format not in registry.FORMATS:
         raise ValueError(f"format is {show(format)}, known are {', '.join(registry.FORMATS)}")
-    if unknown_globals not in ("refuse", "inert"):
+    if unknown_globals not in get_args(UnknownGlobals):
         raise ValueError(f'unknown_globals is {show(unknown_globals)}, but it is "refuse" or "inert"')
     recipe = Recipe((), False, format, root, unknown_globals)
     if isinstance(path, (list, tuple)):

@@ -26,7 +26,7 @@ from ..errors import TensorNotFoundError, UnsupportedError
 from ..models.layout import Layout
 from ..packed import grouping
 from .catalog import About, Catalog, Given, has_names
-from .quantize import quantize_source
+from .quantize import Rounding, quantize_source
 from .quantize_checkpoint import Model, Planned, Rules, Scheme, Summary
 from .shards import Output, config_with, parse_size, write_shards
 from .stack import Stack, fill, plan
@@ -221,7 +221,7 @@ class _Plan:
         self._model = Model.of(catalog, self._abouts.keys())
         if self._rules is not None:
             self._rules.schema = self._model.schema
-        self._rounding = "ggml" if format == "gguf" else None
+        self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
         self._scratch = _Scratch()
         self._quantized_to: dict[str, str] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from ..engine.jobs import Progress
 from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of, storage_of
 from ..engine.source import Source, address, of_reals, run
 
-# What `quantize` makes, with the number that the C core knows each rounding by.
-_BLOCK_TARGETS = {
+# What `quantize` makes of blocks, with the number that the C core knows each rounding by.
+_BLOCK_TARGETS: dict[tuple[str, str], int] = {
     ("q4_0", "absmax"): lib.SL_Q4_0_ABSMAX,
     ("q4_0", "ggml"): lib.SL_Q4_0,
     ("q8_0", "absmax"): lib.SL_Q8_0,  # the same: ggml's own scale is absmax / 127
@@ -24,8 +24,11 @@ _BLOCK_TARGETS = {
     ("q5_0", "ggml"): lib.SL_Q5_0,
     ("q5_1", "ggml"): lib.SL_Q5_1,
 }
-SCHEMES = (INT8, *dict.fromkeys(scheme for scheme, _ in _BLOCK_TARGETS))
-ROUNDINGS = ("absmax", "ggml")
+
+SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"]
+Rounding: TypeAlias = Literal["absmax", "ggml"]
+SCHEMES: tuple[SchemeName, ...] = get_args(SchemeName)
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 _INFINITY_BITS = 0x7F800000
 
@@ -104,10 +107,10 @@ def _halves(progress: Progress, first: int, second: int) -> tuple[Progress, Prog
 
 def quantize(
     x: Any,
-    scheme: str,
+    scheme: SchemeName,
     *,
     axis: int | None = None,
-    rounding: str | None = None,
+    rounding: Rounding | None = None,
     out: QuantizedTensor | None = None,
     threads: int | None = None,
 ) -> QuantizedTensor:
@@ -173,7 +176,7 @@ def quantize_source(
     scheme: str,
     *,
     axis: int | None,
-    rounding: str | None,
+    rounding: Rounding | None,
     data: Array,
     threads: int | None,
 ) -> QuantizedTensor:

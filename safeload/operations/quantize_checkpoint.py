@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ..errors import UnsupportedError
 from ..models.choosing import choose
 from ..models.schema import Schema
 from .catalog import About, Catalog, Given
-from .quantize import Request, check_scheme, new_tensor, run_requests, target_number
+from .quantize import Request, Rounding, SchemeName, check_scheme, new_tensor, run_requests, target_number
 
 #: Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without
 #: a schema; where there is one, it says what a tensor is.
@@ -37,7 +37,7 @@ _TIED = (
 _HEADLESS = "embedding"
 
 Keep = str | Iterable[str] | Callable[[str], object] | None
-Scheme = str | Mapping[str, str | None]
+Scheme: TypeAlias = SchemeName | Mapping[str, SchemeName | None]
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -202,7 +202,7 @@ def load_quantized(
     *,
     keep: Keep = None,
     tie_lm_head: bool = True,
-    rounding: str | None = None,
+    rounding: Rounding | None = None,
     axis: int | None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -276,7 +276,7 @@ class _Work:
         catalog: Catalog,
         rules: Rules,
         tie_lm_head: bool,
-        rounding: str | None,
+        rounding: Rounding | None,
         axis: int | None,
         threads: int | None,
     ) -> None:
