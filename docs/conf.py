@@ -55,7 +55,7 @@ def shorten_signature(
 
 
 # Where names are looked up that stand without their module.
-_MODULES = ("safeload", "safeload.operations.quantize", "safeload.operations.stats")
+_MODULES = ("safeload",)
 
 
 def find_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 from .base.table import TensorInfo
 from .checkpoint import Checkpoint, load, open
-from .compat.safe_open import _safe_open_handle, safe_open
+from .compat.safe_open import SafeSlice, _safe_open_handle, safe_open
 from .engine.load import LoadStats
 from .engine.quantized_tensor import QuantizedTensor
 from .errors import (
@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from .base.table import TensorMeta, TensorSpec
     from .engine.cast import astype
     from .formats.safetensors.file import deserialize, serialize, serialize_file
+    from .models.layout import Layout, StackedTensor
     from .operations.convert import convert
     from .operations.diff import DiffReport, TensorDiff, diff
-    from .operations.quantize import QuantizationError, QuantizedDict, load_quantized, quantization_error, quantize
-    from .operations.stack import Layout, StackedDict, StackedTensor, stack
-    from .operations.stats import TensorStats, stats
+    from .operations.quantization_error import QuantizationError, quantization_error
+    from .operations.quantize import quantize
+    from .operations.quantize_checkpoint import KEPT_NAMES, QuantizedDict, Summary, load_quantized
+    from .operations.stack import StackedDict, stack
+    from .operations.stats import HISTOGRAM_EDGES, TensorStats, stats
     from .operations.validate.findings import Finding, Limits, ValidationReport
     from .operations.validate.run import validate
 
@@ -45,13 +48,14 @@ _LATER = {
         "base.table": ("TensorMeta", "TensorSpec"),
         "engine.cast": ("astype",),
         "formats.safetensors.file": ("deserialize", "serialize", "serialize_file"),
+        "models.layout": ("Layout", "StackedTensor"),
         "operations.convert": ("convert",),
         "operations.diff": ("DiffReport", "TensorDiff", "diff"),
-        "operations.quantize": (
-            *("QuantizationError", "QuantizedDict", "load_quantized", "quantization_error", "quantize"),
-        ),
-        "operations.stack": ("Layout", "StackedDict", "StackedTensor", "stack"),
-        "operations.stats": ("TensorStats", "stats"),
+        "operations.quantization_error": ("QuantizationError", "quantization_error"),
+        "operations.quantize": ("quantize",),
+        "operations.quantize_checkpoint": ("KEPT_NAMES", "QuantizedDict", "Summary", "load_quantized"),
+        "operations.stack": ("StackedDict", "stack"),
+        "operations.stats": ("HISTOGRAM_EDGES", "TensorStats", "stats"),
         "operations.validate.findings": ("Finding", "Limits", "ValidationReport"),
         "operations.validate.run": ("validate",),
     }.items()
@@ -60,6 +64,8 @@ _LATER = {
 _MODULES = ("layouts", "numpy", *(row.name for row in ROWS if row.public))
 
 __all__ = [
+    "HISTOGRAM_EDGES",
+    "KEPT_NAMES",
     "Checkpoint",
     "DiffReport",
     "Finding",
@@ -73,10 +79,12 @@ __all__ = [
     "QuantizedDict",
     "QuantizedTensor",
     "RangeError",
+    "SafeSlice",
     "SafeloadError",
     "SafetensorError",
     "StackedDict",
     "StackedTensor",
+    "Summary",
     "TensorDiff",
     "TensorInfo",
     "TensorMeta",

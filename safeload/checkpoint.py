@@ -1,48 +1,31 @@
-"""One door for every format: a checkpoint is a mapping from names to arrays."""
+"""One entry point for every format: a checkpoint is a mapping from names to arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .base import log
-from .base.file import Array, Identity, PathLike, WeightFile, absolute, check_unchanged, compare, native_path
+from .base.file import Array, Identity, PathLike, WeightFile, check_unchanged, compare
 from .base.table import TensorInfo, missing
 from .base.text import plural, show
 from .engine.jobs import Progress
 from .engine.load import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
-from .engine.slice import read_slice
+from .engine.views import Views
 from .errors import FormatError, UnsupportedError
-from .formats import foreign as sniffing
-from .formats import registry as opening
-from .formats.safetensors import quantized
+from .formats.opening import Found, Recipe, UnknownGlobals, find
+from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
+from .formats.safetensors.quantized import KEY, unpack_all
+from .formats.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
-    from .formats import folder
     from .packed.grouping import Codes
 
+__all__ = ["Checkpoint", "TensorSlice", "load", "open"]
+
 # Formats of files that stand beside a config.json.
-_WITH_CONFIG = (opening.SAFETENSORS, opening.TORCH_ZIP, opening.TORCH_LEGACY)
-
-
-class _Recipe(NamedTuple):
-    """How a checkpoint was opened: what its pickle holds.
-
-    Attributes:
-        paths: absolute.
-        listed: whether they were given as a list.
-        format: see `open`.
-        root: see `open`.
-        unknown_globals: see `open`.
-    """
-
-    paths: tuple[str, ...]
-    listed: bool
-    format: str | None
-    root: str | None
-    unknown_globals: str
-
+_WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 
 # Absolute path and the beginning of an `Identity` of each file.
 _Seen = tuple[tuple[str, tuple[int, ...]], ...]
@@ -74,49 +57,67 @@ class Checkpoint(Mapping[str, Value]):
         last_load: `LoadStats` of the last `load`, else None.
     """
 
-    def __init__(
-        self,
-        path: str,
-        format: str,
-        files: list[WeightFile],
-        where: dict[str, tuple[WeightFile, int]] | None,
-        metadata: Mapping[str, Any],
-        config: dict[str, Any] | None,
-        *,
-        recipe: _Recipe | None = None,
-        index: tuple[str, Identity] | None = None,
-        notes: Sequence[str] = (),
-    ) -> None:
-        if format == "safetensors":
-            where = _unpack(files, where)
+    def __init__(self, found: Found) -> None:
+        where, metadata = found.where, found.metadata
+        if found.format == SAFETENSORS:
+            where = unpack_all(found.files, where)
             # what it said is in the tensors now
-            metadata = {key: value for key, value in metadata.items() if key != quantized.KEY}
-        self._path = path
-        self._open = files
+            metadata = {key: value for key, value in metadata.items() if key != KEY}
+        self._path = found.title
+        self._open = found.files
         self._where = where
-        self._mappings: dict[WeightFile, Any] = {}
-        self._arrays: dict[str, Value] = {}
-        self._groups: dict[str, dict[str, Value]] = {}  # those that share bytes, under the first of them
+        self._views = Views()
         self._tensors: Mapping[str, TensorInfo] | None = None
-        self._found_codes: Mapping[str, Any] | None = None
+        self._found_codes: Mapping[str, Codes] | None = None
         self._closed = False
-        self._recipe = recipe
-        self._index = index
-        self.index = None if index is None else index[0]
-        self.notes = list(notes)
-        self.format = format
-        self.files = list(dict.fromkeys(file.path for file in files))
+        self._recipe = found.recipe
+        self._index = found.index_file
+        self.index = None if found.index_file is None else found.index_file[0]
+        self.notes = list(found.notes)
+        self.format = found.format
+        self.files = list(dict.fromkeys(file.path for file in found.files))
         self.metadata = metadata
-        self.config = config
+        self.config = found.config
         self.last_load: LoadStats | None = None
 
-    def _parts(self, names: Iterable[str] | None = None) -> list[Part]:
-        """Name, file and index of the tensors named, or of all in the order of their bytes."""
+    @property
+    def path(self) -> str:
+        """What was opened, as messages name it. Internal.
+
+        :meta private:
+        """
+        return self._path
+
+    @property
+    def weight_files(self) -> Sequence[WeightFile]:
+        """The open files that hold the tensors. Internal.
+
+        :meta private:
+        """
+        return self._open
+
+    def entries(self, names: Iterable[str] | None = None) -> list[Part]:
+        """Name, file and index in its table of the tensors named, or of all in the order of their bytes. Internal.
+
+        :meta private:
+
+        Raises:
+            TensorNotFoundError: an unknown name.
+        """
         if self._where is None:
             return parts_of(self._open[0], names)
         if names is None:
             return [(name, file, index) for name, (file, index) in self._where.items()]
         return [(name, *self._locate(name)) for name in distinct(names)]
+
+    def codes(self) -> Mapping[str, Codes]:
+        """The tensors that hold codes, whose values mean nothing alone. Internal.
+
+        :meta private:
+        """
+        if self._found_codes is None:
+            self._found_codes = self._find_codes()
+        return self._found_codes
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:
         if self._where is None:
@@ -132,19 +133,12 @@ class Checkpoint(Mapping[str, Value]):
 
     def __getitem__(self, name: str) -> Value:
         self._check_open()
-        array = self._arrays.get(name)
-        if array is None:
-            file, index = self._locate(name)
-            parts = self._together(name, file, index)
-            loaded, _ = load_parts(parts, backend="mmap", mappings=self._mappings)
-            if len(parts) > 1:  # one step: of threads that come here at once all get what the first has loaded
-                loaded = self._groups.setdefault(parts[0][0], loaded)
-                self._arrays.update(loaded)
-            array = self._arrays.setdefault(name, loaded[name])
-        return array
+        array = self._views.find(name)
+        return self._views.make(name, self._aliases(name)) if array is None else array
 
-    def _together(self, name: str, file: WeightFile, index: int) -> list[Part]:
+    def _aliases(self, name: str) -> list[Part]:
         """The tensor and those that share bytes with it: what has to be copied is copied once for all of them."""
+        file, index = self._locate(name)
         if not file.table.shaped:
             return [(name, file, index)]
         known = ((file.table.names[k], file, k) for k in file.table.together(index))
@@ -162,10 +156,8 @@ class Checkpoint(Mapping[str, Value]):
         return self._open[0].table.find(name) >= 0 if self._where is None else name in self._where
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
-        return (
-            f"<Checkpoint {self._path!r}: {self.format}, {plural(len(self), 'tensor')}, {self.nbytes:,} bytes{state}>"
-        )
+        tensors, state = plural(len(self), "tensor"), ", closed" if self._closed else ""
+        return f"<Checkpoint {self._path!r}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
 
     @property
     def nbytes(self) -> int:
@@ -192,34 +184,16 @@ class Checkpoint(Mapping[str, Value]):
 
     def _make_tensors(self) -> dict[str, TensorInfo]:
         known = {file: file.infos() for file in self._open}
-        return {name: known[file][index] for name, file, index in self._parts()}
-
-    def _codes(self) -> Mapping[str, Codes]:
-        """The tensors that hold codes, whose values mean nothing alone."""
-        if self._found_codes is None:
-            self._found_codes = self._find_codes()
-        return self._found_codes
-
-    def _refuse_codes(self, names: Iterable[str], what: str) -> None:
-        """Raises UnsupportedError for the first of some tensors that holds codes."""
-        codes = self._codes()
-        if codes:
-            from .packed import grouping
-
-            grouping.refuse(codes, names, what, self._path)
+        return {name: known[file][index] for name, file, index in self.entries()}
 
     def _find_codes(self) -> Mapping[str, Codes]:
         from .packed import grouping  # only here: most loads ask for no values
 
         if not any(grouping.could_hold(file.table.rows) for file in self._open):
             return {}
-        config = self.config
-        elsewhere: Container[str] = ()
-        if config is None and self.files and self.format in _WITH_CONFIG:
-            config = grouping.config_beside(self.files[0])
-            if len(self.files) == 1 and self.index is None:
-                elsewhere = grouping.shards_beside(self.files[0])
-        return grouping.find(grouping.stored_of(self._parts()), config, elsewhere)
+        if self.config is not None or self.format not in _WITH_CONFIG:
+            return grouping.find(grouping.stored_of(self.entries()), self.config)
+        return grouping.find_alone(self.entries(), self.files, indexed=self.index is not None)
 
     def get_slice(self, name: str) -> TensorSlice:
         """A stand-in for a tensor that reads what is asked of it: ``ckpt.get_slice("h.0.w")[:, :128]``.
@@ -231,10 +205,8 @@ class Checkpoint(Mapping[str, Value]):
         file, index = self._locate(name)
         if file.table.quantized and (file.table.row(index).blocked or file.table.scale(index) is not None):
             raise UnsupportedError(f"tensor {show(name)} is quantized: its parts are not read, only the whole")
-        wanted = opening.Wanted((self.format,))
-        if self._recipe is not None:
-            wanted = wanted._replace(root=self._recipe.root, inert=self._recipe.unknown_globals == "inert")
-        return TensorSlice(file, index, wanted)
+        options = Wanted() if self._recipe is None else self._recipe.options
+        return TensorSlice(file, index, options._replace(formats=(self.format,)))
 
     def load(
         self,
@@ -273,9 +245,11 @@ class Checkpoint(Mapping[str, Value]):
             OSError: a file cannot be read.
         """
         self._check_open()
-        parts = self._parts(names)
-        if dtype is not None:
-            self._refuse_codes((part[0] for part in parts), "dtype=")
+        parts = self.entries(names)
+        if dtype is not None and (codes := self.codes()):
+            from .packed import grouping
+
+            grouping.refuse(codes, (part[0] for part in parts), "dtype=", self._path)
         arrays, self.last_load = load_parts(
             parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
         )
@@ -285,9 +259,7 @@ class Checkpoint(Mapping[str, Value]):
     def close(self) -> None:
         """Closes the files. Arrays stay valid: a mapping goes with its last array."""
         self._closed = True
-        self._arrays.clear()
-        self._groups.clear()
-        self._mappings.clear()
+        self._views.clear()
         for file in self._open:
             file.close()
 
@@ -296,7 +268,7 @@ class Checkpoint(Mapping[str, Value]):
         seen: list[tuple[str, Identity]] = [(file.place, file.identity) for file in self._open]
         return (*seen, self._index) if self._index is not None else tuple(seen)
 
-    def _opened(self) -> _Recipe:
+    def _opened(self) -> Recipe:
         self._check_open()
         if self._recipe is None:
             raise TypeError(f"{self._path} was not opened by safeload.open, and cannot be copied")
@@ -321,61 +293,9 @@ class Checkpoint(Mapping[str, Value]):
         self.close()
 
 
-def _unpack(
-    files: list[WeightFile], where: dict[str, tuple[WeightFile, int]] | None
-) -> dict[str, tuple[WeightFile, int]] | None:
-    """Finds the quantized tensors that safetensors files say they hold; scales are no tensors of their own then."""
-    changed = {file for file in files if quantized.KEY in (file.table.metadata() or {}) and quantized.unpack(file)}
-    if where is None or not changed:
-        return where
-    found = ((name, file, file.table.find(name) if file in changed else index) for name, (file, index) in where.items())
-    return {name: (file, index) for name, file, index in found if index >= 0}
-
-
-class TensorSlice:
-    """A tensor that has not been read. Indexing it as numpy does (basic indexing) reads what it returns.
-
-    It pickles as the path of its file, as a `Checkpoint` does.
-
-    Attributes:
-        shape: of the array that the whole tensor would be.
-        dtype: likewise.
-    """
-
-    def __init__(self, file: WeightFile, index: int, wanted: opening.Wanted) -> None:
-        self._file = file
-        self._index = index
-        self._wanted = wanted
-        self.dtype, self.shape, *_ = file.layout(index)
-
-    def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...]]:
-        _ = self._file.descriptor  # says so where it is closed
-        return self._file.place, tuple(self._wanted), self._file.table.names[self._index], seen
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen_slice, self._copied(tuple(self._file.identity[:2]))
-
-    def __copy__(self) -> TensorSlice:
-        return _reopen_slice(*self._copied(self._file.identity))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorSlice:
-        return self.__copy__()
-
-    def __getitem__(self, index: Any) -> Array:
-        return read_slice(self._file, self._index, index if isinstance(index, tuple) else (index,))
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        return f"<TensorSlice {self.dtype} {list(self.shape)}>"
-
-
 def _reopen(recipe: Sequence[Any], seen: _Seen) -> Checkpoint:
     """A checkpoint once more, of the same files."""
-    paths, listed, format, root, unknown_globals = recipe = _Recipe(*recipe)
+    paths, listed, format, root, unknown_globals = recipe = Recipe(*recipe)
     for path, identity in seen:
         check_unchanged(path, identity)
     again = open(list(paths) if listed else paths[0], format=format, root=root, unknown_globals=unknown_globals)
@@ -391,22 +311,12 @@ def _reopen(recipe: Sequence[Any], seen: _Seen) -> Checkpoint:
     return again
 
 
-def _reopen_slice(path: str, wanted: tuple[Any, ...], name: str, seen: tuple[int, ...]) -> TensorSlice:
-    """A slice once more, of the same file."""
-    options = opening.Wanted(*wanted)
-    check_unchanged(path, seen)
-    files = opening.open_file(path, options).files
-    files[0].check_identity(seen)
-    file = next((file for file in files if file.table.find(name) >= 0), files[0])
-    return TensorSlice(file, file.table.index(name), options)
-
-
 def open(
     path: PathLike | Sequence[PathLike],
     *,
     format: str | None = None,
     root: str | None = None,
-    unknown_globals: str = "refuse",
+    unknown_globals: UnknownGlobals = "refuse",
 ) -> Checkpoint:
     """Opens a weight file, a folder of them, an ``index.json`` or a list of files; no tensor is read.
 
@@ -443,61 +353,7 @@ def open(
         ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
         ('F32', (128,))
     """
-    if format is not None and format not in opening.FORMATS:
-        raise ValueError(f"format is {show(format)}, known are {', '.join(opening.FORMATS)}")
-    if unknown_globals not in ("refuse", "inert"):
-        raise ValueError(f'unknown_globals is {show(unknown_globals)}, but it is "refuse" or "inert"')
-    formats = None if format is None else opening.FORMATS[format]
-    wanted = opening.Wanted(formats, root, unknown_globals == "inert")
-    if isinstance(path, (list, tuple)):
-        return _open_list(path, wanted, _Recipe((), True, format, root, unknown_globals))
-    text, _ = native_path(path)  # type: ignore[arg-type]
-    recipe = _Recipe((absolute(text),), False, format, root, unknown_globals)
-    if text.endswith(".json") and not sniffing.is_safetensors(sniffing.read_head(text)):
-        return _open_shards(text, wanted, recipe)
-    try:
-        opened = opening.open_file(text, wanted)
-    except IsADirectoryError:
-        return _open_shards(text, wanted, recipe)
-    if opened.format == opening.GGUF and "split.count" in opened.metadata:
-        from .formats import folder
-
-        return _checkpoint(text, folder.open_parts(opened, wanted), recipe)
-    return Checkpoint(text, opened.format, opened.files, opened.where, opened.metadata, None, recipe=recipe)
-
-
-def _open_list(paths: Sequence[PathLike], wanted: opening.Wanted, recipe: _Recipe) -> Checkpoint:
-    texts = [native_path(path)[0] for path in paths]
-    if not texts:
-        raise ValueError("there is nothing to open: the list of paths is empty")
-    from .formats import folder
-
-    name = texts[0] if len(texts) == 1 else f"{texts[0]} and {len(texts) - 1} more"
-    return _checkpoint(name, folder.open_list(texts, wanted), recipe._replace(paths=tuple(map(absolute, texts))))
-
-
-def _open_shards(path: str, wanted: opening.Wanted, recipe: _Recipe) -> Checkpoint:
-    """A folder or an ``index.json``."""
-    from .formats import folder  # only here: json and pathlib take milliseconds that every import would pay
-
-    return _checkpoint(path, folder.open_path(path, wanted), recipe)
-
-
-def _checkpoint(path: str, shards: folder.Shards, recipe: _Recipe) -> Checkpoint:
-    log.debug("opened %s: %s", path, plural(len(shards.files), "file"))
-    for note in shards.notes:
-        log.debug("%s: %s", path, note)
-    return Checkpoint(
-        path,
-        shards.format,
-        shards.files,
-        shards.where,
-        shards.metadata,
-        shards.config,
-        recipe=recipe,
-        index=shards.index_file,
-        notes=shards.notes,
-    )
+    return Checkpoint(find(path, format, root, unknown_globals))
 
 
 def load(
@@ -506,7 +362,7 @@ def load(
     *,
     format: str | None = None,
     root: str | None = None,
-    unknown_globals: str = "refuse",
+    unknown_globals: UnknownGlobals = "refuse",
     dtype: Any = None,
     backend: Backend = "mmap",
     out: Mapping[str, Array] | None = None,

@@ -258,6 +258,29 @@ def test_no_circle_inside_a_package():
             assert len(body) == 1, f"{path}: a docstring and nothing else"
 
 
+def test_only_the_catalog_tells_a_checkpoint_from_a_dict():
+    asks = re.compile(r"isinstance\([^)]*\bCheckpoint\b")
+    found = {module_name(path) for path in PYTHON_FILES if asks.search(path.read_text())}
+    assert found == {"operations.catalog"}
+
+
+def test_nobody_uses_a_private_member_of_a_checkpoint():
+    """In modules that have one: a look at the text, which knows no types."""
+    own = set(re.findall(r"\bself\.(_[a-z]\w*)", (PACKAGE / "checkpoint.py").read_text()))
+    assert len(own) > 5
+    for path in PYTHON_FILES:
+        if path != PACKAGE / "checkpoint.py" and {"checkpoint", "operations.catalog"} & set(imported(path)):
+            used = re.findall(r"\b(?!self\b|cls\b)\w+\.(_[a-z]\w*)", path.read_text())
+            assert not own & set(used), path
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=module_name)
+def test_a_module_has_400_lines_at_most(path):
+    limits = {"formats.unpickle.opcodes": 600, "base.file": 500, "base.table": 450, "engine.jobs": 410}
+    limits["operations.convert"] = 490
+    assert len(path.read_text().splitlines()) <= limits.get(module_name(path), 400)
+
+
 def test_a_listing_of_the_package_fits_ten_lines():
     names = {path.name for path in PACKAGE.iterdir() if path.name[0] not in "_." and path.suffix != ".so"}
     assert len(names) <= 20, names

@@ -129,11 +129,14 @@ def of_array(array: Any, name: str) -> Dtype:
     """
     row = BY_NAME.get(array.dtype.name)
     if row is None or row.packed:
-        raise SafeloadError(
-            f"tensor {show(name)}: dtype {show(array.dtype.name)} cannot be saved. Supported dtypes: "
-            + ", ".join(row.name for row in TABLE if not row.packed)
-        )
+        raise not_stored(array.dtype.name, name)
     return row
+
+
+def not_stored(dtype: str, name: str) -> SafeloadError:
+    """What is raised for a tensor of a dtype that safetensors does not have."""
+    supported = ", ".join(row.name for row in TABLE if not row.packed)
+    return SafeloadError(f"tensor {show(name)}: dtype {show(dtype)} cannot be saved. Supported dtypes: {supported}")
 
 
 def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from ..base import dtypes
 from ..base.text import printable, size, table, width
 from ..checkpoint import Checkpoint
 from ..formats.registry import BY_NAME
-from ..operations import catalog
 from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter, positive
 
 _EPILOG = f"""examples:
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         files, nbytes, format = list(opened.files), opened.nbytes, opened.format
         dtype_rows = [dtypes.BY_CODE.get(info.dtype) for info in opened.tensors.values()]
         floating = all(row is not None and row.floating for row in dtype_rows)
-        floating = floating and not catalog.codes_of(opened)
+        floating = floating and not opened.codes()
     jobs = _jobs(options, files, format, floating=floating)
     _warm(files)
     results = [(job, _race(sides, options.rounds)) for job, sides in jobs.items()]

@@ -9,13 +9,13 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from .. import checkpoint, layouts
+from .. import checkpoint
 from ..base.scheme import SCHEMES
 from ..base.text import plural, printable, size
 from ..formats.registry import SUFFIXES
-from ..operations import convert as conversion
-from ..operations.quantize import Summary
-from ..operations.stack import Layout
+from ..models.layout import Layout, built_in
+from ..operations.convert import write
+from ..operations.quantize_checkpoint import Summary
 from .common import add_command, add_opening, add_threads, bar, open_path
 
 _EPILOG = """examples:
@@ -28,8 +28,6 @@ _EPILOG = """examples:
 Names stay as they are: this is no converter between model architectures.
 
 Exit status: 0 good, 1 a file is bad or cannot be read or written, 2 wrong usage."""
-
-_LAYOUTS = {"moondream2": layouts.MOONDREAM2}
 
 
 def register(commands: Any) -> None:
@@ -46,7 +44,7 @@ def register(commands: Any) -> None:
     parser.add_argument("destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size")
     parser.add_argument("--dtype", help='what floating tensors become: "float32", "BF16", ...')
     parser.add_argument("--quantize", metavar="SCHEME", help=f"{', '.join(SCHEMES)} for the matrices")
-    parser.add_argument("--layout", metavar="NAME", help=f"stack layers: {', '.join(_LAYOUTS)}, or a JSON file")
+    parser.add_argument("--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file")
     parser.add_argument("--name", metavar="TENSOR", action="append", help="only this tensor; may be given often")
     parser.add_argument("--max-shard-size", metavar="SIZE", help='shards of at most so many bytes: "500MB", "5GB"')
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
@@ -82,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> Summary | None:
     with ExitStack() as stack, bar("convert") as progress:
-        return conversion.write(
+        return write(
             [stack.enter_context(open_path(path, options)) for path in options.source],
             options.destination,
             dtype=options.dtype,
@@ -97,4 +95,4 @@ def _convert(options: argparse.Namespace) -> Summary | None:
 
 
 def _layout(name: str | None) -> Layout | None:
-    return None if name is None else _LAYOUTS.get(name) or Layout.from_json(name)
+    return None if name is None else built_in().get(name) or Layout.from_json(name)

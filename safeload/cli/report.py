@@ -14,6 +14,7 @@ from ..base.scheme import SCHEMES
 from ..base.text import plural, printable, size
 from ..checkpoint import Checkpoint
 from ..engine.atomic_file import write_text
+from ..operations.quantize import SchemeName
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path
 from .report_page import facts, findings, folded, page, picture, section, table
 
@@ -59,11 +60,11 @@ def run(options: argparse.Namespace) -> int:
     except ImportError:
         print("safeload: report needs matplotlib: pip install 'safeload[report]'", file=sys.stderr)
         return 2
-    from ..operations.validate import run as validation
+    from ..operations.validate.run import settings, validate_path
 
     with bar("report") as progress:
-        wanted = validation.settings(threads=options.threads, progress=progress, histogram=True)
-        found = validation.validate_path(options.path, lambda: open_path(options.path, options), wanted)
+        wanted = settings(threads=options.threads, progress=progress, histogram=True)
+        found = validate_path(options.path, lambda: open_path(options.path, options), wanted)
     sections = []
     if found.files:
         with open_path(options.path, options) as opened:
@@ -92,7 +93,7 @@ def _findings(found: Any) -> str:
 
 
 def _sections(opened: Checkpoint, found: Any, options: argparse.Namespace) -> Iterator[str]:
-    from ..operations import stats as statistics
+    from ..operations.stats import HISTOGRAM_EDGES
     from .report_plots import bytes_by_kind, bytes_by_layer, curves, histograms, layered, tensor
 
     infos = opened.tensors
@@ -106,7 +107,7 @@ def _sections(opened: Checkpoint, found: Any, options: argparse.Namespace) -> It
         if lines:
             yield section("Over the layers", picture(curves(lines)))
         known = [one for one in tensors if one.stats is not None]
-        map_ = histograms(known, statistics.HISTOGRAM_EDGES)
+        map_ = histograms(known, HISTOGRAM_EDGES)
         yield section("How large values are", picture(map_), note=_HISTOGRAMS)
         if options.quantize:
             yield _quantized(opened, tensors, options)
@@ -165,33 +166,35 @@ def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) ->
     return section(f"Quantized to {scheme}", lines, folded(plural(len(rows), "tensor"), listed))
 
 
-def _errors(opened: Checkpoint, scheme: str, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Errors of the tensors that `load_quantized` quantizes; and why some cannot be."""
     from ..errors import RangeError
-    from ..operations import catalog
-    from ..operations import quantize as quantization
+    from ..operations.catalog import Catalog
+    from ..operations.quantization_error import QuantizationError, quantization_error
+    from ..operations.quantize import quantize
+    from ..operations.quantize_checkpoint import Model, Rules
 
-    rules = quantization.Rules(scheme, None)
-    rules.schema = quantization.Model.of_source(opened).schema
-    codes = catalog.codes_of(opened)
-    errors: dict[str, Any] = {}
+    catalog = Catalog.of(opened)
+    rules = Rules(scheme, None)
+    rules.schema = Model.of(catalog).schema
+    errors: dict[str, QuantizationError] = {}
     refused: dict[str, str] = {}
     with bar(scheme) as progress:
-        done, total = 0, opened.nbytes
-        for name, file, index in opened._parts():
-            row, shape = file.table.row(index), file.table.shape(index)
-            done += row.nbytes(math.prod(shape))
-            if name in codes or row.blocked or file.table.scale(index) is not None:
-                refused[name] = "holds codes, not weights" if name in codes else "is quantized already"
-            elif rules.plan(name, row, shape).scheme is not None:
-                value = opened.load([name], backend="pread", threads=threads)[name]
-                axis = 0 if scheme == "int8" and len(shape) == 3 else None
+        done, total = 0, sum(catalog.about(name).nbytes for name in catalog)
+        for name in catalog:
+            about = catalog.about(name)
+            done += about.nbytes
+            if name in catalog.codes or about.quantized:
+                refused[name] = "holds codes, not weights" if name in catalog.codes else "is quantized already"
+            elif rules.plan(name, about).scheme is not None:
+                value = catalog.array(name, threads)
+                axis = 0 if scheme == "int8" and len(about.shape) == 3 else None
                 try:
-                    quantized = quantization.quantize(value, scheme, axis=axis, threads=threads)
+                    quantized = quantize(value, scheme, axis=axis, threads=threads)
                 except RangeError as problem:
                     refused[name] = str(problem)
                 else:
-                    errors[name] = quantization.quantization_error(value, quantized)
+                    errors[name] = quantization_error(value, quantized)
             if progress is not None:
                 progress(done, total)
     return errors, refused

@@ -54,14 +54,11 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the statistics of ``options.path``; returns the exit status."""
-    from ..operations import stats as statistics  # takes milliseconds that other commands would pay
+    from ..operations.stats import stats  # only here: it takes milliseconds that other commands would pay
 
     with open_path(options.path, options) as opened, bar("stats") as progress:
         names = _names(opened, options.only) if options.only else None
-        found = statistics.stats(
-            opened, histogram=options.histogram, names=names, threads=options.threads, progress=progress
-        )
-    assert isinstance(found, dict)
+        found = stats(opened, histogram=options.histogram, names=names, threads=options.threads, progress=progress)
     rows = _sorted(found, options.sort)
     if options.json:
         from ..operations.validate.findings import stats_json
@@ -133,7 +130,7 @@ def _number(value: float) -> str:
 
 def _sparkline(bins: list[int]) -> str:
     """Bins between the first and the last that are not empty, with the powers of two at both ends."""
-    from ..operations import stats as statistics
+    from ..operations.stats import HISTOGRAM_EDGES
 
     filled = [k for k, count in enumerate(bins) if count]
     if not filled:
@@ -141,5 +138,5 @@ def _sparkline(bins: list[int]) -> str:
     first, last = filled[0], filled[-1]
     top = max(bins)
     bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // top)] for count in bins[first : last + 1])
-    low, high = (round(math.log2(statistics.HISTOGRAM_EDGES[k])) for k in (first, last + 1))
+    low, high = (round(math.log2(HISTOGRAM_EDGES[k])) for k in (first, last + 1))
     return f"2^{low} {bars} 2^{high}"

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,19 +38,8 @@ MAX_LAYERS = 100_000
 # The number of a layer: as many digits as Python makes a number of without asking, 4300.
 NUMBER = "0|[1-9][0-9]{0,4299}"
 
-_LAYER, _PREFIX = "{}", "{prefix}"
-# The class of a model: the family and what it has for a head. "LlamaForSequenceClassification" is "Llama".
-_CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
-# Characters of one; matching a longer text would take time that grows with its square.
-_CLASS_LENGTH = 200
-# Where the config of a multi-modal model keeps that of its language model; other keys come after these.
-_LANGUAGE = ("text_config", "llm_config", "language_config")
-# Objects in objects of a config that are looked through for it.
-_NESTED = 3
-# How many of them, and how many models with an embedding are told apart; beyond that the config is no model's.
-_CONFIGS, _MODELS = 1000, 16
-# A prefix that no schema has is believed when one of so many names is the schema's behind it.
-_PLACED_OF = 4
+# What stands in names for the number of a layer and for one of the prefixes.
+_LAYER, PREFIX = "{}", "{prefix}"
 _FOLDER = Path(__file__).parent / "schemas"
 _FIELDS = {
     *("name", "about", "architectures", "model_types", "formats"),
@@ -137,7 +125,7 @@ class Schema(NamedTuple):
             if entry.tied_when is not None and evaluate(entry.tied_when, keys) == 0:
                 continue
             for prefix in self.prefixes:
-                name, other = entry.name.replace(_PREFIX, prefix), entry.tied.replace(_PREFIX, prefix)
+                name, other = entry.name.replace(PREFIX, prefix), entry.tied.replace(PREFIX, prefix)
                 if name not in names and other in names:
                     result[name] = other
                     break
@@ -172,7 +160,7 @@ class Schema(NamedTuple):
             shape = None
             if entry.shape is not None:
                 shape = tuple(None if size == "?" else _size(size, keys) for size in entry.shape)
-            tied = None if entry.tied is None else entry.tied.replace(_PREFIX, prefix)
+            tied = None if entry.tied is None else entry.tied.replace(PREFIX, prefix)
             if tied is not None and entry.tied_when is not None and evaluate(entry.tied_when, keys) == 0:
                 tied = None
             required = not entry.optional and tied is None
@@ -184,7 +172,7 @@ class Schema(NamedTuple):
 
 
 def _spell(text: str, prefix: str, layer: int | None) -> str:
-    text = text.replace(_PREFIX, prefix)
+    text = text.replace(PREFIX, prefix)
     return text if layer is None else text.replace(_LAYER, str(layer))
 
 
@@ -270,7 +258,7 @@ def parse(content: Mapping[str, Any], path: str | None = None) -> Schema:
     prefixes = texts("prefixes", ("",)) or ("",)
     if any(_LAYER in prefix for prefix in prefixes):
         raise FormatError("schema: prefixes have no layers: {} belongs into names", path)
-    pattern = _pattern(entries, prefixes)
+    pattern = names_pattern(entries, prefixes)
     return Schema(
         content["name"],
         texts("architectures"),
@@ -328,13 +316,13 @@ def _check_expression(text: Any, what: str, path: str | None) -> None:
         raise FormatError(f"schema: {what}: {error}", path) from None
 
 
-def _pattern(entries: Iterable[Entry], prefixes: Iterable[str]) -> re.Pattern[str]:
+def names_pattern(entries: Iterable[Entry], prefixes: Iterable[str]) -> re.Pattern[str]:
     """One expression for all names: group ``e<entry>_<spelling>``, within it ``l<entry>_<spelling>`` for the layer."""
     prefix = f"(?:{'|'.join(map(re.escape, prefixes))})"
     parts = []
     for k, entry in enumerate(entries):
         for n, text in enumerate((entry.name, *entry.also)):
-            escaped = re.escape(text).replace(re.escape(_PREFIX), prefix)
+            escaped = re.escape(text).replace(re.escape(PREFIX), prefix)
             escaped = escaped.replace(re.escape(_LAYER), f"(?P<l{k}_{n}>{NUMBER})")
             parts.append(f"(?P<e{k}_{n}>{escaped})")
     return re.compile("|".join(parts), re.ASCII)
@@ -367,134 +355,3 @@ def built_in() -> dict[str, Schema]:
 
     paths = sorted(_FOLDER.glob("*.json"))
     return {path.stem: parse(json.loads(path.read_text("utf-8")), str(path)) for path in paths}
-
-
-class Choice(NamedTuple):
-    """A schema that was found for a model.
-
-    Attributes:
-        schema: what was found.
-        complete: whether the model is one that the schema describes whole, head included: its architecture is listed.
-    """
-
-    schema: Schema
-    complete: bool
-
-
-def choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
-    """The schema for a model: by the config's architectures, else by its model_type; without one by the file's format.
-
-    An architecture that no schema lists is of the family that its name begins with, and has a head of its own or none:
-    "LlamaForSequenceClassification", "LlamaModel". A format's schema is taken if the model has at least half of its
-    tensors.
-    """
-    if config is None:
-        for schema in built_in().values():
-            if format in schema.formats:
-                own = [entry.name for entry in schema.entries if not entry.optional]
-                if 2 * sum(name in names for name in own) >= len(own):
-                    return Choice(schema, True)
-        return None
-    architectures = config.get("architectures")
-    listed = architectures if isinstance(architectures, list) else []
-    for schema in built_in().values():
-        if any(architecture in schema.architectures for architecture in listed):
-            return Choice(schema, True)
-    for schema in built_in().values():
-        if config.get("model_type") in schema.model_types:
-            return Choice(schema, not listed)
-    if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
-        return None  # several models in one, see `choose_inner`
-    families = {_family(architecture) for architecture in listed} - {None}
-    for schema in built_in().values():
-        if any(_family(architecture) in families for architecture in schema.architectures):
-            return Choice(schema, False)
-    return None
-
-
-def _family(architecture: Any) -> str | None:
-    if not isinstance(architecture, str) or len(architecture) > _CLASS_LENGTH:
-        return None
-    found = _CLASS.fullmatch(architecture)
-    return None if found is None else found[1]
-
-
-class Inner(NamedTuple):
-    """The language model inside of a multi-modal one.
-
-    Attributes:
-        choice: its schema, with the names that its tensors have there.
-        config: its config.
-        key: where that is in the config of the whole, such as "text_config".
-        prefix: what the names of its tensors begin with.
-        whole: whether it is the whole model after all, only under other names.
-    """
-
-    choice: Choice
-    config: Mapping[str, Any]
-    key: str
-    prefix: str
-    whole: bool = False
-
-
-def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
-    """The schema of the language model that is a part of a model, found by the config inside of the model's config.
-
-    Args:
-        config: of the whole.
-        names: of its tensors; they tell what the names of the part begin with.
-    """
-    for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
-        choice = choose(inner, None, names)
-        if choice is not None:
-            prefix = _inner_prefix(choice.schema, names)
-            if prefix is not None:
-                return Inner(Choice(_with_prefix(choice.schema, prefix), False), inner, key, prefix)
-    return None
-
-
-def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
-    """A model under other names than its own: "module.model.layers.0...", "language_model.model.layers.0...".
-
-    None where the names are its own, or where too few are with any prefix.
-    """
-    schema, prefix = choice.schema, _inner_prefix(choice.schema, names)
-    if config is None or prefix is None or prefix in schema.prefixes:
-        return None
-    placed = _with_prefix(schema, prefix)
-    if _PLACED_OF * sum(placed.find(name) is not None for name in names) < len(names):
-        return None
-    return Inner(Choice(placed, choice.complete), config, "config.json", prefix, True)
-
-
-def _inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    found = [(key, value) for key, value in config.items() if isinstance(value, Mapping)]
-    for key, value in sorted(found, key=lambda item: item[0] not in _LANGUAGE):
-        yield key, value
-        if depth > 1:
-            yield from _inner_configs(value, depth - 1)
-
-
-def _inner_prefix(schema: Schema, names: Collection[str]) -> str | None:
-    """What stands before the name of the embedding."""
-    for entry in schema.entries:
-        if entry.role == "embedding" and entry.name.startswith(_PREFIX):
-            bare = entry.name.removeprefix(_PREFIX)
-            ends = (name.removesuffix(bare) for name in names if name.endswith(bare))
-            prefixes = list(islice((prefix for prefix in ends if prefix == "" or prefix.endswith(".")), _MODELS))
-            return max(prefixes, key=lambda prefix: sum(name.startswith(prefix) for name in names), default=None)
-    return None
-
-
-def _with_prefix(schema: Schema, prefix: str) -> Schema:
-    """A schema whose names begin with ``prefix``, its head with it or with what it begins with."""
-    parts = prefix.split(".")[:-1]
-    before = [".".join(parts[:k]) + "." for k in range(1, len(parts) + 1)]
-
-    def placed(entry: Entry) -> Entry:
-        if entry.name.startswith(_PREFIX):
-            return entry
-        return entry._replace(also=(*entry.also, *(text + entry.name for text in before)))
-
-    entries = tuple(map(placed, schema.entries))
-    return schema._replace(prefixes=(prefix,), entries=entries, pattern=_pattern(entries, (prefix,)))

@@ -1,43 +1,361 @@
-"""Tensors wherever they are: in a checkpoint of any format, or in a dict of arrays."""
+"""Tensors wherever they are: in files of any format, in open checkpoints, in dicts of arrays, in several of these.
+
+Operations take a `Catalog` and ask nothing further: this is the only module that tells a `Checkpoint` from a dict.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
 from ..base import dtypes
-from ..base.file import Array, WeightFile
-from ..checkpoint import Checkpoint
-from ..engine.quantized_tensor import QuantizedTensor
-from ..engine.source import Source, of_array
+from ..base.arrays import as_array
+from ..base.file import Array, PathLike, WeightFile
+from ..base.table import missing
+from ..base.text import show
+from ..checkpoint import Checkpoint, open
+from ..engine.load import Part, read_scale
+from ..engine.quantized_tensor import INT8, QuantizedTensor
+from ..engine.source import Source, of_array, of_numbers
+from ..errors import SafeloadError
 from ..packed import grouping
 from ..packed.grouping import Codes
 
 
-def tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Source | QuantizedTensor]:
-    """Each tensor as a source, or as what it is if it is quantized already."""
-    if isinstance(given, Checkpoint):
-        return {name: of_file(given, name, file, index) for name, file, index in given._parts()}
-    return {name: v if isinstance(v, QuantizedTensor) else of_array(name, v) for name, v in given.items()}
+class About(NamedTuple):
+    """What is known of a tensor before it is read.
 
-
-def codes_of(given: Checkpoint | Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Mapping[str, Codes]:
-    """The tensors that hold codes, whose values mean nothing without their scale.
-
-    Args:
-        given: a checkpoint, which knows its own configuration, or a dict of arrays.
-        config: parsed ``config.json`` of a dict; None without one.
+    Attributes:
+        name: of the tensor.
+        dtype: as messages name it: "bfloat16", "q4_0".
+        shape: logical shape.
+        nbytes: bytes as they are stored, with the scales of int8.
+        element: row of the dtype table; None for an array of a dtype that no weights have.
+        floating: whether its elements are real floating-point numbers.
+        scheme: of a quantized tensor, else None.
+        axis: of int8 with a scale for each of its elements, else None.
     """
-    if isinstance(given, Checkpoint):
-        return given._codes()
-    stored = {}
-    for name, value in given.items():
-        row, shape = _stored(value)
-        if row is not None:
-            stored[name] = grouping.Stored(row, shape)
-    return grouping.find(stored, config)
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    element: dtypes.Dtype | None
+    floating: bool
+    scheme: str | None = None
+    axis: int | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is int8 with scales, or in blocks."""
+        return self.scheme is not None
+
+    @property
+    def row(self) -> dtypes.Dtype:
+        """Its row of the dtype table.
+
+        Raises:
+            SafeloadError: it has a dtype that no weights have.
+        """
+        if self.element is None:
+            raise dtypes.not_stored(self.dtype, self.name)
+        return self.element
+
+
+class _Place(NamedTuple):
+    """Where a tensor is.
+
+    Attributes:
+        origin: the checkpoint or the dict.
+        file: None for a dict.
+        number: of the tensor in the file's table.
+    """
+
+    origin: Checkpoint | Mapping[str, Any]
+    file: WeightFile | None = None
+    number: int = 0
+
+    @property
+    def title(self) -> str:
+        """How messages name it."""
+        return "a dict" if self.file is None else self.file.path
+
+
+class Catalog:
+    """The tensors of one or several origins under their names, in their order. Made by `of`; a context manager.
+
+    Attributes:
+        title: the origins, as messages name them: a path, "dict".
+        format: of the origins; None for dicts and for more than one format.
+        config: the first ``config.json`` that says anything; None without one.
+        files: paths of the files that hold the tensors.
+        index: path of the ``index.json`` of a single origin, else None.
+        weight_files: the open files.
+    """
+
+    def __init__(self, origins: Sequence[Checkpoint | Mapping[str, Any]]) -> None:
+        checkpoints = [origin for origin in origins if isinstance(origin, Checkpoint)]
+        titles = [origin.path if isinstance(origin, Checkpoint) else "dict" for origin in origins]
+        formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
+        single = checkpoints[0] if len(origins) == len(checkpoints) == 1 else None
+        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"
+        self.format = formats.pop() if len(formats) == 1 else None
+        configs = [opened.config for opened in checkpoints if opened.config is not None]
+        self.config = next(filter(None, configs), configs[0] if configs else None)
+        self.files = [path for opened in checkpoints for path in opened.files]
+        self.weight_files = [file for opened in checkpoints for file in opened.weight_files]
+        self.index = None if single is None else single.index
+        self._origins = tuple(origins)
+        self._checkpoints = checkpoints
+        self._where = "" if single is None else single.path
+        self._places = _places_of(origins)
+        self._codes: Mapping[str, Codes] | None = None
+        self._owned = ExitStack()
+
+    @classmethod
+    def of(cls, given: Given | Sequence[Given]) -> Catalog:
+        """The tensors of what an operation is given.
+
+        Args:
+            given: a path, which is opened, and closed with the catalog; an open `Checkpoint`; a dict of arrays and
+                quantized tensors; a catalog, which the new one does not close; or a list of these.
+
+        Raises:
+            SafeloadError: a name that is in two origins; or see `safeload.open`.
+            ValueError: an empty list.
+            OSError: see `safeload.open`.
+        """
+        if isinstance(given, Catalog):
+            return cls(given._origins)
+        several: Sequence[Given] = given if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
+        if not several:
+            raise ValueError("there is nothing to read: no source")
+        origins: list[Checkpoint | Mapping[str, Any]] = []
+        with ExitStack() as stack:
+            for one in several:
+                if isinstance(one, Catalog):
+                    origins += one._origins
+                else:
+                    origins.append(one if isinstance(one, Mapping) else stack.enter_context(open(one)))
+            made = cls(origins)
+            made._owned = stack.pop_all()
+        return made
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._owned.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    @property
+    def metadata(self) -> Mapping[Any, Any]:
+        """That of all origins, of a key that several have the last value; without what an index says of its files."""
+        if len(self._checkpoints) == 1 and self._checkpoints[0].index is None:
+            return self._checkpoints[0].metadata  # of a GGUF file values are unpacked when they are asked for
+        merged: dict[Any, Any] = {}
+        for opened in self._checkpoints:
+            indexed = opened.index is not None
+            own = opened.metadata.items()
+            merged.update((k, v) for k, v in own if not indexed or k != "total_size" or isinstance(v, str))
+        return merged
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, in files without the scales of int8."""
+        in_memory = sum(self.about(name).nbytes for name, place in self._places.items() if place.file is None)
+        return in_memory + sum(opened.nbytes for opened in self._checkpoints)
+
+    def entries(self) -> list[Part]:
+        """Name, file and index of the tensors that are in files."""
+        return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuses names that there are not.
+
+        Raises:
+            TensorNotFoundError: the first of them, with names that are near.
+        """
+        for name in names:
+            if name not in self._places:
+                raise missing(name, [known for known in self._places if isinstance(known, str)])
+
+    # ---- one tensor ----
+
+    def about(self, name: str) -> About:
+        """What is known of a tensor without reading it.
+
+        Raises:
+            TypeError: a masked array.
+        """
+        origin, file, index = self._places[name]
+        if file is None:
+            return _about_value(name, origin[name])
+        row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
+        nbytes = row.nbytes(math.prod(shape))
+        if scale is not None:
+            return About(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
+        return About(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
+
+    def value(self, name: str, threads: int | None = None) -> Array | QuantizedTensor:
+        """A tensor in memory as it is stored, of a file read into private memory.
+
+        Args:
+            name: of the tensor.
+            threads: None: chosen automatically.
+
+        Raises:
+            FormatError, OSError: the file cannot be read.
+        """
+        value: Array | QuantizedTensor = self._load(name, None, threads)
+        return value
+
+    def array(self, name: str, threads: int | None = None) -> Array:
+        """The numbers of a tensor: dequantized to float32, packed elements of a file decoded to it.
+
+        Args:
+            name: of the tensor.
+            threads: None: chosen automatically.
+
+        Raises:
+            UnsupportedError: there is no kernel that dequantizes it.
+            FormatError, OSError: the file cannot be read.
+        """
+        about = self.about(name)
+        packed = self._places[name].file is not None and about.row.packed
+        value = self._load(name, np.float32 if packed else None, threads)
+        return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
+
+    def source(self, name: str, called: str | None = None) -> Source | QuantizedTensor:
+        """A tensor as a source of jobs; what is quantized as it is, read now.
+
+        Args:
+            name: of the tensor.
+            called: how messages name it, if not by its name.
+
+        Raises:
+            TypeError: an array of a dtype that no weights have.
+            FormatError, OSError: the file cannot be read.
+        """
+        origin, file, index = self._places[name]
+        source = None if file is None else _in_file(origin, name, file, index)
+        if source is None or self.about(name).quantized:
+            value = self._load(name)
+            if isinstance(value, QuantizedTensor):
+                return value
+            source = of_array(name, np.ascontiguousarray(value) if file is not None else value)
+        return source if called is None else source._replace(name=called)
+
+    def in_place(self, name: str) -> tuple[Source, Array | None] | None:
+        """The stored numbers of a tensor where they are, and the scales of int8; None where they must be copied first.
+
+        Numbers are copied that are not in C order, little-endian in a file or in the machine's order in memory, and
+        not of a dtype of weights whose elements are whole bytes.
+
+        Raises:
+            FormatError, OSError: the scales cannot be read.
+        """
+        origin, file, index = self._places[name]
+        if file is not None:
+            source = _in_file(origin, name, file, index)
+            if source is None:
+                return None
+            scale = file.table.scale(index)
+            return source, None if scale is None else read_scale(file, scale)
+        value, about = origin[name], self.about(name)
+        if isinstance(value, QuantizedTensor):
+            data = value.data
+            scales = None if value.scale is None else np.ascontiguousarray(value.scale, np.float32)
+        else:
+            data, scales = as_array(value, name), None
+        if about.element is None or not (data.flags.c_contiguous and data.dtype.isnative):
+            return None
+        return of_numbers(name, data, about.element, None)._replace(shape=about.shape), scales
+
+    def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
+        """A tensor in memory."""
+        origin, file, _ = self._places[name]
+        if isinstance(origin, Checkpoint) and file is not None:
+            return origin.load([name], dtype=dtype, backend="pread", threads=threads)[name]
+        value = origin[name]
+        return value if isinstance(value, QuantizedTensor) else as_array(value, name)
+
+    # ---- codes ----
+
+    @property
+    def codes(self) -> Mapping[str, Codes]:
+        """The tensors that hold codes, whose values mean nothing without their scale."""
+        if self._codes is None:
+            self._codes = self.find_codes()
+        return self._codes
+
+    def find_codes(self, config: Mapping[str, Any] | None = None) -> Mapping[str, Codes]:
+        """`codes` of tensors with a configuration.
+
+        Args:
+            config: parsed ``config.json`` of what has none of its own; None without one.
+        """
+        if len(self._checkpoints) == len(self._origins) == 1:
+            return self._checkpoints[0].codes()
+        found = {name: codes for opened in self._checkpoints for name, codes in opened.codes().items()}
+        stored = {}
+        for name, (origin, file, _) in self._places.items():
+            row, shape = (None, ()) if file is not None else _stored(origin[name])
+            if row is not None:
+                stored[name] = grouping.Stored(row, shape)
+        stored.update(grouping.stored_of(self.entries()))
+        return {**grouping.find(stored, self.config if config is None else config), **found}
+
+    def refuse_codes(self, names: Iterable[str], what: str) -> None:
+        """Refuses what takes codes for numbers.
+
+        Args:
+            names: the tensors that are asked for.
+            what: the operation, as messages name it.
+
+        Raises:
+            UnsupportedError: one of them holds codes; the message names tensor, scale and quant_method.
+        """
+        grouping.refuse(self.codes, names, what, self._where)
+
+
+# What operations are given.
+Given: TypeAlias = PathLike | Checkpoint | Mapping[str, Any] | Catalog
+
+
+def has_names(given: Any) -> TypeGuard[Given]:
+    """Whether something is tensors by name, for `Catalog.of`, and not a single array."""
+    return isinstance(given, (str, os.PathLike, Mapping, Catalog))
+
+
+def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, _Place]:
+    places: dict[str, _Place] = {}
+    for origin in origins:
+        if isinstance(origin, Checkpoint):
+            found = {name: _Place(origin, file, index) for name, file, index in origin.entries()}
+        else:
+            found = dict.fromkeys(origin, _Place(origin))
+        twice = next((name for name in found if name in places), None) if places else None
+        if twice is not None:
+            raise SafeloadError(f"tensor {show(twice)} is in both {places[twice].title} and {found[twice].title}")
+        places.update(found)
+    return places
 
 
 def _stored(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
@@ -51,38 +369,21 @@ def _stored(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
     return dtypes.BY_NAME.get(array.dtype.name), array.shape
 
 
-def refuse_codes(given: Checkpoint | Mapping[str, Any], names: Iterable[str], what: str) -> None:
-    """Refuses what takes codes for numbers.
-
-    Args:
-        given: all tensors there are: the scale of one may be any of them.
-        names: those that are asked for.
-        what: the operation, as messages name it.
-
-    Raises:
-        UnsupportedError: one of them holds codes; the message names tensor, scale and quant_method.
-    """
-    grouping.refuse(codes_of(given), names, what, given._path if isinstance(given, Checkpoint) else "")
+def _about_value(name: str, value: Any) -> About:
+    """What is known of a tensor in memory."""
+    if isinstance(value, QuantizedTensor):
+        row = dtypes.BLOCK_TYPES.get(value.scheme, dtypes.BY_CODE["I8"])
+        return About(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
+    array = as_array(value, name)
+    found = dtypes.BY_NAME.get(array.dtype.name)
+    # Packed elements are a byte each in memory, which no file stores so.
+    element = None if found is None or found.packed else found
+    return About(name, array.dtype.name, array.shape, array.nbytes, element, found is not None and found.floating)
 
 
-def of_file(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | QuantizedTensor:
-    """A tensor of a checkpoint; what is quantized, or not in C order in its file, is read now."""
-    table = file.table
-    if table.row(index).blocked or table.scale(index) is not None:
-        value = opened.load([name], backend="pread")[name]
-        assert isinstance(value, QuantizedTensor)
-        return value
-    stored = in_place(opened, name, file, index)
-    if stored is None:  # in memory, in C order; rare
-        array: Array = np.ascontiguousarray(opened.load([name], backend="pread")[name])
-        return of_array(name, array)
-    return stored
-
-
-def in_place(opened: Checkpoint, name: str, file: WeightFile, index: int) -> Source | None:
+def _in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:
     """A tensor's bytes where they are in its file; None where they are not in C order and little-endian."""
     layout = file.layout(index)
     if layout.strides is not None or layout.big_endian:
         return None
-    table = file.table
-    return Source(name, table.shape(index), table.row(index), layout.begin, file, opened)
+    return Source(name, file.table.shape(index), file.table.row(index), layout.begin, file, owner)

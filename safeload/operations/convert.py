@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .. import checkpoint as checkpoints
 from ..base import dtypes
-from ..base.file import Array, PathLike, WeightFile
+from ..base.file import Array, PathLike
 from ..base.text import show
-from ..checkpoint import Checkpoint
 from ..engine import jobs
-from ..engine import source as sources
 from ..engine.jobs import Progress
 from ..engine.lazy import Lazy, LazyQuantized
 from ..engine.load import distinct, parse_target
 from ..engine.quantized_tensor import INT8, QuantizedTensor, storage_of
-from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
+from ..engine.source import run
+from ..errors import TensorNotFoundError, UnsupportedError
 from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME, SUFFIXES
+from ..models.layout import Layout
 from ..packed import grouping
-from ..packed.grouping import Codes
-from . import catalog
-from . import quantize as quantization
-from . import stack as stacking
-from .quantize import Scheme, Summary
-from .stack import Known, Layout
-
-# What config.json calls the dtype of the weights: until transformers 4.56, and since.
-_DTYPE_KEYS = ("torch_dtype", "dtype")
+from .catalog import About, Catalog, Given, has_names
+from .quantize import Rounding, quantize_source
+from .quantize_checkpoint import Model, Planned, Rules, Scheme, Summary
+from .shards import Output, config_with, parse_size, write_shards
+from .stack import Stack, fill, plan
 
 _F32 = dtypes.BY_CODE["F32"]
 
-# Powers of 1000 as Hugging Face counts them ("5GB"), and of 1024.
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-Source = PathLike | Checkpoint | Mapping[str, Any]
-# What a writer gets for each name.
-Output = Lazy | LazyQuantized
-
 
 def convert(
-    src: Source | Sequence[Source],
+    src: Given | Sequence[Given],
     dst: PathLike,
     *,
     dtype: Any = None,
@@ -115,7 +103,7 @@ def convert(
 
 
 def write(
-    src: Source | Sequence[Source],
+    src: Given | Sequence[Given],
     dst: PathLike,
     *,
     dtype: Any = None,
@@ -135,33 +123,20 @@ def write(
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     _check_free(path, limit is not None, overwrite)
     with ExitStack() as stack:
-        merged = _Merged(_open_all(src, stack), names)
-        plan = _Plan(merged, target, quantize, format, threads)
-        outputs = plan.of_layout(layout) if layout is not None else plan.of_tensors()
+        catalog = stack.enter_context(_catalog_of(src))
+        work = _Plan(catalog, names, target, quantize, format, threads)
+        outputs = work.of_layout(layout) if layout is not None else work.of_tensors()
+        metadata = catalog.metadata
         total = sum(output.nbytes for output in outputs.values())
         report = stack.enter_context(jobs.reporter(progress, total))
         outputs = _reporting(outputs, report)
         if limit is not None:
-            _write_shards(outputs, merged.metadata, config_with(merged.config, target), path, limit, overwrite)
+            write_shards(
+                outputs, as_texts(metadata) or None, config_with(catalog.config, target), path, limit, overwrite
+            )
         else:
-            BY_NAME[format].load().write(outputs, merged.metadata, path, overwrite=overwrite)
-    return plan.summary(total)
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of "500MB", "5GB", "2GiB" or a number.
-
-    Raises:
-        ValueError: it is no size, or not positive.
-    """
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f'max_shard_size {show(size)} is no size such as "500MB" or "5GB"')
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < 1:
-        raise ValueError(f"max_shard_size is {size}, but a shard needs at least one byte")
-    return size
+            BY_NAME[format].load().write(outputs, metadata, path, overwrite=overwrite)
+    return work.summary(total)
 
 
 def _format_of(path: str, max_shard_size: int | str | None) -> str:
@@ -182,106 +157,13 @@ def _check_free(path: str, folder: bool, overwrite: bool) -> None:
         raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
 
 
-# ---- read ----
-
-
-def _open_all(src: Source | Sequence[Source], stack: ExitStack) -> list[Checkpoint | Mapping[str, Any]]:
-    if isinstance(src, Mapping):
-        return [src]
-    given = [src] if isinstance(src, (str, os.PathLike)) else list(src)
+def _catalog_of(src: Given | Sequence[Given]) -> Catalog:
+    if has_names(src):
+        return Catalog.of(src)
+    given: list[Given] = list(src)  # type: ignore[arg-type]
     if not given:
         raise ValueError("there is nothing to convert: no source")
-    return [one if isinstance(one, Mapping) else stack.enter_context(checkpoints.open(one)) for one in given]
-
-
-class _Part(NamedTuple):
-    """A tensor of one of the sources."""
-
-    origin: Checkpoint | Mapping[str, Any]
-    place: tuple[WeightFile, int] | None
-
-
-class _Merged:
-    """The tensors of all sources under their names.
-
-    Attributes:
-        parts: name to tensor, in the order of the sources.
-        metadata: of all sources; of a key that is in several the last value.
-        config: the first ``config.json``.
-        format: of the sources; None for arrays and for more than one format.
-        chosen: whether only some of the tensors are taken.
-        codes: the tensors that hold codes, also of those that are not taken.
-    """
-
-    def __init__(self, origins: Sequence[Checkpoint | Mapping[str, Any]], names: Iterable[str] | None) -> None:
-        self.parts: dict[str, _Part] = {}
-        self.metadata: dict[Any, Any] = {}
-        self.config: dict[str, Any] | None = None
-        formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
-        self.format = formats.pop() if len(formats) == 1 else None
-        self.chosen = names is not None
-        for origin in origins:
-            if isinstance(origin, Checkpoint):
-                found = {name: _Part(origin, (file, index)) for name, file, index in origin._parts()}
-                self.metadata.update(_metadata_of(origin))
-                self.config = self.config or origin.config
-            else:
-                found = {name: _Part(origin, None) for name in origin}
-            for name, part in found.items():
-                if name in self.parts:
-                    raise SafeloadError(f"tensor {show(name)} is in both {_where(self.parts[name])} and {_where(part)}")
-            self.parts.update(found)
-        self.codes = self._find_codes()
-        if names is not None:
-            wanted = list(distinct(names))
-            missing = next((name for name in wanted if name not in self.parts), None)
-            if missing is not None:
-                raise TensorNotFoundError(f"there is no tensor {show(missing)} in any source")
-            self.parts = {name: self.parts[name] for name in wanted}
-
-    def _find_codes(self) -> Mapping[str, Codes]:
-        """The tensors that hold codes: their scales may come from another source."""
-        origins = {id(part.origin): part.origin for part in self.parts.values()}
-        if len(origins) == 1:
-            return catalog.codes_of(next(iter(origins.values())))
-        found = {name: codes for origin in origins.values() for name, codes in catalog.codes_of(origin).items()}
-        plain = {
-            name: grouping.Stored(known.row, known.shape)
-            for name, known in self.known().items()
-            if known.scheme is None
-        }
-        return {**grouping.find(plain, self.config), **found}
-
-    def known(self) -> dict[str, Known]:
-        """What can be said of each tensor before it is read."""
-        known = {}
-        for name, part in self.parts.items():
-            if part.place is not None:
-                known[name] = stacking.known_of_file(*part.place)
-            else:
-                known[name] = stacking.known_of_value(name, part.origin[name])
-        return known
-
-    def value(self, name: str, called: str | None = None) -> sources.Source | QuantizedTensor:
-        """A tensor as a source, or quantized as it is; ``called`` is what messages name it if not by its name."""
-        part = self.parts[name]
-        if part.place is not None and isinstance(part.origin, Checkpoint):
-            value = catalog.of_file(part.origin, name, *part.place)
-        else:
-            given = part.origin[name]
-            value = given if isinstance(given, QuantizedTensor) else sources.of_array(name, given)
-        return value._replace(name=called) if called is not None and isinstance(value, sources.Source) else value
-
-
-def _metadata_of(origin: Checkpoint) -> Mapping[str, Any]:
-    """Its metadata, without what an index says of its own files: the result has other ones."""
-    if origin._where is None:
-        return origin.metadata
-    return {key: value for key, value in origin.metadata.items() if key != "total_size" or isinstance(value, str)}
-
-
-def _where(part: _Part) -> str:
-    return part.place[0].path if part.place is not None else "a dict"
+    return Catalog.of(given)
 
 
 # ---- plan ----
@@ -311,28 +193,31 @@ class _Plan:
 
     def __init__(
         self,
-        merged: _Merged,
+        catalog: Catalog,
+        names: Iterable[str] | None,
         target: dtypes.Dtype | None,
         quantize: Scheme | None,
         format: str,
         threads: int | None,
     ) -> None:
-        self._merged = merged
+        self._catalog = catalog
+        self._chosen = names is not None
+        self._abouts = _abouts(catalog, names)
+        self._before = sum(about.nbytes for about in self._abouts.values())
         self._target = target
         self._format = format
-        self._rules = None if quantize is None else quantization.Rules(quantize, None)
-        self._model = quantization.Model.of(merged.parts.keys(), merged.config, merged.format, merged.metadata)
+        self._rules = None if quantize is None else Rules(quantize, None)
+        self._model = Model.of(catalog, self._abouts.keys())
         if self._rules is not None:
             self._rules.schema = self._model.schema
-        self._rounding = "ggml" if format == "gguf" else None
+        self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
         self._scratch = _Scratch()
-        self._before = 0
         self._quantized_to: dict[str, str] = {}
         self._kept_because: dict[str, str] = {}
         if target is not None or quantize is not None or format != "safetensors":
             what = "quantize=" if quantize is not None else "dtype=" if target is not None else f"the format {format}"
-            grouping.refuse(merged.codes, merged.parts, f"convert with {what}")
+            grouping.refuse(catalog.codes, self._abouts, f"convert with {what}")
 
     def summary(self, nbytes: int) -> Summary | None:
         """What was quantized, and why the rest was not; None where nothing was to be.
@@ -346,23 +231,21 @@ class _Plan:
 
     def of_tensors(self) -> dict[str, Output]:
         """Each tensor under its own name, and tied heads that are quantized from their embedding."""
-        known = self._merged.known()
-        self._before = sum(tensor.nbytes for tensor in known.values())
-        outputs = {name: self._output(name, tensor) for name, tensor in known.items()}
-        if self._rules is None or self._merged.chosen:
+        outputs = {name: self._output(name, about) for name, about in self._abouts.items()}
+        if self._rules is None or self._chosen:
             return outputs
         for head, embedding in self._model.tied_heads().items():
-            tensor = known[embedding]
-            if tensor.scheme is None and tensor.row.floating:
-                scheme = self._planned(head, tensor).scheme
+            about = self._abouts[embedding]
+            if not about.quantized and about.floating:
+                scheme = self._planned(head, about).scheme
                 if scheme is not None:
-                    outputs[head] = self._quantized(scheme, tensor.shape, partial(self._merged.value, embedding, head))
+                    outputs[head] = self._quantized(scheme, about.shape, partial(self._catalog.source, embedding, head))
         return outputs
 
-    def _planned(self, name: str, known: Known) -> quantization.Planned:
+    def _planned(self, name: str, about: About) -> Planned:
         """Whether a tensor is quantized; noted for `summary`."""
         assert self._rules is not None
-        planned = self._rules.plan(name, known.row, known.shape, known.scheme)
+        planned = self._rules.plan(name, about)
         if planned.scheme is None:
             self._kept_because[name] = planned.reason
         else:
@@ -371,33 +254,31 @@ class _Plan:
 
     def of_layout(self, layout: Layout) -> dict[str, Output]:
         """The tensors of a layout."""
-        known = self._merged.known()
-        self._before = sum(tensor.nbytes for tensor in known.values())
         outputs: dict[str, Output] = {}
-        for planned in stacking.plan_known(known, layout, self._target):
+        for planned in plan(self._abouts, layout, self._target):
             name, row = planned.entry.name, planned.row
-            grouping.refuse(self._merged.codes, planned.names, "convert with layout=")
+            grouping.refuse(self._catalog.codes, planned.names, "convert with layout=")
 
-            def make(planned: stacking.Stack = planned) -> Array:
+            def make(planned: Stack = planned) -> Array:
                 array = self._scratch.array(planned.shape, dtypes.array_dtype(planned.row.number))
-                stacking.fill_from(self._merged.value, [(planned, array)], threads=self._threads)
+                fill(self._catalog, [(planned, array)], threads=self._threads)
                 return array
 
-            scheme = None if self._rules is None else self._planned(name, Known(row, planned.shape)).scheme
+            scheme = None if self._rules is None else self._planned(name, _about_of(planned)).scheme
             if scheme is None:
                 outputs[name] = Lazy(dtypes.array_dtype(row.number), planned.shape, make)
             else:
                 outputs[name] = self._quantized(scheme, planned.shape, make)
         return outputs
 
-    def _output(self, name: str, known: Known) -> Output:
-        row, shape = known.row, known.shape
-        planned = None if self._rules is None else self._planned(name, known)
+    def _output(self, name: str, about: About) -> Output:
+        row, shape = about.row, about.shape
+        planned = None if self._rules is None else self._planned(name, about)
         if planned is not None and planned.scheme is not None:
-            return self._quantized(planned.scheme, shape, lambda: self._merged.value(name))
-        if known.scheme is not None and (self._target is None or (planned is not None and planned.already)):
-            return self._kept(name, known)
-        if self._target is not None and (row.floating or known.scheme is not None):
+            return self._quantized(planned.scheme, shape, lambda: self._catalog.source(name))
+        if about.scheme is not None and (self._target is None or (planned is not None and planned.already)):
+            return self._kept(name, about)
+        if self._target is not None and (row.floating or about.scheme is not None):
             row = self._target
         if self._format == "gguf" and row.floating and len(shape) < 2 and row.block_bytes > 1:
             row = _F32  # llama.cpp aborts on norms of any other dtype; what GGUF has no type for stays to be refused
@@ -407,12 +288,12 @@ class _Plan:
         return Lazy(dtype, shape, lambda: self._read(name, dtype, shape, row))
 
     def _read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], row: dtypes.Dtype) -> Array:
-        value = self._merged.value(name)
+        value = self._catalog.source(name)
         array = self._scratch.array(shape, dtype)
         if isinstance(value, QuantizedTensor):
             return value.dequantize(dtype, out=array, threads=self._threads)
         if value.size:
-            sources.run([value], [value.job(jobs.address_of(array), row.number)], threads=self._threads)
+            run([value], [value.job(jobs.address_of(array), row.number)], threads=self._threads)
         return jobs.native_order(array)
 
     def _quantized(self, scheme: str, shape: tuple[int, ...], value: Callable[[], Any]) -> LazyQuantized:
@@ -428,28 +309,47 @@ class _Plan:
                 jobs.private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
             )
             rounding = self._rounding if scheme == "q4_0" else None
-            return quantization.quantize_source(
-                given, scheme, axis=axis, rounding=rounding, data=data, threads=self._threads
-            )
+            return quantize_source(given, scheme, axis=axis, rounding=rounding, data=data, threads=self._threads)
 
         scales = None
         if scale is not None:
             scales = Lazy(scale[0], scale[1], lambda: _not_none(make().scale))
         return LazyQuantized(scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
 
-    def _kept(self, name: str, known: Known) -> LazyQuantized:
+    def _kept(self, name: str, about: About) -> LazyQuantized:
         """A quantized tensor as it is."""
 
         def make() -> QuantizedTensor:
-            value = self._merged.value(name)
+            value = self._catalog.source(name)
             assert isinstance(value, QuantizedTensor)
             return value
 
-        axis = known.axis
-        assert known.scheme is not None
-        (data_dtype, data_shape), scale = storage_of(known.scheme, known.shape, axis)
+        axis = about.axis
+        assert about.scheme is not None
+        (data_dtype, data_shape), scale = storage_of(about.scheme, about.shape, axis)
         scales = None if scale is None else Lazy(scale[0], scale[1], lambda: _not_none(make().scale))
-        return LazyQuantized(known.scheme, known.shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
+        return LazyQuantized(about.scheme, about.shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
+
+
+def _abouts(catalog: Catalog, names: Iterable[str] | None) -> dict[str, About]:
+    """What is known of the tensors that are taken.
+
+    Raises:
+        TensorNotFoundError: a name that there is not.
+    """
+    if names is None:
+        return {name: catalog.about(name) for name in catalog}
+    wanted = list(distinct(names))
+    missing = next((name for name in wanted if name not in catalog), None)
+    if missing is not None:
+        raise TensorNotFoundError(f"there is no tensor {show(missing)} in any source")
+    return {name: catalog.about(name) for name in wanted}
+
+
+def _about_of(planned: Stack) -> About:
+    """What is known of a tensor that is stacked when it is written."""
+    row, shape = planned.row, planned.shape
+    return About(planned.entry.name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
 
 
 def _not_none(array: Array | None) -> Array:
@@ -479,90 +379,3 @@ def _reporting(outputs: Mapping[str, Output], report: Callable[[int], object]) -
             scale = None if output.scale is None else wrap(output.scale)
             wrapped[name] = LazyQuantized(output.scheme, output.shape, wrap(output.data), scale, output.axis)
     return wrapped
-
-
-# ---- write ----
-
-
-def config_with(config: Mapping[str, Any] | None, target: dtypes.Dtype | None) -> dict[str, Any] | None:
-    """A ``config.json`` that is true of weights of another dtype, nested configurations included.
-
-    Args:
-        config: of the source; None for none.
-        target: what floating tensors became; None for what they were.
-    """
-    if config is None or target is None:
-        return None if config is None else dict(config)
-
-    def changed(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: target.name
-            if key in _DTYPE_KEYS and isinstance(value, str)
-            else changed(value)
-            if isinstance(value, Mapping) and key.endswith("config")
-            else value
-            for key, value in part.items()
-        }
-
-    result = changed(config)
-    if not any(isinstance(result.get(key), str) for key in _DTYPE_KEYS):
-        result[_DTYPE_KEYS[0]] = target.name
-    return result
-
-
-def _write_shards(
-    outputs: dict[str, Output],
-    metadata: Mapping[Any, Any],
-    config: Mapping[str, Any] | None,
-    folder: str,
-    limit: int,
-    overwrite: bool,
-) -> None:
-    """Shards, an index and the config: all under temporary names first, the index in place last."""
-    import json
-
-    from ..engine.atomic_file import AtomicFile
-    from ..formats.safetensors import file as safetensors
-    from ..formats.safetensors import quantized
-
-    shards: list[dict[str, Output]] = [{}]
-    size = 0
-    for name, output in outputs.items():
-        if shards[-1] and size + output.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = output
-        size += output.nbytes
-    files = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
-    texts = as_texts(metadata) or None
-    packed = [quantized.pack(shard, texts) for shard in shards]
-    weight_map = {name: file for file, (shard, _) in zip(files, packed, strict=True) for name in shard}
-    total = sum(output.nbytes for output in outputs.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    made = not os.path.isdir(folder)
-    os.makedirs(folder, exist_ok=True)
-    try:
-        with ExitStack() as stack:  # closed in reverse: what is entered first is put in place last
-            small = {"model.safetensors.index.json": index}
-            if config is not None:
-                small["config.json"] = dict(config)
-            for file, content in small.items():
-                data = np.frombuffer((json.dumps(content, indent=2) + "\n").encode(), np.uint8)
-                written = stack.enter_context(AtomicFile(os.path.join(folder, file), data.size, overwrite=overwrite))
-                written.write([(jobs.address_of(data), data.size)])
-                written.seal()
-            for file, (shard, shard_texts) in zip(files, packed, strict=True):
-                writer = safetensors.Writer(shard, shard_texts)
-                place = os.path.join(folder, file)
-                shard_file = stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite))
-                writer.write_to(shard_file)
-                shard_file.seal()  # there may be more shards than descriptors
-    except BaseException:
-        if made:
-            _remove_if_empty(folder)
-        raise
-
-
-def _remove_if_empty(folder: str) -> None:
-    with suppress(OSError):
-        os.rmdir(folder)

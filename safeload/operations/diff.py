@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import checkpoint as checkpoints
-from ..base import dtypes, log
-from ..base.arrays import as_array
-from ..base.file import Array, PathLike
-from ..base.text import clip, plural, printable, table
-from ..checkpoint import Checkpoint
+from ..base import log
+from ..base.file import Array
+from ..base.text import clip, plural, printable, show, table
 from ..engine import jobs
-from ..engine import source as sources
-from ..engine import stream as reading
 from ..engine.jobs import Progress
-from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.quantized_tensor import INT8, QuantizedTensor
 from ..engine.source import Source
-from ..engine.stream import Meter, in_order, source_pieces, spans
-from . import catalog
-
-Given = PathLike | Checkpoint | Mapping[str, Any]
+from ..engine.stream import Meter, in_order, source_pieces, spans, values
+from .catalog import About, Catalog, Given
 
 # Elements from begin on, as float64.
 _Read = Callable[[int, int], Array]
@@ -143,7 +136,7 @@ class DiffReport:
         return "\n".join(self.lines())
 
     def __repr__(self) -> str:
-        return f"<DiffReport {self.a!r}, {self.b!r}: {self.lines()[-1]}>"
+        return f"<DiffReport {show(self.a)}, {show(self.b)}: {self.lines()[-1]}>"
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for ``json.dump``; what is not finite is null."""
@@ -187,50 +180,36 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
         0.5
     """
     jobs.check_threads(threads)
-    if not isinstance(a, Mapping):
-        with checkpoints.open(a) as opened:
-            return diff(opened, b, threads=threads, progress=progress)
-    if not isinstance(b, Mapping):
-        with checkpoints.open(b) as opened:
-            return diff(a, opened, threads=threads, progress=progress)
-    report = DiffReport(_title(a), _title(b))
+    with Catalog.of(a) as one, Catalog.of(b) as other:
+        return _diff(one, other, threads, progress)
+
+
+def _diff(a: Catalog, b: Catalog, threads: int | None, progress: Progress) -> DiffReport:
+    report = DiffReport(a.title, b.title)
     report.only_a = [name for name in a if name not in b]
     report.only_b = [name for name in b if name not in a]
-    common = [name for name in a if name in b]
-    kinds = {name: (_kind(a, name), _kind(b, name)) for name in common}
-    alike = []
-    for name, (one, other) in kinds.items():
-        if one[0] != other[0]:
-            report.dtypes[name] = one[0], other[0]
-        if one[1] != other[1]:
-            report.shapes[name] = one[1], other[1]
+    alike = {}
+    for name in a:
+        if name not in b:
+            continue
+        one, other = a.about(name), b.about(name)
+        if _dtype(one) != _dtype(other):
+            report.dtypes[name] = _dtype(one), _dtype(other)
+        if one.shape != other.shape:
+            report.shapes[name] = one.shape, other.shape
         else:
-            alike.append(name)
-    for given in (a, b):
-        catalog.refuse_codes(given, alike, "diff")
-    meter = Meter(progress, sum(8 * math.prod(kinds[name][0][1]) for name in alike))
-    for name in alike:
-        report.tensors[name] = _compare(a, b, name, kinds[name][0][1], threads, meter)
+            alike[name] = one.shape
+    for catalog in (a, b):
+        catalog.refuse_codes(alike, "diff")
+    meter = Meter(progress, sum(8 * math.prod(shape) for shape in alike.values()))
+    for name, shape in alike.items():
+        report.tensors[name] = _compare(_value(a, name), _value(b, name), shape, threads, meter)
         log.debug("diff of %s: %s", name, report.tensors[name])
     return report
 
 
-def _title(given: Checkpoint | Mapping[str, Any]) -> str:
-    return given._path if isinstance(given, Checkpoint) else "dict"
-
-
-def _kind(given: Checkpoint | Mapping[str, Any], name: str) -> tuple[str, tuple[int, ...]]:
-    """Dtype, as messages name it, and shape of a tensor."""
-    if isinstance(given, Checkpoint):
-        file, index = given._locate(name)
-        row = file.table.row(index)
-        quantized = file.table.quantized and file.table.scale(index) is not None
-        return ("int8 with scale" if quantized else row.name), file.table.shape(index)
-    value = given[name]
-    if isinstance(value, QuantizedTensor):
-        return ("int8 with scale" if value.scheme == "int8" else value.scheme), value.shape
-    array = as_array(value, name)
-    return array.dtype.name, array.shape
+def _dtype(about: About) -> str:
+    return "int8 with scale" if about.scheme == INT8 else about.dtype
 
 
 # ---- one tensor ----
@@ -251,15 +230,13 @@ class _Sums(NamedTuple):
 
 
 def _compare(
-    a: Checkpoint | Mapping[str, Any],
-    b: Checkpoint | Mapping[str, Any],
-    name: str,
+    one: Source | QuantizedTensor | Array,
+    other: Source | QuantizedTensor | Array,
     shape: tuple[int, ...],
     threads: int | None,
     meter: Meter,
 ) -> TensorDiff:
     count = math.prod(shape)
-    one, other = _value(a, name), _value(b, name)
     if isinstance(one, Source) and isinstance(other, Source) and one.row is other.row and _equal(one, other):
         meter.add(8 * count)
         return TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
@@ -328,21 +305,12 @@ def _dot(x: Array, y: Array) -> float:
     return float(np.einsum("i,i->", x, y))
 
 
-def _value(given: Checkpoint | Mapping[str, Any], name: str) -> Source | QuantizedTensor | Array:
+def _value(catalog: Catalog, name: str) -> Source | QuantizedTensor | Array:
     """A tensor as a source, or what has to be in memory whole: quantized, packed, complex."""
-    if isinstance(given, Checkpoint):
-        file, index = given._locate(name)
-        found = catalog.of_file(given, name, file, index)
-        if isinstance(found, Source) and (found.row.packed or found.row.complex):
-            whole: Array = given.load([name], dtype=np.float32, backend="pread")[name]
-            return whole
-        return found
-    value = given[name]
-    if isinstance(value, QuantizedTensor):
-        return value
-    array = as_array(value, name)
-    row = dtypes.BY_NAME.get(array.dtype.name)
-    return array if row is None or row.packed or row.complex else sources.of_array(name, array)
+    row = catalog.about(name).element
+    if row is None or row.packed or row.complex:
+        return catalog.array(name)
+    return catalog.source(name)
 
 
 def _equal(one: Source, other: Source) -> bool:
@@ -354,12 +322,12 @@ def _equal(one: Source, other: Source) -> bool:
 def _reader(value: Source | QuantizedTensor | Array, count: int) -> _Read:
     if isinstance(value, Source):
         source = value
-        return lambda begin, size: reading.values(source, begin, size)
+        return lambda begin, size: values(source, begin, size)
     flat = np.ascontiguousarray(_whole(value)).reshape(count)
     return lambda begin, size: flat[begin : begin + size].astype(np.float64)
 
 
 def _whole(value: Source | QuantizedTensor | Array) -> Array:
     if isinstance(value, Source):
-        return reading.values(value, 0, math.prod(value.shape)).reshape(value.shape)
+        return values(value, 0, math.prod(value.shape)).reshape(value.shape)
     return value.dequantize() if isinstance(value, QuantizedTensor) else value

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from ..base import log
-from ..base.file import Array, PathLike, WeightFile, native_path
+from ..base.file import Array, PathLike, native_path
 from ..base.text import show
-from ..checkpoint import Checkpoint
 from ..engine.jobs import Progress, native_order
 from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.source import Source
 from ..engine.stream import Meter, in_order, source_pieces
 from ..errors import FormatError
-from . import catalog
+from .catalog import Catalog, Given
 from .validate.findings import Finding, error
 
 KEY, VERSION = "safeload_manifest", 1
@@ -30,29 +30,28 @@ KEY, VERSION = "safeload_manifest", 1
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
-def make(opened: Checkpoint, *, threads: int | None = None, progress: Progress = None) -> dict[str, Any]:
+def make(given: Given, *, threads: int | None = None, progress: Progress = None) -> dict[str, Any]:
     """The manifest of a checkpoint, its tensors read on several threads, each a piece at a time.
 
     Raises:
         FormatError: a file ends too early, with path and offset.
         OSError: a file cannot be read.
     """
-    parts = opened._parts()
-    sizes: dict[WeightFile, list[int]] = {file: file.table.sizes() for _, file, _ in parts}
-    total = sum(sizes[file][index] for _, file, index in parts)
-    meter = Meter(progress, total)
+    with Catalog.of(given) as catalog:
+        names = list(catalog)
+        total = sum(catalog.about(name).nbytes for name in names)
+        meter = Meter(progress, total)
 
-    def entry(part: tuple[str, WeightFile, int]) -> dict[str, Any]:
-        found = _entry(opened, *part, meter)
-        log.debug("sha256 of %s: %s", part[0], found["sha256"])
-        return found
+        def entry(name: str) -> dict[str, Any]:
+            found = _entry(catalog.source(name), meter)
+            log.debug("sha256 of %s: %s", name, found["sha256"])
+            return found
 
-    entries = in_order(entry, parts, threads, total)
-    return {KEY: VERSION, "tensors": {part[0]: found for part, found in zip(parts, entries, strict=True)}}
+        entries = in_order(entry, names, threads, total)
+        return {KEY: VERSION, "tensors": dict(zip(names, entries, strict=True))}
 
 
-def _entry(opened: Checkpoint, name: str, file: WeightFile, index: int, meter: Meter) -> dict[str, Any]:
-    value = catalog.of_file(opened, name, file, index)
+def _entry(value: Source | QuantizedTensor, meter: Meter) -> dict[str, Any]:
     digest = hashlib.sha256()
     dtype = value.scheme if isinstance(value, QuantizedTensor) else value.row.code
     pieces = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from .. import checkpoint as checkpoints
 from ..base import dtypes
 from ..base.arrays import as_array
-from ..base.file import Array, WeightFile
+from ..base.file import Array
 from ..base.native import lib, short
-from ..base.table import missing
-from ..checkpoint import Checkpoint
 from ..engine import jobs
-from ..engine import source as sources
 from ..engine.jobs import Channels, Job, Progress, struct_dtype
-from ..engine.load import distinct, read_scale
+from ..engine.load import distinct
 from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of
-from ..engine.source import Source
+from ..engine.source import Source, address, of_numbers, run
 from ..errors import UnsupportedError
-from . import catalog
+from .catalog import Catalog, Given, has_names
 
 _RECORD = struct_dtype("sl_stats")
 
@@ -91,6 +86,19 @@ class _Part(NamedTuple):
     channels: Channels | None = None
 
 
+@overload
+def stats(
+    x: Given,
+    *,
+    histogram: bool = False,
+    names: Iterable[str] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> dict[str, TensorStats]: ...
+@overload
+def stats(
+    x: Any, *, histogram: bool = False, names: None = None, threads: int | None = None, progress: Progress = None
+) -> TensorStats: ...
 def stats(
     x: Any,
     *,
@@ -134,11 +142,9 @@ def stats(
         4.0
     """
     jobs.check_threads(threads)
-    if isinstance(x, (str, os.PathLike)):
-        with checkpoints.open(x) as opened:
-            return _of_all(opened, names, histogram, threads, progress)
-    if isinstance(x, Mapping):
-        return _of_all(x, names, histogram, threads, progress)
+    if has_names(x):
+        with Catalog.of(x) as catalog:
+            return _of_all(catalog, names, histogram, threads, progress)
     if names is not None:
         raise ValueError("names= is for checkpoints and dicts")
     part = _part("", x, threads)
@@ -148,60 +154,32 @@ def stats(
 
 
 def _of_all(
-    given: Checkpoint | Mapping[str, Any],
+    catalog: Catalog,
     names: Iterable[str] | None,
     histogram: bool,
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorStats]:
     """All that can be taken as it is in one run; what must be copied first alone, so that only one copy is held."""
-    opened = given if isinstance(given, Checkpoint) else None
-    names = None if names is None else list(distinct(names))
-    catalog.refuse_codes(given, given if names is None else names, "stats")
-    parts: dict[str, _Part | None] = {}
+    wanted = list(catalog if names is None else distinct(names))
+    catalog.refuse_codes(wanted, "stats")
+    catalog.check(wanted)
+    ready: dict[str, _Part] = {}
     to_copy: list[str] = []
-    found = _parts_in_memory(given, names) if opened is None else _parts_of_file(opened, names)
-    for name, part, as_it_is in found:
-        parts[name] = part
-        if not as_it_is:
+    for name in wanted:
+        found = catalog.in_place(name)
+        if found is None:
             to_copy.append(name)
-    ready = {name: part for name, part in parts.items() if part is not None}
+        elif _readable(found[0].row):
+            source, scales = found
+            channels = None if scales is None else channels_of(source.shape, catalog.about(name).axis, scales)
+            ready[name] = _Part(source, source.row.code, channels)
     done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
     for name in to_copy:
-        value = given[name] if opened is None else opened.load([name], backend="pread")[name]
-        part = _part(name, value, threads)
+        part = _part(name, catalog.value(name), threads)
         if part is not None:
             done[name] = _measure([part], histogram, threads, None)[0]
-    return {name: done[name] for name in parts if name in done}
-
-
-def _parts_of_file(opened: Checkpoint, names: Iterable[str] | None) -> Iterable[tuple[str, _Part | None, bool]]:
-    """Name, what to look at, and whether that is all: False for what has to be loaded."""
-    for name, file, index in opened._parts(names):
-        source = catalog.in_place(opened, name, file, index)
-        if source is None:
-            yield name, None, False
-        else:
-            yield name, _file_part(source, file, index) if _readable(source.row) else None, True
-
-
-def _file_part(source: Source, file: WeightFile, index: int) -> _Part:
-    scale = file.table.scale(index)
-    channels = None if scale is None else channels_of(source.shape, scale.axis, read_scale(file, scale))
-    return _Part(source, source.row.code, channels)
-
-
-def _parts_in_memory(given: Mapping[str, Any], names: Iterable[str] | None) -> Iterable[tuple[str, _Part | None, bool]]:
-    """Likewise; False for what has to be copied or converted."""
-    for name in given if names is None else names:
-        if name not in given:
-            raise missing(name, list(given))
-        value = given[name]
-        plain = value.data if isinstance(value, QuantizedTensor) else as_array(value, name)
-        if plain.flags.c_contiguous and plain.dtype.isnative and plain.dtype.name in dtypes.BY_NAME:
-            yield name, _part(name, value, None), True
-        else:
-            yield name, None, False
+    return {name: done[name] for name in wanted if name in done}
 
 
 def _readable(row: dtypes.Dtype) -> bool:
@@ -221,7 +199,7 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
         if wider is None:
             return None
         array, row = array.astype(wider.name), wider
-    return _Part(sources.of_numbers(name, array, row, threads), code) if _readable(row) else None
+    return _Part(of_numbers(name, array, row, threads), code) if _readable(row) else None
 
 
 def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
@@ -236,7 +214,7 @@ def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _
     row = dtypes.BY_CODE["I8"] if value.scheme == INT8 else dtypes.BLOCK_TYPES[value.scheme]
     if not _readable(row):
         return None
-    source = sources.of_numbers(name, value.data, row, threads)._replace(shape=value.shape)
+    source = of_numbers(name, value.data, row, threads)._replace(shape=value.shape)
     if value.scale is None:
         return _Part(source, row.code)
     scale = np.ascontiguousarray(value.scale, np.float32)
@@ -260,7 +238,7 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
     words = bins + segments * (_RECORD.itemsize // _WORD)
     ends = np.cumsum(words)
     memory = np.zeros(int(words.sum()), np.uint64)
-    places = sources.address(memory) + (ends - words) * _WORD
+    places = address(memory) + (ends - words) * _WORD
     work: list[Job] = []
     worked: list[Source] = []
     channels: list[Channels] = []
@@ -272,11 +250,11 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
             number = 0 if part.channels is None else len(channels)
             work.append(part.source.work(op, place, channels=number))
             worked.append(part.source)
-    sources.run(worked, work, channels=channels, threads=threads, progress=progress)
+    run(worked, work, channels=channels, threads=threads, progress=progress)
     merged = np.zeros(len(parts), _RECORD)
     first = (places + bins * _WORD).astype(np.uint64)
     numbers = segments.astype(np.uint64)
-    short.sl_stats_merge(*map(sources.address, (first, numbers)), len(parts), sources.address(merged))
+    short.sl_stats_merge(*map(address, (first, numbers)), len(parts), address(merged))
     result = []
     for k, (part, record) in enumerate(zip(parts, merged.tolist(), strict=True)):
         begin = int(ends[k] - words[k])

@@ -12,7 +12,7 @@ bitsandbytes, EETQ, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLl
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base import dtypes
@@ -314,6 +314,20 @@ def shards_beside(path: str) -> Container[str]:
     return names
 
 
+def find_alone(parts: Sequence[Part], files: Sequence[str], *, indexed: bool) -> dict[str, Codes]:
+    """`find` for files that were opened without their folder, whose other files tell what they hold all the same.
+
+    Args:
+        parts: their tensors.
+        files: their paths.
+        indexed: whether an index led to them, so that no scale is in a shard that is not among them.
+    """
+    if not files:
+        return {}
+    elsewhere = shards_beside(files[0]) if len(files) == 1 and not indexed else ()
+    return find(stored_of(parts), config_beside(files[0]), elsewhere)
+
+
 def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
     """Refuses ``dtype=`` for floating tensors that hold codes, for functions that give stored tensors.
 
@@ -327,6 +341,6 @@ def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
     """
     if not could_hold(row for row in set(file.table.rows) if row.floating):
         return
-    codes = find(stored_of(parts_of(file)), config_beside(file.path), shards_beside(file.path))
+    codes = find_alone(parts_of(file), [file.path], indexed=False)
     converted = (name for name, _, index in parts if file.table.row(index).floating)
     refuse(codes, converted, f"{what} with dtype=", file.path)

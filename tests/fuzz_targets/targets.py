@@ -32,7 +32,7 @@ import safeload.formats.unpickle.file
 import safeload.operations.validate.run
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.formats import folder, npy, npz
-from safeload.models import schema
+from safeload.models import choosing, schema
 from safeload.models.expressions import LIMIT, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
 
@@ -308,7 +308,7 @@ def config(data):
         return
     for made in BUILT_IN.values():
         _expand(made, values)
-    schema.choose(values, "safetensors", ["lm_head.weight"])
+    choosing.choose(values, "safetensors", ["lm_head.weight"])
 
 
 def _expand(made, values):

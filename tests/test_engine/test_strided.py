@@ -11,6 +11,7 @@ from safeload.base import dtypes
 from safeload.base.file import c_strides, open_descriptor
 from safeload.base.table import ListedTable, Listing
 from safeload.checkpoint import Checkpoint
+from safeload.formats.opening import Found
 
 MIB = 1 << 20
 
@@ -55,7 +56,7 @@ class Builder:
         self.path.write_bytes(self.data)
         file = open_descriptor(self.path)
         file.table = ListedTable(self.listings, {"made": "here"}, big_endian=self.big)
-        return Checkpoint(str(self.path), "test", [file], None, {}, None)
+        return Checkpoint(Found(str(self.path), "test", [file], None, {}))
 
 
 def build(path, **options):

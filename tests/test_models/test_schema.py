@@ -9,7 +9,7 @@ from builders.models import PUBLISHED, SMALL, small
 
 import safeload
 from safeload import layouts
-from safeload.models import schema
+from safeload.models import choosing, schema
 from safeload.models.expressions import ExpressionError, evaluate, names_in
 from safeload.models.schema import ConfigError
 
@@ -132,17 +132,17 @@ def test_the_schema_is_found_by_the_config(kind):
     config, tensors = small(kind)
     name = SMALL[kind][0]
     if name == "moondream2":
-        assert schema.choose(None, "moon", tensors.keys()).schema.name == name
-        assert schema.choose(None, "moon", ["a"]) is None
-        assert schema.choose(None, "safetensors", tensors.keys()) is None
+        assert choosing.choose(None, "moon", tensors.keys()).schema.name == name
+        assert choosing.choose(None, "moon", ["a"]) is None
+        assert choosing.choose(None, "safetensors", tensors.keys()) is None
         return
-    assert schema.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], True)
+    assert choosing.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], True)
     config.pop("architectures")
-    assert schema.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], True)
+    assert choosing.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], True)
     config["architectures"] = ["SomethingForSequenceClassification"]
-    assert schema.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], False)
+    assert choosing.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], False)
     config["model_type"] = "something"
-    assert schema.choose(config, "safetensors", tensors.keys()) is None
+    assert choosing.choose(config, "safetensors", tensors.keys()) is None
 
 
 def test_no_architecture_is_in_two_schemas():
@@ -260,29 +260,29 @@ def test_the_installed_package_has_the_schemas():
     ],
 )
 def test_the_family_of_an_architecture(architecture, name):
-    choice = schema.choose({"architectures": [architecture]}, None, ())
+    choice = choosing.choose({"architectures": [architecture]}, None, ())
     assert choice == (None if name is None else (schema.built_in()[name], False))
     inner = {"architectures": [architecture], "text_config": {"model_type": "llama"}}
-    assert schema.choose(inner, None, ()) is None
+    assert choosing.choose(inner, None, ()) is None
 
 
 @pytest.mark.parametrize("listed", [None, 5, "LlamaForCausalLM", [], [None], [5, {}], ["ForA" * 200_000 + "!"]])
 def test_architectures_that_are_none(listed):
-    assert schema.choose({"architectures": listed}, None, ()) is None
+    assert choosing.choose({"architectures": listed}, None, ()) is None
 
 
 def test_the_language_model_in_a_config():
     names = ["vision.embed.weight", "text.model.embed_tokens.weight", "text.model.norm.weight", "text.lm_head.weight"]
     inner = {"model_type": "qwen3", "hidden_size": 4}
-    found = schema.choose_inner({"a": {"b": inner}, "vision_config": {"model_type": "x"}}, names)
+    found = choosing.choose_inner({"a": {"b": inner}, "vision_config": {"model_type": "x"}}, names)
     assert (found.key, found.prefix, found.config) == ("b", "text.model.", inner)
     assert found.choice.schema.role("text.model.norm.weight") == "norm"
     assert found.choice.schema.role("text.lm_head.weight") == "head"
     assert found.choice.schema.role("vision.embed.weight") is None
-    assert schema.choose_inner({"a": {"b": {"c": {"d": inner}}}}, names) is None
-    assert schema.choose_inner({"text_config": inner}, ["a"]) is None
-    assert schema.choose_inner(None, names) is None
+    assert choosing.choose_inner({"a": {"b": {"c": {"d": inner}}}}, names) is None
+    assert choosing.choose_inner({"text_config": inner}, ["a"]) is None
+    assert choosing.choose_inner(None, names) is None
     # What a hostile file may bring: many embeddings, many configs.
     many = [f"{k}.embed_tokens.weight" for k in range(100_000)]
-    assert schema.choose_inner({"text_config": inner}, many) is not None
-    assert schema.choose_inner({str(k): {"x": {}} for k in range(100_000)}, names) is None
+    assert choosing.choose_inner({"text_config": inner}, many) is not None
+    assert choosing.choose_inner({str(k): {"x": {}} for k in range(100_000)}, names) is None

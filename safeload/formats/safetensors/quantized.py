@@ -138,3 +138,14 @@ def _expect(stored: Listing, wanted: tuple[np.dtype[Any], tuple[int, ...]], name
             f"{row.code} {show(list(wanted[1]))}",
             path,
         )
+
+
+def unpack_all(
+    files: list[WeightFile], where: dict[str, tuple[WeightFile, int]] | None
+) -> dict[str, tuple[WeightFile, int]] | None:
+    """Finds the quantized tensors that safetensors files say they hold; scales are no tensors of their own then."""
+    changed = {file for file in files if KEY in (file.table.metadata() or {}) and unpack(file)}
+    if where is None or not changed:
+        return where
+    found = ((name, file, file.table.find(name) if file in changed else index) for name, (file, index) in where.items())
+    return {name: (file, index) for name, file, index in found if index >= 0}

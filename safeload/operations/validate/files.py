@@ -12,45 +12,45 @@ from typing import NamedTuple
 
 from ...base.file import WeightFile, open_descriptor
 from ...base.text import show
-from ...checkpoint import Checkpoint
 from ...engine.jobs import Progress
 from ...engine.stream import Meter, file_pieces, in_order
 from ...errors import SafeloadError, one_line
-from ...formats import foreign as sniffing
+from ...formats.foreign import is_zip
 from ...formats.zip import Archive
+from ..catalog import Catalog
 from .findings import Finding, error, warning
 
 # Five digits mostly; DeepSeek's have six after "of", and shards of a few models two.
 _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
 
 
-def check_index(opened: Checkpoint) -> Iterator[Finding]:
+def check_index(catalog: Catalog) -> Iterator[Finding]:
     """An ``index.json`` against the shards that it names; without one, shards by the number in their names."""
-    if opened.index is None:
-        yield from _check_shard_names(opened.files)
+    if catalog.index is None:
+        yield from _check_shard_names(catalog.files)
         return
     from ...base.json_file import read_json
 
-    base = os.path.basename(opened.index)
+    base = os.path.basename(catalog.index)
     try:
-        index = read_json(opened.index, "index.json")
+        index = read_json(catalog.index, "index.json")
     except (SafeloadError, OSError) as problem:  # it was read a moment ago
         yield error("file.read", None, one_line(problem))
         return
     metadata = index.get("metadata")
     said = metadata.get("total_size") if isinstance(metadata, dict) else None
-    held = opened.nbytes
+    held = catalog.nbytes
     scales = sum(
         scale.end - scale.begin
-        for _, file, k in opened._parts()
+        for _, file, k in catalog.entries()
         if file.table.quantized and (scale := file.table.scale(k)) is not None
     )
     if said is not None and said not in (held, held + scales):
         yield warning(
             "index.total_size", None, f"{base} says total_size {said}, but its tensors have {held + scales} bytes"
         )
-    listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in opened._parts()}
-    for file in opened._open:
+    listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in catalog.entries()}
+    for file in catalog.weight_files:
         for k, name in enumerate(file.table.names):
             if (file, k) not in listed:
                 shard = os.path.basename(file.path)
@@ -94,9 +94,9 @@ class _Entry(NamedTuple):
     tensors: list[str]
 
 
-def check_crc(opened: Checkpoint, *, threads: int | None = None, progress: Progress = None) -> Iterator[Finding]:
+def check_crc(catalog: Catalog, *, threads: int | None = None, progress: Progress = None) -> Iterator[Finding]:
     """The CRC-32 that a zip archive has for each entry, against its bytes."""
-    entries = [entry for file in opened._open for entry in _entries(file, opened.format)]
+    entries = [entry for file in catalog.weight_files for entry in _entries(file, catalog.format)]
     stored = [entry for entry in entries if entry.info.compress_type == zipfile.ZIP_STORED]
     meter = Meter(progress, sum(entry.info.compress_size for entry in entries))
 
@@ -117,7 +117,7 @@ def check_crc(opened: Checkpoint, *, threads: int | None = None, progress: Progr
             yield error("file.crc", entry.tensors[0] if entry.tensors else None, message)
 
 
-def _entries(opened: WeightFile, format: str) -> Iterator[_Entry]:
+def _entries(opened: WeightFile, format: str | None) -> Iterator[_Entry]:
     """The entries of a file that is a zip archive."""
     # Compressed arrays have been unpacked into another file.
     file = open_descriptor(opened.path) if format == "npz" and not _is_zip(opened) else opened
@@ -139,7 +139,7 @@ def _entries(opened: WeightFile, format: str) -> Iterator[_Entry]:
 
 
 def _is_zip(file: WeightFile) -> bool:
-    return sniffing.is_zip(file.read_at(0, 4))
+    return is_zip(file.read_at(0, 4))
 
 
 def _check_entry(entry: _Entry) -> str | None:

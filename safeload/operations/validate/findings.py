@@ -6,12 +6,15 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...base.text import clip, plural, printable, show, size
 from ..stats import TensorStats
 
-ERROR, WARNING, NOTE = "error", "warning", "note"
+Severity: TypeAlias = Literal["error", "warning", "note"]
+ERROR: Severity = "error"
+WARNING: Severity = "warning"
+NOTE: Severity = "note"
 
 # Findings of the same kind about the same tensor of several layers are shown once from this many on.
 _GATHERED_FROM = 4
@@ -30,7 +33,7 @@ class Finding(NamedTuple):
         message: the rest, in words and numbers.
     """
 
-    severity: str
+    severity: Severity
     code: str
     tensor: str | None
     message: str

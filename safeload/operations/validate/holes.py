@@ -11,10 +11,10 @@ import numpy as np
 
 from ...base.file import WeightFile
 from ...base.text import plural, show
-from ...checkpoint import Checkpoint
 from ...engine.stream import PIECE, file_pieces
-from ...formats import foreign as sniffing
+from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
+from ..catalog import Catalog
 from .findings import Finding, error, warning
 
 # A tail of zeros that is shorter than this is no download that stopped, unless it is a hole.
@@ -56,20 +56,21 @@ class Tail(NamedTuple):
 
 
 def check_tails(
-    opened: Checkpoint, role: Callable[[str], str | None], *, values: bool
+    catalog: Catalog, role: Callable[[str], str | None], *, values: bool
 ) -> Iterator[tuple[Finding, list[str]]]:
     """Files whose tail was never written: the finding, and the tensors that are therefore zero.
 
     Args:
-        opened: of which every file is looked at.
+        catalog: of which every file is looked at.
         role: of a tensor, as the schema has it.
         values: False to read nothing from a file that has no hole at its end.
     """
-    for file in opened._open if opened.format != NPZ else ():  # what is compressed lies in a file that we have written
+    # What is compressed in an npz lies in a file that we have written.
+    for file in catalog.weight_files if catalog.format != NPZ else ():
         tail = tail_of(file, values=values)
         if tail is None:
             continue
-        where = f"{os.path.basename(file.path)}: " if len(opened.files) > 1 else ""
+        where = f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
         weighty = any(role(name) not in ("bias", "buffer") and not _MAY_BE_ZERO.fullmatch(name) for name in tail.whole)
         size = tail.end - tail.begin
         message = f"{where}{_told(tail)}; was the download finished?"
@@ -107,7 +108,7 @@ def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
         scales = (table.scale(k) for k in range(len(ranges)))
         ends += [scale.end for scale in scales if scale is not None]
     ranges = sorted(place for place in ranges if place[0] < place[1])
-    if not ranges or sniffing.is_zip(file.read_at(0, 4)):
+    if not ranges or is_zip(file.read_at(0, 4)):
         return None
     end = min(file.size, max(ends))
     hole = min(end, hole_begin(file))

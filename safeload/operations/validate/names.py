@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 from ...base import dtypes
 from ...base.text import plural, show
-from ...models.schema import NUMBER, Choice, ConfigError, Inner, Schema, Wanted
+from ...models.choosing import Choice, Inner
+from ...models.schema import NUMBER, ConfigError, Schema, Wanted
 from ...packed import grouping
 from ...packed.grouping import Codes
+from ..catalog import About
 from .findings import Finding, error, note, pattern_of, warning
 
 # Parts of a name after which a number is that of a layer, where no schema says so. Numbers elsewhere, as in Sequential
@@ -46,23 +48,7 @@ _PART = re.compile(
 )
 
 
-class Known(NamedTuple):
-    """What is known of a tensor without reading it.
-
-    Attributes:
-        dtype: name, such as "bfloat16" or "q4_0".
-        shape: logical shape.
-        floating: whether it is of real floating-point numbers.
-        quantized: whether it is int8 with a scale, or in blocks.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    floating: bool
-    quantized: bool
-
-
-def check_sizes(tensors: Mapping[str, Known]) -> Iterator[Finding]:
+def check_sizes(tensors: Mapping[str, About]) -> Iterator[Finding]:
     """No tensors at all; tensors without elements or without axes."""
     if not tensors:
         yield error("model.empty", None, "there are no tensors")
@@ -95,7 +81,7 @@ class Quantized(NamedTuple):
 def quantized_parts(
     config: Mapping[str, Any] | None,
     schema: Schema | None,
-    tensors: Mapping[str, Known],
+    tensors: Mapping[str, About],
     codes: Mapping[str, Codes],
 ) -> Quantized | None:
     """Which tensors are parts of quantized weights; None for no tensor.
@@ -162,7 +148,7 @@ class Comparison(NamedTuple):
 def check_schema(
     choice: Choice,
     config: Mapping[str, Any] | None,
-    tensors: Mapping[str, Known],
+    tensors: Mapping[str, About],
     *,
     quantized: Quantized | None = None,
     inner: Inner | None = None,
@@ -227,7 +213,7 @@ def fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
 
 
 def _check_missing(
-    choice: Choice, wanted: Mapping[str, Wanted], tensors: Mapping[str, Known], modules: frozenset[str]
+    choice: Choice, wanted: Mapping[str, Wanted], tensors: Mapping[str, About], modules: frozenset[str]
 ) -> Iterator[Finding]:
     required = [w for w in wanted.values() if w.required and (choice.complete or w.entry.role != "head")]
     missing = [w for w in required if w.name not in tensors and module_of(w.name) not in modules]
@@ -264,7 +250,7 @@ def _check_unexpected(
     choice: Choice,
     config: Mapping[str, Any] | None,
     wanted: Mapping[str, Wanted],
-    tensors: Mapping[str, Known],
+    tensors: Mapping[str, About],
     quantized: Quantized | None,
     inner: Inner | None,
 ) -> Iterator[Finding]:
@@ -341,7 +327,7 @@ def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Findi
 # ---- without a schema ----
 
 
-def check_layers(tensors: Mapping[str, Known], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
+def check_layers(tensors: Mapping[str, About], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
     """Layers that have a hole in their numbers, or that lack tensors that all others have.
 
     Args:
@@ -383,7 +369,7 @@ def check_layers(tensors: Mapping[str, Known], modules: frozenset[str] = frozens
 
 
 def check_dtypes(
-    tensors: Mapping[str, Known], config: Mapping[str, Any] | None, quantized: Quantized | None = None
+    tensors: Mapping[str, About], config: Mapping[str, Any] | None, quantized: Quantized | None = None
 ) -> Iterator[Finding]:
     """The same tensor in another dtype in some layer; no tensor in the dtype that the config names."""
     groups: dict[str, list[str]] = {}
@@ -406,12 +392,7 @@ def check_dtypes(
     there = Counter(known.dtype for known in tensors.values() if known.floating)
     row = dtypes.BY_NAME.get(said)
     floating = row is not None and row.floating
-    if there and floating and said not in there and not (parts or any_quantized(tensors)):
+    if there and floating and said not in there and not (parts or any(known.quantized for known in tensors.values())):
         usual, often = there.most_common(1)[0]
         message = f"config.json says {said}, but no tensor is; {often} of {len(tensors)} are {usual}"
         yield warning("dtype.config", None, message)
-
-
-def any_quantized(tensors: Mapping[str, Known]) -> bool:
-    """Whether there is a quantized tensor."""
-    return any(known.quantized for known in tensors.values())

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import checkpoint as checkpoints
-from ...base import dtypes, log
-from ...base.arrays import as_array
+from ... import checkpoint
+from ...base import log
+from ...base.arrays import refuse_masked
 from ...base.file import Array, PathLike, native_path
 from ...base.text import show
 from ...checkpoint import Checkpoint
@@ -29,13 +29,14 @@ from ...errors import (
     one_line,
     os_error,
 )
-from ...models import schema as schemas
-from ...models.schema import Choice, Schema
-from .. import catalog
-from .. import stats as statistics
+from ...models.choosing import Choice, choose, choose_inner, choose_prefix
+from ...models.schema import Schema
+from ...models.schema import load as load_schema
+from ..catalog import About, Catalog, Given
+from ..stats import stats
 from . import files, holes, names, values
 from .findings import Limits, ValidationReport, error
-from .names import Known, Quantized
+from .names import Quantized
 
 # What a file that cannot be opened is reported as.
 _REFUSALS = (
@@ -49,7 +50,7 @@ _REFUSALS = (
 # The name of a single array in a report.
 ARRAY = "array"
 
-Source = PathLike | Checkpoint | Mapping[str, Any] | Array | QuantizedTensor
+Source = Given | Array | QuantizedTensor
 
 
 def validate(
@@ -105,10 +106,10 @@ def validate(
         return _validate_array(source, shape, wanted)
     if shape is not None:
         raise ValueError("shape= is for a single array")
-    if isinstance(source, Mapping):
-        name = source._path if isinstance(source, Checkpoint) else "dict"
-        return _validate_tensors(ValidationReport(name), source, wanted)
-    return validate_path(source, lambda: checkpoints.open(source), wanted)
+    if isinstance(source, (Mapping, Catalog)):
+        with Catalog.of(source) as catalog:
+            return _validate_tensors(ValidationReport(catalog.title), catalog, wanted)
+    return validate_path(source, lambda: checkpoint.open(source), wanted)
 
 
 class Settings(NamedTuple):
@@ -151,7 +152,7 @@ def settings(
         ValueError, TypeError, FormatError, OSError: see `validate`.
     """
     bounds = Limits.of(limits)
-    asked = schemas.load(schema) if schema is not None and schema != "auto" else None
+    asked = load_schema(schema) if schema is not None and schema != "auto" else None
     jobs.check_threads(threads)
     return Settings(read_config(config), asked, schema == "auto", bounds, values, threads, progress, histogram)
 
@@ -188,8 +189,8 @@ def validate_path(path: PathLike, open: Callable[[], Checkpoint], wanted: Settin
             raise
         report.add([error("index.shard", None, f"{problem.filename} is not there, but the index names it")])
         return report
-    with opened:
-        return _validate_tensors(report, opened, wanted)
+    with opened, Catalog.of(opened) as catalog:
+        return _validate_tensors(report, catalog, wanted)
 
 
 # ---- parts ----
@@ -199,54 +200,46 @@ def _validate_array(
     x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, wanted: Settings
 ) -> ValidationReport:
     report = ValidationReport(ARRAY)
-    known = _known_of(x)
+    refuse_masked(x, "the array")
+    catalog = Catalog.of({ARRAY: x})
+    known = catalog.about(ARRAY)
     if shape is not None:
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
             raise TypeError(f"shape must be a tuple of whole numbers and None, not {show(shape)}")
         if not names.fits(known.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, wanted is [{sizes}]")])
-    return _validate_tensors(report, {ARRAY: x}, wanted._replace(choose=False, schema=None))
+    return _validate_tensors(report, catalog, wanted._replace(choose=False, schema=None))
 
 
-def _validate_tensors(
-    report: ValidationReport, given: Checkpoint | Mapping[str, Any], wanted: Settings
-) -> ValidationReport:
+def _validate_tensors(report: ValidationReport, catalog: Catalog, wanted: Settings) -> ValidationReport:
     started = time.perf_counter()
     try:
-        return _check_tensors(report, given, wanted)
+        return _check_tensors(report, catalog, wanted)
     finally:
         report.seconds = time.perf_counter() - started
 
 
-def _check_tensors(
-    report: ValidationReport, given: Checkpoint | Mapping[str, Any], wanted: Settings
-) -> ValidationReport:
+def _check_tensors(report: ValidationReport, catalog: Catalog, wanted: Settings) -> ValidationReport:
     config, limits = wanted.config, wanted.limits
-    known = known_tensors(given)
+    known = {name: catalog.about(name) for name in catalog}
     report.tensors = len(known)
     report.parameters = sum(math.prod(tensor.shape) for tensor in known.values())
-    if isinstance(given, Checkpoint):
-        config = given.config if config is None else config
-        report.format, report.files, report.nbytes = given.format, list(given.files), given.nbytes
-        report.add(files.check_index(given))
-    else:
-        report.nbytes = sum(value.nbytes for value in map(_as_value, given.values()))
+    config = catalog.config if config is None else config
+    report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
+    report.add(files.check_index(catalog))
     report.add(names.check_sizes(known))
     choice = Choice(wanted.schema, True) if wanted.schema is not None else None
     inner = None
     if wanted.choose:
-        choice = schemas.choose(config, report.format, known.keys())
-        if choice is None:
-            inner = schemas.choose_inner(config, known.keys())
-        else:
-            inner = schemas.choose_prefix(choice, config, known.keys())
+        choice = choose(config, report.format, known.keys())
+        inner = choose_inner(config, known.keys()) if choice is None else choose_prefix(choice, config, known.keys())
     log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     whole = config
     if inner is not None:
         choice, config = inner.choice, inner.config
     schema = None if choice is None else choice.schema
-    codes = catalog.codes_of(given, whole)
+    codes = catalog.find_codes(whole)
     quantized = names.quantized_parts(whole, schema, known, codes)
     if quantized is not None:
         report.add([names.note_quantized(quantized, values=wanted.values)])
@@ -265,18 +258,16 @@ def _check_tensors(
     model = _Model(known, frozenset(codes), quantized, schema)
     zero: set[str] = set()
     try:
-        if isinstance(given, Checkpoint):
-            for finding, in_it in holes.check_tails(given, model.role, values=wanted.values):
-                report.add([finding])
-                zero.update(in_it)
+        for finding, in_it in holes.check_tails(catalog, model.role, values=wanted.values):
+            report.add([finding])
+            zero.update(in_it)
         if not wanted.values:
             return report
-        if isinstance(given, Checkpoint):
-            report.add(files.check_crc(given, threads=wanted.threads))
-        _check_contents(report, given, model, zero, wanted)
+        report.add(files.check_crc(catalog, threads=wanted.threads))
+        _check_contents(report, catalog, model, zero, wanted)
         if choice is not None:
             pairs = _tied_pairs(choice.schema, config, known)
-            report.add(values.check_tied(given, {a: b for a, b in pairs.items() if not {a, b} & zero}))
+            report.add(values.check_tied(catalog, {a: b for a, b in pairs.items() if not {a, b} & zero}))
     except (FormatError, OSError) as problem:
         report.add([error("file.read", None, one_line(problem))])
     return report
@@ -292,7 +283,7 @@ class _Model(NamedTuple):
         schema: None for none.
     """
 
-    known: Mapping[str, Known]
+    known: Mapping[str, About]
     codes: frozenset[str]
     quantized: Quantized | None
     schema: Schema | None
@@ -304,7 +295,7 @@ class _Model(NamedTuple):
 
 def _check_contents(
     report: ValidationReport,
-    given: Checkpoint | Mapping[str, Any],
+    catalog: Catalog,
     model: _Model,
     zero: set[str],
     wanted: Settings,
@@ -312,19 +303,19 @@ def _check_contents(
     bad = set()
     for name, tensor in model.known.items():
         if tensor.quantized:
-            value: Any = given.load([name], backend="pread")[name] if isinstance(given, Checkpoint) else given[name]
+            value = catalog.value(name)
+            assert isinstance(value, QuantizedTensor)
             found = list(values.check_scales(name, value, wanted.limits))
             report.add(found)
             if found:
                 bad.add(name)
-    found_stats = statistics.stats(
-        given,
+    found_stats = stats(
+        catalog,
         histogram=wanted.histogram,
         names=[name for name in model.known if name not in model.codes],
         threads=wanted.threads,
         progress=wanted.progress,
     )
-    assert isinstance(found_stats, dict)
     report.stats = found_stats
     codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
     report.add(
@@ -332,38 +323,10 @@ def _check_contents(
     )
 
 
-def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, Known]) -> dict[str, str]:
+def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, About]) -> dict[str, str]:
     """Heads and embeddings that are both there although the config ties them."""
     try:
         wanted = schema.expand(config, known.keys())
     except ValueError:  # has been reported
         return {}
     return {w.name: w.tied for w in wanted.values() if w.tied is not None and w.name in known and w.tied in known}
-
-
-# ---- what is known ----
-
-
-def known_tensors(given: Checkpoint | Mapping[str, Any]) -> dict[str, Known]:
-    """What is known of each tensor without reading it."""
-    if not isinstance(given, Checkpoint):
-        return {name: _known_of(value, name) for name, value in given.items()}
-    result = {}
-    for name, file, index in given._parts():
-        table = file.table
-        row = table.row(index)
-        quantized = row.blocked or (table.quantized and table.scale(index) is not None)
-        result[name] = Known(row.name, table.shape(index), row.floating, quantized)
-    return result
-
-
-def _as_value(value: Any) -> Any:
-    return value if isinstance(value, QuantizedTensor) else as_array(value)
-
-
-def _known_of(value: Any, name: str = "") -> Known:
-    if isinstance(value, QuantizedTensor):
-        return Known(value.scheme, value.shape, False, True)
-    array = as_array(value, name)
-    row = dtypes.BY_NAME.get(array.dtype.name)
-    return Known(array.dtype.name, array.shape, row is not None and row.floating, False)

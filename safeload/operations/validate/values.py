@@ -11,15 +11,12 @@ import numpy as np
 from ...base import dtypes
 from ...base.file import Array
 from ...base.text import show
-from ...checkpoint import Checkpoint
-from ...engine import source as sources
 from ...engine.quantized_tensor import INT8, QuantizedTensor
 from ...engine.source import Source
 from ...engine.stream import source_pieces
-from .. import catalog
+from ..catalog import About, Catalog
 from ..stats import TensorStats
 from .findings import Finding, Limits, error, warning
-from .names import Known
 
 # How far a float32 scale may be from the one expected, as a part of it: two roundings.
 _SCALE_TOLERANCE = 2.0**-22
@@ -31,7 +28,7 @@ _NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
 _NORM_WORDS = {"ln", "rms"}
 
 
-def is_norm(name: str, known: Known, role: str | None) -> bool:
+def is_norm(name: str, known: About, role: str | None) -> bool:
     """Whether a tensor is the weights of a norm, by its role in the schema or else by its name."""
     if role is not None or len(known.shape) > 1:
         return role == "norm"
@@ -42,7 +39,7 @@ def is_norm(name: str, known: Known, role: str | None) -> bool:
 
 def check_values(
     stats: Mapping[str, TensorStats],
-    tensors: Mapping[str, Known],
+    tensors: Mapping[str, About],
     limits: Limits,
     skip: Collection[str],
     *,
@@ -126,10 +123,10 @@ def _check_int8(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[F
 # ---- tied head ----
 
 
-def check_tied(given: Checkpoint | Mapping[str, Any], pairs: Mapping[str, str]) -> Iterator[Finding]:
+def check_tied(catalog: Catalog, pairs: Mapping[str, str]) -> Iterator[Finding]:
     """Heads that the config ties to an embedding, although the file has other values for them."""
     for head, embedding in pairs.items():
-        one, other = _source(given, head), _source(given, embedding)
+        one, other = _source(catalog, head), _source(catalog, embedding)
         if one is None or other is None or one.row is not other.row or one.shape != other.shape:
             continue
         at = 0
@@ -145,13 +142,10 @@ def check_tied(given: Checkpoint | Mapping[str, Any], pairs: Mapping[str, str]) 
             at += len(a)
 
 
-def _source(given: Checkpoint | Mapping[str, Any], name: str) -> Source | None:
+def _source(catalog: Catalog, name: str) -> Source | None:
     """A tensor as a source, None where it is quantized or packed."""
-    if isinstance(given, Checkpoint):
-        found = catalog.of_file(given, name, *given._locate(name))
-    else:
-        value = given[name]
-        if isinstance(value, QuantizedTensor):
-            return None
-        found = sources.of_array(name, value)
-    return found if isinstance(found, Source) and not found.row.packed else None
+    about = catalog.about(name)
+    if about.quantized or (about.element is not None and about.element.packed):
+        return None
+    found = catalog.source(name)
+    return found if isinstance(found, Source) else None

@@ -1,0 +1,120 @@
+"""What `safeload.open` is given: a file, a folder, an ``index.json`` or a list of files; and how to open it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+
+from ..base import log
+from ..base.file import Identity, PathLike, WeightFile, absolute, native_path
+from ..base.text import plural, show
+from . import foreign, registry
+from .registry import Wanted
+
+if TYPE_CHECKING:
+    from . import folder
+
+# What to do with a pickle that names classes or functions off the list of harmless ones.
+UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
+
+
+class Recipe(NamedTuple):
+    """How a checkpoint was opened: what its pickle holds.
+
+    Attributes:
+        paths: absolute.
+        listed: whether they were given as a list.
+        format: see `safeload.open`.
+        root: see `safeload.open`.
+        unknown_globals: see `safeload.open`.
+    """
+
+    paths: tuple[str, ...]
+    listed: bool
+    format: str | None
+    root: str | None
+    unknown_globals: UnknownGlobals
+
+    @property
+    def options(self) -> Wanted:
+        """How each of its files is opened."""
+        formats = None if self.format is None else registry.FORMATS[self.format]
+        return Wanted(formats, self.root, self.unknown_globals == "inert")
+
+
+class Found(NamedTuple):
+    """What a path came to.
+
+    Attributes:
+        title: the path, as messages name it.
+        format: of the first of the files.
+        files: the open files.
+        where: name of each tensor to its file and its index there; None where there is one file.
+        metadata: of all of the files and of the index.
+        config: parsed ``config.json`` of a folder, else None.
+        index_file: path and identity of the index, else None.
+        notes: what a folder is, and what in it was passed over.
+        recipe: how to open it again; None where that is not known.
+    """
+
+    title: str
+    format: str
+    files: list[WeightFile]
+    where: dict[str, tuple[WeightFile, int]] | None
+    metadata: Mapping[Any, Any]
+    config: dict[str, Any] | None = None
+    index_file: tuple[str, Identity] | None = None
+    notes: Sequence[str] = ()
+    recipe: Recipe | None = None
+
+
+def find(
+    path: PathLike | Sequence[PathLike], format: str | None, root: str | None, unknown_globals: UnknownGlobals
+) -> Found:
+    """Opens the files of a path; see `safeload.open` for arguments and errors."""
+    if format is not None and format not in registry.FORMATS:
+        raise ValueError(f"format is {show(format)}, known are {', '.join(registry.FORMATS)}")
+    if unknown_globals not in get_args(UnknownGlobals):
+        raise ValueError(f'unknown_globals is {show(unknown_globals)}, but it is "refuse" or "inert"')
+    recipe = Recipe((), False, format, root, unknown_globals)
+    if isinstance(path, (list, tuple)):
+        return _find_list(path, recipe)
+    text, _ = native_path(path)  # type: ignore[arg-type]
+    recipe = recipe._replace(paths=(absolute(text),))
+    if text.endswith(".json") and not foreign.is_safetensors(foreign.read_head(text)):
+        return _find_shards(text, recipe)
+    try:
+        opened = registry.open_file(text, recipe.options)
+    except IsADirectoryError:
+        return _find_shards(text, recipe)
+    if opened.format == registry.GGUF and "split.count" in opened.metadata:
+        from . import folder
+
+        return _found(text, recipe, folder.open_parts(opened, recipe.options))
+    return Found(text, opened.format, opened.files, opened.where, opened.metadata, recipe=recipe)
+
+
+def _find_list(paths: Sequence[PathLike], recipe: Recipe) -> Found:
+    texts = [native_path(path)[0] for path in paths]
+    if not texts:
+        raise ValueError("there is nothing to open: the list of paths is empty")
+    from . import folder
+
+    name = texts[0] if len(texts) == 1 else f"{texts[0]} and {len(texts) - 1} more"
+    recipe = recipe._replace(paths=tuple(map(absolute, texts)), listed=True)
+    return _found(name, recipe, folder.open_list(texts, recipe.options))
+
+
+def _find_shards(path: str, recipe: Recipe) -> Found:
+    """A folder or an ``index.json``."""
+    from . import folder  # only here: json and pathlib take milliseconds that every import would pay
+
+    return _found(path, recipe, folder.open_path(path, recipe.options))
+
+
+def _found(path: str, recipe: Recipe, shards: folder.Shards) -> Found:
+    """What a folder, a list or an index came to."""
+    log.debug("opened %s: %s", path, plural(len(shards.files), "file"))
+    for note in shards.notes:
+        log.debug("%s: %s", path, note)
+    return Found(path, *shards, recipe=recipe)

@@ -1,0 +1,154 @@
+"""Which schema a model has: by its config, by the format of its file, by the names of its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from .schema import PREFIX, Entry, Schema, built_in, names_pattern
+
+# The class of a model: the family and what it has for a head. "LlamaForSequenceClassification" is "Llama".
+_CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
+# Characters of one; matching a longer text would take time that grows with its square.
+_CLASS_LENGTH = 200
+# Where the config of a multi-modal model keeps that of its language model; other keys come after these.
+_LANGUAGE = ("text_config", "llm_config", "language_config")
+# Objects in objects of a config that are looked through for it.
+_NESTED = 3
+# How many of them, and how many models with an embedding are told apart; beyond that the config is no model's.
+_CONFIGS, _MODELS = 1000, 16
+# A prefix that no schema has is believed when one of so many names is the schema's behind it.
+_PLACED_OF = 4
+
+
+class Choice(NamedTuple):
+    """A schema that was found for a model.
+
+    Attributes:
+        schema: what was found.
+        complete: whether the model is one that the schema describes whole, head included: its architecture is listed.
+    """
+
+    schema: Schema
+    complete: bool
+
+
+def choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
+    """The schema for a model: by the config's architectures, else by its model_type; without one by the file's format.
+
+    An architecture that no schema lists is of the family that its name begins with, and has a head of its own or none:
+    "LlamaForSequenceClassification", "LlamaModel". A format's schema is taken if the model has at least half of its
+    tensors.
+    """
+    if config is None:
+        for schema in built_in().values():
+            if format in schema.formats:
+                own = [entry.name for entry in schema.entries if not entry.optional]
+                if 2 * sum(name in names for name in own) >= len(own):
+                    return Choice(schema, True)
+        return None
+    architectures = config.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    for schema in built_in().values():
+        if any(architecture in schema.architectures for architecture in listed):
+            return Choice(schema, True)
+    for schema in built_in().values():
+        if config.get("model_type") in schema.model_types:
+            return Choice(schema, not listed)
+    if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
+        return None  # several models in one, see `choose_inner`
+    families = {_family(architecture) for architecture in listed} - {None}
+    for schema in built_in().values():
+        if any(_family(architecture) in families for architecture in schema.architectures):
+            return Choice(schema, False)
+    return None
+
+
+def _family(architecture: Any) -> str | None:
+    if not isinstance(architecture, str) or len(architecture) > _CLASS_LENGTH:
+        return None
+    found = _CLASS.fullmatch(architecture)
+    return None if found is None else found[1]
+
+
+class Inner(NamedTuple):
+    """The language model inside of a multi-modal one.
+
+    Attributes:
+        choice: its schema, with the names that its tensors have there.
+        config: its config.
+        key: where that is in the config of the whole, such as "text_config".
+        prefix: what the names of its tensors begin with.
+        whole: whether it is the whole model after all, only under other names.
+    """
+
+    choice: Choice
+    config: Mapping[str, Any]
+    key: str
+    prefix: str
+    whole: bool = False
+
+
+def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
+    """The schema of the language model that is a part of a model, found by the config inside of the model's config.
+
+    Args:
+        config: of the whole.
+        names: of its tensors; they tell what the names of the part begin with.
+    """
+    for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
+        choice = choose(inner, None, names)
+        if choice is not None:
+            prefix = _inner_prefix(choice.schema, names)
+            if prefix is not None:
+                return Inner(Choice(_with_prefix(choice.schema, prefix), False), inner, key, prefix)
+    return None
+
+
+def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
+    """A model under other names than its own: "module.model.layers.0...", "language_model.model.layers.0...".
+
+    None where the names are its own, or where too few are with any prefix.
+    """
+    schema, prefix = choice.schema, _inner_prefix(choice.schema, names)
+    if config is None or prefix is None or prefix in schema.prefixes:
+        return None
+    placed = _with_prefix(schema, prefix)
+    if _PLACED_OF * sum(placed.find(name) is not None for name in names) < len(names):
+        return None
+    return Inner(Choice(placed, choice.complete), config, "config.json", prefix, True)
+
+
+def _inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    found = [(key, value) for key, value in config.items() if isinstance(value, Mapping)]
+    for key, value in sorted(found, key=lambda item: item[0] not in _LANGUAGE):
+        yield key, value
+        if depth > 1:
+            yield from _inner_configs(value, depth - 1)
+
+
+def _inner_prefix(schema: Schema, names: Collection[str]) -> str | None:
+    """What stands before the name of the embedding."""
+    for entry in schema.entries:
+        if entry.role == "embedding" and entry.name.startswith(PREFIX):
+            bare = entry.name.removeprefix(PREFIX)
+            ends = (name.removesuffix(bare) for name in names if name.endswith(bare))
+            prefixes = list(islice((prefix for prefix in ends if prefix == "" or prefix.endswith(".")), _MODELS))
+            return max(prefixes, key=lambda prefix: sum(name.startswith(prefix) for name in names), default=None)
+    return None
+
+
+def _with_prefix(schema: Schema, prefix: str) -> Schema:
+    """A schema whose names begin with ``prefix``, its head with it or with what it begins with."""
+    parts = prefix.split(".")[:-1]
+    before = [".".join(parts[:k]) + "." for k in range(1, len(parts) + 1)]
+
+    def placed(entry: Entry) -> Entry:
+        if entry.name.startswith(PREFIX):
+            return entry
+        return entry._replace(also=(*entry.also, *(text + entry.name for text in before)))
+
+    entries = tuple(map(placed, schema.entries))
+    return schema._replace(prefixes=(prefix,), entries=entries, pattern=names_pattern(entries, (prefix,)))

@@ -1,0 +1,132 @@
+"""What engines want their weights to look like: which tensors, stacked and transposed how; in Python or as JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..base.file import PathLike
+from ..base.text import show
+from ..errors import FormatError
+
+# Where the number of a layer stands in a name.
+LAYER = "{}"
+
+_FIELDS = {"name", "tensors"}
+_TENSOR_FIELDS = {"name", "source", "transpose"}
+
+
+@dataclass(frozen=True)
+class StackedTensor:
+    """One tensor of a `Layout`.
+
+    Attributes:
+        name: what it is called in the result.
+        source: where it comes from: the name of a tensor, or one with ``{}`` where the number of the layer stands; then
+            the result is [layers, ...].
+        transpose: whether each layer (a matrix) is transposed.
+
+    Raises:
+        ValueError: ``{}`` is there twice.
+    """
+
+    name: str
+    source: str
+    transpose: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value in (("name", self.name), ("source", self.source)):
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{what} must be a text that is not empty, not {show(value)}")
+        if not isinstance(self.transpose, bool):
+            raise ValueError(f"{show(self.name)}: transpose must be true or false, not {show(self.transpose)}")
+        if self.source.count(LAYER) > 1:
+            raise ValueError(f"{show(self.name)}: {show(self.source)} has more than one place for a layer's number")
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it has a layer axis."""
+        return LAYER in self.source
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an engine wants its weights to look like: its tensors, in the order of the result.
+
+    Attributes:
+        name: of the layout.
+        tensors: what is in it.
+
+    Raises:
+        TypeError: something else among them than a `StackedTensor`.
+        ValueError: a name is there twice.
+
+    Example:
+        >>> Layout("tiny", [StackedTensor("ffn", "layers.{}.mlp.weight", transpose=True)]).tensors[0].stacked
+        True
+    """
+
+    name: str
+    tensors: Sequence[StackedTensor]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        for tensor in self.tensors:
+            if not isinstance(tensor, StackedTensor):
+                raise TypeError(f"layout {show(self.name)} is made of StackedTensor, not of {type(tensor).__name__}")
+        names = [tensor.name for tensor in self.tensors]
+        twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
+        if twice is not None:
+            raise ValueError(f"layout {show(self.name)}: {show(twice)} is there twice")
+
+    @classmethod
+    def from_json(cls, source: PathLike | Mapping[str, Any]) -> Layout:
+        """A layout from a JSON file, or from what such a file holds.
+
+        ``{"name": "tiny", "tensors": [{"name": "ffn", "source": "layers.{}.mlp.weight", "transpose": true}, ...]}``
+
+        Raises:
+            FormatError: it is no such JSON.
+            OSError: the file cannot be read.
+        """
+        from ..base.json_file import read_json  # only here: it takes a millisecond
+
+        path = None if isinstance(source, Mapping) else os.fspath(source)
+        content = source if isinstance(source, Mapping) else read_json(os.fspath(source), "the layout")
+        entries = content.get("tensors")
+        if not isinstance(content.get("name"), str) or not isinstance(entries, list) or content.keys() - _FIELDS:
+            raise FormatError('a layout is {"name": text, "tensors": [...]}', path)
+        tensors = []
+        for k, entry in enumerate(entries):
+            if (
+                not isinstance(entry, Mapping)
+                or entry.keys() - _TENSOR_FIELDS
+                or not {"name", "source"} <= entry.keys()
+            ):
+                raise FormatError(f'tensors[{k}] must be {{"name": text, "source": text, "transpose": bool}}', path)
+            try:
+                tensors.append(StackedTensor(**entry))
+            except ValueError as error:
+                raise FormatError(f"tensors[{k}]: {error}", path) from None
+        try:
+            return cls(content["name"], tensors)
+        except ValueError as error:
+            raise FormatError(str(error), path) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` takes, for ``json.dump``."""
+        return {
+            "name": self.name,
+            "tensors": [{"name": t.name, "source": t.source, "transpose": t.transpose} for t in self.tensors],
+        }
+
+
+@cache
+def built_in() -> dict[str, Layout]:
+    """The layouts that come with safeload, by name."""
+    folder = os.path.join(os.path.dirname(__file__), "layouts")
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+    return {name.removesuffix(".json"): Layout.from_json(os.path.join(folder, name)) for name in names}

@@ -1,0 +1,104 @@
+"""What quantization costs: how far dequantized values are from the original ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from ..base.arrays import as_array
+from ..base.file import Array
+from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.source import subject
+from .catalog import Catalog, Given
+from .quantize_checkpoint import Model
+
+
+class QuantizationError(NamedTuple):
+    """How far restored values are from the original ones.
+
+    Attributes:
+        max_error: largest absolute difference.
+        rms_error: root of the mean square of the differences.
+        snr_db: 10 * log10(sum of squares of the original / sum of squares of the differences); infinite for no
+            difference.
+    """
+
+    max_error: float
+    rms_error: float
+    snr_db: float
+
+
+# Elements that are compared at a time.
+_COMPARED = 1 << 20
+
+
+@overload
+def quantization_error(source: Array, quantized: QuantizedTensor) -> QuantizationError: ...
+@overload
+def quantization_error(source: Given, quantized: Given) -> dict[str, QuantizationError]: ...
+def quantization_error(
+    source: Given | Array, quantized: Given | QuantizedTensor
+) -> dict[str, QuantizationError] | QuantizationError:
+    """What quantization cost: of one tensor, or of each quantized tensor of a checkpoint.
+
+    Args:
+        source: the original values: an array, a dict of arrays, a `Checkpoint` or a path.
+        quantized: what became of them: a `QuantizedTensor` for an array, else a dict (as `load_quantized` gives it), a
+            `Checkpoint` or a path. A tied head is compared with the embedding.
+
+    Returns:
+        A `QuantizationError` for one tensor, else a dict of them by name, of the quantized tensors only.
+
+    Raises:
+        TensorNotFoundError: a quantized tensor is not in the source.
+        ValueError: shapes differ, or one is a single tensor and the other is not.
+    """
+    if isinstance(quantized, QuantizedTensor):
+        if not isinstance(source, np.ndarray):
+            raise ValueError(f"a single QuantizedTensor is compared with an array, not with a {type(source).__name__}")
+        return _error_of("", source, quantized)
+    if isinstance(source, np.ndarray):
+        raise ValueError(f"an array is compared with a QuantizedTensor, not with a {type(quantized).__name__}")
+    with Catalog.of(source) as originals, Catalog.of(quantized) as made:
+        tied = Model.of(originals).tied_heads()
+        names = {name: tied.get(name, name) for name in made if made.about(name).quantized}
+        originals.check(names.values())
+        originals.refuse_codes(names.values(), "quantization_error")
+        return {name: _of_tensor(name, originals.array(origin), made.value(name)) for name, origin in names.items()}
+
+
+def _of_tensor(name: str, original: Array, quantized: Array | QuantizedTensor) -> QuantizationError:
+    assert isinstance(quantized, QuantizedTensor)
+    return _error_of(name, original, quantized)
+
+
+def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> QuantizationError:
+    original = as_array(original, name)
+    if original.shape != quantized.shape:
+        raise ValueError(
+            f"{subject(name)}the original has shape {list(original.shape)}, the quantized one {list(quantized.shape)}"
+        )
+    largest, squares, signal = 0.0, 0.0, 0.0
+    for exact, restored in _pieces(original, quantized):
+        difference = exact - restored
+        largest = max(largest, float(np.abs(difference).max(initial=0)))
+        squares += float(np.square(difference).sum())
+        signal += float(np.square(exact).sum())
+    count = max(1, original.size)
+    snr = math.inf if squares == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / squares)
+    return QuantizationError(largest, math.sqrt(squares / count), snr)
+
+
+def _pieces(original: Array, quantized: QuantizedTensor) -> Iterable[tuple[Array, Array]]:
+    """Original and restored values in float64, some rows at a time."""
+    if len(original.shape) < 2:
+        yield np.float64(original), quantized.dequantize(np.float32).astype(np.float64)
+        return
+    step = max(1, _COMPARED * original.shape[0] // max(1, original.size))
+    for begin in range(0, original.shape[0], step):
+        rows = slice(begin, begin + step)
+        exact = original[rows].astype(np.float64)
+        yield exact, quantized._rows(rows).dequantize(np.float32).astype(np.float64)

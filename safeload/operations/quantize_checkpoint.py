@@ -1,0 +1,358 @@
+"""Whole checkpoints quantized: which tensors, to what, by whose rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.file import Array
+from ..base.native import lib
+from ..base.scheme import INT8, SCHEMES
+from ..base.text import show
+from ..engine import jobs
+from ..engine.jobs import Progress
+from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.source import Source, of_reals, subject
+from ..errors import UnsupportedError
+from ..models.choosing import choose
+from ..models.schema import Schema
+from .catalog import About, Catalog, Given
+from .quantize import Request, Rounding, SchemeName, check_scheme, new_tensor, run_requests
+
+#: Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without
+#: a schema; where there is one, it says what a tensor is.
+KEPT_NAMES = ("*embed*", "*_embd*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
+
+_KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
+
+# Head, the embedding that it is the same as where it is absent, and a tensor that only models with a head have: of
+# Hugging Face's causal models and of llama.cpp's, where no schema says more.
+_TIED = (
+    ("lm_head.weight", "model.embed_tokens.weight", "model.embed_tokens.weight"),
+    ("output.weight", "token_embd.weight", "output_norm.weight"),
+)
+# Part of the architecture's name of GGUF files whose models give embeddings: they have a final norm, and no head.
+_HEADLESS = "embedding"
+
+Keep = str | Iterable[str] | Callable[[str], object] | None
+Scheme: TypeAlias = SchemeName | Mapping[str, SchemeName | None]
+
+_F32 = dtypes.BY_CODE["F32"]
+
+
+class Summary(NamedTuple):
+    """What `load_quantized` did; prints as a table.
+
+    Attributes:
+        bytes_before: of all tensors as they were in the source.
+        bytes_after: of the result.
+        quantized: name to scheme of what was quantized.
+        kept: name to the reason why it was not.
+    """
+
+    bytes_before: int
+    bytes_after: int
+    quantized: dict[str, str]
+    kept: dict[str, str]
+
+    def __str__(self) -> str:
+        ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+        times = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
+        lines = [f"{self.bytes_before:,} bytes became {self.bytes_after:,} ({times})"]
+        for verb, groups in (("quantized to", self.quantized), ("kept:", self.kept)):
+            counts: dict[str, list[str]] = {}
+            for name, what in groups.items():
+                counts.setdefault(what, []).append(name)
+            for what, names in counts.items():
+                lines.append(f"{len(names):6,} {verb} {what}: {names[0]}{', ...' if len(names) > 1 else ''}")
+        return "\n".join(lines)
+
+
+class QuantizedDict(dict[str, QuantizedTensor | Array]):
+    """Name to array or `QuantizedTensor`, in the order of the source.
+
+    Attributes:
+        summary: what was quantized, what was kept and why.
+    """
+
+    summary: Summary
+
+
+class Planned(NamedTuple):
+    """What becomes of a tensor.
+
+    Attributes:
+        scheme: what it is quantized to; None where it is left as it is.
+        reason: why it is left.
+        already: whether it is left because it is of the scheme that is asked for.
+    """
+
+    scheme: str | None
+    reason: str = ""
+    already: bool = False
+
+
+class Model(NamedTuple):
+    """What tells the roles of tensors: embedding, head, norm.
+
+    Attributes:
+        names: of all tensors.
+        config: parsed ``config.json``; None without one.
+        schema: of the architecture; None for one that is not known.
+        architecture: ``general.architecture`` of a GGUF file; "" without one.
+    """
+
+    names: Collection[str]
+    config: Mapping[str, Any] | None = None
+    schema: Schema | None = None
+    architecture: str = ""
+
+    @classmethod
+    def of(cls, catalog: Catalog, names: Collection[str] | None = None) -> Model:
+        """The model that these tensors are; ``names`` where only some of them are."""
+        names = dict.fromkeys(catalog if names is None else names).keys()
+        choice = choose(catalog.config, catalog.format, names)
+        architecture = str(catalog.metadata.get("general.architecture", ""))
+        return cls(names, catalog.config, None if choice is None else choice.schema, architecture)
+
+    def tied_heads(self) -> dict[str, str]:
+        """Heads that are not there because they are the same as an embedding, and that embedding."""
+        names = self.names
+        if self.schema is not None:
+            try:
+                return self.schema.tied(names, self.config)
+            except ValueError:  # a config that does not say
+                return {}
+        if _HEADLESS in self.architecture:
+            return {}
+        return {
+            head: embedding
+            for head, embedding, sign in _TIED
+            if head not in names and embedding in names and sign in names
+        }
+
+
+def check_restorable(name: str, scheme: str) -> None:
+    """Refuses a quantized tensor that cannot be dequantized, which quantizing it anew needs.
+
+    Raises:
+        UnsupportedError: there is no kernel for its scheme.
+    """
+    row = dtypes.BY_CODE["I8"] if scheme == INT8 else dtypes.BLOCK_TYPES[scheme]
+    if not lib.sl_convertible(row.number, _F32.number):
+        raise UnsupportedError(f"tensor {show(name)} is {scheme}, which this version does not dequantize")
+
+
+class Rules:
+    """Which tensors are quantized to what."""
+
+    def __init__(self, scheme: Scheme, keep: Keep) -> None:
+        self.schema: Schema | None = None
+        self._schemes = {"*": scheme} if isinstance(scheme, str) else dict(scheme)
+        for known in self._schemes.values():
+            if known is not None:
+                check_scheme(known)
+        self._keep = keep if callable(keep) else None
+        self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
+
+    def plan(self, name: str, about: About) -> Planned:
+        """What becomes of a tensor of this name."""
+        shape, scheme = about.shape, about.scheme
+        if not about.floating and scheme is None:
+            return Planned(None, f"is {about.dtype}, not floating")
+        if len(shape) not in (2, 3):
+            return Planned(None, f"is {len(shape)}-D, not 2-D or 3-D")
+        if 0 in shape:
+            return Planned(None, "is empty")
+        found = next(((p, s) for p, s in self._schemes.items() if fnmatchcase(name, p)), None)
+        if found is None:
+            return Planned(None, "no pattern of scheme= matches")
+        if found[1] is None:
+            return Planned(None, f"scheme={{{show(found[0])}: None}}")
+        if found[1] == scheme:
+            return Planned(None, f"is {scheme} already", already=True)
+        kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
+        if kept is not None:
+            return Planned(None, f"keep={show(kept)}")
+        if self._keep is not None and self._keep(name):
+            return Planned(None, "keep= said so")
+        usual = self._usual(name)
+        if usual is not None and found[0] == "*":  # a pattern of one's own is stronger than the usual
+            return Planned(None, usual)
+        if found[1] != INT8 and shape[-1] % 32:
+            return Planned(None, f"rows of {shape[-1]} elements are no whole blocks of 32")
+        if scheme is not None:
+            check_restorable(name, scheme)
+        return Planned(found[1])
+
+    def _usual(self, name: str) -> str | None:
+        """Why a tensor is usually kept, None where it is not."""
+        role = None if self.schema is None else self.schema.role(name)
+        if role is not None:
+            return _KEPT_ROLES.get(role)
+        pattern = next((p for p in KEPT_NAMES if fnmatchcase(name, p)), None)
+        return None if pattern is None else f"matches {pattern}"
+
+
+def load_quantized(
+    source: Given,
+    scheme: Scheme = "q4_0",
+    *,
+    keep: Keep = None,
+    tie_lm_head: bool = True,
+    rounding: Rounding | None = None,
+    axis: int | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> QuantizedDict:
+    """A checkpoint with its matrices quantized and everything else floating as float32, in one pass over its bytes.
+
+    Quantized are floating tensors of 2 axes (of 3: each matrix), except embeddings, norms and biases. The schema of the
+    architecture that ``config.json`` names says which those are (see `safeload.models.schema`); for other models
+    `KEPT_NAMES` does. Integer, bool and complex tensors come unchanged. A tensor that is quantized already is
+    dequantized and quantized again if another scheme is asked for; otherwise it stays as it is. For int8 each matrix is
+    read twice, once for its absmax.
+
+    A head that is absent because it is tied to the embedding (by the schema and the config; of an unknown architecture
+    ``lm_head.weight`` to ``model.embed_tokens.weight``, in GGUF files ``output.weight`` to ``token_embd.weight``)
+    appears quantized from it, and the embedding stays float32.
+
+    Args:
+        source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
+        scheme: as in `quantize`; or pattern (as ``fnmatch`` has them) to scheme for mixed precision, where the
+            first that matches counts, None keeps, and any pattern but "*" is stronger than `KEPT_NAMES`.
+        keep: patterns of names to keep, or a function of the name.
+        tie_lm_head: False to leave out the tied head.
+        rounding: for "q4_0": "absmax" (the default) or "ggml".
+        axis: for int8 the axis that keeps its own scales; None for one scale a matrix: [N] for N of them in one tensor.
+        threads: None for what helps.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+    Returns:
+        Name to array or `QuantizedTensor`, in the order of the source; its ``summary`` says what was kept and why.
+
+    Raises:
+        RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with tensor and index.
+        ValueError: wrong arguments.
+        UnsupportedError: a tensor holds codes, such as fp8 with a scale beside it; or see `safeload.open`.
+        FormatError, OSError: see `safeload.open` and `Checkpoint.load`.
+    """
+    SCHEMES["q4_0"].target(rounding)
+    jobs.check_threads(threads)
+    rules = Rules(scheme, keep)
+    with Catalog.of(source) as catalog:
+        catalog.refuse_codes(catalog, "load_quantized")
+        work = _Work(catalog, rules, tie_lm_head, rounding, axis, threads)
+        return work.run(progress)
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the result.
+
+    Attributes:
+        origin: name of the tensor that it is made from: of a tied head the embedding.
+        about: what is known of that.
+        source: its values; None where they are quantized, and read when their turn comes.
+    """
+
+    origin: str
+    about: About
+    source: Source | None
+
+
+class _Work:
+    """What becomes of the tensors of a checkpoint.
+
+    Args:
+        catalog: the tensors.
+        rules: which of them are quantized to what.
+        tie_lm_head: see `load_quantized`, as the others.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        rules: Rules,
+        tie_lm_head: bool,
+        rounding: Rounding | None,
+        axis: int | None,
+        threads: int | None,
+    ) -> None:
+        self._catalog = catalog
+        self._rules = rules
+        self._rounding = rounding
+        self._axis = axis
+        self._threads = threads
+        self._requests: list[Request] = []
+        self._result = QuantizedDict()
+        self._tensors = {name: self._find(name) for name in catalog}
+        self._before = sum(tensor.about.nbytes for tensor in self._tensors.values())
+        model = Model.of(catalog)
+        rules.schema = model.schema
+        for head, embedding in model.tied_heads().items() if tie_lm_head else ():
+            about = self._tensors[embedding].about
+            if not about.quantized and about.floating and rules.plan(head, about).scheme is not None:
+                self._tensors[head] = self._find(embedding, head)
+
+    def _find(self, name: str, called: str | None = None) -> _Tensor:
+        about = self._catalog.about(name)
+        source = None if about.quantized else self._catalog.source(name, called)
+        assert not isinstance(source, QuantizedTensor)
+        return _Tensor(name, about, source)
+
+    def run(self, progress: Progress) -> QuantizedDict:
+        """The tensors, those that are read from files in one run."""
+        quantized, kept = {}, {}
+        for name, tensor in self._tensors.items():
+            plan = self._rules.plan(name, tensor.about)
+            if plan.scheme is None:
+                kept[name] = plan.reason
+                self._result[name] = self._keep(tensor)
+            else:
+                quantized[name] = plan.scheme
+                self._result[name] = self._quantize(name, tensor, plan.scheme)
+        run_requests(self._requests, threads=self._threads, progress=progress)
+        for name, made in self._result.items():
+            if isinstance(made, np.ndarray):
+                self._result[name] = jobs.native_order(made)
+        after = sum(made.nbytes for made in self._result.values())
+        self._result.summary = Summary(self._before, after, quantized, kept)
+        return self._result
+
+    def _keep(self, tensor: _Tensor) -> QuantizedTensor | Array:
+        """A tensor that is not quantized: as it is if it has been, else in an array that `run` fills."""
+        source = tensor.source
+        if source is None:
+            return self._catalog.value(tensor.origin)
+        row = _F32 if source.row.floating else source.row
+        array = jobs.private_array(source.shape, dtypes.array_dtype(row.number))
+        self._requests.append(Request(source, array, row.number))
+        return array
+
+    def _quantize(self, name: str, tensor: _Tensor, scheme: str) -> QuantizedTensor:
+        """A tensor that `run` fills; what was quantized in another scheme is filled at once."""
+        axis = _axis_of(name, tensor.about.shape, self._axis) if scheme == INT8 else None
+        target = SCHEMES[scheme].target(self._rounding if scheme == "q4_0" else None)
+        if tensor.source is not None:
+            new = new_tensor(tensor.source, scheme, axis)
+            self._requests.append(Request(tensor.source, new, target))
+            return new
+        value = self._catalog.value(tensor.origin)  # one after the other: each is held as float32 for a moment
+        assert isinstance(value, QuantizedTensor)
+        source = of_reals(name, value.dequantize(threads=self._threads), self._threads)
+        new = new_tensor(source, scheme, axis)
+        run_requests([Request(source, new, target)], threads=self._threads, progress=None)
+        return new
+
+
+def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:
+    """The axis of a tensor whose elements keep their own scales: of 3 axes at least one for each matrix."""
+    if axis is None:
+        return 0 if len(shape) == 3 else None
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"{subject(name)}axis {axis} is outside the axes of {list(shape)}")
+    return axis % len(shape)

@@ -1,0 +1,124 @@
+"""Folders of safetensors shards with an index and a config: how they are cut and written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.text import show
+from ..engine import jobs
+from ..engine.lazy import Lazy, LazyQuantized
+
+# What config.json calls the dtype of the weights: until transformers 4.56, and since.
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+
+# Powers of 1000 as Hugging Face counts them ("5GB"), and of 1024.
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+# What a writer gets for each name.
+Output = Lazy | LazyQuantized
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of "500MB", "5GB", "2GiB" or a number.
+
+    Raises:
+        ValueError: it is no size, or not positive.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f'max_shard_size {show(size)} is no size such as "500MB" or "5GB"')
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 1:
+        raise ValueError(f"max_shard_size is {size}, but a shard needs at least one byte")
+    return size
+
+
+def config_with(config: Mapping[str, Any] | None, target: dtypes.Dtype | None) -> dict[str, Any] | None:
+    """A ``config.json`` that is true of weights of another dtype, nested configurations included.
+
+    Args:
+        config: of the source; None for none.
+        target: what floating tensors became; None for what they were.
+    """
+    if config is None or target is None:
+        return None if config is None else dict(config)
+
+    def changed(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: target.name
+            if key in _DTYPE_KEYS and isinstance(value, str)
+            else changed(value)
+            if isinstance(value, Mapping) and key.endswith("config")
+            else value
+            for key, value in part.items()
+        }
+
+    result = changed(config)
+    if not any(isinstance(result.get(key), str) for key in _DTYPE_KEYS):
+        result[_DTYPE_KEYS[0]] = target.name
+    return result
+
+
+def write_shards(
+    outputs: dict[str, Output],
+    texts: Mapping[str, str] | None,
+    config: Mapping[str, Any] | None,
+    folder: str,
+    limit: int,
+    overwrite: bool,
+) -> None:
+    """Shards, an index and the config: all under temporary names first, the index in place last."""
+    import json
+
+    from ..engine.atomic_file import AtomicFile
+    from ..formats.safetensors import file as safetensors
+    from ..formats.safetensors import quantized
+
+    shards: list[dict[str, Output]] = [{}]
+    size = 0
+    for name, output in outputs.items():
+        if shards[-1] and size + output.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = output
+        size += output.nbytes
+    files = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
+    packed = [quantized.pack(shard, texts) for shard in shards]
+    weight_map = {name: file for file, (shard, _) in zip(files, packed, strict=True) for name in shard}
+    total = sum(output.nbytes for output in outputs.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    made = not os.path.isdir(folder)
+    os.makedirs(folder, exist_ok=True)
+    try:
+        with ExitStack() as stack:  # closed in reverse: what is entered first is put in place last
+            small = {"model.safetensors.index.json": index}
+            if config is not None:
+                small["config.json"] = dict(config)
+            for file, content in small.items():
+                data = np.frombuffer((json.dumps(content, indent=2) + "\n").encode(), np.uint8)
+                written = stack.enter_context(AtomicFile(os.path.join(folder, file), data.size, overwrite=overwrite))
+                written.write([(jobs.address_of(data), data.size)])
+                written.seal()
+            for file, (shard, shard_texts) in zip(files, packed, strict=True):
+                writer = safetensors.Writer(shard, shard_texts)
+                place = os.path.join(folder, file)
+                shard_file = stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite))
+                writer.write_to(shard_file)
+                shard_file.seal()  # there may be more shards than descriptors
+    except BaseException:
+        if made:
+            _remove_if_empty(folder)
+        raise
+
+
+def _remove_if_empty(folder: str) -> None:
+    with suppress(OSError):
+        os.rmdir(folder)
