@@ -1,7 +1,7 @@
 /* Statistics with AVX2.
  *
- * A fused multiply-add is the multiplication and the addition here: the square of what was an f32 is exact in f64.
- * Squares of f64 are not, hence no FMA where they are summed. */
+ * A fused multiply-add gives the same bits as a multiplication and an addition here: the square of an f32 is exact in
+ * f64. Squares of f64 are not, hence no FMA where they are summed. */
 #include "kernels/isa.h"
 #include "kernels/stats.h"
 
