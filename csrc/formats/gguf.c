@@ -3,7 +3,7 @@
  *   1. "GGUF", u32 version (2 or 3: the same layout), u64 number of tensors, u64 number of metadata entries.
  *   2. The metadata. Each entry: its key (a string), u32 type of its value, the value. A value is
  *        - an integer, a float, or a bool (one byte, 0 or 1),
- *        - a string: u64 size, so many bytes of UTF-8,
+ *        - a string: u64 size, then that many bytes of UTF-8,
  *        - an array: u32 type of its elements, u64 count, the elements one after the other.
  *   3. The tensors' descriptions. Each: its name (a string), u32 number of dims (at most 4), u64 dims, innermost first,
  *      u32 ggml type, u64 offset of its bytes in the data, a multiple of the alignment.

@@ -315,9 +315,7 @@ fault("data_offsets is empty", "data_offsets must be two integers, found fewer",
 for field in (b'"dtype":"F32",', b'"shape":[2,2],'):
     key = field[1 : field.index(b'"', 1)].decode()
     fault(f"{key} is missing", f"tensor 'a': {key} is missing", A, change(field, b""))
-    fault(
-        f"{key} twice", f"tensor 'a': duplicate {key}", At(field + field, len(field)), change(field, field + field)
-    )
+    fault(f"{key} twice", f"tensor 'a': duplicate {key}", At(field + field, len(field)), change(field, field + field))
 fault("data_offsets is missing", "tensor 'a': data_offsets is missing", A, change(b',"data_offsets":[0,16]', b""))
 fault(
     "data_offsets twice",
@@ -356,9 +354,7 @@ fault(
     At(b'"a":{"dtype":"I64"'),
     change(b'"b"', b'"a"'),
 )
-fault(
-    "a name twice, once escaped", "tensor 'a': duplicate name", At(b'"\\u0061"'), change(b'"b"', b'"\\u0061"')
-)
+fault("a name twice, once escaped", "tensor 'a': duplicate name", At(b'"\\u0061"'), change(b'"b"', b'"\\u0061"'))
 fault(
     "metadata twice",
     "duplicate __metadata__",
@@ -492,7 +488,7 @@ for bad, k in (
         At(b'"x":' + bad, 4 + k),
         change(b'"dtype":"F32"', b'"x":' + bad + b',"dtype":"F32"'),
     )
-for bad, fragment in ((b"\\x", "invalid escape"), (b"\x1f", "an unescaped control character"), (b"\xc0\x80", "invalid UTF-8")):
+for bad, fragment in ((b"\\x", "invalid escape"), (b"\x1f", "an unescaped control"), (b"\xc0\x80", "invalid UTF-8")):
     fault(
         f"ignored string holds {bad!r}",
         fragment,
