@@ -298,11 +298,11 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
  *   APPEND     memory to the file's current position, in order, by one thread: pipes and devices
  *   INT8       any real dtype times the factors of its channels, rounded half away from zero, within [-128, 127]
  *   FROM_INT8  int8 times the factors of its channels, to `to`
- *   ABSMAX     any real dtype: memory holds a u32 for each channel, zero or the result of other jobs, which is raised
- * to the bits of the largest |x| (infinity and NaN are larger than any number); factors are not used FINITE     any
- * real dtype: writes nothing; an element that is not finite is SL_E_RANGE STATS      any real dtype, or int8 times the
- * factors of its channels: an sl_stats for each segment, in order HISTOGRAM  the same, after SL_HISTOGRAM_BINS u64 that
- * are added to */
+ *   ABSMAX     any real dtype: memory holds a u32 for each channel, zero or the result of other jobs, and is raised
+ *              to the bits of the largest |x| (infinity and NaN are larger than any number); factors are not used
+ *   FINITE     any real dtype: writes nothing; an element that is not finite is SL_E_RANGE
+ *   STATS      any real dtype, or int8 times the factors of its channels: an sl_stats for each segment, in order
+ *   HISTOGRAM  the same, after SL_HISTOGRAM_BINS u64 that are added to */
 #define SL_OP_COPY 0
 #define SL_OP_CONVERT 1
 #define SL_OP_GRID 2
