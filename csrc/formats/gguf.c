@@ -354,6 +354,7 @@ static int32_t read_tensor(parser *self) {
 
 /* ---- the whole ---- */
 
+/* Reads item 1 of the format: checks magic and version, and both counts against the rest of the file. */
 static int32_t read_preamble(parser *self, uint64_t *tensors, uint64_t *entries) {
     static const char magic[] = "GGUF";
     int32_t status = need(self, MAGIC_SIZE + 4, "the start of a GGUF file");

@@ -103,6 +103,7 @@ static int32_t read_offsets(sl_json *json, const sl_json_text *name, fields *ent
     return read == 2 ? SL_OK : fail_entry(json, name, position, "data_offsets must be two integers, found fewer");
 }
 
+/* Reads an entry written as an object: the three fields once each, in any order; others are skipped. */
 static int32_t read_entry_object(sl_json *json, const sl_json_text *name, fields *entry) {
     int32_t status = sl_json_enter(json, '{', "tensor entry");
     if (status != SL_OK) return status;

@@ -213,6 +213,7 @@ static int32_t fail_size(const sl_table *table, uint64_t i, int32_t status, cons
     return sl_fail(error, status, (int64_t)table->positions[i], "tensor %s: %s", quoted_name(quoted, table, i), reason);
 }
 
+/* Checks that the byte range is as long as dtype and shape say, and that an array of that shape can exist. */
 static int32_t check_size(const sl_table *table, uint64_t i, const sl_table_rules *rules, sl_error *error) {
     const uint64_t *dims = table->dims + dim_begin(table, i);
     uint64_t rank = table->dim_ends[i] - dim_begin(table, i), stated = table->ends[i] - table->begins[i], size = 0;
@@ -249,6 +250,8 @@ static int32_t fail_range(const sl_table *table, uint64_t i, const sl_table_rule
                    (unsigned long long)table->ends[i], reason);
 }
 
+/* Checks the byte ranges in file order: no overlaps, no end past the data and, unless the rules allow them, no holes.
+ */
 static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
                             sl_error *error) {
     uint64_t covered = 0, data_size = file_size > data_begin ? file_size - data_begin : 0;
@@ -256,11 +259,12 @@ static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, 
         uint64_t begin = table->begins[i], end = table->ends[i];
         if (end < begin) return fail_range(table, i, rules, "end before they begin", 0, 0, 0, error);
         if (begin > covered && !rules->holes)
-            return fail_range(table, i, rules, "begin at %llu, but the bytes before end at %llu: a hole of %llu bytes",
-                              begin, covered, begin - covered, error);
+            return fail_range(table, i, rules,
+                              "begin at %llu, but the tensors before end at %llu: a hole of %llu bytes", begin, covered,
+                              begin - covered, error);
         if (begin < covered)
             return fail_range(table, i, rules,
-                              "begin at %llu, but the bytes before end at %llu: an overlap of %llu bytes", begin,
+                              "begin at %llu, but the tensors before end at %llu: an overlap of %llu bytes", begin,
                               covered, covered - begin, error);
         int32_t status = check_size(table, i, rules, error);
         if (status != SL_OK) return status;

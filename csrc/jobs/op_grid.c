@@ -7,6 +7,7 @@
 
 static bool is_run(int64_t column_stride, uint64_t element) { return column_stride == (int64_t)element; }
 
+/* A chunk is a rectangle of the grid with at most SL_CHUNK bytes. */
 static int32_t plan_grid(const sl_job *job, sl_plan *plan, sl_error *error) {
     const sl_grid *grid = job->grid;
     const sl_dtype_info *from = sl_dtype_get(job->from), *to = sl_dtype_get(job->to);

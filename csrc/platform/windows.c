@@ -12,6 +12,7 @@
 /* ReadFile and WriteFile count in 32 bits. */
 #define LARGEST_TRANSFER ((uint64_t)1 << 30)
 
+/* The errno value for an error code of Windows. */
 static int errno_of(DWORD code) {
     switch (code) {
     case ERROR_FILE_NOT_FOUND:

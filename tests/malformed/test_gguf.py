@@ -204,7 +204,7 @@ for offset in (1, 16, 33, 2**64 - 1):
     tensor_fault(f"offset {offset}", f"the offset {offset} is not a multiple of the alignment 32", 33, raw)
 raw = g.tensor("b", (3,), 1, 96)
 tensor_fault(
-    "overlap", "tensor 'b': bytes of the data [96, 102) begin at 96, but the bytes before end at 100", 0, raw, key="b"
+    "overlap", "tensor 'b': bytes of the data [96, 102) begin at 96, but the tensors before end at 100", 0, raw, key="b"
 )
 raw = g.tensor("q", (32, 2), 8, 0)
 tensor_fault("overlap from the start", "an overlap of 32 bytes", 0, raw)
