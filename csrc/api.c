@@ -1,5 +1,4 @@
-/* The rest of sl_api.h. Most of its functions are implemented where they belong; here is what belongs to
- * the boundary itself. */
+/* The rest of sl_api.h: functions that belong to no other file. */
 #include <stdlib.h>
 
 #include "safeload.h"

@@ -10,13 +10,13 @@
 /* Status of a call; each maps to one Python exception in safeload/base/native.py. */
 #define SL_OK 0
 #define SL_E_FORMAT 1      /* the bytes break their format: FormatError */
-#define SL_E_LIMIT 2       /* a named limit of ours: LimitError */
-#define SL_E_TRUNCATED 3   /* the file ended before the bytes that were asked for: FormatError */
-#define SL_E_OS 4          /* the system refused, os_errno says how: OSError */
+#define SL_E_LIMIT 2       /* exceeds a named limit of ours: LimitError */
+#define SL_E_TRUNCATED 3   /* the file ended before the requested bytes: FormatError */
+#define SL_E_OS 4          /* a system call failed, os_errno says why: OSError */
 #define SL_E_MEMORY 5      /* MemoryError */
 #define SL_E_ARGUMENT 6    /* a caller's mistake, not the file's: SafeloadError */
-#define SL_E_RANGE 7       /* a value that the target cannot hold, position is its element's index: RangeError */
-#define SL_E_UNSUPPORTED 8 /* well-formed, but nothing of ours: UnsupportedError */
+#define SL_E_RANGE 7       /* a value the target cannot hold, position is the element's index: RangeError */
+#define SL_E_UNSUPPORTED 8 /* well-formed, but not supported here: UnsupportedError */
 
 /* Long enough for a clipped tensor name, a shape of SL_MAX_RANK small dims and the numbers around them. */
 #define SL_MESSAGE_SIZE 1024
@@ -24,13 +24,13 @@
 typedef struct sl_error {
     int32_t status;
     int32_t os_errno;              /* errno of SL_E_OS, else 0 */
-    int64_t position;              /* byte in the file (or buffer) where the fault lies, or -1 */
+    int64_t position;              /* byte of the fault in the file (or buffer), or -1 */
     char message[SL_MESSAGE_SIZE]; /* UTF-8, NUL-terminated */
 } sl_error;
 
 /* ---- dtypes: one table for all formats (kernels/dtype.c) ---- */
 
-/* An index into the table. Order is that of safetensors' Dtype enum, which decides the order of tensors in a
+/* Indices into the table. Their order is that of safetensors' Dtype enum, which decides the order of tensors in a
  * written file: https://github.com/safetensors/safetensors/blob/main/safetensors/src/tensor.rs */
 #define SL_BOOL 0
 #define SL_F4 1
@@ -54,10 +54,10 @@ typedef struct sl_error {
 #define SL_F64 19
 #define SL_I64 20
 #define SL_U64 21
-#define SL_DTYPE_COUNT 22 /* of element types, numbered without a gap */
+#define SL_DTYPE_COUNT 22 /* number of element types; their numbers have no gaps */
 
-/* Block types of GGUF: SL_GGML + the number that enum ggml_type gives them, with gaps. Rows are cut into blocks of so
- * many elements that share their scales: https://github.com/ggml-org/ggml/blob/master/include/ggml.h */
+/* Block types of GGUF: SL_GGML + the number that enum ggml_type gives them, with gaps. A row is a sequence of blocks,
+ * whose elements share their scales: https://github.com/ggml-org/ggml/blob/master/include/ggml.h */
 #define SL_GGML 64
 #define SL_Q4_0 66
 #define SL_Q4_1 67
@@ -85,12 +85,12 @@ typedef struct sl_error {
 #define SL_MXFP4 103
 #define SL_NVFP4 104
 #define SL_Q1_0 105
-#define SL_DTYPE_LIMIT 106 /* every number is below */
+#define SL_DTYPE_LIMIT 106 /* all numbers are smaller */
 
-/* Only to convert to: Q4_0 with the scale absmax / 7, where SL_Q4_0 takes ggml's signed maximum / -8. */
+/* A conversion target only: Q4_0 with scale absmax / 7; SL_Q4_0 uses ggml's signed maximum / -8. */
 #define SL_Q4_0_ABSMAX 63
 
-/* What elements are. */
+/* Kinds of elements. */
 #define SL_KIND_FLOAT 0
 #define SL_KIND_INT 1
 #define SL_KIND_BOOL 2
@@ -102,17 +102,17 @@ typedef struct sl_dtype_info {
     const char *name; /* as numpy, ml_dtypes, torch and ggml name it: "bfloat16", "q4_0" */
     int32_t kind;     /* SL_KIND_FLOAT .. */
     int32_t bits;     /* of one element; 0 for block types */
-    int32_t block;    /* the fewest elements that are whole bytes */
+    int32_t block;    /* smallest number of elements that fills whole bytes */
     int32_t block_bytes;
-    int32_t swap;        /* bytes that another byte order reverses: 4 for C64, whose halves are numbers; 1: none */
-    int32_t ggml;        /* the number that enum ggml_type gives it, -1: none */
-    int32_t scale_at;    /* byte of a block where its f16 scales begin */
-    int32_t scale_count; /* how many there are; 0 where scales are of another kind */
+    int32_t swap;        /* bytes of a number to reverse when byte-swapping: 4 for C64, two f32; 1: nothing to swap */
+    int32_t ggml;        /* number in enum ggml_type; -1: none */
+    int32_t scale_at;    /* offset of the f16 scales within a block */
+    int32_t scale_count; /* number of f16 scales; 0 where scales have another type */
 } sl_dtype_info;
 
-const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL when there is none of this number */
+const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL for an unknown number */
 
-const char *sl_compiler(void); /* that built this, with its version */
+const char *sl_compiler(void); /* the compiler of this build, with its version */
 
 /* ---- kernels (kernels/convert.c) ---- */
 
@@ -125,26 +125,27 @@ const char *sl_compiler(void); /* that built this, with its version */
 
 const char *sl_tier_name(int32_t tier);           /* "avx2"; NULL when out of range */
 int32_t sl_tier_available(int32_t tier);          /* whether this processor and this build have it */
-int32_t sl_convertible(int32_t from, int32_t to); /* whether sl_convert and sl_jobs_run can */
+int32_t sl_convertible(int32_t from, int32_t to); /* whether sl_convert and sl_jobs_run support it */
 
 /* Converts `count` elements, whole blocks of both dtypes, in memory, little-endian on both sides, the source at any
- * alignment. SL_E_ARGUMENT when there is no such conversion or tier. */
+ * alignment. SL_E_ARGUMENT for an unknown conversion or tier. */
 int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, void *destination, uint64_t count);
 
 /* ---- quantization kernels (kernels/quant.c) ---- */
 
-/* Index of the first of `count` blocks of which an f16 scale is not finite, or count. The kernels
- * write such a scale exactly where the source held NaN or infinity, or f16 cannot hold the block's scale. */
+/* Index of the first of `count` blocks with an f16 scale that is not finite, or `count`. The quantizers write such a
+ * scale exactly where the source holds NaN or infinity or f16 cannot represent the scale of the block. */
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count);
 
-/* int8 in memory. f32 and 16-bit elements lie at any alignment, little-endian; SL_E_ARGUMENT when there is no such tier
- * or `from`. *bits: of the f32 that is the largest |x| of SL_F32, SL_BF16 or SL_F16; infinity or NaN when some x is. */
+/* int8 in memory. f32 and 16-bit elements are little-endian at any alignment. SL_E_ARGUMENT for an unknown tier or
+ * `from`, which is SL_F32, SL_BF16 or SL_F16. *bits receives the f32 bits of the largest |x|, infinity or NaN if any x
+ * is. */
 int32_t sl_absmax(int32_t tier, int32_t from, const void *source, uint64_t count, uint32_t *bits);
-/* Raises bits[i] to |source[i]|. */
+/* Raises bits[i] to the bits of |source[i]|. */
 int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_t count);
 
-/* x * factor: rounded half away from zero, within [-128, 127], NaN to 127; and back. `each`: factors[i] for element i,
- * otherwise factors[0] for all. */
+/* x * factor, rounded half away from zero and clamped to [-128, 127], NaN to 127; and the inverse. `each`: factors[i]
+ * for element i, otherwise factors[0] for all. */
 int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors,
                    int32_t each);
 int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint64_t count, const float *factors,
@@ -152,35 +153,35 @@ int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint
 
 /* ---- statistics (kernels/stats.c, jobs/op_stats.c) ---- */
 
-/* What is known of some elements of a tensor, the same bits for any instruction set and number of threads. The mean of
- * the finite ones is (mean + rest) * 2^exponent, their variance squares / finite * 4^exponent. */
+/* Statistics of consecutive elements of a tensor, bit-identical for any instruction set and number of threads. The mean
+ * of the finite ones is (mean + rest) * 2^exponent, their variance squares / finite * 4^exponent. */
 typedef struct sl_stats {
-    uint64_t finite;                    /* elements that are */
-    uint64_t nan, infinite;             /* and that are not */
+    uint64_t finite;                    /* number of finite elements */
+    uint64_t nan, infinite;             /* numbers of those that are not */
     uint64_t zeros;                     /* of either sign */
-    uint64_t first_nan, first_infinite; /* element of the tensor; 2^64-1: there is none */
-    double min, max;                    /* of finite elements, exact, never -0; min > max where there is none */
+    uint64_t first_nan, first_infinite; /* index in the tensor; 2^64-1: none */
+    double min, max;                    /* of finite elements, exact, never -0; min > max if there are none */
     double mean, rest;
-    double squares;   /* of the differences from the mean, summed */
-    int64_t exponent; /* 0 but for f64 of extreme magnitude */
+    double squares;   /* sum of squared differences from the mean */
+    int64_t exponent; /* 0 except for f64 of extreme magnitude */
 } sl_stats;
 
-/* SL_OP_STATS writes one sl_stats for every so many elements, begun or whole. 2^18 elements are 2 MiB of f64: in a
- * chunk there is at least one of every dtype. */
+/* SL_OP_STATS writes one sl_stats for each segment of this many elements; the last may be shorter. 2^18 elements are 2
+ * MiB of f64, so that a chunk holds at least one segment of any dtype. */
 #define SL_STATS_SEGMENT 262144
 
-/* Bin i counts finite elements with 2^(SL_HISTOGRAM_LOWEST + i) <= |x| < 2^(SL_HISTOGRAM_LOWEST + i + 1), the first one
- * also those that are smaller and not zero, the last one those that are larger. From 2^-48 to 2^16: all of f16, and
- * what there is in weights of other dtypes. */
+/* Bin i counts finite elements with 2^(SL_HISTOGRAM_LOWEST + i) <= |x| < 2^(SL_HISTOGRAM_LOWEST + i + 1), the first bin
+ * also smaller non-zero ones, the last bin also larger ones. 2^-48 to 2^16 covers all of f16, and the weights of other
+ * dtypes in practice. */
 #define SL_HISTOGRAM_BINS 64
 #define SL_HISTOGRAM_LOWEST -48
 
-/* merged[i] is of the counts[i] consecutive segments at parts[i], for each of `count` tensors. */
+/* For each of `count` tensors, merges the counts[i] consecutive segments at parts[i] into merged[i]. */
 void sl_stats_merge(const sl_stats *const *parts, const uint64_t *counts, uint64_t count, sl_stats *merged);
 
 /* ---- tables: names, dtypes, shapes and byte ranges of one file (formats/table.c) ---- */
 
-/* numpy 2 allows 64 dims (NPY_MAXDIMS); no array could show more. */
+/* numpy 2 allows 64 dims (NPY_MAXDIMS); no array can have more. */
 #define SL_MAX_RANK 64
 
 typedef struct sl_table sl_table;
@@ -188,7 +189,7 @@ typedef struct sl_table sl_table;
 /* A table as columns of `count` entries, in the order of the bytes in the file. Borrowed from the table. */
 typedef struct sl_columns {
     uint64_t count;
-    const char *names; /* UTF-8, each name followed by '\n', also the last */
+    const char *names; /* UTF-8, each name followed by '\n', including the last */
     uint64_t names_size;
     const uint64_t *name_ends; /* names[i] is [name_ends[i - 1] + 1, name_ends[i]), the first from 0 */
     const uint8_t *dtypes;     /* SL_BOOL .. */
@@ -197,7 +198,7 @@ typedef struct sl_columns {
     const uint64_t *begins;    /* byte range in the file: [begins[i], ends[i]) */
     const uint64_t *ends;
     const uint32_t *by_name;       /* indices in ascending byte order of their names; NULL: 0, 1, 2, ... */
-    int32_t newline_in_names;      /* some name holds '\n': cut by name_ends, not by splitting */
+    int32_t newline_in_names;      /* some name contains '\n': use name_ends, do not split */
     int32_t has_metadata;          /* 0: the file has none (or null) */
     uint64_t metadata_count;       /* pairs */
     const char *metadata_text;     /* UTF-8: key, value, key, value, ... in file order */
@@ -211,8 +212,8 @@ void sl_table_free(sl_table *table);                                            
 
 /* ---- memory and files (platform/posix.c, platform/windows.c) ---- */
 
-/* Zeroed memory for a large buffer that is filled once, size > 0, in huge pages where the system has them: in pages of
- * 4 KiB the faults cost more than the bytes. NULL when there is none. */
+/* Zeroed memory for a large buffer that is filled once; size > 0. Uses huge pages where the system has them: with pages
+ * of 4 KiB the faults cost more than the bytes. NULL when out of memory. */
 void *sl_memory_alloc(uint64_t size);
 void sl_memory_free(void *memory, uint64_t size);
 
@@ -236,8 +237,8 @@ int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size,
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error);
 void sl_file_unmap(void *address, uint64_t size);
 
-/* Reserves disk space for [0, size), so that a full disk is found before the first byte is written. SL_OK too
- * where the filesystem cannot reserve. */
+/* Reserves disk space for [0, size), so that a full disk is detected before the first byte is written. Also SL_OK where
+ * the filesystem cannot reserve. */
 int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
 
 /* ---- safetensors (formats/safetensors.c) ---- */
@@ -275,13 +276,13 @@ void sl_free(void *memory);
 /* One key of the metadata; ranges are bytes of the file. */
 typedef struct sl_gguf_entry {
     uint64_t key_begin, key_end; /* UTF-8 */
-    uint64_t begin, end;         /* the value as it is stored, after the number of its type */
+    uint64_t begin, end;         /* the stored value, after the number of its type */
     int32_t type;                /* SL_GGUF_U8 .. */
 } sl_gguf_entry;
 
-/* The metadata of a file as it is stored: every count and length in it has been checked. */
+/* The metadata as stored in the file. Every count and length in it has been checked. */
 typedef struct sl_gguf {
-    const uint8_t *bytes; /* the file to the end of the tensors' descriptions */
+    const uint8_t *bytes; /* the file up to the end of the tensor descriptions */
     uint64_t size;
     const sl_gguf_entry *entries; /* in file order */
     uint64_t count;
@@ -289,27 +290,27 @@ typedef struct sl_gguf {
     int32_t version;
 } sl_gguf;
 
-/* Reads and validates all that stands before the data of an open file of so many bytes; data is not touched. */
+/* Reads and validates everything before the data of an open file of `file_size` bytes; the data is not touched. */
 int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error);
 void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 
-/* ---- jobs: what is done to byte ranges of files and memory (jobs/run.c) ---- */
+/* ---- jobs: operations on byte ranges of files and memory (jobs/run.c) ---- */
 
-/* Operations. Chunks of a job are done in any order by all threads, but for SL_OP_APPEND. A job that has a grid or
- * channels which its operation does not take, or lacks those that it needs, is SL_E_ARGUMENT; so are dtypes that it
- * cannot work on. A dtype is real when it converts to f32.
- *   COPY       the bytes as they are; `from` and `to` are the same
+/* Operations. Threads process the chunks of a job in any order, except for SL_OP_APPEND. SL_E_ARGUMENT when a job has a
+ * grid or channels that its operation does not take, lacks those that it needs, or has dtypes that the operation does
+ * not support. A dtype is real when it converts to f32.
+ *   COPY       the bytes unchanged; `from` and `to` are the same
  *   CONVERT    `from` to `to`; an element that blocks cannot hold is SL_E_RANGE
- *   GRID       two axes of any strides (sl_grid), copied or converted
+ *   GRID       a strided 2-D copy (sl_grid), converted if `from` and `to` differ
  *   WRITE      memory to the file at `offset`
  *   APPEND     memory to the file's current position, in order, by one thread: pipes and devices
- *   INT8       any real dtype, times the factors of its channels, rounded half away from zero, within [-128, 127]
- *   FROM_INT8  int8, times the factors of its channels, to `to`
- *   ABSMAX     any real dtype: memory holds a u32 for each channel, zero or what other jobs left there, and is raised
- * to the bits of the largest |x| (infinity and NaN are larger than any number); factors are not looked at FINITE any
- * real dtype: nothing is written, and an element that is not finite is SL_E_RANGE STATS      any real dtype, or int8
- * times the factors of its channels: an sl_stats for each segment, in order HISTOGRAM  the same, behind
- * SL_HISTOGRAM_BINS u64 that are added to */
+ *   INT8       any real dtype times the factors of its channels, rounded half away from zero, within [-128, 127]
+ *   FROM_INT8  int8 times the factors of its channels, to `to`
+ *   ABSMAX     any real dtype: memory holds a u32 for each channel, zero or the result of other jobs, and is raised
+ *              to the bits of the largest |x| (infinity and NaN are larger than any number); factors are not used
+ *   FINITE     any real dtype: writes nothing; an element that is not finite is SL_E_RANGE
+ *   STATS      any real dtype, or int8 times the factors of its channels: an sl_stats for each segment, in order
+ *   HISTOGRAM  the same, after SL_HISTOGRAM_BINS u64 that are added to */
 #define SL_OP_COPY 0
 #define SL_OP_CONVERT 1
 #define SL_OP_GRID 2
@@ -327,15 +328,16 @@ const char *sl_op_name(int32_t op); /* "copy"; NULL when out of range */
 
 #define SL_MEMORY -1 /* as sl_job.file: the source is memory, and offset its address */
 
-/* Two axes whose elements (of whole bytes) are not one run on both sides. Strides are bytes from one row or column to
- * the next, in memory any, also negative. In a file columns are side by side and rows do not overlap. */
+/* A strided 2-D copy: elements (of whole bytes) that are not contiguous on both sides. Strides are bytes from one row
+ * or column to the next; in memory they may have any value, including negative ones. In a file columns are contiguous
+ * and rows do not overlap. */
 typedef struct sl_grid {
     uint64_t rows, columns;
     int64_t source_row, source_column;
     int64_t memory_row, memory_column;
 } sl_grid;
 
-/* What int8 values are scaled by, channel by channel. */
+/* Per-axis scales of int8 values. A channel is one index of the axis. */
 typedef struct sl_channels {
     uint64_t count;       /* at least 1 */
     uint64_t inner;       /* element i belongs to channel i / inner % count; at least 1, whole blocks where count > 1 */
@@ -344,13 +346,13 @@ typedef struct sl_channels {
 
 typedef struct sl_job {
     int32_t op;       /* SL_OP_COPY .. */
-    int32_t from, to; /* dtypes of source and destination; operations without a destination's dtype ignore `to` */
+    int32_t from, to; /* dtypes of source and destination; operations that write no tensor ignore `to` */
     int64_t file;
     uint64_t offset;
     void *memory;                /* the destination; the source of a write */
     uint64_t size;               /* bytes of all elements at the source, whole blocks */
-    const sl_grid *grid;         /* NULL: one run on both sides */
-    const sl_channels *channels; /* NULL: values as they are */
+    const sl_grid *grid;         /* NULL: contiguous on both sides */
+    const sl_channels *channels; /* NULL: values are not scaled */
 } sl_job;
 
 /* Zero before the first call. */

@@ -42,7 +42,7 @@ class Checkpoint(Mapping[str, Value]):
     (SIGBUS). ``load(backend="pread")`` has no such hazard.
 
     It pickles as its absolute path and how it was opened: the copy is open, in whatever process, and the files must be
-    the same (size and time of the last change), or FormatError says that they have changed. `copy` does the same.
+    the same (size and time of the last change), or FormatError says that they have changed. ``copy.copy`` does so too.
     `ValueError` where it is closed.
 
     Attributes:

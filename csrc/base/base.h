@@ -1,4 +1,4 @@
-/* What every file needs of the compiler: static asserts, checked arithmetic, little-endian loads. */
+/* Compiler basics that every file needs: static asserts, checked arithmetic, little-endian loads. */
 #ifndef SL_BASE_H
 #define SL_BASE_H
 
@@ -10,7 +10,7 @@
 #if defined(__GNUC__) || defined(__clang__)
 #define SL_PRINTF(format_index, first_index) __attribute__((format(printf, format_index, first_index)))
 #define SL_LIKELY(x) __builtin_expect(!!(x), 1)
-#define SL_INLINE static inline __attribute__((always_inline)) /* where an argument has to become a constant */
+#define SL_INLINE static inline __attribute__((always_inline)) /* where an argument must become a constant */
 #else
 #define SL_PRINTF(format_index, first_index)
 #define SL_LIKELY(x) (x)
@@ -35,7 +35,7 @@ static inline bool sl_mul_u64(uint64_t a, uint64_t b, uint64_t *out) {
 
 static inline uint64_t sl_min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* Little-endian load and store at any alignment on any host. Spelled out: compilers fold this into one load, which
+/* Little-endian load and store at any alignment on any host. Written out: compilers merge this into one load, which
  * they do not do for a loop. */
 static inline uint64_t sl_load_le64(const void *source) {
     const uint8_t *b = source;

@@ -17,7 +17,7 @@ int32_t sl_fail(sl_error *error, int32_t status, int64_t position, const char *f
 }
 
 int32_t sl_fail_os(sl_error *error, int os_errno, int64_t position) {
-    sl_fail(error, SL_E_OS, position, "the system refused (errno %d)", os_errno);
+    sl_fail(error, SL_E_OS, position, "a system call failed (errno %d)", os_errno);
     if (error != NULL) error->os_errno = os_errno;
     return SL_E_OS;
 }

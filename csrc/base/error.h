@@ -16,8 +16,8 @@ int32_t sl_fail_memory(sl_error *error, uint64_t size);
 /* A quoted name is clipped to this many bytes, so that a message stays one readable line. */
 #define SL_QUOTE_SIZE 160
 
-/* Text from a file made fit for a message: quoted, control characters as \xNN, clipped at a character with
- * "..." when long. `text` is valid UTF-8. Returns `out`. */
+/* Makes text from a file safe for a message: quoted, control characters as \xNN, clipped at a character with "..." when
+ * long. `text` is valid UTF-8. Returns `out`. */
 const char *sl_quote(char out[SL_QUOTE_SIZE], const char *text, size_t size);
 
 #endif

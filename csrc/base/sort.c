@@ -9,7 +9,7 @@ static uint64_t run_end(const uint32_t *order, uint64_t from, uint64_t count, sl
     return from < count ? from : count;
 }
 
-/* Entries begin..middle and middle..end, each sorted, as one. */
+/* Merges the sorted ranges [begin, middle) and [middle, end). */
 static void merge(const uint32_t *from, uint32_t *to, uint64_t begin, uint64_t middle, uint64_t end,
                   sl_compare_fn compare, const void *context) {
     uint64_t left = begin, right = middle;
@@ -20,7 +20,7 @@ static void merge(const uint32_t *from, uint32_t *to, uint64_t begin, uint64_t m
 }
 
 void sl_sort(uint32_t *order, uint32_t *spare, uint64_t count, sl_compare_fn compare, const void *context) {
-    uint32_t *from = order, *to = spare, *ends = spare + count; /* of runs */
+    uint32_t *from = order, *to = spare, *ends = spare + count; /* ends of runs */
     uint64_t runs = 0;
     for (uint64_t at = 0; at < count; ends[runs++] = (uint32_t)at) at = run_end(order, at, count, compare, context);
     while (runs > 1) {

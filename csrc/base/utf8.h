@@ -22,7 +22,7 @@ static inline size_t sl_utf8_length(const char *at, const char *end) {
     return length;
 }
 
-/* Bytes of `text` before the first that is not UTF-8: `size` when all of it is. */
+/* Number of bytes of `text` before the first that is not UTF-8; `size` when all of it is valid. */
 static inline size_t sl_utf8_valid(const char *text, size_t size) {
     const char *at = text, *end = text + size;
     while (at < end) {

@@ -3,17 +3,17 @@
  *   1. "GGUF", u32 version (2 or 3: the same layout), u64 number of tensors, u64 number of metadata entries.
  *   2. The metadata. Each entry: its key (a string), u32 type of its value, the value. A value is
  *        - an integer, a float, or a bool (one byte, 0 or 1),
- *        - a string: u64 size, so many bytes of UTF-8,
+ *        - a string: u64 size, then that many bytes of UTF-8,
  *        - an array: u32 type of its elements, u64 count, the elements one after the other.
  *   3. The tensors' descriptions. Each: its name (a string), u32 number of dims (at most 4), u64 dims, innermost first,
  *      u32 ggml type, u64 offset of its bytes in the data, a multiple of the alignment.
  *   4. Padding to a multiple of the alignment: the u32 value of "general.alignment", a power of two, or 32.
  *   5. The data: row-major, little-endian, each row whole blocks of its type. There may be padding between tensors.
  *
- * An array is looked through, so that every count and length in it is known to be good, and not unpacked. Strings that
- * are values need not be UTF-8: vocabularies hold what they hold. Keys and names must be.
+ * An array is scanned, so that every count and length in it has been checked, but not unpacked. Strings that are values
+ * need not be UTF-8: vocabularies hold arbitrary bytes. Keys and names must be.
  *
- * Refused although others let it pass: a key that is there twice, and a bool of 2.
+ * Refused although others accept it: a duplicate key, and a bool of 2.
  */
 #include <stdarg.h>
 #include <stdio.h>
@@ -33,28 +33,28 @@
 /* GGML_MAX_DIMS. */
 #define MAX_DIMS 4
 
-/* All of a header is held in memory; a vocabulary of 250,000 tokens with its merges has 10 MB, and so have the
+/* The whole header is held in memory; a vocabulary of 250,000 tokens with its merges takes 10 MB, and so do the
  * descriptions of 100,000 tensors. */
 #define MAX_HEADER ((uint64_t)128 << 20)
 
-/* Padding is there so that data can be mapped: no processor has a larger page (x86-64's are 1 GiB). */
+/* Padding exists so that data can be mapped, and no processor has larger pages (x86-64 has pages of 1 GiB). */
 #define MAX_ALIGNMENT ((uint64_t)1 << 30)
 
 /* An empty key, type and one byte of value; an empty name, no dims, type and offset. */
 #define SMALLEST_ENTRY (8 + 4 + 1)
 #define SMALLEST_TENSOR (8 + 4 + 4 + 8)
-/* An array's type and count, also of one that is an element of another. */
+/* An array's type and count, whether it is a value or an element of another array. */
 #define ARRAY_HEAD (4 + 8)
 
-/* Room that is taken ahead; counts of a file are only believed as far as its entries have been read. */
+/* Room that is allocated in advance; a count in a file is trusted only as far as its entries have been read. */
 #define FIRST_ENTRIES 64
 #define FIRST_TENSORS 512
 
-/* What a fault belongs to, for messages. */
+/* The subject of a fault, for messages. */
 typedef struct subject {
     const char *kind;
     uint64_t index;
-    uint64_t begin, end; /* its name in the file; begin 0 while it is not known */
+    uint64_t begin, end; /* its name in the file; begin is 0 until it is known */
 } subject;
 
 typedef struct parser {
@@ -67,7 +67,7 @@ typedef struct parser {
     sl_error *error;
 } parser;
 
-/* Refuses what the subject has at `position`. */
+/* Fails for the subject with a fault at `position`. */
 static int32_t refuse(parser *self, int32_t status, uint64_t position, const char *format, ...) SL_PRINTF(4, 5);
 
 static int32_t refuse(parser *self, int32_t status, uint64_t position, const char *format, ...) {
@@ -87,7 +87,7 @@ static int32_t refuse(parser *self, int32_t status, uint64_t position, const cha
     return sl_fail(self->error, status, (int64_t)position, "%s", reason);
 }
 
-/* Holds the next `size` bytes, which are `what`. */
+/* Makes the next `size` bytes available; `what` names them in a message. */
 static int32_t need(parser *self, uint64_t size, const char *what) {
     if (SL_LIKELY(size <= self->in.held - self->in.at)) return SL_OK;
     uint64_t left = sl_reader_left(&self->in);
@@ -95,12 +95,12 @@ static int32_t need(parser *self, uint64_t size, const char *what) {
         return refuse(self, SL_E_FORMAT, self->in.at, "%s needs %llu bytes, but the file ends after %llu of them", what,
                       (unsigned long long)size, (unsigned long long)left);
     if (self->in.at + size > MAX_HEADER) /* no overflow: the file has these bytes */
-        return refuse(self, SL_E_LIMIT, self->in.at, "%s reaches beyond byte %llu, the most that a header may have",
-                      what, (unsigned long long)MAX_HEADER);
+        return refuse(self, SL_E_LIMIT, self->in.at, "%s extends past byte %llu, the limit of a header", what,
+                      (unsigned long long)MAX_HEADER);
     return sl_reader_hold(&self->in, size, self->error);
 }
 
-/* Refuses a count at `position` when so many items of at least `smallest` bytes cannot follow. */
+/* Refuses the count at `position` when the file cannot hold that many items of at least `smallest` bytes. */
 static int32_t check_count(parser *self, uint64_t position, uint64_t count, uint64_t smallest, const char *items) {
     uint64_t left = sl_reader_left(&self->in);
     if (SL_LIKELY(count <= left / smallest)) return SL_OK;
@@ -108,7 +108,7 @@ static int32_t check_count(parser *self, uint64_t position, uint64_t count, uint
                   (unsigned long long)count, items, (unsigned long long)smallest, (unsigned long long)left);
 }
 
-/* Past a string; its bytes are [*begin, in.at). */
+/* Advances past a string; its bytes are [*begin, in.at). */
 static int32_t read_string(parser *self, const char *what, uint64_t *begin) {
     uint64_t position = self->in.at;
     int32_t status = need(self, 8, what);
@@ -124,7 +124,7 @@ static int32_t read_string(parser *self, const char *what, uint64_t *begin) {
     return SL_OK;
 }
 
-/* The name of the subject. */
+/* Reads the name of the subject. */
 static int32_t read_name(parser *self, const char *what) {
     uint64_t begin = 0;
     int32_t status = read_string(self, what, &begin);
@@ -141,7 +141,7 @@ static int32_t read_name(parser *self, const char *what) {
 
 /* ---- metadata ---- */
 
-/* Bytes of a value; 0 for what has no fixed size. */
+/* Bytes of a value; 0 for types without a fixed size. */
 static const uint8_t VALUE_SIZES[SL_GGUF_TYPE_COUNT] = {
     [SL_GGUF_U8] = 1,  [SL_GGUF_I8] = 1,  [SL_GGUF_BOOL] = 1, [SL_GGUF_U16] = 2, [SL_GGUF_I16] = 2, [SL_GGUF_U32] = 4,
     [SL_GGUF_I32] = 4, [SL_GGUF_F32] = 4, [SL_GGUF_U64] = 8,  [SL_GGUF_I64] = 8, [SL_GGUF_F64] = 8,
@@ -153,11 +153,11 @@ static int32_t read_type(parser *self, uint32_t *type) {
     if (status != SL_OK) return status;
     *type = sl_reader_u32(&self->in);
     if (*type < SL_GGUF_TYPE_COUNT) return SL_OK;
-    return refuse(self, SL_E_FORMAT, position, "value type %u is none of GGUF's, which end at %d", *type,
+    return refuse(self, SL_E_FORMAT, position, "unknown value type %u, GGUF's end at %d", *type,
                   SL_GGUF_TYPE_COUNT - 1);
 }
 
-/* Past `count` values of a fixed size. `position` is where the count, or the value, stands. */
+/* Advances past `count` values of a fixed size. `position` is that of the count, or of a single value. */
 static int32_t read_fixed(parser *self, uint32_t type, uint64_t count, uint64_t position) {
     uint64_t size = VALUE_SIZES[type];
     int32_t status = check_count(self, position, count, size, "values");
@@ -166,7 +166,7 @@ static int32_t read_fixed(parser *self, uint32_t type, uint64_t count, uint64_t 
     if (type == SL_GGUF_BOOL)
         for (uint64_t i = 0; i < count; i++)
             if (self->in.bytes[self->in.at + i] > 1)
-                return refuse(self, SL_E_FORMAT, self->in.at + i, "a bool is 0 or 1, found %d",
+                return refuse(self, SL_E_FORMAT, self->in.at + i, "a bool must be 0 or 1, found %d",
                               self->in.bytes[self->in.at + i]);
     self->in.at += count * size;
     return SL_OK;
@@ -179,7 +179,7 @@ static int32_t read_strings(parser *self, uint64_t count, uint64_t position) {
     return status;
 }
 
-/* The head of an array: past its type and count. */
+/* Reads the type and count of an array. */
 static int32_t read_array_head(parser *self, uint32_t *type, uint64_t *count, uint64_t *position) {
     int32_t status = read_type(self, type);
     *position = self->in.at;
@@ -188,7 +188,7 @@ static int32_t read_array_head(parser *self, uint32_t *type, uint64_t *count, ui
     return status;
 }
 
-/* An array of values or strings. */
+/* Advances past an array of values or strings. */
 static int32_t read_items(parser *self, uint32_t type, uint64_t count, uint64_t position) {
     return type == SL_GGUF_STRING ? read_strings(self, count, position) : read_fixed(self, type, count, position);
 }
@@ -204,7 +204,7 @@ static int32_t read_array(parser *self) {
         uint64_t begin = self->in.at;
         status = read_array_head(self, &inner, &inner_count, &position);
         if (status == SL_OK && inner == SL_GGUF_ARRAY)
-            status = refuse(self, SL_E_UNSUPPORTED, begin, "arrays of arrays of arrays are not read");
+            status = refuse(self, SL_E_UNSUPPORTED, begin, "arrays of arrays of arrays are not supported");
         if (status == SL_OK) status = read_items(self, inner, inner_count, position);
     }
     return status;
@@ -216,9 +216,9 @@ static int32_t check_alignment(parser *self, const sl_gguf_entry *entry) {
                       SL_GGUF_U32);
     uint32_t alignment = sl_load_le32(self->in.bytes + entry->begin);
     if (alignment == 0 || (alignment & (alignment - 1)) != 0)
-        return refuse(self, SL_E_FORMAT, entry->begin, "%u is no power of two", alignment);
+        return refuse(self, SL_E_FORMAT, entry->begin, "%u is not a power of two", alignment);
     if (alignment > MAX_ALIGNMENT)
-        return refuse(self, SL_E_LIMIT, entry->begin, "%u is more than any page has: at most %llu", alignment,
+        return refuse(self, SL_E_LIMIT, entry->begin, "%u exceeds the largest page size, %llu", alignment,
                       (unsigned long long)MAX_ALIGNMENT);
     self->made->alignment = alignment;
     return SL_OK;
@@ -266,7 +266,7 @@ static int compare_keys(const void *context, uint32_t a, uint32_t b) {
                             right->key_end - right->key_begin);
 }
 
-/* Refuses a key that is there twice: one value would hide the other. */
+/* Refuses a duplicate key: one value would hide the other. */
 static int32_t check_keys(parser *self) {
     uint64_t count = self->entry_count; /* MAX_HEADER holds fewer than 2^32 */
     if (count == 0) return SL_OK;
@@ -275,11 +275,11 @@ static int32_t check_keys(parser *self) {
     for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
     sl_sort(order, order + count, count, compare_keys, self);
     int32_t status = SL_OK;
-    for (uint64_t i = 1; i < count && status == SL_OK; i++) { /* the sort is stable: the later one is the second */
+    for (uint64_t i = 1; i < count && status == SL_OK; i++) { /* the sort is stable: the later key is the second */
         const sl_gguf_entry *first = &self->entries[order[i - 1]], *second = &self->entries[order[i]];
         if (compare_keys(self, order[i - 1], order[i]) != 0) continue;
         self->subject = (subject){"metadata", 0, second->key_begin, second->key_end};
-        status = refuse(self, SL_E_FORMAT, second->key_begin - 8, "the key is there twice, first at byte %llu",
+        status = refuse(self, SL_E_FORMAT, second->key_begin - 8, "duplicate key, first at byte %llu",
                         (unsigned long long)first->key_begin - 8);
     }
     free(order);
@@ -288,7 +288,7 @@ static int32_t check_keys(parser *self) {
 
 /* ---- tensors ---- */
 
-/* Types that files of 2023 and 2024 have and ggml has given up. */
+/* Types in files of 2023 and 2024 that ggml has since removed. */
 static const char *removed_type(uint32_t type) {
     switch (type) {
     case 4: return "Q4_2";
@@ -312,12 +312,11 @@ static int32_t read_dtype(parser *self, int32_t *dtype) {
     if (*dtype >= 0) return SL_OK;
     const char *removed = removed_type(type);
     if (removed != NULL)
-        return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u (%s) is one that ggml has removed", type,
-                      removed);
-    return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u is not known to this version", type);
+        return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u (%s) was removed from ggml", type, removed);
+    return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u is unknown to this version", type);
 }
 
-/* The shape as numpy has it: outermost first. */
+/* The shape in numpy's order, outermost first. */
 static int32_t read_shape(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank) {
     uint64_t position = self->in.at;
     int32_t status = need(self, 4, "the number of dims");
@@ -340,10 +339,10 @@ static int32_t read_tensor(parser *self) {
     if (status != SL_OK) return status;
     uint64_t position = self->in.at, begin = sl_reader_u64(&self->in);
     if (begin % self->made->alignment != 0)
-        return refuse(self, SL_E_FORMAT, position, "the offset %llu is no multiple of the alignment %llu",
+        return refuse(self, SL_E_FORMAT, position, "the offset %llu is not a multiple of the alignment %llu",
                       (unsigned long long)begin, (unsigned long long)self->made->alignment);
     bool whole_blocks;
-    if (!sl_dtype_size(dtype, dims, rank, &size, &whole_blocks)) size = 0; /* the table says how */
+    if (!sl_dtype_size(dtype, dims, rank, &size, &whole_blocks)) size = 0; /* the table reports the fault */
     if (!sl_add_u64(begin, size, &end))
         return refuse(self, SL_E_FORMAT, position, "the offset %llu and %llu bytes do not fit in 64 bits",
                       (unsigned long long)begin, (unsigned long long)size);
@@ -355,25 +354,27 @@ static int32_t read_tensor(parser *self) {
 
 /* ---- the whole ---- */
 
+/* Reads item 1 of the format: checks magic and version, and both counts against the rest of the file. */
 static int32_t read_preamble(parser *self, uint64_t *tensors, uint64_t *entries) {
     static const char magic[] = "GGUF";
-    int32_t status = need(self, MAGIC_SIZE + 4, "the head of a GGUF file");
+    int32_t status = need(self, MAGIC_SIZE + 4, "the start of a GGUF file");
     if (status != SL_OK) return status;
     const uint8_t *b = self->in.bytes;
     if (memcmp(b, magic, MAGIC_SIZE) != 0)
-        return refuse(self, SL_E_FORMAT, 0, "the file begins with %02x %02x %02x %02x, but GGUF with 47 47 55 46", b[0],
-                      b[1], b[2], b[3]);
+        return refuse(self, SL_E_FORMAT, 0,
+                      "the file begins with %02x %02x %02x %02x, but a GGUF file begins with 47 47 55 46", b[0], b[1],
+                      b[2], b[3]);
     self->in.at = MAGIC_SIZE;
     uint32_t version = sl_reader_u32(&self->in);
     if (version != 0 && (version & 0xffff) == 0)
-        return refuse(self, SL_E_UNSUPPORTED, MAGIC_SIZE,
-                      "version 0x%08x: this is a big-endian GGUF file, which is not read", version);
+        return refuse(self, SL_E_UNSUPPORTED, MAGIC_SIZE, "version 0x%08x: big-endian GGUF files are not supported",
+                      version);
     if (version < OLDEST_VERSION && version > 0)
-        return refuse(self, SL_E_UNSUPPORTED, MAGIC_SIZE, "version 1 (of August 2023) is not read, only %d and %d",
+        return refuse(self, SL_E_UNSUPPORTED, MAGIC_SIZE, "version 1 (of August 2023) is not supported, only %d and %d",
                       OLDEST_VERSION, NEWEST_VERSION);
     if (version == 0 || version > NEWEST_VERSION)
         return refuse(self, version == 0 ? SL_E_FORMAT : SL_E_UNSUPPORTED, MAGIC_SIZE,
-                      "version %u is not known, only %d and %d", version, OLDEST_VERSION, NEWEST_VERSION);
+                      "version %u is not supported, only %d and %d", version, OLDEST_VERSION, NEWEST_VERSION);
     self->made->version = (int32_t)version;
     status = need(self, 16, "the number of tensors and metadata entries");
     if (status != SL_OK) return status;
@@ -402,7 +403,8 @@ static int32_t read_header(parser *self) {
     }
     if (status != SL_OK) return status;
     uint64_t mask = self->made->alignment - 1, data_begin = (self->in.at + mask) & ~mask;
-    static const sl_table_rules rules = {.ranges = "bytes of the data", .holes = true}; /* of alignment, at least */
+    static const sl_table_rules rules = {.ranges = "bytes of the data",
+                                         .holes = true}; /* padding for alignment, at least */
     return sl_table_finish(self->table, &rules, data_begin, self->in.file_size, self->error);
 }
 

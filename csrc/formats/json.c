@@ -5,18 +5,19 @@
 
 static int64_t position_of(const sl_json *json, const char *at) { return json->base + (at - json->begin); }
 
-/* Refuses at json->at: what stands there against what was wanted. */
-static int32_t unexpected(sl_json *json, const char *wanted, const char *what) {
+/* Fails at json->at with what was found there and what was expected. */
+static int32_t unexpected(sl_json *json, const char *expected, const char *what) {
     int64_t position = position_of(json, json->at);
     const char *subject = what != NULL ? what : "JSON";
     if (json->at == json->end)
-        return sl_fail(json->error, SL_E_FORMAT, position, "%s: the header's JSON ends where %s was expected", subject,
-                       wanted);
+        return sl_fail(json->error, SL_E_FORMAT, position, "%s: the JSON ends where %s was expected", subject,
+                       expected);
     unsigned char c = (unsigned char)*json->at;
     if (c > 0x20 && c < 0x7f)
-        return sl_fail(json->error, SL_E_FORMAT, position, "%s: found '%c' where %s was expected", subject, c, wanted);
+        return sl_fail(json->error, SL_E_FORMAT, position, "%s: found '%c' where %s was expected", subject, c,
+                       expected);
     return sl_fail(json->error, SL_E_FORMAT, position, "%s: found byte 0x%02x where %s was expected", subject, c,
-                   wanted);
+                   expected);
 }
 
 static void skip_space(sl_json *json) {
@@ -66,7 +67,7 @@ static int hex_digit(char c) {
     return -1;
 }
 
-/* The four digits after \u, or -1. */
+/* The value of the four digits after \u, or -1. */
 static int32_t hex4(const char *at, const char *end) {
     if (end - at < 4) return -1;
     int32_t value = 0;
@@ -78,7 +79,8 @@ static int32_t hex4(const char *at, const char *end) {
     return value;
 }
 
-/* Reads one escape at the backslash: its code point into *point and its length in the text, 0 when invalid. */
+/* Reads the escape at the backslash: sets *point to its code point and returns its length in the text, 0 when
+ * invalid. */
 static size_t read_escape(const char *at, const char *end, uint32_t *point) {
     if (end - at < 2) return 0;
     switch (at[1]) {
@@ -106,7 +108,7 @@ static size_t read_escape(const char *at, const char *end, uint32_t *point) {
     return 12;
 }
 
-/* Reads the string at json->at, which stands at its opening quote. */
+/* Reads the string whose opening quote is at json->at. */
 static int32_t read_string(sl_json *json, sl_json_text *text, const char *what) {
     const char *open = json->at, *at = open + 1, *end = json->end;
     bool escaped = false;
@@ -130,7 +132,7 @@ static int32_t read_string(sl_json *json, sl_json_text *text, const char *what) 
             fault = "an invalid escape";
         } else if (c < 0x20) {
             length = 0;
-            fault = "a control character that is not escaped";
+            fault = "an unescaped control character";
         } else if (c >= 0x80) {
             length = sl_utf8_length(at, end);
             fault = "invalid UTF-8";
@@ -191,7 +193,7 @@ size_t sl_json_decode(const sl_json_text *text, char *out) {
         if (length == 0)
             out[used++] = *at++;
         else {
-            used += encode_utf8(point, out + used); /* an escape of 6 gives at most 3 bytes, one of 12 gives 4 */
+            used += encode_utf8(point, out + used); /* an escape of 6 bytes decodes to at most 3, one of 12 to 4 */
             at += length;
         }
     }
@@ -200,14 +202,14 @@ size_t sl_json_decode(const sl_json_text *text, char *out) {
 
 bool sl_json_equals(const sl_json_text *text, const char *word, size_t word_size) {
     if (!text->escaped) return text->size == word_size && memcmp(text->data, word, word_size) == 0;
-    char decoded[256]; /* one ASCII character takes at most 6 in the text, and our words are short */
+    char decoded[256]; /* an ASCII character takes at most 6 bytes in the text, and our words are short */
     if (text->size > sizeof decoded) return false;
     return sl_json_decode(text, decoded) == word_size && memcmp(decoded, word, word_size) == 0;
 }
 
 /* ---- steps through containers ---- */
 
-/* Past the comma or to the end: SL_JSON_ITEM with json->at at the next member. */
+/* Advances past the comma, or past the end: SL_JSON_ITEM with json->at at the next member. */
 static int next_member(sl_json *json, bool *first, char bracket, const char *member) {
     const char *closing = bracket == '}' ? "',' or '}'" : "',' or ']'";
     char c = sl_json_peek(json);
@@ -254,11 +256,11 @@ int sl_json_next_key(sl_json *json, bool *first, sl_json_text *key) {
 static bool is_digit(const sl_json *json) { return json->at < json->end && *json->at >= '0' && *json->at <= '9'; }
 
 int32_t sl_json_u64(sl_json *json, uint64_t *value, const char *what) {
-    static const char wanted[] = "an integer from 0 to 18446744073709551615";
+    static const char expected[] = "an integer from 0 to 18446744073709551615";
     skip_space(json);
     const char *start = json->at;
     uint64_t number = 0;
-    if (!is_digit(json)) return unexpected(json, wanted, what);
+    if (!is_digit(json)) return unexpected(json, expected, what);
     while (is_digit(json)) {
         if (!sl_mul_u64(number, 10, &number) || !sl_add_u64(number, (uint64_t)(*json->at - '0'), &number)) {
             json->at = start;
@@ -317,7 +319,7 @@ static int32_t skip_number(sl_json *json) {
     return SL_OK;
 }
 
-/* A value that is neither an object nor an array; json->at stands at it. */
+/* Skips the value at json->at, which is neither an object nor an array. */
 static int32_t skip_scalar(sl_json *json) {
     sl_json_text text;
     switch (json->at < json->end ? *json->at : '\0') {

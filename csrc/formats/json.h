@@ -1,16 +1,16 @@
 /* A strict pull parser for JSON (RFC 8259) that builds no tree and allocates nothing.
  *
- * The caller asks for what it expects and gets it, or a refusal with the byte where the text differs. Stricter
- * than RFC 8259 in nothing; as strict in: no trailing commas, no comments, no leading zeros, no control characters
- * in strings, no lone surrogates, valid UTF-8 (RFC 3629) in strings.
+ * The caller asks for the value it expects and gets it, or an error with the byte where the text differs. No stricter
+ * than RFC 8259, but as strict: no trailing commas, no comments, no leading zeros, no control characters in strings, no
+ * lone surrogates, valid UTF-8 (RFC 3629) in strings.
  */
 #ifndef SL_JSON_H
 #define SL_JSON_H
 
 #include "base/error.h"
 
-/* Levels of a value that is skipped. serde_json stops upstream's reader at its level 128, the header and the tensor's
- * entry are the first two, and the last is one below. */
+/* Levels of a value that is skipped. serde_json stops upstream's reader at level 128. The header and the tensor's entry
+ * are the first two levels, and the last one allowed is 127. */
 #define SL_JSON_MAX_DEPTH 125
 
 typedef struct sl_json {
@@ -19,15 +19,15 @@ typedef struct sl_json {
     sl_error *error;
 } sl_json;
 
-/* A string as it stands in the text, without its quotes. */
+/* A string as written in the text, without its quotes. */
 typedef struct sl_json_text {
     const char *data;
     size_t size;
-    bool escaped;     /* holds a backslash: sl_json_decode gives the text that is meant */
+    bool escaped;     /* contains a backslash: sl_json_decode gives the text without escapes */
     int64_t position; /* of the opening quote */
 } sl_json_text;
 
-/* What a step through an object or an array came to. */
+/* Result of a step through an object or an array. */
 enum { SL_JSON_ITEM, SL_JSON_END, SL_JSON_FAILED };
 
 void sl_json_init(sl_json *json, const char *text, size_t size, int64_t base, sl_error *error);
@@ -38,15 +38,15 @@ char sl_json_peek(sl_json *json);
 /* Position of the next value. */
 int64_t sl_json_position(sl_json *json);
 
-/* Enters '{' or '['; `what` names the subject in a refusal: "the header". Returns a status. */
+/* Enters '{' or '['; `what` names the subject in an error: "the header". Returns a status. */
 int32_t sl_json_enter(sl_json *json, char bracket, const char *what);
 
-/* Next member of the object entered: its key, with the value to be read next; or next element of the array.
- * *first must be true before the first step. */
+/* Steps to the next member of the object and reads its key, so that its value comes next; or to the next element of the
+ * array. *first must be true before the first step. */
 int sl_json_next_key(sl_json *json, bool *first, sl_json_text *key);
 int sl_json_next_element(sl_json *json, bool *first);
 
-/* The value that comes next, of the one kind that is accepted. Each returns a status. */
+/* Reads the next value, which must have the kind of the function's name. Each returns a status. */
 int32_t sl_json_text_value(sl_json *json, sl_json_text *text, const char *what);
 int32_t sl_json_u64(sl_json *json, uint64_t *value, const char *what);
 int32_t sl_json_null(sl_json *json);

@@ -1,5 +1,5 @@
-/* Fields of a binary format, one after the other, out of a file whose beginning is held in memory and grows as it
- * is asked for. Read, never mapped: a file that shrinks meanwhile gives an error, not a SIGBUS. */
+/* Reads the fields of a binary format in order from a file, of which a growing prefix is held in memory. Read, never
+ * mapped: a file that shrinks meanwhile causes an error, not a SIGBUS. */
 #ifndef SL_READER_H
 #define SL_READER_H
 
@@ -16,10 +16,10 @@ typedef struct sl_reader {
 /* Holds at least `size` bytes from reader->at on, which the file must have. */
 int32_t sl_reader_hold(sl_reader *reader, uint64_t size, sl_error *error);
 
-/* Gives back what is held beyond reader->at, where a read ahead went too far. */
+/* Releases bytes beyond reader->at, which were read ahead. */
 void sl_reader_trim(sl_reader *reader);
 
-/* Bytes of the file that are left. */
+/* Number of bytes left in the file. */
 static inline uint64_t sl_reader_left(const sl_reader *reader) { return reader->file_size - reader->at; }
 
 /* The next field, which must be held. */

@@ -10,7 +10,7 @@ static uint64_t name_begin(const sl_table *table, uint64_t i) { return i > 0 ? t
 
 static uint64_t dim_begin(const sl_table *table, uint64_t i) { return i > 0 ? table->dim_ends[i - 1] : 0; }
 
-/* Room for so many tensors, bytes of names and dims in all. */
+/* Reserves room for that many tensors, bytes of names and dims in total. */
 static int32_t reserve(sl_table *table, uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_error *error) {
     if (SL_LIKELY(tensors <= table->capacity && name_bytes <= table->name_capacity && dims <= table->dim_capacity))
         return SL_OK;
@@ -122,7 +122,8 @@ static int32_t sorted(sl_table *table, sl_compare_fn compare, uint32_t **out, sl
     return SL_OK;
 }
 
-/* All columns into the order of their bytes, in which writers leave them: then there is nothing to do. */
+/* Sorts all columns by their byte ranges. Writers usually leave them in that order, which costs one comparison per
+ * tensor. */
 static int32_t order_by_range(sl_table *table, sl_error *error) {
     const uint64_t count = table->columns.count;
     uint64_t i = 1;
@@ -133,7 +134,7 @@ static int32_t order_by_range(sl_table *table, sl_error *error) {
     int32_t status = sorted(table, compare_ranges, &order, error);
     if (status != SL_OK) return status;
     sl_table old = *table;
-    sl_table made = {.arena = old.arena}; /* its blocks join the old ones, all are freed together */
+    sl_table made = {.arena = old.arena}; /* its blocks join the old ones and are freed with them */
     status = reserve(&made, count, old.columns.names_size, dim_begin(&old, count) + 1, error);
     for (i = 0; i < count && status == SL_OK; i++) {
         uint64_t from = order[i], begin = name_begin(&old, from);
@@ -166,16 +167,16 @@ static const char *quoted_name(char out[SL_QUOTE_SIZE], const sl_table *table, u
     return sl_quote(out, table->names + begin, (size_t)(table->name_ends[i] - begin));
 }
 
-static int32_t fail_twice(const sl_table *table, uint64_t a, uint64_t b, sl_error *error) {
+static int32_t fail_duplicate(const sl_table *table, uint64_t a, uint64_t b, sl_error *error) {
     char quoted[SL_QUOTE_SIZE];
     uint64_t first = sl_min_u64(table->positions[a], table->positions[b]);
     uint64_t second = table->positions[a] + table->positions[b] - first;
     return sl_fail(error, SL_E_FORMAT, (int64_t)second,
-                   "tensor %s: the name is there twice, first at byte %llu: one would hide the other",
+                   "tensor %s: duplicate name, first at byte %llu: one would hide the other",
                    quoted_name(quoted, table, a), (unsigned long long)first);
 }
 
-/* Refuses a name that is there twice; makes the by_name column unless the names ascend as they are. */
+/* Refuses duplicate names; makes the by_name column unless the names are in ascending order. */
 static int32_t check_names(sl_table *table, sl_error *error) {
     uint64_t count = table->columns.count, i = 1;
     while (i < count && compare_names(table, (uint32_t)i - 1, (uint32_t)i) < 0) i++;
@@ -185,12 +186,12 @@ static int32_t check_names(sl_table *table, sl_error *error) {
     if (status != SL_OK) return status;
     for (i = 1; i < count; i++)
         if (compare_names(table, by_name[i - 1], by_name[i]) == 0)
-            return fail_twice(table, by_name[i - 1], by_name[i], error);
+            return fail_duplicate(table, by_name[i - 1], by_name[i], error);
     table->columns.by_name = by_name;
     return SL_OK;
 }
 
-/* "F32 [2, 2]", as much of it as fits. */
+/* Writes "F32 [2, 2]", truncated to `size`. */
 static void describe(const sl_table *table, uint64_t i, char *out, size_t size) {
     size_t used = (size_t)snprintf(out, size, "%s [", sl_dtype_get(table->dtypes[i])->code);
     uint64_t first = dim_begin(table, i);
@@ -201,11 +202,10 @@ static void describe(const sl_table *table, uint64_t i, char *out, size_t size) 
     snprintf(out + used, size - used, "%s", k < table->dim_ends[i] ? ", ...]" : "]");
 }
 
-/* The strides of an array count empty dims as 1, so numpy refuses [0, 2^40, 2^40]; and no address space holds more
- * than this. */
+/* numpy counts empty dims as 1 in strides and therefore refuses [0, 2^40, 2^40]; and no address space is larger. */
 #define LARGEST_ARRAY ((uint64_t)INT64_MAX)
 
-/* Refuses a tensor whose size cannot be; `format` takes dtype and shape. */
+/* Refuses a tensor of an impossible size; `format` takes dtype and shape. */
 static int32_t fail_size(const sl_table *table, uint64_t i, int32_t status, const char *format, sl_error *error) {
     char quoted[SL_QUOTE_SIZE], shape[256], reason[512];
     describe(table, i, shape, sizeof shape);
@@ -213,6 +213,7 @@ static int32_t fail_size(const sl_table *table, uint64_t i, int32_t status, cons
     return sl_fail(error, status, (int64_t)table->positions[i], "tensor %s: %s", quoted_name(quoted, table, i), reason);
 }
 
+/* Checks that the byte range is as long as dtype and shape say, and that an array of that shape can exist. */
 static int32_t check_size(const sl_table *table, uint64_t i, const sl_table_rules *rules, sl_error *error) {
     const uint64_t *dims = table->dims + dim_begin(table, i);
     uint64_t rank = table->dim_ends[i] - dim_begin(table, i), stated = table->ends[i] - table->begins[i], size = 0;
@@ -221,7 +222,7 @@ static int32_t check_size(const sl_table *table, uint64_t i, const sl_table_rule
         return fail_size(table, i, SL_E_FORMAT,
                          whole_blocks                               ? "the size of %s does not fit in 64 bits"
                          : sl_dtype_get(table->dtypes[i])->bits > 0 ? "%s is not a whole number of bytes"
-                                                                    : "the rows of %s are no whole number of blocks",
+                                                                    : "the rows of %s are not a whole number of blocks",
                          error);
     if (size != stated) {
         char quoted[SL_QUOTE_SIZE], shape[256];
@@ -249,6 +250,8 @@ static int32_t fail_range(const sl_table *table, uint64_t i, const sl_table_rule
                    (unsigned long long)table->ends[i], reason);
 }
 
+/* Checks the byte ranges in file order: no overlaps, no end past the data and, unless the rules allow them, no holes.
+ */
 static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, uint64_t data_begin, uint64_t file_size,
                             sl_error *error) {
     uint64_t covered = 0, data_size = file_size > data_begin ? file_size - data_begin : 0;
@@ -256,11 +259,12 @@ static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, 
         uint64_t begin = table->begins[i], end = table->ends[i];
         if (end < begin) return fail_range(table, i, rules, "end before they begin", 0, 0, 0, error);
         if (begin > covered && !rules->holes)
-            return fail_range(table, i, rules, "begin at %llu, but the bytes before end at %llu: a hole of %llu bytes",
-                              begin, covered, begin - covered, error);
+            return fail_range(table, i, rules,
+                              "begin at %llu, but the tensors before end at %llu: a hole of %llu bytes", begin, covered,
+                              begin - covered, error);
         if (begin < covered)
             return fail_range(table, i, rules,
-                              "begin at %llu, but the bytes before end at %llu: an overlap of %llu bytes", begin,
+                              "begin at %llu, but the tensors before end at %llu: an overlap of %llu bytes", begin,
                               covered, covered - begin, error);
         int32_t status = check_size(table, i, rules, error);
         if (status != SL_OK) return status;
@@ -279,7 +283,7 @@ static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, 
                    (unsigned long long)(data_size - covered));
 }
 
-/* Shows the finished table to readers. */
+/* Makes the finished columns visible to readers. */
 static void freeze(sl_table *table, uint64_t data_begin) {
     sl_columns *columns = &table->columns;
     for (uint64_t i = 0; i < columns->count; i++) {

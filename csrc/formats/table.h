@@ -11,7 +11,7 @@
 
 struct sl_table {
     sl_arena arena;
-    sl_columns columns; /* what readers see, filled in by finish; until then only counts and sizes are kept here */
+    sl_columns columns; /* what readers see, filled in by finish; until then holds only counts and sizes */
     /* The columns while they grow. Per tensor, all with the same capacity: */
     uint64_t *name_ends, *dim_ends, *begins, *ends;
     uint64_t *positions; /* of the entries in the file, for messages */
@@ -23,14 +23,15 @@ struct sl_table {
     uint64_t name_capacity, dim_capacity, metadata_capacity, metadata_end_capacity;
 };
 
-/* With room for so many tensors, bytes of names and dims; it grows beyond them. */
+/* A table with room for that many tensors, bytes of names and dims; it grows beyond them. */
 int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_table **table, sl_error *error);
 
 /* A tensor as its file describes it. */
 typedef struct sl_entry {
     const char *name; /* valid UTF-8 */
     size_t name_size;
-    bool one_line;    /* the name is known to hold no newline; looking for one is a tenth of opening a large file */
+    bool one_line;    /* the name is known to contain no newline; searching for one takes a tenth of the time to open a
+                         large file */
     int64_t position; /* of the entry in the file, for messages */
     int32_t dtype;
     const uint64_t *dims; /* outermost first */
@@ -46,8 +47,8 @@ int32_t sl_table_append_metadata(sl_table *table, const char *text, size_t size,
 
 /* What differs between formats. */
 typedef struct sl_table_rules {
-    const char *ranges; /* what messages call byte ranges */
-    bool holes;         /* bytes may belong to no tensor, and data that begins past the end of the file is nothing */
+    const char *ranges; /* the word for byte ranges in messages */
+    bool holes;         /* bytes may belong to no tensor, and data that begins past the end of the file is empty */
 } sl_table_rules;
 
 /* Checks names, sizes and byte ranges: the data is [data_begin, file_size), which the tensors must cover without

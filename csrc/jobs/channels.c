@@ -1,19 +1,19 @@
-/* Channels of a tensor. */
+/* Per-axis scales of a tensor. */
 #include "jobs/channels.h"
 
 int32_t sl_channels_check(const sl_channels *channels, uint64_t block, bool scaled, sl_error *error) {
     if (channels->count == 0 || channels->inner == 0)
-        return sl_fail(error, SL_E_ARGUMENT, -1, "%llu channels of %llu elements each",
+        return sl_fail(error, SL_E_ARGUMENT, -1, "channel count %llu and inner size %llu must both be positive",
                        (unsigned long long)channels->count, (unsigned long long)channels->inner);
     if (channels->count > 1 && channels->inner % block != 0)
-        return sl_fail(error, SL_E_ARGUMENT, -1, "channels of %llu elements are not whole blocks of %llu",
+        return sl_fail(error, SL_E_ARGUMENT, -1, "channels of %llu elements are not a whole number of blocks of %llu",
                        (unsigned long long)channels->inner, (unsigned long long)block);
-    if (scaled && channels->factors == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "the channels have no factors");
+    if (scaled && channels->factors == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "the channels lack factors");
     return SL_OK;
 }
 
-void sl_channels_restore(const sl_channels *channels, const sl_quant *kernels, const uint8_t *codes, uint64_t element,
-                         uint64_t count, void *values) {
+void sl_channels_dequantize(const sl_channels *channels, const sl_quant *kernels, const uint8_t *codes,
+                            uint64_t element, uint64_t count, void *values) {
     uint8_t *out = values;
     for (uint64_t end = element + count, some; element < end;
          element += some, codes += some, out += some * sizeof(float)) {

@@ -29,7 +29,8 @@ uint64_t sl_chunk_begin(const sl_job *job, const sl_plan *plan, uint64_t chunk) 
     return chunk == plan->chunks ? job->size : sl_min_u64(whole > less ? whole - less : 0, job->size);
 }
 
-/* Where the bytes [begin, begin + size) of a job's source are: memory as it is, a file's in `staging`. */
+/* Sets *source to the bytes [begin, begin + size) of a job's source: in place if it is memory, read into `staging` if
+ * it is a file. */
 static int32_t fetch(const sl_job *job, uint64_t begin, uint64_t size, uint8_t *staging, const uint8_t **source,
                      sl_error *error) {
     if (job->file == SL_MEMORY) {

@@ -1,18 +1,18 @@
-/* Operations: what a job can do. Each is a row of the table in run.c; to add one is a file op_NAME.c and its row. */
+/* Operations: what a job can do. Each is a row of the table in run.c. To add one, write op_NAME.c and add its row. */
 #ifndef SL_OP_H
 #define SL_OP_H
 
 #include "jobs/job.h"
 
-/* Whether an operation takes a grid, or channels. */
+/* Whether an operation takes a grid or channels. */
 typedef enum sl_takes { SL_TAKES_NONE, SL_TAKES_ANY, SL_NEEDS } sl_takes;
 
 typedef struct sl_op {
     const char *name; /* for messages */
     sl_takes grid, channels;
-    /* Checks the job and fills the rest of a plan that is zero but for the tier. */
+    /* Checks the job and fills in the plan, which is zero except for the tier. */
     int32_t (*plan)(const sl_job *job, sl_plan *plan, sl_error *error);
-    /* Does a chunk. `scratch` is the thread's own, plan->scratch bytes aligned for any type. */
+    /* Processes a chunk. `scratch` is the thread's own, plan->scratch bytes aligned for any type. */
     int32_t (*run)(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error);
 } sl_op;
 

@@ -1,4 +1,4 @@
-/* The operation SL_OP_CONVERT: from one dtype to another, a file's bytes through the staging buffer. */
+/* The operation SL_OP_CONVERT: from one dtype to another; a file's bytes pass through the staging buffer. */
 #include "jobs/op.h"
 #include "kernels/quant.h"
 
@@ -9,14 +9,13 @@ static int32_t plan_convert(const sl_job *job, sl_plan *plan, sl_error *error) {
     return sl_plan_pieces(job, unit, unit, unit, plan, error);
 }
 
-/* Refuses what a conversion to blocks could not hold: their scales say where. `source` is element `index` of the job.
- */
+/* Refuses values that blocks cannot hold, which their scales reveal. `source` is element `index` of the job. */
 static int32_t check_blocks(const sl_conversion *conversion, int32_t to, const uint8_t *source, const uint8_t *blocks,
                             uint64_t count, uint64_t index, sl_error *error) {
     uint64_t bad = sl_blocks_finite(to, blocks, count);
     if (bad == count) return SL_OK;
     uint64_t block = (uint64_t)conversion->to->block, unit = sl_conversion_unit(conversion);
-    /* The f32 values of the first unit that has a bad block: as many as the largest block. */
+    /* The f32 values of the first unit with a bad block; room for the largest block. */
     uint8_t values[256 * 4];
     uint64_t begin = bad * block / unit * unit;
     const uint8_t *at = source + sl_dtype_bytes(conversion->from, begin);
@@ -30,7 +29,7 @@ static int32_t check_blocks(const sl_conversion *conversion, int32_t to, const u
     uint64_t largest = 0;
     uint32_t bits = 0;
     for (uint64_t i = 0; i < block; i++) {
-        uint32_t magnitude = sl_load_le32(first + 4 * i) & 0x7fffffff; /* ordered as its bits are */
+        uint32_t magnitude = sl_load_le32(first + 4 * i) & 0x7fffffff; /* magnitudes compare like their bits */
         if (magnitude > bits) {
             bits = magnitude;
             largest = i;
@@ -39,8 +38,8 @@ static int32_t check_blocks(const sl_conversion *conversion, int32_t to, const u
     float value;
     memcpy(&value, &bits, sizeof value);
     return sl_fail(error, SL_E_RANGE, (int64_t)(index + bad * block + largest),
-                   "has the magnitude %g, too large for %s: float16 could not hold the scale of its block",
-                   (double)value, conversion->to->name);
+                   "has magnitude %g, too large for %s: float16 could not hold the scale of its block", (double)value,
+                   conversion->to->name);
 }
 
 typedef struct work {

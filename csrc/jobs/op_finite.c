@@ -1,4 +1,4 @@
-/* The operation SL_OP_FINITE: looks for the first element that is NaN or infinite. */
+/* The operation SL_OP_FINITE: finds the first element that is NaN or infinite. */
 #include "jobs/op.h"
 
 static int32_t plan_finite(const sl_job *job, sl_plan *plan, sl_error *error) {

@@ -1,17 +1,19 @@
-/* The operation SL_OP_GRID: two axes of any strides, converted on the way.
+/* The operation SL_OP_GRID: a strided 2-D copy, with a conversion if the dtypes differ.
  *
- * A grid goes tile by tile: a tile is read (or gathered) into scratch, converted there, and placed, so that a file's
- * bytes cross memory once whatever their place at the destination. What needs no step skips it. */
+ * A grid is processed tile by tile: a tile is read (or gathered) into scratch, converted there, and scattered, so that
+ * a file's bytes cross memory once wherever they go. Steps that a tile does not need are skipped. */
 #include "jobs/op.h"
 #include "kernels/copy2d.h"
 
 static bool is_run(int64_t column_stride, uint64_t element) { return column_stride == (int64_t)element; }
 
+/* A chunk is a rectangle of the grid with at most SL_CHUNK bytes. */
 static int32_t plan_grid(const sl_job *job, sl_plan *plan, sl_error *error) {
     const sl_grid *grid = job->grid;
     const sl_dtype_info *from = sl_dtype_get(job->from), *to = sl_dtype_get(job->to);
     if (from == NULL || to == NULL || from->bits < 8 || to->bits < 8)
-        return sl_fail(error, SL_E_ARGUMENT, -1, "dtype %d or %d cannot be strided", job->from, job->to);
+        return sl_fail(error, SL_E_ARGUMENT, -1, "no strided copies of dtype %d or %d: elements must be whole bytes",
+                       job->from, job->to);
     if (job->from != job->to && !sl_conversion_find(plan->tier, job->from, job->to, &plan->conversion))
         return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from dtype %d to %d", job->from, job->to);
     uint64_t element = (uint64_t)from->block_bytes, row, size;
@@ -20,7 +22,7 @@ static int32_t plan_grid(const sl_job *job, sl_plan *plan, sl_error *error) {
                        (unsigned long long)grid->rows, (unsigned long long)grid->columns,
                        (unsigned long long)job->size);
     if (job->file != SL_MEMORY && (!is_run(grid->source_column, element) || grid->source_row < (int64_t)row))
-        return sl_fail(error, SL_E_ARGUMENT, -1, "a file's columns must be side by side and its rows apart");
+        return sl_fail(error, SL_E_ARGUMENT, -1, "in a file columns must be contiguous and rows must not overlap");
     if (size == 0) return SL_OK;
     plan->columns = sl_min_u64(grid->columns, SL_CHUNK / element);
     plan->rows = sl_min_u64(grid->rows, SL_CHUNK / (plan->columns * element));
@@ -34,12 +36,12 @@ static int32_t plan_grid(const sl_job *job, sl_plan *plan, sl_error *error) {
 
 typedef struct tile {
     const sl_job *job;
-    const sl_conversion *conversion; /* NULL: bytes as they are */
+    const sl_conversion *conversion; /* NULL: bytes are copied unchanged */
     uint64_t row, column, rows, columns;
     uint64_t from_size, to_size; /* bytes of an element */
 } tile;
 
-/* The tile's place in the source: memory as it is, a file's bytes in `buffer`. */
+/* Sets *source to the tile: in place if the source is memory, read into `buffer` if it is a file. */
 static int32_t fetch(const tile *self, uint8_t *buffer, sl_plane *source, sl_error *error) {
     const sl_job *job = self->job;
     const sl_grid *grid = job->grid;
@@ -50,7 +52,7 @@ static int32_t fetch(const tile *self, uint8_t *buffer, sl_plane *source, sl_err
     }
     uint64_t run = self->columns * self->from_size, rows = self->rows, offset = job->offset + (uint64_t)begin;
     *source = (sl_plane){buffer, (int64_t)run, grid->source_column};
-    if (grid->source_row == (int64_t)run) { /* whole rows, side by side */
+    if (grid->source_row == (int64_t)run) { /* whole rows, contiguous */
         run *= rows;
         rows = 1;
     }
@@ -61,7 +63,7 @@ static int32_t fetch(const tile *self, uint8_t *buffer, sl_plane *source, sl_err
     return SL_OK;
 }
 
-/* Converts the tile into `destination`, gathering into `gathered` and scattering from `converted` where it must. */
+/* Converts the tile into `destination`, gathering into `gathered` and scattering from `converted` where needed. */
 static void convert(const tile *self, sl_plane source, uint8_t *gathered, uint8_t *converted, sl_plane destination) {
     uint64_t run = self->columns * self->from_size, count = self->rows * self->columns;
     if (!is_run(source.column, self->from_size) || source.row != (int64_t)run) {
@@ -102,7 +104,7 @@ static int32_t run_grid(const sl_job *job, const sl_plan *plan, uint64_t chunk, 
     tile self = {job, plan->conversion.first != NULL ? &plan->conversion : NULL, row, column, 0, 0, 0, 0};
     self.from_size = (uint64_t)sl_dtype_get(job->from)->block_bytes;
     self.to_size = (uint64_t)sl_dtype_get(job->to)->block_bytes;
-    /* Both halves of the scratch hold a tile. */
+    /* Each half of the scratch holds a tile. */
     uint64_t most = SL_STAGING / (self.from_size > self.to_size ? self.from_size : self.to_size);
     uint64_t columns = sl_min_u64(column_end - column, most), rows = most / columns;
     for (uint64_t r = row; r < row_end; r += rows)

@@ -1,4 +1,4 @@
-/* The operations SL_OP_INT8 and SL_OP_FROM_INT8: numbers to int8 codes and back, by the factors of their channels. */
+/* The operations SL_OP_INT8 and SL_OP_FROM_INT8: numbers to int8 codes and back, with per-axis factors. */
 #include "jobs/channels.h"
 #include "jobs/op.h"
 #include "kernels/tier.h"
@@ -67,7 +67,7 @@ static int32_t plan_from_int8(const sl_job *job, sl_plan *plan, sl_error *error)
     return plan_values(job, plan, error);
 }
 
-static int32_t restore(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {
+static int32_t from_int8(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {
     const work *self = context;
     const sl_job *job = self->job;
     const sl_dtype_info *to = sl_dtype_get(job->to);
@@ -76,7 +76,7 @@ static int32_t restore(void *context, const uint8_t *source, uint64_t element, u
         uint8_t *out = (uint8_t *)job->memory + sl_dtype_bytes(to, element);
         some = sl_min_u64(end - element, SL_VALUES);
         void *values = job->to == SL_F32 ? (void *)out : self->values;
-        sl_channels_restore(job->channels, &self->kernels, source, element, some, values);
+        sl_channels_dequantize(job->channels, &self->kernels, source, element, some, values);
         if (values != out) sl_conversion_run(&self->plan->conversion, values, out, (size_t)some);
     }
     return SL_OK;
@@ -84,7 +84,7 @@ static int32_t restore(void *context, const uint8_t *source, uint64_t element, u
 
 static int32_t run_from_int8(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch,
                              sl_error *error) {
-    return run_values(job, plan, chunk, scratch, restore, error);
+    return run_values(job, plan, chunk, scratch, from_int8, error);
 }
 
 const sl_op sl_op_from_int8 = {"from int8", SL_TAKES_NONE, SL_NEEDS, plan_from_int8, run_from_int8};

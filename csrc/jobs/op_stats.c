@@ -1,12 +1,12 @@
-/* The operations SL_OP_STATS and SL_OP_HISTOGRAM: statistics of each segment, without and with a histogram of the
- * whole. */
+/* The operations SL_OP_STATS and SL_OP_HISTOGRAM: statistics of each segment, without and with a histogram of the whole
+ * tensor. */
 #include "jobs/channels.h"
 #include "jobs/op.h"
 #include "kernels/tier.h"
 #include "platform/platform.h"
 
-/* What values become before they are added up. */
-static int32_t kind_of(const sl_job *job) {
+/* The dtype in which values are accumulated. */
+static int32_t accumulated_as(const sl_job *job) {
     switch (job->from) {
     case SL_BF16:
     case SL_F16: return job->op == SL_OP_STATS ? job->from : SL_F32; /* histograms look at the exponents of f32 */
@@ -21,13 +21,13 @@ static int32_t kind_of(const sl_job *job) {
 
 static int32_t plan_stats(const sl_job *job, sl_plan *plan, sl_error *error) {
     const sl_dtype_info *from = sl_dtype_get(job->from);
-    if (from == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "there is no dtype %d", job->from);
+    if (from == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "unknown dtype %d", job->from);
     int32_t status = SL_OK;
     if (job->channels != NULL && job->from != SL_I8)
-        status = sl_fail(error, SL_E_ARGUMENT, -1, "channels are only of int8, not of dtype %d", job->from);
+        status = sl_fail(error, SL_E_ARGUMENT, -1, "channels apply to int8 only, not to dtype %d", job->from);
     else if (job->channels != NULL)
         status = sl_channels_check(job->channels, 1, true, error);
-    else if (kind_of(job) == SL_F32)
+    else if (accumulated_as(job) == SL_F32)
         status = sl_plan_floats(job, plan, error);
     if (status != SL_OK) return status;
     status = sl_plan_pieces(job, (uint64_t)from->block, SL_STATS_BLOCK, SL_STATS_SEGMENT, plan, error);
@@ -41,30 +41,30 @@ _Static_assert(SL_STATS_SEGMENT * sizeof(double) <= SL_CHUNK, "a chunk holds a s
 typedef struct work {
     const sl_job *job;
     const sl_plan *plan;
-    sl_summer summer; /* of what values become */
+    sl_accumulator accumulator;
     sl_quant kernels;
     sl_stats *records;
     double *doubles;         /* SL_STATS_BLOCK of them */
     float *floats;           /* SL_STATS_BLOCK of them */
-    sl_exponents *exponents; /* NULL where no histogram is wanted */
+    sl_exponents *exponents; /* NULL without a histogram */
 } work;
 
-/* A block's values as the summer takes them. */
+/* A block's values as the accumulator takes them. */
 static const void *values(const work *self, const uint8_t *source, uint64_t element, size_t count) {
     const sl_job *job = self->job;
     if (job->channels != NULL) {
-        sl_channels_restore(job->channels, &self->kernels, source, element, count, self->floats);
+        sl_channels_dequantize(job->channels, &self->kernels, source, element, count, self->floats);
         return self->floats;
     }
-    if (job->from == self->summer.from) return source;
-    if (self->summer.from == SL_F64) {
+    if (job->from == self->accumulator.from) return source;
+    if (self->accumulator.from == SL_F64) {
         sl_stats_widen(job->from, source, self->doubles, count);
         return self->doubles;
     }
     return sl_floats(self->plan, source, count, self->floats);
 }
 
-/* `count` elements from a block's start on. */
+/* Adds `count` elements, which begin at the start of a block. */
 static int32_t add(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {
     const work *self = context;
     const sl_dtype_info *from = sl_dtype_get(self->job->from);
@@ -74,11 +74,11 @@ static int32_t add(void *context, const uint8_t *source, uint64_t element, uint6
         if (element % SL_STATS_SEGMENT == 0) sl_stats_clear(record);
         some = sl_min_u64(end - element, SL_STATS_BLOCK);
         const void *block = values(self, source, element, (size_t)some);
-        if (self->exponents != NULL && self->summer.from == SL_F32)
+        if (self->exponents != NULL && self->accumulator.from == SL_F32)
             sl_exponents_f32(self->exponents, block, (size_t)some);
-        if (self->exponents != NULL && self->summer.from == SL_F64)
+        if (self->exponents != NULL && self->accumulator.from == SL_F64)
             sl_exponents_f64(self->exponents, block, (size_t)some);
-        sl_stats_add(record, &self->summer, block, (size_t)some, element, self->doubles);
+        sl_stats_add(record, &self->accumulator, block, (size_t)some, element, self->doubles);
     }
     return SL_OK;
 }
@@ -87,7 +87,7 @@ static void add_bins(const work *self, sl_atomic *bins, uint64_t begin, uint64_t
     uint64_t own[SL_HISTOGRAM_BINS], zeros = 0;
     for (uint64_t element = begin; element < end; element += SL_STATS_SEGMENT)
         zeros += self->records[element / SL_STATS_SEGMENT].zeros;
-    sl_exponents_fold(self->exponents, zeros, own);
+    sl_exponents_to_bins(self->exponents, zeros, own);
     for (size_t i = 0; i < SL_HISTOGRAM_BINS; i++)
         if (own[i] > 0) sl_atomic_add(&bins[i], own[i]);
 }
@@ -96,7 +96,7 @@ static int32_t run_stats(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     sl_atomic *bins = job->memory;
     uint8_t *spare = scratch + SL_STAGING;
     work self = {.job = job, .plan = plan, .records = job->memory, .doubles = (double *)(void *)spare};
-    self.summer = sl_summer_find(plan->tier, kind_of(job));
+    self.accumulator = sl_accumulator_find(plan->tier, accumulated_as(job));
     if (job->channels != NULL) self.kernels = sl_tier_quant(plan->tier);
     self.floats = (float *)(void *)(spare + SL_STATS_BLOCK * sizeof(double));
     if (job->op == SL_OP_HISTOGRAM) {

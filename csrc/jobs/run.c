@@ -1,4 +1,4 @@
-/* Running jobs: the table of operations, and all jobs cut into chunks that threads share. */
+/* Running jobs: the table of operations, and the chunks of all jobs, which threads share. */
 #include <stdlib.h>
 
 #include "jobs/op.h"
@@ -24,7 +24,7 @@ static int32_t check_taken(const sl_op *op, const char *what, sl_takes takes, bo
 static int32_t plan_job(const sl_job *job, int32_t tier, sl_plan *plan, sl_error *error) {
     memset(plan, 0, sizeof *plan);
     plan->tier = tier;
-    if (sl_op_name(job->op) == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "there is no operation %d", job->op);
+    if (sl_op_name(job->op) == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "unknown operation %d", job->op);
     const sl_op *op = OPS[job->op];
     int32_t status = check_taken(op, "a grid", op->grid, job->grid != NULL, error);
     if (status == SL_OK) status = check_taken(op, "channels", op->channels, job->channels != NULL, error);
@@ -35,7 +35,7 @@ typedef struct run {
     const sl_job *jobs;
     uint64_t count;
     sl_plan *plans;        /* of each job */
-    uint64_t *first_chunk; /* of each job; one more at the end: the number of chunks */
+    uint64_t *first_chunk; /* of each job, and at the end the number of chunks */
     uint64_t scratch;      /* bytes that each thread needs */
     int32_t threads;
 } run;
@@ -87,7 +87,7 @@ static int32_t plan_all(run *self, int32_t tier, uint64_t *failed, sl_error *err
 
 int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t threads, int32_t slice_ms,
                     sl_cursor *cursor, sl_error *error) {
-    if (sl_tier_name(tier) == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "there is no tier %d", tier);
+    if (sl_tier_name(tier) == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "unknown tier %d", tier);
     uint64_t memory = (count + 1) * (sizeof(uint64_t) + sizeof(sl_plan));
     run self = {
         jobs, count,  malloc((size_t)((count + 1) * sizeof(sl_plan))), malloc((size_t)((count + 1) * sizeof(uint64_t))),

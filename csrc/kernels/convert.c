@@ -1,4 +1,4 @@
-/* Conversions: directly or in two steps. */
+/* Conversions, directly or in two steps. */
 #include "kernels/convert.h"
 
 #include "kernels/tier.h"
@@ -16,8 +16,8 @@ bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *o
     return true;
 }
 
-/* f32 values between the two halves of a conversion: 8 KiB stay in the first-level cache. Whole blocks of every type.
- */
+/* Number of f32 values between the two steps of a conversion: 8 KiB stay in the first-level cache. A whole number of
+ * blocks of every type. */
 #define BLOCK ((size_t)2048)
 
 void sl_conversion_run(const sl_conversion *conversion, const void *source, void *destination, size_t count) {

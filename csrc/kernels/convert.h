@@ -1,7 +1,7 @@
-/* Conversion kernels. Scalar C is the definition; every other tier gives the same bits.
+/* Conversion kernels. Scalar C is the reference; every other tier gives the same bits.
  *
  * Both sides are little-endian, as files are. To f32: exact; a NaN keeps its payload and is quieted (8-bit formats have
- * one NaN, as ml_dtypes has it). From f32 and f64: round to nearest, ties to even, once; a NaN stays a NaN.
+ * one NaN, as in ml_dtypes). From f32 and f64: round to nearest, ties to even, once; a NaN stays a NaN.
  */
 #ifndef SL_CONVERT_H
 #define SL_CONVERT_H
@@ -18,7 +18,7 @@ typedef struct sl_kernel {
 } sl_kernel;
 
 extern const sl_kernel sl_kernels_scalar[];
-extern const sl_kernel sl_kernels_avx2[]; /* each only where isa.h has it */
+extern const sl_kernel sl_kernels_avx2[]; /* each exists only where isa.h has it */
 extern const sl_kernel sl_kernels_avx512[];
 extern const sl_kernel sl_kernels_neon[];
 
@@ -28,7 +28,7 @@ extern const sl_kernel sl_quant_kernels_avx512[];
 extern const sl_kernel sl_quant_kernels_neon[];
 extern const sl_kernel sl_dequant_kernels[]; /* other blocks to f32, for every tier: dequant.c */
 
-/* The remainder of a vector kernel's length, by the scalar kernel, which there must be. */
+/* Converts the remainder of a vector kernel's length with the scalar kernel, which must exist. */
 void sl_convert_rest(int32_t from, int32_t to, const void *source, void *destination, size_t count);
 
 /* How to convert: directly, or through f32 block by block (second != NULL). */
@@ -37,7 +37,7 @@ typedef struct sl_conversion {
     const sl_dtype_info *from, *to;
 } sl_conversion;
 
-/* Elements that are whole blocks on both sides. */
+/* Smallest number of elements that is whole blocks on both sides. */
 static inline uint64_t sl_conversion_unit(const sl_conversion *conversion) {
     int32_t from = conversion->from->block, to = conversion->to->block; /* powers of two */
     return (uint64_t)(from > to ? from : to);

@@ -1,4 +1,4 @@
-/* Conversions with AVX2. The remainder of a length goes through the scalar definition. */
+/* Conversions with AVX2. The scalar kernel converts the remainder of a length. */
 #include "kernels/convert.h"
 #include "kernels/isa.h"
 
@@ -66,8 +66,8 @@ TARGET static void sl_f8_e5m2_to_f32_avx2(const void *source, void *destination,
     sl_convert_rest(SL_F8_E5M2, SL_F32, in + i, out + 4 * i, count - i);
 }
 
-/* e4m3 with its bits moved to where an f16 has them is 2^-8 of the value, exactly, subnormals too (bias 15 against 7);
- * only the code of all ones is then no NaN. */
+/* e4m3 with its bits moved to their places in an f16 is exactly 2^-8 of the value, subnormals included (bias 15 against
+ * 7); only the code of all ones is then not a NaN. */
 TARGET static __m256 e4m3_from_words(__m128i words) {
     __m128i sign = _mm_and_si128(_mm_slli_epi16(words, 8), _mm_set1_epi16((short)0x8000));
     __m128i magnitude = _mm_and_si128(words, _mm_set1_epi16(0x7f));
@@ -123,7 +123,7 @@ TARGET static void sl_f32_to_bf16_avx2(const void *source, void *destination, si
     for (; i + STEP <= count; i += STEP) {
         __m256i low = round_to_bf16(_mm256_loadu_ps((const float *)(in + 4 * i)));
         __m256i high = round_to_bf16(_mm256_loadu_ps((const float *)(in + 4 * i + 32)));
-        /* packus works within 128-bit lanes; the permutation puts its quarters in order. */
+        /* packus works within 128-bit lanes; the permutation restores the order of the quarters. */
         __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
         _mm256_storeu_si256((__m256i *)(out + 2 * i), packed);
     }

@@ -1,5 +1,4 @@
-/* Conversions with AVX-512. Only where it beats AVX2 by 1.2x with the data in cache; in memory both are at its limit.
- */
+/* Conversions with AVX-512. Only where it beats AVX2 by 1.2x with the data in cache; otherwise memory limits both. */
 #include "kernels/convert.h"
 #include "kernels/isa.h"
 

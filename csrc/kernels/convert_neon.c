@@ -32,7 +32,7 @@ static void sl_bf16_to_f32_neon(const void *source, void *destination, size_t co
     sl_convert_rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
-/* FCVTL keeps the payload of a NaN and quiets it (FPCR.DN is 0 in every process's start). */
+/* FCVTL keeps the payload of a NaN and quiets it (FPCR.DN is 0 when a process starts). */
 static void sl_f16_to_f32_neon(const void *source, void *destination, size_t count) {
     const uint8_t *in = source;
     uint8_t *out = destination;

@@ -1,4 +1,4 @@
-/* Conversions element by element: the definition of all tiers. */
+/* Conversions element by element: the reference for all tiers. */
 #include "kernels/convert.h"
 
 #include "kernels/scalar.h"
@@ -15,7 +15,7 @@ static void sl_f16_to_f32_scalar(const void *source, void *destination, size_t c
 
 /* ---- small floats ---- */
 
-/* What the codes of all ones or of minus zero mean. */
+/* The meaning of the codes of all ones and of minus zero. */
 enum { IEEE, ONE_NAN, MINUS_ZERO_IS_NAN, FINITE };
 
 /* sign, exponent, mantissa from high to low bits. F8_E4M3, F8_E5M2: arXiv:2209.05433. FNUZ: arXiv:2206.02915. F4, F6:
@@ -36,7 +36,8 @@ static uint32_t decode(const small_float *format, uint32_t code) {
     uint32_t sign_bit = 1u << (exponent_bits + mantissa_bits), ones = sign_bit - 1;
     uint32_t sign = (code & sign_bit) != 0 ? 0x80000000 : 0, rest = code & ones;
     uint32_t exponent = rest >> mantissa_bits, mantissa = rest & ((1u << mantissa_bits) - 1);
-    if (format->special == MINUS_ZERO_IS_NAN && code == sign_bit) return 0xffc00000; /* with its sign, as ml_dtypes */
+    if (format->special == MINUS_ZERO_IS_NAN && code == sign_bit)
+        return 0xffc00000; /* with its sign, as in ml_dtypes */
     if (format->special == ONE_NAN && rest == ones) return sign | 0x7fc00000;
     if (format->special == IEEE && exponent == (1u << exponent_bits) - 1)
         return sign | (mantissa == 0 ? 0x7f800000 : 0x7fc00000);
@@ -48,7 +49,7 @@ static uint32_t decode(const small_float *format, uint32_t code) {
     return sign | bits;
 }
 
-/* Bytes through a table of 256 results: one load an element, and filling it costs as much as 256 elements. */
+/* Bytes through a table of 256 results: one load per element, and filling the table costs as much as 256 elements. */
 static void convert_bytes(const small_float *format, const void *source, void *destination, size_t count) {
     uint32_t table[256];
     const uint8_t *bytes = source;
@@ -148,7 +149,7 @@ static void sl_u64_to_f32_scalar(const void *source, void *destination, size_t c
 
 /* ---- narrowing ---- */
 
-/* NaN becomes the canonical one with its sign, as ml_dtypes has it. */
+/* NaN becomes the canonical NaN with its sign, as in ml_dtypes. */
 static uint16_t f32_to_bf16(uint32_t bits) {
     if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16 & 0x8000) | 0x7fc0);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);

@@ -1,4 +1,4 @@
-/* Copies of two axes of any strides. */
+/* Two-dimensional copies with any strides. */
 #include "kernels/copy2d.h"
 
 #if defined(__SSE2__) || defined(_M_X64) /* MSVC has no __SSE2__ */
@@ -6,10 +6,10 @@
 #include <emmintrin.h>
 #endif
 
-/* Elements on a side of the square that is copied at a time: its lines on both sides stay in the first-level cache,
- * also where strides are powers of two and lines compete for the same places. Transposing 4096 x 4096 f32 on Zen 5 with
- * squares of 16, 32 and 64: 5.7, 3.0 and 2.7 GB/s in registers, 3.1, 2.3 and 1.9 one by one (numpy's copy: 0.6; memcpy:
- * 22). */
+/* Side of the square that is copied at a time, in elements: its cache lines on both sides stay in the first-level
+ * cache, even where strides are powers of two and lines compete for the same sets. Transposing 4096 x 4096 f32 on Zen 5
+ * with squares of 16, 32 and 64: 5.7, 3.0 and 2.7 GB/s in registers, 3.1, 2.3 and 1.9 one by one (numpy's copy: 0.6;
+ * memcpy: 22). */
 #define TILE ((uint64_t)16)
 
 static sl_plane at(sl_plane plane, uint64_t row, uint64_t column) {
@@ -17,7 +17,7 @@ static sl_plane at(sl_plane plane, uint64_t row, uint64_t column) {
     return plane;
 }
 
-/* `element` is a constant at each call, so that each memcpy is one move. Writes go along the destination's rows. */
+/* `element` is a constant at each call, so that each memcpy is one move. Writes follow the destination's rows. */
 static inline void copy_tile(size_t element, uint64_t rows, uint64_t columns, sl_plane source, sl_plane destination) {
     for (uint64_t r = 0; r < rows; r++) {
         const uint8_t *in = source.memory + (int64_t)r * source.row;
@@ -32,8 +32,8 @@ static inline void copy_tile(size_t element, uint64_t rows, uint64_t columns, sl
 
 #ifdef HAS_SSE2
 
-/* Where source columns and destination rows lie side by side a block of 8 x 8 or 4 x 4 elements is transposed in
- * registers, by interleaving pairs of lines until each holds one row. SSE2 is in every x86-64. */
+/* Where source columns and destination rows are contiguous, a block of 8 x 8 or 4 x 4 elements is transposed in
+ * registers, by interleaving pairs of lines until each holds one row. Every x86-64 has SSE2. */
 
 static __m128i load(const uint8_t *memory) { return _mm_loadu_si128((const __m128i *)(const void *)memory); }
 static void store(uint8_t *memory, __m128i lanes) { _mm_storeu_si128((__m128i *)(void *)memory, lanes); }
@@ -65,7 +65,7 @@ static void transpose_4x4_32(const uint8_t *in, int64_t in_step, uint8_t *out, i
     store(out + 3 * out_step, _mm_unpackhi_epi32(ac_high, bd_high));
 }
 
-/* Whether the tile could be done that way. */
+/* Transposes the tile in registers; false if that is not possible. */
 static bool transpose_tile(size_t element, uint64_t rows, uint64_t columns, sl_plane source, sl_plane destination) {
     uint64_t block = element == 2 ? 8 : 4;
     if ((element != 2 && element != 4) || source.row != (int64_t)element || destination.column != (int64_t)element ||
@@ -116,7 +116,7 @@ void sl_copy_2d(size_t element, uint64_t rows, uint64_t columns, sl_plane source
             rows = 1;
         }
         for (uint64_t r = 0; r < rows; r++) memcpy(at(destination, r, 0).memory, at(source, r, 0).memory, (size_t)run);
-    } else if (destination.row == step && destination.column != step) { /* its rows are what lies side by side */
+    } else if (destination.row == step && destination.column != step) { /* its rows, not its columns, are contiguous */
         sl_plane in = {source.memory, source.column, source.row};
         sl_plane out = {destination.memory, destination.column, destination.row};
         sl_copy_2d(element, columns, rows, in, out);

@@ -1,4 +1,4 @@
-/* Two-dimensional copies between strided layouts: transposition, and contiguity from any strides. */
+/* Two-dimensional copies between strided layouts: transposing, and packing from any strides. */
 #ifndef SL_COPY2D_H
 #define SL_COPY2D_H
 

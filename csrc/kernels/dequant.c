@@ -1,17 +1,17 @@
-/* The block types of ggml that have scalar C only, for every tier: to f32. Each block is described where it is
- * restored; the source of all is https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Products and sums are
- * rounded one by one in ggml's order, which is gguf-py's too.
+/* Block types of ggml to f32, in scalar C for every tier. Each block is described where it is dequantized; the source
+ * of all is https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Products and sums are rounded one by one in
+ * the order of ggml and gguf-py.
  *
- * All the speed that there is here comes from loops that compilers make vectors of: their lengths are constants, their
- * bodies do one thing to bytes or floats side by side, and shifts are constants once all is inlined. */
+ * The speed comes from loops that compilers vectorize: their lengths are constants, their bodies apply one operation to
+ * adjacent bytes or floats, and shifts are constants after inlining. */
 #include "kernels/quant.h"
 #include "kernels/scalar.h"
 
-/* Elements of the small blocks, QK4_1 and the like, and of the super-blocks, QK_K. */
+/* Elements of small blocks (QK4_1 and others) and of super-blocks (QK_K). */
 #define SMALL 32
 #define SUPER 256
 
-/* Values to their place, `count` of them: written at once, as around single bytes there are no vectors. */
+/* Stores `count` values in one copy: compilers do not vectorize stores of single bytes. */
 SL_INLINE void put(uint8_t *destination, const float *values, size_t count) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
     for (size_t k = 0; k < count; k++) store_float(destination, k, values[k]);
@@ -20,31 +20,31 @@ SL_INLINE void put(uint8_t *destination, const float *values, size_t count) {
 #endif
 }
 
-/* 16 codes times their scale. */
+/* Stores 16 codes times their scale. */
 SL_INLINE void put_scaled(uint8_t *destination, const int8_t codes[16], float scale) {
     float values[16];
     for (size_t l = 0; l < 16; l++) values[l] = (float)codes[l] * scale;
     put(destination, values, 16);
 }
 
-/* And more. */
-SL_INLINE void put_sums(uint8_t *destination, const int8_t codes[16], float scale, float summand) {
+/* Stores 16 codes times their scale, plus a constant. */
+SL_INLINE void put_scaled_plus(uint8_t *destination, const int8_t codes[16], float scale, float constant) {
     float values[16];
     for (size_t l = 0; l < 16; l++) {
         float product = (float)codes[l] * scale;
-        values[l] = product + summand;
+        values[l] = product + constant;
     }
     put(destination, values, 16);
 }
 
-/* Some bits of each of 16 bytes. */
+/* Extracts the same bits of each of 16 bytes. */
 SL_INLINE void take_bits(int8_t codes[16], const uint8_t bytes[16], unsigned shift, unsigned mask) {
     for (size_t l = 0; l < 16; l++) codes[l] = (int8_t)(bytes[l] >> shift & mask);
 }
 
-/* Adds `worth` where a byte has the bit of `mask`, and takes `less` from all. */
-SL_INLINE void add_bit(int8_t codes[16], const uint8_t bytes[16], uint8_t mask, int8_t worth, int8_t less) {
-    for (size_t l = 0; l < 16; l++) codes[l] = (int8_t)(codes[l] + ((bytes[l] & mask) != 0 ? worth : 0) - less);
+/* Adds `weight` to the codes whose byte has the bit of `mask`, and subtracts `bias` from all. */
+SL_INLINE void add_bit(int8_t codes[16], const uint8_t bytes[16], uint8_t mask, int8_t weight, int8_t bias) {
+    for (size_t l = 0; l < 16; l++) codes[l] = (int8_t)(codes[l] + ((bytes[l] & mask) != 0 ? weight : 0) - bias);
 }
 
 static float half_at(const uint8_t *source) { return float_of(f16_to_f32(load16(source, 0))); }
@@ -66,13 +66,13 @@ static void sl_q4_1_to_f32_scalar(const void *source, void *destination, size_t 
     }
 }
 
-/* Adds the fifth bits of 16 codes, and takes `less` from all. */
-SL_INLINE void add_fifth(int8_t codes[16], const uint8_t high[2], int8_t less) {
+/* Adds the fifth bits of 16 codes, and subtracts `bias` from all. */
+SL_INLINE void add_fifth(int8_t codes[16], const uint8_t high[2], int8_t bias) {
     static const uint16_t masks[16] = {0x0001, 0x0002, 0x0004, 0x0008, 0x0010, 0x0020, 0x0040, 0x0080,
                                        0x0100, 0x0200, 0x0400, 0x0800, 0x1000, 0x2000, 0x4000, 0x8000};
     uint16_t bits = load16(high, 0), fifth[16];
     for (size_t l = 0; l < 16; l++) fifth[l] = (bits & masks[l]) != 0 ? 16 : 0;
-    for (size_t l = 0; l < 16; l++) codes[l] = (int8_t)(codes[l] + (int8_t)fifth[l] - less);
+    for (size_t l = 0; l < 16; l++) codes[l] = (int8_t)(codes[l] + (int8_t)fifth[l] - bias);
 }
 
 static void sl_q5_0_to_f32_scalar(const void *source, void *destination, size_t count) {
@@ -98,14 +98,14 @@ static void sl_q5_1_to_f32_scalar(const void *source, void *destination, size_t 
         float d = half_at(block->d), m = half_at(block->m);
         take_bits(codes, block->codes, 0, 15);
         add_fifth(codes, block->high, 0);
-        put_sums(out, codes, d, m);
+        put_scaled_plus(out, codes, d, m);
         take_bits(codes, block->codes, 4, 15);
         add_fifth(codes, block->high + 2, 0);
-        put_sums(out + 64, codes, d, m);
+        put_scaled_plus(out + 64, codes, d, m);
     }
 }
 
-/* Codes stand for the values of a table, which is scaled once for all of a block. */
+/* Codes are indices into a table of values, which is scaled once per block. */
 SL_INLINE void put_from_table(uint8_t *destination, const float table[16], const uint8_t codes[16], float d) {
     float scaled[16], values[SMALL];
     for (size_t k = 0; k < 16; k++) scaled[k] = table[k] * d;
@@ -119,7 +119,7 @@ SL_INLINE void put_from_table(uint8_t *destination, const float table[16], const
 typedef struct sl_iq4_nl {
     uint8_t d[2], codes[16];
 } sl_iq4_nl;
-_Static_assert(sizeof(sl_iq4_nl) == 18, "blocks lie in files without padding");
+_Static_assert(sizeof(sl_iq4_nl) == 18, "blocks have no padding in files");
 
 static void sl_iq4_nl_to_f32_scalar(const void *source, void *destination, size_t count) {
     static const float TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -129,12 +129,12 @@ static void sl_iq4_nl_to_f32_scalar(const void *source, void *destination, size_
         put_from_table(out, TABLE, block->codes, half_at(block->d));
 }
 
-/* The scale is 2^(exponent - 128), half of E8M0's, as the values are twice those of E2M1 (OCP Microscaling Formats
+/* The scale is 2^(exponent - 128), half that of E8M0, as the values are twice those of E2M1 (OCP Microscaling Formats
  * v1.0). */
 typedef struct sl_mxfp4 {
     uint8_t exponent, codes[16];
 } sl_mxfp4;
-_Static_assert(sizeof(sl_mxfp4) == 17, "blocks lie in files without padding");
+_Static_assert(sizeof(sl_mxfp4) == 17, "blocks have no padding in files");
 
 static void sl_mxfp4_to_f32_scalar(const void *source, void *destination, size_t count) {
     static const float TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -149,21 +149,21 @@ static void sl_mxfp4_to_f32_scalar(const void *source, void *destination, size_t
 
 /* ---- super-blocks of 256: an f16 scale of scales, and small integers that scale runs of 16 or 32 ---- */
 
-/* 16 runs of 16: the low nibble of a run's scale is that of its codes, the high one that of its minimum.
- * x = (d * scale) * code - dmin * minimum. Codes have 2 bits: a byte holds those of elements 32 apart. */
+/* 16 runs of 16: the low nibble of a run's entry in `scales` scales its codes, the high one its minimum. x = (d *
+ * scale) * code - dmin * minimum. Codes have 2 bits: a byte holds those of elements 32 apart. */
 typedef struct sl_q2_k {
     uint8_t scales[16], codes[64], d[2], dmin[2];
 } sl_q2_k;
-_Static_assert(sizeof(sl_q2_k) == 84, "blocks lie in files without padding");
+_Static_assert(sizeof(sl_q2_k) == 84, "blocks have no padding in files");
 
-/* Two runs, whose codes lie at the same bits of 32 bytes. */
+/* Two runs, whose codes are the same bits of 32 bytes. */
 SL_INLINE void q2_k_runs(uint8_t *out, const uint8_t bytes[32], unsigned shift, const uint8_t scales[2], float d,
                          float dmin) {
     int8_t codes[16];
     for (size_t k = 0; k < 2; k++) {
         float scale = d * (float)(scales[k] & 15), minimum = dmin * (float)(scales[k] >> 4);
         take_bits(codes, bytes + 16 * k, shift, 3);
-        put_sums(out + 64 * k, codes, scale, -minimum);
+        put_scaled_plus(out + 64 * k, codes, scale, -minimum);
     }
 }
 
@@ -187,9 +187,9 @@ static void sl_q2_k_to_f32_scalar(const void *source, void *destination, size_t 
 typedef struct sl_q3_k {
     uint8_t high[32], codes[64], scales[12], d[2];
 } sl_q3_k;
-_Static_assert(sizeof(sl_q3_k) == 110, "blocks lie in files without padding");
+_Static_assert(sizeof(sl_q3_k) == 110, "blocks have no padding in files");
 
-/* Two runs, whose codes lie at the same bits of 32 bytes. */
+/* Two runs, whose codes are the same bits of 32 bytes. */
 SL_INLINE void q3_k_runs(uint8_t *out, const uint8_t bytes[32], unsigned shift, const sl_q3_k *block, size_t run,
                          float d) {
     int8_t codes[16];
@@ -218,8 +218,8 @@ static void sl_q3_k_to_f32_scalar(const void *source, void *destination, size_t 
     }
 }
 
-/* Scale and minimum of run k of 8, 6 bits each: of runs 0 to 3 they are the low bits of bytes k and k + 4; those of the
- * others have their low 4 bits in byte k + 4 and the high 2 on top of those. */
+/* Scale and minimum of run k of 8, 6 bits each: for runs 0 to 3 they are the low bits of bytes k and k + 4; for the
+ * others the low 4 bits are in byte k + 4 and the high 2 are the top bits of the bytes of runs 0 to 3. */
 typedef struct scaled {
     float scale, minimum;
 } scaled;
@@ -240,7 +240,7 @@ static scaled six_bits(const uint8_t scales[12], size_t run, float d, float dmin
 typedef struct sl_q4_k {
     uint8_t d[2], dmin[2], scales[12], codes[128];
 } sl_q4_k;
-_Static_assert(sizeof(sl_q4_k) == 144, "blocks lie in files without padding");
+_Static_assert(sizeof(sl_q4_k) == 144, "blocks have no padding in files");
 
 /* A run: the nibbles of 32 bytes, and a fifth bit out of `high` unless that is NULL. */
 SL_INLINE void q4_k_run(uint8_t *out, const uint8_t bytes[32], unsigned shift, const uint8_t *high, size_t run,
@@ -249,7 +249,7 @@ SL_INLINE void q4_k_run(uint8_t *out, const uint8_t bytes[32], unsigned shift, c
     for (size_t k = 0; k < 2; k++) {
         take_bits(codes, bytes + 16 * k, shift, 15);
         if (high != NULL) add_bit(codes, high + 16 * k, (uint8_t)(1 << run), 16, 0);
-        put_sums(out + 64 * k, codes, by.scale, -by.minimum);
+        put_scaled_plus(out + 64 * k, codes, by.scale, -by.minimum);
     }
 }
 
@@ -265,11 +265,11 @@ static void sl_q4_k_to_f32_scalar(const void *source, void *destination, size_t 
     }
 }
 
-/* As Q4_K, with a fifth bit: that of run k is bit k of `high`. */
+/* Like Q4_K, with a fifth bit: bit k of `high` for run k. */
 typedef struct sl_q5_k {
     uint8_t d[2], dmin[2], scales[12], high[32], codes[128];
 } sl_q5_k;
-_Static_assert(sizeof(sl_q5_k) == 176, "blocks lie in files without padding");
+_Static_assert(sizeof(sl_q5_k) == 176, "blocks have no padding in files");
 
 static void sl_q5_k_to_f32_scalar(const void *source, void *destination, size_t count) {
     const sl_q5_k *block = source;
@@ -284,16 +284,16 @@ static void sl_q5_k_to_f32_scalar(const void *source, void *destination, size_t 
     }
 }
 
-/* 16 runs of 16, scales of 8 bits. x = (d * scale) * (code - 32). Of each half of 128 elements `low` has the low 4 bits
- * (elements 64 apart in a byte), `high` the others (elements 32 apart). */
+/* 16 runs of 16, scales of 8 bits. x = (d * scale) * (code - 32). For each half of 128 elements `low` has the low 4
+ * bits (elements 64 apart share a byte), `high` the others (elements 32 apart). */
 typedef struct sl_q6_k {
     uint8_t low[128], high[64];
     int8_t scales[16];
     uint8_t d[2];
 } sl_q6_k;
-_Static_assert(sizeof(sl_q6_k) == 210, "blocks lie in files without padding");
+_Static_assert(sizeof(sl_q6_k) == 210, "blocks have no padding in files");
 
-/* Two runs, whose codes lie at the same bits of 32 bytes each. */
+/* Two runs, whose codes are the same bits of 32 bytes each. */
 SL_INLINE void q6_k_runs(uint8_t *out, const uint8_t low[32], unsigned low_shift, const uint8_t high[32],
                          unsigned high_shift, const int8_t scales[2], float d) {
     int8_t codes[16], top[16];

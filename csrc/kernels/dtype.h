@@ -8,11 +8,11 @@
  * most tensors have the dtype of the one before. */
 int32_t sl_dtype_find(const char *code, size_t size, int32_t guess);
 
-/* Number of the dtype that enum ggml_type numbers so, or -1. */
+/* Number of the dtype with this number in enum ggml_type, or -1. */
 int32_t sl_dtype_of_ggml(uint32_t type);
 
-/* Bytes of a dense tensor. False when they do not fit in 64 bits or the elements (of a row, for block types) are no
- * whole number of blocks (*whole_blocks tells which). */
+/* Bytes of a dense tensor. False when it does not fit in 64 bits or the elements (of a row, for block types) are not a
+ * whole number of blocks; *whole_blocks tells which. */
 bool sl_dtype_size(int32_t dtype, const uint64_t *dims, uint64_t rank, uint64_t *size, bool *whole_blocks);
 
 /* Bytes of `count` elements, whole blocks. */

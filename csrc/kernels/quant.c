@@ -1,4 +1,4 @@
-/* Quantization: what needs no instruction set, and int8 in memory. */
+/* Quantization: functions that need no instruction set, and int8 in memory. */
 #include "kernels/quant.h"
 
 #include "kernels/tier.h"

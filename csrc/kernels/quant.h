@@ -1,11 +1,11 @@
-/* Quantization. Scalar C is the definition; every other tier gives the same bits.
+/* Quantization. Scalar C is the reference; every other tier gives the same bits.
  *
  * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0, and back; SL_Q4_1,
- * SL_Q5_0 and SL_Q5_1 (as ggml rounds) in scalar C only. Each block of SL_QK elements has a scale d of its own, an f16,
- * and d is not finite exactly where an element is not, or where f16 cannot hold the scale: sl_blocks_finite finds such
- * blocks, whose codes mean nothing.
+ * SL_Q5_0 and SL_Q5_1 (as ggml rounds) in scalar C only. Each block of SL_QK elements has its own scale d, an f16. d is
+ * not finite exactly where an element is not finite or f16 cannot hold the scale: sl_blocks_finite finds such blocks,
+ * whose codes are meaningless.
  *
- * int8 has one scale for a tensor or a channel, so that it takes two passes: the largest |x|, then the codes.
+ * int8 has one scale for a tensor or a channel and therefore takes two passes: the largest |x|, then the codes.
  */
 #ifndef SL_QUANT_H
 #define SL_QUANT_H
@@ -45,9 +45,10 @@ typedef struct sl_q5_1 {
 
 _Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34 && sizeof(sl_q4_1) == 20 && sizeof(sl_q5_0) == 22 &&
                    sizeof(sl_q5_1) == 24,
-               "blocks lie in files without padding");
+               "blocks have no padding in files");
 
-/* f32 bits without sign that are infinity or NaN are not below this: as integers, NaN > infinity > finite. */
+/* The f32 bits of infinity. Without the sign, the bits of infinity and NaN are not below this: as integers, NaN >
+ * infinity > finite. */
 #define SL_F32_INFINITY 0x7f800000u
 
 /* The largest scale whose inverse f32 cannot hold: 2^128 is infinity, and the inverse of the next larger scale, 2^-128
@@ -58,14 +59,13 @@ _Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34 && sizeof(sl_q4_1)
  * largest f32 below 0.5, plus 0.5, rounds to 1. */
 #define SL_BELOW_HALF 0x1.fffffep-2f
 
-/* f32 and 16-bit elements lie at any alignment in the byte order of files; factors and `absmax` belong to this machine.
- */
+/* f32 and 16-bit elements have any alignment and the byte order of files; factors and `absmax` have this machine's. */
 typedef struct sl_quant {
-    /* f32 bits of the largest |x|, 0 of nothing; not below SL_F32_INFINITY when some x is not finite. */
+    /* f32 bits of the largest |x|, 0 when count is 0; not below SL_F32_INFINITY when some x is not finite. */
     uint32_t (*absmax_f32)(const void *source, size_t count);
     uint32_t (*absmax_bf16)(const void *source, size_t count);
     uint32_t (*absmax_f16)(const void *source, size_t count);
-    /* absmax[i] becomes the larger of itself and the bits of |source[i]|. */
+    /* Raises absmax[i] to the bits of |source[i]|. */
     void (*absmax_each)(const void *source, uint32_t *absmax, size_t count);
     /* source * factor, rounded half away from zero, within [-128, 127]; NaN becomes 127. */
     void (*to_int8)(const void *source, int8_t *destination, size_t count, float factor);
@@ -76,7 +76,7 @@ typedef struct sl_quant {
 } sl_quant;
 
 extern const sl_quant sl_quant_scalar;
-extern const sl_quant sl_quant_avx2; /* each only where isa.h has it, with NULLs where the tier below is as good */
+extern const sl_quant sl_quant_avx2; /* each exists only where isa.h has it; NULL where the tier below is as fast */
 extern const sl_quant sl_quant_avx512;
 extern const sl_quant sl_quant_neon;
 

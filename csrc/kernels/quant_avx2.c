@@ -38,7 +38,7 @@ TARGET static uint32_t sl_absmax_f32_avx2(const void *source, size_t count) {
     return absmax;
 }
 
-/* Largest of the first count / 64 * 64 16-bit floats without their signs. */
+/* The largest of the first count / 64 * 64 16-bit floats, ignoring signs. */
 TARGET static uint16_t absmax_half(const uint8_t *in, size_t count) {
     const __m256i magnitude = _mm256_set1_epi16(0x7fff);
     __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
@@ -85,17 +85,16 @@ TARGET static void sl_absmax_each_avx2(const void *source, uint32_t *absmax, siz
 
 /* ---- int8 ---- */
 
-/* Rounded half away from zero; 0x80000000 for what is too large, of either sign. */
+/* Rounded half away from zero; 0x80000000 for values out of range, of either sign. */
 TARGET static __m256i round_away(__m256 value) {
     __m256 sign = _mm256_and_ps(value, _mm256_set1_ps(-0.0f));
     return _mm256_cvttps_epi32(_mm256_add_ps(value, _mm256_or_ps(sign, _mm256_set1_ps(SL_BELOW_HALF))));
 }
 
-/* The minimum is 127 for NaN, its second argument; what is far below -128 becomes 0x80000000 and is saturated by packs.
- */
+/* The minimum with NaN is the second argument, 127; values far below -128 become 0x80000000, which packs saturates. */
 TARGET static __m256i int8_codes(__m256 value) { return round_away(_mm256_min_ps(value, _mm256_set1_ps(127.0f))); }
 
-/* 32 values, saturated. packs works within 128-bit lanes; the permutation puts its eighths in order. */
+/* 32 values, saturated. packs works within 128-bit lanes; the permutation restores the order of the eighths. */
 TARGET static __m256i pack_int8(__m256i a, __m256i b, __m256i c, __m256i d) {
     __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
     return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -191,7 +190,7 @@ TARGET static __m128i absmax_of_blocks(const uint8_t *in) {
                            absmax_lanes(in + 3 * BLOCK));
 }
 
-/* The low bytes of 16 words of [0, 255], which packs has left as 0-3, 8-11 | 4-7, 12-15. */
+/* The low bytes of 16 words in [0, 255], which packs has left in the order 0-3, 8-11 | 4-7, 12-15. */
 TARGET static __m128i bytes_of_words(__m256i words) {
     __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     return _mm_shuffle_epi32(bytes, 0xd8);
@@ -201,7 +200,7 @@ TARGET static __m256i scaled(const uint8_t *in, int k, __m256 inverse) {
     return round_away(_mm256_mul_ps(load_f32(in, k), inverse));
 }
 
-/* |x * inverse| < 7.5 in every block that gets here, so that nothing is left to clamp. */
+/* |x * inverse| < 7.5 in every block that gets here, so that no clamping is needed. */
 TARGET static __m128i nibbles_absmax(const uint8_t *in, __m256 inverse) {
     __m256i low = _mm256_packs_epi32(scaled(in, 0, inverse), scaled(in, 1, inverse));
     __m256i high = _mm256_packs_epi32(scaled(in, 2, inverse), scaled(in, 3, inverse));
@@ -209,10 +208,10 @@ TARGET static __m128i nibbles_absmax(const uint8_t *in, __m256 inverse) {
     return bytes_of_words(_mm256_add_epi16(both, _mm256_set1_epi16(8 + 8 * 16)));
 }
 
-/* Scales and inverses; false when these blocks are for the scalar kernel. */
+/* Computes scales and inverses; false when the scalar kernel must take these blocks. */
 TARGET static bool all_scales_absmax(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
     bool good = true;
-    for (size_t b = 0; b < blocks; b += TOGETHER)
+    for (size_t b = 0; b < blocks; b += GROUP)
         good &= scales_absmax(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
     return good;
 }
@@ -256,12 +255,12 @@ TARGET static __m128i signed_max_of_blocks(const uint8_t *in) {
 
 TARGET static bool all_scales_ggml(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
     bool good = true;
-    for (size_t b = 0; b < blocks; b += TOGETHER)
+    for (size_t b = 0; b < blocks; b += GROUP)
         good &= scales_ggml(signed_max_of_blocks(in + BLOCK * b), out + b, inverses + b);
     return good;
 }
 
-/* From 0 to 16. */
+/* Truncated codes, from 0 to 16. */
 TARGET static __m256i truncated(const uint8_t *in, int k, __m256 inverse) {
     return _mm256_cvttps_epi32(_mm256_add_ps(_mm256_mul_ps(load_f32(in, k), inverse), _mm256_set1_ps(8.5f)));
 }
@@ -296,7 +295,7 @@ TARGET static void sl_f32_to_q4_0_avx2(const void *source, void *destination, si
 
 TARGET static bool all_scales_q8_0(const uint8_t *in, sl_q8_0 *out, float *inverses, size_t blocks) {
     bool good = true;
-    for (size_t b = 0; b < blocks; b += TOGETHER)
+    for (size_t b = 0; b < blocks; b += GROUP)
         good &= scales_q8_0(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
     return good;
 }

@@ -1,5 +1,5 @@
-/* Quantization with AVX-512, only where it beats AVX2 by 1.2x with the data in cache: memory is slower than the rest.
- * What is not explained here is in quant_avx2.c. */
+/* Quantization with AVX-512, only where it beats AVX2 by 1.2x with the data in cache: otherwise memory is the limit.
+ * quant_avx2.c explains the rest. */
 #include "kernels/quant_x86.h"
 
 #ifdef SL_X86
@@ -13,7 +13,7 @@ TARGET static __m512i load_bits(const uint8_t *source, int k) { return _mm512_lo
 
 /* ---- int8 ---- */
 
-/* Rounded half away from zero; 0x80000000 for what is too large, of either sign. 0xf8: a | (b & c). */
+/* Rounded half away from zero; 0x80000000 for values out of range, of either sign. 0xf8: a | (b & c). */
 TARGET static __m512i round_away(__m512 value) {
     __m512i half = _mm512_castps_si512(_mm512_set1_ps(SL_BELOW_HALF)), sign = _mm512_set1_epi32((int)0x80000000u);
     half = _mm512_ternarylogic_epi32(half, _mm512_castps_si512(value), sign, 0xf8);
@@ -106,7 +106,7 @@ TARGET static __m128i nibbles_absmax(const uint8_t *in, __m512 inverse) {
 
 TARGET static bool all_scales_absmax(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
     bool good = true;
-    for (size_t b = 0; b < blocks; b += TOGETHER)
+    for (size_t b = 0; b < blocks; b += GROUP)
         good &= scales_absmax(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
     return good;
 }
@@ -144,7 +144,7 @@ TARGET static __m128i signed_max_of_blocks(const uint8_t *in) {
 
 TARGET static bool all_scales_ggml(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
     bool good = true;
-    for (size_t b = 0; b < blocks; b += TOGETHER)
+    for (size_t b = 0; b < blocks; b += GROUP)
         good &= scales_ggml(signed_max_of_blocks(in + BLOCK * b), out + b, inverses + b);
     return good;
 }
@@ -180,7 +180,7 @@ TARGET static void sl_f32_to_q4_0_avx512(const void *source, void *destination, 
 
 TARGET static bool all_scales_q8_0(const uint8_t *in, sl_q8_0 *out, float *inverses, size_t blocks) {
     bool good = true;
-    for (size_t b = 0; b < blocks; b += TOGETHER)
+    for (size_t b = 0; b < blocks; b += GROUP)
         good &= scales_q8_0(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
     return good;
 }
@@ -215,7 +215,7 @@ TARGET static __m512 scale(const uint8_t d[2]) {
     return _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(d[0] | d[1] << 8)));
 }
 
-/* The 16 values that a block can hold are one register, from which the permutation picks by the low four bits. */
+/* One register holds the 16 values that a block can have; the permutation selects among them by the low four bits. */
 TARGET static void sl_q4_0_to_f32_avx512(const void *source, void *destination, size_t count) {
     const sl_q4_0 *block = source;
     uint8_t *out = destination;

@@ -39,7 +39,7 @@ static uint32_t sl_absmax_f32_neon(const void *source, size_t count) {
     return absmax > rest ? absmax : rest;
 }
 
-/* Largest of the first count / 16 * 16 16-bit floats without their signs. */
+/* The largest of the first count / 16 * 16 16-bit floats, ignoring signs. */
 static uint16_t absmax_half(const uint8_t *in, size_t count) {
     const uint16x8_t magnitude = vdupq_n_u16(0x7fff);
     uint16x8_t a = vdupq_n_u16(0), b = a;
@@ -76,7 +76,7 @@ static void sl_absmax_each_neon(const void *source, uint32_t *absmax, size_t cou
 
 /* ---- int8 ---- */
 
-/* FCVTAS rounds half away from zero and saturates, FMINNM gives the number of a number and a quiet NaN. */
+/* FCVTAS rounds half away from zero and saturates, FMINNM of a number and a quiet NaN is the number. */
 static int32x4_t int8_codes(float32x4_t value) { return vcvtaq_s32_f32(vminnmq_f32(value, vdupq_n_f32(127.0f))); }
 
 static int8x16_t pack_int8(int32x4_t a, int32x4_t b, int32x4_t c, int32x4_t d) {
@@ -167,7 +167,7 @@ static int16x8_t scaled(const uint8_t *x, int k, float32x4_t inverse) {
     return vcombine_s16(vmovn_s32(low), vmovn_s32(vcvtaq_s32_f32(vmulq_f32(load_f32(x, k + 1), inverse))));
 }
 
-/* |x * inverse| < 7.5 in every block that gets here, so that nothing is left to clamp. */
+/* |x * inverse| < 7.5 in every block that gets here, so that no clamping is needed. */
 static void sl_f32_to_q4_0_absmax_neon(const void *source, void *destination, size_t count) {
     const int16x8_t offset = vdupq_n_s16(8 + 8 * 16);
     sl_q4_0 *block = destination;
@@ -210,8 +210,8 @@ static int16x8_t truncated(const uint8_t *x, int k, float32x4_t inverse) {
     return vminq_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high)), vdupq_n_s16(15));
 }
 
-/* The scalar kernel has blocks that are not finite or have no inverse, and those where the largest positive and the
- * most negative are as large as each other, so that the first decides. */
+/* The scalar kernel takes blocks that are not finite or whose scale has no inverse, and those whose largest positive
+ * and most negative elements have the same magnitude, so that the first one decides. */
 static void sl_f32_to_q4_0_neon(const void *source, void *destination, size_t count) {
     sl_q4_0 *block = destination;
     for (size_t b = 0; b < count / SL_QK; b++, block++) {

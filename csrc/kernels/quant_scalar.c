@@ -1,4 +1,4 @@
-/* Quantization element by element: the definition of all tiers. */
+/* Quantization element by element: the reference for all tiers. */
 #include "kernels/quant.h"
 
 #include "kernels/scalar.h"
@@ -21,8 +21,8 @@ static uint32_t absmax_half(const void *source, size_t count) {
 
 static uint32_t sl_absmax_bf16_scalar(const void *source, size_t count) { return absmax_half(source, count) << 16; }
 
-/* One NaN for all: once quieted they are no longer in the order of their codes, and the largest of parts would not be
- * that of the whole. */
+/* All NaNs become one: quieted NaNs are not ordered by their codes, so that the maximum of a tensor would depend on how
+ * it is partitioned. */
 static uint32_t sl_absmax_f16_scalar(const void *source, size_t count) {
     uint32_t absmax = absmax_half(source, count);
     return absmax > 0x7c00 ? 0x7fc00000 : f16_to_f32((uint16_t)absmax);
@@ -34,15 +34,15 @@ static void sl_absmax_each_scalar(const void *source, uint32_t *absmax, size_t c
 
 /* ---- int8 ---- */
 
-/* Rounded half away from zero; |value| < 2^31. A sum in a variable is rounded to f32 also where C computes in f64
- * (FLT_EVAL_METHOD 1, GCC for s390x). */
+/* Rounded half away from zero; |value| < 2^31. A sum stored in a variable is rounded to f32 even where C computes in
+ * f64 (FLT_EVAL_METHOD 1, GCC for s390x). */
 static int32_t round_away(float value) {
     float sum = value + (value < 0.0f ? -SL_BELOW_HALF : SL_BELOW_HALF);
     return (int32_t)sum;
 }
 
 static int8_t int8_code(float value) {
-    float below = value < 127.0f ? value : 127.0f; /* NaN is not below */
+    float below = value < 127.0f ? value : 127.0f; /* NaN compares false and becomes 127 */
     return (int8_t)round_away(below > -128.0f ? below : -128.0f);
 }
 
@@ -81,12 +81,12 @@ static void store_f16(uint8_t *destination, float value) {
     store16(destination, 0, f32_to_f16(bits));
 }
 
-/* The scale of a block that holds NaN or infinity: a NaN. */
+/* The scale of a block with NaN or infinity: a NaN. */
 #define NOT_FINITE 0x7e00
 
-/* d = absmax / 7 and 1 / d in f32. Where 1 / d is not finite (absmax 0, or below about 2^-125) the block is zeros: d 0,
- * every nibble 8. d is rounded to f16 for the block only: from 2^-25 down that is 0, and the codes, which come from the
- * f32, are not zero but restore to 0. */
+/* d = absmax / 7 and 1 / d in f32. Where 1 / d is not finite (absmax 0, or below about 2^-125) the block is zero: d is
+ * 0 and every nibble 8. Only the stored d is rounded to f16: from 2^-25 down it becomes 0, while the codes, computed
+ * from the f32, are not 0 but dequantize to 0. */
 static void q4_0_absmax_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -112,7 +112,7 @@ static void sl_f32_to_q4_0_absmax_scalar(const void *source, void *destination, 
     for (size_t b = 0; b < count / SL_QK; b++) q4_0_absmax_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
-/* The element of the largest |x|, of several the first; +0 when all are zeros of either sign. */
+/* The first element with the largest |x|; +0 when all are zeros of either sign. */
 static float signed_max(const uint8_t *x, uint32_t absmax) {
     if (absmax == 0) return 0.0f;
     size_t i = 0;
@@ -120,9 +120,9 @@ static float signed_max(const uint8_t *x, uint32_t absmax) {
     return float_of(load32(x, i));
 }
 
-/* What ggml's reference (quantize_row_q4_0_ref in ggml-quants.c) gives when it is compiled for x86, down to the scales
- * that have no inverse: there x * infinity is infinity or NaN, which cvttps2dq makes 0x80000000, and its low byte is
- * the code. Zeros of either sign have the scale -0. */
+/* The result of ggml's reference (quantize_row_q4_0_ref in ggml-quants.c) compiled for x86, even for scales without an
+ * inverse: there x * infinity is infinity or NaN, which cvttps2dq makes 0x80000000, and its low byte is the code. A
+ * block of zeros of either sign has scale -0. */
 static void q4_0_ggml_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -137,7 +137,7 @@ static void q4_0_ggml_block(const uint8_t *x, sl_q4_0 *block) {
     float inverse = has_inverse ? 1.0f / d : 0.0f;
     for (size_t i = 0; i < SL_QK; i++) {
         float product = float_of(load32(x, i)) * inverse, sum = product + 8.5f;
-        int32_t q = sum < 16.0f ? (int32_t)sum : 15; /* from 0 */
+        int32_t q = sum < 16.0f ? (int32_t)sum : 15; /* never negative */
         block->codes[i % 16] |= (uint8_t)(i < 16 ? q : q << 4);
     }
 }
@@ -147,7 +147,7 @@ static void sl_f32_to_q4_0_scalar(const void *source, void *destination, size_t 
     for (size_t b = 0; b < count / SL_QK; b++) q4_0_ggml_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
-/* ggml's quantize_row_q8_0_ref; without an inverse every code is 0 there too (x * infinity, by cvttss2si). */
+/* ggml's quantize_row_q8_0_ref; there too every code is 0 without an inverse (x * infinity, by cvttss2si). */
 static void q8_0_block(const uint8_t *x, sl_q8_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -165,7 +165,7 @@ static void sl_f32_to_q8_0_scalar(const void *source, void *destination, size_t 
     for (size_t b = 0; b < count / SL_QK; b++) q8_0_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
-/* Codes of five bits, their fifth bits apart. */
+/* Stores codes of five bits, the fifth bits separately. */
 static void store_five_bits(const uint8_t codes[SL_QK], uint8_t high[4], uint8_t nibbles[16]) {
     uint32_t fifth = 0;
     for (size_t j = 0; j < 16; j++) {
@@ -175,7 +175,7 @@ static void store_five_bits(const uint8_t codes[SL_QK], uint8_t high[4], uint8_t
     store32(high, 0, fifth);
 }
 
-/* ggml's quantize_row_q5_0_ref. What is said of q4_0_ggml_block holds here. */
+/* ggml's quantize_row_q5_0_ref. The comment on q4_0_ggml_block applies. */
 static void q5_0_block(const uint8_t *x, sl_q5_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
@@ -191,21 +191,21 @@ static void q5_0_block(const uint8_t *x, sl_q5_0 *block) {
     uint8_t codes[SL_QK];
     for (size_t i = 0; i < SL_QK; i++) {
         float product = float_of(load32(x, i)) * inverse, sum = product + 16.5f;
-        codes[i] = (uint8_t)(sum < 32.0f ? (int32_t)sum : 31); /* from 0 */
+        codes[i] = (uint8_t)(sum < 32.0f ? (int32_t)sum : 31); /* never negative */
     }
     store_five_bits(codes, block->high, block->codes);
 }
 
-/* The scale of codes from 0 to `most` between the smallest and the largest element, and the smallest, to `d` and `m`.
- * False when the codes are zeros: no element differs, the scale has no inverse or the difference overflows (the scale
- * is infinite then), or some element is not finite (the scale is a NaN). */
+/* Sets `d` and `m` to the scale and minimum that map codes from 0 to `most` onto the range of the elements. False when
+ * all codes are zero: all elements are equal, the scale has no inverse, the difference overflows (the scale is infinite
+ * then), or some element is not finite (the scale is a NaN). */
 static bool scale_of_range(const uint8_t *x, float most, uint8_t d[2], uint8_t m[2], float *least, float *inverse) {
     if (sl_absmax_f32_scalar(x, SL_QK) >= SL_F32_INFINITY) {
         store16(d, 0, NOT_FINITE);
         return false;
     }
     float smallest = float_of(load32(x, 0)), largest = smallest;
-    for (size_t i = 1; i < SL_QK; i++) { /* of zeros of both signs the first counts */
+    for (size_t i = 1; i < SL_QK; i++) { /* between zeros of both signs the first wins */
         float value = float_of(load32(x, i));
         if (value < smallest) smallest = value;
         if (value > largest) largest = value;
@@ -219,7 +219,7 @@ static bool scale_of_range(const uint8_t *x, float most, uint8_t d[2], uint8_t m
     return *inverse > 0.0f;
 }
 
-/* Of scale_of_range; ggml adds a half and truncates. */
+/* A code for scale_of_range; ggml adds a half and truncates. */
 static uint8_t code_in_range(const uint8_t *x, size_t i, float least, float inverse) {
     float above = float_of(load32(x, i)) - least, product = above * inverse, sum = product + 0.5f;
     return (uint8_t)(int32_t)sum;

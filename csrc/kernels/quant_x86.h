@@ -1,5 +1,5 @@
-/* What the block quantizers of AVX2 and AVX-512 share: four blocks at a time, from their largest elements to their
- * scales. No other file includes this, hence no prefix. */
+/* Shared by the block quantizers of AVX2 and AVX-512: from the largest elements of four blocks to their scales. No
+ * other file includes this, hence no prefix. */
 #ifndef SL_QUANT_X86_H
 #define SL_QUANT_X86_H
 
@@ -10,34 +10,35 @@
 
 /* Bytes of f32 in a block. */
 #define BLOCK (4 * SL_QK)
-/* Blocks that share their reductions and divisions. Fewer go to the scalar kernel. */
-#define TOGETHER ((size_t)4)
-/* Blocks that get their scales before any of them gets its codes: a scale takes some 60 cycles from load to inverse,
- * which only other scales can hide (2.9 ns a block instead of 5.5). 4 KiB of f32 stay in the first-level cache. */
+/* Number of blocks that share reductions and divisions. Fewer go to the scalar kernel. */
+#define GROUP ((size_t)4)
+/* Number of blocks whose scales are computed before any of their codes: a scale takes some 60 cycles from load to
+ * inverse, which only other scales can hide (2.9 ns a block instead of 5.5). 4 KiB of f32 stay in the first-level
+ * cache. */
 #define BATCH ((size_t)32)
 
-/* Fetches the block that lies two batches further on, if there is one: while a batch gets its codes nothing else is
- * read, and the processor's own fetching falls behind (10 ns a block from memory instead of 3.5). */
+/* Prefetches the block two batches ahead, if there is one: nothing is read while the codes of a batch are computed, and
+ * the hardware prefetcher falls behind (10 ns a block from memory instead of 3.5). */
 static inline void fetch_ahead(const uint8_t *x) {
-    const char *line = (const char *)((uintptr_t)x + 2 * BLOCK * BATCH); /* past the end nothing happens */
+    const char *line = (const char *)((uintptr_t)x + 2 * BLOCK * BATCH); /* past the end this has no effect */
     _mm_prefetch(line, _MM_HINT_T0);
     _mm_prefetch(line + 64, _MM_HINT_T0);
 }
 
-static inline size_t batch(size_t blocks) { return blocks < BATCH ? blocks / TOGETHER * TOGETHER : BATCH; }
+static inline size_t batch(size_t blocks) { return blocks < BATCH ? blocks / GROUP * GROUP : BATCH; }
 
-/* Of four largest |x|. */
+/* Whether four largest |x| are all finite. */
 SL_AVX2 static inline bool all_finite(__m128i absmax) {
     return _mm_movemask_epi8(_mm_cmpgt_epi32(absmax, _mm_set1_epi32((int)SL_F32_INFINITY - 1))) == 0;
 }
 
-/* Lanes whose scale d has an inverse, of d without its sign. */
+/* Mask of the lanes whose scale has an inverse; `d` is the magnitude of the scale. */
 SL_AVX2 static inline __m128 invertible(__m128 d) {
     return _mm_cmp_ps(d, _mm_set1_ps(SL_SCALE_WITHOUT_INVERSE), _CMP_GT_OQ);
 }
 
-SL_AVX2 static inline void store_inverses(float *inverses, __m128 d, __m128 kept) {
-    _mm_storeu_ps(inverses, _mm_and_ps(kept, _mm_div_ps(_mm_set1_ps(1.0f), d)));
+SL_AVX2 static inline void store_inverses(float *inverses, __m128 d, __m128 invertible_lanes) {
+    _mm_storeu_ps(inverses, _mm_and_ps(invertible_lanes, _mm_div_ps(_mm_set1_ps(1.0f), d)));
 }
 
 SL_AVX2 static inline void store_f16(uint8_t *out, size_t block_bytes, __m128 d) {
@@ -49,12 +50,12 @@ SL_AVX2 static inline void store_f16(uint8_t *out, size_t block_bytes, __m128 d)
     memcpy(out + 3 * block_bytes, &halves[3], sizeof *halves);
 }
 
-/* The scales of four blocks and their inverses, of the bits of their largest |x|. False when that is a case for the
- * scalar kernel: here, some element is not finite. */
+/* The scales of four blocks and their inverses from the bits of their largest |x|. False when the scalar kernel must
+ * take the blocks: here, when some element is not finite. */
 SL_AVX2 static inline bool scales_absmax(__m128i absmax, sl_q4_0 *out, float *inverses) {
-    __m128 d = _mm_div_ps(_mm_castsi128_ps(absmax), _mm_set1_ps(7.0f)), kept = invertible(d);
-    store_inverses(inverses, d, kept);
-    store_f16(out->d, sizeof *out, _mm_and_ps(kept, d));
+    __m128 d = _mm_div_ps(_mm_castsi128_ps(absmax), _mm_set1_ps(7.0f)), invertible_lanes = invertible(d);
+    store_inverses(inverses, d, invertible_lanes);
+    store_f16(out->d, sizeof *out, _mm_and_ps(invertible_lanes, d));
     return all_finite(absmax);
 }
 
@@ -75,9 +76,9 @@ static inline uint32_t sign_of_first(const uint8_t *in, uint32_t absmax) {
     return bits & 0x80000000;
 }
 
-/* Of four blocks the largest |x|, with the sign of the first element that has it; +0 for zeros. `most` are their
- * largest bits as i32, those of the largest positive if there is one, `lowest` as u32, those of the most negative if
- * there is one. Only where these two are as large as each other must one look which comes first. */
+/* The largest |x| of each of four blocks, with the sign of the first element that has it; +0 for zeros. `most` are
+ * their largest bits as i32, those of the largest positive if there is one, `lowest` as u32, those of the most negative
+ * if there is one. Only where these two are equal in magnitude does the order of the elements matter. */
 SL_AVX2 static inline __m128i signed_max(__m128i most, __m128i lowest, const uint8_t *in) {
     const __m128i zero = _mm_setzero_si128(), sign = _mm_set1_epi32((int)0x80000000u);
     __m128i positive = _mm_max_epi32(most, zero);
@@ -89,22 +90,22 @@ SL_AVX2 static inline __m128i signed_max(__m128i most, __m128i lowest, const uin
         uint32_t each[4], both[4];
         _mm_storeu_si128((__m128i *)each, absmax);
         _mm_storeu_si128((__m128i *)both, signs);
-        for (size_t b = 0; b < TOGETHER; b++)
+        for (size_t b = 0; b < GROUP; b++)
             if (each[b] != 0) both[b] = sign_of_first(in + BLOCK * b, each[b]);
         signs = _mm_loadu_si128((const __m128i *)both);
     }
     return _mm_or_si128(absmax, signs);
 }
 
-/* Of signed_max. For the scalar kernel too: scales that are not zero but have no inverse. */
+/* The same from signed_max. The scalar kernel also takes scales that are not zero but have no inverse. */
 SL_AVX2 static inline bool scales_ggml(__m128i max, sl_q4_0 *out, float *inverses) {
     const __m128i magnitude = _mm_set1_epi32(0x7fffffff);
     __m128 d = _mm_mul_ps(_mm_castsi128_ps(max), _mm_set1_ps(-0.125f));
-    __m128 kept = invertible(_mm_and_ps(d, _mm_castsi128_ps(magnitude)));
+    __m128 invertible_lanes = invertible(_mm_and_ps(d, _mm_castsi128_ps(magnitude)));
     __m128 zero = _mm_cmp_ps(d, _mm_setzero_ps(), _CMP_EQ_OQ);
-    store_inverses(inverses, d, kept);
+    store_inverses(inverses, d, invertible_lanes);
     store_f16(out->d, sizeof *out, d);
-    return all_finite(_mm_and_si128(max, magnitude)) && _mm_movemask_ps(_mm_or_ps(kept, zero)) == 15;
+    return all_finite(_mm_and_si128(max, magnitude)) && _mm_movemask_ps(_mm_or_ps(invertible_lanes, zero)) == 15;
 }
 
 #endif

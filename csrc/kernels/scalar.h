@@ -1,5 +1,5 @@
-/* Element by element: loads and stores, the 16-bit floats. What the scalar kernels are made of;
- * no other file includes this, hence no prefix. */
+/* Element by element: loads, stores and 16-bit floats for the scalar kernels. No other file includes this, hence no
+ * prefix. */
 #ifndef SL_SCALAR_H
 #define SL_SCALAR_H
 
@@ -83,7 +83,7 @@ static inline uint64_t round_shift(uint64_t value, int shift) {
 }
 
 /* A finite positive binary float of `from_mantissa` and `from_bias`, given as its bits without sign, to a narrower one:
- * exponent and mantissa, which carry into each other as they should. May exceed the target's largest code. */
+ * exponent and mantissa, so that the mantissa carries into the exponent. May exceed the target's largest code. */
 static inline uint64_t narrow(uint64_t bits, int from_mantissa, int from_bias, int to_mantissa, int to_bias) {
     int exponent = (int)(bits >> from_mantissa), shift = from_mantissa - to_mantissa;
     int target = exponent - from_bias + to_bias; /* the exponent field it would have */

@@ -1,12 +1,12 @@
-/* Statistics: one block from its lanes, with a second look where it needs one; merging. */
+/* Statistics: one block from its lanes, in two passes where one is not exact enough; merging. */
 #include "kernels/stats.h"
 
 #include "kernels/scalar.h"
 #include "kernels/tier.h"
 
-sl_summer sl_summer_find(int32_t tier, int32_t from) {
-    sl_summer summer = {from, sl_tier_lanes(tier, from), sl_tier_lanes(tier, SL_F64)};
-    return summer;
+sl_accumulator sl_accumulator_find(int32_t tier, int32_t from) {
+    sl_accumulator accumulator = {from, sl_tier_lanes(tier, from), sl_tier_lanes(tier, SL_F64)};
+    return accumulator;
 }
 
 void sl_stats_clear(sl_stats *stats) {
@@ -18,28 +18,28 @@ void sl_stats_clear(sl_stats *stats) {
 
 /* ---- one block ---- */
 
-/* The sum of all lanes, always in this order; lanes are lost. */
-static double fold(double lanes[SL_STATS_LANES]) {
+/* The sum of all lanes, always in this order; overwrites the lanes. */
+static double reduce(double lanes[SL_STATS_LANES]) {
     for (size_t half = SL_STATS_LANES / 2; half > 0; half /= 2)
         for (size_t k = 0; k < half; k++) lanes[k] += lanes[k + half];
     return lanes[0];
 }
 
-/* Sums of squares between which no square that counts has lost bits by underflow and no sum of squared differences can
- * overflow, whatever the number of blocks. f32 and what is narrower lie between 2^-298 and 2^268. */
+/* Bounds for a sum of squares within which no significant square has lost bits to underflow and no sum of squared
+ * differences can overflow, whatever the number of blocks. f32 and narrower types lie between 2^-298 and 2^268. */
 #define LEAST_SQUARES 0x1p-900
 #define MOST_SQUARES 0x1p960
 
-/* The part of the sum of squares that must be left of it when the mean is taken out: 1/64, so that six bits are lost at
- * most. In weights the mean is small and nearly all is left. */
+/* The fraction of the sum of squares that must remain after the mean is subtracted: 1/64, so that at most six bits
+ * cancel. In weights the mean is small and nearly all remains. */
 #define LEAST_LEFT 0x1p-6
 
-/* Statistics of a block of `count` > 0 from its lanes; false when a sum is not enough and nothing is set. */
+/* Statistics of a block of `count` > 0 from its lanes. False, with nothing set, when one pass is not exact enough. */
 static bool summarize(sl_lanes *lanes, size_t count, sl_stats *block) {
-    double sum = fold(lanes->sums), squares = fold(lanes->squares), mean = sum / (double)count,
+    double sum = reduce(lanes->sums), squares = reduce(lanes->squares), mean = sum / (double)count,
            left = squares - sum * mean;
     if (lanes->zeros != count && !(squares >= LEAST_SQUARES && squares <= MOST_SQUARES && left >= squares * LEAST_LEFT))
-        return false; /* NaN is on no side */
+        return false; /* also when a comparison involves NaN */
     sl_stats_clear(block);
     block->finite = count;
     block->zeros = lanes->zeros;
@@ -50,8 +50,8 @@ static bool summarize(sl_lanes *lanes, size_t count, sl_stats *block) {
     return true;
 }
 
-/* Takes the finite ones of `count` f64 to `values`, which may be where they are, and counts the others. */
-static void sift(const void *source, size_t count, uint64_t index, double *values, sl_stats *block) {
+/* Copies the finite ones of `count` f64 to `values`, which may be `source`, and counts the others. */
+static void filter_finite(const void *source, size_t count, uint64_t index, double *values, sl_stats *block) {
     size_t finite = 0;
     for (size_t i = 0; i < count; i++) {
         uint64_t bits = load64(source, i);
@@ -67,8 +67,8 @@ static void sift(const void *source, size_t count, uint64_t index, double *value
     block->finite = finite;
 }
 
-/* Beyond these magnitudes a block is worked on times 2^-SCALE or 2^SCALE, so that squares neither overflow nor vanish:
- * 2^1024 becomes 2^424, 2^-1074 becomes 2^-474. Within them sums of squares are as MOST_SQUARES has it. */
+/* Beyond these magnitudes a block is multiplied by 2^-SCALE or 2^SCALE first, so that squares neither overflow nor
+ * underflow: 2^1024 becomes 2^424, 2^-1074 becomes 2^-474. Within them sums of squares obey MOST_SQUARES. */
 #define MOST_UNSCALED 0x1p480
 #define LEAST_UNSCALED 0x1p-440
 #define SCALE 600
@@ -81,15 +81,15 @@ static int64_t exponent_of(double min, double max) {
     return absmax >= MOST_UNSCALED ? SCALE : absmax < LEAST_UNSCALED && absmax > 0.0 ? -SCALE : 0;
 }
 
-/* Statistics with care: of the finite elements less their mean. `source` is f64 and may be `values`, `lanes` are its.
- */
-static void examine(sl_lanes_fn sum_f64, const void *source, size_t count, uint64_t index, double *values,
-                    sl_lanes *lanes, sl_stats *block) {
+/* Statistics in two passes: of the finite elements minus their mean. `source` is f64 and may be `values`; `lanes` are
+ * those of `source`. */
+static void summarize_twice(sl_lanes_fn sum_f64, const void *source, size_t count, uint64_t index, double *values,
+                            sl_lanes *lanes, sl_stats *block) {
     sl_stats_clear(block);
     block->finite = count;
-    double squares = fold(lanes->squares);
+    double squares = reduce(lanes->squares);
     if (squares - squares != 0.0) {
-        sift(source, count, index, values, block);
+        filter_finite(source, count, index, values, block);
         if (block->finite == 0) return;
         source = values;
         sum_f64(source, (size_t)block->finite, lanes);
@@ -104,26 +104,26 @@ static void examine(sl_lanes_fn sum_f64, const void *source, size_t count, uint6
         source = values;
         sum_f64(source, (size_t)block->finite, lanes);
     }
-    /* All the same: that and nothing else is the mean. */
-    double mean = block->min == block->max ? block->min * scale : fold(lanes->sums) / finite;
+    /* If all elements are equal, their value is exactly the mean. */
+    double mean = block->min == block->max ? block->min * scale : reduce(lanes->sums) / finite;
     for (size_t i = 0; i < block->finite; i++) store_double(values, i, double_of(load64(source, i)) - mean);
     sum_f64(values, (size_t)block->finite, lanes);
-    double difference = fold(lanes->sums);
+    double difference = reduce(lanes->sums);
     block->mean = mean;
     block->rest = difference / finite;
-    double left = fold(lanes->squares) - difference * block->rest;
+    double left = reduce(lanes->squares) - difference * block->rest;
     block->squares = left > 0.0 ? left : 0.0;
 }
 
-void sl_stats_add(sl_stats *stats, const sl_summer *summer, const void *source, size_t count, uint64_t index,
+void sl_stats_add(sl_stats *stats, const sl_accumulator *accumulator, const void *source, size_t count, uint64_t index,
                   double *spare) {
-    sl_lanes lanes, folded;
+    sl_lanes lanes, reduced;
     sl_stats block;
-    summer->sum(source, count, &lanes);
-    folded = lanes;
-    if (!summarize(&folded, count, &block)) {
-        if (sl_stats_widen(summer->from, source, spare, count)) source = spare;
-        examine(summer->sum_f64, source, count, index, spare, &lanes, &block);
+    accumulator->sum(source, count, &lanes);
+    reduced = lanes;
+    if (!summarize(&reduced, count, &block)) {
+        if (sl_stats_widen(accumulator->from, source, spare, count)) source = spare;
+        summarize_twice(accumulator->sum_f64, source, count, index, spare, &lanes, &block);
     }
     sl_stats_join(stats, &block);
 }
@@ -138,7 +138,7 @@ static void rescale(sl_stats *stats, int64_t exponent) {
     }
 }
 
-/* Mean and sum of squares of a and b together into a; both have finite elements. */
+/* Merges mean and sum of squares of b into a; both have finite elements. */
 static void join_moments(sl_stats *a, const sl_stats *b) {
     sl_stats next = *b;
     rescale(&next, a->exponent);
@@ -146,7 +146,7 @@ static void join_moments(sl_stats *a, const sl_stats *b) {
     double share = (double)next.finite / (double)(a->finite + next.finite);
     double difference = (next.mean - a->mean) + (next.rest - a->rest), step = difference * share;
     double mean = a->mean + step, moved = mean - a->mean;
-    a->rest += (a->mean - (mean - moved)) + (step - moved); /* what rounding took from the mean */
+    a->rest += (a->mean - (mean - moved)) + (step - moved); /* the rounding error of the mean */
     a->mean = mean;
     a->squares += next.squares + difference * difference * ((double)a->finite * share);
 }

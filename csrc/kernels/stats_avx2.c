@@ -1,7 +1,7 @@
 /* Statistics with AVX2.
  *
- * A fused multiply-add is the multiplication and the addition here: the square of what was an f32 is exact in f64.
- * Squares of f64 are not, hence no FMA where they are summed. */
+ * A fused multiply-add gives the same bits as a multiplication and an addition here: the square of an f32 is exact in
+ * f64. Squares of f64 are not, hence no FMA where they are summed. */
 #include "kernels/isa.h"
 #include "kernels/stats.h"
 
@@ -109,6 +109,7 @@ TARGET_FMA static void sl_lanes_f16_avx2(const void *source, size_t count, sl_la
     sl_lanes_rest(SL_F16, in + 2 * i, count - i, lanes);
 }
 
+/* Sixteen lanes in four registers. Multiplications and additions are separate, because squares of f64 are not exact. */
 TARGET static void sl_lanes_f64_avx2(const void *source, size_t count, sl_lanes *lanes) {
     const uint8_t *in = source;
     __m256d sum[4], square[4], min = _mm256_set1_pd(SL_F64_MAX), max = _mm256_set1_pd(-SL_F64_MAX);

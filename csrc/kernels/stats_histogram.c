@@ -3,7 +3,7 @@
 
 #include "kernels/scalar.h"
 
-/* Of f32: the exponent of 1, and of what is not finite. */
+/* The f32 exponents of 1 and of values that are not finite. */
 #define BIAS 127
 #define NOT_FINITE 255
 
@@ -16,7 +16,7 @@ static inline uint32_t exponent_f64(const void *source, size_t i) {
     return exponent == 2047 ? NOT_FINITE : NOT_FINITE - 1;
 }
 
-/* Four elements in one turn, spelled out: it takes half the time of one element in a turn. */
+/* Unrolled by hand to four elements: half the time of one element per iteration. */
 void sl_exponents_f32(sl_exponents *exponents, const void *source, size_t count) {
     size_t i = 0;
     for (; i + 4 <= count; i += 4) {
@@ -39,12 +39,12 @@ void sl_exponents_f64(sl_exponents *exponents, const void *source, size_t count)
     for (; i < count; i++) exponents->counts[0][exponent_f64(source, i)]++;
 }
 
-void sl_exponents_fold(const sl_exponents *exponents, uint64_t zeros, uint64_t bins[SL_HISTOGRAM_BINS]) {
+void sl_exponents_to_bins(const sl_exponents *exponents, uint64_t zeros, uint64_t bins[SL_HISTOGRAM_BINS]) {
     memset(bins, 0, SL_HISTOGRAM_BINS * sizeof *bins);
     for (int32_t exponent = 0; exponent < NOT_FINITE; exponent++) {
         int32_t bin = exponent - BIAS - SL_HISTOGRAM_LOWEST;
         bin = bin < 0 ? 0 : bin > SL_HISTOGRAM_BINS - 1 ? SL_HISTOGRAM_BINS - 1 : bin;
         for (size_t k = 0; k < 4; k++) bins[bin] += exponents->counts[k][exponent];
     }
-    bins[0] -= zeros; /* whose exponent is that of subnormals */
+    bins[0] -= zeros; /* zeros have the exponent of subnormals */
 }

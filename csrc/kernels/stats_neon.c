@@ -19,13 +19,14 @@ static inline void start(sums *all) {
     all->zeros = vdupq_n_u32(0);
 }
 
-/* The square of what was an f32 is exact in f64: the fused multiply-add is the multiplication and the addition. */
+/* The square of an f32 is exact in f64, so that a fused multiply-add gives the same bits as a multiplication and an
+ * addition. */
 static inline void add_2(sums *all, int k, float64x2_t x) {
     all->sums[k] = vaddq_f64(all->sums[k], x);
     all->squares[k] = vfmaq_f64(all->squares[k], x, x);
 }
 
-/* Four elements of a step, of which the first is 2 * k. */
+/* Adds four elements of a step, starting at element 2 * k. */
 static inline void add_4(sums *all, int k, float32x4_t values) {
     all->min = vminq_f32(all->min, values);
     all->max = vmaxq_f32(all->max, values);

@@ -1,4 +1,4 @@
-/* Statistics element by element: the definition of all tiers. */
+/* Statistics element by element: the reference for all tiers. */
 #include "kernels/stats.h"
 
 #include "kernels/scalar.h"
@@ -7,7 +7,7 @@ static double f16_value(uint16_t bits) { return (double)float_of(f16_to_f32(bits
 
 static double bf16_value(uint16_t bits) { return (double)float_of(bf16_to_f32(bits)); }
 
-/* Elements `first` and following as f64. */
+/* Loads `count` elements from element `first` on as f64. */
 static void load(int32_t from, const void *source, size_t first, size_t count, double *values) {
     switch (from) {
     case SL_F32:

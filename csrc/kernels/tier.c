@@ -1,4 +1,4 @@
-/* Instruction sets: one row for each. The only place that falls back from one to another. */
+/* Instruction sets: one row for each. The only place where one falls back to another. */
 #include "kernels/tier.h"
 
 #include "kernels/isa.h"
@@ -20,9 +20,9 @@ static bool has_neon(void) { return sl_cpu_detect().neon; }
 static const struct {
     const char *name;
     bool (*available)(void);     /* on this processor; NULL where the compiler does not have it */
-    int32_t below;               /* the tier that has what this one has not */
-    const sl_kernel *convert[4]; /* tables, NULL ends */
-    const sl_quant *quant;       /* may have NULLs */
+    int32_t below;               /* the tier to fall back to */
+    const sl_kernel *convert[4]; /* tables, NULL-terminated */
+    const sl_quant *quant;       /* may hold NULLs */
     const sl_lanes_kernel *stats;
 } TIERS[SL_TIER_COUNT] = {
     [SL_TIER_SCALAR] = {"scalar",

@@ -1,4 +1,4 @@
-/* Instruction sets by number (sl_api.h): what each brings, falling back to the one below where it brings nothing. The
+/* Instruction sets by number (sl_api.h): the kernels of each, falling back to the tier below where it has none. The
  * tier must be available. */
 #ifndef SL_TIER_H
 #define SL_TIER_H
@@ -10,7 +10,7 @@
 /* The kernel of a direct conversion; NULL when there is none. */
 sl_convert_fn sl_tier_convert(int32_t tier, int32_t from, int32_t to);
 
-/* The kernels of int8, all of them. */
+/* The kernels of int8; none is NULL. */
 sl_quant sl_tier_quant(int32_t tier);
 
 /* The kernel of statistics of a dtype; NULL when there is none. */

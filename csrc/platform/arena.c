@@ -5,8 +5,8 @@
 
 #include "platform/platform.h"
 
-/* From this size, that of a huge page, a block comes from the system in huge pages: for the 10 MB of a 100,000-tensor
- * table the page faults of malloc's memory took as long as parsing. */
+/* Blocks of at least this size, one huge page, come from the system in huge pages: for the 10 MB of a 100,000-tensor
+ * table the page faults of memory from malloc took as long as parsing. */
 #define LARGE_BLOCK ((uint64_t)2 << 20)
 
 static void *take(uint64_t size) { return size >= LARGE_BLOCK ? sl_memory_alloc(size) : malloc((size_t)size); }
@@ -32,10 +32,10 @@ int32_t sl_arena_alloc(sl_arena *arena, uint64_t size, void **out, sl_error *err
 int32_t sl_arena_grow(sl_arena *arena, void **array, uint64_t *capacity, uint64_t needed, size_t item,
                       sl_error *error) {
     if (needed <= *capacity) return SL_OK;
-    uint64_t wanted = *capacity > 0 ? *capacity : needed, size;
-    while (wanted < needed)
-        if (!sl_mul_u64(wanted, 2, &wanted)) return sl_fail_memory(error, needed);
-    if (!sl_mul_u64(wanted, item, &size)) return sl_fail_memory(error, needed);
+    uint64_t target = *capacity > 0 ? *capacity : needed, size;
+    while (target < needed)
+        if (!sl_mul_u64(target, 2, &target)) return sl_fail_memory(error, needed);
+    if (!sl_mul_u64(target, item, &size)) return sl_fail_memory(error, needed);
     int32_t slot = 0;
     while (slot < arena->used && arena->blocks[slot].memory != *array) slot++;
     void *grown;
@@ -51,7 +51,7 @@ int32_t sl_arena_grow(sl_arena *arena, void **array, uint64_t *capacity, uint64_
         grown = block.memory;
     }
     *array = grown;
-    *capacity = wanted;
+    *capacity = target;
     return SL_OK;
 }
 

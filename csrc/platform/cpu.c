@@ -1,4 +1,4 @@
-/* What the processor can do. */
+/* Processor features, detected at run time. */
 #include "platform/cpu.h"
 
 #if defined(__x86_64__) || defined(_M_X64)

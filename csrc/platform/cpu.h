@@ -1,4 +1,4 @@
-/* What the processor can do, asked of the processor itself. */
+/* Processor features, detected at run time. */
 #ifndef SL_CPU_H
 #define SL_CPU_H
 

@@ -41,18 +41,18 @@ int32_t sl_parallel(sl_item_fn item, void *context, uint64_t scratch_size, uint6
                     int32_t threads, int32_t slice_ms, uint64_t *next, sl_error *error) {
     shared all = {item,    context, count, slice_ms > 0 ? sl_platform_now_us() + (uint64_t)slice_ms * 1000 : 0,
                   {first}, {count}};
-    int32_t wanted = threads < 1 ? 1 : threads > SL_MAX_THREADS ? SL_MAX_THREADS : threads;
-    if ((uint64_t)wanted > count - first) wanted = (int32_t)(count - first);
+    int32_t requested = threads < 1 ? 1 : threads > SL_MAX_THREADS ? SL_MAX_THREADS : threads;
+    if ((uint64_t)requested > count - first) requested = (int32_t)(count - first);
     /* Not on the stack: each holds an sl_error, and musl gives a thread 128 KiB of stack. */
-    worker *workers = malloc((size_t)wanted * sizeof *workers + 1);
-    if (workers == NULL) return sl_fail_memory(error, (uint64_t)wanted * sizeof *workers);
-    uint8_t *scratch = malloc((size_t)(scratch_size * (uint64_t)wanted) + 1);
+    worker *workers = malloc((size_t)requested * sizeof *workers + 1);
+    if (workers == NULL) return sl_fail_memory(error, (uint64_t)requested * sizeof *workers);
+    uint8_t *scratch = malloc((size_t)(scratch_size * (uint64_t)requested) + 1);
     if (scratch == NULL) {
         free(workers);
-        return sl_fail_memory(error, scratch_size * (uint64_t)wanted);
+        return sl_fail_memory(error, scratch_size * (uint64_t)requested);
     }
-    int32_t started = 0; /* a system that gives fewer threads gets the work done more slowly, not an error */
-    for (int32_t i = 0; i < wanted; i++) {
+    int32_t started = 0; /* if the system grants fewer threads, the work takes longer but does not fail */
+    for (int32_t i = 0; i < requested; i++) {
         workers[i].shared = &all;
         workers[i].failed = count;
         workers[i].scratch = scratch + (uint64_t)i * scratch_size;

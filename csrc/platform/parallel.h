@@ -9,13 +9,13 @@
  * more than 16 by itself; an explicit threads= may. */
 #define SL_MAX_THREADS 256
 
-/* Does one item; a status. Items are independent of each other. `scratch` is the thread's own. */
+/* Processes one item and returns a status. Items are independent of each other. `scratch` is the thread's own. */
 typedef int32_t (*sl_item_fn)(void *context, uint64_t item, void *scratch, sl_error *error);
 
-/* Runs items [first, count) on `threads` threads, the caller's among them, taking no new item after slice_ms
- * (0: no limit) or a failure; at least one item is done. Each thread has scratch_size bytes of scratch. *next is the
- * item to go on with: all before it are done. On failure *next is the failing item, the lowest one if several fail, and
- * `error` is its error. */
+/* Runs items [first, count) on `threads` threads, including the caller's, taking no new item after slice_ms (0: no
+ * limit) or a failure; at least one item is done. Each thread has scratch_size bytes of scratch. *next is the item to
+ * resume at: all before it are done. On failure *next is the failing item, the lowest one if several fail, and `error`
+ * is its error. */
 int32_t sl_parallel(sl_item_fn item, void *context, uint64_t scratch_size, uint64_t first, uint64_t count,
                     int32_t threads, int32_t slice_ms, uint64_t *next, sl_error *error);
 

@@ -9,7 +9,7 @@
 int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,
                           sl_error *error);
 
-/* Microseconds of a clock that never goes back. */
+/* Microseconds of a monotonic clock. */
 uint64_t sl_platform_now_us(void);
 
 /* One thread that runs work(argument). */
@@ -29,7 +29,7 @@ uint64_t sl_atomic_add(sl_atomic *counter, uint64_t amount); /* returns the valu
 uint64_t sl_atomic_load(const sl_atomic *counter);
 /* Lowers the counter to `value` if that is smaller. */
 void sl_atomic_lower(sl_atomic *counter, uint64_t value);
-/* Raises a number in memory that threads share to `value` if that is larger. */
+/* Raises a number that threads share to `value` if that is larger. */
 void sl_atomic_raise_u32(uint32_t *number, uint32_t value);
 
 #endif

@@ -24,7 +24,7 @@ _Static_assert(sizeof(off_t) == 8, "files larger than 2 GiB need a 64-bit off_t"
 /* Linux moves at most 0x7ffff000 bytes in one call and macOS refuses more than INT_MAX; see read(2). */
 #define LARGEST_TRANSFER ((uint64_t)1 << 30)
 
-/* Of x86-64 and of AArch64 with 4 KiB pages. */
+/* The huge page of x86-64, and of AArch64 with 4 KiB pages. */
 #define HUGE_PAGE ((size_t)2 << 20)
 
 #ifndef MAP_NORESERVE
@@ -52,7 +52,7 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
     else if (S_ISDIR(status.st_mode))
         result = sl_fail_os(error, EISDIR, -1);
     else if (!S_ISREG(status.st_mode))
-        result = sl_fail(error, SL_E_FORMAT, -1, "not a regular file: weights are mapped and read at offsets");
+        result = sl_fail(error, SL_E_FORMAT, -1, "not a regular file: weights are mapped or read at offsets");
     if (result != SL_OK) {
         close(descriptor);
         return result;
@@ -68,8 +68,8 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
 void sl_file_close(int64_t file) { close((int)file); }
 
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error) {
-    /* Private and writable: a write copies the page and never reaches the file. NORESERVE: otherwise a strict
-     * kernel would count every mapped byte as if all of them were going to be written. */
+    /* Private and writable: a write copies the page and never reaches the file. NORESERVE: otherwise a kernel with
+     * strict overcommit would count every mapped byte as if it were going to be written. */
     void *mapped = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, (int)file, 0);
     if (mapped == MAP_FAILED) return sl_fail_os(error, errno, -1);
     *address = mapped;
@@ -106,7 +106,7 @@ int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size,
         if (got < 0) return sl_fail_os(error, errno, (int64_t)offset);
         if (got == 0)
             return sl_fail(error, SL_E_TRUNCATED, (int64_t)offset,
-                           "the file ends at byte %llu, but bytes up to %llu were to be read: it was truncated "
+                           "the file ends at byte %llu, but the read extends to byte %llu: it was truncated "
                            "after it was opened",
                            (unsigned long long)offset, (unsigned long long)end);
         at += got;
@@ -132,8 +132,8 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
 }
 
 void *sl_memory_alloc(uint64_t size) {
-    /* Huge pages need their own alignment. malloc and numpy do not give it, which leaves up to 2 MiB of every block in
-     * pages of 4 KiB: of the 8 MiB blocks of a 1B model a quarter. */
+    /* Huge pages must be aligned to their size. malloc and numpy do not align so, which leaves up to 2 MiB of every
+     * block in pages of 4 KiB: a quarter of the 8 MiB blocks of a 1B model. */
     size_t length = (size_t)size, slack = size >= HUGE_PAGE ? HUGE_PAGE : 0;
     if (length > SIZE_MAX - slack) return NULL;
     uint8_t *mapped = mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
@@ -144,7 +144,7 @@ void *sl_memory_alloc(uint64_t size) {
     if (head > 0) munmap(mapped, head);
     if (tail > 0) munmap(mapped + head + whole, tail);
 #if defined(MADV_HUGEPAGE)
-    madvise(mapped + head, whole, MADV_HUGEPAGE); /* a hint: refusal changes nothing */
+    madvise(mapped + head, whole, MADV_HUGEPAGE); /* a hint: failure is harmless */
 #endif
     return mapped + head;
 }
@@ -211,5 +211,5 @@ void sl_atomic_raise_u32(uint32_t *number, uint32_t value) {
 
 #endif
 
-/* ISO C wants a translation unit to declare something, also where this file is empty. */
+/* ISO C requires a translation unit to declare something, even where this file is empty. */
 typedef int sl_platform_posix_is_compiled;

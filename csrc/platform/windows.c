@@ -12,6 +12,7 @@
 /* ReadFile and WriteFile count in 32 bits. */
 #define LARGEST_TRANSFER ((uint64_t)1 << 30)
 
+/* The errno value for an error code of Windows. */
 static int errno_of(DWORD code) {
     switch (code) {
     case ERROR_FILE_NOT_FOUND:
@@ -68,7 +69,7 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
     FILETIME modified;
     int32_t result = SL_OK;
     if (GetFileType(handle) != FILE_TYPE_DISK)
-        result = sl_fail(error, SL_E_FORMAT, -1, "not a regular file: weights are mapped and read at offsets");
+        result = sl_fail(error, SL_E_FORMAT, -1, "not a regular file: weights are mapped or read at offsets");
     else if (!GetFileSizeEx(handle, &bytes) || !GetFileTime(handle, NULL, NULL, &modified))
         result = fail_last(error, -1);
     if (result != SL_OK) {
@@ -84,7 +85,7 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
 void sl_file_close(int64_t file) { CloseHandle(handle_of(file)); }
 
 /* Unlike POSIX with MAP_NORESERVE, Windows counts the whole view against memory and page file, as if all of it were
- * going to be written; what it refuses is read instead. */
+ * going to be written; files that it refuses to map are read instead. */
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error) {
     HANDLE section = CreateFileMappingW(handle_of(file), NULL, PAGE_WRITECOPY, 0, 0, NULL);
     if (section == NULL) return fail_last(error, -1);
@@ -101,15 +102,15 @@ void sl_file_unmap(void *address, uint64_t size) {
 }
 
 int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error) {
-    FILE_ALLOCATION_INFO wanted;
-    wanted.AllocationSize.QuadPart = (LONGLONG)size;
-    if (!SetFileInformationByHandle(handle_of(file), FileAllocationInfo, &wanted, sizeof wanted) &&
+    FILE_ALLOCATION_INFO reserved;
+    reserved.AllocationSize.QuadPart = (LONGLONG)size;
+    if (!SetFileInformationByHandle(handle_of(file), FileAllocationInfo, &reserved, sizeof reserved) &&
         errno_of(GetLastError()) == ENOSPC)
         return sl_fail_os(error, ENOSPC, -1);
     return SL_OK;
 }
 
-/* A position in the form that ReadFile and WriteFile take instead of the handle's own cursor. */
+/* An offset in the form that ReadFile and WriteFile take instead of the handle's own position. */
 static OVERLAPPED overlapped_at(uint64_t offset) {
     OVERLAPPED position;
     memset(&position, 0, sizeof position);
@@ -128,7 +129,7 @@ int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size,
         if (!read && GetLastError() != ERROR_HANDLE_EOF) return fail_last(error, (int64_t)offset);
         if (got == 0)
             return sl_fail(error, SL_E_TRUNCATED, (int64_t)offset,
-                           "the file ends at byte %llu, but bytes up to %llu were to be read: it was truncated "
+                           "the file ends at byte %llu, but the read extends to byte %llu: it was truncated "
                            "after it was opened",
                            (unsigned long long)offset, (unsigned long long)end);
         at += got;
@@ -235,5 +236,5 @@ void sl_atomic_raise_u32(uint32_t *number, uint32_t value) {
 
 #endif
 
-/* ISO C wants a translation unit to declare something, also where this file is empty. */
+/* ISO C requires a translation unit to declare something, even where this file is empty. */
 typedef int sl_platform_windows_is_compiled;

@@ -16,7 +16,7 @@ import safeload
 
 # What only safetensors accepts: our message, and why we refuse.
 ONLY_UPSTREAM = {
-    "the name is there twice": "one tensor would hide the other",
+    "duplicate name": "one tensor would hide the other",
     "dtype: found '{' where a string": 'serde takes an enum also as {"F32": null}; no writer makes that',
     "no array can have the shape": "numpy refuses it when the tensor is asked for; we say so when the file is opened",
     "shape has more than 64 dims": "likewise",
@@ -123,7 +123,7 @@ EXAMPLES = [
             b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
             b"\0",
         ),
-        "the name is there twice",
+        "duplicate name",
     ),
     (one(b'{"dtype":{"U8":null},"shape":[1],"data_offsets":[0,1]}', b"\0"), "dtype: found '{' where a string"),
     (one(b'{"dtype":"U8","shape":[0,4294967296,4294967296],"data_offsets":[0,0]}'), "no array can have the shape"),

@@ -71,13 +71,13 @@ def tensor_fault(name, message, at, content, error=FormatError, key="q", data=DA
 
 # ---- the head ----
 
-fault("version 0", "version 0 is not known, only 2 and 3", 4, make(version=0))
-fault("version 1", "version 1 (of August 2023) is not read", 4, make(version=1), UnsupportedError)
-fault("version 4", "version 4 is not known, only 2 and 3", 4, make(version=4), UnsupportedError)
-fault("version 2^32-1", "version 4294967295 is not known", 4, make(version=2**32 - 1), UnsupportedError)
+fault("version 0", "version 0 is not supported, only 2 and 3", 4, make(version=0))
+fault("version 1", "version 1 (of August 2023) is not supported", 4, make(version=1), UnsupportedError)
+fault("version 4", "version 4 is not supported, only 2 and 3", 4, make(version=4), UnsupportedError)
+fault("version 2^32-1", "version 4294967295 is not supported", 4, make(version=2**32 - 1), UnsupportedError)
 for big in (1, 2, 3):
     swapped = int.from_bytes(big.to_bytes(4, "big"), "little")
-    fault(f"big-endian version {big}", "this is a big-endian GGUF file", 4, make(version=swapped), UnsupportedError)
+    fault(f"big-endian version {big}", "big-endian GGUF files are not", 4, make(version=swapped), UnsupportedError)
 left = len(GOOD) - HEAD
 for count in (2**40, 2**63, 2**64 - 1):
     fault(
@@ -129,28 +129,28 @@ for size in (2**40, 2**63, 2**64 - 1):
     )
 for kind in (13, 14, 255, 2**31, 2**32 - 1):
     raw = g.text("n") + struct.pack("<I", kind) + bytes(8)
-    entry_fault(f"value type {kind}", f"metadata 'n': value type {kind} is none of GGUF's", 9, raw)
+    entry_fault(f"value type {kind}", f"metadata 'n': unknown value type {kind}, GGUF's", 9, raw)
     raw = g.text("n") + struct.pack("<IIQ", g.ARRAY, kind, 0)
-    entry_fault(f"array of type {kind}", f"metadata 'n': value type {kind} is none of GGUF's", 13, raw)
+    entry_fault(f"array of type {kind}", f"metadata 'n': unknown value type {kind}, GGUF's", 13, raw)
 raw = g.entry("n", g.ARRAY, (g.ARRAY, [(g.U8, [1]), (g.ARRAY, [(g.U8, [2])])]))
 entry_fault("arrays of arrays of arrays", "metadata 'n': arrays of arrays of arrays", 38, raw, UnsupportedError)
 raw = g.entry("n", g.ARRAY, (g.ARRAY, [(g.ARRAY, [])] * 1))
 entry_fault("an empty array of arrays in an array", "arrays of arrays of arrays", 25, raw, UnsupportedError)
-entry_fault("bool of 2", "metadata 'flag': a bool is 0 or 1, found 2", 16, g.entry("flag", g.BOOL, 2), key="flag")
+entry_fault("bool of 2", "metadata 'flag': a bool must be 0 or 1, found 2", 16, g.entry("flag", g.BOOL, 2), key="flag")
 raw = g.entry("flags", g.ARRAY, (g.BOOL, [0, 1, 255]))
-entry_fault("bool of 255 in an array", "metadata 'flags': a bool is 0 or 1, found 255", 31, raw, key="flags")
+entry_fault("bool of 255 in an array", "metadata 'flags': a bool must be 0 or 1, found 255", 31, raw, key="flags")
 for bad, at in ((b"\xff", 0), (b"ab\xc3", 2), (b"\xed\xa0\x80", 0), (b"a\xc0\x80", 1)):
     raw = g.entry(bad, g.U32, 1)
     entry_fault(f"key {bad!r}", "metadata number 1: the key holds invalid UTF-8 (byte 0x", 8 + at, raw)
 raw = g.entry("general.architecture", g.U32, 1)
-entry_fault("key twice", f"the key is there twice, first at byte {HEAD}", 0, raw)
+entry_fault("key twice", f"duplicate key, first at byte {HEAD}", 0, raw)
 
 for alignment in (0, 3, 33, 2**31 + 1, 2**32 - 1):
     raw = g.entry("general.alignment", g.U32, alignment)
-    message = f"metadata 'general.alignment': {alignment} is no power of two"
+    message = f"metadata 'general.alignment': {alignment} is not a power of two"
     entry_fault(f"alignment {alignment}", message, 29, raw)
 raw = g.entry("general.alignment", g.U32, 2**31)
-entry_fault("alignment 2^31", "2147483648 is more than any page has", 29, raw, LimitError)
+entry_fault("alignment 2^31", "2147483648 exceeds the largest page size", 29, raw, LimitError)
 for kind, content in ((g.U64, 32), (g.I32, 32), (g.STRING, "32"), (g.ARRAY, (g.U32, [32])), (g.BOOL, 1)):
     raw = g.entry("general.alignment", kind, content)
     entry_fault(f"alignment of type {kind}", f"its type is {kind}, but it must be 4 (u32)", 25, raw)
@@ -164,7 +164,7 @@ for bad, at in ((b"\xff", 0), (b"q\xe2\x82", 1)):
     raw = g.tensor(bad, (32, 2), 8, 32)
     tensor_fault(f"name {bad!r}", "tensor number 1: the name holds invalid UTF-8", 8 + at, raw)
 raw = g.tensor("w", (32, 2), 8, 32)
-tensor_fault("name twice", "tensor 'w': the name is there twice", 0, raw)
+tensor_fault("name twice", "tensor 'w': duplicate name", 0, raw)
 for rank in (5, 2**31, 2**32 - 1):
     raw = g.text("q") + struct.pack("<I", rank) + bytes(100)
     tensor_fault(f"{rank} dims", f"tensor 'q': {rank} dims, but GGUF has at most 4", 9, raw)
@@ -180,7 +180,7 @@ message = f"the offset {2**64 - 32} and {2**60} bytes do not fit in 64 bits"
 tensor_fault("offset and size overflow", message, 25, raw)
 for kind in (42, 63, 64, 200, 2**31, 2**32 - 1):
     raw = g.tensor("q", (32, 2), kind, 32)
-    message = f"tensor 'q': ggml type {kind} is not known to this version"
+    message = f"tensor 'q': ggml type {kind} is unknown to this version"
     tensor_fault(f"type {kind}", message, 29, raw, UnsupportedError)
 REMOVED = {
     4: "Q4_2",
@@ -194,17 +194,17 @@ REMOVED = {
 }
 for kind, name in REMOVED.items():
     raw = g.tensor("q", (32, 2), kind, 32)
-    message = f"tensor 'q': ggml type {kind} ({name}) is one that ggml has removed"
+    message = f"tensor 'q': ggml type {kind} ({name}) was removed from ggml"
     tensor_fault(f"removed type {kind}", message, 29, raw, UnsupportedError)
 for kind, dims in ((8, (33, 2)), (8, (16, 4)), (8, ()), (14, (128, 2)), (2, (1,)), (40, (32,)), (41, (64,))):
     raw = g.tensor("q", dims, kind, 32)
     tensor_fault(f"type {kind} {dims}", "tensor 'q': the rows of ", 0, raw)
 for offset in (1, 16, 33, 2**64 - 1):
     raw = g.tensor("q", (32, 2), 8, offset)
-    tensor_fault(f"offset {offset}", f"the offset {offset} is no multiple of the alignment 32", 33, raw)
+    tensor_fault(f"offset {offset}", f"the offset {offset} is not a multiple of the alignment 32", 33, raw)
 raw = g.tensor("b", (3,), 1, 96)
 tensor_fault(
-    "overlap", "tensor 'b': bytes of the data [96, 102) begin at 96, but the bytes before end at 100", 0, raw, key="b"
+    "overlap", "tensor 'b': bytes of the data [96, 102) begin at 96, but the tensors before end at 100", 0, raw, key="b"
 )
 raw = g.tensor("q", (32, 2), 8, 0)
 tensor_fault("overlap from the start", "an overlap of 32 bytes", 0, raw)
@@ -298,7 +298,7 @@ def test_a_header_beyond_the_limit_is_refused_before_it_is_read(path):
         at = file.tell()
         file.truncate(3 << 30)
     started = time.perf_counter()
-    with pytest.raises(LimitError, match=f"reaches beyond byte 134217728.*byte {at}"):
+    with pytest.raises(LimitError, match=f"extends past byte 134217728.*byte {at}"):
         safeload.open(path)
     assert time.perf_counter() - started < 1
 
@@ -309,7 +309,7 @@ def test_many_small_values_do_not_pass_the_limit_by(path):
         file.write(make(entries={}, tensors={}, data=b"", entry_count=1) + g.text("k"))
         file.write(struct.pack("<IIQ", g.ARRAY, g.STRING, 1 << 26) + struct.pack("<Q", 100 << 20))
         file.truncate(1 << 31)  # a string of 100 MiB, then empty ones
-    with pytest.raises(LimitError, match="reaches beyond byte 134217728"):
+    with pytest.raises(LimitError, match="extends past byte 134217728"):
         safeload.open(path)
 
 
@@ -318,7 +318,7 @@ def test_counts_are_not_believed_ahead(path):
     with path.open("wb") as file:
         file.write(make(entries={}, tensors={}, data=b"", tensor_count=2**31))
         file.truncate(1 << 36)
-    with pytest.raises(LimitError, match="reaches beyond byte 134217728"):
+    with pytest.raises(LimitError, match="extends past byte 134217728"):
         safeload.open(path)
 
 

@@ -267,7 +267,7 @@ def test_two_thousand_names_in_any_order_twice_are_found():
     header = b"{" + b",".join(entries) + b"}"
     assert len(load(build(header, bytes(2000)))) == 2000
     twice = header.replace(b'"%s"' % names[1500], b'"%s"' % names[100])
-    with pytest.raises(FormatError, match=f"tensor '{names[100].decode()}': the name is there twice"):
+    with pytest.raises(FormatError, match=f"tensor '{names[100].decode()}': duplicate name"):
         load(build(twice, bytes(2000)))
 
 

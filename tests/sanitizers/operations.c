@@ -142,13 +142,13 @@ static void refuse_malformed(void) {
     for (size_t row = 0; row < SL_OP_COUNT; row++)
         CHECK(strcmp(sl_op_name(ROWS_OF_OPS[row].op), ROWS_OF_OPS[row].name) == 0);
     CHECK(sl_op_name(-1) == NULL && sl_op_name(SL_OP_COUNT) == NULL);
-    refuse(job_of(-1, SL_F32, SL_F32, false), "no operation -1");
-    refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "no operation 11");
+    refuse(job_of(-1, SL_F32, SL_F32, false), "unknown operation -1");
+    refuse(job_of(SL_OP_COUNT, SL_F32, SL_F32, false), "unknown operation 11");
     job = job_of(SL_OP_COPY, SL_F32, SL_F32, false);
     CHECK(sl_jobs_run(&job, 1, SL_TIER_COUNT, 1, 0, &cursor, &error) == SL_E_ARGUMENT &&
-          names(error.message, "no tier"));
+          names(error.message, "unknown tier"));
     CHECK(sl_jobs_run(&job, 1, -1, 1, 0, &cursor, &error) == SL_E_ARGUMENT && untouched());
-    refuse(job_of(SL_OP_COPY, SL_F32, SL_BF16, false), "by copying");
+    refuse(job_of(SL_OP_COPY, SL_F32, SL_BF16, false), "copying cannot");
     refuse(job_of(SL_OP_CONVERT, SL_BF16, SL_BF16, false), "no conversion");
     job = job_of(SL_OP_WRITE, SL_F32, SL_F32, false);
     job.file = SL_MEMORY;
@@ -166,12 +166,12 @@ static void refuse_malformed(void) {
         refuse(job, "not a whole number of blocks of 18");
     }
     for (int32_t op = SL_OP_INT8; op <= SL_OP_ABSMAX; op++) {
-        refuse_channels(op, SL_I8, 0, 1, factors, "0 channels");
-        refuse_channels(op, SL_I8, 1, 0, factors, "of 0 elements");
-        if (op != SL_OP_ABSMAX) refuse_channels(op, SL_I8, COLUMNS, 1, NULL, "no factors");
-        if (op != SL_OP_FROM_INT8) refuse_channels(op, SL_F4, COLUMNS, 1, factors, "not whole blocks of 2");
+        refuse_channels(op, SL_I8, 0, 1, factors, "channel count 0");
+        refuse_channels(op, SL_I8, 1, 0, factors, "inner size 0");
+        if (op != SL_OP_ABSMAX) refuse_channels(op, SL_I8, COLUMNS, 1, NULL, "lack factors");
+        if (op != SL_OP_FROM_INT8) refuse_channels(op, SL_F4, COLUMNS, 1, factors, "not a whole number of blocks of 2");
     }
-    refuse_channels(SL_OP_STATS, SL_F32, COLUMNS, 1, factors, "only of int8");
+    refuse_channels(SL_OP_STATS, SL_F32, COLUMNS, 1, factors, "int8 only");
     refuse_channels(SL_OP_FROM_INT8, SL_F32, COLUMNS, 1, factors, "is not int8");
     job = job_of(SL_OP_FROM_INT8, SL_I8, SL_Q4_0, false);
     job.channels = &one;

@@ -85,11 +85,11 @@ def test_a_file_that_ends_within_a_grid(open_file):
 @pytest.mark.parametrize(
     ("code", "grid", "size", "fragment"),
     [
-        ("F4", (2, 4, (2, 1, 2, 1)), 4, "cannot be strided"),
+        ("F4", (2, 4, (2, 1, 2, 1)), 4, "no strided copies"),
         ("U8", (2, 4, (4, 1, 4, 1)), 9, "a grid of 2 x 4 elements is not 9 bytes"),
         ("U8", (1 << 40, 1 << 40, (4, 1, 4, 1)), 8, "is not 8 bytes"),
-        ("U8", (2, 4, (3, 1, 4, 1)), 8, "its rows apart"),
-        ("U8", (2, 4, (4, 2, 4, 1)), 8, "columns must be side by side"),
+        ("U8", (2, 4, (3, 1, 4, 1)), 8, "rows must not overlap"),
+        ("U8", (2, 4, (4, 2, 4, 1)), 8, "columns must be contiguous"),
     ],
 )
 def test_grids_that_cannot_be(open_file, code, grid, size, fragment):
@@ -164,5 +164,5 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
 
 def test_an_operation_that_there_is_not():
     for op in (-1, lib.SL_OP_COUNT):
-        with pytest.raises(SafeloadError, match=f"no operation {op}"):
+        with pytest.raises(SafeloadError, match=f"unknown operation {op}"):
             jobs.run([jobs.Job(lib.SL_MEMORY, 0, 0, 0, op=op)], lambda job, position: ("", None))
