@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..base.file import Array, PathLike, native_path
+from ..base.arrays import Array
+from ..base.file import PathLike, native_path
 from ..base.native import Error, check, lib
 from . import jobs
 

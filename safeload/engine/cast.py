@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import as_array, refuse_masked
-from ..base.file import Array
+from ..base.arrays import Array, as_array, refuse_masked
 from ..base.native import lib
 from .jobs import Grid, Job, address_of, check_threads, moving, private_array, run
 

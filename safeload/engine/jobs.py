@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import operator
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.file import Array, Layout, WeightFile, are_few, array_over, empty_array, groups
+from ..base.arrays import Array, ArraySpec, array_over, empty_array
+from ..base.file import WeightFile, are_few, groups
 from ..base.native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
-from ..base.text import show
-from .progress import bar
-
-Progress = bool | Callable[[int, int], object] | None
+from .progress import Progress as Progress
+from .progress import reporter as reporter
+from .threads import check_threads as check_threads
+from .threads import thread_count as thread_count
 
 # One slice of work in C, after which signals are handled and progress is shown.
 SLICE_MS = 50
-
-# More threads than this saturate no memory system or disk any further.
-MAX_THREADS = 16
-# What can be asked for: the core starts as many, whatever the machine has.
-MOST_THREADS = 4096
-# A thread for less than this costs more to start than it saves.
-BYTES_PER_THREAD = 4 << 20
 
 # From this size a tensor gets memory of its own; smaller ones share a pool, so that 100,000 of them do not mean
 # 100,000 allocations and reads.
@@ -140,74 +130,6 @@ def moving(source: int, target: int, grid: int = 0) -> int:
     return int(lib.SL_OP_COPY if source == target else lib.SL_OP_CONVERT)
 
 
-def _cgroup_cpus() -> float:
-    """CPU quota of this process's cgroup, infinity without one.
-
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, file cpu.max; before it cpu.cfs_quota_us.
-    """
-    root = "/sys/fs/cgroup"
-
-    def read(path: str) -> str:
-        with open(path) as file:
-            return file.read().strip()
-
-    try:
-        own = os.path.normpath(f"{root}/{read('/proc/self/cgroup').rpartition('::')[2]}")
-        for folder in (own, root):
-            if os.path.exists(f"{folder}/cpu.max"):
-                quota, period = read(f"{folder}/cpu.max").split()
-                return float("inf") if quota == "max" else int(quota) / int(period)
-        quota_v1 = int(read(f"{root}/cpu/cpu.cfs_quota_us"))
-        return quota_v1 / int(read(f"{root}/cpu/cpu.cfs_period_us")) if quota_v1 > 0 else float("inf")
-    except (OSError, ValueError, ZeroDivisionError):
-        return float("inf")
-
-
-@cache
-def available_cpus() -> int:
-    """CPUs that this process may use, at least 1: its affinity, within its cgroup's quota."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(cpus, _cgroup_cpus())))
-
-
-def check_threads(threads: int | None) -> None:
-    """Refuses what is no number of threads: TypeError where it is no integer, ValueError below 1 or far too many."""
-    if threads is None:
-        return
-    number = operator.index(threads)
-    if number < 1:
-        raise ValueError(f"threads is {show(number)}, but at least one is needed")
-    if number > MOST_THREADS:
-        raise ValueError(f"threads is {show(number)}, but at most {MOST_THREADS:,} are started")
-
-
-def thread_count(nbytes: int, threads: int | None) -> int:
-    """Threads for a job of so many bytes: what is asked for, else ``SAFELOAD_NUM_THREADS``, else what helps."""
-    check_threads(threads)
-    if threads is not None:
-        return operator.index(threads)
-    setting = os.environ.get("SAFELOAD_NUM_THREADS")
-    if not setting:
-        return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
-    # No more digits than the limit has: int() would refuse thousands of them in its own words.
-    if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
-        raise ValueError(f"SAFELOAD_NUM_THREADS is {show(setting)}, but a number from 1 to {MOST_THREADS:,} is wanted")
-    return int(setting)
-
-
-@contextmanager
-def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
-    """A function that shows how many bytes are done, as `Progress` wants it."""
-    if callable(progress):
-        report = progress
-        yield lambda done: report(done, total)
-    elif progress:
-        with bar("safeload", leave=True) as draw:
-            yield lambda done: draw(done, total)
-    else:
-        yield lambda done: None
-
-
 def run(
     jobs: Sequence[Job],
     where: Callable[[int, int], tuple[str, str | None]],
@@ -309,10 +231,10 @@ class _Reads:
         self.jobs: list[Job] = []
         self.files: list[WeightFile] = []  # of each job
         self.arrays: list[Array | None] = []
-        self._small: list[tuple[int, WeightFile, Layout]] = []
+        self._small: list[tuple[int, WeightFile, ArraySpec]] = []
         self._pooled = 0
 
-    def add(self, file: WeightFile, layout: Layout, into: Array | None) -> None:
+    def add(self, file: WeightFile, layout: ArraySpec, into: Array | None) -> None:
         size = layout.end - layout.begin
         if into is None and layout.source == layout.target and POOLED_BELOW > size > 0:
             if self._pooled + size > POOL_SIZE:
@@ -356,7 +278,7 @@ class _Reads:
 
 
 def read_arrays(
-    parts: Sequence[tuple[WeightFile, Layout]],
+    parts: Sequence[tuple[WeightFile, ArraySpec]],
     *,
     into: Sequence[Array | None] | None = None,
     threads: int | None = None,
@@ -392,7 +314,7 @@ def read_arrays(
     return arrays
 
 
-def read_small(file: WeightFile, layout: Layout) -> Array:
+def read_small(file: WeightFile, layout: ArraySpec) -> Array:
     """One small tensor in private memory, read at once and with the GIL kept; unconverted."""
     array = empty_array(layout.shape, layout.dtype)
     size = layout.end - layout.begin

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import check_mapping, refuse_masked
-from ..base.file import Array, Layout, WeightFile, view_of
+from ..base.arrays import Array, ArraySpec, check_mapping, refuse_masked, view_of
+from ..base.file import WeightFile
 from ..base.native import lib
 from ..base.table import Scale
 from ..base.text import show
@@ -170,7 +170,7 @@ def _quantized(part: Part, array: Array) -> Any:
 def read_scale(file: WeightFile, scale: Scale) -> Array:
     """The scales of an int8 tensor."""
     number = _F32.number
-    layout = Layout(dtypes.array_dtype(number), scale.shape, scale.begin, scale.end, number, number)
+    layout = ArraySpec(dtypes.array_dtype(number), scale.shape, scale.begin, scale.end, number, number)
     return jobs.read_small(file, layout)
 
 
@@ -182,17 +182,17 @@ def _by_file(parts: Sequence[Part]) -> dict[WeightFile, list[int]]:
     return positions
 
 
-def _layouts(parts: Sequence[Part], target: dtypes.Dtype | None) -> list[Layout]:
+def _layouts(parts: Sequence[Part], target: dtypes.Dtype | None) -> list[ArraySpec]:
     if len(parts) == 1 and target is None:
         return [parts[0][1].layout(parts[0][2])]
-    result: dict[int, Layout] = {}
+    result: dict[int, ArraySpec] = {}
     for file, positions in _by_file(parts).items():
         result.update(zip(positions, file.layouts([parts[k][2] for k in positions], target), strict=True))
     return [result[k] for k in range(len(parts))]
 
 
 def _fill_views(
-    parts: Sequence[Part], layouts: list[Layout], mappings: dict[WeightFile, Any], arrays: list[Array | None]
+    parts: Sequence[Part], layouts: list[ArraySpec], mappings: dict[WeightFile, Any], arrays: list[Array | None]
 ) -> bool:
     """Fills in views where they can be; whether the system allowed every mapping."""
     allowed = True
@@ -211,7 +211,7 @@ def _fill_views(
     return allowed
 
 
-def _check_out(parts: Sequence[Part], layouts: list[Layout], out: Mapping[str, Array]) -> list[Array]:
+def _check_out(parts: Sequence[Part], layouts: list[ArraySpec], out: Mapping[str, Array]) -> list[Array]:
     """The arrays to fill, in the order of ``parts``."""
     check_mapping(out, "out")
     names = [name for name, _, _ in parts]

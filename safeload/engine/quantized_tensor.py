@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import refuse_masked
-from ..base.file import Array
+from ..base.arrays import Array, refuse_masked
 from ..base.native import lib
 from ..base.text import show
 from ..errors import UnsupportedError

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.file import Array, Layout, WeightFile, array_over, c_strides
+from ..base.arrays import Array, ArraySpec, array_over, c_strides
+from ..base.file import WeightFile
 from ..base.text import show
 from . import jobs
 
@@ -174,7 +175,7 @@ def _read_dense(
 
 
 def _read_strided(
-    file: WeightFile, layout: Layout, strides: tuple[int, ...], axes: list[_Axis], place: tuple[str, str]
+    file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_Axis], place: tuple[str, str]
 ) -> Array:
     """Selected elements of a tensor with strides of its own."""
     # With its axes in order of their strides it is in C order as a rule: a transposed matrix. Those of a single element

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import as_array
-from ..base.file import Array, WeightFile
+from ..base.arrays import Array, as_array
+from ..base.file import WeightFile
 from ..base.native import lib
 from ..base.text import show
 from ..errors import RangeError

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..base import dtypes
-from ..base.file import Array, WeightFile
+from ..base.arrays import Array
+from ..base.file import WeightFile
 from ..base.native import lib
 from ..base.text import show
 from . import jobs

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.file import Array, Layout, WeightFile, array_over, foreign_order
+from ..base.arrays import Array, ArraySpec, array_over, foreign_order
+from ..base.file import WeightFile
 from ..base.native import lib
 from . import cast as casting
 from . import jobs
@@ -36,7 +37,7 @@ class _Block(NamedTuple):
 
 
 def read_arrays(
-    parts: Sequence[tuple[WeightFile, Layout]],
+    parts: Sequence[tuple[WeightFile, ArraySpec]],
     *,
     into: Sequence[Array] | None = None,
     threads: int | None = None,
@@ -58,7 +59,7 @@ def read_arrays(
     places: list[Array | None] = [None if into is None else into[k] for k in plain]
     to_read = [parts[k] for k in plain]
     for block, memory in zip(blocks, memories, strict=True):
-        to_read.append((block.file, Layout(memory.dtype, memory.shape, block.begin, block.end, _BYTES, _BYTES)))
+        to_read.append((block.file, ArraySpec(memory.dtype, memory.shape, block.begin, block.end, _BYTES, _BYTES)))
         places.append(memory)
     arrays = jobs.read_arrays(to_read, into=places, threads=threads, progress=progress)
     result: list[Array | None] = [None] * len(parts)
@@ -72,7 +73,7 @@ def read_arrays(
     return [array for array in result if array is not None]
 
 
-def _plan(parts: Sequence[tuple[WeightFile, Layout]]) -> tuple[list[int], list[_Block]]:
+def _plan(parts: Sequence[tuple[WeightFile, ArraySpec]]) -> tuple[list[int], list[_Block]]:
     """Positions of the tensors that are simply their bytes, and the blocks for the others."""
     plain: list[int] = []
     others: list[int] = []
@@ -93,16 +94,16 @@ def _plan(parts: Sequence[tuple[WeightFile, Layout]]) -> tuple[list[int], list[_
     return sorted(plain), [b for b in blocks if len(b.members) > 1 or not _is_plain(parts[b.members[0]][1])]
 
 
-def _is_plain(layout: Layout) -> bool:
+def _is_plain(layout: ArraySpec) -> bool:
     return layout.strides is None and not layout.big_endian
 
 
-def _swap(layout: Layout) -> int:
+def _swap(layout: ArraySpec) -> int:
     """Size of the numbers whose bytes are to be swapped."""
     return dtypes.TABLE[layout.source].swap if foreign_order(layout.big_endian) else 1
 
 
-def _memory(block: _Block, parts: Sequence[tuple[WeightFile, Layout]]) -> Array:
+def _memory(block: _Block, parts: Sequence[tuple[WeightFile, ArraySpec]]) -> Array:
     """Fresh memory in which every member is aligned: the one of the largest elements decides.
 
     The others lie whole elements away from it or are of smaller ones, as all of them start whole elements from the
@@ -114,7 +115,7 @@ def _memory(block: _Block, parts: Sequence[tuple[WeightFile, Layout]]) -> Array:
     return raw[start : start + block.end - block.begin]
 
 
-def _finish(memory: Array, origin: int, layout: Layout, given: Array | None, threads: int | None) -> Array:
+def _finish(memory: Array, origin: int, layout: ArraySpec, given: Array | None, threads: int | None) -> Array:
     """One tensor of a block that has been read: as a view, or converted, or copied to where it is wanted."""
     offset = layout.begin - origin
     if layout.source != layout.target and layout.strides is None:

@@ -11,7 +11,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ...base import dtypes
-from ...base.file import MAX_ARRAY, WeightFile, array_fits, c_strides
+from ...base.arrays import MAX_ARRAY, array_fits, c_strides
+from ...base.file import WeightFile
 from ...base.table import ListedTable, Listing
 from ...errors import FormatError, LimitError, UnsupportedError
 from ..unpickle.machine import Global, describe, show
