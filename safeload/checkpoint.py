@@ -110,7 +110,7 @@ class Checkpoint(Mapping[str, Value]):
         self.config = config
         self.last_load: LoadStats | None = None
 
-    def _parts(self, names: Iterable[str] | None = None) -> list[Part]:
+    def _parts(self, names: Iterable[str] | None = None) -> Sequence[Part]:
         """Name, file and index of the tensors named, or of all in the order of their bytes."""
         if self._where is None:
             return parts_of(self._open[0], names)

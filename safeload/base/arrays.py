@@ -126,16 +126,6 @@ def array_fits(shape: tuple[int, ...], itemsize: int) -> bool:
     return itemsize * (math.prod(shape) or math.prod(dim for dim in shape if dim)) <= MAX_ARRAY
 
 
-def view_of(buffer: Any, layout: ArraySpec) -> Array | None:
-    """The array over a mapped file, or None where it must be a copy: converted, not aligned, or in foreign order."""
-    dtype, shape, begin, end, source, target, strides, big_endian = layout
-    if begin == end:
-        return empty_array(shape, dtype)
-    if source != target or begin % dtype.alignment or (foreign_order(big_endian) and dtype.itemsize > 1):
-        return None
-    return array_over(buffer, dtype, shape, begin, strides)
-
-
 def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Bytes between neighbours along each axis of an array in C order."""
     strides = [itemsize] * len(shape)

@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ..errors import FormatError, UnsupportedError, os_error
-from . import dtypes
+from ..errors import FormatError, os_error
 from .arrays import Array as Array  # handed on: most modules want both
 from .arrays import ArraySpec, array_spec
 from .native import Error, check, ffi, lib, mapped_buffer, pointer, short
@@ -322,10 +321,10 @@ class WeightFile:
         ]
 
     def tensor_at(self, position: int) -> str | None:
-        """The tensor that a byte belongs to, as messages name it."""
+        """Name of the tensor that a byte belongs to."""
         for name, (begin, end) in zip(self.table.names, self.table.byte_ranges(), strict=True):
             if begin <= position < end:
-                return f"tensor {show(name)}"
+                return name
         return None
 
     def layout(self, index: int) -> ArraySpec:
@@ -333,42 +332,15 @@ class WeightFile:
         layout = array_spec(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
         return self._shaped(index, layout) if self.table.shaped else layout
 
-    def layouts(self, indices: Iterable[int], target: dtypes.Dtype | None = None) -> list[ArraySpec]:
-        """`layout` of many tensors, at the price of one look at each column.
-
-        Args:
-            indices: which.
-            target: dtype to convert floating tensors to.
-
-        Raises:
-            UnsupportedError: there is no such conversion.
-        """
+    def layouts(self, indices: Iterable[int]) -> list[ArraySpec]:
+        """`layout` of many tensors, at the price of one look at each column."""
+        rows, shapes, ranges = self.table.rows, self.table.shapes, self.table.byte_ranges()
         if self.table.shaped:
-            indices = list(indices)
-            plain = self._plain_layouts(indices, target)
-            return [self._shaped(i, layout) for i, layout in zip(indices, plain, strict=True)]
-        return self._plain_layouts(indices, target)
+            return [self._shaped(i, array_spec(rows[i], shapes[i], *ranges[i])) for i in indices]
+        return [array_spec(rows[i], shapes[i], *ranges[i]) for i in indices]
 
     def _shaped(self, index: int, layout: ArraySpec) -> ArraySpec:
         return layout._replace(strides=self.table.strides(index), big_endian=self.table.big_endian)
-
-    def _plain_layouts(self, indices: Iterable[int], target: dtypes.Dtype | None) -> list[ArraySpec]:
-        rows, shapes, ranges = self.table.rows, self.table.shapes, self.table.byte_ranges()
-        if target is None:
-            return [array_spec(rows[i], shapes[i], *ranges[i]) for i in indices]
-        result = []
-        for i in indices:
-            row = rows[i]
-            restored = self.table.quantized and (row.blocked or self.table.scale(i) is not None)
-            if row is target or not (row.floating or restored):
-                result.append(array_spec(row, shapes[i], *ranges[i]))
-            elif lib.sl_convertible(row.number, target.number):
-                dtype = dtypes.array_dtype(target.number)
-                result.append(ArraySpec(dtype, shapes[i], *ranges[i], row.number, target.number))
-            else:
-                name = self.table.names[i]
-                raise UnsupportedError(f"tensor {show(name)}: there is no conversion from {row.code} to {target.code}")
-        return result
 
 
 def open_descriptor(path: PathLike) -> WeightFile:

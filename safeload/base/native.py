@@ -116,20 +116,32 @@ def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
     return ffi.new("sl_error *")
 
 
-def check(status: int, error: Any, path: str | None = None, subject: str | None = None) -> None:
-    """Raises what a status says. ``subject`` (a tensor) goes in front of the core's message."""
+def check(
+    status: int, error: Any, path: str | None = None, subject: str | None = None, *, tensor: str | None = None
+) -> None:
+    """Raises what a status says.
+
+    Args:
+        status: of a call.
+        error: what the call has written.
+        path: the file that it was about.
+        subject: goes in front of the core's message; None for the tensor.
+        tensor: that it was about.
+    """
     if status == lib.SL_OK:
         return
     message = ffi.string(error.message).decode("utf-8", "replace")
+    if subject is None and tensor is not None:
+        subject = f"tensor {show(tensor)}"
     if subject is not None:
         message = f"{subject}: {message}"
     offset = error.position if error.position >= 0 else None
     if status in (lib.SL_E_FORMAT, lib.SL_E_TRUNCATED):
-        raise FormatError(message, path, offset)
-    if status == lib.SL_E_LIMIT:
-        raise LimitError(str(FormatError(message, path, offset)))
-    if status == lib.SL_E_UNSUPPORTED:
-        raise UnsupportedError(str(FormatError(message, path, offset)))
+        raise FormatError(message, path, offset, tensor=tensor)
+    if status in (lib.SL_E_LIMIT, lib.SL_E_UNSUPPORTED):
+        kind = LimitError if status == lib.SL_E_LIMIT else UnsupportedError
+        text = str(FormatError(message, path, offset))
+        raise kind(text, path=path, offset=offset, tensor=tensor)
     if status == lib.SL_E_OS:
         raised = os_error(error.os_errno, path)
         if offset is not None and hasattr(raised, "add_note"):  # Python 3.11
@@ -137,7 +149,7 @@ def check(status: int, error: Any, path: str | None = None, subject: str | None 
         raise raised
     if status == lib.SL_E_MEMORY:
         raise MemoryError(message)
-    raise SafeloadError(message)
+    raise SafeloadError(message, path=path, offset=offset, tensor=tensor)
 
 
 def private_buffer(size: int) -> Any:

@@ -44,6 +44,22 @@ class TensorInfo(NamedTuple):
     offset: int
 
 
+class Columns(NamedTuple):
+    """What is known of some tensors, a sequence for each thing. Not to be changed.
+
+    Attributes:
+        numbers: of their dtypes.
+        shapes: logical shapes.
+        begins: first byte of each in the file.
+        ends: past the last.
+    """
+
+    numbers: bytes
+    shapes: Sequence[tuple[int, ...]]
+    begins: Sequence[int]
+    ends: Sequence[int]
+
+
 class Table:
     """The tensors of one file in the order of their bytes, read from the C core's columns when asked for.
 
@@ -139,8 +155,12 @@ class Table:
         """Logical shapes."""
         if self._shapes is None:
             ends = self._column("dim_ends", self.count)
-            dims = self._column("dims", ends[-1] if ends else 0)
-            self._shapes = [tuple(dims[a:b]) for a, b in pairwise([0, *ends])]
+            dims = tuple(self._column("dims", ends[-1] if ends else 0))
+            rank = ends[0] if ends else 0
+            if rank and ends == list(range(rank, rank * self.count + 1, rank)):  # all of one rank
+                self._shapes = list(zip(*[iter(dims)] * rank, strict=True))
+            else:
+                self._shapes = [dims[a:b] for a, b in pairwise([0, *ends])]
         return self._shapes
 
     @property
@@ -170,6 +190,24 @@ class Table:
     def byte_ranges(self) -> list[tuple[int, int]]:
         """Bytes of each tensor in the file."""
         return list(zip(self._column("begins", self.count), self._column("ends", self.count), strict=True))
+
+    def columns(self, indices: Sequence[int]) -> Columns:
+        """What is known of some tensors, without a look at the others where they are few."""
+        whole = indices == range(self.count)
+        if len(indices) == 1 or (not whole and len(indices) * _SEARCH_COST < self.count):
+            ranges = [self.byte_range(i) for i in indices]
+            numbers = bytes([self.row(i).number for i in indices])
+            return Columns(numbers, [self.shape(i) for i in indices], [b for b, _ in ranges], [e for _, e in ranges])
+        columns = self._all_columns()
+        if whole:
+            return columns
+        numbers, shapes, begins, ends = columns
+        pick = bytes([numbers[i] for i in indices]), [shapes[i] for i in indices]
+        return Columns(*pick, [begins[i] for i in indices], [ends[i] for i in indices])
+
+    def _all_columns(self) -> Columns:
+        numbers = bytes(ffi.buffer(self._columns.dtypes, self.count)) if self.count else b""
+        return Columns(numbers, self.shapes, self._column("begins", self.count), self._column("ends", self.count))
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor's elements."""
@@ -303,6 +341,9 @@ class ListedTable(Table):
         """Bytes of each tensor in the file."""
         return list(zip(self._begins, self._ends, strict=True))
 
+    def _all_columns(self) -> Columns:
+        return Columns(bytes([row.number for row in self.rows]), self.shapes, self._begins, self._ends)
+
     def sizes(self) -> list[int]:
         """Bytes of each tensor's elements: not those between them, and one that is repeated as often as it is."""
         return [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
@@ -353,4 +394,4 @@ def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
     close = difflib.get_close_matches(name, names, n=3) if len(names) <= _SUGGEST_UP_TO else []
     if close:
         message += f"; close to it: {', '.join(clip(printable(known), _NAME) for known in close)}"
-    return TensorNotFoundError(message)
+    return TensorNotFoundError(message, tensor=name)

@@ -424,7 +424,7 @@ class _Plan:
         if isinstance(value, QuantizedTensor):
             return value.dequantize(dtype, out=array, threads=self._threads)
         if value.size:
-            sources.run([value], [value.job(jobs.address_of(array), row.number)], threads=self._threads)
+            jobs.Batch([value.job(jobs.address_of(array), row.number)]).run(threads=self._threads)
         return jobs.native_order(array)
 
     def _quantized(self, scheme: str, shape: tuple[int, ...], value: Callable[[], Any]) -> LazyQuantized:

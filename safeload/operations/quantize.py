@@ -86,17 +86,16 @@ def _run(wanted: Sequence[_Wanted], *, threads: int | None, progress: Progress) 
     scaled = [w for w in wanted if isinstance(w.result, QuantizedTensor) and w.result.scale is not None]
     first, second = _halves(progress, sum(w.source.size for w in scaled), sum(w.source.size for w in wanted))
     factors = _scales(scaled, threads, first)
-    channels = []
-    work = []
+    batch = jobs.Batch()
     for w in wanted:
         memory = sources.address(w.result.data if isinstance(w.result, QuantizedTensor) else w.result)
         if id(w) in factors:
             assert isinstance(w.result, QuantizedTensor)
-            channels.append(channels_of(w.source.shape, w.result.axis, factors[id(w)]))
-            work.append(w.source.work(lib.SL_OP_INT8, memory, channels=len(channels)))
+            channels = channels_of(w.source.shape, w.result.axis, factors[id(w)])
+            batch.add(w.source.work(lib.SL_OP_INT8, memory, channels=channels))
         else:
-            work.append(w.source.job(memory, w.target))
-    sources.run([w.source for w in wanted], work, channels=channels, threads=threads, progress=second)
+            batch.add(w.source.job(memory, w.target))
+    batch.run(threads=threads, progress=second)
 
 
 def _scales(scaled: Sequence[_Wanted], threads: int | None, progress: Progress) -> dict[int, Array]:
@@ -104,14 +103,14 @@ def _scales(scaled: Sequence[_Wanted], threads: int | None, progress: Progress) 
     maxima = [np.zeros(w.result.scale.shape, np.uint32) for w in scaled]  # type: ignore[union-attr]
     channels = [channels_of(w.source.shape, w.result.axis, None) for w in scaled]  # type: ignore[union-attr]
     work = [
-        w.source.work(lib.SL_OP_ABSMAX, sources.address(bits), channels=k + 1)
-        for k, (w, bits) in enumerate(zip(scaled, maxima, strict=True))
+        w.source.work(lib.SL_OP_ABSMAX, sources.address(bits), channels=one)
+        for w, bits, one in zip(scaled, maxima, channels, strict=True)
     ]
-    sources.run([w.source for w in scaled], work, channels=channels, threads=threads, progress=progress)
+    jobs.Batch(work).run(threads=threads, progress=progress)
     factors = {}
     for w, bits in zip(scaled, maxima, strict=True):
         if (bits >= _INFINITY_BITS).any():
-            sources.run([w.source], [w.source.work(lib.SL_OP_FINITE, 0)], threads=threads)  # says where
+            jobs.Batch([w.source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # says where
         absmax = bits.view(np.float32)
         with np.errstate(divide="ignore", over="ignore"):
             inverse = np.float32(127) / absmax
