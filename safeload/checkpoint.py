@@ -227,7 +227,9 @@ class Checkpoint(Mapping[str, Value]):
         self._check_open()
         file, index = self._locate(name)
         if file.table.quantized and (file.table.row(index).blocked or file.table.scale(index) is not None):
-            raise UnsupportedError(f"tensor {show(name)} is quantized: its parts are not read, only the whole")
+            raise UnsupportedError(
+                f"tensor {show(name)} is quantized: its parts are not read, only the whole", path=file.path, tensor=name
+            )
         wanted = opening.Wanted((self.format,))
         if self._recipe is not None:
             wanted = wanted._replace(root=self._recipe.root, inert=self._recipe.unknown_globals == "inert")

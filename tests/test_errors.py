@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import gguf_build
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -75,3 +76,18 @@ def test_a_conversion_that_there_is_not(tmp_path):
     with pytest.raises(errors.UnsupportedError, match="tensor 'w': there is no conversion") as caught:
         safeload.load(path, dtype="float32")
     assert (caught.value.path, caught.value.tensor) == (str(path), "w")
+
+
+def test_codes_that_are_no_weights(tmp_path):
+    path = tmp_path / "x"
+    codes = {"w": np.zeros((4, 4), ml_dtypes.float8_e4m3fn), "w_scale": np.ones(1, np.float32)}
+    save_file(codes, path, durable=False)
+    with pytest.raises(errors.UnsupportedError, match="codes") as caught:
+        safeload.load(path, dtype="float32")
+    assert (caught.value.path, caught.value.tensor) == (str(path), "w")
+
+
+def test_a_dtype_that_cannot_be_saved(tmp_path):
+    with pytest.raises(errors.SafeloadError, match="cannot be saved") as caught:
+        save_file({"w": np.zeros(3, "U4")}, tmp_path / "x")
+    assert caught.value.tensor == "w"

@@ -133,7 +133,8 @@ def of_array(array: Any, name: str) -> Dtype:
     if row is None or row.packed:
         raise SafeloadError(
             f"tensor {show(name)}: dtype {show(array.dtype.name)} cannot be saved. Supported dtypes: "
-            + ", ".join(row.name for row in TABLE if not row.packed)
+            + ", ".join(row.name for row in TABLE if not row.packed),
+            tensor=name,
         )
     return row
 

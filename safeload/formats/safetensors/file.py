@@ -257,7 +257,8 @@ def _check_memory(name: str, memory: Memory, size: int) -> None:
     if memory.nbytes != size:
         raise SafetensorError(
             f"Error while serializing: tensor {show(name)}: data_len is {memory.nbytes}, but {memory.row.code} "
-            f"{list(memory.shape)} needs {size} bytes"
+            f"{list(memory.shape)} needs {size} bytes",
+            tensor=name,
         )
     if size and memory.address == 0:
-        raise SafetensorError(f"Error while serializing: tensor {show(name)}: data_ptr is null")
+        raise SafetensorError(f"Error while serializing: tensor {show(name)}: data_ptr is null", tensor=name)
