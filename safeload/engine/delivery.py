@@ -63,8 +63,7 @@ def deliver(
         if VIEW in plan.ways:
             buffer = _mapping(plan.file, mappings)
             if buffer is not None:
-                views = _views(plan, buffer)
-                delivered = {**delivered, **views} if delivered else views
+                delivered = _joined(delivered, _views(plan, buffer))
             else:
                 allowed = False
                 plan = decide(selection, target, False)
@@ -76,11 +75,19 @@ def deliver(
             reads.add(plan)
         if not view or any(way not in (VIEW, EMPTY) for plan in to_read for way in set(plan.ways)):
             reads.run(threads, progress)
-        delivered = {**delivered, **reads.arrays} if delivered else reads.arrays
+        delivered = _joined(delivered, reads.arrays)
     for plan in plans:
         if plan.file.table.quantized:
             _wrap(plan, delivered)
     return delivered, allowed
+
+
+def _joined(arrays: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Both, without a copy of what may be all of them; neither is to be used any more."""
+    if not arrays:
+        return more
+    arrays.update(more)
+    return arrays
 
 
 def _one(selection: Selection, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
