@@ -26,9 +26,8 @@ from .errors import (
 from .formats.registry import ROWS
 
 if TYPE_CHECKING:
-    from .base.table import TensorMeta, TensorSpec
+    from .compat.serialize import TensorMeta, TensorSpec, deserialize, serialize, serialize_file
     from .engine.cast import astype
-    from .formats.safetensors.file import deserialize, serialize, serialize_file
     from .models.layout import Layout, StackedTensor
     from .operations.convert import convert
     from .operations.diff import DiffReport, TensorDiff, diff
@@ -45,9 +44,8 @@ if TYPE_CHECKING:
 _LATER = {
     name: module
     for module, names in {
-        "base.table": ("TensorMeta", "TensorSpec"),
+        "compat.serialize": ("TensorMeta", "TensorSpec", "deserialize", "serialize", "serialize_file"),
         "engine.cast": ("astype",),
-        "formats.safetensors.file": ("deserialize", "serialize", "serialize_file"),
         "models.layout": ("Layout", "StackedTensor"),
         "operations.convert": ("convert",),
         "operations.diff": ("DiffReport", "TensorDiff", "diff"),
@@ -121,7 +119,7 @@ def show_config() -> None:
     import numpy
 
     from .base.native import TIER, available_tiers, ffi, lib, tier_name
-    from .engine.jobs import available_cpus
+    from .engine.threads import available_cpus
 
     others = ", ".join(tier_name(tier) for tier in available_tiers() if tier != TIER)
     rows = {

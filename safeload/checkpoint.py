@@ -96,7 +96,7 @@ class Checkpoint(Mapping[str, Value]):
         """
         return self._open
 
-    def entries(self, names: Iterable[str] | None = None) -> list[Part]:
+    def entries(self, names: Iterable[str] | None = None) -> Sequence[Part]:
         """Name, file and index in its table of the tensors named, or of all in the order of their bytes. Internal.
 
         :meta private:
@@ -204,7 +204,9 @@ class Checkpoint(Mapping[str, Value]):
         self._check_open()
         file, index = self._locate(name)
         if file.table.quantized and (file.table.row(index).blocked or file.table.scale(index) is not None):
-            raise UnsupportedError(f"tensor {show(name)} is quantized: its parts are not read, only the whole")
+            raise UnsupportedError(
+                f"tensor {show(name)} is quantized: its parts are not read, only the whole", path=file.path, tensor=name
+            )
         options = Wanted() if self._recipe is None else self._recipe.options
         return TensorSlice(file, index, options._replace(formats=(self.format,)))
 

@@ -11,33 +11,42 @@ from typing import Any
 
 
 class SafeloadError(Exception):
-    """Base of every refusal of ours; also available as ``SafetensorError``."""
+    """Base of every refusal of ours; also available as ``SafetensorError``.
+
+    Attributes:
+        path: the file that it is about; None for bytes in memory, or where there is none.
+        offset: the byte in it where the fault lies, or None when no one byte is to blame.
+        tensor: name of the tensor that it is about, or None when it is about no one tensor.
+    """
+
+    def __init__(
+        self, *args: object, path: str | None = None, offset: int | None = None, tensor: str | None = None
+    ) -> None:
+        super().__init__(*args)
+        self.path = path
+        self.offset = offset
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, self.__dict__
 
 
 SafetensorError = SafeloadError
 
 
 class FormatError(SafeloadError, ValueError):
-    """A file breaks its format.
+    """A file breaks its format. The message ends with path and offset."""
 
-    Attributes:
-        path: the file, or None for bytes in memory.
-        offset: the byte in it where the fault lies, or None when no one byte is to blame.
-    """
-
-    def __init__(self, message: str, path: str | None = None, offset: int | None = None) -> None:
-        super().__init__(message)
-        self.path = path
-        self.offset = offset
+    def __init__(
+        self, message: str, path: str | None = None, offset: int | None = None, *, tensor: str | None = None
+    ) -> None:
+        super().__init__(message, path=path, offset=offset, tensor=tensor)
 
     def __str__(self) -> str:
         where = [] if self.path is None else [self.path]
         if self.offset is not None:
             where.append(f"byte {self.offset}")
         return f"{self.args[0]} ({', '.join(where)})" if where else str(self.args[0])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.path, self.offset)
 
 
 class MissingShardError(FormatError):

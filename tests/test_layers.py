@@ -276,9 +276,8 @@ def test_nobody_uses_a_private_member_of_a_checkpoint():
 
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=module_name)
 def test_a_module_has_400_lines_at_most(path):
-    limits = {"formats.unpickle.opcodes": 600, "base.file": 500, "base.table": 450, "engine.jobs": 410}
-    limits["operations.convert"] = 490
-    assert len(path.read_text().splitlines()) <= limits.get(module_name(path), 400)
+    most = 600 if module_name(path) == "formats.unpickle.opcodes" else 400  # a table of short functions
+    assert len(path.read_text().splitlines()) <= most
 
 
 def test_a_listing_of_the_package_fits_ten_lines():

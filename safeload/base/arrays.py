@@ -1,18 +1,49 @@
-"""What functions take as an array and as a dict of arrays: each of them asks here."""
+"""Arrays: what functions take as one and as a dict of them, and how a tensor of a file becomes one."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .file import Array
+from ..errors import UnsupportedError
+from . import dtypes
 from .text import show
+
+Array = np.ndarray[Any, Any]
+
+# Bytes of any array, as numpy has it (NPY_MAX_INTP).
+MAX_ARRAY = (1 << 63) - 1
 
 # What a dict has and is asked for: `Mapping` knows only those that are registered with it.
 _METHODS = ("keys", "values", "items", "__getitem__", "__contains__", "__len__")
+
+
+class ArraySpec(NamedTuple):
+    """How a tensor becomes an array.
+
+    Attributes:
+        dtype: of the array.
+        shape: of the array.
+        begin: first byte in the file.
+        end: past the last byte in the file.
+        source: number of the dtype in the file.
+        target: number of the dtype that it is converted to; ``source`` when its bytes are taken as they are.
+        strides: bytes between neighbours along each axis in the file; None where they are those of C order.
+        big_endian: whether the bytes of elements are in that order in the file.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    source: int
+    target: int
+    strides: tuple[int, ...] | None = None
+    big_endian: bool = False
 
 
 def as_array(value: Any, name: str = "") -> Array:
@@ -55,3 +86,55 @@ def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
     """
     if not isinstance(value, Mapping) and not all(hasattr(value, method) for method in _METHODS):
         raise TypeError(f"{what} must be a mapping of {of}, not {type(value).__name__}")
+
+
+def array_spec(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) -> ArraySpec:
+    """The array that shows a tensor of logical ``shape`` as its bytes are."""
+    if row.bits < 8:
+        shape = dtypes.array_shape(row, shape, end - begin)
+    return ArraySpec(dtypes.array_dtype(row.number), shape, begin, end, row.number, row.number)
+
+
+def array_over(
+    buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, strides: tuple[int, ...] | None = None
+) -> Array:
+    """An array over part of a buffer, which it keeps alive; in C order without strides.
+
+    Raises:
+        UnsupportedError: this numpy cannot have an array of so many axes (32 before numpy 2).
+    """
+    try:
+        array: Array = np.ndarray(shape, dtype, buffer, offset, strides)
+    except ValueError as error:
+        raise UnsupportedError(f"numpy {np.__version__} cannot show shape {list(shape)}: {error}") from None
+    return array
+
+
+def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A new array, its values undefined.
+
+    Raises:
+        UnsupportedError: as `array_over`; also of an empty shape that is too large for a wider dtype than the file's.
+    """
+    try:
+        return np.empty(shape, dtype)
+    except ValueError as error:
+        raise UnsupportedError(f"numpy {np.__version__} cannot show shape {list(shape)} as {dtype}: {error}") from None
+
+
+def array_fits(shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether numpy can have an array of this shape, in which it counts an axis of no elements as one of 1."""
+    return itemsize * (math.prod(shape) or math.prod(dim for dim in shape if dim)) <= MAX_ARRAY
+
+
+def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Bytes between neighbours along each axis of an array in C order."""
+    strides = [itemsize] * len(shape)
+    for k in range(len(shape) - 2, -1, -1):
+        strides[k] = strides[k + 1] * shape[k + 1]
+    return tuple(strides)
+
+
+def foreign_order(big_endian: bool) -> bool:
+    """Whether elements of that byte order are not this machine's numbers."""
+    return big_endian != (sys.byteorder == "big")

@@ -136,7 +136,8 @@ def of_array(array: Any, name: str) -> Dtype:
 def not_stored(dtype: str, name: str) -> SafeloadError:
     """What is raised for a tensor of a dtype that safetensors does not have."""
     supported = ", ".join(row.name for row in TABLE if not row.packed)
-    return SafeloadError(f"tensor {show(name)}: dtype {show(dtype)} cannot be saved. Supported dtypes: {supported}")
+    message = f"tensor {show(name)}: dtype {show(dtype)} cannot be saved. Supported dtypes: {supported}"
+    return SafeloadError(message, tensor=name)
 
 
 def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:

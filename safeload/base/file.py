@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
-from ..errors import FormatError, UnsupportedError, os_error
-from . import dtypes
+from ..errors import FormatError, os_error
+from .arrays import Array as Array  # handed on: most modules want both
+from .arrays import ArraySpec, array_spec
 from .native import Error, check, ffi, lib, mapped_buffer, pointer, short
 from .table import ListedTable, Table, TensorInfo
 from .text import show
 
 PathLike = str | os.PathLike[str]
-Array = np.ndarray[Any, Any]
-
-# Bytes of any array, as numpy has it (NPY_MAX_INTP).
-MAX_ARRAY = (1 << 63) - 1
 
 # In bytes: what Windows takes, far more than PATH_MAX of other systems.
 _LONGEST_PATH = 65_536
 # PATH_MAX of Linux: bytes are a path rarely, and the content of a file by mistake.
 _LONGEST_BYTES = 4096
-
-
-class Layout(NamedTuple):
-    """How a tensor becomes an array.
-
-    Attributes:
-        dtype: of the array.
-        shape: of the array.
-        begin: first byte in the file.
-        end: past the last byte in the file.
-        source: number of the dtype in the file.
-        target: number of the dtype that it is converted to; ``source`` when its bytes are taken as they are.
-        strides: bytes between neighbours along each axis in the file; None where they are those of C order.
-        big_endian: whether the bytes of elements are in that order in the file.
-    """
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    source: int
-    target: int
-    strides: tuple[int, ...] | None = None
-    big_endian: bool = False
 
 
 def native_path(path: PathLike) -> tuple[str, bytes]:
@@ -367,53 +337,26 @@ class WeightFile:
         ]
 
     def tensor_at(self, position: int) -> str | None:
-        """The tensor that a byte belongs to, as messages name it."""
+        """Name of the tensor that a byte belongs to."""
         for name, (begin, end) in zip(self.table.names, self.table.byte_ranges(), strict=True):
             if begin <= position < end:
-                return f"tensor {show(name)}"
+                return name
         return None
 
-    def layout(self, index: int) -> Layout:
+    def layout(self, index: int) -> ArraySpec:
         """How one tensor becomes an array."""
-        layout = _layout(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
+        layout = array_spec(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
         return self._shaped(index, layout) if self.table.shaped else layout
 
-    def layouts(self, indices: Iterable[int], target: dtypes.Dtype | None = None) -> list[Layout]:
-        """`layout` of many tensors, at the price of one look at each column.
-
-        Args:
-            indices: which.
-            target: dtype to convert floating tensors to.
-
-        Raises:
-            UnsupportedError: there is no such conversion.
-        """
-        if self.table.shaped:
-            indices = list(indices)
-            plain = self._plain_layouts(indices, target)
-            return [self._shaped(i, layout) for i, layout in zip(indices, plain, strict=True)]
-        return self._plain_layouts(indices, target)
-
-    def _shaped(self, index: int, layout: Layout) -> Layout:
-        return layout._replace(strides=self.table.strides(index), big_endian=self.table.big_endian)
-
-    def _plain_layouts(self, indices: Iterable[int], target: dtypes.Dtype | None) -> list[Layout]:
+    def layouts(self, indices: Iterable[int]) -> list[ArraySpec]:
+        """`layout` of many tensors, at the price of one look at each column."""
         rows, shapes, ranges = self.table.rows, self.table.shapes, self.table.byte_ranges()
-        if target is None:
-            return [_layout(rows[i], shapes[i], *ranges[i]) for i in indices]
-        result = []
-        for i in indices:
-            row = rows[i]
-            restored = self.table.quantized and (row.blocked or self.table.scale(i) is not None)
-            if row is target or not (row.floating or restored):
-                result.append(_layout(row, shapes[i], *ranges[i]))
-            elif lib.sl_convertible(row.number, target.number):
-                dtype = dtypes.array_dtype(target.number)
-                result.append(Layout(dtype, shapes[i], *ranges[i], row.number, target.number))
-            else:
-                name = self.table.names[i]
-                raise UnsupportedError(f"tensor {show(name)}: there is no conversion from {row.code} to {target.code}")
-        return result
+        if self.table.shaped:
+            return [self._shaped(i, array_spec(rows[i], shapes[i], *ranges[i])) for i in indices]
+        return [array_spec(rows[i], shapes[i], *ranges[i]) for i in indices]
+
+    def _shaped(self, index: int, layout: ArraySpec) -> ArraySpec:
+        return layout._replace(strides=self.table.strides(index), big_endian=self.table.big_endian)
 
 
 def open_descriptor(path: PathLike) -> WeightFile:
@@ -430,64 +373,3 @@ def open_descriptor(path: PathLike) -> WeightFile:
         status = short.sl_file_open(*arguments)
     check(status, error, text)
     return WeightFile(text, opened, ListedTable([]))
-
-
-def _layout(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) -> Layout:
-    if row.bits < 8:
-        shape = dtypes.array_shape(row, shape, end - begin)
-    return Layout(dtypes.array_dtype(row.number), shape, begin, end, row.number, row.number)
-
-
-def array_over(
-    buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, strides: tuple[int, ...] | None = None
-) -> Array:
-    """An array over part of a buffer, which it keeps alive; in C order without strides.
-
-    Raises:
-        UnsupportedError: this numpy cannot have an array of so many axes (32 before numpy 2).
-    """
-    try:
-        array: Array = np.ndarray(shape, dtype, buffer, offset, strides)
-    except ValueError as error:
-        raise UnsupportedError(f"numpy {np.__version__} cannot show shape {list(shape)}: {error}") from None
-    return array
-
-
-def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array, its values undefined.
-
-    Raises:
-        UnsupportedError: as `array_over`; also of an empty shape that is too large for a wider dtype than the file's.
-    """
-    try:
-        return np.empty(shape, dtype)
-    except ValueError as error:
-        raise UnsupportedError(f"numpy {np.__version__} cannot show shape {list(shape)} as {dtype}: {error}") from None
-
-
-def array_fits(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether numpy can have an array of this shape, in which it counts an axis of no elements as one of 1."""
-    return itemsize * (math.prod(shape) or math.prod(dim for dim in shape if dim)) <= MAX_ARRAY
-
-
-def view_of(buffer: Any, layout: Layout) -> Array | None:
-    """The array over a mapped file, or None where it must be a copy: converted, not aligned, or in foreign order."""
-    dtype, shape, begin, end, source, target, strides, big_endian = layout
-    if begin == end:
-        return empty_array(shape, dtype)
-    if source != target or begin % dtype.alignment or (foreign_order(big_endian) and dtype.itemsize > 1):
-        return None
-    return array_over(buffer, dtype, shape, begin, strides)
-
-
-def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Bytes between neighbours along each axis of an array in C order."""
-    strides = [itemsize] * len(shape)
-    for k in range(len(shape) - 2, -1, -1):
-        strides[k] = strides[k + 1] * shape[k + 1]
-    return tuple(strides)
-
-
-def foreign_order(big_endian: bool) -> bool:
-    """Whether elements of that byte order are not this machine's numbers."""
-    return big_endian != (sys.byteorder == "big")

@@ -70,29 +70,45 @@ def pointer(cdata: Any) -> int:
     return int(ffi.cast("uintptr_t", cdata))
 
 
-def _bind(name: str, result: Any, *arguments: Any) -> Any:
-    return ctypes.PYFUNCTYPE(result, *arguments)(pointer(ffi.addressof(lib, name)))
+_C_TYPES = {
+    "void": None,
+    "char *": ctypes.c_char_p,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+}
+
+
+def _ctype(kind: Any) -> Any:
+    """What ctypes has for a type of cffi: text is const in every function, other pointers are addresses."""
+    if kind.kind == "pointer" and kind.cname != "char *":
+        return ctypes.c_void_p
+    return _C_TYPES[kind.cname]
+
+
+def _bind(name: str) -> Any:
+    """A function of the C core under ctypes, with the types that cffi has read in sl_api.h."""
+    kind = ffi.typeof(getattr(lib, name))
+    return ctypes.PYFUNCTYPE(*map(_ctype, (kind.result, *kind.args)))(pointer(ffi.addressof(lib, name)))
 
 
 class short:  # noqa: N801 - a namespace beside `lib`
     """Functions of the C core that keep the GIL. Pointers are integers, see `pointer`."""
 
-    _pointer, _i32, _i64, _u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
-
-    sl_safetensors_open = _bind("sl_safetensors_open", _i32, ctypes.c_char_p, _pointer, _pointer, _pointer)
-    sl_gguf_read = _bind("sl_gguf_read", _i32, _i64, _u64, _pointer, _pointer, _pointer)
-    sl_gguf_free = _bind("sl_gguf_free", None, _pointer)
-    sl_table_columns = _bind("sl_table_columns", _pointer, _pointer)
-    sl_table_find = _bind("sl_table_find", _i64, _pointer, ctypes.c_char_p, _u64)
-    sl_table_free = _bind("sl_table_free", None, _pointer)
-    sl_memory_alloc = _bind("sl_memory_alloc", _pointer, _u64)
-    sl_memory_free = _bind("sl_memory_free", None, _pointer, _u64)
-    sl_file_open = _bind("sl_file_open", _i32, ctypes.c_char_p, _pointer, _pointer)
-    sl_file_read = _bind("sl_file_read", _i32, _i64, _u64, _pointer, _u64, _pointer)
-    sl_file_map = _bind("sl_file_map", _i32, _i64, _u64, _pointer, _pointer)
-    sl_file_unmap = _bind("sl_file_unmap", None, _pointer, _u64)
-    sl_file_close = _bind("sl_file_close", None, _i64)
-    sl_stats_merge = _bind("sl_stats_merge", None, _pointer, _pointer, _u64, _pointer)
+    sl_safetensors_open = _bind("sl_safetensors_open")
+    sl_gguf_read = _bind("sl_gguf_read")
+    sl_gguf_free = _bind("sl_gguf_free")
+    sl_table_columns = _bind("sl_table_columns")
+    sl_table_find = _bind("sl_table_find")
+    sl_table_free = _bind("sl_table_free")
+    sl_memory_alloc = _bind("sl_memory_alloc")
+    sl_memory_free = _bind("sl_memory_free")
+    sl_file_open = _bind("sl_file_open")
+    sl_file_read = _bind("sl_file_read")
+    sl_file_map = _bind("sl_file_map")
+    sl_file_unmap = _bind("sl_file_unmap")
+    sl_file_close = _bind("sl_file_close")
+    sl_stats_merge = _bind("sl_stats_merge")
 
 
 def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
@@ -100,20 +116,32 @@ def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
     return ffi.new("sl_error *")
 
 
-def check(status: int, error: Any, path: str | None = None, subject: str | None = None) -> None:
-    """Raises what a status says. ``subject`` (a tensor) goes in front of the core's message."""
+def check(
+    status: int, error: Any, path: str | None = None, subject: str | None = None, *, tensor: str | None = None
+) -> None:
+    """Raises what a status says.
+
+    Args:
+        status: of a call.
+        error: what the call has written.
+        path: the file that it was about.
+        subject: goes in front of the core's message; None for the tensor.
+        tensor: that it was about.
+    """
     if status == lib.SL_OK:
         return
     message = ffi.string(error.message).decode("utf-8", "replace")
+    if subject is None and tensor is not None:
+        subject = f"tensor {show(tensor)}"
     if subject is not None:
         message = f"{subject}: {message}"
     offset = error.position if error.position >= 0 else None
     if status in (lib.SL_E_FORMAT, lib.SL_E_TRUNCATED):
-        raise FormatError(message, path, offset)
-    if status == lib.SL_E_LIMIT:
-        raise LimitError(str(FormatError(message, path, offset)))
-    if status == lib.SL_E_UNSUPPORTED:
-        raise UnsupportedError(str(FormatError(message, path, offset)))
+        raise FormatError(message, path, offset, tensor=tensor)
+    if status in (lib.SL_E_LIMIT, lib.SL_E_UNSUPPORTED):
+        kind = LimitError if status == lib.SL_E_LIMIT else UnsupportedError
+        text = str(FormatError(message, path, offset))
+        raise kind(text, path=path, offset=offset, tensor=tensor)
     if status == lib.SL_E_OS:
         raised = os_error(error.os_errno, path)
         if offset is not None and hasattr(raised, "add_note"):  # Python 3.11
@@ -121,7 +149,7 @@ def check(status: int, error: Any, path: str | None = None, subject: str | None 
         raise raised
     if status == lib.SL_E_MEMORY:
         raise MemoryError(message)
-    raise SafeloadError(message)
+    raise SafeloadError(message, path=path, offset=offset, tensor=tensor)
 
 
 def private_buffer(size: int) -> Any:

@@ -1,8 +1,7 @@
-"""What is known of tensors: the table of a file, and the descriptions that callers see."""
+"""What is known of tensors: the table of a file, and the description that callers see."""
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, pairwise
@@ -10,10 +9,10 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..errors import SafetensorError, TensorNotFoundError
+from ..errors import TensorNotFoundError
 from . import dtypes
 from .native import ffi, pointer, short
-from .text import clip, printable, show
+from .text import clip, printable
 
 # Above this many names a missing one is reported without suggestions: difflib compares with each of them.
 _SUGGEST_UP_TO = 5_000
@@ -45,89 +44,20 @@ class TensorInfo(NamedTuple):
     offset: int
 
 
-class TensorMeta(NamedTuple):
-    """The header entry of one tensor in a safetensors file.
+class Columns(NamedTuple):
+    """What is known of some tensors, a sequence for each thing. Not to be changed.
 
     Attributes:
-        dtype: safetensors code, such as "F4".
-        shape: logical shape, also for packed dtypes, whose arrays show bytes.
-        data_offsets: byte range counted from the end of the header, as the header states it.
+        numbers: of their dtypes.
+        shapes: logical shapes.
+        begins: first byte of each in the file.
+        ends: past the last.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-class TensorSpec:
-    """Describes memory to be serialized: the argument of `serialize` and `serialize_file`.
-
-    The caller keeps the memory alive and unchanged for the duration of the call.
-
-    Args:
-        dtype: numpy or torch name, such as "float32" or "float4_e2m1fn_x2".
-        shape: elements per axis; for "float4_e2m1fn_x2" the last axis counts bytes of two elements, as torch has it,
-            and `shape` then gives the logical number.
-        data_ptr: address of the C-contiguous little-endian data.
-        data_len: its size in bytes.
-
-    Raises:
-        SafetensorError: unknown dtype, or a shape that overflows.
-    """
-
-    __slots__ = ("_data_len", "_data_ptr", "_row", "_shape")
-
-    def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
-        if not isinstance(dtype, str):
-            raise TypeError(f"dtype must be str, not {type(dtype).__name__}")
-        two_per_byte = dtype == "float4_e2m1fn_x2"
-        row = dtypes.BY_CODE["F4"] if two_per_byte else dtypes.BY_NAME.get(dtype)
-        if row is None or (row.code == "F4" and not two_per_byte):
-            names = [r.name if r.code != "F4" else "float4_e2m1fn_x2" for r in dtypes.TABLE]
-            raise SafetensorError(f"Unknown dtype {show(dtype)}. Supported dtypes: {', '.join(names)}")
-        dims = [_index(dim, "shape") for dim in shape]
-        if two_per_byte and dims:
-            dims[-1] *= 2
-            if dims[-1] >= 1 << 64:
-                raise SafetensorError(f"shape: {dims[-1]} elements of F4 in the last axis do not fit in 64 bits")
-        self._row = row
-        self._shape = dims
-        self._data_ptr = _index(data_ptr, "data_ptr")
-        self._data_len = _index(data_len, "data_len")
-
-    @property
-    def dtype(self) -> str:
-        """The safetensors code, such as "F32"."""
-        return self._row.code
-
-    @property
-    def shape(self) -> list[int]:
-        """The logical shape, as the header records it."""
-        return list(self._shape)
-
-    @property
-    def data_ptr(self) -> int:
-        """Address of the data."""
-        return self._data_ptr
-
-    @property
-    def data_len(self) -> int:
-        """Size of the data in bytes."""
-        return self._data_len
-
-    def __repr__(self) -> str:
-        return (
-            f"TensorSpec(dtype={self.dtype!r}, shape={self._shape}, data_ptr={self._data_ptr}, "
-            f"data_len={self._data_len})"
-        )
-
-
-def _index(value: int, what: str) -> int:
-    """An integer of 64 bits without sign; TypeError or OverflowError for anything else."""
-    number = operator.index(value)
-    if not 0 <= number < 1 << 64:
-        raise OverflowError(f"{what}: {number} is outside 0..2^64-1")
-    return number
+    numbers: bytes
+    shapes: Sequence[tuple[int, ...]]
+    begins: Sequence[int]
+    ends: Sequence[int]
 
 
 class Table:
@@ -225,8 +155,12 @@ class Table:
         """Logical shapes."""
         if self._shapes is None:
             ends = self._column("dim_ends", self.count)
-            dims = self._column("dims", ends[-1] if ends else 0)
-            self._shapes = [tuple(dims[a:b]) for a, b in pairwise([0, *ends])]
+            dims = tuple(self._column("dims", ends[-1] if ends else 0))
+            rank = ends[0] if ends else 0
+            if rank and ends == list(range(rank, rank * self.count + 1, rank)):  # all of one rank
+                self._shapes = list(zip(*[iter(dims)] * rank, strict=True))
+            else:
+                self._shapes = [dims[a:b] for a, b in pairwise([0, *ends])]
         return self._shapes
 
     @property
@@ -256,6 +190,24 @@ class Table:
     def byte_ranges(self) -> list[tuple[int, int]]:
         """Bytes of each tensor in the file."""
         return list(zip(self._column("begins", self.count), self._column("ends", self.count), strict=True))
+
+    def columns(self, indices: Sequence[int]) -> Columns:
+        """What is known of some tensors, without a look at the others where they are few."""
+        whole = indices == range(self.count)
+        if len(indices) == 1 or (not whole and len(indices) * _SEARCH_COST < self.count):
+            ranges = [self.byte_range(i) for i in indices]
+            numbers = bytes([self.row(i).number for i in indices])
+            return Columns(numbers, [self.shape(i) for i in indices], [b for b, _ in ranges], [e for _, e in ranges])
+        columns = self._all_columns()
+        if whole:
+            return columns
+        numbers, shapes, begins, ends = columns
+        pick = bytes([numbers[i] for i in indices]), [shapes[i] for i in indices]
+        return Columns(*pick, [begins[i] for i in indices], [ends[i] for i in indices])
+
+    def _all_columns(self) -> Columns:
+        numbers = bytes(ffi.buffer(self._columns.dtypes, self.count)) if self.count else b""
+        return Columns(numbers, self.shapes, self._column("begins", self.count), self._column("ends", self.count))
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor's elements."""
@@ -389,6 +341,9 @@ class ListedTable(Table):
         """Bytes of each tensor in the file."""
         return list(zip(self._begins, self._ends, strict=True))
 
+    def _all_columns(self) -> Columns:
+        return Columns(bytes([row.number for row in self.rows]), self.shapes, self._begins, self._ends)
+
     def sizes(self) -> list[int]:
         """Bytes of each tensor's elements: not those between them, and one that is repeated as often as it is."""
         return [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
@@ -439,4 +394,4 @@ def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
     close = difflib.get_close_matches(name, names, n=3) if len(names) <= _SUGGEST_UP_TO else []
     if close:
         message += f"; close to it: {', '.join(clip(printable(known), _NAME) for known in close)}"
-    return TensorNotFoundError(message)
+    return TensorNotFoundError(message, tensor=name)

@@ -36,6 +36,11 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
+def subject(name: str | None) -> str:
+    """The tensor as messages begin with it; nothing for a single array, or where it is not known."""
+    return f"tensor {show(name)}: " if name else ""
+
+
 def jsonable(value: Any) -> Any:
     """What metadata holds as what JSON has: keys as text, arrays, tuples and sets as lists, bytes as hexadecimal."""
     if isinstance(value, (np.ndarray, np.generic)):

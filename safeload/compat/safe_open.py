@@ -11,13 +11,13 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.file import Array, PathLike, WeightFile, check_unchanged
-from ..base.table import TensorMeta
 from ..base.text import clip, plural, printable
 from ..engine.jobs import read_small
 from ..engine.load import check_backend, load_parts, parts_of
 from ..engine.slice import as_index, read_slice
 from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
+from .serialize import TensorMeta
 
 # A first view of a tensor below this size would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10

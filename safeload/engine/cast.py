@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import as_array, refuse_masked
-from ..base.file import Array
+from ..base.arrays import Array, as_array, refuse_masked
 from ..base.native import lib
-from .jobs import Grid, Job, address_of, check_threads, moving, private_array, run
+from .jobs import Batch, Grid, Job, address_of, moving, private_array
+from .threads import check_threads
 
 
 def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None = None) -> Array:
@@ -51,8 +51,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
         return out
     if np.may_share_memory(array, out) or _planes(array) > _MAX_PLANES:
         array = array.copy(order="C")
-    jobs, grids = _jobs(array, out, source, target)
-    run(jobs, lambda job, position: ("", None), grids=grids, threads=threads)
+    Batch(_jobs(array, out, source, target)).run(threads=threads)
     return out
 
 
@@ -116,22 +115,22 @@ def _planes(array: Array) -> int:
     return math.prod(axis.length for axis in axes)
 
 
-def _jobs(array: Array, out: Array, source: dtypes.Dtype, target: dtypes.Dtype) -> tuple[list[Job], list[Grid]]:
+def _jobs(array: Array, out: Array, source: dtypes.Dtype, target: dtypes.Dtype) -> list[Job]:
     """Jobs from an array of any strides to a C-contiguous one, one for each plane of two of its axes."""
     axes = _merged_axes(array, out.dtype.itemsize)
     begin, memory = array.__array_interface__["data"][0], address_of(out)
     if len(axes) == 0 or (len(axes) == 1 and axes[0].stride == array.dtype.itemsize):
         op = moving(source.number, target.number)
-        return [Job(lib.SL_MEMORY, begin, memory, array.nbytes, source.number, target.number, op=op)], []
+        return [Job(None, begin, memory, array.nbytes, source.number, target.number, op)]
     rows, columns = _take_plane(axes)
     planes = [(begin, memory)]
     for axis in axes:
         planes = [(a + k * axis.stride, b + k * axis.target_stride) for k in range(axis.length) for a, b in planes]
     size = rows.length * columns.length * array.dtype.itemsize
     strides = rows.stride, columns.stride, rows.target_stride, columns.target_stride
-    kind = source.number, target.number, 1, 0, lib.SL_OP_GRID
-    jobs = [Job(lib.SL_MEMORY, a, b, size, *kind) for a, b in planes]
-    return jobs, [Grid(rows.length, columns.length, strides)]
+    grid = Grid(rows.length, columns.length, strides)
+    kind = source.number, target.number, moving(source.number, target.number, grid), grid
+    return [Job(None, a, b, size, *kind) for a, b in planes]
 
 
 def _in_core(source: dtypes.Dtype, target: dtypes.Dtype, array: Array) -> bool:

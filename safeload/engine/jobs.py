@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import operator
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.file import Array, Layout, WeightFile, are_few, array_over, empty_array, groups
+from ..base.arrays import Array, ArraySpec, array_over, empty_array
+from ..base.file import WeightFile, groups
 from ..base.native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
-from ..base.text import show
-from .progress import bar
-
-Progress = bool | Callable[[int, int], object] | None
+from ..base.text import subject
+from ..errors import RangeError
+from .progress import Progress as Progress
+from .progress import reporter
+from .threads import check_threads as check_threads
+from .threads import thread_count as thread_count
 
 # One slice of work in C, after which signals are handled and progress is shown.
 SLICE_MS = 50
 
-# More threads than this saturate no memory system or disk any further.
-MAX_THREADS = 16
-# What can be asked for: the core starts as many, whatever the machine has.
-MOST_THREADS = 4096
-# A thread for less than this costs more to start than it saves.
-BYTES_PER_THREAD = 4 << 20
+# Whether this machine's numbers are not as files have them.
+_SWAPS = sys.byteorder == "big"
 
-# From this size a tensor gets memory of its own; smaller ones share a pool, so that 100,000 of them do not mean
-# 100,000 allocations and reads.
+# From this size an array gets memory in huge pages, and a tensor memory of its own: smaller ones share a pool, so that
+# 100,000 of them do not mean 100,000 allocations and reads.
 POOLED_BELOW = 1 << 20
-# Largest pool: what one surviving small tensor can keep alive.
-POOL_SIZE = 16 << 20
 # Alignment of pools: a cache line, and more than any dtype needs.
 ALIGNMENT = 64
 
@@ -55,7 +48,7 @@ def struct_dtype(name: str) -> np.dtype[Any]:
 
 _GRID = struct_dtype("sl_grid")
 # With its fields in the order of `Job`.
-_JOB = struct_dtype("sl_job")[["file", "offset", "memory", "size", "from", "to", "grid", "channels", "op"]]
+_JOB = struct_dtype("sl_job")[["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels"]]
 _CHANNELS = struct_dtype("sl_channels")
 
 
@@ -72,6 +65,10 @@ class Grid(NamedTuple):
     columns: int
     strides: tuple[int, int, int, int]
 
+    def described(self) -> tuple[int, ...]:
+        """The fields of an ``sl_grid``."""
+        return self.rows, self.columns, *self.strides
+
 
 class Channels(NamedTuple):
     """One ``sl_channels``: what values are scaled by, or the channels whose absmax is wanted.
@@ -86,192 +83,171 @@ class Channels(NamedTuple):
     inner: int
     factors: Array | None = None
 
+    def described(self) -> tuple[int, ...]:
+        """The fields of an ``sl_channels``."""
+        return self.number, self.inner, 0 if self.factors is None else address_of(self.factors)
 
-class Refused(Exception):  # noqa: N818 - becomes an error where name and shape of the tensor are known
-    """A value that the target of a job cannot hold.
+
+class Origin(NamedTuple):
+    """The tensor that a job works on.
 
     Attributes:
-        job: index of the job.
-        element: index of the value in C order.
-        reason: what is wrong with it.
+        tensor: its name, for errors; "" for a single array.
+        shape: to name a value by its index.
+        owner: keeps the memory of the source alive.
     """
 
-    def __init__(self, job: int, element: int, reason: str) -> None:
-        super().__init__(reason)
-        self.job = job
-        self.element = element
-        self.reason = reason
-
-
-# As `Job.file`: the file is among those given to `run`. A descriptor that there is not.
-IN_FILE = -2
+    tensor: str
+    shape: tuple[int, ...] = ()
+    owner: Any = None
 
 
 class Job(NamedTuple):
     """One ``sl_job``.
 
     Attributes:
-        file: descriptor, ``lib.SL_MEMORY`` where the source is memory, or `IN_FILE`.
+        file: the file of the source, None for memory; a descriptor of the C core's where there is no more of it.
         offset: in the file, or the address of the source.
         memory: address of the destination (of the source of a write).
         size: bytes of all elements at the source.
         source: number of its dtype.
         target: number of the dtype of the destination, for operations that have one.
-        grid: 1 + index of its grid among those given to `run`; 0 where the elements are one run on both sides.
-        channels: likewise of its channels; 0 where values are taken as they are.
         op: what is done, ``lib.SL_OP_COPY`` and the like.
+        grid: where elements are not one run on both sides.
+        channels: of an operation that takes some.
+        origin: the tensor; None where the file knows it from the byte.
     """
 
-    file: int
+    file: WeightFile | int | None
     offset: int
     memory: int
     size: int
     source: int = 0
     target: int = 0
-    grid: int = 0
-    channels: int = 0
     op: int = lib.SL_OP_COPY
+    grid: Grid | None = None
+    channels: Channels | None = None
+    origin: Origin | None = None
 
 
-def moving(source: int, target: int, grid: int = 0) -> int:
+def moving(source: int, target: int, grid: Grid | None = None) -> int:
     """The operation that brings values of one dtype to their place as another, by a grid where there is one."""
-    if grid:
+    if grid is not None:
         return int(lib.SL_OP_GRID)
     return int(lib.SL_OP_COPY if source == target else lib.SL_OP_CONVERT)
 
 
-def _cgroup_cpus() -> float:
-    """CPU quota of this process's cgroup, infinity without one.
-
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, file cpu.max; before it cpu.cfs_quota_us.
-    """
-    root = "/sys/fs/cgroup"
-
-    def read(path: str) -> str:
-        with open(path) as file:
-            return file.read().strip()
-
-    try:
-        own = os.path.normpath(f"{root}/{read('/proc/self/cgroup').rpartition('::')[2]}")
-        for folder in (own, root):
-            if os.path.exists(f"{folder}/cpu.max"):
-                quota, period = read(f"{folder}/cpu.max").split()
-                return float("inf") if quota == "max" else int(quota) / int(period)
-        quota_v1 = int(read(f"{root}/cpu/cpu.cfs_quota_us"))
-        return quota_v1 / int(read(f"{root}/cpu/cpu.cfs_period_us")) if quota_v1 > 0 else float("inf")
-    except (OSError, ValueError, ZeroDivisionError):
-        return float("inf")
-
-
-@cache
-def available_cpus() -> int:
-    """CPUs that this process may use, at least 1: its affinity, within its cgroup's quota."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(cpus, _cgroup_cpus())))
-
-
-def check_threads(threads: int | None) -> None:
-    """Refuses what is no number of threads: TypeError where it is no integer, ValueError below 1 or far too many."""
-    if threads is None:
-        return
-    number = operator.index(threads)
-    if number < 1:
-        raise ValueError(f"threads is {show(number)}, but at least one is needed")
-    if number > MOST_THREADS:
-        raise ValueError(f"threads is {show(number)}, but at most {MOST_THREADS:,} are started")
-
-
-def thread_count(nbytes: int, threads: int | None) -> int:
-    """Threads for a job of so many bytes: what is asked for, else ``SAFELOAD_NUM_THREADS``, else what helps."""
-    check_threads(threads)
-    if threads is not None:
-        return operator.index(threads)
-    setting = os.environ.get("SAFELOAD_NUM_THREADS")
-    if not setting:
-        return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
-    # No more digits than the limit has: int() would refuse thousands of them in its own words.
-    if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
-        raise ValueError(f"SAFELOAD_NUM_THREADS is {show(setting)}, but a number from 1 to {MOST_THREADS:,} is wanted")
-    return int(setting)
-
-
-@contextmanager
-def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
-    """A function that shows how many bytes are done, as `Progress` wants it."""
-    if callable(progress):
-        report = progress
-        yield lambda done: report(done, total)
-    elif progress:
-        with bar("safeload", leave=True) as draw:
-            yield lambda done: draw(done, total)
-    else:
-        yield lambda done: None
-
-
-def run(
-    jobs: Sequence[Job],
-    where: Callable[[int, int], tuple[str, str | None]],
-    *,
-    files: Sequence[WeightFile | None] | None = None,
-    grids: Sequence[Grid] = (),
-    channels: Sequence[Channels] = (),
-    threads: int | None = None,
-    progress: Progress = None,
-) -> int:
-    """Runs jobs to their end; the memory they name must be alive. Returns the bytes moved.
+class Batch:
+    """Jobs that run together. The memory that they name must be alive until they have, by their origins or else.
 
     Args:
-        jobs: what to do.
-        where: for an error, path and tensor of a job's index and a byte in its file.
-        files: the file of each job, None for one in memory, where `Job.file` is `IN_FILE`: they are opened as far as
-            they are not, no more than a part of them at a time where the process may not have so many descriptors.
-        grids: what `Job.grid` counts in.
-        channels: what `Job.channels` counts in.
-        threads: None for `thread_count`'s choice.
-        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
-
-    Raises:
-        Refused: a value that the target cannot hold.
-        FormatError: a file ends too early, with its path and the offset.
-        OSError: a file cannot be read or written.
-        MemoryError: the core's scratch memory is refused.
+        jobs: the first of them.
+        path: the file of jobs that have a mere descriptor, for errors.
     """
-    array = np.array(jobs, dtype=_JOB)
-    planes = np.array([(grid.rows, grid.columns, *grid.strides) for grid in grids], dtype=_GRID)
-    factors = [(c.number, c.inner, 0 if c.factors is None else address_of(c.factors)) for c in channels]
-    scales = np.array(factors, dtype=_CHANNELS)
-    for field, table in (("grid", planes), ("channels", scales)):
-        if table.size:
-            numbers = array[field]
-            array[field] = np.where(numbers > 0, address_of(table) + (numbers - 1) * table.itemsize, 0)
-    total = int(array["size"].sum())
-    count = thread_count(total, threads)
-    done = 0
-    with reporter(progress, total) as report:
-        for begin, end in [(0, len(array))] if files is None else groups(files):
-            batch = array[begin:end]
-            if files is not None:
-                held = {file: file.descriptor for file in set(files[begin:end]) if file is not None}
-                batch["file"] = [lib.SL_MEMORY if file is None else held[file] for file in files[begin:end]]
-            described = ffi.from_buffer("sl_job[]", batch)
-            cursor = ffi.new("sl_cursor *")
-            error = Error()
-            while not cursor.finished:
-                status = lib.sl_jobs_run(described, len(batch), TIER, count, SLICE_MS, cursor, error)
-                if status != lib.SL_OK:
-                    _fail(status, error, begin + cursor.failed_job, where)
-                report(done + cursor.bytes_done)
-            done += cursor.bytes_done
-    return total
+
+    def __init__(self, jobs: Iterable[Job] = (), path: str | None = None) -> None:
+        self.jobs = list(jobs)
+        self._path = path
+        self._results: list[Array] = []
+
+    def add(self, job: Job) -> None:
+        """One more."""
+        self.jobs.append(job)
+
+    def into(self, array: Array) -> int:
+        """The address of an array that jobs fill, and whose values are this machine's numbers when they have run."""
+        if _SWAPS:
+            self.results((array,))
+        return address_of(array)
+
+    def results(self, arrays: Iterable[Array]) -> None:
+        """Arrays over memory that jobs fill; the core writes the byte order of files into it."""
+        self._results += (array for array in arrays if _SWAPS and array.dtype.itemsize > 1)
+
+    def run(self, *, threads: int | None = None, progress: Progress = None) -> int:
+        """Runs them to their end. Returns the bytes moved.
+
+        Files are opened as far as they are not, no more than a part of them at a time where the process may not have
+        so many descriptors.
+
+        Args:
+            threads: None for `thread_count`'s choice.
+            progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+        Raises:
+            RangeError: a value that the target cannot hold, with tensor and index.
+            FormatError: a file ends too early, with its path and the offset.
+            OSError: a file cannot be read or written.
+            MemoryError: the core's scratch memory is refused.
+        """
+        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0) for job in self.jobs]
+        array = np.array(rows, dtype=_JOB)
+        kept = [
+            _point_at([job.grid for job in self.jobs], array["grid"], _GRID),
+            _point_at([job.channels for job in self.jobs], array["channels"], _CHANNELS),
+        ]
+        files = [job.file for job in self.jobs]
+        opened = [file if isinstance(file, WeightFile) else None for file in files]
+        total = int(array["size"].sum())
+        count = thread_count(total, threads)
+        done = 0
+        with reporter(progress, total) as report:
+            for begin, end in groups(opened):
+                part = array[begin:end]
+                held = {file: _descriptor(file) for file in set(files[begin:end])}
+                part["file"] = [held[file] for file in files[begin:end]]
+                described = ffi.from_buffer("sl_job[]", part)
+                cursor = ffi.new("sl_cursor *")
+                error = Error()
+                while not cursor.finished:
+                    status = lib.sl_jobs_run(described, len(part), TIER, count, SLICE_MS, cursor, error)
+                    if status != lib.SL_OK:
+                        self._fail(status, error, begin + cursor.failed_job)
+                    report(done + cursor.bytes_done)
+                done += cursor.bytes_done
+        del kept
+        for result in self._results:
+            result.byteswap(inplace=True)
+        return total
+
+    def _fail(self, status: int, error: Any, index: int) -> None:
+        """Raises what the core says, of the file and the tensor that it says it of."""
+        if status == lib.SL_E_MEMORY:  # of no one job, and there may be none
+            check(status, error)
+        job = self.jobs[index]
+        path = job.file.path if isinstance(job.file, WeightFile) else self._path
+        if job.origin is not None:
+            tensor = job.origin.tensor or None
+        else:
+            tensor = job.file.tensor_at(error.position) if isinstance(job.file, WeightFile) else None
+        if status == lib.SL_E_RANGE:
+            shape = () if job.origin is None else job.origin.shape
+            at = [int(k) for k in np.unravel_index(error.position, shape)] if job.origin is not None else error.position
+            message = f"{subject(tensor)}element {at} {ffi.string(error.message).decode()}"
+            raise RangeError(message, path=path, tensor=tensor)
+        check(status, error, path, tensor=tensor)
 
 
-def _fail(status: int, error: Any, job: int, where: Callable[[int, int], tuple[str, str | None]]) -> None:
-    if status == lib.SL_E_RANGE:
-        raise Refused(job, error.position, ffi.string(error.message).decode())
-    if status == lib.SL_E_MEMORY:  # of no one job, and there may be none
-        check(status, error)
-    path, subject = where(job, error.position)
-    check(status, error, path, subject)
+# As the file of a job before it is known.
+_NO_FILE = -2
+
+
+def _point_at(given: Sequence[Grid | Channels | None], column: Array, dtype: np.dtype[Any]) -> Array | None:
+    """Fills a column of jobs with the addresses of what they are given, each described once; the memory of these."""
+    if not any(given):
+        return None
+    distinct = {id(one): one for one in given if one is not None}
+    table = np.array([one.described() for one in distinct.values()], dtype=dtype)
+    begin = address_of(table)
+    places = {key: begin + k * table.itemsize for k, key in enumerate(distinct)}
+    column[...] = [0 if one is None else places[id(one)] for one in given]
+    return table
+
+
+def _descriptor(file: WeightFile | int | None) -> int:
+    if file is None:
+        return int(lib.SL_MEMORY)
+    return file.descriptor if isinstance(file, WeightFile) else file
 
 
 def address_of(array: Array) -> int:
@@ -279,7 +255,8 @@ def address_of(array: Array) -> int:
     return pointer(ffi.from_buffer(array))
 
 
-def _aligned_bytes(size: int) -> Array:
+def aligned_bytes(size: int) -> Array:
+    """New memory that begins at a multiple of `ALIGNMENT`."""
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -address_of(raw) % ALIGNMENT
     return raw[start : start + size]
@@ -297,107 +274,12 @@ def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return empty_array(shape, dtype) if size < POOLED_BELOW else array_over(private_buffer(size), dtype, shape, 0)
 
 
-class _Reads:
-    """Collects tensors to be read into private memory.
-
-    Args:
-        few: whether all of their files may be open at once.
-    """
-
-    def __init__(self, few: bool) -> None:
-        self.few = few
-        self.jobs: list[Job] = []
-        self.files: list[WeightFile] = []  # of each job
-        self.arrays: list[Array | None] = []
-        self._small: list[tuple[int, WeightFile, Layout]] = []
-        self._pooled = 0
-
-    def add(self, file: WeightFile, layout: Layout, into: Array | None) -> None:
-        size = layout.end - layout.begin
-        if into is None and layout.source == layout.target and POOLED_BELOW > size > 0:
-            if self._pooled + size > POOL_SIZE:
-                self.flush()
-            self._small.append((len(self.arrays), file, layout))
-            # Up to two gaps of ALIGNMENT where a run starts.
-            self._pooled += size + 2 * ALIGNMENT
-            self.arrays.append(None)
-            return
-        array = private_array(layout.shape, layout.dtype) if into is None else into
-        self.arrays.append(array)
-        if size > 0:
-            op = moving(layout.source, layout.target)
-            place = self._source(file), layout.begin, address_of(array), size
-            self.jobs.append(Job(*place, layout.source, layout.target, op=op))
-            self.files.append(file)
-
-    def _source(self, file: WeightFile) -> int:
-        return file.descriptor if self.few else IN_FILE
-
-    def flush(self) -> None:
-        """Places the small tensors collected so far in one pool, neighbours in the file side by side in one job."""
-        if not self._small:
-            return
-        pool = _aligned_bytes(self._pooled)
-        base = address_of(pool)
-        at, previous, previous_end = 0, None, -1
-        for slot, file, (dtype, shape, begin, end, *_) in self._small:
-            if file is previous and begin == previous_end:
-                self.jobs[-1] = self.jobs[-1]._replace(size=self.jobs[-1].size + end - begin)
-            else:
-                # The same address modulo ALIGNMENT as in the file: what is aligned there is aligned here.
-                at += (begin - at) % ALIGNMENT
-                self.jobs.append(Job(self._source(file), begin, base + at, end - begin))
-                self.files.append(file)
-            self.arrays[slot] = array_over(pool, dtype, shape, at)
-            at += end - begin
-            previous, previous_end = file, end
-        self._small.clear()
-        self._pooled = 0
-
-
-def read_arrays(
-    parts: Sequence[tuple[WeightFile, Layout]],
-    *,
-    into: Sequence[Array | None] | None = None,
-    threads: int | None = None,
-    progress: Progress = None,
-) -> list[Array]:
-    """Tensors of any files, read (and converted) into private memory in one go: aligned, writable, C-contiguous.
-
-    Args:
-        parts: what to read.
-        into: arrays to fill, one for each part, C-contiguous and of its dtype and shape; None for new ones.
-        threads: see `thread_count`.
-        progress: see `run`.
-
-    Raises:
-        FormatError: a file ends too early, with its path and the offset.
-        OSError: a file cannot be read.
-    """
-    reads = _Reads(are_few(file for file, _ in parts))
-    for k, (file, layout) in enumerate(parts):
-        reads.add(file, layout, None if into is None else into[k])
-    reads.flush()
-
-    def where(job: int, position: int) -> tuple[str, str | None]:
-        file = reads.files[job]
-        return file.path, file.tensor_at(position)
-
-    run(reads.jobs, where, files=None if reads.few else reads.files, threads=threads, progress=progress)
-    arrays = [native_order(array) for array in reads.arrays if array is not None]
-    for k, given in enumerate(into or ()):
-        if given is not None and arrays[k] is not given:  # only where bytes had to be swapped
-            given[...] = arrays[k]
-            arrays[k] = given
-    return arrays
-
-
-def read_small(file: WeightFile, layout: Layout) -> Array:
+def read_small(file: WeightFile, layout: ArraySpec) -> Array:
     """One small tensor in private memory, read at once and with the GIL kept; unconverted."""
     array = empty_array(layout.shape, layout.dtype)
     size = layout.end - layout.begin
     if size and short.sl_file_read(file.descriptor, layout.begin, address_of(array), size, None) != lib.SL_OK:
-        return read_arrays([(file, layout)])[0]  # fails again, and says how
+        Batch([Job(file, layout.begin, address_of(array), size)]).run()  # fails again, and says how
     return native_order(array)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.file import Array
+from ..base.arrays import Array
 
 
 class Lazy:

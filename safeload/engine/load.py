@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, eq
+from typing import Any, Literal, NamedTuple, overload
 
 from ..base import dtypes
-from ..base.arrays import check_mapping, refuse_masked
-from ..base.file import Array, Layout, WeightFile, view_of
+from ..base.arrays import Array, check_mapping
+from ..base.file import WeightFile
 from ..base.native import lib
-from ..base.table import Scale
 from ..base.text import show
 from ..errors import SafeloadError, UnsupportedError
-from . import jobs, strided
-from .jobs import Progress
-from .quantized_tensor import INT8, QuantizedTensor
+from .delivery import Value as Value
+from .delivery import deliver
+from .plan import Selection
+from .progress import Progress
+from .read import read_scale as read_scale
+from .threads import check_threads
 
 Backend = Literal["mmap", "pread"]
-
-# What a tensor becomes.
-Value = Array | QuantizedTensor
-
-_F32 = dtypes.BY_CODE["F32"]
 
 # A tensor to load: its name, its file, its index there.
 Part = tuple[str, WeightFile, int]
@@ -75,15 +72,44 @@ def distinct(names: Iterable[str]) -> Iterable[str]:
     return dict.fromkeys(names)
 
 
-def parts_of(file: WeightFile, names: Iterable[str] | None = None) -> list[Part]:
+class Parts(Sequence[Part]):
+    """Tensors of one file, as columns; each is made a `Part` when it is asked for.
+
+    Args:
+        file: where they are.
+        names: of them.
+        indices: of them in the file's table.
+    """
+
+    def __init__(self, file: WeightFile, names: Sequence[str], indices: Sequence[int]) -> None:
+        self.selection = Selection(file, names, indices)
+
+    def __len__(self) -> int:
+        return len(self.selection.indices)
+
+    def __iter__(self) -> Iterator[Part]:
+        file, names, indices = self.selection
+        return zip(names, repeat(file), indices)
+
+    @overload
+    def __getitem__(self, k: int) -> Part: ...
+    @overload
+    def __getitem__(self, k: slice) -> Parts: ...
+    def __getitem__(self, k: int | slice) -> Part | Parts:
+        file, names, indices = self.selection
+        return Parts(file, names[k], indices[k]) if isinstance(k, slice) else (names[k], file, indices[k])
+
+
+def parts_of(file: WeightFile, names: Iterable[str] | None = None) -> Parts:
     """The tensors named, or all in the order of their bytes.
 
     Raises:
         TensorNotFoundError: an unknown name.
     """
     if names is None:
-        return [(name, file, index) for index, name in enumerate(file.table.names)]
-    return [(name, file, file.table.index(name)) for name in distinct(names)]
+        return Parts(file, file.table.names, range(file.table.count))
+    wanted = list(distinct(names))
+    return Parts(file, wanted, [file.table.index(name) for name in wanted])
 
 
 def load_parts(
@@ -99,11 +125,11 @@ def load_parts(
     """Arrays (or quantized tensors) of tensors in any files, in the order of ``parts``.
 
     Args:
-        parts: what to load.
+        parts: what to load, each name once.
         backend: "mmap" for views into one mapping per file, "pread" for private memory. What cannot be a view
             (converted, not aligned in the file, or the system refuses the mapping) is read. Tensors that share bytes
             share memory either way, unless they are converted.
-        dtype: what floating tensors are converted to and quantized ones restored to; None for none.
+        dtype: what floating tensors are converted to and quantized ones dequantized to; None for none.
         out: arrays to fill, by name; all of them are checked before the first byte is written.
         threads: for what is read.
         progress: for what is read; where all is mapped, which takes no time, its end alone is shown.
@@ -116,125 +142,39 @@ def load_parts(
         OSError: a file cannot be read.
     """
     check_backend(backend)
-    jobs.check_threads(threads)
+    check_threads(threads)
     target = parse_target(dtype)
     started = time.perf_counter()
-    layouts = _layouts(parts, target)
-    arrays: list[Array | None] = [None] * len(parts)
-    into = None
+    selections = _selections(parts)
+    names = selections[0].names if len(selections) == 1 else [name for name, _, _ in parts]
     if out is not None:
-        into = _check_out(parts, layouts, out)
+        check_mapping(out, "out")
+        unknown = sorted(set(out) - set(names))
+        if unknown:
+            raise ValueError(f"out: {show(unknown[0])} is no tensor of this load")
         backend = "pread"
-    elif backend == "mmap" and not _fill_views(parts, layouts, {} if mappings is None else mappings, arrays):
-        backend = "pread"
-    for k, part in enumerate(parts):
-        if layouts[k].source != layouts[k].target and _scale(part) is not None:
-            arrays[k] = _quantized(part, _read_raw(part, threads)).dequantize(
-                dtypes.array_dtype(layouts[k].target), out=None if into is None else into[k], threads=threads
-            )
-    missing = [k for k, array in enumerate(arrays) if array is None]
-    if missing:
-        to_read = [(parts[k][1], layouts[k]) for k in missing]
-        places = None if into is None else [into[k] for k in missing]
-        read = strided.read_arrays(to_read, into=places, threads=threads, progress=progress)
-        for k, array in zip(missing, read, strict=True):
-            arrays[k] = array
-    done: dict[str, Any] = {}
-    for part, layout, loaded in zip(parts, layouts, arrays, strict=True):
-        if loaded is not None:
-            raw = part[1].table.quantized and layout.source == layout.target
-            done[part[0]] = _quantized(part, loaded) if raw else loaded
-    nbytes = sum(value.nbytes for value in done.values())
-    if progress and nbytes and not missing:
-        with jobs.reporter(progress, nbytes) as report:
-            report(nbytes)
-    return done, LoadStats(nbytes, len(done), time.perf_counter() - started, backend)
+    arrays, allowed = deliver(
+        selections,
+        target=target,
+        view=backend == "mmap",
+        mappings=mappings,
+        out=out,
+        threads=threads,
+        progress=progress,
+    )
+    if not all(map(eq, arrays, names)):  # those read come after views, and one file's tensors after another's
+        arrays = {name: arrays[name] for name in names}
+    nbytes = sum(map(attrgetter("nbytes"), arrays.values()))
+    return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend if allowed else "pread")
 
 
-def _scale(part: Part) -> Scale | None:
-    return part[1].table.scale(part[2]) if part[1].table.quantized else None
-
-
-def _read_raw(part: Part, threads: int | None) -> Array:
-    return jobs.read_arrays([(part[1], part[1].layout(part[2]))], threads=threads)[0]
-
-
-def _quantized(part: Part, array: Array) -> Any:
-    """The tensor that raw data belongs to: itself, or quantized."""
-    _, file, index = part
-    row, scale = file.table.row(index), _scale(part)
-    if row.blocked:
-        return QuantizedTensor(row.name, file.table.shape(index), array)
-    if scale is None:
-        return array
-    return QuantizedTensor(INT8, array.shape, array, read_scale(file, scale), scale.axis)
-
-
-def read_scale(file: WeightFile, scale: Scale) -> Array:
-    """The scales of an int8 tensor."""
-    number = _F32.number
-    layout = Layout(dtypes.array_dtype(number), scale.shape, scale.begin, scale.end, number, number)
-    return jobs.read_small(file, layout)
-
-
-def _by_file(parts: Sequence[Part]) -> dict[WeightFile, list[int]]:
-    """Positions in ``parts`` of the tensors of each file."""
-    positions: dict[WeightFile, list[int]] = {}
-    for k, (_, file, _) in enumerate(parts):
-        positions.setdefault(file, []).append(k)
-    return positions
-
-
-def _layouts(parts: Sequence[Part], target: dtypes.Dtype | None) -> list[Layout]:
-    if len(parts) == 1 and target is None:
-        return [parts[0][1].layout(parts[0][2])]
-    result: dict[int, Layout] = {}
-    for file, positions in _by_file(parts).items():
-        result.update(zip(positions, file.layouts([parts[k][2] for k in positions], target), strict=True))
-    return [result[k] for k in range(len(parts))]
-
-
-def _fill_views(
-    parts: Sequence[Part], layouts: list[Layout], mappings: dict[WeightFile, Any], arrays: list[Array | None]
-) -> bool:
-    """Fills in views where they can be; whether the system allowed every mapping."""
-    allowed = True
-    for file, positions in _by_file(parts).items():
-        buffer = mappings.get(file)
-        if buffer is None:
-            if all(layouts[k].source != layouts[k].target for k in positions):
-                continue  # nothing to view
-            try:
-                buffer = mappings[file] = file.map()
-            except OSError:
-                allowed = False
-                continue
-        for k in positions:
-            arrays[k] = view_of(buffer, layouts[k])
-    return allowed
-
-
-def _check_out(parts: Sequence[Part], layouts: list[Layout], out: Mapping[str, Array]) -> list[Array]:
-    """The arrays to fill, in the order of ``parts``."""
-    check_mapping(out, "out")
-    names = [name for name, _, _ in parts]
-    unknown = sorted(set(out) - set(names))
-    if unknown:
-        raise ValueError(f"out: {show(unknown[0])} is no tensor of this load")
-    arrays = []
-    for name, layout in zip(names, layouts, strict=True):
-        array = out.get(name)
-        if array is None:
-            raise ValueError(f"out: no array for tensor {show(name)}")
-        refuse_masked(array, f"out: {show(name)}")
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"out: {show(name)} is a {type(array).__name__}, not a numpy array")
-        if array.dtype != layout.dtype or array.shape != layout.shape:
-            raise ValueError(
-                f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {layout.dtype} "
-                f"{show(list(layout.shape))}"
-            )
-        if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
-            raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
-        arrays.append(array)
-    return arrays
+def _selections(parts: Sequence[Part]) -> list[Selection]:
+    """The tensors of each file."""
+    if isinstance(parts, Parts):
+        return [parts.selection]
+    files: dict[WeightFile, Selection] = {}
+    for name, file, index in parts:
+        names, indices = files.setdefault(file, Selection(file, [], []))[1:]
+        names.append(name)  # type: ignore[attr-defined]
+        indices.append(index)  # type: ignore[attr-defined]
+    return list(files.values())

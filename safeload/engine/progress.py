@@ -15,6 +15,8 @@ from typing import Any
 from ..base.text import size, width
 
 Report = Callable[[int, int], object]
+# What functions take as ``progress``: True for a bar, or a callable that gets (bytes_done, bytes_total).
+Progress = bool | Report | None
 
 # Seconds between two updates of the plain bar, and between two lines.
 _INTERVAL, _LINE_INTERVAL = 0.1, 10.0
@@ -73,6 +75,19 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
     finally:
         if drawn is not None:
             drawn.close()
+
+
+@contextmanager
+def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
+    """A function that shows how many bytes are done, as `Progress` wants it."""
+    if callable(progress):
+        report = progress
+        yield lambda done: report(done, total)
+    elif progress:
+        with bar("safeload", leave=True) as draw:
+            yield lambda done: draw(done, total)
+    else:
+        yield lambda done: None
 
 
 def _write(text: str) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import refuse_masked
-from ..base.file import Array
+from ..base.arrays import Array, refuse_masked
 from ..base.native import lib
 from ..base.scheme import INT8 as INT8
 from ..base.text import show
 from ..errors import UnsupportedError
 from . import jobs
 from .cast import target_array
+from .threads import check_threads
 
 _I8 = dtypes.BY_CODE["I8"].number
 
@@ -86,20 +86,18 @@ class QuantizedTensor:
         source = _I8 if self.scheme == INT8 else dtypes.BLOCK_TYPES[self.scheme].number
         if not target.floating or target.packed or not lib.sl_convertible(source, target.number):
             raise UnsupportedError(f"there is no kernel that dequantizes {self.scheme} to {target.name}")
-        jobs.check_threads(threads)
+        check_threads(threads)
         result = target_array(self.shape, dtypes.element_dtype(target.number), out)
         data = np.ascontiguousarray(self.data)
         if data.size:
-            place = lib.SL_MEMORY, jobs.address_of(data), jobs.address_of(result), data.nbytes
-            job = jobs.Job(*place, source, target.number, op=lib.SL_OP_CONVERT)
-            scales: list[jobs.Channels] = []
-            if self.scale is not None:
-                scales.append(channels_of(self.shape, self.axis, np.ascontiguousarray(self.scale, np.float32)))
-                job = job._replace(channels=1, op=lib.SL_OP_FROM_INT8)
-            jobs.run([job], lambda job, position: ("", None), channels=scales, threads=threads)
-        restored = jobs.native_order(result)
-        if restored is not result:  # only where bytes had to be swapped
-            result[...] = restored
+            batch = jobs.Batch()
+            place = None, jobs.address_of(data), batch.into(result), data.nbytes, source, target.number
+            if self.scale is None:
+                batch.add(jobs.Job(*place, lib.SL_OP_CONVERT))
+            else:
+                channels = channels_of(self.shape, self.axis, np.ascontiguousarray(self.scale, np.float32))
+                batch.add(jobs.Job(*place, lib.SL_OP_FROM_INT8, channels=channels))
+            batch.run(threads=threads)
         return result
 
     def _rows(self, rows: slice) -> QuantizedTensor:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.file import Array, Layout, WeightFile, array_over, c_strides
-from ..base.text import show
+from ..base.arrays import Array, ArraySpec, array_over, c_strides
+from ..base.file import WeightFile
 from . import jobs
 
 # Rows this close together are read with what lies between them: a page is what the system reads anyway.
@@ -132,11 +132,11 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
     """The selected elements in private memory, read through the descriptor."""
     layout = file.layout(tensor)
     axes, after = _axes(index, layout.shape)
-    place = file.path, f"tensor {show(file.table.names[tensor])}"
+    origin = jobs.Origin(file.table.names[tensor], layout.shape)
     if layout.strides is None:
-        result = _read_dense(file, layout.dtype, layout.shape, layout.begin, axes, place)
+        result = _read_dense(file, layout.dtype, layout.shape, layout.begin, axes, origin)
     else:
-        result = _read_strided(file, layout, layout.strides, axes, place)
+        result = _read_strided(file, layout, layout.strides, axes, origin)
     if layout.big_endian:
         result = result.byteswap()  # native_order swaps once more where that is this machine's order
     view: Array = jobs.native_order(result)[after]
@@ -149,32 +149,31 @@ def _read_dense(
     shape: tuple[int, ...],
     begin: int,
     axes: list[_Axis],
-    place: tuple[str, str],
+    origin: jobs.Origin,
 ) -> Array:
     """Selected elements of a tensor in C order."""
     result: Array = np.empty(tuple(axis.length for axis in axes), dtype)
     if result.size:
-        direct: list[jobs.Job] = []
+        direct = jobs.Batch()
         for run in _runs(axes, shape, dtype.itemsize):
             at = (*run.at, ...)  # with the ellipsis an array also where a single element is selected
             target = result[at]
             if run.pitch == 0:
-                direct.append(jobs.Job(file.descriptor, begin + run.offset, jobs.address_of(target), run.size))
+                direct.add(jobs.Job(file, begin + run.offset, jobs.address_of(target), run.size, origin=origin))
                 continue
             block = np.empty(run.size, np.uint8)
-            job = jobs.Job(file.descriptor, begin + run.offset, jobs.address_of(block), run.size)
-            jobs.run([job], lambda job, position: place)
+            jobs.Batch([jobs.Job(file, begin + run.offset, jobs.address_of(block), run.size, origin=origin)]).run()
             inside = len(run.at)
             rows = _strided(block, dtype, (len(target), *shape[inside:]), run.pitch)
             inner = axes[inside:]
             selected = (slice(None), *(slice(a.start, a.start + (a.length - 1) * a.step + 1, a.step) for a in inner))
             target[...] = rows[selected]
-        jobs.run(direct, lambda job, position: place)
+        direct.run()
     return result
 
 
 def _read_strided(
-    file: WeightFile, layout: Layout, strides: tuple[int, ...], axes: list[_Axis], place: tuple[str, str]
+    file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_Axis], origin: jobs.Origin
 ) -> Array:
     """Selected elements of a tensor with strides of its own."""
     # With its axes in order of their strides it is in C order as a rule: a transposed matrix. Those of a single element
@@ -183,7 +182,7 @@ def _read_strided(
     shape = tuple(layout.shape[k] for k in order)
     wanted = c_strides(shape, layout.dtype.itemsize)
     if all(layout.shape[k] == 1 or strides[k] == stride for k, stride in zip(order, wanted, strict=True)):
-        dense = _read_dense(file, layout.dtype, shape, layout.begin, [axes[k] for k in order], place)
+        dense = _read_dense(file, layout.dtype, shape, layout.begin, [axes[k] for k in order], origin)
         turned: Array = dense.transpose([order.index(k) for k in range(len(order))])
         return turned
     selected = tuple(axis.length for axis in axes)
@@ -194,8 +193,7 @@ def _read_strided(
     steps = tuple(a.step * stride if a.length > 1 else 0 for a, stride in zip(axes, strides, strict=True))
     reach = sum((axis.length - 1) * step for axis, step in zip(axes, steps, strict=True))
     block = np.empty(reach + layout.dtype.itemsize, np.uint8)
-    job = jobs.Job(file.descriptor, layout.begin + begin, jobs.address_of(block), block.size)
-    jobs.run([job], lambda job, position: place)
+    jobs.Batch([jobs.Job(file, layout.begin + begin, jobs.address_of(block), block.size, origin=origin)]).run()
     return array_over(block, layout.dtype, selected, 0, steps)
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import as_array
-from ..base.file import Array, WeightFile
-from ..base.native import lib
-from ..base.text import show
-from ..errors import RangeError
+from ..base.arrays import Array, as_array
+from ..base.file import WeightFile
+from ..base.text import subject as subject
 from . import jobs
 from .cast import astype
-from .jobs import Job, Progress
+from .jobs import Channels, Grid, Job, Origin
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -47,26 +44,18 @@ class Source(NamedTuple):
         """Bytes."""
         return self.row.nbytes(math.prod(self.shape))
 
-    def job(self, memory: int, target: int, *, grid: int = 0) -> Job:
-        """What moves it to an address, as the dtype numbered ``target``; for `run`, which opens the file."""
+    def job(self, memory: int, target: int, *, grid: Grid | None = None) -> Job:
+        """What moves it to an address, as the dtype numbered ``target``."""
         op = jobs.moving(self.row.number, target, grid)
-        return Job(self._where, self.offset, memory, self.size, self.row.number, target, grid, op=op)
+        return self._job(op, memory, target)._replace(grid=grid)
 
-    def work(self, op: int, memory: int, *, channels: int = 0) -> Job:
-        """An operation on its values whose result is of no other dtype than the operation's own; for `run`."""
-        number = self.row.number
-        return Job(self._where, self.offset, memory, self.size, number, number, channels=channels, op=op)
+    def work(self, op: int, memory: int, *, channels: Channels | None = None) -> Job:
+        """An operation on its values whose result is of no other dtype than the operation's own."""
+        return self._job(op, memory, self.row.number)._replace(channels=channels)
 
-    @property
-    def _where(self) -> int:
-        """Where a job finds it: in memory, or in the file that `run` opens."""
-        where: int = lib.SL_MEMORY if self.file is None else jobs.IN_FILE
-        return where
-
-
-def subject(name: str) -> str:
-    """The tensor as messages begin with it; nothing for a single array."""
-    return f"tensor {show(name)}: " if name else ""
+    def _job(self, op: int, memory: int, target: int) -> Job:
+        origin = Origin(self.name, self.shape, self.owner)
+        return Job(self.file, self.offset, memory, self.size, self.row.number, target, op, origin=origin)
 
 
 def of_reals(name: str, x: Any, threads: int | None) -> Source:
@@ -114,40 +103,3 @@ def of_array(name: str, value: Any) -> Source:
 def address(array: Array) -> int:
     """Address of a contiguous array's first element, 0 where there is none."""
     return jobs.address_of(array) if array.size else 0
-
-
-def run(
-    sources: Sequence[Source],
-    work: Sequence[Job],
-    *,
-    grids: Sequence[jobs.Grid] = (),
-    channels: Sequence[jobs.Channels] = (),
-    threads: int | None = None,
-    progress: Progress = None,
-) -> None:
-    """Runs jobs, each of the source at its place.
-
-    Raises:
-        RangeError: a value that its target cannot hold, with tensor and index.
-        FormatError: a file ends too early, with its path and the offset.
-        OSError: a file cannot be read.
-    """
-
-    def where(job: int, position: int) -> tuple[str, str | None]:
-        file = sources[job].file
-        return file.path if file is not None else "", f"tensor {show(sources[job].name)}"
-
-    try:
-        jobs.run(
-            work,
-            where,
-            files=[source.file for source in sources],
-            grids=grids,
-            channels=channels,
-            threads=threads,
-            progress=progress,
-        )
-    except jobs.Refused as refused:
-        source = sources[refused.job]
-        index = [int(k) for k in np.unravel_index(refused.element, source.shape)]
-        raise RangeError(f"{subject(source.name)}element {index} {refused.reason}") from None

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..base import dtypes
-from ..base.file import Array, WeightFile
-from ..base.native import lib
-from ..base.text import show
+from ..base.arrays import Array
+from ..base.file import WeightFile
 from . import jobs
-from .jobs import Job, Progress
-from .progress import bar
+from .jobs import Batch, Job
+from .progress import Progress, bar
 from .source import Source
+from .threads import thread_count
 
 # Bytes read at a time by each thread: far more than what starting a read costs, little beside any machine's memory.
 PIECE = 4 << 20
@@ -41,7 +41,7 @@ def in_order(
         threads: None for what helps with so many bytes.
         nbytes: what is read in all.
     """
-    count = jobs.thread_count(nbytes, threads)
+    count = thread_count(nbytes, threads)
     if count == 1:
         yield from map(function, items)
         return
@@ -96,13 +96,9 @@ def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = N
         OSError: it cannot be read.
     """
     memory = np.empty(min(PIECE, max(1, end - begin)), np.uint8) if buffer is None else buffer
-
-    def where(job: int, position: int) -> tuple[str, str | None]:
-        return file.path, file.tensor_at(position)
-
     for at in range(begin, end, PIECE):
         size = min(PIECE, end - at)
-        jobs.run([Job(file.descriptor, at, jobs.address_of(memory), size)], where, threads=1)
+        Batch([Job(file, at, jobs.address_of(memory), size)]).run(threads=1)
         yield memory[:size].data
 
 
@@ -142,25 +138,15 @@ def values(source: Source, begin: int, count: int) -> Array:
     """
     row = source.row
     item = row.block_bytes
-
-    def where(job: int, position: int) -> tuple[str, str | None]:
-        return (source.file.path if source.file is not None else ""), f"tensor {show(source.name)}"
-
     dtype: np.dtype[Any] = np.dtype(np.float64) if row.floating else dtypes.element_dtype(row.number)
     target = dtypes.BY_CODE["F64"].number if row.floating else row.number
     result = np.empty(count, dtype)
     if count:
-        job = Job(
-            lib.SL_MEMORY if source.file is None else source.file.descriptor,
-            source.offset + begin * item,
-            jobs.address_of(result),
-            count * item,
-            row.number,
-            target,
-            op=jobs.moving(row.number, target),
-        )
-        jobs.run([job], where, threads=1)
-    return jobs.native_order(result).astype(np.float64, copy=False)
+        batch = Batch()
+        job = source.job(batch.into(result), target)
+        batch.add(job._replace(offset=source.offset + begin * item, size=count * item))
+        batch.run(threads=1)
+    return result.astype(np.float64, copy=False)
 
 
 def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import check_mapping, refuse_masked
-from ..base.file import PathLike, WeightFile, array_fits
+from ..base.arrays import array_fits, check_mapping, refuse_masked
+from ..base.file import PathLike, WeightFile
 from ..base.table import ListedTable, Listing
 from ..base.text import show
 from ..engine import jobs

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import check_mapping, refuse_masked
-from ..base.file import Array, PathLike, WeightFile, array_fits, c_strides
+from ..base.arrays import array_fits, c_strides, check_mapping, refuse_masked
+from ..base.file import Array, PathLike, WeightFile
 from ..base.table import ListedTable, Listing
 from ..base.text import show
 from ..engine import jobs

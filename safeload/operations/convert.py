@@ -16,11 +16,10 @@ from ..base import dtypes
 from ..base.file import Array, PathLike
 from ..base.text import show
 from ..engine import jobs
-from ..engine.jobs import Progress
 from ..engine.lazy import Lazy, LazyQuantized
 from ..engine.load import distinct, parse_target
+from ..engine.progress import Progress, reporter
 from ..engine.quantized_tensor import INT8, QuantizedTensor, storage_of
-from ..engine.source import run
 from ..errors import TensorNotFoundError, UnsupportedError
 from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME, SUFFIXES
@@ -128,7 +127,7 @@ def write(
         outputs = work.of_layout(layout) if layout is not None else work.of_tensors()
         metadata = catalog.metadata
         total = sum(output.nbytes for output in outputs.values())
-        report = stack.enter_context(jobs.reporter(progress, total))
+        report = stack.enter_context(reporter(progress, total))
         outputs = _reporting(outputs, report)
         if limit is not None:
             write_shards(
@@ -293,7 +292,7 @@ class _Plan:
         if isinstance(value, QuantizedTensor):
             return value.dequantize(dtype, out=array, threads=self._threads)
         if value.size:
-            run([value], [value.job(jobs.address_of(array), row.number)], threads=self._threads)
+            jobs.Batch([value.job(jobs.address_of(array), row.number)]).run(threads=self._threads)
         return jobs.native_order(array)
 
     def _quantized(self, scheme: str, shape: tuple[int, ...], value: Callable[[], Any]) -> LazyQuantized:

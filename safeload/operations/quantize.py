@@ -14,7 +14,7 @@ from ..base.text import show
 from ..engine import jobs
 from ..engine.jobs import Progress
 from ..engine.quantized_tensor import QuantizedTensor, channels_of, storage_of
-from ..engine.source import Source, address, of_reals, run
+from ..engine.source import Source, address, of_reals
 
 SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"]
 Rounding: TypeAlias = Literal["absmax", "ggml"]
@@ -46,17 +46,16 @@ def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Pr
     scaled = [w for w in wanted if isinstance(w.result, QuantizedTensor) and w.result.scale is not None]
     first, second = _halves(progress, sum(w.source.size for w in scaled), sum(w.source.size for w in wanted))
     factors = _scales(scaled, threads, first)
-    channels = []
-    work = []
+    batch = jobs.Batch()
     for w in wanted:
         memory = address(w.result.data if isinstance(w.result, QuantizedTensor) else w.result)
         if id(w) in factors:
             assert isinstance(w.result, QuantizedTensor)
-            channels.append(channels_of(w.source.shape, w.result.axis, factors[id(w)]))
-            work.append(w.source.work(lib.SL_OP_INT8, memory, channels=len(channels)))
+            channels = channels_of(w.source.shape, w.result.axis, factors[id(w)])
+            batch.add(w.source.work(lib.SL_OP_INT8, memory, channels=channels))
         else:
-            work.append(w.source.job(memory, w.target))
-    run([w.source for w in wanted], work, channels=channels, threads=threads, progress=second)
+            batch.add(w.source.job(memory, w.target))
+    batch.run(threads=threads, progress=second)
 
 
 def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) -> dict[int, Array]:
@@ -64,14 +63,14 @@ def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) 
     maxima = [np.zeros(w.result.scale.shape, np.uint32) for w in scaled]  # type: ignore[union-attr]
     channels = [channels_of(w.source.shape, w.result.axis, None) for w in scaled]  # type: ignore[union-attr]
     work = [
-        w.source.work(lib.SL_OP_ABSMAX, address(bits), channels=k + 1)
-        for k, (w, bits) in enumerate(zip(scaled, maxima, strict=True))
+        w.source.work(lib.SL_OP_ABSMAX, address(bits), channels=one)
+        for w, bits, one in zip(scaled, maxima, channels, strict=True)
     ]
-    run([w.source for w in scaled], work, channels=channels, threads=threads, progress=progress)
+    jobs.Batch(work).run(threads=threads, progress=progress)
     factors = {}
     for w, bits in zip(scaled, maxima, strict=True):
         if (bits >= _INFINITY_BITS).any():
-            run([w.source], [w.source.work(lib.SL_OP_FINITE, 0)], threads=threads)  # says where
+            jobs.Batch([w.source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # says where
         absmax = bits.view(np.float32)
         with np.errstate(divide="ignore", over="ignore"):
             inverse = np.float32(127) / absmax

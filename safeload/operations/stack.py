@@ -13,10 +13,10 @@ from ..base.file import Array
 from ..base.text import show
 from ..engine import jobs
 from ..engine.cast import target_array
-from ..engine.jobs import Grid, Job, Progress
+from ..engine.jobs import Batch, Grid, Progress
 from ..engine.load import parse_target
 from ..engine.quantized_tensor import QuantizedTensor
-from ..engine.source import Source, of_array, run
+from ..engine.source import Source, of_array
 from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.layout import LAYER, Layout, StackedTensor
 from .catalog import About, Catalog, Given
@@ -242,32 +242,21 @@ def fill(
     Raises:
         FormatError, OSError: a file cannot be read.
     """
-    used: list[Source] = []
-    work: list[Job] = []
-    grids: list[Grid] = []
+    batch = Batch()
     for planned, array in wanted:
         size = math.prod(planned.layer) * array.dtype.itemsize
-        number = 0
+        begin = batch.into(array)
+        grid: Grid | None = None
         for k, name in enumerate(planned.names):
             origin = _convertible(catalog.source(name), planned.row, threads)
             if origin.size == 0:
                 continue
-            if planned.entry.transpose and number == 0:
+            element, item = origin.row.block_bytes, array.dtype.itemsize
+            if planned.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
                 rows, columns = planned.layer
-                element, item = origin.row.block_bytes, array.dtype.itemsize
-                grids.append(Grid(rows, columns, (columns * element, element, item, rows * item)))
-                number = len(grids)
-            if number and grids[number - 1].strides[1] != origin.row.block_bytes:  # layers of different dtypes
-                element = origin.row.block_bytes
-                grids.append(grids[number - 1]._replace(strides=(columns * element, element, item, rows * item)))
-                number = len(grids)
-            used.append(origin)
-            work.append(origin.job(jobs.address_of(array) + k * size, planned.row.number, grid=number))
-    run(used, work, grids=grids, threads=threads, progress=progress)
-    for _, array in wanted:
-        restored = jobs.native_order(array)
-        if restored is not array:  # only where bytes had to be swapped
-            array[...] = restored
+                grid = Grid(rows, columns, (columns * element, element, item, rows * item))
+            batch.add(origin.job(begin + k * size, planned.row.number, grid=grid))
+    batch.run(threads=threads, progress=progress)
 
 
 def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:
@@ -278,5 +267,5 @@ def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: in
         return value
     decoded = jobs.private_array(value.shape, dtypes.array_dtype(row.number))
     if value.size:
-        run([value], [value.job(jobs.address_of(decoded), row.number)], threads=threads)
+        Batch([value.job(jobs.address_of(decoded), row.number)]).run(threads=threads)
     return of_array(value.name, jobs.native_order(decoded))

@@ -13,10 +13,10 @@ from ..base.arrays import as_array
 from ..base.file import Array
 from ..base.native import lib, short
 from ..engine import jobs
-from ..engine.jobs import Channels, Job, Progress, struct_dtype
+from ..engine.jobs import Batch, Channels, Progress, struct_dtype
 from ..engine.load import distinct
 from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of
-from ..engine.source import Source, address, of_numbers, run
+from ..engine.source import Source, address, of_numbers
 from ..errors import UnsupportedError
 from .catalog import Catalog, Given, has_names
 
@@ -239,18 +239,12 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
     ends = np.cumsum(words)
     memory = np.zeros(int(words.sum()), np.uint64)
     places = address(memory) + (ends - words) * _WORD
-    work: list[Job] = []
-    worked: list[Source] = []
-    channels: list[Channels] = []
+    batch = Batch()
     op = lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS
     for part, count, place in zip(parts, counts.tolist(), places.tolist(), strict=True):
-        if part.channels is not None:
-            channels.append(part.channels)
         if count:
-            number = 0 if part.channels is None else len(channels)
-            work.append(part.source.work(op, place, channels=number))
-            worked.append(part.source)
-    run(worked, work, channels=channels, threads=threads, progress=progress)
+            batch.add(part.source.work(op, place, channels=part.channels))
+    batch.run(threads=threads, progress=progress)
     merged = np.zeros(len(parts), _RECORD)
     first = (places + bins * _WORD).astype(np.uint64)
     numbers = segments.astype(np.uint64)

@@ -269,7 +269,9 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     said = "" if method is None else f" (quant_method {clip(printable(method), 40)} in config.json)"
     raise UnsupportedError(
         f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. {what} would take the "
-        "codes for weights, and this version does not dequantize them; safeload.load without dtype= gives them stored"
+        "codes for weights, and this version does not dequantize them; safeload.load without dtype= gives them stored",
+        path=where or None,
+        tensor=name,
     )
 
 

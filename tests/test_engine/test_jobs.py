@@ -38,8 +38,8 @@ def number(dtype):
 
 
 def run(job, grid, threads=2):
-    job = job._replace(op=lib.SL_OP_GRID)
-    return jobs.run([job], lambda job, position: ("file", "it"), grids=[grid], threads=threads)
+    job = job._replace(op=lib.SL_OP_GRID, grid=grid, origin=jobs.Origin("it"))
+    return jobs.Batch([job], path="file").run(threads=threads)
 
 
 @pytest.mark.parametrize("target", [np.uint16, np.float32, np.float64])
@@ -51,7 +51,7 @@ def test_a_file_is_transposed_on_its_way(open_file, shape, target):
     out = np.zeros(shape[::-1], target)
     size = out.dtype.itemsize
     grid = jobs.Grid(*shape, (shape[1] * 2, 2, size, shape[0] * size))
-    job = jobs.Job(handle, 4, jobs.address_of(out), x.nbytes, number(source), number(target), 1)
+    job = jobs.Job(handle, 4, jobs.address_of(out), x.nbytes, number(source), number(target))
     assert run(job, grid) == x.nbytes
     np.testing.assert_array_equal(out, x.T.astype(target))
 
@@ -65,7 +65,7 @@ def test_columns_of_a_file_into_a_part_of_an_array(open_file, target):
     size = out.dtype.itemsize
     part = out[5:55, 10:210]
     job = jobs.Job(
-        handle, 100 * 2, part.__array_interface__["data"][0], 50 * 200 * 2, number(np.float16), number(target), 1
+        handle, 100 * 2, part.__array_interface__["data"][0], 50 * 200 * 2, number(np.float16), number(target)
     )
     run(job, jobs.Grid(50, 200, (800, 2, 300 * size, size)))
     want = np.full((60, 300), -1, target)
@@ -76,7 +76,7 @@ def test_columns_of_a_file_into_a_part_of_an_array(open_file, target):
 def test_a_file_that_ends_within_a_grid(open_file):
     handle = open_file(bytes(999))
     out = np.zeros((100, 5), np.uint16)
-    job = jobs.Job(handle, 0, jobs.address_of(out), 1000, number(np.uint16), number(np.uint16), 1)
+    job = jobs.Job(handle, 0, jobs.address_of(out), 1000, number(np.uint16), number(np.uint16))
     with pytest.raises(FormatError, match="999") as caught:
         run(job, jobs.Grid(100, 5, (10, 2, 10, 2)))
     assert caught.value.offset == 999
@@ -97,7 +97,7 @@ def test_grids_that_cannot_be(open_file, code, grid, size, fragment):
     out = np.zeros(100, np.uint8)
     row = dtypes.BY_CODE[code].number
     with pytest.raises(SafeloadError, match=fragment):
-        run(jobs.Job(handle, 0, jobs.address_of(out), size, row, row, 1), jobs.Grid(*grid))
+        run(jobs.Job(handle, 0, jobs.address_of(out), size, row, row), jobs.Grid(*grid))
     assert not out.any()
 
 
@@ -147,17 +147,16 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
     path = tmp_path / "written"
     with path.open("wb") as file:
         writes = op in (lib.SL_OP_WRITE, lib.SL_OP_APPEND)
-        place = (handle_of(file), 0, out.ctypes.data) if writes else (lib.SL_MEMORY, x.ctypes.data, out.ctypes.data)
-        numbers = source.number, target.number, int(with_grid), int(with_channels), op
-        work = [jobs.Job(*place, x.nbytes, *numbers)]
-        keywords = {"grids": [grid] if with_grid else [], "channels": [channels] if with_channels else []}
+        place = (handle_of(file), 0, out.ctypes.data) if writes else (None, x.ctypes.data, out.ctypes.data)
+        takes = grid if with_grid else None, channels if with_channels else None
+        batch = jobs.Batch([jobs.Job(*place, x.nbytes, source.number, target.number, op, *takes)])
         if with_grid in takes_grid and with_channels in takes_channels:
-            assert jobs.run(work, lambda job, position: ("", None), **keywords) == x.nbytes
+            assert batch.run() == x.nbytes
             assert out.any() != (writes or op == lib.SL_OP_FINITE)
             assert path.stat().st_size == (x.nbytes if writes else 0)
             return
         with pytest.raises(SafeloadError, match=rf"the operation {op_name(op)} (takes no|needs) (a grid|channels)"):
-            jobs.run(work, lambda job, position: ("", None), **keywords)
+            batch.run()
     assert not out.any()
     assert path.stat().st_size == 0
 
@@ -165,4 +164,4 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
 def test_an_operation_that_there_is_not():
     for op in (-1, lib.SL_OP_COUNT):
         with pytest.raises(SafeloadError, match=f"unknown operation {op}"):
-            jobs.run([jobs.Job(lib.SL_MEMORY, 0, 0, 0, op=op)], lambda job, position: ("", None))
+            jobs.Batch([jobs.Job(None, 0, 0, 0, op=op)]).run()

@@ -202,14 +202,13 @@ def test_random_slices_of_large_tensors_are_numpys(big):
 def count_reads(monkeypatch):
     """Lists that fill with the reads made from now on: (offset, bytes) of each."""
     reads = []
-    real = jobs.run
+    real = jobs.Batch.run
 
-    def counting(work, *arguments, **keywords):
-        work = list(work)
-        reads.extend((job[1], job[3]) for job in work)
-        return real(work, *arguments, **keywords)
+    def counting(batch, **keywords):
+        reads.extend((job.offset, job.size) for job in batch.jobs)
+        return real(batch, **keywords)
 
-    monkeypatch.setattr(jobs, "run", counting)
+    monkeypatch.setattr(jobs.Batch, "run", counting)
     return reads
 
 

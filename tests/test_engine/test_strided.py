@@ -8,7 +8,8 @@ import pytest
 
 from safeload import astype, errors
 from safeload.base import dtypes
-from safeload.base.file import c_strides, open_descriptor
+from safeload.base.arrays import c_strides
+from safeload.base.file import open_descriptor
 from safeload.base.table import ListedTable, Listing
 from safeload.checkpoint import Checkpoint
 from safeload.formats.opening import Found

@@ -287,8 +287,8 @@ def record(monkeypatch, tier, name, address, length):
     monkeypatch.setattr(jobs, "TIER", tier)
     row = BY_NAME[name]
     out = np.full(1, 0x5A, np.uint8).repeat(_RECORD.itemsize)
-    job = jobs.Job(lib.SL_MEMORY, address, out.ctypes.data, row.nbytes(length), row.number, op=lib.SL_OP_STATS)
-    jobs.run([job], lambda job, position: ("", None), threads=1)
+    job = jobs.Job(None, address, out.ctypes.data, row.nbytes(length), row.number, op=lib.SL_OP_STATS)
+    jobs.Batch([job]).run(threads=1)
     return out.tobytes()
 
 

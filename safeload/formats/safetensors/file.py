@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import check_mapping, refuse_masked
-from ...base.file import Array, PathLike, WeightFile, array_over, make_room, native_path
+from ...base.arrays import array_over, check_mapping, refuse_masked
+from ...base.file import Array, PathLike, WeightFile, make_room, native_path
 from ...base.native import Error, check, ffi, lib, pointer, short
-from ...base.table import Table, TensorSpec
+from ...base.table import Table
 from ...base.text import show
 from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
@@ -47,14 +47,12 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
     return WeightFile(text, opened, Table(table[0]), brief=brief)
 
 
-class _Memory(NamedTuple):
-    """Bytes in memory and the table found in them."""
+def parse_table(data: Any) -> tuple[memoryview, Table]:
+    """The bytes of a file that is in memory, and the table found in them.
 
-    data: memoryview
-    table: Table
-
-
-def _parse(data: Any) -> _Memory:
+    Raises:
+        FormatError: the bytes break the format.
+    """
     view = memoryview(data)
     if not view.c_contiguous:
         raise ValueError("data must be contiguous bytes")
@@ -62,7 +60,7 @@ def _parse(data: Any) -> _Memory:
     table = ffi.new("sl_table **")
     error = Error()
     check(lib.sl_safetensors_parse(ffi.from_buffer(view), view.nbytes, table, error), error)
-    return _Memory(view, Table(table[0]))
+    return view, Table(table[0])
 
 
 def parse(data: Any, *, copy: bool) -> dict[str, Array]:
@@ -72,7 +70,7 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
         data: any C-contiguous bytes-like object.
         copy: False for views, read-only where ``data`` is; what is not aligned there is copied all the same.
     """
-    view, table = _parse(data)
+    view, table = parse_table(data)
     file = WeightFile.in_memory(view.nbytes, table)
     arrays = {}
     for name, (dtype, shape, begin, end, *_) in zip(table.names, file.layouts(range(table.count)), strict=True):
@@ -84,28 +82,23 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
     return arrays
 
 
-def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Tensors of a file that is in memory, as safetensors' function of this name gives them.
-
-    Args:
-        bytes: any C-contiguous bytes-like object.
-
-    Returns:
-        ``[(name, {"shape": [...], "dtype": "F32", "data": bytearray}), ...]`` in the order of the bytes.
-
-    Raises:
-        FormatError: the bytes break the format.
-    """
-    view, table = _parse(bytes)
-    return [
-        (name, {"shape": list(shape), "dtype": row.code, "data": bytearray(view[begin:end])})
-        for name, shape, row, (begin, end) in zip(
-            table.names, table.shapes, table.rows, table.byte_ranges(), strict=True
-        )
-    ]
-
-
 # ---- write ----
+
+
+class Memory(NamedTuple):
+    """A tensor's bytes as files hold them, at an address that whoever made this keeps valid.
+
+    Attributes:
+        row: row of the dtype table.
+        shape: logical shape.
+        address: of the first byte.
+        nbytes: how many there are.
+    """
+
+    row: dtypes.Dtype
+    shape: Sequence[int]
+    address: int
+    nbytes: int
 
 
 class _Source(NamedTuple):
@@ -113,26 +106,26 @@ class _Source(NamedTuple):
 
     row: dtypes.Dtype
     shape: Sequence[int]
-    data: Array | Lazy | TensorSpec
+    data: Array | Lazy | Memory
 
     def pieces(self) -> Iterator[tuple[Any, int, int]]:
         """The tensor's bytes in order as (owner, address, bytes): memory as it is where it is in C order."""
-        if isinstance(self.data, TensorSpec):
-            yield None, self.data.data_ptr, self.data.data_len
+        if isinstance(self.data, Memory):
+            yield None, self.data.address, self.data.nbytes
             return
         yield from pieces_of(materialize(self.data))
 
     @property
     def streamed(self) -> bool:
         """Whether `pieces` are buffers that must be written before the next is made."""
-        if isinstance(self.data, TensorSpec):
+        if isinstance(self.data, Memory):
             return False
         return isinstance(self.data, Lazy) or not written_as_is(self.data)
 
 
 def _source(name: str, value: Any) -> _Source:
-    if isinstance(value, TensorSpec):
-        return _Source(value._row, value._shape, value)
+    if isinstance(value, Memory):
+        return _Source(value.row, value.shape, value)
     if isinstance(value, np.generic):
         value = np.asarray(value)
     refuse_masked(value, f"tensor {show(name)}")
@@ -161,7 +154,7 @@ class Writer:
     """A file to be: its header is made, its size known, its tensors still where they are.
 
     Args:
-        tensors: name to array, `TensorSpec` or `Lazy`.
+        tensors: name to array, `Memory` or `Lazy`.
         metadata: text to text, written in ascending order of keys; None for none.
 
     Raises:
@@ -207,8 +200,8 @@ class Writer:
         names = list(sources)
         self._order: list[int] = order.tolist()
         for name, source, size in zip(names, self._sources, sizes.tolist(), strict=True):
-            if isinstance(source.data, TensorSpec):
-                _check_spec(name, source.data, size)
+            if isinstance(source.data, Memory):
+                _check_memory(name, source.data, size)
         self.size: int = self._header_size + int(sizes.sum())
 
     def pieces(self) -> Iterator[tuple[Any, int, int, bool]]:
@@ -275,55 +268,12 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-def _check_spec(name: str, spec: TensorSpec, size: int) -> None:
-    if spec.data_len != size:
+def _check_memory(name: str, memory: Memory, size: int) -> None:
+    if memory.nbytes != size:
         raise SafetensorError(
-            f"Error while serializing: tensor {show(name)}: data_len is {spec.data_len}, but {spec.dtype} {spec.shape} "
-            f"needs {size} bytes"
+            f"Error while serializing: tensor {show(name)}: data_len is {memory.nbytes}, but {memory.row.code} "
+            f"{list(memory.shape)} needs {size} bytes",
+            tensor=name,
         )
-    if size and spec.data_ptr == 0:
-        raise SafetensorError(f"Error while serializing: tensor {show(name)}: data_ptr is null")
-
-
-def _check_specs(tensor_dict: Mapping[str, TensorSpec]) -> None:
-    check_mapping(tensor_dict, "tensors", "names to TensorSpec")
-    for name, spec in tensor_dict.items():
-        if not isinstance(spec, TensorSpec):
-            raise TypeError(f"tensor {show(name)} must be a TensorSpec, not {type(spec).__name__}")
-
-
-def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The file that holds the described memory, as bytes.
-
-    Args:
-        tensor_dict: name to what its memory holds; the caller keeps that alive and unchanged.
-        metadata: text to text for the header, written in ascending order of keys.
-
-    Returns:
-        The file's content.
-
-    Raises:
-        TypeError: a value is not a `TensorSpec`.
-        SafetensorError: a length that does not fit its shape, or a name the format does not have.
-    """
-    _check_specs(tensor_dict)
-    return Writer(tensor_dict, metadata).to_bytes()
-
-
-def serialize_file(
-    tensor_dict: Mapping[str, TensorSpec], filename: PathLike, metadata: Mapping[str, str] | None = None
-) -> None:
-    """Writes the described memory into a file, atomically and durably.
-
-    Args:
-        tensor_dict: name to what its memory holds; the caller keeps that alive and unchanged.
-        filename: see `safeload.numpy.save_file`.
-        metadata: text to text for the header, written in ascending order of keys.
-
-    Raises:
-        TypeError: a value is not a `TensorSpec`.
-        SafetensorError: a length that does not fit its shape, or a name the format does not have.
-        OSError: the file cannot be written; what was there before is still there.
-    """
-    _check_specs(tensor_dict)
-    Writer(tensor_dict, metadata).to_file(filename)
+    if size and memory.address == 0:
+        raise SafetensorError(f"Error while serializing: tensor {show(name)}: data_ptr is null", tensor=name)

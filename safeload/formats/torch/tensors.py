@@ -11,7 +11,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ...base import dtypes
-from ...base.file import MAX_ARRAY, WeightFile, array_fits, c_strides
+from ...base.arrays import MAX_ARRAY, array_fits, c_strides
+from ...base.file import WeightFile
 from ...base.table import ListedTable, Listing
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError
@@ -167,7 +168,9 @@ def _listing(
 ) -> Listing:
     if row.packed:  # two elements in a byte: torch's last axis counts bytes
         if not shape or strides is not None:
-            raise UnsupportedError(f"{path}: tensor {show(name)}: {row.code} with strides or without an axis")
+            raise UnsupportedError(
+                f"{path}: tensor {show(name)}: {row.code} with strides or without an axis", path=path, tensor=name
+            )
         shape = (*shape[:-1], shape[-1] * 8 // row.bits)
     return Listing(name, row, shape, begin, end, strides)
 
@@ -175,12 +178,16 @@ def _listing(
 def _row(name: str, tensor: Tensor, type_: Global, path: str) -> dtypes.Dtype:
     """The row of a tensor's dtype."""
     if type_.code is None:
-        raise UnsupportedError(f"{path}: tensor {show(name)} is of {type_.name}, for which there is no array")
+        raise UnsupportedError(
+            f"{path}: tensor {show(name)} is of {type_.name}, for which there is no array", path=path, tensor=name
+        )
     pending = tensor.pending
     if isinstance(pending, Mapping) and any(pending.get(bit) for bit in ("conj", "neg")):
         raise UnsupportedError(
             f"{path}: tensor {show(name)} was saved with its conjugation or negation pending; save it after "
-            "resolve_conj() and resolve_neg()"
+            "resolve_conj() and resolve_neg()",
+            path=path,
+            tensor=name,
         )
     return dtypes.BY_CODE[type_.code]
 

@@ -10,7 +10,8 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from ...base.file import WeightFile, array_fits, c_strides, open_descriptor
+from ...base.arrays import array_fits, c_strides
+from ...base.file import WeightFile, open_descriptor
 from ...base.table import ListedTable, Listing
 from ...base.text import show
 from ...errors import UnsupportedError

@@ -1,0 +1,166 @@
+"""``serialize``, ``serialize_file`` and ``deserialize``, as safetensors has them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..base import dtypes
+from ..base.arrays import check_mapping
+from ..base.file import PathLike
+from ..base.text import show
+from ..errors import SafetensorError
+from ..formats.safetensors.file import Memory, Writer, parse_table
+
+
+class TensorMeta(NamedTuple):
+    """The header entry of one tensor in a safetensors file.
+
+    Attributes:
+        dtype: safetensors code, such as "F4".
+        shape: logical shape, also for packed dtypes, whose arrays show bytes.
+        data_offsets: byte range counted from the end of the header, as the header states it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class TensorSpec:
+    """Describes memory to be serialized: the argument of `serialize` and `serialize_file`.
+
+    The caller keeps the memory alive and unchanged for the duration of the call.
+
+    Args:
+        dtype: numpy or torch name, such as "float32" or "float4_e2m1fn_x2".
+        shape: elements per axis; for "float4_e2m1fn_x2" the last axis counts bytes of two elements, as torch has it,
+            and `shape` then gives the logical number.
+        data_ptr: address of the C-contiguous little-endian data.
+        data_len: its size in bytes.
+
+    Raises:
+        SafetensorError: unknown dtype, or a shape that overflows.
+    """
+
+    __slots__ = ("_data_len", "_data_ptr", "_row", "_shape")
+
+    def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
+        if not isinstance(dtype, str):
+            raise TypeError(f"dtype must be str, not {type(dtype).__name__}")
+        two_per_byte = dtype == "float4_e2m1fn_x2"
+        row = dtypes.BY_CODE["F4"] if two_per_byte else dtypes.BY_NAME.get(dtype)
+        if row is None or (row.code == "F4" and not two_per_byte):
+            names = [r.name if r.code != "F4" else "float4_e2m1fn_x2" for r in dtypes.TABLE]
+            raise SafetensorError(f"Unknown dtype {show(dtype)}. Supported dtypes: {', '.join(names)}")
+        dims = [_index(dim, "shape") for dim in shape]
+        if two_per_byte and dims:
+            dims[-1] *= 2
+            if dims[-1] >= 1 << 64:
+                raise SafetensorError(f"shape: {dims[-1]} elements of F4 in the last axis do not fit in 64 bits")
+        self._row = row
+        self._shape = dims
+        self._data_ptr = _index(data_ptr, "data_ptr")
+        self._data_len = _index(data_len, "data_len")
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors code, such as "F32"."""
+        return self._row.code
+
+    @property
+    def shape(self) -> list[int]:
+        """The logical shape, as the header records it."""
+        return list(self._shape)
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of the data."""
+        return self._data_ptr
+
+    @property
+    def data_len(self) -> int:
+        """Size of the data in bytes."""
+        return self._data_len
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorSpec(dtype={self.dtype!r}, shape={self._shape}, data_ptr={self._data_ptr}, "
+            f"data_len={self._data_len})"
+        )
+
+
+def _index(value: int, what: str) -> int:
+    """An integer of 64 bits without sign; TypeError or OverflowError for anything else."""
+    number = operator.index(value)
+    if not 0 <= number < 1 << 64:
+        raise OverflowError(f"{what}: {number} is outside 0..2^64-1")
+    return number
+
+
+def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Tensors of a file that is in memory, as safetensors' function of this name gives them.
+
+    Args:
+        bytes: any C-contiguous bytes-like object.
+
+    Returns:
+        ``[(name, {"shape": [...], "dtype": "F32", "data": bytearray}), ...]`` in the order of the bytes.
+
+    Raises:
+        FormatError: the bytes break the format.
+    """
+    view, table = parse_table(bytes)
+    return [
+        (name, {"shape": list(shape), "dtype": row.code, "data": bytearray(view[begin:end])})
+        for name, shape, row, (begin, end) in zip(
+            table.names, table.shapes, table.rows, table.byte_ranges(), strict=True
+        )
+    ]
+
+
+def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
+    """What the writer takes for each description."""
+    check_mapping(tensor_dict, "tensors", "names to TensorSpec")
+    entries = {}
+    for name, spec in tensor_dict.items():
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(f"tensor {show(name)} must be a TensorSpec, not {type(spec).__name__}")
+        entries[name] = Memory(spec._row, spec._shape, spec._data_ptr, spec._data_len)
+    return entries
+
+
+def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The file that holds the described memory, as bytes.
+
+    Args:
+        tensor_dict: name to what its memory holds; the caller keeps that alive and unchanged.
+        metadata: text to text for the header, written in ascending order of keys.
+
+    Returns:
+        The file's content.
+
+    Raises:
+        TypeError: a value is not a `TensorSpec`.
+        SafetensorError: a length that does not fit its shape, or a name the format does not have.
+    """
+    return Writer(_entries(tensor_dict), metadata).to_bytes()
+
+
+def serialize_file(
+    tensor_dict: Mapping[str, TensorSpec], filename: PathLike, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes the described memory into a file, atomically and durably.
+
+    Args:
+        tensor_dict: name to what its memory holds; the caller keeps that alive and unchanged.
+        filename: see `safeload.numpy.save_file`.
+        metadata: text to text for the header, written in ascending order of keys.
+
+    Raises:
+        TypeError: a value is not a `TensorSpec`.
+        SafetensorError: a length that does not fit its shape, or a name the format does not have.
+        OSError: the file cannot be written; what was there before is still there.
+    """
+    Writer(_entries(tensor_dict), metadata).to_file(filename)

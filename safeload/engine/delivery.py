@@ -1,0 +1,173 @@
+"""How tensors of open files reach their arrays: as views of mapped files, and by one run that brings all the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array, array_over, foreign_order, refuse_masked
+from ..base.file import WeightFile
+from ..base.text import show
+from . import jobs
+from .plan import EMPTY, VIEW, Plan, Selection, decide
+from .progress import Progress, reporter
+from .quantized_tensor import INT8, QuantizedTensor
+from .read import Reads, over, read_scale
+from .threads import thread_count
+
+# What a tensor becomes.
+Value = Array | QuantizedTensor
+
+
+def deliver(
+    selections: Sequence[Selection],
+    *,
+    target: dtypes.Dtype | None = None,
+    view: bool = False,
+    mappings: dict[WeightFile, Any] | None = None,
+    out: Mapping[str, Array] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> tuple[dict[str, Any], bool]:
+    """Arrays (or quantized tensors) by name, in any order, and whether every mapping was allowed.
+
+    Args:
+        selections: what to deliver.
+        target: what floating tensors are converted to and quantized ones dequantized to; None for none.
+        view: whether what may be is a view of its mapped file.
+        mappings: mappings to use; those made are added. None for fresh ones.
+        out: arrays to fill, by name; all of them are checked before the first byte is written.
+        threads: for what is read.
+        progress: for what is read; where all is mapped, which takes no time, its end alone is shown.
+
+    Raises:
+        ValueError, TypeError: an array of ``out`` does not fit.
+        UnsupportedError: a conversion that there is not.
+        FormatError: a file ends too early, with path and offset.
+        OSError: a file cannot be read.
+    """
+    if len(selections) == 1 and target is None and out is None and progress is None:
+        array = _one(selections[0], view, mappings, threads)
+        if array is not None:
+            return {selections[0].names[0]: array}, True
+    plans = [decide(selection, target, view) for selection in selections]
+    if out is not None:
+        for plan in plans:
+            _check_out(plan, out)
+    delivered: dict[str, Any] = {}
+    allowed, reading, to_read = True, False, []
+    for plan, selection in zip(plans, selections, strict=True):
+        if VIEW in plan.ways:
+            buffer = _mapping(plan.file, mappings)
+            if buffer is not None:
+                delivered = _joined(delivered, _views(plan, buffer))
+            else:
+                allowed = False
+                plan = decide(selection, target, False)
+        if plan.ways.count(VIEW) < len(plan.ways):
+            to_read.append(plan)
+    if to_read:
+        reads = Reads(out)
+        for plan in to_read:
+            reads.add(plan)
+        reading = not view or any(way not in (VIEW, EMPTY) for plan in to_read for way in set(plan.ways))
+        if reading:
+            reads.run(threads, progress)
+        delivered = _joined(delivered, reads.arrays)
+    for plan in plans:
+        if plan.file.table.quantized:
+            _wrap(plan, delivered)
+    total = 0 if reading or not progress else sum(array.nbytes for array in delivered.values())
+    if total:
+        with reporter(progress, total) as report:
+            report(total)
+    return delivered, allowed
+
+
+def _joined(arrays: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Both, without a copy of what may be all of them; neither is to be used any more."""
+    if not arrays:
+        return more
+    arrays.update(more)
+    return arrays
+
+
+def _one(selection: Selection, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
+    """A single tensor that is simply its bytes, without the cost of columns; None where there is more to decide."""
+    file, _, indices = selection
+    if len(indices) != 1 or file.table.shaped or file.table.quantized:
+        return None
+    spec = file.layout(indices[0])
+    if spec.begin == spec.end or spec.begin % spec.dtype.alignment:
+        return None
+    size = spec.end - spec.begin
+    if not view:
+        # One thread at most: but a wrong SAFELOAD_NUM_THREADS is refused all the same.
+        return jobs.read_small(file, spec) if size < jobs.POOLED_BELOW and thread_count(size, threads) else None
+    if foreign_order(False) and spec.dtype.itemsize > 1:
+        return None
+    buffer = _mapping(file, mappings)
+    return None if buffer is None else array_over(buffer, spec.dtype, spec.shape, spec.begin)
+
+
+def _mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
+    """The file's mapping; None where the system refuses it."""
+    buffer = None if mappings is None else mappings.get(file)
+    if buffer is None:
+        try:
+            buffer = file.map()
+        except OSError:
+            return None
+        if mappings is not None:
+            mappings[file] = buffer
+    return buffer
+
+
+def _views(plan: Plan, buffer: Any) -> dict[str, Array]:
+    """The tensors that show their mapped file."""
+    which = plan.of_way(VIEW)
+    if plan.file.table.shaped:
+        specs = [(plan.names[k], plan.spec(k)) for k in which]
+        return {name: array_over(buffer, s.dtype, s.shape, s.begin, s.strides) for name, s in specs}
+    kinds = map(dtypes.array_dtype, plan.sources)
+    if len(which) == len(plan.ways):
+        return dict(zip(plan.names, over(buffer, kinds, plan.shapes, plan.begins), strict=True))
+    columns = zip(plan.names, kinds, plan.shapes, plan.begins, plan.ways, strict=True)
+    chosen = [(name, kind, shape, begin) for name, kind, shape, begin, way in columns if way == VIEW]
+    names, kinds_of, shapes, begins = zip(*chosen, strict=True)
+    return dict(zip(names, over(buffer, kinds_of, shapes, begins), strict=True))
+
+
+def _wrap(plan: Plan, delivered: dict[str, Any]) -> None:
+    """Makes quantized tensors of raw data."""
+    table = plan.file.table
+    for k, (name, index) in enumerate(zip(plan.names, plan.indices, strict=True)):
+        row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scale(index)
+        if plan.sources[k] != plan.targets[k]:
+            continue
+        if row.blocked:
+            delivered[name] = QuantizedTensor(row.name, table.shape(index), delivered[name])
+        elif scale is not None:
+            factors = read_scale(plan.file, scale)
+            delivered[name] = QuantizedTensor(INT8, plan.shapes[k], delivered[name], factors, scale.axis)
+
+
+def _check_out(plan: Plan, out: Mapping[str, Array]) -> None:
+    """Refuses arrays to be filled that do not fit."""
+    for k, (name, shape) in enumerate(zip(plan.names, plan.shapes, strict=True)):
+        dtype, array = plan.dtype(k), out.get(name)
+        if array is None:
+            raise ValueError(f"out: no array for tensor {show(name)}")
+        refuse_masked(array, f"out: {show(name)}")
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"out: {show(name)} is a {type(array).__name__}, not a numpy array")
+        if array.dtype != dtype or array.shape != shape:
+            raise ValueError(
+                f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "
+                f"{show(list(shape))}"
+            )
+        if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
+            raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")

@@ -1,0 +1,187 @@
+"""Reading tensors into memory of their own, of pools, or of the caller, all in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array, ArraySpec, array_over
+from ..base.file import WeightFile
+from ..base.native import lib
+from ..base.table import Scale
+from . import jobs, strided
+from .jobs import Batch, Channels, Job, Origin
+from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
+from .progress import Progress
+from .quantized_tensor import channels_of
+
+# Largest pool: what one surviving small tensor can keep alive.
+POOL_SIZE = 16 << 20
+
+_F32 = dtypes.BY_CODE["F32"]
+
+
+class Reads:
+    """Collects what is read, and brings it in one run.
+
+    Args:
+        out: arrays to fill, by name; None for new ones.
+
+    Attributes:
+        arrays: those filled, by name.
+    """
+
+    def __init__(self, out: Mapping[str, Array] | None) -> None:
+        self.arrays: dict[str, Array] = {}
+        self._out = out
+        self._batch = Batch()
+        self._shared: list[tuple[Plan, strided.Block]] = []
+
+    def add(self, plan: Plan) -> None:
+        """What of a plan is no view."""
+        for k in plan.of_way(EMPTY):
+            self.arrays[plan.names[k]] = self._array(plan, k)
+        plain, converted = plan.of_way(READ), plan.of_way(CONVERT)
+        if STRIDED in plan.ways:
+            alone, blocks = strided.plan(plan.file, {k: plan.spec(k) for k in plan.of_way(STRIDED)}, self._batch)
+            self._shared += [(plan, block) for block in blocks]
+            plain = sorted([*plain, *(k for k in alone if plan.sources[k] == plan.targets[k])])
+            converted = sorted([*converted, *(k for k in alone if plan.sources[k] != plan.targets[k])])
+        if self._out is None:
+            self._place(plan, plain, converted=False)
+            self._place(plan, converted, converted=True)
+        else:
+            for k in (*plain, *converted):
+                self._read(plan, k)
+        for k in plan.of_way(DEQUANTIZE):
+            name, scale = plan.names[k], plan.file.table.scale(plan.indices[k])
+            assert scale is not None
+            channels = channels_of(plan.shapes[k], scale.axis, read_scale(plan.file, scale))
+            self._read(plan, k, lib.SL_OP_FROM_INT8, channels, Origin(name, plan.shapes[k]))
+
+    def _array(self, plan: Plan, k: int) -> Array:
+        """The array of one tensor: the caller's, or a new one."""
+        return jobs.private_array(plan.shapes[k], plan.dtype(k)) if self._out is None else self._out[plan.names[k]]
+
+    def _read(
+        self,
+        plan: Plan,
+        k: int,
+        op: int | None = None,
+        channels: Channels | None = None,
+        origin: Origin | None = None,
+    ) -> None:
+        """Reads one tensor into an array of its own."""
+        array = self.arrays[plan.names[k]] = self._array(plan, k)
+        begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
+        op = jobs.moving(source, target) if op is None else op
+        place = plan.file, begin, self._batch.into(array), plan.ends[k] - begin
+        self._batch.add(Job(*place, source, target, op, None, channels, origin))
+
+    def _place(self, plan: Plan, which: Sequence[int], *, converted: bool) -> None:
+        """Reads into new memory: a tensor's own, or a pool's for small ones, as many of them in a job as may be.
+
+        Those side by side in the file are side by side in the pool, and of one job: copied if all are, or of one dtype.
+        """
+        if len(which) == 1:
+            self._read(plan, which[0])
+        if len(which) < 2:
+            return
+        sources, begins, ends = plan.sources, plan.begins, plan.ends
+        steps = {source: _step(source, target) for source, target in set(zip(sources, plan.targets, strict=True))}
+        pool = _Pool([], [], [])
+        at, previous, kind = 0, -1, -1
+        for k in which:
+            begin, end, source = begins[k], ends[k], sources[k]
+            mask, stored, made = steps[source]
+            size = (end - begin) // stored * made
+            if size >= jobs.POOLED_BELOW:
+                self._read(plan, k)
+                continue
+            if at + size + 2 * jobs.ALIGNMENT > POOL_SIZE:
+                self._fill(plan, pool, at)
+                pool = _Pool([], [], [])
+                at, previous = 0, -1
+            if begin != previous or at & mask or (converted and source != kind):
+                # The same address modulo ALIGNMENT as in the file: what is aligned there is aligned here.
+                at += -at % jobs.ALIGNMENT if converted or begin & mask else (begin - at) % jobs.ALIGNMENT
+                pool.runs.append([k, begin, end, at])
+            else:
+                pool.runs[-1][2] = end
+            pool.members.append(k)
+            pool.places.append(at)
+            at, previous, kind = at + size, end, source
+        if pool.members:
+            self._fill(plan, pool, at)
+
+    def _fill(self, plan: Plan, pool: _Pool, size: int) -> None:
+        """Adds the jobs that read small tensors into memory that they share, and the arrays over it."""
+        memory = jobs.aligned_bytes(size)
+        base = jobs.address_of(memory)
+        for k, begin, end, at in pool.runs:
+            source, target = plan.sources[k], plan.targets[k]
+            op = jobs.moving(source, target)
+            self._batch.add(Job(plan.file, begin, base + at, end - begin, source, target, op))
+        kinds = [dtypes.array_dtype(plan.targets[k]) for k in pool.members]
+        shapes = [plan.shapes[k] for k in pool.members]
+        arrays = over(memory, kinds, shapes, pool.places)
+        self._batch.results(arrays)
+        self.arrays.update(zip([plan.names[k] for k in pool.members], arrays, strict=True))
+
+    def run(self, threads: int | None, progress: Progress) -> None:
+        """Reads all of it."""
+        self._batch.run(threads=threads, progress=progress)
+        for plan, block in self._shared:
+            block.swap()
+            for k, spec in block.members.items():
+                given = None if self._out is None else self._out[plan.names[k]]
+                self.arrays[plan.names[k]] = block.finish(spec, given, threads)
+
+
+class _Pool(NamedTuple):
+    """Small tensors that share memory.
+
+    Attributes:
+        members: which of a plan they are.
+        places: where in the memory.
+        runs: first member, first byte in the file, past the last, place in the memory, of what one job brings.
+    """
+
+    members: list[int]
+    places: list[int]
+    runs: list[list[int]]
+
+
+def _step(source: int, target: int) -> tuple[int, int, int]:
+    """The bits of an address that must be zero for an array; bytes in a file, and those that they become in memory."""
+    dtype = dtypes.array_dtype(target)
+    if source == target:
+        return dtype.alignment - 1, 1, 1
+    row = dtypes.BY_NUMBER[source]
+    return dtype.alignment - 1, row.block_bytes, row.block * dtype.itemsize
+
+
+def over(
+    buffer: Any, kinds: Iterable[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], places: Sequence[int]
+) -> list[Array]:
+    """Arrays in C order over parts of a buffer.
+
+    Raises:
+        UnsupportedError: see `array_over`.
+    """
+    kinds = list(kinds)
+    try:
+        return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
+    except ValueError:  # once more, to hear of which
+        return [array_over(buffer, *one) for one in zip(kinds, shapes, places, strict=True)]
+
+
+def read_scale(file: WeightFile, scale: Scale) -> Array:
+    """The scales of an int8 tensor."""
+    number = _F32.number
+    spec = ArraySpec(dtypes.array_dtype(number), scale.shape, scale.begin, scale.end, number, number)
+    return jobs.read_small(file, spec)

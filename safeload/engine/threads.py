@@ -1,0 +1,71 @@
+"""How many threads work: what is asked for, else what the machine and its limits allow."""
+
+from __future__ import annotations
+
+import operator
+import os
+from functools import cache
+
+from ..base.text import show
+
+# More threads than this saturate no memory system or disk any further.
+MAX_THREADS = 16
+# What can be asked for: the core starts as many, whatever the machine has.
+MOST_THREADS = 4096
+# A thread for less than this costs more to start than it saves.
+BYTES_PER_THREAD = 4 << 20
+
+
+def _cgroup_cpus() -> float:
+    """CPU quota of this process's cgroup, infinity without one.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, file cpu.max; before it cpu.cfs_quota_us.
+    """
+    root = "/sys/fs/cgroup"
+
+    def read(path: str) -> str:
+        with open(path) as file:
+            return file.read().strip()
+
+    try:
+        own = os.path.normpath(f"{root}/{read('/proc/self/cgroup').rpartition('::')[2]}")
+        for folder in (own, root):
+            if os.path.exists(f"{folder}/cpu.max"):
+                quota, period = read(f"{folder}/cpu.max").split()
+                return float("inf") if quota == "max" else int(quota) / int(period)
+        quota_v1 = int(read(f"{root}/cpu/cpu.cfs_quota_us"))
+        return quota_v1 / int(read(f"{root}/cpu/cpu.cfs_period_us")) if quota_v1 > 0 else float("inf")
+    except (OSError, ValueError, ZeroDivisionError):
+        return float("inf")
+
+
+@cache
+def available_cpus() -> int:
+    """CPUs that this process may use, at least 1: its affinity, within its cgroup's quota."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cpus, _cgroup_cpus())))
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuses what is no number of threads: TypeError where it is no integer, ValueError below 1 or far too many."""
+    if threads is None:
+        return
+    number = operator.index(threads)
+    if number < 1:
+        raise ValueError(f"threads is {show(number)}, but at least one is needed")
+    if number > MOST_THREADS:
+        raise ValueError(f"threads is {show(number)}, but at most {MOST_THREADS:,} are started")
+
+
+def thread_count(nbytes: int, threads: int | None) -> int:
+    """Threads for a job of so many bytes: what is asked for, else ``SAFELOAD_NUM_THREADS``, else what helps."""
+    check_threads(threads)
+    if threads is not None:
+        return operator.index(threads)
+    setting = os.environ.get("SAFELOAD_NUM_THREADS")
+    if not setting:
+        return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
+    # No more digits than the limit has: int() would refuse thousands of them in its own words.
+    if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
+        raise ValueError(f"SAFELOAD_NUM_THREADS is {show(setting)}, but a number from 1 to {MOST_THREADS:,} is wanted")
+    return int(setting)

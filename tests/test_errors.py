@@ -1,0 +1,93 @@
+"""What errors carry beside their message."""
+
+import copy
+import pickle
+
+import gguf_build
+import ml_dtypes
+import numpy as np
+import pytest
+
+import safeload
+from safeload import errors
+from safeload.numpy import load_file, save_file
+
+FAMILY = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SafeloadError)]
+
+
+@pytest.mark.parametrize("kind", FAMILY, ids=lambda kind: kind.__name__)
+def test_all_of_the_family_carry_path_offset_and_tensor(kind):
+    plain = kind("what is wrong")
+    assert (plain.path, plain.offset, plain.tensor) == (None, None, None)
+    assert str(plain) == "what is wrong"
+    full = kind("what is wrong", path="a/file", offset=7, tensor="w")
+    for error in (full, pickle.loads(pickle.dumps(full)), copy.copy(full)):
+        assert type(error) is kind
+        assert (error.path, error.offset, error.tensor) == ("a/file", 7, "w")
+        assert str(error) == str(full)
+    assert ("a/file" in str(full)) == issubclass(kind, errors.FormatError)
+
+
+def test_format_error_takes_path_and_offset_by_position():
+    error = errors.FormatError("wrong", "file", 3)
+    assert (error.path, error.offset, error.tensor) == ("file", 3, None)
+    assert str(error) == "wrong (file, byte 3)"
+
+
+def test_a_missing_tensor(tmp_path):
+    save_file({"a": np.zeros(3)}, tmp_path / "x", durable=False)
+    with pytest.raises(errors.TensorNotFoundError) as caught:
+        load_file(tmp_path / "x", names=["b"])
+    assert caught.value.tensor == "b"
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.tensor, str(again)) == ("b", str(caught.value))
+
+
+@pytest.mark.parametrize("dtype", [None, np.float64])
+def test_a_file_that_ends_too_early(tmp_path, dtype):
+    path = tmp_path / "x"
+    save_file({f"t{k}": np.zeros(1000, np.float32) for k in range(9)}, path, durable=False)
+    with safeload.open(path) as checkpoint:
+        at = checkpoint.tensors["t5"].offset + 40
+        with path.open("r+b") as file:
+            file.truncate(at)
+        for load in (lambda: checkpoint.load(backend="pread", dtype=dtype), lambda: checkpoint.get_slice("t5")[:]):
+            with pytest.raises(errors.FormatError, match="tensor 't5'") as caught:
+                load()
+            assert (caught.value.path, caught.value.offset, caught.value.tensor) == (str(path), at, "t5")
+
+
+def test_a_value_that_a_scheme_cannot_hold(tmp_path):
+    x = np.ones((4, 32), np.float32)
+    x[2, 5] = np.nan
+    with pytest.raises(errors.RangeError, match="element") as caught:
+        safeload.quantize(x, "int8")
+    assert caught.value.tensor is None
+    path = tmp_path / "x"
+    save_file({"w": x}, path, durable=False)
+    with pytest.raises(errors.RangeError, match=r"tensor 'w': element \[2, 5\]") as caught:
+        safeload.load_quantized(path, "int8", keep=None)
+    assert (caught.value.path, caught.value.tensor) == (str(path), "w")
+
+
+def test_a_conversion_that_there_is_not(tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_build.build((), [gguf_build.tensor("w", [256], 17, 0)], bytes(74)))  # IQ2_XS
+    with pytest.raises(errors.UnsupportedError, match="tensor 'w': there is no conversion") as caught:
+        safeload.load(path, dtype="float32")
+    assert (caught.value.path, caught.value.tensor) == (str(path), "w")
+
+
+def test_codes_that_are_no_weights(tmp_path):
+    path = tmp_path / "x"
+    codes = {"w": np.zeros((4, 4), ml_dtypes.float8_e4m3fn), "w_scale": np.ones(1, np.float32)}
+    save_file(codes, path, durable=False)
+    with pytest.raises(errors.UnsupportedError, match="codes") as caught:
+        safeload.load(path, dtype="float32")
+    assert (caught.value.path, caught.value.tensor) == (str(path), "w")
+
+
+def test_a_dtype_that_cannot_be_saved(tmp_path):
+    with pytest.raises(errors.SafeloadError, match="cannot be saved") as caught:
+        save_file({"w": np.zeros(3, "U4")}, tmp_path / "x")
+    assert caught.value.tensor == "w"
