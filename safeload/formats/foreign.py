@@ -55,6 +55,8 @@ def is_pickle(head: bytes) -> bool:
 
 def is_text_pickle(head: bytes) -> bool:
     """Whether the first bytes are those of a container in a pickle of protocol 0 or 1, which has no magic."""
+    if head[:1] not in (b"(", b"}", b"]", b"c"):
+        return False
     import re
 
     globals_ = rb"c(?:collections|numpy[\w.]*|torch[\w.]*|joblib[\w.]*|copy_?reg|sklearn[\w.]*)\r?\n\w+\r?\n"

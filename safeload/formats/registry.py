@@ -233,10 +233,13 @@ def open_file(path: str, wanted: Wanted) -> Opened:
         raise
 
 
+# The rows that are told by the first bytes; those that must look into the file first.
+_TOLD = sorted(ROWS[1:], key=lambda row: not row.asks)
+
+
 def _told(head: bytes) -> Iterator[Format]:
-    """The rows but safetensors' whose first bytes these are; those that must look into the file first."""
-    found = [row for row in ROWS if row.name != SAFETENSORS and row.told(head)]
-    return iter(sorted(found, key=lambda row: not row.asks))
+    """The rows but safetensors' whose first bytes these are."""
+    return (row for row in _TOLD if row.told(head))
 
 
 def _find(candidate: Candidate, wanted: Wanted) -> Format:

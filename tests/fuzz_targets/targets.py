@@ -25,16 +25,15 @@ import numpy as np
 from builders import gguf_build
 
 import safeload
-import safeload.formats.gguf.read
-import safeload.formats.torch.legacy_file
-import safeload.formats.torch.zip_file
-import safeload.formats.unpickle.file
 import safeload.operations.validate.run
 from safeload import QuantizedTensor, SafeloadError, moon
-from safeload.formats import folder, npy, npz
+from safeload.formats import folder, npy, npz, registry
 from safeload.models import choosing, schema
 from safeload.models.expressions import LIMIT, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
+
+for row in registry.ROWS:
+    row.load()
 
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
 MOST_BYTES = 1 << 24

@@ -12,7 +12,6 @@ from ...base.text import clip, printable
 from ..metadata import as_texts
 from ..registry import Candidate, Content, Wanted
 from . import read as reading
-from . import write as writing
 
 _ARCHITECTURE = "general.architecture"
 # Names that modules of transformers have; those of llama.cpp begin with blk, token_embd, output.
@@ -34,6 +33,8 @@ def write(
     durable: bool = True,
 ) -> None:
     """Writes tensors of any origin, as `write.save` does, and warns where no engine will load them."""
+    from . import write as writing  # only here: opening does not need it
+
     values = values_of(metadata or {})
     _warn(tensors, values, str(path))
     writing.save(tensors, path, values, overwrite=overwrite, durable=durable)
@@ -41,6 +42,8 @@ def write(
 
 def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
     """Metadata as GGUF holds it: what has no type there as JSON; what JSON lacks too is left out."""
+    from . import write as writing
+
     values: dict[str, Any] = {}
     for key, value in metadata.items():
         if writing.can_hold(value):
