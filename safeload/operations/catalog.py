@@ -255,7 +255,7 @@ class Catalog:
         """
         origin, file, index = self._places[name]
         source = None if file is None else _in_file(origin, name, file, index)
-        if source is None or self.about(name).quantized:
+        if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
             value = self._load(name)
             if isinstance(value, QuantizedTensor):
                 return value

@@ -79,8 +79,8 @@ def write_shards(
     import json
 
     from ..engine.atomic_file import AtomicFile
-    from ..formats.safetensors import file as safetensors
-    from ..formats.safetensors import quantized
+    from ..formats.safetensors.file import Writer
+    from ..formats.safetensors.quantized import pack
 
     shards: list[dict[str, Output]] = [{}]
     size = 0
@@ -91,7 +91,7 @@ def write_shards(
         shards[-1][name] = output
         size += output.nbytes
     files = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
-    packed = [quantized.pack(shard, texts) for shard in shards]
+    packed = [pack(shard, texts) for shard in shards]
     weight_map = {name: file for file, (shard, _) in zip(files, packed, strict=True) for name in shard}
     total = sum(output.nbytes for output in outputs.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -108,7 +108,7 @@ def write_shards(
                 written.write([(jobs.address_of(data), data.size)])
                 written.seal()
             for file, (shard, shard_texts) in zip(files, packed, strict=True):
-                writer = safetensors.Writer(shard, shard_texts)
+                writer = Writer(shard, shard_texts)
                 place = os.path.join(folder, file)
                 shard_file = stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite))
                 writer.write_to(shard_file)
