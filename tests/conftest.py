@@ -26,8 +26,7 @@ def shared() -> Path:
     return SHARED
 
 
-# Ids of cases: readable in a terminal, and the same in every run. 120 is a line.
-MOST_OF_AN_ID = 120
+# Ids of cases: readable in a terminal, and the same in every run; test_suite.py holds them to a line.
 MOST_OF_A_TEXT = 32
 MOST_BYTES = 12
 
@@ -39,15 +38,6 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
     if isinstance(val, str) and len(text := ascii(val)[1:-1]) > MOST_OF_A_TEXT:
         return f"{text[: MOST_OF_A_TEXT - 3]}..."
     return None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    bad = [item for item in items if len(item.name) > MOST_OF_AN_ID or " at 0x" in item.name]
-    if bad:
-        names = "\n".join(f"{item.location[0]}: {item.name[:MOST_OF_AN_ID]}" for item in bad)
-        raise pytest.UsageError(
-            f"ids of tests have at most {MOST_OF_AN_ID} characters and no addresses; give the cases ids=:\n{names}"
-        )
 
 
 def pytest_collection_finish() -> None:

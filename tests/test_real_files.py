@@ -22,7 +22,7 @@ OUTSIDE = (
 needs_shared = pytest.mark.skipif(not OUTSIDE, reason="../shared/data is not here")
 FILES = [
     *(pytest.param(DATA / name, want, id=name) for name, want in LOCAL.items()),
-    *(pytest.param(SHARED / name, want, id=f"shared/{name}") for name, want in OUTSIDE.items()),
+    *(pytest.param(SHARED / name, want, id=f"shared/{Path(name).name}") for name, want in OUTSIDE.items()),
     *([] if OUTSIDE else [pytest.param(None, None, id="shared", marks=needs_shared)]),
 ]
 

@@ -3,10 +3,10 @@
 import copy
 import pickle
 
-import gguf_build
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import gguf_build
 
 import safeload
 from safeload import errors
