@@ -221,7 +221,7 @@ void sl_memory_free(void *memory, uint64_t size);
 typedef struct sl_file {
     int64_t handle; /* a descriptor on POSIX, a HANDLE on Windows: what the functions below take as `file` */
     uint64_t size;
-    int64_t mtime_ns; /* since 1970, as Python's os.stat counts it */
+    int64_t mtime_ns;       /* since 1970, as Python's os.stat counts it */
     uint64_t device, inode; /* 0 on Windows, where Python's os.stat knows more of them than the handle tells */
 } sl_file;
 
