@@ -35,7 +35,8 @@ napoleon_use_rtype = False
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
-autodoc_type_aliases = {name: name for name in ("Array", "PathLike", "Progress", "Backend", "Scheme", "Keep", "Value")}
+_ALIASES = ("Array", "PathLike", "Progress", "Backend", "Scheme", "Keep", "Value", "Given", "Source")
+autodoc_type_aliases = {name: name for name in _ALIASES}
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
