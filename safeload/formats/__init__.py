@@ -1,1 +1,1 @@
-"""File formats: each module turns a path into tables or a mapping, and writes if it can be written."""
+"""File formats: each module reads a path into tables or a mapping, and writes the format where that is supported."""

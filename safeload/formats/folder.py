@@ -1,4 +1,4 @@
-"""Folders of weight files, with and without an index; lists of files."""
+"""Opens folders of weight files, with and without an index, and lists of files."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ SINGLE = "model.safetensors"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 
-# What a pipeline of diffusers has, and an adapter of PEFT.
+# Files that mark a diffusers pipeline and a PEFT adapter.
 _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
-# Files that hold weights by their names: what messages and notes list.
+# Suffixes of files that hold weights: messages and notes list these files.
 _SUFFIXES = {*(suffix for row in ROWS for suffix in row.suffixes), ".h5", ".msgpack"}
 _WEIGHTS = re.compile(rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)", re.DOTALL)
-# What trainers leave beside weights.
+# Prefixes of files that trainers leave beside weights.
 _STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
-# Names listed in a message, and characters of each.
+# Most names that a message lists, and most characters of each.
 _LISTED, _NAME = 20, 100
 
 
 class Shards(NamedTuple):
-    """What a path came to.
+    """The opened files of a path.
 
     Attributes:
-        format: of the first of the files.
+        format: of the first file.
         files: the open files.
-        where: name of each tensor to its file and its index there.
-        metadata: of all of the files and of the index.
+        where: name of each tensor to its file and its index in that file.
+        metadata: of all files and of the index, merged.
         config: parsed ``config.json``, else None.
         index_file: path and identity of the index, else None.
-        notes: what a folder is, and what in it was passed over.
+        notes: what kind of folder it is, and which of its files were skipped.
     """
 
     format: str
@@ -74,13 +74,13 @@ def open_list(paths: Sequence[str], wanted: Wanted) -> Shards:
     """Opens several paths as one checkpoint: the union of their tensors.
 
     Raises:
-        FormatError: two of them have a tensor of the same name.
-        UnsupportedError: they are of different formats.
+        FormatError: two paths have a tensor of the same name.
+        UnsupportedError: the paths have different formats.
     """
     opened: list[Shards] = []
     where: dict[str, tuple[WeightFile, int]] = {}
     metadata: dict[str, Any] = {}
-    parts: set[str] = set()  # of a split file whose first path has opened all of them
+    parts: set[str] = set()  # of split files: the first part opens all of them
     for path in paths:
         if absolute(path) in parts:
             continue
@@ -109,7 +109,7 @@ def _add(where: dict[str, tuple[WeightFile, int]], more: Mapping[str, tuple[Weig
 
 
 def open_parts(first: Opened, wanted: Wanted) -> Shards:
-    """A file that is open, with the other parts where it is one of a split GGUF file."""
+    """Adds the other parts to an open file if it is part of a split GGUF file."""
     if first.format == GGUF and gguf_split.is_part(first.file):
         files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, wanted).file)
         return _union(GGUF, files, metadata)
@@ -136,7 +136,7 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 
 
 def _shard_name(value: Any, tensor: str, path: Path) -> str:
-    """A bare file name: an index must not reach out of its folder."""
+    """Checks a bare file name: an index must not refer to files outside its folder."""
     if not isinstance(value, str) or not value:
         raise FormatError(f"weight_map[{show(tensor)}] must name a file, found {show(value)}", str(path))
     if value in (".", "..") or any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in value):
@@ -146,13 +146,13 @@ def _shard_name(value: Any, tensor: str, path: Path) -> str:
 
 
 def open_index(path: Path, wanted: Wanted) -> Shards:
-    """Opens every shard that an ``index.json`` names. The index is authoritative: what it leaves out is ignored.
+    """Opens every shard that an ``index.json`` names. The index is authoritative: tensors that it omits are ignored.
 
     Raises:
-        FormatError: the index is malformed, or a tensor is not in the shard it names.
+        FormatError: the index is malformed, or a tensor is missing from the shard that it names.
         FileNotFoundError: a shard is missing.
     """
-    identity = identity_of(os.stat(path))  # before it is read: a change in between shows when it is opened again
+    identity = identity_of(os.stat(path))  # before reading: reopening must detect a change meanwhile
     index = read_json(path, "index.json")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -192,12 +192,12 @@ def open_index(path: Path, wanted: Wanted) -> Shards:
 
 
 class _Set(NamedTuple):
-    """Files whose names count them: ``P-00001-of-00003.safetensors``.
+    """Files with numbers in their names: ``P-00001-of-00003.safetensors``.
 
     Attributes:
-        stem: what is before the numbers.
-        total: how many there are to be, as the names say it.
-        suffix: what is after the numbers.
+        stem: the part of the names before the numbers.
+        total: expected number of files, as written in the names.
+        suffix: the part of the names after the numbers.
         files: number to name.
     """
 
@@ -212,7 +212,7 @@ class _Set(NamedTuple):
 
     @property
     def missing(self) -> list[str]:
-        """Names of those that are not there, the first ones of very many."""
+        """Names of missing files, at most the first five."""
         width = len(self.total) if len(self.total) < 5 else 5
         numbers = (k for k in range(1, int(self.total) + 1) if k not in self.files)
         return [
@@ -221,7 +221,7 @@ class _Set(NamedTuple):
 
 
 def sets_of(names: Sequence[str]) -> list[_Set]:
-    """The sets that files belong to by their names."""
+    """Groups files into sets by their names."""
     found: dict[tuple[str, str, str], _Set] = {}
     for name in names:
         match = _SHARD.fullmatch(name)
@@ -232,16 +232,16 @@ def sets_of(names: Sequence[str]) -> list[_Set]:
 
 
 def open_folder(path: Path, wanted: Wanted) -> Shards:
-    """Opens the weights of a folder: the first of these that is there.
+    """Opens the weights of a folder: the first of these that exists.
 
     ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set
     ``...-00001-of-0000n.safetensors``; the only ``*.safetensors``; ``pytorch_model.bin.index.json``;
-    ``pytorch_model.bin``; a set of its shards; one ``consolidated.*.pth``; one ``*.gguf`` with all of its parts. A
-    format that is insisted on leaves out the others.
+    ``pytorch_model.bin``; a set of its shards; one ``consolidated.*.pth``; one ``*.gguf`` with all of its parts.
+    ``wanted.formats`` excludes other formats.
 
     Raises:
         FormatError: several indexes, an incomplete set, or the same name in two files.
-        UnsupportedError: several files, or nothing of these; the message lists what is there.
+        UnsupportedError: several files, or none of these; the message lists the files found.
     """
     with os.scandir(path) as entries:
         visible = sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
@@ -269,6 +269,7 @@ def open_folder(path: Path, wanted: Wanted) -> Shards:
 
 
 def _choose_safetensors(names: Sequence[str], path: Path) -> list[str] | None:
+    """Chooses safetensors files in a folder: the index, the single file, the complete set or the only file."""
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if INDEX in indexes:
         return [INDEX]
@@ -312,7 +313,7 @@ def _refuse_incomplete(names: Sequence[str], path: Path) -> None:
 
 
 def _choose_torch(names: Sequence[str], path: Path) -> list[str] | None:
-    """What torch has left in a folder: its index, its file, its shards or Meta's single one."""
+    """Chooses torch files in a folder: the index, the single file, the shards or Meta's single file."""
     for name in (TORCH_INDEX, *TORCH_SINGLES):
         if name in names:
             return [name]
@@ -331,6 +332,7 @@ def _choose_torch(names: Sequence[str], path: Path) -> list[str] | None:
 
 
 def _choose_gguf(names: Sequence[str], path: Path) -> list[str] | None:
+    """Chooses the only GGUF file in a folder, or the first part of the only split one."""
     files = [name for name in names if name.endswith(".gguf")]
     sets = sets_of(files)
     single = set(files) - {name for one in sets for name in one.files.values()}
@@ -347,7 +349,7 @@ def _list(names: Sequence[str], most: int = _LISTED) -> str:
 
 
 def _with_weights(path: Path, folders: Sequence[str]) -> list[str]:
-    """Which of the folders in a folder have weights in them."""
+    """The subfolders that contain weights."""
     return [name for name in folders[:1000] if _has_weights(path / name)]
 
 
@@ -370,7 +372,7 @@ def _no_weights(path: Path, names: Sequence[str], folders: Sequence[str]) -> str
 def _notes(names: Sequence[str], folders: Sequence[str], used: set[str], path: Path) -> list[str]:
     notes = []
     if _ADAPTER in names:
-        notes.append("an adapter (PEFT): what a base model's weights are changed by, not a model of its own")
+        notes.append("an adapter (PEFT): changes to the weights of a base model, not a model of its own")
     if _PIPELINE in names:
         notes.append(f"a diffusers pipeline, with more weights in {_list(_with_weights(path, folders)) or 'no folder'}")
     others = (name for name in names if name not in used and not name.startswith(_STATE))
@@ -383,6 +385,6 @@ def _notes(names: Sequence[str], folders: Sequence[str], used: set[str], path: P
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The folder's ``config.json``, None when there is none."""
+    """Reads the folder's ``config.json``; None if it does not exist."""
     config = path / "config.json"
     return read_json(config, "config.json") if os.path.exists(config) else None

@@ -1,4 +1,4 @@
-"""What the first bytes of a file tell: formats without a magic number at offset 0, and files that are not read."""
+"""Recognises files by their first bytes: formats without a magic number at offset 0, and unsupported formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import FormatError
 # Enough for tar's magic at 257.
 HEAD_SIZE = 512
 
-# (offset, bytes there, what it is). Sources: the formats' own specifications; for LFS
+# (offset, bytes at that offset, description). Sources: the specifications of the formats; for LFS
 # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 _FOREIGN = (
     (0, b"version https://git-lfs", "a Git LFS pointer: run `git lfs pull` to get the file itself"),
@@ -34,12 +34,12 @@ def is_safetensors(head: bytes) -> bool:
 
 
 def is_zip(head: bytes) -> bool:
-    """Whether the first bytes are those of a zip archive, of entries or of none."""
+    """Whether the first bytes are those of a zip archive, which may be empty."""
     return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
 
 
 def is_torch_legacy(head: bytes) -> bool:
-    """Whether a pickle begins with the number that torch writes before a checkpoint that is no zip archive."""
+    """Whether a pickle begins with the number that torch writes before a checkpoint that is not a zip archive."""
     return is_binary_pickle(head) and b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." in head[:32]
 
 
@@ -64,7 +64,7 @@ def is_text_pickle(head: bytes) -> bool:
 
 
 def describe(head: bytes) -> str | None:
-    """What a file is that no row of the registry names, or names less exactly; None where its bytes do not say."""
+    """Describes a file that no row of the registry recognises, or only less exactly; None where unknown."""
     if not head:
         return "an empty file"
     for offset, magic, what in _FOREIGN:
@@ -84,9 +84,9 @@ def describe(head: bytes) -> str | None:
 
 
 def read_head(path: str) -> bytes:
-    """The first `HEAD_SIZE` bytes of a regular file; a blank for anything else, whose read could wait forever."""
+    """The first `HEAD_SIZE` bytes of a regular file; a blank for anything else, where a read could block forever."""
     try:
         with closing(open_descriptor(path)) as file:
             return file.read_at(0, HEAD_SIZE)
-    except (OSError, FormatError):  # the error worth telling is the one that led here
+    except (OSError, FormatError):  # the caller reports the error that led here
         return b" "

@@ -1,4 +1,4 @@
-"""Metadata of one format as another one holds it."""
+"""Conversion of metadata from one format to another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
-    """Metadata as safetensors holds it: strings as they are, other values as JSON; what JSON lacks is left out."""
+    """Metadata for safetensors: strings unchanged, other values as JSON; values that JSON cannot hold are left out."""
     import json  # only here: it takes a millisecond that every import would pay
 
     texts = {}

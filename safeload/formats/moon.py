@@ -1,8 +1,8 @@
-"""The MOON format, f16 tensors that an engine reads with a loop. Little-endian.
+"""The MOON format: f16 tensors that an engine reads in a loop. Little-endian.
 
 1. u32 magic 0x4D4F4F4E ("NOOM" in the file), u32 version 2
-2. to the end of the file, per tensor:
-   u32 bytes of the name, u32 number of dims, u32 number of elements,
+2. for each tensor, to the end of the file:
+   u32 size of the name in bytes, u32 number of dims, u32 number of elements,
    the name in UTF-8, the dims as u64, the elements as f16
 """
 
@@ -29,12 +29,12 @@ from .registry import Candidate, Content, Wanted
 MAGIC = 0x4D4F4F4E
 VERSION = 2
 
-# The format's own: its first reader holds names and dims in arrays of this length.
+# Limits of the format: its first reader stores names and dims in arrays of this length.
 MAX_NAME = 256
 MAX_DIMS = 4
-# Tensors that are read: an entry of 14 bytes takes some 150 of memory. Real files have some hundreds.
+# Most tensors of a file: an entry of 14 bytes takes about 150 bytes of memory. Real files have some hundreds.
 MAX_TENSORS = 1_000_000
-# Bytes that are read at a time: a head has at most 300, and small tensors lie close together.
+# Bytes read at a time: the header of an entry takes at most 300, and small tensors lie close together.
 _WINDOW = 4096
 # The number of elements is a u32.
 MAX_ELEMENTS = (1 << 32) - 1
@@ -48,7 +48,7 @@ _F16 = dtypes.BY_CODE["F16"]
 
 
 class _Reader:
-    """Reads entries one after the other; a fault is reported with the byte where it lies."""
+    """Reads entries in order and reports faults with their byte position."""
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
@@ -76,10 +76,10 @@ def read(candidate: Candidate, wanted: Wanted) -> Content:
 
 
 def read_table(file: WeightFile) -> ListedTable:
-    """The tensors of an open file, in its order.
+    """The tensors of an open file, in file order.
 
     Raises:
-        FormatError: it breaks the format, with the byte where it does.
+        FormatError: the file breaks the format; the error has the byte position.
         LimitError: more than `MAX_TENSORS` tensors.
     """
     reader = _Reader(file)
@@ -99,12 +99,13 @@ def _entries(reader: _Reader, file: WeightFile) -> Iterator[Listing]:
         begin = reader.position
         entry = _read_entry(reader, file.size)
         if entry.name in names:
-            raise reader.fault(f"tensor {show(entry.name)} is there twice", begin)
+            raise reader.fault(f"duplicate tensor {show(entry.name)}", begin)
         names.add(entry.name)
         yield entry
 
 
 def _read_entry(reader: _Reader, file_size: int) -> Listing:
+    """Reads the header of a tensor and skips its elements."""
     begin = reader.position
     name_size, rank, count = _ENTRY.unpack(reader.take(_ENTRY.size, "the head of a tensor"))
     if not 1 <= name_size <= MAX_NAME:
@@ -127,7 +128,7 @@ def _read_entry(reader: _Reader, file_size: int) -> Listing:
     if end > file_size:
         left = file_size - reader.position
         raise reader.fault(f"tensor {show(name)}: F16 {list(shape)} needs {2 * count} bytes, but {left} are left")
-    if not array_fits(shape, 2):  # beside a dim of zero
+    if not array_fits(shape, 2):  # reachable only with a dim of zero
         raise reader.fault(f"tensor {show(name)}: no array can have the shape {list(shape)}", begin + 12 + name_size)
     listing = Listing(name, _F16, shape, reader.position, end)
     reader.position = end
@@ -145,7 +146,7 @@ def write(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """What `convert` writes: the format has no metadata."""
+    """Writes tensors for `convert`; metadata is left out, as the format has none."""
     save(tensors, path, overwrite=overwrite, durable=durable)
 
 
@@ -164,7 +165,7 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
             array = np.ascontiguousarray(materialize(value), "<f2")
             if array.size:
                 file.write([(jobs.address_of(array), array.nbytes)])
-            del array  # before the next one is made
+            del array  # freed before the next one is made
 
 
 def _write(file: AtomicFile, data: bytes) -> None:
@@ -173,12 +174,12 @@ def _write(file: AtomicFile, data: bytes) -> None:
 
 
 def _entry(name: Any, value: Any) -> bytes:
-    """What stands before a tensor's elements.
+    """The bytes before a tensor's elements.
 
     Raises:
-        TypeError: a name is no str, a value no array.
-        UnsupportedError: not float16.
-        SafeloadError: what the format does not have.
+        TypeError: a name is not a str, or a value is not an array.
+        UnsupportedError: the dtype is not float16.
+        SafeloadError: a name, a rank or a number of elements beyond the limits of the format.
     """
     if not isinstance(name, str):
         raise TypeError(f"a tensor name is a str, not {type(name).__name__}")

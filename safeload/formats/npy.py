@@ -1,10 +1,10 @@
-"""What numpy.save writes: one array behind a header. Entries of npz archives are the same.
+"""The npy format of numpy.save: a header, then one array. Entries of npz archives have the same format.
 
-1. The byte 0x93 and "NUMPY", a byte of major and one of minor version: 1.0, 2.0 or 3.0.
-2. The size of the header, little-endian: u16 in version 1, else u32.
-3. The header: the text of a Python dict of "descr" (the dtype), "fortran_order" and "shape", padded with blanks; in
-   Latin-1, in version 3 UTF-8.
-4. The elements in C order, or in Fortran's, to the end of the file. Those of dtype object are a pickle.
+1. The byte 0x93 and "NUMPY", then a byte each of major and minor version: 1.0, 2.0 or 3.0.
+2. The size of the header, little-endian: u16 in version 1, u32 in later versions.
+3. The header: the text of a Python dict with "descr" (the dtype), "fortran_order" and "shape", padded with spaces, in
+   Latin-1; in UTF-8 in version 3.
+4. The elements in C or Fortran order, to the end of the file. Arrays of dtype object are pickled.
 
 https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 """
@@ -35,18 +35,18 @@ from .registry import Candidate, Content, Wanted
 
 SUFFIX = ".npy"
 
-# The only tensor of a file, as in a torch checkpoint that is one tensor.
+# Name of the only tensor of a file, as in a torch checkpoint that is one tensor.
 NAME = "tensor"
 
-# Bytes of a header that are looked at: numpy itself reads no header of more than 10,000 bytes.
+# Largest header that is read, in bytes: numpy itself reads no header of more than 10,000 bytes.
 _HEADER_SIZE = 10_240
-# Bytes that are read for one: numpy writes 128 for most arrays.
+# Bytes read at first for a header: numpy writes 128 for most arrays.
 _WINDOW = 256
 
-# What Python's and numpy's parsers raise for headers that are none.
+# What Python's and numpy's parsers raise for invalid headers.
 _HEADER_ERRORS = (ValueError, TypeError, SyntaxError, LookupError, RecursionError, MemoryError, OverflowError)
 
-# A dtype that is no record, as numpy writes it: byte order, kind, bytes.
+# A dtype that is not a record, as numpy writes it: byte order, kind, size in bytes.
 _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.ASCII)
 
 
@@ -54,11 +54,11 @@ _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.AS
 
 
 class Described(NamedTuple):
-    """What a header says.
+    """A parsed header.
 
     Attributes:
         listing: the tensor.
-        big_endian: its byte order, None for single bytes.
+        big_endian: whether its elements are big-endian; None for elements of a single byte.
     """
 
     listing: Listing
@@ -81,7 +81,7 @@ def read_table(file: WeightFile) -> ListedTable:
     """The array of an open file, as a table of one tensor.
 
     Raises:
-        FormatError: it breaks the format, with the byte where it does.
+        FormatError: the file breaks the format; the error has the byte position.
         UnsupportedError: an array of Python objects, or of a dtype that weights do not have.
     """
     listing, big_endian = read_array(file, NAME, "the array", "the file", 0, file.size)
@@ -89,13 +89,13 @@ def read_table(file: WeightFile) -> ListedTable:
 
 
 def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: int, size: int) -> Described:
-    """What the header at ``begin`` says, checked against the bytes that there are.
+    """Parses the header at ``begin`` and checks it against the bytes that follow.
 
     Args:
-        file: where it is.
+        file: that contains the array.
         name: of the tensor.
         subject: the array, for messages.
-        holder: what holds it, likewise.
+        holder: the file or entry that contains it, for messages.
         begin: first byte of the header.
         size: bytes of header and data together.
 
@@ -113,7 +113,7 @@ def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: in
     row = dtypes.BY_NAME.get(dtype.name)
     if row is None or row.packed:
         hint = ": numpy forgets bfloat16 and float8" if dtype.kind == "V" and dtype.names is None else ""
-        raise UnsupportedError(f"{file.path}: {subject} is {dtype}, no dtype of weights{hint}")
+        raise UnsupportedError(f"{file.path}: {subject} is {dtype}, not a dtype of weights{hint}")
     possible = all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
     if possible and 0 in shape:
         possible = array_fits(shape, dtype.itemsize)
@@ -133,7 +133,7 @@ def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: in
 
 
 def _find_header(file: WeightFile, begin: int, size: int) -> tuple[bytes, int]:
-    """A header from its magic on, and its size."""
+    """The header, starting at its magic, and its size."""
     head = file.read_at(begin, min(size, _WINDOW))
     if head[:6] != b"\x93NUMPY" or len(head) < 12:
         raise ValueError("it does not begin with the magic of npy")
@@ -152,10 +152,10 @@ def _start(head: bytes) -> int:
     return 10 if head[6] == 1 else 12
 
 
-# Archives hold many arrays of few shapes.
+# Cached: archives hold many arrays of few shapes.
 @lru_cache(maxsize=256)
 def _parse_header(head: bytes) -> _Header:
-    """What a header says. Numpy's own reader mends what Python 2 wrote, with warnings."""
+    """Parses a header. Unlike numpy's own reader, it does not repair headers of Python 2 (numpy warns there)."""
     fields = ast.literal_eval(head[_start(head) :].decode("latin1" if head[6] < 3 else "utf-8"))
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("it must have the keys descr, fortran_order and shape")
@@ -178,7 +178,7 @@ def write(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """What `convert` writes: the format has no metadata."""
+    """Writes tensors for `convert`; metadata is left out, as the format has none."""
     save(tensors, path, overwrite=overwrite, durable=durable)
 
 
@@ -187,14 +187,14 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
 
     Args:
         tensors: exactly one, whose name is not written.
-        path: where.
+        path: of the file to write.
         overwrite: False to raise FileExistsError where something exists.
-        durable: False to leave out the fsync of file and folder.
+        durable: False to skip the fsync of file and folder.
 
     Raises:
-        SafeloadError: none, or more than one.
+        SafeloadError: there is not exactly one tensor.
         UnsupportedError: a tensor whose dtype numpy does not have.
-        OSError: it cannot be written; the old one is still there.
+        OSError: the file cannot be written; an existing one is unchanged.
     """
     check_mapping(tensors, "tensors")
     if len(tensors) != 1:
@@ -216,11 +216,11 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
 
 
 def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
-    """The array that is to be written.
+    """The array to write, checked.
 
     Raises:
-        TypeError: the name is no str, or the array is masked.
-        UnsupportedError: numpy's format has nothing like it.
+        TypeError: the name is not a str, or the array is masked.
+        UnsupportedError: numpy's format cannot hold it.
     """
     if not isinstance(name, str):
         raise TypeError(f"a tensor name is a str, not {type(name).__name__}")

@@ -1,6 +1,6 @@
-"""What numpy.savez writes: a zip archive of ``<name>.npy`` entries.
+"""The npz format of numpy.savez: a zip archive of ``<name>.npy`` entries.
 
-Entries that are stored as they are become views. An archive with a compressed entry is unpacked into a temporary file
+Stored (uncompressed) entries become views. An archive with a compressed entry is unpacked into a temporary file
 when it is opened.
 """
 
@@ -26,13 +26,13 @@ from .npy import SUFFIX, Described, check_writable, read_array
 from .registry import Candidate, Content, Wanted
 from .zip import Archive
 
-# Bytes of an entry's name: zip counts them in 16 bits.
+# Longest name of an entry in bytes: zip counts them in 16 bits.
 _MAX_NAME = (1 << 16) - 1
 
-# What begins of arrays are multiples of in the file that a compressed archive is unpacked into.
+# Alignment of arrays in the temporary file that a compressed archive is unpacked into.
 _ALIGNMENT = 64
 
-# The oldest time that zip has, as numpy writes it: the same tensors give the same bytes.
+# The oldest time that zip can hold, as numpy writes it: the same tensors give the same bytes.
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
 
 
@@ -40,7 +40,7 @@ _NO_TIME = (1980, 1, 1, 0, 0, 0)
 
 
 def claims(candidate: Candidate) -> bool:
-    """Whether an archive holds arrays of numpy and no pickle of torch, or nothing at all, as ``numpy.savez(path)``."""
+    """Whether an archive holds numpy arrays and no torch pickle, or is empty, as ``numpy.savez(path)`` writes it."""
     names = candidate.archive.entries
     if any(name.endswith(".pkl") for name in names):
         return False
@@ -56,7 +56,7 @@ def read(candidate: Candidate, wanted: Wanted) -> Content:
 
 
 def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
-    """The file with its table; another one (temporary, without a name) where entries are compressed.
+    """The file with its table; where entries are compressed, an unnamed temporary file instead.
 
     Raises:
         FormatError: an entry breaks the format.
@@ -79,6 +79,7 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
 
 
 def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFile:
+    """Unpacks entries into an unnamed temporary file, closes the archive and returns the file with its table."""
     places, size = [], 0
     for name in names:
         archive.check_packed(name)
@@ -87,14 +88,14 @@ def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFil
     descriptor, path = tempfile.mkstemp(prefix="safeload-npz-")
     try:
         with os.fdopen(descriptor, "wb") as out:
-            reserve(out.fileno(), size, path)  # a disk without room says so before it is filled
+            reserve(out.fileno(), size, path)  # fails before writing if the disk is too small
             for name, begin in zip(names, places, strict=True):
                 out.write(bytes(begin - out.tell()))
                 for piece in archive.inflate(name):
                     out.write(piece)
         unpacked = open_descriptor(path)
     finally:
-        with suppress(OSError):  # Windows keeps it until it is closed, and then until the folder is cleaned
+        with suppress(OSError):  # on Windows an open file cannot be deleted: it stays until the folder is cleaned
             os.unlink(path)
     unpacked.path = file.path
     arrays = [
@@ -129,24 +130,24 @@ def write(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """What `convert` writes: the format has no metadata."""
+    """Writes tensors for `convert`; metadata is left out, as the format has none."""
     save(tensors, path, overwrite=overwrite, durable=durable)
 
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
-    """Writes an npz archive (not compressed), atomically.
+    """Writes an uncompressed npz archive atomically.
 
     Args:
         tensors: name to array.
-        path: where.
+        path: of the file to write.
         overwrite: False to raise FileExistsError where something exists.
-        durable: False to leave out the fsync of file and folder.
+        durable: False to skip the fsync of file and folder.
 
     Raises:
-        TypeError: a name is no str.
+        TypeError: a name is not a str.
         UnsupportedError: a tensor whose dtype npz does not have.
-        SafeloadError: a name that it does not have.
-        OSError: it cannot be written; the old one is still there.
+        SafeloadError: a name that npz cannot hold.
+        OSError: the file cannot be written; an existing one is unchanged.
     """
     check_mapping(tensors, "tensors")
     arrays = {name: check_writable(name, value, "npz") for name, value in tensors.items()}
@@ -160,14 +161,14 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
             with archive.open(info, "w", force_zip64=True) as entry:
                 array = materialize(value)
                 np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
-                del array  # before the next one is made
+                del array  # freed before the next one is made
 
 
 def _entry(name: str) -> zipfile.ZipInfo:
-    """The entry of a tensor.
+    """The zip entry for a tensor.
 
     Raises:
-        SafeloadError: a name that zip cannot hold, or that ends early for other readers.
+        SafeloadError: a name that zip cannot hold, or that other readers would truncate.
     """
     try:
         size = len((name + SUFFIX).encode())
@@ -181,5 +182,5 @@ def _entry(name: str) -> zipfile.ZipInfo:
             f"tensor {name[:40]!r}: its name has {size - len(SUFFIX)} bytes, but npz has at most {most}"
         )
     info = zipfile.ZipInfo(SUFFIX, _NO_TIME)
-    info.filename = name + SUFFIX  # as it is: on Windows ZipInfo makes slashes of backslashes
+    info.filename = name + SUFFIX  # set here: on Windows the constructor of ZipInfo turns backslashes into slashes
     return info

@@ -1,4 +1,4 @@
-"""What `safeload.open` is given: a file, a folder, an ``index.json`` or a list of files; and how to open it again."""
+"""Opens the argument of `safeload.open`: a file, a folder, an ``index.json`` or a list; remembers how to reopen it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .registry import Wanted
 if TYPE_CHECKING:
     from . import folder
 
-# What to do with a pickle that names classes or functions off the list of harmless ones.
+# What to do with a pickle that names classes or functions outside the list of harmless ones.
 UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
 
 
 class Recipe(NamedTuple):
-    """How a checkpoint was opened: what its pickle holds.
+    """How a checkpoint was opened; stored when it is pickled.
 
     Attributes:
-        paths: absolute.
-        listed: whether they were given as a list.
+        paths: absolute paths.
+        listed: whether the paths were given as a list.
         format: see `safeload.open`.
         root: see `safeload.open`.
         unknown_globals: see `safeload.open`.
@@ -37,24 +37,24 @@ class Recipe(NamedTuple):
 
     @property
     def options(self) -> Wanted:
-        """How each of its files is opened."""
+        """Options for opening each of the files."""
         formats = None if self.format is None else registry.FORMATS[self.format]
         return Wanted(formats, self.root, self.unknown_globals == "inert")
 
 
 class Found(NamedTuple):
-    """What a path came to.
+    """The opened files of a path.
 
     Attributes:
         title: the path, as messages name it.
-        format: of the first of the files.
+        format: of the first file.
         files: the open files.
-        where: name of each tensor to its file and its index there; None where there is one file.
-        metadata: of all of the files and of the index.
+        where: name of each tensor to its file and its index in that file; None for a single file.
+        metadata: of all files and of the index, merged.
         config: parsed ``config.json`` of a folder, else None.
         index_file: path and identity of the index, else None.
-        notes: what a folder is, and what in it was passed over.
-        recipe: how to open it again; None where that is not known.
+        notes: what kind of folder it is, and which of its files were skipped.
+        recipe: how to open it again; None where that is unknown.
     """
 
     title: str
@@ -73,9 +73,9 @@ def find(
 ) -> Found:
     """Opens the files of a path; see `safeload.open` for arguments and errors."""
     if format is not None and format not in registry.FORMATS:
-        raise ValueError(f"format is {show(format)}, known are {', '.join(registry.FORMATS)}")
+        raise ValueError(f"unknown format {show(format)}, expected one of {', '.join(registry.FORMATS)}")
     if unknown_globals not in get_args(UnknownGlobals):
-        raise ValueError(f'unknown_globals is {show(unknown_globals)}, but it is "refuse" or "inert"')
+        raise ValueError(f'unknown_globals is {show(unknown_globals)}, but must be "refuse" or "inert"')
     recipe = Recipe((), False, format, root, unknown_globals)
     if isinstance(path, (list, tuple)):
         return _find_list(path, recipe)
@@ -106,14 +106,14 @@ def _find_list(paths: Sequence[PathLike], recipe: Recipe) -> Found:
 
 
 def _find_shards(path: str, recipe: Recipe) -> Found:
-    """A folder or an ``index.json``."""
+    """Opens a folder or an ``index.json``."""
     from . import folder  # only here: json and pathlib take milliseconds that every import would pay
 
     return _found(path, recipe, folder.open_path(path, recipe.options))
 
 
 def _found(path: str, recipe: Recipe, shards: folder.Shards) -> Found:
-    """What a folder, a list or an index came to."""
+    """Logs and returns the files of a folder, a list or an index."""
     log.debug("opened %s: %s", path, plural(len(shards.files), "file"))
     for note in shards.notes:
         log.debug("%s: %s", path, note)

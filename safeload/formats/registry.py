@@ -1,15 +1,15 @@
-"""The formats, one row each, and what walks the rows: opening a file, saying what a file is, finding a writer.
+"""The table of formats, one row each, and the functions over it: opening a file, describing a file, finding a writer.
 
-A row names a module of this package, imported when it is first needed: what the readers import takes milliseconds that
-every ``import safeload`` would pay. The module has
+A row names a module of this package, which is imported on first use: the imports of the readers take milliseconds,
+which every ``import safeload`` would pay. The module has
 
 - ``read(candidate, wanted) -> Content``: the file with its table;
-- ``write(tensors, metadata, path, *, overwrite, durable)`` where its row has ``writes``: arrays, `QuantizedTensor` and
-  what makes them late, atomically; a tensor that the format cannot hold is refused before anything is written;
-- ``claims(candidate) -> bool`` where its row has ``asks``: whether a file is its own though other rows have the same
-  first bytes.
+- ``write(tensors, metadata, path, *, overwrite, durable)`` if its row has ``writes``: writes arrays, `QuantizedTensor`
+  and their lazy forms atomically; a tensor that the format cannot hold is refused before anything is written;
+- ``claims(candidate) -> bool`` if its row has ``asks``: whether the file has this format, although files of other rows
+  begin with the same bytes.
 
-Safetensors comes first and is opened by its path: one call of the C core and no look at the file before it.
+Safetensors comes first and is opened by its path, with one call of the C core and no earlier read of the file.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Format(NamedTuple):
     """One format.
 
     Attributes:
-        name: what `Checkpoint.format` says and ``format=`` takes.
-        title: what it is called in a list of what is read; rows of one title are named once.
-        kind: what a file of it is, in "this is ..."; as much as its first bytes tell.
+        name: value of `Checkpoint.format` and of ``format=``.
+        title: its name in the list of supported formats; rows with the same title are listed once.
+        kind: description of a file in "this is ...", as far as the first bytes tell.
         told: whether the first bytes of a file are those of this format.
-        module: what reads and writes it, below this package.
-        suffixes: that its files usually have; those of a format that is written say what `convert` writes.
+        module: the module that reads and writes it, relative to this package.
+        suffixes: usual suffixes of its files; if the format is written, they select it in `convert`.
         writes: whether it can be written.
         asks: whether the module must look into the file, because other rows have the same first bytes.
         nested: whether it has containers that ``root=`` selects.
-        family: another name that ``format=`` takes, for all rows that have it.
+        family: another value of ``format=``, which stands for all rows that have it.
         public: whether ``safeload.NAME`` is a module of functions for it.
-        peer: what ``safeload bench`` compares loading with, a key of its own; None where nothing else reads it.
+        peer: the reader that ``safeload bench`` compares loading with, a key of its table; None where no other exists.
     """
 
     name: str
@@ -93,7 +93,7 @@ SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "t
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
-    """What ``format=`` takes, and the formats that it means."""
+    """The values of ``format=``, and the formats that each stands for."""
     choices: dict[str, tuple[str, ...]] = {}
     for row in ROWS:
         if row.family is not None:
@@ -104,7 +104,7 @@ def _choices() -> dict[str, tuple[str, ...]]:
 
 FORMATS = _choices()
 
-# The format that a suffix says `convert` is to write.
+# The format that `convert` writes for a suffix.
 SUFFIXES = {suffix: row.name for row in ROWS if row.writes for suffix in row.suffixes}
 
 
@@ -117,9 +117,9 @@ class Wanted(NamedTuple):
     """How to open files.
 
     Attributes:
-        formats: those that will do; None for any.
-        root: name of the nested container to take; None for all.
-        inert: whether foreign globals of a pickle may be there, as placeholders.
+        formats: accepted formats; None for any.
+        root: name of the nested container to read; None for all.
+        inert: whether unknown globals of a pickle are accepted, as placeholders.
     """
 
     formats: tuple[str, ...] | None = None
@@ -128,10 +128,10 @@ class Wanted(NamedTuple):
 
 
 class Candidate:
-    """An open file whose format is being found out.
+    """An open file whose format is being detected.
 
     Attributes:
-        file: without a table yet.
+        file: the file, which has no table yet.
         head: its first `foreign.HEAD_SIZE` bytes.
     """
 
@@ -141,7 +141,7 @@ class Candidate:
 
     @cached_property
     def archive(self) -> Archive:
-        """The directory of a zip archive, read once for all rows that ask for it.
+        """The directory of a zip archive, read once for all rows that need it.
 
         Raises:
             FormatError, LimitError, UnsupportedError: see `Archive`.
@@ -152,12 +152,12 @@ class Candidate:
 
 
 class Content(NamedTuple):
-    """What a reader gives.
+    """The result of a reader.
 
     Attributes:
-        file: with its table: the candidate's, or a temporary file that stands for it.
-        beside: a temporary file with more tensors; None as a rule.
-        names: of the tensors of both in their order, where there is a second.
+        file: the candidate's file with its table, or a temporary file that replaces it.
+        beside: a temporary file with more tensors; usually None.
+        names: names of the tensors of both files in order; empty without a second file.
     """
 
     file: WeightFile
@@ -171,8 +171,8 @@ class Opened(NamedTuple):
     Attributes:
         format: the name of its row.
         file: the file with its table.
-        beside: a temporary file with more tensors; None as a rule.
-        names: of the tensors of both in their order, where there is a second.
+        beside: a temporary file with more tensors; usually None.
+        names: names of the tensors of both files in order; empty without a second file.
     """
 
     format: str
@@ -182,12 +182,12 @@ class Opened(NamedTuple):
 
     @property
     def files(self) -> list[WeightFile]:
-        """The file, and the one beside it."""
+        """The file, and the temporary file if there is one."""
         return [self.file] if self.beside is None else [self.file, self.beside]
 
     @property
     def where(self) -> dict[str, tuple[WeightFile, int]] | None:
-        """File and index of each tensor; None where there is one file."""
+        """File and index of each tensor; None for a single file."""
         if self.beside is None:
             return None
         places = {name: (file, index) for file in self.files for index, name in enumerate(file.table.names)}
@@ -195,7 +195,7 @@ class Opened(NamedTuple):
 
     @property
     def metadata(self) -> Mapping[Any, Any]:
-        """What it says besides its tensors."""
+        """The metadata of the file."""
         return self.file.table.metadata() or {}
 
 
@@ -203,9 +203,9 @@ def open_file(path: str, wanted: Wanted) -> Opened:
     """Opens a file; no tensor is read.
 
     Raises:
-        FormatError: it breaks its format.
-        UnsupportedError: no format that is read, or not the one wanted.
-        OSError: the system's own errors.
+        FormatError: the file breaks its format.
+        UnsupportedError: the format is not supported, or is not one of ``wanted``.
+        OSError: the file cannot be opened or read.
     """
     if wanted.formats is None or SAFETENSORS in wanted.formats:
         try:
@@ -233,21 +233,21 @@ def open_file(path: str, wanted: Wanted) -> Opened:
         raise
 
 
-# The rows that are told by the first bytes; those that must look into the file first.
+# The rows recognised by the first bytes; those that must look into the file come first.
 _TOLD = sorted(ROWS[1:], key=lambda row: not row.asks)
 
 
 def _told(head: bytes) -> Iterator[Format]:
-    """The rows but safetensors' whose first bytes these are."""
+    """The rows, except safetensors, whose files begin with these bytes."""
     return (row for row in _TOLD if row.told(head))
 
 
 def _find(candidate: Candidate, wanted: Wanted) -> Format:
-    """The row of a file, if it is one of those wanted.
+    """The row of a file, which must be one of ``wanted``.
 
     Raises:
-        FormatError: it is of another format, or of none that is known.
-        UnsupportedError: a format that is known and not read, or one without containers where one is wanted.
+        FormatError: the file has another format, or an unknown one.
+        UnsupportedError: the format is not supported, or has no containers and ``wanted.root`` asks for one.
     """
     path, head = candidate.file.path, candidate.head
     row = next((row for row in _told(head) if not row.asks or row.load().claims(candidate)), None)
@@ -263,26 +263,26 @@ def _find(candidate: Candidate, wanted: Wanted) -> Format:
 
 
 def _describe(head: bytes) -> str | None:
-    """What a file that is not safetensors is, by its first bytes; None when they say nothing."""
+    """Describes a file other than safetensors by its first bytes; None where they do not tell."""
     return foreign.describe(head) or next((row.kind for row in _told(head)), None)
 
 
 def describe_path(path: str) -> str | None:
-    """What the file at ``path`` is, if it looks like another format than safetensors."""
+    """Describes the file at ``path`` if it looks like a format other than safetensors, else None."""
     head = foreign.read_head(path)
     return None if foreign.is_safetensors(head) else _describe(head)
 
 
 def titles() -> str:
-    """The formats that are read, for messages."""
+    """The supported formats, for messages."""
     *most, last = dict.fromkeys(row.title for row in ROWS)
     return f"{', '.join(most)} and {last}"
 
 
 def _refuse(path: str, head: bytes, *, whatever: bool = False) -> None:
-    """Raises for a file that is recognizably something else, or ``whatever`` it is."""
+    """Raises for a file that is recognisably of another format; with ``whatever``, for any file."""
     kind = _describe(head)
     if kind is not None:
         raise UnsupportedError(f"{path}: this is {kind}; this version reads {titles()}") from None
     if whatever or (head.strip() and not path.endswith(".safetensors")):
-        raise FormatError(f"no weight format that is known starts with {head[:16].hex(' ')}", path, 0) from None
+        raise FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0) from None

@@ -1,4 +1,4 @@
-"""A tensor in a file that is read when it is indexed, and that can be opened again from a pickle."""
+"""A tensor in a file: indexing reads it, and unpickling opens its file again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .registry import Wanted
 
 
 class TensorSlice:
-    """A tensor that has not been read. Indexing it as numpy does (basic indexing) reads what it returns.
+    """A tensor that has not been read. Basic indexing as in numpy reads only the elements that it returns.
 
-    It pickles as the path of its file, as a `Checkpoint` does.
+    It is pickled as the path of its file, as a `Checkpoint` is.
 
     Attributes:
-        shape: of the array that the whole tensor would be.
-        dtype: likewise.
+        shape: of the array that loading the whole tensor returns.
+        dtype: of that array.
     """
 
     def __init__(self, file: WeightFile, index: int, wanted: Wanted) -> None:
@@ -27,7 +27,7 @@ class TensorSlice:
         self.dtype, self.shape, *_ = file.layout(index)
 
     def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...]]:
-        _ = self._file.descriptor  # says so where it is closed
+        _ = self._file.descriptor  # raises if the file is closed
         return self._file.place, tuple(self._wanted), self._file.table.names[self._index], seen
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ class TensorSlice:
 
 
 def _reopen_slice(path: str, wanted: tuple[Any, ...], name: str, seen: tuple[int, ...]) -> TensorSlice:
-    """A slice once more, of the same file."""
+    """Opens the slice of the same file again."""
     options = Wanted(*wanted)
     check_unchanged(path, seen)
     files = registry.open_file(path, options).files

@@ -1,8 +1,8 @@
-"""Zip archives whose entries are mapped: where the bytes of each are, everything checked.
+"""Zip archives whose entries are mapped: locates the bytes of each entry and checks everything.
 
-The directory is read by the standard library's zipfile. The rest is checked here, so that no two readers see two files:
-the archive is the whole file, a name is there once, no two entries overlap, the local header of an entry that is used
-says what the directory says.
+The standard library's zipfile reads the directory. The rest is checked here, so that all readers see the same
+contents: the archive is the whole file, names are unique, no two entries overlap, and the local header of an entry that
+is used agrees with the directory.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..base.file import WeightFile
 from ..base.text import show
 from ..errors import FormatError, LimitError, UnsupportedError
 
-# Bytes that a compressed entry may unfold to in memory: pickles have a few MiB, and are not compressed as a rule.
+# Bytes that a compressed entry may inflate to in memory: pickles have a few MiB and are usually not compressed.
 MAX_INFLATED = 256 << 20
 
-# Bytes of a directory: an entry of it takes 46 and its name, and becomes Python objects of some 600. That is a million
-# entries; the largest real checkpoints have some ten thousand.
+# Largest directory in bytes: an entry takes 46 bytes plus its name, and becomes Python objects of about 600 bytes. The
+# limit allows a million entries; the largest real checkpoints have some ten thousand.
 MAX_DIRECTORY = 64 << 20
 
-# Bytes that deflate makes of one at most: two bits for a copy of 258 bytes.
+# Largest ratio of deflate: a copy of 258 bytes takes two bits.
 _DEFLATE_RATIO = 1032
 
-# What zipfile raises for archives that are none.
+# What zipfile raises for invalid archives.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
     zipfile.LargeZipFile,
@@ -45,28 +45,28 @@ _ZIP_ERRORS = (
 # The local header: flags, method, compressed and full size, lengths of name and extra field; then the name.
 _LOCAL = struct.Struct("<6x2H8x2I2H").unpack_from
 _LOCAL_SIZE = 30
-# Bytes read for a local header: a page, which is what the system reads anyway.
+# Bytes read for a local header: a page, which the system reads anyway.
 _WINDOW = 4096
 
-# Bytes of an entry that are unfolded at a time.
+# Bytes of an entry that are inflated at a time.
 _PIECE = 1 << 20
 
 _ENCRYPTED, _UTF8 = 0x1, 0x800
 
-# The end of an archive: numbers of two disks, entries on this one and in all, size and offset of the directory, length
-# of the comment that follows. Where one of them does not fit, a ZIP64 record (as long as all writers make it) and a
-# locator, which holds its offset, stand before it.
+# The end record of an archive: numbers of two disks, entries on this disk and in total, size and offset of the
+# directory, length of the comment that follows. Where a field does not fit, a ZIP64 record (of the size that all
+# writers give it) and a locator with the offset of that record precede it.
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 
 
 class _End(NamedTuple):
-    """What the end of an archive says of its directory.
+    """What the end record of an archive says about its directory.
 
     Attributes:
-        at: where it begins, which is where the directory must end.
-        entries: in the directory.
+        at: first byte of the end record; the directory must end there.
+        entries: number of entries in the directory.
         size: of the directory in bytes.
         offset: of the directory in the file.
     """
@@ -78,10 +78,10 @@ class _End(NamedTuple):
 
 
 def _read_end(file: WeightFile) -> _End | None:
-    """The end of an archive, as zipfile finds it; None where there is none that ends with the file.
+    """Finds the end record of an archive as zipfile does; None where no record ends with the file.
 
     Raises:
-        FormatError: its two records disagree.
+        FormatError: the end record and the ZIP64 record disagree.
     """
     start = max(0, file.size - _END.size - 0xFFFF)
     tail = file.read_at(start, file.size - start)
@@ -110,10 +110,10 @@ def _read_end(file: WeightFile) -> _End | None:
 
 
 class _Stream(io.RawIOBase):
-    """The file as zipfile wants it.
+    """The file as the stream that zipfile expects.
 
     Attributes:
-        failure: why it could not be read: zipfile says then that there is no archive.
+        failure: the error of a failed read, which zipfile would report as an invalid archive; None without one.
     """
 
     def __init__(self, file: WeightFile) -> None:
@@ -133,7 +133,7 @@ class _Stream(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0) -> int:
         at = offset + (0, self._at, self._file.size)[whence]
         if at < 0:
-            raise OSError(errno.EINVAL, f"position {at}")  # as files do: zipfile asks for what small ones do not have
+            raise OSError(errno.EINVAL, f"position {at}")  # as files do: zipfile seeks before the start of small ones
         self._at = at
         return at
 
@@ -154,9 +154,9 @@ class Archive:
         file: the archive.
 
     Raises:
-        FormatError: it is no zip archive, or not one alone; a name is there twice, or entries overlap.
+        FormatError: the file is not a zip archive, or holds more than one; a duplicate name, or entries that overlap.
         LimitError: a directory of more than `MAX_DIRECTORY` bytes.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, file: WeightFile) -> None:
@@ -178,27 +178,27 @@ class Archive:
             if stream.failure is not None:
                 raise stream.failure from None
             what = show(str(error)) if str(error) else type(error).__name__
-            # Where it should begin, or else its end be.
+            # Where the directory should begin; without an end record, the end of the file.
             at = file.size if end is None else min(end.offset, file.size)
             raise FormatError(f"the zip archive's directory cannot be read: {what}", file.path, at) from None
         for info in infos:
             if info.orig_filename in self.entries:
                 at = min(max(0, info.header_offset), file.size)
-                raise FormatError(f"zip entry {show(info.orig_filename)} is there twice", file.path, at)
+                raise FormatError(f"duplicate zip entry {show(info.orig_filename)}", file.path, at)
             self.entries[info.orig_filename] = info
         self._check_whole(end)
 
     def _check_whole(self, end: _End | None) -> None:
-        """Refuses an archive that is not the whole file, in which other readers find another one, and shared bytes.
+        """Refuses overlapping entries, and an archive that is not the whole file: other readers may find another.
 
-        zipfile moves all offsets by what stands before an archive. Some readers do not.
+        zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
         """
         path = self._file.path
         if end is None:
-            raise FormatError("the file goes on after the zip archive's end", path)
+            raise FormatError("the file continues after the zip archive's end", path)
         if end.offset + end.size != end.at:
             message = f"the zip archive's directory must end at byte {end.at}, but it says {end.offset + end.size}: "
-            raise FormatError(message + "something stands before the archive, or within it", path, end.at)
+            raise FormatError(message + "there are extra bytes before the archive, or within it", path, end.at)
         if end.entries != len(self.entries):
             message = f"the zip archive's directory has {len(self.entries)} entries, but its end says {end.entries}"
             raise FormatError(message, path, end.at)
@@ -215,11 +215,11 @@ class Archive:
         self._check_apart(spans)
 
     def locate(self, name: str) -> int:
-        """Where the bytes of an entry begin.
+        """The offset of the first byte of an entry.
 
         Raises:
-            FormatError: local header and directory disagree, or the entry reaches beyond the data or into another.
-            UnsupportedError: it is encrypted.
+            FormatError: local header and directory disagree, or the entry extends past the data.
+            UnsupportedError: the entry is encrypted.
         """
         info = self.entries[name]
         at = info.header_offset
@@ -233,7 +233,7 @@ class Archive:
         if name_size != len(wanted) or head[_LOCAL_SIZE:] != wanted:
             local = self._file.read_at(at + _LOCAL_SIZE, name_size)
             raise self._fault(name, f"it is called {show(local)} in its local header", _LOCAL_SIZE)
-        # Sizes of 0 are said after the data, the largest in a ZIP64 field.
+        # A size of 0 stands for one that follows the data, the largest value for one in a ZIP64 field.
         if method != info.compress_type:
             raise self._differ(name, "compression", method, info.compress_type, 8)
         if packed not in (0, 0xFFFFFFFF, info.compress_size):
@@ -249,7 +249,7 @@ class Archive:
         return begin
 
     def _head(self, at: int, size: int) -> bytes:
-        """Bytes of a local header, from the last read where it had them: small storages lie close together."""
+        """Bytes of a local header, from the last read if it covers them: small storages lie close together."""
         start = at - self._window_at
         if not 0 <= start <= len(self._window) - size:
             self._window = self._file.read_at(at, max(size, _WINDOW)) if at >= 0 else b""
@@ -257,7 +257,7 @@ class Archive:
         return self._window[start : start + size]
 
     def _place(self, name: str, at: int = 0) -> int:
-        """A byte of the local header, or the nearest that the file has: the directory may say anything."""
+        """The offset of a byte of the local header, clamped to the file: the directory may hold any value."""
         return min(max(0, self.entries[name].header_offset + at), self._file.size)
 
     def _fault(self, name: str, message: str, at: int) -> FormatError:
@@ -267,7 +267,7 @@ class Archive:
         return self._fault(name, f"{what} {local} in its local header, but {central} in the directory", at)
 
     def check_overlap(self) -> None:
-        """Refuses entries located so far that share bytes: with what only their local headers say, the extra fields."""
+        """Refuses overlaps of the entries located so far. Only now is the size of their extra fields known."""
         self._check_apart(sorted((begin, end, name) for name, (begin, end) in self._used.items()))
 
     def _check_apart(self, spans: list[tuple[int, int, str]]) -> None:
@@ -277,11 +277,11 @@ class Archive:
                 raise FormatError(message, self._file.path, min(max(0, begin), self._file.size))
 
     def read(self, name: str) -> tuple[bytes, int | None]:
-        """The bytes of an entry, and where in the file they are as such.
+        """The bytes of an entry, and their offset in the file; None where they are compressed.
 
         Raises:
             FormatError, UnsupportedError: see `inflate`.
-            LimitError: it unfolds to more than `MAX_INFLATED` bytes.
+            LimitError: the entry inflates to more than `MAX_INFLATED` bytes.
         """
         info, file = self.entries[name], self._file
         begin = self.locate(name)
@@ -289,15 +289,15 @@ class Archive:
             self.check_stored(name)
             return file.read_at(begin, info.file_size), begin
         if info.file_size > MAX_INFLATED:
-            raise LimitError(f"{file.path}: zip entry {show(name)} unfolds to more than {MAX_INFLATED} bytes")
+            raise LimitError(f"{file.path}: zip entry {show(name)} inflates to more than {MAX_INFLATED} bytes")
         return b"".join(self.inflate(name)), None
 
     def check_packed(self, name: str) -> None:
-        """Refuses, before it is unpacked, an entry that cannot unfold to what the directory says.
+        """Refuses, before inflating it, an entry that cannot have the size in the directory.
 
         Raises:
-            FormatError: it is stored with two sizes, or deflate cannot make so much of it.
-            UnsupportedError: another compression than deflate.
+            FormatError: it is stored with two different sizes, or the size exceeds the largest ratio of deflate.
+            UnsupportedError: its compression is not deflate.
         """
         info, file = self.entries[name], self._file
         if info.compress_type == zipfile.ZIP_STORED:
@@ -306,15 +306,15 @@ class Archive:
             raise UnsupportedError(f"{file.path}: zip entry {show(name)} has compression {info.compress_type}")
         elif info.file_size > info.compress_size * _DEFLATE_RATIO:
             raise self._fault(
-                name, f"{info.compress_size} bytes cannot unfold to the {info.file_size} that were said", 0
+                name, f"{info.compress_size} bytes cannot inflate to the {info.file_size} in the directory", 0
             )
 
     def inflate(self, name: str) -> Iterator[bytes]:
-        """The bytes of an entry, a piece at a time; no more than the directory says.
+        """The bytes of an entry in pieces, at most as many as the directory says.
 
         Raises:
             FormatError: the entry is damaged.
-            UnsupportedError: another compression than deflate.
+            UnsupportedError: its compression is not deflate.
         """
         info, file = self.entries[name], self._file
         at = self.locate(name)
@@ -333,7 +333,7 @@ class Archive:
                 data = file.read_at(at, min(_PIECE, end - at))
                 at += len(data)
             try:
-                # Without input too: what zlib has taken may make more than was asked for before.
+                # Also without input: zlib may hold output beyond the limit of the last call.
                 piece = machine.decompress(data, min(_PIECE, left + 1))
             except zlib.error as error:
                 raise FormatError(f"zip entry {show(name)} is damaged: {error}", file.path, at) from None
@@ -341,21 +341,23 @@ class Archive:
                 break
             left -= len(piece)
             if left < 0:
-                message = f"zip entry {show(name)} unfolds to more than the {info.file_size} bytes that were said"
+                message = f"zip entry {show(name)} inflates to more than the {info.file_size} bytes in the directory"
                 raise FormatError(message, file.path, self._place(name))
             if piece:
                 yield piece
         if left:
-            message = f"zip entry {show(name)} unfolds to {info.file_size - left} bytes, {info.file_size} were said"
+            message = (
+                f"zip entry {show(name)} inflates to {info.file_size - left} bytes, the directory says {info.file_size}"
+            )
             raise FormatError(message, file.path, self._place(name))
 
     def check_stored(self, name: str) -> None:
-        """Refuses an entry that is not stored as it is."""
+        """Refuses an entry that is compressed."""
         info = self.entries[name]
         if info.compress_type != zipfile.ZIP_STORED:
             raise UnsupportedError(
-                f"{self._file.path}: zip entry {show(name)} is compressed; torch stores tensors as they are, and so "
-                "must whoever packs them"
+                f"{self._file.path}: zip entry {show(name)} is compressed; torch stores tensors uncompressed, and so "
+                "must other writers"
             )
         if info.compress_size != info.file_size:
             message = f"zip entry {show(name)} is stored, but has {info.compress_size} and {info.file_size} bytes"

@@ -1,1 +1,1 @@
-"""Quantized checkpoints as their writers publish them: which tensors hold codes, and where their scales are."""
+"""Published quantized checkpoints: which tensors hold codes, and where their scales are."""

@@ -1,9 +1,9 @@
-"""Which tensors hold codes, numbers that mean nothing without the scale that lies beside them.
+"""Finds the tensors that hold codes: numbers that mean nothing without a scale, which is stored in another tensor.
 
 Published checkpoints keep quantized weights as several plain tensors: ``X.weight`` as fp8 beside
 ``X.weight_scale_inv``, ``X.qweight`` beside ``X.scales``. Read alone, the codes look like weights of any other dtype.
-`find` names them by their dtype, by their companions in the table below, and by the configuration of the checkpoint;
-every operation that would take them for numbers calls `refuse`.
+`find` recognises them by their dtype, their companions in the table below, and the configuration of the checkpoint.
+Every operation that would treat them as plain numbers calls `refuse`.
 
 Sources of the names: the quantizers of transformers, compressed-tensors, AutoGPTQ and GPTQModel, AutoAWQ,
 bitsandbytes, EETQ, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLlama, AQLM, VPTQ, QuIP#, Marlin.
@@ -21,20 +21,20 @@ from ..base.text import clip, printable, show
 from ..engine.load import Part, parts_of
 from ..errors import SafeloadError, UnsupportedError
 
-# Dtypes that codes are stored in. F8_E8M0 holds powers of two: it is a dtype of scales, never of codes.
+# Dtypes that store codes. F8_E8M0 holds powers of two: it is a dtype of scales, never of codes.
 _FLOAT_CODES = frozenset(row.code for row in dtypes.TABLE if row.floating and row.bits <= 8) - {"F8_E8M0"}
 _INTEGER_CODES = frozenset(("I8", "U8", "I16", "I32", "U32"))
 _CODES = _FLOAT_CODES | _INTEGER_CODES
 
-# Codes in one element of these, at the most: words and bytes hold codes of one bit or more.
+# Most codes in one element of these dtypes: words and bytes hold codes of one bit or more.
 _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
 
-# Configurations are searched for a quantization in objects so deep: thinker_config.text_config is the deepest known.
+# Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
 _CONFIG_DEPTH = 4
 _CONFIG_KEYS = ("quantization_config", "compression_config")
-# Indexes beside a shard that are looked into: one, and those of variants.
+# Most indexes beside a shard that are read: one, and those of variants.
 _INDEXES = 4
-# Where mlx-lm says so; it keeps a copy under the first key, without a method.
+# The key of mlx-lm, which also stores a copy under the first of `_CONFIG_KEYS`, without a method.
 _MLX = "quantization"
 
 
@@ -51,11 +51,11 @@ class Stored(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """What a tensor of codes needs to become numbers.
+    """What dequantizing a tensor of codes needs.
 
     Attributes:
         dtype: of the codes, such as "F8_E4M3".
-        scale: name of the tensor beside it that tells; None where only the configuration says what it is.
+        scale: name of the companion tensor; None if only the configuration identifies the codes.
         method: ``quant_method`` of the configuration; None without one.
     """
 
@@ -65,12 +65,12 @@ class Codes(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One way to name codes and their companions.
+    """A naming scheme for codes and their companions.
 
     Attributes:
-        main: how the name of the codes ends.
-        scales: what stands in place of that in the name of a companion whose shape must fit that of the codes.
-        others: likewise of companions that may have any shape.
+        main: suffix of the name of the codes.
+        scales: suffixes that replace ``main`` in names of companions whose shape must fit that of the codes.
+        others: suffixes that replace ``main`` in names of companions of any shape.
     """
 
     main: str
@@ -105,17 +105,17 @@ _ROWS = (
     _Row(".B", (), (".s",)),  # Marlin
 )
 
-# Ends of names that a configuration with a quantization makes codes even where no companion is: it may be in a shard
-# that is missing. Floating codes need no such name.
+# Suffixes of names that are codes under a configuration with a quantization even without a companion, which may be in a
+# missing shard. Floating codes need no such name.
 _MAINS = tuple(dict.fromkeys((".weight", *(row.main for row in _ROWS if row.main), "gate_up_proj", "down_proj")))
 
 
 class Quantization(NamedTuple):
-    """What a ``config.json`` says of quantized weights.
+    """The description of quantized weights in a ``config.json``.
 
     Attributes:
-        key: where it says so: "quantization_config".
-        method: how they were quantized, such as "gptq"; None where it does not say.
+        key: the key that holds it, such as "quantization_config".
+        method: the method of quantization, such as "gptq"; None if not given.
     """
 
     key: str
@@ -126,7 +126,7 @@ class Quantization(NamedTuple):
 
 
 def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
-    """What a ``config.json`` says of quantized weights, nested configurations included; None for nothing."""
+    """The quantization in a ``config.json``, including nested configurations; None without one."""
     level = [] if config is None else [config]
     for _ in range(_CONFIG_DEPTH):
         for holder in level:
@@ -151,7 +151,7 @@ def _method(said: Mapping[str, Any]) -> str | None:
 
 
 def could_hold(rows: Iterable[dtypes.Dtype]) -> bool:
-    """Whether any of these dtypes is one that codes are stored in."""
+    """Whether any of these dtypes can store codes."""
     return any(row.code in _CODES for row in set(rows))
 
 
@@ -161,12 +161,12 @@ def find(
     """The tensors that hold codes.
 
     Args:
-        tensors: all of a checkpoint, by name: a companion may be in any of its files.
+        tensors: all tensors of a checkpoint, by name: a companion may be in any of its files.
         config: its parsed ``config.json``; None without one.
-        elsewhere: names of tensors of which nothing else is known, in shards that are not open.
+        elsewhere: names of tensors in shards that are not open, of which only the names are known.
 
     Returns:
-        What is known of each tensor of codes, by name, in the order given.
+        A description of each tensor of codes, by name, in the order given.
     """
     quantization = quantization_of(config)
     companions = {
@@ -190,14 +190,14 @@ def _may_be(stored: Stored) -> bool:
 
 
 def _is_named(name: str, stored: Stored) -> bool:
-    """Whether a configuration with a quantization makes a tensor codes although nothing beside it does."""
+    """Whether a tensor without a companion holds codes under a configuration with a quantization."""
     if stored.row.code in _FLOAT_CODES:
         return True
     return len(stored.shape) > 1 and name.endswith(_MAINS)
 
 
 def _companion(name: str, stored: Stored, tensors: Mapping[str, Stored]) -> str | None:
-    """The tensor beside codes that tells that they are such."""
+    """The name of the companion that identifies a tensor as codes; None without one."""
     for row in _ROWS:
         if not name.endswith(row.main):
             continue
@@ -213,7 +213,7 @@ def _companion(name: str, stored: Stored, tensors: Mapping[str, Stored]) -> str 
 
 
 def _companion_elsewhere(name: str, elsewhere: Container[str]) -> str | None:
-    """The tensor beside codes in a shard that is not open: its name alone tells."""
+    """The name of a companion in a shard that is not open, of which only the name can be checked."""
     for row in _ROWS:
         if name.endswith(row.main):
             stem = name[: len(name) - len(row.main)]
@@ -224,7 +224,7 @@ def _companion_elsewhere(name: str, elsewhere: Container[str]) -> str | None:
 
 
 def _deepseek_scale(name: str, stored: Stored, tensors: Mapping[str, Stored]) -> str | None:
-    """``X.scale`` of DeepSeek V4. Norms have a parameter of that name: only a grid of blocks is a scale."""
+    """``X.scale`` of DeepSeek V4, with an element per block. Norms also have a parameter of that name."""
     if not name.endswith(".weight") or stored.row.block_bytes != 1:
         return None
     other = tensors.get(name[: -len("weight")] + "scale")
@@ -240,9 +240,10 @@ def _is_scale(row: dtypes.Dtype) -> bool:
 
 
 def _fits(codes: Stored, scale: tuple[int, ...]) -> bool:
-    """Whether a scale of this shape can broadcast over codes, a block for each element.
+    """Whether a scale of this shape can be broadcast over codes, with one block of codes per element.
 
-    Axes of a scale other than 1 stand for different axes of the codes, in their order, and are no longer than these.
+    Axes of the scale that are longer than 1 correspond to different axes of the codes, in order, and are no longer than
+    those.
     """
     per_element = _PER_ELEMENT.get(codes.row.code, 1)
     axes: Iterator[int] = iter(codes.shape)
@@ -250,12 +251,12 @@ def _fits(codes: Stored, scale: tuple[int, ...]) -> bool:
 
 
 def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: str = "") -> None:
-    """Raises for the first of some tensors that holds codes.
+    """Raises an error if any of the named tensors holds codes; the error is about the first.
 
     Args:
-        codes: those of the checkpoint, from `find`.
-        names: the tensors that are asked for.
-        what: what takes them for numbers, as messages name it: "dtype=", "stats".
+        codes: the codes of the checkpoint, from `find`.
+        names: the requested tensors.
+        what: the operation that would treat codes as numbers, as messages name it: "dtype=", "stats".
         where: the checkpoint's path; "" for arrays in memory.
 
     Raises:
@@ -268,8 +269,9 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     beside = f"whose scale is {show(scale)}" if scale is not None else "whose scale is not here"
     said = "" if method is None else f" (quant_method {clip(printable(method), 40)} in config.json)"
     raise UnsupportedError(
-        f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. {what} would take the "
-        "codes for weights, and this version does not dequantize them; safeload.load without dtype= gives them stored",
+        f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. {what} would treat "
+        "the codes as weights, and this version does not dequantize them; safeload.load without dtype= returns them "
+        "as stored",
         path=where or None,
         tensor=name,
     )
@@ -279,7 +281,7 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
 
 
 def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
-    """Dtype and shape of tensors as their files store them, without those that are known to be quantized."""
+    """Stored dtype and shape of tensors, without those that are already described as quantized."""
     stored = {}
     for name, file, index in parts:
         table = file.table
@@ -289,18 +291,18 @@ def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
 
 
 def config_beside(path: str) -> dict[str, Any] | None:
-    """The ``config.json`` in the folder of a file that was opened alone; None where there is none that can be read."""
+    """The ``config.json`` in the folder of a file that was opened alone; None if it is missing or unreadable."""
     from ..base.json_file import read_json
 
     config = os.path.join(os.path.dirname(path), "config.json")
     try:
         return read_json(config, "config.json") if os.path.exists(config) else None
-    except (SafeloadError, OSError):  # it was not asked for
+    except (SafeloadError, OSError):  # ignored: the file was not requested
         return None
 
 
 def shards_beside(path: str) -> Container[str]:
-    """Names of the tensors in the other shards of a file that was opened alone, by the index in its folder."""
+    """Names of tensors in the other shards of a file that was opened alone, from the index in its folder."""
     from ..base.json_file import read_json
 
     folder, base = os.path.split(path)
@@ -311,18 +313,18 @@ def shards_beside(path: str) -> Container[str]:
             weight_map = read_json(os.path.join(folder, index), "index.json").get("weight_map")
             if isinstance(weight_map, Mapping) and base in weight_map.values():
                 names.update(name for name, shard in weight_map.items() if shard != base)
-    except (SafeloadError, OSError):  # it was not asked for
+    except (SafeloadError, OSError):  # ignored: the file was not requested
         pass
     return names
 
 
 def find_alone(parts: Sequence[Part], files: Sequence[str], *, indexed: bool) -> dict[str, Codes]:
-    """`find` for files that were opened without their folder, whose other files tell what they hold all the same.
+    """`find` for files that were opened without their folder; it also consults the config and the index in the folder.
 
     Args:
         parts: their tensors.
         files: their paths.
-        indexed: whether an index led to them, so that no scale is in a shard that is not among them.
+        indexed: whether the files come from an index, so that no scale is in another shard.
     """
     if not files:
         return {}
@@ -331,11 +333,11 @@ def find_alone(parts: Sequence[Part], files: Sequence[str], *, indexed: bool) ->
 
 
 def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
-    """Refuses ``dtype=`` for floating tensors that hold codes, for functions that give stored tensors.
+    """Refuses ``dtype=`` for floating tensors that hold codes, in functions that return stored tensors.
 
     Args:
-        file: that has them.
-        parts: the tensors that are asked for.
+        file: the file of the tensors.
+        parts: the requested tensors.
         what: the function, as messages name it.
 
     Raises:

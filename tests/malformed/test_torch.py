@@ -416,16 +416,18 @@ def twice():
     return out.getvalue()
 
 
-fault("an entry twice", f"{ENTRY} is there twice", twice())
+fault("an entry twice", f"duplicate {ENTRY}", twice())
 
 # Readers that take the directory's offset as it is said find the first archive, others the second.
-fault("two archives", "something stands before the archive", GOOD + GOOD)
-fault("bytes after the archive", "goes on after the zip archive's end", GOOD + bytes(4))
+fault("two archives", "there are extra bytes before the archive", GOOD + GOOD)
+fault("bytes after the archive", "continues after the zip archive's end", GOOD + bytes(4))
 fault(
-    "bytes before the directory", "something stands before the archive", GOOD[:DIRECTORY] + bytes(4) + GOOD[DIRECTORY:]
+    "bytes before the directory",
+    "there are extra bytes before the archive",
+    GOOD[:DIRECTORY] + bytes(4) + GOOD[DIRECTORY:],
 )
 fault("a count of another directory", "directory has", patch(END + 8, U2(1) + U2(1)))
-fault("a comment that ends early", "goes on after", patch(END + 20, U2(1)) + b"ab")
+fault("a comment that ends early", "continues after", patch(END + 20, U2(1)) + b"ab")
 
 
 def moved(offset):
@@ -475,9 +477,9 @@ def inflated(claimed):
     return data[:22] + U4(claimed) + data[26:]
 
 
-fault("a pickle that unfolds to more", "unfolds to more than the 100 bytes that were said", inflated(100))
-fault("a pickle that unfolds to less", "unfolds to 5001 bytes, 6000 were said", inflated(6000))
-fault("a pickle that unfolds to gigabytes", "unfolds to more than 268435456 bytes", inflated(1 << 29), LimitError)
+fault("a pickle that unfolds to more", "inflates to more than the 100 bytes in the directory", inflated(100))
+fault("a pickle that unfolds to less", "inflates to 5001 bytes, the directory says 6000", inflated(6000))
+fault("a pickle that unfolds to gigabytes", "inflates to more than 268435456 bytes", inflated(1 << 29), LimitError)
 packed = zip_archive({"archive/data.pkl": b"N" * 5000 + b"."}, prefix="", deflate=["archive/data.pkl"])
 hole = packed.index(zlib.compress(b"N" * 5000 + b".")[2:10])
 fault("a damaged pickle", "is damaged", packed[:hole] + b"\xff" * 8 + packed[hole + 8 :])
@@ -487,7 +489,7 @@ fault("a damaged pickle", "is damaged", packed[:hole] + b"\xff" * 8 + packed[hol
 LEGACY = legacy_file(VALUE)
 STORAGE_0 = LEGACY.index(struct.pack("<q", 6) + SIX.tobytes())
 fault(
-    "legacy: another protocol", "protocol 1002, but there is only 1001", LEGACY.replace(b"M\xe9\x03.", b"M\xea\x03.", 1)
+    "legacy: another protocol", "protocol 1002, but only 1001 is known", LEGACY.replace(b"M\xe9\x03.", b"M\xea\x03.", 1)
 )
 fault(
     "legacy: another magic",
@@ -504,11 +506,11 @@ fault(
 fault("legacy: count of 2^62", "end past the end of the file", legacy_file(VALUE, counts={"0": 2**62}))
 fault("legacy: negative count", "storage '0' has -6 elements", legacy_file(VALUE, counts={"0": -6}))
 fault("legacy: key missing", "tensor 'b': storage '1' is not in the file's list", legacy_file(VALUE, keys=["0"]))
-fault("legacy: key twice", "key '0' in the list of storages is there twice", legacy_file(VALUE, keys=["0", "0"]))
+fault("legacy: key twice", "key '0' in the list of storages is a duplicate", legacy_file(VALUE, keys=["0", "0"]))
 for name, keys, message in (
-    ("unknown key", ["0", "9"], "key '9' in the list of storages is used by nothing"),
-    ("key of a number", [0, "1"], "key 0 in the list of storages is used by nothing"),
-    ("key of a list", [[], "1"], "key list in the list of storages is used by nothing"),
+    ("unknown key", ["0", "9"], "key '9' in the list of storages is not used in the pickle"),
+    ("key of a number", [0, "1"], "key 0 in the list of storages is not used in the pickle"),
+    ("key of a list", [[], "1"], "key list in the list of storages is not used in the pickle"),
     ("keys in a tuple", ("0", "1"), "the storages' keys must be a list, found tuple"),
     ("a storage in the keys", [Storage("0", SIX)], "a persistent id where there are no storages"),
 ):

@@ -153,7 +153,7 @@ def test_the_messages_and_the_pages_name_it(row, tmp_path, pytestconfig):
     page.write_bytes(b"<!DOCTYPE html>")
     with pytest.raises(UnsupportedError, match=re.escape(f"this version reads {registry.titles()}")):
         safeload.open(page)
-    with pytest.raises(ValueError, match=rf"known are .*\b{row.name}\b"):
+    with pytest.raises(ValueError, match=rf"expected one of .*\b{row.name}\b"):
         safeload.open(page, format="html")
     docs = pytestconfig.rootpath / "docs"
     guide = (docs / "guide" / "loading.md").read_text("utf-8")

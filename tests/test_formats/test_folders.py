@@ -316,9 +316,9 @@ def test_parts_byte_by_byte(tmp_path):
     ("first", "second", "message"),
     [
         (part(0, 2, 3, ["a"]), part(1, 2, 3, ["b"]), "split.tensors.count is 3, but the parts have 2"),
-        (part(0, 2, 2, ["a"]), part(1, 2, 3, ["b"]), "split.tensors.count is 3, but by the other parts it is 2"),
-        (part(0, 2, 2, ["a"]), part(0, 2, 2, ["b"]), "split.no is 0, but by the other parts it is 1"),
-        (part(0, 2, 2, ["a"]), part(1, 3, 2, ["b"]), "split.count is 3, but by the other parts it is 2"),
+        (part(0, 2, 2, ["a"]), part(1, 2, 3, ["b"]), "split.tensors.count is 3, but 2 according to the other parts"),
+        (part(0, 2, 2, ["a"]), part(0, 2, 2, ["b"]), "split.no is 0, but 1 according to the other parts"),
+        (part(0, 2, 2, ["a"]), part(1, 3, 2, ["b"]), "split.count is 3, but 2 according to the other parts"),
         (part(0, 2, 2, ["a"]), part(1, 2, 2, ["a"]), "tensor 'a' is in both"),
         (part(0, 2, 2, ["a"]), part(None, None, None, ["b"]), "split.no must be an integer"),
         (part(None, 2, 2, ["a"]), part(1, 2, 2, ["b"]), "split.no must be an integer, found None"),

@@ -138,7 +138,7 @@ def test_overwrite(path):
         (HEAD + entry(data=b"\0" * 11), 37, r"F16 \[2, 3\] needs 12 bytes, but 11 are left"),
         (HEAD + entry(dims=(2**16, 2**15), data=b""), 37, "needs 4294967296 bytes"),
         (HEAD + entry() + b"\0", 49, "the head of a tensor needs 12 bytes, but the file ends after 1"),
-        (HEAD + entry() + entry(b"b") + entry(), 90, "tensor 'a' is there twice"),
+        (HEAD + entry() + entry(b"b") + entry(), 90, "duplicate tensor 'a'"),
     ],
 )
 def test_one_fault_at_a_time(path, data, offset, fragment):

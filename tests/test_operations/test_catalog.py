@@ -136,7 +136,7 @@ def test_codes_are_found_with_the_scale_of_another_origin(tmp_path):
     with Catalog.of([tmp_path / "a.safetensors", scale]) as catalog:
         assert list(catalog.codes) == ["x.weight"]
         catalog.refuse_codes(scale, "this")
-        with pytest.raises(UnsupportedError, match="this would take the codes for weights"):
+        with pytest.raises(UnsupportedError, match="this would treat the codes as weights"):
             catalog.refuse_codes(catalog, "this")
 
 

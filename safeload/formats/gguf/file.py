@@ -1,4 +1,4 @@
-"""GGUF files as the registry has them: opened, and written by `convert`. csrc/formats/gguf.c describes the format."""
+"""The GGUF row of the registry: opens files, and writes them for `convert`. The format: csrc/formats/gguf.c."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..registry import Candidate, Content, Wanted
 from . import read as reading
 
 _ARCHITECTURE = "general.architecture"
-# Names that modules of transformers have; those of llama.cpp begin with blk, token_embd, output.
+# Names of tensors in transformers; names in llama.cpp begin with blk, token_embd, output.
 _HUGGING_FACE_NAME = re.compile(r"^(model|transformer|lm_head|language_model)\.|\.(layers|h|layer)\.[0-9]", re.ASCII)
 
 
@@ -32,8 +32,8 @@ def write(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes tensors of any origin, as `write.save` does, and warns where no engine will load them."""
-    from . import write as writing  # only here: opening does not need it
+    """Writes tensors from any format with `write.save`, and warns if no engine will load the file."""
+    from . import write as writing  # imported here: opening does not need it
 
     values = values_of(metadata or {})
     _warn(tensors, values, str(path))
@@ -41,7 +41,7 @@ def write(
 
 
 def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
-    """Metadata as GGUF holds it: what has no type there as JSON; what JSON lacks too is left out."""
+    """Metadata for GGUF: values without a GGUF type as JSON; values that JSON cannot hold either are left out."""
     from . import write as writing
 
     values: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _warn(tensors: Mapping[str, Any], values: Mapping[str, Any], path: str) -> None:
-    """Says what an engine will miss in a GGUF file: conversion copies tensors, it makes no model of them."""
+    """Warns about what an engine needs and the file lacks: conversion copies tensors, it does not build a model."""
     missing = []
     if not isinstance(values.get(_ARCHITECTURE), str):
         missing.append(f"the metadata has no {_ARCHITECTURE}")

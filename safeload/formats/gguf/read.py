@@ -1,4 +1,4 @@
-"""GGUF files as tables, with their metadata. The parser is csrc/formats/gguf.c, which opens with the format."""
+"""Reads GGUF files into tables with metadata. The parser is csrc/formats/gguf.c, which describes the format."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ...base.native import Error, check, ffi, lib, pointer, short
 from ...base.table import Table
 from .values import DTYPES, NUMBERS
 
-_SIZE = struct.Struct("<Q")  # of a string
-_ARRAY_HEAD = struct.Struct("<IQ")  # type of the elements, how many
+_SIZE = struct.Struct("<Q")  # length of a string
+_ARRAY_HEAD = struct.Struct("<IQ")  # type of the elements, number of elements
 
 
 class Metadata(Mapping[str, Any]):
-    """The metadata of a GGUF file, in its order. Values are unpacked when they are asked for, and the same each time.
+    """The metadata of a GGUF file, in file order. A value is unpacked on first access and then cached.
 
-    Integers are ``int`` and floats ``float`` of classes that remember how they are stored, bools ``bool``, strings
+    Integers are ``int`` and floats ``float`` of classes that remember the stored type, bools ``bool``, strings
     ``str``; arrays of numbers and bools are 1-D numpy arrays of their type, arrays of strings lists of ``str``, arrays
-    of arrays lists of these. Bytes that are not UTF-8 become lone surrogates, as in `os.fsdecode`. It stays valid when
-    the file is closed.
+    of arrays lists of these. Bytes that are not UTF-8 become lone surrogates, as in `os.fsdecode`. The metadata stays
+    valid after the file is closed.
 
     Attributes:
         version: of the format, 2 or 3.
@@ -56,13 +56,13 @@ class Metadata(Mapping[str, Any]):
         return key in self._entries
 
     def stored(self, key: str) -> bytes:
-        """A value as it is in the file: the number of its type as u32, its bytes."""
+        """A value as stored in the file: the number of its type as u32, then its bytes."""
         type, begin, end = self._entries[key]
         data: bytes = type.to_bytes(4, "little") + self._bytes[begin:end]
         return data
 
     def without(self, prefix: str) -> Metadata:
-        """The same but for the keys that begin so."""
+        """The metadata without the keys that begin with ``prefix``."""
         left = Metadata.__new__(Metadata)
         left.__dict__.update(self.__dict__)
         left._entries = {key: entry for key, entry in self._entries.items() if not key.startswith(prefix)}
@@ -87,11 +87,11 @@ class Metadata(Mapping[str, Any]):
         return f"{{{', '.join(shown)}}}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # the values; the file does not come along
+        return dict, (dict(self),)  # pickles the values, without the file
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality of two values. NaN is not equal to itself, as everywhere."""
+    """Equality of two values. NaN is not equal to itself, as usual."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.array_equal(a, b)
     if isinstance(a, list) and isinstance(b, list):
@@ -100,7 +100,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _unpack(type: int, data: bytes) -> Any:
-    """The value of bytes that the C core has checked."""
+    """Decodes a value from bytes that the C core has checked."""
     if type == lib.SL_GGUF_ARRAY:
         return _unpack_array(data, 0)[0]
     if type == lib.SL_GGUF_STRING:
@@ -110,7 +110,7 @@ def _unpack(type: int, data: bytes) -> Any:
 
 
 def _unpack_array(data: bytes, at: int) -> tuple[Any, int]:
-    """The array at ``at``, and where it ends."""
+    """Decodes the array at ``at``; returns it and the position of its end."""
     item, count = _ARRAY_HEAD.unpack_from(data, at)
     at += _ARRAY_HEAD.size
     values: list[Any] = []
@@ -132,7 +132,7 @@ def _unpack_array(data: bytes, at: int) -> tuple[Any, int]:
 
 
 class GgufTable(Table):
-    """The tensors of a GGUF file in the order of their bytes."""
+    """The tensors of a GGUF file, in the order of their bytes."""
 
     def __init__(self, handle: Any, metadata: Metadata) -> None:
         super().__init__(handle)
@@ -140,7 +140,7 @@ class GgufTable(Table):
         self.quantized = any(row.blocked for row in self.rows)
 
     def metadata(self) -> Metadata:
-        """What the file says besides its tensors."""
+        """The metadata of the file."""
         return self._metadata
 
 
@@ -148,10 +148,10 @@ def read_table(file: WeightFile) -> GgufTable:
     """The tensors of an open file.
 
     Raises:
-        FormatError: it breaks the format, with the byte where it does.
-        UnsupportedError: another version or byte order, or a type that ggml has removed or does not have yet.
+        FormatError: the file breaks the format; the error has the byte position.
+        UnsupportedError: an unsupported version or byte order, or a type that ggml has removed or does not know yet.
         LimitError: a header of more than 128 MiB.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     table, gguf, error = ffi.new("sl_table **"), ffi.new("sl_gguf **"), Error()
     status = short.sl_gguf_read(file.descriptor, file.size, *map(pointer, (table, gguf, error)))

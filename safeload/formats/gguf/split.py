@@ -1,6 +1,7 @@
-"""GGUF files in parts, as llama.cpp and gguf-py split them: ``X-00001-of-00003.gguf``, with keys ``split.*``.
+"""Split GGUF files, as llama.cpp and gguf-py write them: ``X-00001-of-00003.gguf``, with keys ``split.*``.
 
-Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/gguf-split. The first part has the metadata of all.
+Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/gguf-split. The first part has the metadata of
+the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .read import Metadata
 PREFIX = "split."
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
-# As many as five digits count.
+# The largest number of five digits.
 MAX_PARTS = 99_999
 
 _NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.ASCII | re.DOTALL | re.IGNORECASE)
@@ -30,19 +31,19 @@ def is_part(file: WeightFile) -> bool:
 
 
 def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tuple[list[WeightFile], Mapping[str, Any]]:
-    """All parts in their order, and the metadata of the whole.
+    """All parts in order, and the metadata of the whole.
 
     Args:
         file: any part.
-        open_part: opens another one by its path.
+        open_part: opens another part by its path.
 
     Raises:
-        FormatError: parts that do not belong together, or one that is missing.
-        UnsupportedError: the file's name does not lead to the others.
+        FormatError: the parts do not belong together, or one is missing.
+        UnsupportedError: the names of the other parts do not follow from the file's name.
     """
     count, number = _value(file, _COUNT), _value(file, _NUMBER)
     if not 1 <= count <= MAX_PARTS or not 0 <= number < count:
-        raise FormatError(f"{_NUMBER} is {number} and {_COUNT} is {count}, wanted are 0 to count - 1", file.path)
+        raise FormatError(f"{_NUMBER} is {number} and {_COUNT} is {count}, expected 0 to count - 1", file.path)
     folder, base = os.path.split(file.path)
     name = _NAME.fullmatch(base)
     if count == 1:
@@ -50,7 +51,7 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
     elif name is None or (int(name[2]), int(name[3])) != (number + 1, count):
         raise UnsupportedError(
             f"{file.path}: this is part {number + 1} of {count} of a split GGUF file, and its name must end in "
-            f"-{number + 1:05}-of-{count:05}.gguf, so that the others are found"
+            f"-{number + 1:05}-of-{count:05}.gguf, so that the other parts are found"
         )
     else:
         paths = [os.path.join(folder, f"{name[1]}-{k + 1:05}-of-{count:05}{name[4]}") for k in range(count)]
@@ -66,7 +67,7 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
     for k, part in enumerate(parts):
         for key, wanted in ((_NUMBER, k), (_COUNT, count), (_TENSORS, total)):
             if (found := _value(part, key)) != wanted:
-                raise FormatError(f"{key} is {found}, but by the other parts it is {wanted}", part.path)
+                raise FormatError(f"{key} is {found}, but {wanted} according to the other parts", part.path)
     held = sum(part.table.count for part in parts)
     if held != total:
         raise FormatError(f"{_TENSORS} is {total}, but the parts have {held} tensors", parts[0].path)

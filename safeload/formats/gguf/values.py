@@ -1,7 +1,8 @@
-"""Values of GGUF metadata: numbers that remember the type they are stored as, so that a copy of a file keeps it.
+"""Values of GGUF metadata: numbers that remember their stored type, so that a copy of a file preserves it.
 
-A number in Python has one type, in GGUF one of ten, and readers insist: llama.cpp refuses a layer count that is no u32.
-So what is read is an `int` or a `float` of a class that says the type, and equal to the plain number in every way.
+GGUF has ten types of numbers where Python has two, and readers insist on theirs: llama.cpp refuses a layer count that
+is not a u32. So a number is read as an instance of a subclass of `int` or `float` that stands for its type and is equal
+to the plain number in every way.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class F64(float):
     """Stored as f64."""
 
 
-# Classes of numbers and dtypes of arrays by the number that GGUF gives the type. A bool is a bool.
+# Classes of numbers and dtypes of arrays by GGUF's number of the type. Bools are plain `bool`.
 NUMBERS: dict[int, type[int] | type[float]] = {
     lib.SL_GGUF_U8: U8,
     lib.SL_GGUF_I8: I8,

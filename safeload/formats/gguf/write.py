@@ -1,4 +1,4 @@
-"""Writing GGUF files. csrc/formats/gguf.c opens with the format."""
+"""Writes GGUF files. csrc/formats/gguf.c describes the format."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ VERSION = 3
 
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
-# As the reader has it: no processor has a larger page.
+# The reader's limit: no processor has a larger page.
 MAX_ALIGNMENT = 1 << 30
 
-# ggml's own (GGML_MAX_DIMS).
+# ggml's limit (GGML_MAX_DIMS).
 MAX_DIMS = 4
-# llama.cpp takes names of fewer than 64 bytes (GGML_MAX_NAME), stable-diffusion.cpp builds ggml with 128: names that no
-# build of it reads are refused.
+# llama.cpp accepts names of fewer than 64 bytes (GGML_MAX_NAME), stable-diffusion.cpp builds ggml with 128. Names that
+# no build of ggml reads are refused.
 MAX_NAME = 127
-# The format's own.
+# The format's limit.
 MAX_KEY = (1 << 16) - 1
 
 _U32, _U64, _ARRAY_HEAD = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
 
-# Where a plain integer goes: the first type that has it. The first is what gguf-py gives one too.
+# Types for a plain integer: the first that can hold it. gguf-py also prefers the first of these.
 _INTEGERS = (
     (lib.SL_GGUF_I32, -(1 << 31), (1 << 31) - 1),
     (lib.SL_GGUF_U32, 0, (1 << 32) - 1),
@@ -82,7 +82,7 @@ def save(
 
 
 def _write(file: AtomicFile, head: Array, tensors: Sequence[Array | Lazy], alignment: int) -> None:
-    """Writes everything in order; what is in memory as it shall be in the file is handed over in one list."""
+    """Writes everything in order; buffers that are in memory exactly as in the file are passed on in one list."""
     padding = np.zeros(alignment, np.uint8)
     waiting = [(jobs.address_of(head), head.size)]
     for data in tensors:
@@ -99,7 +99,7 @@ def _write(file: AtomicFile, head: Array, tensors: Sequence[Array | Lazy], align
 
 
 class _Plan(NamedTuple):
-    """A tensor to be written: what the file says of it, but for its offset; its bytes."""
+    """A tensor to write: its entry in the header up to the offset, and its data."""
 
     description: bytes
     data: Array | Lazy
@@ -110,12 +110,12 @@ class _Plan(NamedTuple):
 
 
 def _plan(name: Any, value: Any) -> _Plan:
-    """What a tensor comes to.
+    """Plans the writing of a tensor.
 
     Raises:
-        TypeError: a name is no str, a value no array.
+        TypeError: a name is not a str, or a value is not an array.
         UnsupportedError: a dtype or a scheme that GGUF does not have.
-        SafeloadError: a name or a shape that it does not have.
+        SafeloadError: a name or a shape that GGUF cannot hold.
     """
     if not isinstance(name, str):
         raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
@@ -168,7 +168,7 @@ def _encode(text: str, what: str, errors: str = "strict") -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """A string that is a value; bytes that were no UTF-8 when it was read are these bytes again."""
+    """Encodes a string value; bytes that were not UTF-8 when it was read are written unchanged."""
     raw = _encode(text, "the text", "surrogateescape")
     return _U64.pack(len(raw)) + raw
 
@@ -183,10 +183,11 @@ def _key(key: Any) -> bytes:
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
-    """What tensors are aligned to.
+    """The alignment of tensors in bytes.
 
     Raises:
-        SafeloadError: nothing that anything can be aligned to.
+        TypeError: the value in the metadata is not an int.
+        SafeloadError: it is not a power of two up to `MAX_ALIGNMENT`.
     """
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
@@ -199,10 +200,10 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
 
 
 def _stored(metadata: Mapping[str, Any], key: str, alignment: int) -> bytes:
-    """A value with the number of its type in front."""
+    """Encodes a value, preceded by the number of its type."""
     if key == ALIGNMENT_KEY:
         return struct.pack("<II", lib.SL_GGUF_U32, alignment)
-    if isinstance(metadata, Metadata):  # as it is in the file it comes from: nothing is unpacked
+    if isinstance(metadata, Metadata):  # copied as stored in its file, without unpacking
         return metadata.stored(key)
     try:
         return b"".join(_pack(metadata[key]))
@@ -211,7 +212,7 @@ def _stored(metadata: Mapping[str, Any], key: str, alignment: int) -> bytes:
 
 
 def can_hold(value: Any) -> bool:
-    """Whether GGUF has a type for a value of metadata."""
+    """Whether GGUF has a type for a metadata value."""
     try:
         for _ in _pack(value):
             pass
@@ -221,11 +222,11 @@ def can_hold(value: Any) -> bool:
 
 
 def _pack(value: Any) -> Iterator[bytes]:
-    """The number of a value's type, then its bytes.
+    """Encodes the number of a value's type, then its bytes.
 
     Raises:
-        TypeError: GGUF has nothing like it.
-        SafeloadError: an integer beyond 64 bits.
+        TypeError: GGUF has no type for the value.
+        SafeloadError: an integer of more than 64 bits.
     """
     if isinstance(value, str):
         yield _U32.pack(lib.SL_GGUF_STRING)
@@ -244,7 +245,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _pack_array(value: Any, nested: Callable[[Any], Iterator[bytes]]) -> Iterator[bytes]:
-    """Type and number of elements, then these. ``nested`` takes those that are arrays themselves."""
+    """Encodes type and number of elements, then the elements; ``nested`` encodes elements that are arrays."""
     refuse_masked(value, "the value")
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind not in "OUST":
         number = _array_type(value.dtype)
@@ -267,10 +268,10 @@ def _pack_array(value: Any, nested: Callable[[Any], Iterator[bytes]]) -> Iterato
 
 
 def _pack_inner(value: Any) -> Iterator[bytes]:
-    """An array that is an element of another."""
+    """Encodes an array that is an element of another one."""
 
     def refuse(value: Any) -> Iterator[bytes]:
-        raise TypeError("arrays of arrays of arrays are not written")
+        raise TypeError("arrays of arrays of arrays are not supported")
 
     return _pack_array(value, refuse)
 
@@ -283,7 +284,7 @@ def _array_type(dtype: np.dtype[Any]) -> int:
 
 
 def _number_type(values: Sequence[Any]) -> int:
-    """The type of some numbers: the one that all of them say, else the first that holds each of them exactly."""
+    """The type for some numbers: the type that all of them declare, else the first that holds each of them exactly."""
     said = {_said_type(value) for value in values}
     if len(said) == 1 and None not in said:
         return int(said.pop() or 0)
@@ -299,7 +300,7 @@ def _number_type(values: Sequence[Any]) -> int:
 
 
 def _said_type(value: Any) -> int | None:
-    """The type that a value itself asks for; None for plain ints and floats."""
+    """The type that a value itself declares; None for plain ints and floats."""
     if isinstance(value, (bool, np.bool_)):
         return int(lib.SL_GGUF_BOOL)
     if isinstance(value, (np.generic, np.ndarray)):
@@ -312,7 +313,7 @@ def _said_type(value: Any) -> int | None:
 
 
 def _is_f32(value: Any) -> bool:
-    """Whether f32 has the number exactly."""
+    """Whether f32 represents the number exactly."""
     number = float(value)
     with np.errstate(over="ignore"):
         return math.isnan(number) or float(np.float32(number)) == number
@@ -322,5 +323,5 @@ def _numbers(number: int, values: Sequence[Any]) -> bytes:
     try:
         with np.errstate(over="raise"):
             return np.array(values, DTYPES[number]).tobytes()
-    except (OverflowError, FloatingPointError):  # a class of `gguf_values` made by hand
+    except (OverflowError, FloatingPointError):  # an instance of a class of `values` that a caller made
         raise SafeloadError(f"a number is too large for {DTYPES[number].name}") from None

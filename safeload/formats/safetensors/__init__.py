@@ -1,1 +1,1 @@
-"""The safetensors format, and the quantized tensors that safeload keeps in it."""
+"""The safetensors format, and the quantized tensors that safeload stores in it."""

@@ -1,4 +1,4 @@
-"""The safetensors format. The parser and the header's writer are csrc/formats/safetensors.c."""
+"""Reads and writes safetensors files. csrc/formats/safetensors.c parses and writes the header."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
         brief: see `WeightFile`.
 
     Raises:
-        FormatError: the file breaks the format, or is of another one.
+        FormatError: the file breaks the format, or has another format.
         OSError: the file cannot be opened.
     """
     text, encoded = native_path(path)
@@ -48,7 +48,7 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
 
 
 def parse_table(data: Any) -> tuple[memoryview, Table]:
-    """The bytes of a file that is in memory, and the table found in them.
+    """The bytes of a file in memory, and their table.
 
     Raises:
         FormatError: the bytes break the format.
@@ -64,11 +64,11 @@ def parse_table(data: Any) -> tuple[memoryview, Table]:
 
 
 def parse(data: Any, *, copy: bool) -> dict[str, Array]:
-    """The tensors of a file that is in memory, in the order of their bytes.
+    """The tensors of a file in memory, in the order of their bytes.
 
     Args:
         data: any C-contiguous bytes-like object.
-        copy: False for views, read-only where ``data`` is; what is not aligned there is copied all the same.
+        copy: False for views, read-only where ``data`` is; unaligned tensors are copied all the same.
     """
     view, table = parse_table(data)
     file = WeightFile.in_memory(view.nbytes, table)
@@ -86,13 +86,13 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
 
 
 class Memory(NamedTuple):
-    """A tensor's bytes as files hold them, at an address that whoever made this keeps valid.
+    """A tensor's bytes in file layout, at an address that the caller keeps valid.
 
     Attributes:
         row: row of the dtype table.
         shape: logical shape.
         address: of the first byte.
-        nbytes: how many there are.
+        nbytes: number of bytes.
     """
 
     row: dtypes.Dtype
@@ -102,14 +102,14 @@ class Memory(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """One tensor to be written: what the header says of it, and where its bytes are."""
+    """One tensor to write: its header entry, and its data."""
 
     row: dtypes.Dtype
     shape: Sequence[int]
     data: Array | Lazy | Memory
 
     def pieces(self) -> Iterator[tuple[Any, int, int]]:
-        """The tensor's bytes in order as (owner, address, bytes): memory as it is where it is in C order."""
+        """The tensor's bytes in order as (owner, address, bytes); memory in C order is passed on uncopied."""
         if isinstance(self.data, Memory):
             yield None, self.data.address, self.data.nbytes
             return
@@ -117,7 +117,7 @@ class _Source(NamedTuple):
 
     @property
     def streamed(self) -> bool:
-        """Whether `pieces` are buffers that must be written before the next is made."""
+        """Whether each of `pieces` is a buffer that must be written before the next one is made."""
         if isinstance(self.data, Memory):
             return False
         return isinstance(self.data, Lazy) or not written_as_is(self.data)
@@ -142,7 +142,7 @@ def write(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes tensors of any origin, quantized ones as `quantized.pack` puts them into plain ones."""
+    """Writes tensors from any format; `quantized.pack` turns quantized ones into plain ones."""
     from ..metadata import as_texts
     from .quantized import pack
 
@@ -151,14 +151,14 @@ def write(
 
 
 class Writer:
-    """A file to be: its header is made, its size known, its tensors still where they are.
+    """A file to write: the header is built and the size known, the tensors are not copied yet.
 
     Args:
         tensors: name to array, `Memory` or `Lazy`.
         metadata: text to text, written in ascending order of keys; None for none.
 
     Raises:
-        TypeError: a name is no str, a value no array, metadata no text.
+        TypeError: a name is not a str, a value is not an array, or metadata is not text.
         SafetensorError: a dtype or a name that the format does not have, or a header that is too large.
     """
 
@@ -205,7 +205,7 @@ class Writer:
         self.size: int = self._header_size + int(sizes.sum())
 
     def pieces(self) -> Iterator[tuple[Any, int, int, bool]]:
-        """All bytes in order as (owner, address, bytes, whether they must be used before the next is asked for)."""
+        """All bytes in order as (owner, address, bytes, whether they must be used before the next step)."""
         yield self._header, int(ffi.cast("uintptr_t", self._header)), self._header_size, False
         for index in self._order:
             source = self._sources[index]
@@ -229,7 +229,7 @@ class Writer:
             self.write_to(file)
 
     def write_to(self, file: AtomicFile) -> None:
-        """Writes it all into a file that is under construction."""
+        """Writes all bytes into a file under construction."""
         waiting: list[tuple[int, int]] = []
         for _owner, address, size, streamed in self.pieces():
             waiting.append((address, size))

@@ -1,8 +1,8 @@
-"""Quantized tensors in safetensors files: plain tensors, and a key of the metadata that says what they are.
+"""Quantized tensors in safetensors files: plain tensors, and a metadata key that describes them.
 
-``__metadata__["safeload.quantized"]`` is JSON, name to {"scheme", "shape", "axis"}. An int8 tensor is stored as
-``<name>`` (I8) and ``<name>_scale`` (F32), as compressed-tensors names them; blocks are U8 whose last axis counts
-bytes.
+``__metadata__["safeload.quantized"]`` is JSON that maps names to {"scheme", "shape", "axis"}. An int8 tensor is stored
+as ``<name>`` (I8) and ``<name>_scale`` (F32), as compressed-tensors names them; blocks are stored as U8, and their last
+axis counts bytes.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _QUANTIZED = (QuantizedTensor, LazyQuantized)
 def pack(
     tensors: Mapping[str, Any], metadata: Mapping[str, str] | None
 ) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
-    """Tensors and metadata as a file holds them.
+    """Converts tensors and metadata to the form that a file holds.
 
     Raises:
-        TypeError: one of them is no mapping.
+        TypeError: one of them is not a mapping.
         SafetensorError: the scale of an int8 tensor would have the name of another tensor.
     """
     check_mapping(tensors, "tensors")
     if metadata is not None:
         check_mapping(metadata, "metadata", "text to text")
     if not any(isinstance(value, _QUANTIZED) for value in tensors.values()):
-        if metadata is not None and KEY in metadata:  # of another file: it would lie about this one
+        if metadata is not None and KEY in metadata:  # copied from another file, and wrong for this one
             metadata = {key: value for key, value in metadata.items() if key != KEY}
         return tensors, metadata
-    import json  # only where it is needed: it takes a millisecond that every import would pay
+    import json  # imported where needed: it takes a millisecond, which every import would pay
 
     packed: dict[str, Any] = {}
     described = {}
@@ -63,10 +63,13 @@ def pack(
 
 
 def unpack(file: WeightFile) -> bool:
-    """Gives an open safetensors file the table that its metadata describes; whether there was anything to do.
+    """Gives an open safetensors file the table that its metadata describes.
+
+    Returns:
+        Whether the metadata describes quantized tensors.
 
     Raises:
-        FormatError: the description is malformed, or not of the tensors in the file.
+        FormatError: the description is malformed, or does not match the tensors in the file.
     """
     table = file.table
     metadata = table.metadata() or {}
@@ -143,7 +146,7 @@ def _expect(stored: Listing, wanted: tuple[np.dtype[Any], tuple[int, ...]], name
 def unpack_all(
     files: list[WeightFile], where: dict[str, tuple[WeightFile, int]] | None
 ) -> dict[str, tuple[WeightFile, int]] | None:
-    """Finds the quantized tensors that safetensors files say they hold; scales are no tensors of their own then."""
+    """Finds the quantized tensors that safetensors files describe; their scales are then not listed as tensors."""
     changed = {file for file in files if KEY in (file.table.metadata() or {}) and unpack(file)}
     if where is None or not changed:
         return where

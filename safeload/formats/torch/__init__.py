@@ -1,1 +1,1 @@
-"""What torch writes: zip archives, files of before torch 1.6, packages."""
+"""Formats of torch: zip archives, legacy files of torch before 1.6, packages."""

@@ -1,7 +1,7 @@
-"""Names for the tensors in nested containers, and what is left of the containers without them.
+"""Names the tensors in nested containers, and returns the rest of the containers as metadata.
 
-A value is a graph: containers may be shared, or hold themselves. It is walked once, bottom up and without recursion;
-what it would unfold to is counted before anything is unfolded.
+A value is a graph: containers may be shared or contain themselves. It is walked once, bottom up and without recursion.
+Its expanded size, with shared containers repeated, is counted before anything is expanded.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from ..unpickle.numpy_globals import NumpyArray, NumpyDtype
 from .globals import Storage, Tensor
 
 # Deepest nesting. Real files have about 10 levels, three for each module of a pickled network; repr and json fail at
-# some 1,000.
+# about 1,000.
 MAX_NESTING = 200
-# Values that what is no tensor may unfold to: a list in a list in a list, each twice, has 2^n.
-# Long text counts as one for each 100 characters: as JSON it is written each time.
+# Most values other than tensors, after expansion: n nested lists, each of which holds the next one two times, expand to
+# 2^n values. Long text counts as one value for each 100 characters: JSON repeats it each time.
 MAX_VALUES = 10_000_000
 _LONG = 100
-# Tensors: names of the same one in a container that is shared count each. 10 times the most in a real model.
+# Most names of tensors; a tensor in a shared container counts once for each name. 10 times the most in a real model.
 MAX_TENSORS = 5_000_000
-# Characters of all names; as much as a safetensors header may have.
+# Characters of all names: the size limit of a safetensors header.
 MAX_NAME_TEXT = 100_000_000
-# The same two in proportion to the bytes of the pickle: a container that many refer to gives its tensors a name in
-# each of them. Real pickles have more than 30 bytes for a tensor, and its name is shorter than what they say of it.
+# The same two limits in proportion to the bytes of the pickle: a container that many others refer to gives its tensors
+# a name in each of them. Real pickles take more than 30 bytes for a tensor, and its name is shorter than its entry.
 BYTES_A_TENSOR = 8
 MAX_NAME_TEXT_A_BYTE = 20
-# Tensors and characters that any pickle may have.
+# Tensors and characters that any pickle may have, whatever its size.
 _TENSORS_FREE, _NAME_TEXT_FREE = 10_000, 1_000_000
 
-# Items of a container that is looked at anew by each that holds it, if it holds scalars only.
+# Most items of a container of scalars that is not remembered, but scanned again in each container that holds it.
 _FLAT = 4
-# Characters of a name from the file in metadata and messages.
+# Most characters of a name from the file that metadata and messages show.
 _SHOWN = 200
 
-# A step of a name for what an inert object was given: by BUILD, and as arguments.
+# Steps of a name for the state that BUILD gave an inert object, and for its arguments.
 STATE, ARGS = "<state>", "<args>"
-# In place of a container within itself.
+# Replaces a container within itself.
 CYCLE = "<cycle>"
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
@@ -48,21 +48,21 @@ _NOTHING = object()
 
 TENSORS = frozenset((Tensor, NumpyArray))
 
-# A step and what it leads to.
+# A step (key or index) and the value that it leads to.
 Link = tuple[Any, Any]
 
 
 class _Node:
-    """What is known of a container.
+    """Facts about a container.
 
     Attributes:
-        value: the container; held so that its id stays its own.
-        links: to tensors, and to containers with tensors below.
-        tensors: names below it.
+        value: the container; referenced so that its id is not reused.
+        links: steps to tensors, and to containers with tensors below.
+        tensors: number of names below it.
         text: characters of these names.
-        values: what the rest unfolds to.
+        values: number of values that the rest expands to.
         depth: levels below it.
-        plain: the rest, as scalars, list, tuple, dict, set; `_NOTHING` when all of it was tensors.
+        plain: the rest, as scalars, list, tuple, dict, set; `_NOTHING` if it holds nothing but tensors.
     """
 
     __slots__ = ("depth", "links", "plain", "tensors", "text", "value", "values")
@@ -78,12 +78,12 @@ class Tree:
     """The containers of a value.
 
     Args:
-        value: what the pickle made.
+        value: the object of the pickle.
         path: of the file, for messages.
         size: bytes of the pickle.
 
     Raises:
-        LimitError: they are nested too deeply or unfold to too much.
+        LimitError: the containers are nested too deeply, or expand to too much.
         UnsupportedError: a tensor is in a set, where it has no name.
     """
 
@@ -125,7 +125,7 @@ class Tree:
                 nodes[id(node.value)] = node
 
     def _finish(self, node: _Node, links: list[Link]) -> None:
-        """Sums up a container whose links are finished."""
+        """Completes the node of a container after those of the containers below it."""
         node.values = 1 + _length(node.value) + _text_size(node.value) // _LONG
         kept: list[Link] = []
         for link in links:
@@ -136,7 +136,7 @@ class Tree:
                 kept.append(link)
             elif _is_container(child):
                 below = self._nodes.get(id(child))
-                if below is None:  # flat, or the way back
+                if below is None:  # flat, or a cycle
                     node.depth = max(node.depth, 1)
                     node.values += 1 + _FLAT
                     continue
@@ -154,22 +154,22 @@ class Tree:
         node.plain = self._plain(node, links)
 
     def _text(self, step: Any) -> str:
-        """A step as part of a name: made once, however many containers have it."""
+        """A step as part of a name: the text is made once, however many containers have the step."""
         if type(step) is str:
             return step
         text = self._texts.get(id(step))
         if text is None:
             text = str(self._leaf(step))
-            if type(step) is not int:  # integers may be ours, which do not live on
+            if type(step) is not int:  # integers may be indexes made here, whose ids are reused
                 self._texts[id(step)] = text
                 self._text_made += len(text)
                 most, what = self._limits[-1]
-                if self._text_made > most:  # of keys that are one value in many tuples, for one
+                if self._text_made > most:  # for example keys that hold one long value in many tuples
                     raise LimitError(f"{self._path}: the pickle has more than {most:,} {what}")
         return text
 
     def _leaf(self, value: Any) -> Any:
-        """What stands in metadata for a value that is no container and no tensor: made once, too."""
+        """The metadata for a value that is neither a container nor a tensor; also made once."""
         if type(value) in _SCALARS:
             return value
         leaf = self._leaves.get(id(value), _NOTHING)
@@ -178,7 +178,7 @@ class Tree:
         return leaf
 
     def _plain(self, node: _Node, links: list[Link]) -> Any:
-        """A container without its tensors; itself where that is the same."""
+        """A container without its tensors; the container itself if it holds none."""
         value = node.value
         if type(value) in (set, frozenset):
             if node.tensors:
@@ -219,7 +219,7 @@ class Tree:
 
     @property
     def metadata(self) -> dict[Any, Any]:
-        """All that is no tensor, nested as it was; a root that is no dict with the steps as keys."""
+        """Everything except tensors, nested as in the pickle; if the root is a sequence, its indexes become keys."""
         root = self._root
         if not _is_container(root):
             return {} if type(root) in TENSORS else {"value": self._leaf(root)}
@@ -233,10 +233,10 @@ class Tree:
         return {"value": plain}
 
     def select(self, root: str) -> Any:
-        """The container or tensor that a dotted name leads to.
+        """The container or tensor with a dotted name.
 
         Raises:
-            TensorNotFoundError: there is none; the message lists what is there.
+            TensorNotFoundError: there is none; the message lists the containers with tensors.
         """
         waiting = [(self._root, root)]
         while waiting:
@@ -256,7 +256,7 @@ class Tree:
         )
 
     def _list_containers(self, most: int = 20) -> list[str]:
-        """Containers that hold tensors, the outermost first."""
+        """Containers that hold tensors, outermost first."""
         if not _is_container(self._root):
             return []
         found: list[str] = []
@@ -276,10 +276,10 @@ class Tree:
         return [*found[:most], *(["..."] if len(found) > most else [])]
 
     def tensors(self, root: Any = None) -> Iterator[tuple[str, Tensor | NumpyArray]]:
-        """Each tensor and its name, in the order of the pickle.
+        """Each name and its tensor, in the order of the pickle.
 
         Args:
-            root: where names start, from `select`; None for the whole.
+            root: the value of `select` that names are relative to; None for the root of the pickle.
         """
         start = self._root if root is None else root
         if type(start) in TENSORS:
@@ -312,7 +312,7 @@ def _length(value: Any) -> int:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether a container is so small, and of scalars only, that nothing has to be remembered of it."""
+    """Whether a container is small and holds only scalars, so that it needs no node."""
     kind = type(value)
     if kind is Inert or len(value) > _FLAT or _text_size(value) > _LONG:
         return False
@@ -322,14 +322,14 @@ def _is_flat(value: Any) -> bool:
 
 
 def _text_size(value: Any) -> int:
-    """Characters and bytes of the text in a container."""
+    """Length of the strings and bytes in a container."""
     kind = type(value)
     items = value.items.values() if kind is Inert else value.values() if kind is dict else value
     return sum([len(item) for item in items if type(item) is str or type(item) is bytes])
 
 
 def _links(value: Any) -> list[Link]:
-    """Steps from a container to all in it that is no scalar."""
+    """Steps from a container to the values in it that are not scalars."""
     kind = type(value)
     if kind is dict:
         return [(key, item) for key, item in value.items() if type(item) not in _SCALARS]

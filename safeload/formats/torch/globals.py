@@ -1,8 +1,8 @@
-"""The globals that a checkpoint may name: one table, and the inert values that are built of them.
+"""The table of globals that a checkpoint may name, and the inert values built from them.
 
-What `torch.save` writes for tensors, and pickle for arrays of numpy (numpy_globals.py), no more. The functions build
-descriptions; they take whatever arguments a pickle gives, torch_tensors.py checks those of the tensors that are asked
-for.
+It holds what `torch.save` writes for tensors and pickle for numpy arrays (numpy_globals.py), nothing else. The
+functions build descriptions from any arguments that a pickle gives; tensors.py checks those of the tensors that are
+requested.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Storage:
 
     Attributes:
         type: row of its class or dtype.
-        key: what the file calls it.
-        count: elements.
-        part: (first element, elements) of the storage of this key that it is; None for all of it.
+        key: its name in the file.
+        count: number of elements.
+        part: (first element, number of elements) within the storage of this key; None for all of it.
     """
 
     __slots__ = ("count", "key", "part", "type")
@@ -35,20 +35,20 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage of this key."""
+        """Size in bytes of the storage of this key."""
         return self.count * self.type.itemsize
 
 
 class Tensor:
-    """What the pickle says of a tensor, unchecked.
+    """A tensor as described by the pickle, unchecked.
 
     Attributes:
-        storage: where its elements are.
+        storage: that holds its elements.
         offset: its first element.
         shape: elements per axis.
         strides: elements between neighbours along each axis.
-        dtype: row of its dtype; None for that of the storage.
-        pending: what is still to be done with the elements, such as {"conj": True}.
+        dtype: row of its dtype; None for the dtype of the storage.
+        pending: operations still to be applied to the elements, such as {"conj": True}.
     """
 
     __slots__ = ("dtype", "offset", "pending", "shape", "storage", "strides")
@@ -71,7 +71,7 @@ def _arity(args: tuple[Any, ...], least: int, most: int, what: str) -> None:
 
 
 def _ordered_dict(args: tuple[Any, ...]) -> Any:
-    """Empty, or of a list of pairs (Python 2)."""
+    """An empty dict, or one made from a list of pairs (Python 2)."""
     _arity(args, 0, 1, "OrderedDict")
     made: dict[Any, Any] = {}
     pairs = args[0] if args else []
@@ -132,8 +132,8 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
 
 STORAGE, DTYPE, TENSOR, CONTAINER, VALUE = "storage", "dtype", "tensor", "container", "value"
 
-# Name of the dtype in torch; code in the table of dtypes, None where no array can show it; bytes of an element; storage
-# classes. Sources: torch/storage.py (_dtype_to_storage_type_map), torch/csrc/api/include/torch/types.h.
+# Name of the dtype in torch; code in the table of dtypes, None if no array can represent it; bytes of an element;
+# storage class. Sources: torch/storage.py (_dtype_to_storage_type_map), torch/csrc/api/include/torch/types.h.
 _DTYPES = (
     ("float64", "F64", 8, "DoubleStorage"),
     ("float32", "F32", 4, "FloatStorage"),
@@ -175,7 +175,7 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[[tuple[Any, ...]], Any]], ...] = (
     ("torch.device", VALUE, _device),
 )
 
-# Storages of bytes, whatever their elements are.
+# Untyped storages: bytes, whatever the elements are.
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.storage._UntypedStorage", "torch.UntypedStorage")
 
 ALLOWED: dict[str, Global] = {
@@ -191,12 +191,12 @@ ALLOWED: dict[str, Global] = {
 
 
 def read_persistent_id(value: Any, storages: dict[str, Storage]) -> Any:
-    """The storage that a persistent id describes, or the class of a ``("module", class, ...)`` of old files.
+    """The storage that a persistent id describes, or the class in a ``("module", class, ...)`` of old files.
 
     Args:
-        value: ("storage", class, key, location, elements), in legacy files with a sixth: None or
+        value: ("storage", class, key, location, elements), in legacy files with a sixth item: None or
             (key, first element, elements) of a part.
-        storages: those found so far by key; one of the same key must say the same.
+        storages: storages found so far, by key; a second one of the same key must agree with the first.
     """
     if type(value) is tuple and len(value) == 4 and value[0] == "module":
         return value[1]

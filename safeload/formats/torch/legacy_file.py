@@ -1,12 +1,12 @@
-"""What torch.save wrote before torch 1.6, and still does when asked to: no zip archive.
+"""The format of torch.save before torch 1.6, still available as an option: not a zip archive.
 
-1. Five pickles, one after the other: a magic number, the protocol 1001, facts about the machine, the object, and the
-   list of the storages' keys.
+1. Five consecutive pickles: a magic number, the protocol 1001, facts about the machine, the object, and the list of
+   the storages' keys.
 2. For each key in that list: the number of elements (int64), then their bytes, little-endian on every machine
    (torch/csrc/utils/storage.cpp). Nothing is aligned.
 3. A storage's persistent id has six fields; the sixth describes a part of another storage, or is None.
 
-Strings may be Python 2's. What follows the last storage is not looked at, as torch does not.
+Strings may be those of Python 2. Bytes after the last storage are ignored, as in torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .tensors import Made, content_of, make_table
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
-# Bytes of the file that are read for a pickle at first; eight times as many as long as it does not end in them.
+# Bytes of the file that are read at first for a pickle; eight times as many in each further attempt if it is longer.
 _WINDOW = 1 << 16
 
 
 def pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None, inert: bool) -> Unpickled:
-    """The pickle that starts at a byte of the file; `Unpickled.end` is relative to it."""
+    """The pickle at an offset of the file; `Unpickled.end` is relative to the offset."""
 
     def persistent(value: Any) -> Any:
         if storages is None:
@@ -70,9 +70,9 @@ def read_table(file: WeightFile, wanted: Wanted) -> Made:
     at = magic.end
     protocol = pickle_at(file, at, None, inert=False)
     if protocol.value != PROTOCOL:
-        raise FormatError(f"protocol {describe(protocol.value)}, but there is only {PROTOCOL}", file.path, at)
+        raise FormatError(f"protocol {describe(protocol.value)}, but only {PROTOCOL} is known", file.path, at)
     at += protocol.end
-    at += pickle_at(file, at, None, inert=False).end  # facts about the machine, which change nothing
+    at += pickle_at(file, at, None, inert=False).end  # facts about the machine, which are not needed
     storages: dict[str, Storage] = {}
     found = pickle_at(file, at, storages, wanted.inert)
     at += found.end
@@ -91,12 +91,12 @@ def read_table(file: WeightFile, wanted: Wanted) -> Made:
 
 
 def _walk(file: WeightFile, at: int, keys: list[Any], storages: dict[str, Storage]) -> dict[str, int]:
-    """Where each storage's bytes begin."""
+    """Checks the storages in file order; returns the offset of the first byte of each by key."""
     begins: dict[str, int] = {}
     for key in keys:
         storage = storages.get(key) if type(key) is str else None
         if storage is None or key in begins:
-            what = "is there twice" if type(key) is str and key in begins else "is used by nothing in the pickle"
+            what = "is a duplicate" if type(key) is str and key in begins else "is not used in the pickle"
             raise FormatError(f"key {describe(key)} in the list of storages {what}", file.path, at)
         head = file.read_at(at, 8)
         count = int.from_bytes(head, "little", signed=True)

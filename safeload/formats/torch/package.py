@@ -1,14 +1,14 @@
-"""What torch.package writes: a zip archive of code, data and pickles that use one set of storages.
+"""The format of torch.package: a zip archive of code, data and pickles that share one set of storages.
 
 1. ``<top>/.data/version`` and ``<top>/.data/extern_modules`` are in every package.
-2. ``save_pickle("package", "resource", value)`` makes ``<top>/package/resource``, whatever the name ends in; text and
-   bytes that are saved lie beside it, as does the code. A pickle is told by its first bytes.
-3. Storages are ``<top>/.data/<key>.storage``; the pickles of scripts give the key with that ending.
+2. ``save_pickle("package", "resource", value)`` makes ``<top>/package/resource``, with any suffix; saved text and bytes
+   lie beside it, as does the code. A pickle is recognised by its first bytes.
+3. Storages are ``<top>/.data/<key>.storage``; the pickles of scripts give the key with that suffix.
 4. An object that saves itself (``__reduce_package__``) is a persistent id ("reduce_package", number, function,
-   arguments), before torch 1.11 without the number. That of a script names its pickle,
-   ``<top>/.data/ts_code/<id>/data.pkl``, whose tensors are then in its place.
+   arguments), before torch 1.11 without the number. The id of a script names its pickle,
+   ``<top>/.data/ts_code/<id>/data.pkl``, whose tensors take its place.
 
-Names of tensors begin with "package/resource" where there are several pickles.
+Names of tensors begin with "package/resource" if there are several pickles.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .storages import locate_entry
 
 KIND = "a torch.package archive"
 
-# What puts a script in place of its persistent id.
+# The function that replaces the persistent id of a script.
 _SCRIPT = "torch.jit._script.unpackage_script_module"
-# What `save_pickle` is called with as a rule. What ends otherwise may be anything that begins like a pickle.
+# Usual suffix of names given to `save_pickle`. Other entries may be anything that begins like a pickle.
 SUFFIX = ".pkl"
 
 _HOW = 'found in a persistent id of "reduce_package"'
 
 
 def top_of(zipped: Archive) -> str | None:
-    """The folder of a package, "" or with a slash at its end; None for another archive."""
+    """The top folder of a package, "" or with a trailing slash; None for other archives."""
     end = ".data/extern_modules"
     tops = (name.removesuffix(end) for name in zipped.entries if name.endswith(end) and name.count("/") <= 2)
     return next((top for top in tops if f"{top}.data/version" in zipped.entries and top[-1:] in ("", "/")), None)
@@ -49,8 +49,8 @@ class Package:
     """The pickles of a package.
 
     Args:
-        zipped: it.
-        file: that holds it.
+        zipped: the archive.
+        file: the file that holds it.
         top: see `top_of`.
     """
 
@@ -59,17 +59,17 @@ class Package:
         self._file = file
         self._top = top
         self._path = file.path
-        self._storages: dict[str, dict[str, Storage]] = {}  # by type: one may be seen as several
+        self._storages: dict[str, dict[str, Storage]] = {}  # by type: a storage may be viewed as several types
         self._scripts: dict[str, list[Inert]] = {}
         self._made: dict[str, Inert] = {}
-        self._read = [0, 0]  # bytes of pickles that are compressed, and of those that are stored
+        self._read = [0, 0]  # bytes of compressed and of stored pickles
 
     def read(self, root: str | None, inert: bool) -> tuple[Unpickled, str | None]:
-        """The objects of the pickles, by name where they are several, and what is left of ``root``.
+        """The objects of the pickles, by name if there are several, and the rest of ``root`` after a pickle's name.
 
         Raises:
-            ForbiddenError: foreign globals, those of all pickles named.
-            TensorNotFoundError: ``root`` begins with no pickle's name, where names do.
+            ForbiddenError: unknown globals; the message lists those of all pickles.
+            TensorNotFoundError: there are several pickles, and ``root`` begins with the name of none.
             FormatError, UnsupportedError, LimitError: see `unpickle`.
         """
         names = self._find()
@@ -99,14 +99,14 @@ class Package:
         return Unpickled(value, 0, sum(part.size for part in parts), harmless, foreign), root
 
     def _find(self) -> list[str]:
-        """Names of the pickles; a script's own where no other pickle is there that could refer to it."""
+        """Names of the pickles; those of scripts if there is no other pickle that could refer to them."""
         data = f"{self._top}.data/"
         names = [
             name.removeprefix(self._top)
             for name in self._archive.entries
             if name.startswith(self._top) and not name.startswith(data) and self._is_pickle(name)
         ]
-        self._archive.check_overlap()  # before any is read: entries may share bytes
+        self._archive.check_overlap()  # before any is read, as entries could share bytes
         scripts = f"{data}ts_code/"
         return names or [
             name.removeprefix(self._top)
@@ -127,7 +127,7 @@ class Package:
         return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
 
     def _unpickle(self, name: str, persistent: Callable[[Any], Any]) -> Unpickled | None:
-        """What a pickle came to; None for bytes that are none, though they begin like one."""
+        """Runs a pickle; None for bytes that begin like a pickle but are not one."""
         whole = self._top + name
         info = self._archive.entries[whole]
         stored = info.compress_type == zipfile.ZIP_STORED
@@ -142,7 +142,7 @@ class Package:
             if name.endswith(SUFFIX):
                 raise
             return None
-        return found._replace(data=b"", places={})  # of many pickles, all of which would stay in memory
+        return found._replace(data=b"", places={})  # otherwise the bytes of all pickles would stay in memory
 
     def _persistent(self, value: Any) -> Any:
         if type(value) is not tuple or not value or value[0] != "reduce_package":
@@ -166,20 +166,20 @@ class Package:
         return read_persistent_id(value, self._storages.setdefault(getattr(kind, "name", ""), {}))
 
     def _read_scripts(self) -> Iterator[Unpickled]:
-        """The pickles of the scripts that were named, each put where it belongs."""
+        """Runs the pickles of the named scripts and puts each in place of its persistent id."""
         for key, placeholders in self._scripts.items():
             name = f".data/ts_code/{key}/data.pkl"
             if self._top + name not in self._archive.entries:
                 raise FormatError(f"the package has no entry for script {show(key)}", self._path)
             script = self._unpickle(name, self._storage)
-            assert script is not None  # of this suffix
+            assert script is not None  # the name has `SUFFIX`
             for placeholder in placeholders:
                 _fill(placeholder, script.value)
             yield script
 
 
 def _fill(placeholder: Inert, value: Any) -> None:
-    """Puts a script where its persistent id was."""
+    """Replaces the placeholder of a script by its object."""
     if type(value) is Inert:
         placeholder.name, placeholder.args = value.name, value.args
         placeholder.items, placeholder.state = value.items, value.state
@@ -188,7 +188,7 @@ def _fill(placeholder: Inert, value: Any) -> None:
 
 
 def locate(zipped: Archive, storage: Storage, top: str, path: str) -> int:
-    """Where a storage begins.
+    """The offset of the first byte of a storage.
 
     Raises:
         FormatError, UnsupportedError: see `locate_entry`.

@@ -11,16 +11,16 @@ from .globals import Storage
 
 
 def locate_entry(archive: Archive, storage: Storage, names: Sequence[str], path: str) -> int:
-    """Where a storage begins.
+    """The offset of the first byte of a storage.
 
     Args:
-        archive: it.
-        storage: which.
-        names: of the entries that it may be.
+        archive: the archive.
+        storage: the storage.
+        names: possible names of its entry.
         path: for messages.
 
     Raises:
-        FormatError: it has no entry, or one of another size.
+        FormatError: the storage has no entry, or an entry of a different size.
         UnsupportedError: its entry is compressed or encrypted.
     """
     name = next((name for name in names if name in archive.entries), None)

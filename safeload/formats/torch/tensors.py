@@ -1,7 +1,7 @@
-"""From what a torch pickle says to a table: every tensor is checked against its storage before it is in one.
+"""Makes the table of a torch pickle; every tensor is checked against its storage first.
 
-A tensor of shape n and strides s, in elements, uses of its storage the elements from ``offset`` to
-``offset + sum((n - 1) * s)``; all arithmetic is Python's, which is exact.
+A tensor of shape n and strides s, in elements, uses the elements of its storage from ``offset`` to
+``offset + sum((n - 1) * s)``; the arithmetic uses Python integers, which are exact.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .globals import Storage, Tensor
 
 # numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
 MAX_RANK = 64
-# Bytes that a tensor may show of a smaller storage by repeating elements (a stride of 0). Real ones are masks and
-# positions of some MiB; converted or copied, all of it takes memory.
+# Most bytes of a tensor that is larger than its storage because it repeats elements (a stride of 0). Real ones are
+# masks and positions of some MiB; a converted or copied tensor takes its full size in memory.
 MAX_REPEATED = 1 << 32
 
 
 class Made(NamedTuple):
-    """What a pickle gives.
+    """The tables of a pickle.
 
     Attributes:
-        table: of the file.
-        beside: a temporary file of the arrays that are not in the file as such; None where there are none.
-        names: of the tensors of both, in the order of the pickle.
+        table: table of the file.
+        beside: a temporary file with the arrays that cannot be read from the file directly; None if there are none.
+        names: names of the tensors of both, in the order of the pickle.
     """
 
     table: ListedTable
@@ -46,7 +46,7 @@ class Made(NamedTuple):
 
 
 def content_of(file: WeightFile, wanted: Wanted, read: Callable[[Wanted], Made]) -> Content:
-    """What a reader of pickles gives. An error advises to keep globals inert only where that has been tried."""
+    """The result of a reader of pickles. An error recommends ``unknown_globals="inert"`` only if that works."""
     try:
         made = read(wanted)
     except (ForbiddenError, UnsupportedError) as error:
@@ -77,15 +77,15 @@ def make_table(
     """The table of a file.
 
     Args:
-        found: its pickle.
-        wanted: what to take.
+        found: the pickle.
+        wanted: options.
         path: for messages.
-        locate: where in the file a storage of a key begins; it raises `FormatError` and others of ours.
-        big_endian: order of the bytes of elements.
+        locate: returns the offset of a storage in the file; raises `FormatError` and other errors of this package.
+        big_endian: byte order of elements.
 
     Raises:
-        FormatError: a tensor that does not fit its storage, or two of one name.
-        UnsupportedError: a tensor that no array can show.
+        FormatError: a tensor does not fit its storage, or two tensors have the same name.
+        UnsupportedError: a tensor that no array can represent.
         LimitError: a limit is exceeded.
         TensorNotFoundError: there is no ``wanted.root``.
     """
@@ -115,7 +115,7 @@ def make_table(
 
 
 def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int]) -> Listing:
-    """One tensor, checked."""
+    """Checks one tensor against its storage and describes it."""
     storage = tensor.storage
     type_ = tensor.dtype or storage.type
     row = _row(name, tensor, type_, path)
@@ -124,7 +124,7 @@ def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int
     strides = _integers(tensor.strides, "the strides", name, path)
     (offset,) = _integers((tensor.offset,), "the offset", name, path)
     if len(shape) != len(strides) or len(shape) > MAX_RANK:
-        message = f"{len(shape)} axes and {len(strides)} strides; wanted are as many, and {MAX_RANK} at most"
+        message = f"{len(shape)} axes and {len(strides)} strides; expected equal numbers of at most {MAX_RANK}"
         raise _refusal(name, message, path)
     try:
         begin = locate(storage)
@@ -149,7 +149,7 @@ def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int
         message = f"tensor {show(name)}: shape {list(shape)} repeats {size} bytes to {count * itemsize}"
         raise LimitError(f"{path}: {message}, the most is {MAX_REPEATED}")
     steps = tuple(stride * itemsize for stride in strides)
-    if max((0, *steps)) > MAX_ARRAY:  # of an axis of one element, where it leads nowhere
+    if max((0, *steps)) > MAX_ARRAY:  # possible on an axis of one element, whose stride is never used
         raise _refusal(name, f"strides {list(strides)} are more than memory can have", path)
     begin += offset * itemsize
     plain = steps == c_strides(shape, itemsize)
@@ -166,7 +166,7 @@ def _listing(
     strides: tuple[int, ...] | None,
     path: str,
 ) -> Listing:
-    if row.packed:  # two elements in a byte: torch's last axis counts bytes
+    if row.packed:  # two elements in a byte: the last axis counts bytes in torch
         if not shape or strides is not None:
             raise UnsupportedError(
                 f"{path}: tensor {show(name)}: {row.code} with strides or without an axis", path=path, tensor=name

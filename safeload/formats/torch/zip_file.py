@@ -1,12 +1,12 @@
-"""What torch.save writes since torch 1.6: a zip archive of one pickle and its storages.
+"""The format of torch.save since torch 1.6: a zip archive of one pickle and its storages.
 
-1. ``<prefix>/data.pkl`` is the pickle, ``<prefix>/data/<key>`` the storage of each key, as it is in memory;
+1. ``<prefix>/data.pkl`` is the pickle, ``<prefix>/data/<key>`` the storage of each key, as in memory;
    ``<prefix>/byteorder`` says "little" or "big" and may be missing (little). The prefix is free text.
-2. torch.package's archives are other ones: torch_package.py.
+2. Archives of torch.package have another layout: see package.py.
 3. Local headers hold no sizes (a data descriptor follows the data): they are taken from the central directory. The data
    begins at the local header + 30 + the *local* name's length + the *local* extra field's length, padding in which
    aligns it.
-4. Storages are never compressed by torch; what is compressed has been packed by someone else and cannot be mapped.
+4. torch never compresses storages; a compressed storage comes from another writer and cannot be mapped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tensors import Made, content_of, make_table
 
 
 def _find_pickle(archive: Archive, path: str) -> str:
-    """The name of the pickle: ``data.pkl`` at depth one, else the archive's only one."""
+    """The name of the pickle: ``data.pkl`` at depth one, else the only ``.pkl`` entry."""
     names = archive.entries
     found = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
     found = found or [name for name in names if name.endswith(".pkl")]
@@ -37,7 +37,7 @@ def _find_pickle(archive: Archive, path: str) -> str:
     shown = ", ".join(show(name) for name in (found or list(names))[:10])
     if found:
         raise FormatError(f"the zip archive has {len(found)} pickles that could be the checkpoint: {shown}", path)
-    raise UnsupportedError(f"{path}: a zip archive without a pickle, so no torch checkpoint; it holds {shown}")
+    raise UnsupportedError(f"{path}: a zip archive without a pickle, so not a torch checkpoint; it holds {shown}")
 
 
 def _is_script(archive: Archive, prefix: str) -> bool:
@@ -120,8 +120,8 @@ def _is_big_endian(archive: Archive, prefix: str, path: str) -> bool:
         return False
     size = archive.entries[name].file_size
     if size > len("little"):
-        raise FormatError(f'byteorder has {size} bytes, wanted is "little" or "big"', path)
+        raise FormatError(f'byteorder has {size} bytes, expected "little" or "big"', path)
     order, begin = archive.read(name)
     if order not in (b"little", b"big"):
-        raise FormatError(f'byteorder is {show(order)}, wanted is "little" or "big"', path, begin)
+        raise FormatError(f'byteorder is {show(order)}, expected "little" or "big"', path, begin)
     return order == b"big"

@@ -1,1 +1,1 @@
-"""Pickles without unpickling: a machine that builds inert values, and what numpy puts into pickles."""
+"""Reads pickles safely: a pickle machine that builds inert values, and the globals that numpy puts into pickles."""

@@ -1,4 +1,4 @@
-"""What pickle.dump writes of arrays of numpy in dicts, lists and tuples: a file that is one pickle, of any protocol."""
+"""Files of pickle.dump with numpy arrays in dicts, lists and tuples: one pickle per file, of any protocol."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_table(file: WeightFile, wanted: Wanted) -> Made:
     """The arrays of a file.
 
     Raises:
-        UnsupportedError: the pickle holds no array, or one that is no weight, or it is not all of the file.
+        UnsupportedError: the pickle holds no array, or one of an unsupported dtype, or other bytes follow it.
         FormatError, ForbiddenError, LimitError, TensorNotFoundError: see the modules used.
         OSError: the file cannot be read.
     """
@@ -58,7 +58,7 @@ def read_table(file: WeightFile, wanted: Wanted) -> Made:
         )
     if found.end < file.size:
         raise UnsupportedError(
-            f"{path}: {file.size - found.end} bytes follow the pickle, which ends at byte {found.end}; of several "
-            "pickles in one file none is read"
+            f"{path}: {file.size - found.end} bytes follow the pickle, which ends at byte {found.end}; files of "
+            "several pickles are not supported"
         )
     return made

@@ -1,11 +1,11 @@
-"""Keys of dicts and elements of sets in a pickle: what may be one, and how much time they may take.
+"""Keys of dicts and elements of sets in a pickle: which values are allowed, and how much time they may take.
 
 CPython's dicts and sets are tables with open addressing. Hashes of text and bytes depend on a random seed; those of
-numbers, and of tuples and frozensets of them, do not, so that a file can choose keys that meet in the table: equal
-hashes, or hashes that share the bits that the table looks at. A dict of n such keys takes n**2 steps. What is bounded
-here is the sum of these steps: where a table has more than a few entries, and a key's hash can be predicted, the same
-table is kept without keys or values, each step in it is counted, and more than `MAX_STEPS` a key are refused. Integers
-that come in order (0, 1, 2, ...) meet nothing, and cost nothing here.
+numbers, and of tuples and frozensets of them, do not, so that a file can choose keys that collide: equal hashes, or
+hashes that share the bits that select a slot. A dict of n such keys takes n**2 steps. This module bounds the sum of
+these steps: once a table has more than a few entries and a key's hash is predictable, a copy of the table without keys
+or values is maintained, each step in it is counted, and more than `MAX_STEPS` a key are refused. Integers in order
+(0, 1, 2, ...) never collide and cost nothing here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from ...errors import LimitError
 from .machine import Fault, Inert, describe
 
-# Values in one dict key or set element; hashing a tuple visits each. Real keys are strings and integers.
+# Most values in one dict key or set element; hashing a tuple visits each. Real keys are strings and integers.
 MAX_KEY_VALUES = 100
-# Entries up to which a table is not watched: its square is still little.
+# Tables of at most this size are not watched: the square of their size is still small.
 MAX_UNWATCHED = 64
-# Steps in a table for each of its entries. Random hashes need 2; the worst of regular ones measured (multiples of
-# powers of two, fractions, addresses; 300,000 keys each) 57.
+# Most steps in a table per entry. Random hashes need 2; the worst regular ones measured (multiples of powers of two,
+# fractions, addresses; 300,000 keys each) need 57.
 MAX_STEPS = 100
 
 _64_BITS = (1 << 64) - 1
-# Steps to the right before the next jump, in CPython's sets.
+# Linear probes before the next jump, in CPython's sets.
 _LINEAR = 9
 
-# The tables that are watched, by the id of what they are of.
+# The watched tables, by the id of their dict or set.
 Watched = dict[int, "Table"]
 
 
@@ -36,7 +36,7 @@ class Table:
     """The occupied slots of a dict or set: Objects/dictobject.c, Objects/setobject.c.
 
     Args:
-        of: the dict or set; held, so that its id stays its own.
+        of: the dict or set; referenced so that its id is not reused.
     """
 
     __slots__ = ("_hashes", "_is_set", "_of", "_steps", "_used")
@@ -51,7 +51,7 @@ class Table:
             self.add(key)
 
     def add(self, key: Any, *, known: bool = False) -> None:
-        """Counts the steps that a key takes, also one that is ``known`` and takes no slot."""
+        """Counts the steps of inserting a key; a ``known`` key takes steps but no slot."""
         hashed = hash(key) & _64_BITS
         slot = self._find(hashed)
         if self._steps > MAX_STEPS * (len(self._hashes) + MAX_UNWATCHED):
@@ -68,7 +68,7 @@ class Table:
             self._grow(count * 3)
 
     def _find(self, hashed: int) -> int:
-        """The free slot for a hash."""
+        """Finds the free slot for a hash, and counts the steps."""
         used, mask = self._used, len(self._used) - 1
         slot, rest, steps = hashed & mask, hashed, 1
         while used[slot]:
@@ -88,7 +88,7 @@ class Table:
         while size < least:
             size *= 2
         self._used = used = bytearray(size)
-        before = self._steps  # CPython's own growing compares no keys, and doubles at least
+        before = self._steps  # CPython compares no keys when it resizes, and at least doubles the size
         for hashed in self._hashes:
             used[self._find(hashed)] = 1
             if self._steps - before > MAX_STEPS * (len(self._hashes) + MAX_UNWATCHED):
@@ -97,7 +97,7 @@ class Table:
 
 
 def check_key(value: Any) -> bool:
-    """Whether the hash of a dict key or set element can be predicted; a `Fault` where it may be none."""
+    """Whether the hash of a dict key or set element is predictable; raises `Fault` if the value cannot be a key."""
     kind = type(value)
     if kind is str or kind is bytes or kind is bool or value is None:
         return False
@@ -112,7 +112,7 @@ def check_key(value: Any) -> bool:
         return True
     if kind in (list, dict, set, bytearray):
         raise Fault(f"a {kind.__name__} as a key")
-    return False  # ours, with the identity as its hash
+    return False  # an object of this package, hashed by its id
 
 
 def _check_nested(value: Any) -> None:
@@ -131,7 +131,7 @@ def _check_nested(value: Any) -> None:
 
 
 def _watch(items: Any, key: Any, watched: Watched) -> None:
-    """Checks a key that is about to be put into a dict or set."""
+    """Checks a key before it is put into a dict or set."""
     in_order = type(key) is int and 0 <= key < len(items) + 8
     predictable = not in_order and check_key(key)
     table = watched.get(id(items))
@@ -143,12 +143,12 @@ def _watch(items: Any, key: Any, watched: Watched) -> None:
 
 
 def put(into: Any, pairs: list[Any], watched: Watched) -> None:
-    """Sets items (key, value, key, value, ...) of a dict or of what is inert."""
+    """Sets items (key, value, key, value, ...) of a dict or of an `Inert`."""
     items = into.items if type(into) is Inert else into
     if type(items) is not dict:
-        raise Fault(f"items set in {describe(into)}, which is no dict")
+        raise Fault(f"items set in {describe(into)}, which is not a dict")
     if len(pairs) % 2:
-        raise Fault(f"{len(pairs)} keys and values, which is no even number")
+        raise Fault(f"{len(pairs)} keys and values, which is an odd number")
     expected = len(items) + len(pairs) // 2
     all_text = id(items) not in watched
     for k in range(0, len(pairs), 2):
@@ -158,7 +158,7 @@ def put(into: Any, pairs: list[Any], watched: Watched) -> None:
             all_text = id(items) not in watched
         items[key] = pairs[k + 1]
     if len(items) != expected:
-        raise Fault(f"a key is there twice in a dict, between {describe(pairs[0])} and {describe(pairs[-2])}")
+        raise Fault(f"a duplicate key in a dict, between {describe(pairs[0])} and {describe(pairs[-2])}")
 
 
 def add(into: set[Any], values: Iterable[Any], watched: Watched) -> None:

@@ -1,4 +1,4 @@
-"""State and values of the pickle machine, which unpickler.py describes."""
+"""State and values of the pickle machine, which run.py describes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from ...base.text import show
 from ...errors import FormatError, LimitError
 
-# Longest integer: what LONG1 of protocol 2 can hold. Real ones have 8 bytes, states of random generators 16. Longer
-# ones take quadratic time to print.
+# Longest integer in bytes: the limit of LONG1 of protocol 2. Real ones have 8 bytes, states of random generators 16.
+# Printing an integer takes quadratic time.
 MAX_INT_BYTES = 255
-# Longest line of a name or a number. Real names have some 100 characters.
+# Longest line of a name or a number. Real names have about 100 characters.
 MAX_LINE = 10_000
-# Bytes that may be copied for each byte of the pickle read so far: a value that is built by copying others (text
-# joined, a list made a tuple, arguments put together) can be asked for again and again with a few bytes. Real pickles
-# copy less than they have.
+# Bytes that may be copied for each byte of the pickle read so far: a few bytes can request, again and again, a value
+# that is built by copying others (joined text, a list made into a tuple, combined arguments). Real pickles copy fewer
+# bytes than they have.
 MAX_COPIED = 50
-# Bytes that may be copied by any pickle.
+# Bytes that any pickle may copy, whatever its size.
 _COPIED_FREE = 1 << 16
 
 
@@ -26,11 +26,11 @@ class Global:
 
     Attributes:
         name: "module.name".
-        kind: what it is, for people.
-        build: makes a value of a tuple of arguments; None for what cannot be called.
-        code: of a storage or dtype the code in the table of dtypes; None when no array can show it.
-        itemsize: bytes of an element of a storage or dtype.
-        copies: whether what it builds holds copies of its arguments.
+        kind: what it is, for readers of listings.
+        build: makes a value from a tuple of arguments; None for a global that cannot be called.
+        code: for a storage or dtype, the code in the table of dtypes; None if no array can represent it.
+        itemsize: for a storage or dtype, the bytes of an element.
+        copies: whether the value that it builds holds copies of its arguments.
     """
 
     __slots__ = ("build", "code", "copies", "itemsize", "kind", "name")
@@ -54,17 +54,17 @@ class Global:
 
 
 class Built:
-    """What BUILD gives a state."""
+    """Base class of values whose state BUILD sets."""
 
     __slots__ = ()
 
     def build(self, state: Any) -> None:
-        """Takes the state, or raises `Fault`."""
+        """Sets the state, or raises `Fault`."""
         raise NotImplementedError
 
 
 class Foreign:
-    """A global that is not in the table: its name and nothing else."""
+    """A global that is not in the table: only its name."""
 
     __slots__ = ("name",)
 
@@ -73,13 +73,13 @@ class Foreign:
 
 
 class Inert:
-    """What calling a `Foreign` would have made: an account of what the pickle said.
+    """A placeholder for the result of calling a `Foreign`: a record of what the pickle said.
 
     Attributes:
         name: of the global.
-        args: what it would have been called with.
-        items: what would have been set in it or appended to it.
-        state: what BUILD would have given it; None for nothing.
+        args: arguments of the call.
+        items: items that the pickle sets in it or appends to it.
+        state: state that BUILD sets; None without one.
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -91,15 +91,15 @@ class Inert:
         self.state: Any = None
 
 
-class Fault(Exception):  # noqa: N818 - becomes a FormatError or `kind` once the place is known
-    """What is wrong at the opcode that is being worked on."""
+class Fault(Exception):  # noqa: N818 - becomes a FormatError or `kind` once the position is known
+    """A fault at the current opcode."""
 
     def __init__(self, message: str, kind: type[Exception] = FormatError) -> None:
         super().__init__(message)
         self.kind = kind
 
 
-class Stop(Exception):  # noqa: N818 - no error
+class Stop(Exception):  # noqa: N818 - not an error
     """The pickle's end."""
 
 
@@ -111,14 +111,14 @@ class Machine:
         at: position of the next byte to read.
         stack: values since the last mark.
         marks: the stacks below it.
-        memo: values by number, as long as numbers come in order.
-        far: values by the text of their number, of those that do not.
+        memo: values by number, for numbers in order.
+        far: values by the text of their number, for other numbers.
         table: the harmless globals by name.
-        persistent: what a persistent id stands for.
-        harmless: globals in the table that were named.
-        foreign: globals not in it that were named.
-        places: where bytes were in the data, by their id, which may have become another's.
-        watched: tables of dicts and sets whose keys could be made to collide.
+        persistent: returns the value for a persistent id.
+        harmless: globals named by the pickle that are in the table.
+        foreign: globals named by the pickle that are not in the table.
+        places: position of bytes objects in the data, by their id, which may have been reused since.
+        watched: tables of dicts and sets whose keys could be chosen to collide.
     """
 
     __slots__ = (
@@ -143,7 +143,7 @@ class Machine:
         self._start = start
 
     def charge(self, size: int) -> None:
-        """Counts bytes that are about to be copied from values that other bytes of the pickle may refer to again."""
+        """Counts bytes about to be copied from values that the pickle may refer to again."""
         self._copied += size
         if self._copied > MAX_COPIED * (self.at - self._start) + _COPIED_FREE:
             raise Fault(
@@ -153,8 +153,8 @@ class Machine:
     def remember(self, number: int, value: Any) -> None:
         """Sets a memo entry.
 
-        Numbers that come in order are keys as they are. Others could be chosen to collide in the dict: their text,
-        whose hash nobody knows, is the key.
+        Numbers in order are used as keys. Others could be chosen to collide in the dict: the key is their text, whose
+        hash is randomised.
         """
         if number <= len(self.memo) + 8:
             self.memo[number] = value
@@ -162,7 +162,7 @@ class Machine:
             self.far[str(number)] = value
 
     def recall(self, number: int) -> Any:
-        """A memo entry that is not in `memo`, KeyError when it was never set."""
+        """A memo entry that is not in `memo`; raises KeyError if it was never set."""
         value = self.far.get(str(number), self)
         if value is self:
             raise KeyError(number)
@@ -195,19 +195,19 @@ class Machine:
         return items
 
     def global_named(self, name: str) -> Global | Foreign:
-        """What stands for a global; it is remembered as asked for."""
+        """The value for a global, which is recorded as named."""
         known = self.table.get(name)
         if known is not None:
             self.harmless[name] = known
             return known
         made = self.foreign.get(name)
         if made is None:
-            self.charge(len(name))  # of parts that the pickle may combine in many ways
+            self.charge(len(name))  # module and name, which the pickle may combine in many ways
             made = self.foreign[name] = Foreign(name)
         return made
 
     def call(self, function: Any, args: Any) -> Any:
-        """What a call gives: a row's own value, or an account of the call."""
+        """The result of a call: the value that the row builds, or a record of the call."""
         if type(args) is not tuple:
             raise Fault(f"arguments must be a tuple, found {describe(args)}")
         if type(function) is Global and function.build is not None:
@@ -220,7 +220,7 @@ class Machine:
 
 
 def _copied_size(args: tuple[Any, ...]) -> int:
-    """Bytes that copies of arguments take at most: 100 for an item, which may become one of a dict."""
+    """Upper bound of the bytes that copies of arguments take: 100 for an item, which may become a dict entry."""
     size = 0
     for arg in args:
         if type(arg) is str or type(arg) is bytes:

@@ -1,7 +1,7 @@
-"""Where the elements of pickled arrays are: as they are in the file, or else in a temporary file without a name.
+"""Locates the elements of pickled arrays, in the file itself or in an unnamed temporary file.
 
-Bytes of a pickle that are neither text nor compressed are in the file as such. Others, and those in another byte order
-than the rest of the file, are written to the temporary file when the pickle is opened, each once.
+Bytes of a pickle that are neither text nor compressed can be read from the file directly. Others, and those whose byte
+order differs from the rest of the file, are written once to the temporary file when the pickle is opened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .run import Unpickled
 
 
 class Arrays:
-    """Places for the arrays of a pickle.
+    """Positions of the arrays of a pickle.
 
     Args:
         found: the pickle.
@@ -33,20 +33,20 @@ class Arrays:
         self._path = path
         self._big_endian = big_endian
         self._pieces: list[bytes] = []
-        self._size = 64  # zeros: what begins the temporary file says nothing
+        self._size = 64  # leading zeros: the temporary file must not look like another format
         self._begins: dict[tuple[int, int], int] = {}
         self._listings: list[Listing] = []
 
     def place(self, name: str, array: NumpyArray) -> Listing | None:
-        """An array of the file; None for one that is put into the temporary file.
+        """Describes an array in the file; None if it goes into the temporary file.
 
         Raises:
-            UnsupportedError: its dtype is none of weights.
+            UnsupportedError: its dtype is not a dtype of weights.
         """
         dtype = array.dtype
         if dtype is None or dtype.row is None:
             what = "no dtype" if dtype is None else dtype.name
-            raise UnsupportedError(f"{self._path}: array {show(name)} holds {what}, which is no dtype of weights")
+            raise UnsupportedError(f"{self._path}: array {show(name)} holds {what}, which is not a dtype of weights")
         if not array_fits(array.shape, dtype.itemsize):
             raise UnsupportedError(
                 f"{self._path}: array {show(name)}: {list(array.shape)} is more than memory can have"
@@ -64,14 +64,14 @@ class Arrays:
         return None
 
     def _in_file(self, raw: bytes | bytearray) -> int | None:
-        """Where in the file the bytes are; None where they are not as such."""
+        """The offset of the bytes in the file; None if the file does not contain them unencoded."""
         base = self._found.base
         if base is None:
             return None
         if not raw:
             return base
         at = self._found.places.get(id(raw))
-        if at is None or self._found.data[at : at + len(raw)] != raw:  # an id may have been another's before
+        if at is None or self._found.data[at : at + len(raw)] != raw:  # the id may have been reused
             return None
         return base + at
 
@@ -90,10 +90,10 @@ class Arrays:
         return begin
 
     def beside(self) -> WeightFile | None:
-        """The temporary file with its table; None where it is not needed.
+        """The temporary file with its table; None if no array needs it.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if not self._listings:
             return None
@@ -107,7 +107,7 @@ class Arrays:
                     out.write(piece)
             file = open_descriptor(path)
         finally:
-            with suppress(OSError):  # Windows keeps it until it is closed, and then until the folder is cleaned
+            with suppress(OSError):  # on Windows an open file cannot be deleted: it stays until the folder is cleaned
                 os.unlink(path)
         file.path = self._path
         file.table = ListedTable(self._listings)
@@ -115,7 +115,7 @@ class Arrays:
 
 
 def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:
-    """Bytes between neighbours; None where they are those of C order."""
+    """The strides in bytes; None for C order."""
     order: Any = array.order
     if 0 in array.shape or sum(dim > 1 for dim in array.shape) < 2:
         return None

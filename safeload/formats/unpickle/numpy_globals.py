@@ -1,4 +1,4 @@
-"""The globals that pickled arrays and scalars of numpy name: rows for the table, and the inert values they build.
+"""The globals in pickled arrays and scalars of numpy: rows for the table, and the inert values that they build.
 
 numpy writes ``_reconstruct(ndarray, (0,), b"b")`` and a state of (1, shape, dtype, whether in Fortran order, bytes),
 or, at protocol 5, ``_frombuffer(bytes, dtype, shape, order)``; a scalar is ``scalar(dtype, bytes)``. Below protocol 3
@@ -17,7 +17,7 @@ from .machine import Built, Fault, Global, Inert, describe
 
 ARRAY, TYPE, BYTES = "array", "type", "bytes"
 
-# Kinds of numpy with the sizes that are rows of the table of dtypes.
+# Name patterns of the numpy kinds whose sizes are rows of the table of dtypes.
 _NAMES = {"f": "float{}", "i": "int{}", "u": "uint{}", "c": "complex{}"}
 _SPEC = re.compile(r"([<>|=]?)([a-zA-Z?])([0-9]{0,4})", re.ASCII)
 _ML_DTYPES = (
@@ -37,9 +37,9 @@ class NumpyDtype(Built):
 
     Attributes:
         name: as numpy prints it.
-        row: of the table of dtypes, None for what no weight has.
-        big_endian: order of the bytes of an element.
-        itemsize: bytes of one.
+        row: row of the table of dtypes; None for dtypes that weights do not have.
+        big_endian: byte order of an element.
+        itemsize: bytes of an element.
     """
 
     __slots__ = ("big_endian", "itemsize", "name", "row")
@@ -51,7 +51,7 @@ class NumpyDtype(Built):
         self.itemsize = row.bits // 8 if row is not None else 0
 
     def build(self, state: Any) -> None:
-        """Takes (version, order, subarray, names, fields, size, alignment, flags)."""
+        """Takes a state of (version, order, subarray, names, fields, size, alignment, flags)."""
         if type(state) is not tuple or len(state) < 7:
             raise Fault(f"a dtype's state must be a tuple of 7 to 9, found {_what(state)}")
         if state[1] not in ("<", ">", "|", "="):
@@ -62,12 +62,12 @@ class NumpyDtype(Built):
 
 
 class NumpyArray(Built):
-    """An array of numpy: what the pickle says of it, checked when it is asked for.
+    """A numpy array as described by the pickle, checked when it is requested.
 
     Attributes:
         shape: elements per axis.
-        dtype: of its elements; None as long as it has no state.
-        order: of its axes in memory, the outermost first; None for that of C.
+        dtype: of its elements; None until the state is set.
+        order: order of its axes in memory, outermost first; None for C order.
         raw: its bytes.
     """
 
@@ -80,7 +80,7 @@ class NumpyArray(Built):
         self.raw: bytes | bytearray = b""
 
     def build(self, state: Any) -> None:
-        """Takes (version, shape, dtype, whether in Fortran order, bytes); the oldest have no version."""
+        """Takes a state of (version, shape, dtype, whether in Fortran order, bytes); the oldest have no version."""
         if type(state) is not tuple or len(state) not in (4, 5):
             raise Fault(f"an array's state must be a tuple of 4 or 5, found {_what(state)}")
         shape, dtype, fortran, raw = state[-4:]
@@ -89,7 +89,7 @@ class NumpyArray(Built):
         self.set(raw, dtype, shape, "F" if fortran else "C")
 
     def set(self, raw: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> None:
-        """Takes what an array has."""
+        """Checks and sets the elements, dtype, shape and order of the array."""
         if type(dtype) is not NumpyDtype:
             raise Fault(f"an array's dtype must be one of numpy, found {describe(dtype)}")
         if type(shape) is int:
@@ -102,7 +102,7 @@ class NumpyArray(Built):
             raise Fault(f"an array's order must be C, F or K, found {describe(order)}")
         if order == "K" and (type(axes) is not tuple or sorted(map(_count, axes)) != list(range(len(shape)))):
             raise Fault(f"an array's axes must be each of its {len(shape)} once, found {_what(axes)}")
-        if type(raw) is str:  # of Python 2, which has no bytes
+        if type(raw) is str:  # written by Python 2, which has no bytes
             raw = raw.encode("utf-8", "surrogatepass")
         self.dtype = dtype
         if dtype.row is None:
@@ -143,7 +143,7 @@ def _dtype(args: tuple[Any, ...]) -> Any:
     if match is None:
         if type(spec) is str and spec in dtypes.BY_NAME and not dtypes.BY_NAME[spec].packed:
             return NumpyDtype(spec, dtypes.BY_NAME[spec])
-        raise Fault(f"{describe(spec)} is no dtype of numpy")
+        raise Fault(f"{describe(spec)} is not a numpy dtype")
     order, kind, size = match.groups()
     name = "bool" if kind in "b?" and size in ("", "1") else "Python objects" if kind == "O" else ""
     if kind in _NAMES and size:
@@ -171,7 +171,7 @@ def _frombuffer(args: tuple[Any, ...]) -> Any:
 
 
 def _scalar(args: tuple[Any, ...]) -> Any:
-    """A number of Python."""
+    """A scalar as a Python number."""
     if len(args) != 2 or type(args[0]) is not NumpyDtype:
         raise Fault("a scalar of numpy takes a dtype and bytes")
     dtype, raw = args
@@ -195,7 +195,7 @@ def _size(raw: Any) -> str:
 
 
 def _encode(args: tuple[Any, ...]) -> Any:
-    """Bytes that protocols 0 to 2 have as text."""
+    """Bytes, which protocols 0 to 2 write as text."""
     if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1", "iso-8859-1"):
         raise Fault("_codecs.encode takes a text and 'latin1'")
     try:
@@ -211,7 +211,7 @@ def _bytes(args: tuple[Any, ...]) -> Any:
 
 
 def _bytearray(args: tuple[Any, ...]) -> Any:
-    """As protocols 2 to 4 have it: of bytes, or of text and an encoding."""
+    """A bytearray as in protocols 2 to 4: from bytes, or from text and an encoding."""
     if len(args) == 2:
         return bytearray(_encode(args))
     if len(args) > 1 or (args and type(args[0]) is not bytes):

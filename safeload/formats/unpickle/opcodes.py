@@ -1,7 +1,8 @@
-"""The opcodes of the pickle machine, one function each; unpickler.py says how they may fail.
+"""The opcodes of the pickle machine, one function each; run.py turns their exceptions into errors.
 
-IndexError means that the stack or the bytes end too early (`Machine.at` is past the end then), KeyError that a memo
-entry is not there, ValueError that text cannot be read. Longer than other files here: a table of 68 short functions.
+IndexError means that the stack is empty or the bytes end (`Machine.at` is then past the end), KeyError that a memo
+entry does not exist, ValueError that text cannot be decoded. This file is longer than others: a table of 68 short
+functions.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _proto(m: Machine) -> None:
 
 @_op(b"\x95")
 def _frame(m: Machine) -> None:
-    _size(m, _U64, 8)  # a hint for readers of streams
+    _size(m, _U64, 8)  # only a hint for readers of streams
 
 
 @_op(b".")
@@ -188,7 +189,7 @@ def _binint(m: Machine) -> None:
 
 def _integer(digits: bytes) -> int:
     if len(digits) > MAX_INT_BYTES * 5 // 2 or not re.fullmatch(rb"-?[0-9]+", digits):
-        raise Fault(f"{describe(digits)} is no integer, or too long")
+        raise Fault(f"{describe(digits)} is not an integer, or is too long")
     return int(digits)
 
 
@@ -235,7 +236,7 @@ def _float(m: Machine) -> None:
 
 
 def _size(m: Machine, unpack: Callable[..., tuple[int]], width: int) -> int:
-    """A length, which must not go beyond the end."""
+    """Reads a length, which must not exceed the bytes left."""
     size = unpack(m.take(width))[0]
     if size > len(m.data) - m.at:
         m.at = len(m.data) + 1
@@ -296,7 +297,7 @@ def _bytearray8(m: Machine) -> None:
 
 
 def _python2(text: bytes) -> str | bytes:
-    """A str of Python 2: text if it can be."""
+    """A str of Python 2: text if it is UTF-8, else bytes."""
     try:
         return text.decode()
     except UnicodeDecodeError:
@@ -332,7 +333,7 @@ def _unescape(match: re.Match[bytes]) -> bytes:
 def _string(m: Machine) -> None:
     line = m.line(len(m.data)).strip()
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
-        raise Fault(f"{describe(line)} is no quoted string")
+        raise Fault(f"{describe(line)} is not a quoted string")
     m.stack.append(_python2(re.sub(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", _unescape, line[1:-1])))
 
 
@@ -383,7 +384,7 @@ def _extend(m: Machine, into: Any, values: list[Any]) -> None:
     elif type(into) is Inert:
         put(into, [x for pair in enumerate(values, len(into.items)) for x in pair], m.watched)
     else:
-        raise Fault(f"appending to {describe(into)}, which is no list")
+        raise Fault(f"appending to {describe(into)}, which is not a list")
 
 
 @_op(b"a")
@@ -438,7 +439,7 @@ def _additems(m: Machine) -> None:
     elif type(into) is Inert:
         _extend(m, into, values)
     else:
-        raise Fault(f"adding to {describe(into)}, which is no set")
+        raise Fault(f"adding to {describe(into)}, which is not a set")
 
 
 _NO_ELEMENTS: frozenset[Any] = frozenset()
@@ -451,7 +452,7 @@ def _frozenset(m: Machine) -> None:
     m.stack.append(frozenset(made) if made else _NO_ELEMENTS)
 
 
-# ---- globals, and what would be calls ----
+# ---- globals, and opcodes that call in other machines ----
 
 
 def _named(m: Machine, module: Any, name: Any) -> None:
@@ -475,7 +476,7 @@ def _stack_global(m: Machine) -> None:
 
 
 def _extension(m: Machine, code: int) -> None:
-    """Numbers that a program gives to globals of its own (copyreg.add_extension)."""
+    """Pushes a global by the number that a program gave it (copyreg.add_extension)."""
     m.stack.append(m.global_named(f"extension code {code} of copyreg"))
 
 
@@ -500,7 +501,7 @@ def _reduce(m: Machine) -> None:
     m.stack[-1] = m.call(m.stack[-1], args)
 
 
-OPCODES[0x81] = _reduce  # NEWOBJ: makes an object of a class without calling it, for us the same
+OPCODES[0x81] = _reduce  # NEWOBJ: makes an object without calling its class; the same here
 
 
 @_op(b"\x92")
@@ -538,10 +539,10 @@ def _build(m: Machine) -> None:
         into.build(state)
     elif type(into) is not dict and type(into) is not Foreign:
         raise Fault(f"a state set on {describe(into)}")
-    # On an OrderedDict: attributes, of which torch has one, `_metadata` (versions of modules). They are no items.
+    # The state of an OrderedDict is its attributes, which are not items: torch sets `_metadata` (versions of modules).
 
 
-# ---- what is outside the pickle ----
+# ---- data outside the pickle ----
 
 
 @_op(b"Q")

@@ -1,18 +1,18 @@
-"""A pickle machine that builds inert values: it imports nothing and calls nothing of what a pickle names.
+"""A pickle machine that builds inert values: it neither imports nor calls anything that a pickle names.
 
 Opcodes of protocols 0 to 5 (https://github.com/python/cpython/blob/main/Lib/pickletools.py describes each) work on a
 stack as in CPython, with these differences:
 
-1. A global is looked up in a table that the caller gives. What is there is built by our own function of that row; any
-   other name becomes a `Foreign`, what is made of it an `Inert`.
-2. A persistent id is handed to the caller.
-3. Dict keys and set elements are scalars or small tuples of them, and a key comes once: keys made to collide
-   (pickle_keys.py) or to take forever to hash are refused, and no entry hides another.
-4. Every length is checked against the bytes that are left before anything is allocated, and what is copied from values
-   that the pickle can refer to again is counted (`Machine.charge`).
+1. A global is looked up in the caller's table. A function of this package builds the value of a row; any other name
+   becomes a `Foreign`, and a call of it an `Inert`.
+2. A persistent id is passed to the caller.
+3. Dict keys and set elements are scalars or small tuples of them, and keys are unique: keys that are chosen to collide
+   (keys.py) or to take long to hash are refused, and no entry hides another.
+4. Every length is checked against the bytes left before anything is allocated, and bytes copied from values that the
+   pickle can refer to again are counted (`Machine.charge`).
 
-Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, what rows and persistent
-ids make, `Global`, `Foreign` and `Inert`. The opcodes are in pickle_opcodes.py.
+Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, the values of rows and
+persistent ids, `Global`, `Foreign` and `Inert`. The opcodes are in opcodes.py.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from .machine import Fault, Global, Machine, Stop, describe
 from .opcodes import OPCODES
 
-# 50 times the opcodes of the largest real file known (400,000). Each allocates at most 216 bytes (an empty set) beyond
-# what it copies from the file; a list of sets that becomes metadata takes some 340 a byte, which is the most.
+# 50 times the opcodes of the largest known real file (400,000). Each allocates at most 216 bytes (an empty set) beyond
+# the bytes that it copies from the file; the worst case is a list of sets that becomes metadata, about 340 bytes
+# for each byte of the pickle.
 MAX_OPCODES = 20_000_000
-# Bytes of a pickle, which is read into memory. The largest real ones have some 10 MB; tensors are not in them.
+# Bytes of a pickle, which is read into memory. The largest real ones have about 10 MB, as tensors are stored elsewhere.
 MAX_PICKLE = 1 << 30
 _ASKS = "the pickle asks"
-# What an error says where the pickle is sound but for the globals.
+# Added to the message if unknown globals are the only fault of the pickle.
 ADVICE = '; unknown_globals="inert" reads the tensors around them'
-# Names in one message.
+# Most names in one message.
 MAX_SHOWN = 100
 
 
@@ -44,17 +45,17 @@ class TruncatedError(FormatError):
 
 
 class Unpickled(NamedTuple):
-    """What a pickle came to.
+    """The result of running a pickle.
 
     Attributes:
         value: its object.
-        end: position behind its STOP.
-        size: its bytes.
+        end: position after its STOP.
+        size: its size in bytes.
         harmless: names of the globals it uses that are in the table.
-        foreign: names of those that are not.
+        foreign: names of the globals it uses that are not in the table.
         data: bytes that hold it.
         places: see `Machine`.
-        base: where in the file ``data`` begins; None when it is nowhere as such.
+        base: offset of ``data`` in the file; None if the file does not contain it uncompressed.
     """
 
     value: Any
@@ -83,16 +84,16 @@ def unpickle(
     Args:
         data: bytes that hold it.
         table: the harmless globals by name.
-        persistent: gets a persistent id, gives what it stands for or raises `Fault`.
+        persistent: takes a persistent id and returns its value or raises `Fault`.
         path: of the file, for messages.
-        start: where in ``data`` it begins.
-        base: where in the file ``data`` begins; None when it is nowhere as such.
-        inert: whether foreign globals may be there, as placeholders.
-        complete: whether more bytes than ``data`` there are not; else `TruncatedError` says that more are needed.
+        start: position of the pickle in ``data``.
+        base: offset of ``data`` in the file; None if the file does not contain it uncompressed.
+        inert: whether unknown globals are accepted, as placeholders.
+        complete: whether ``data`` reaches the end of the file; otherwise `TruncatedError` asks for more bytes.
 
     Raises:
-        ForbiddenError: foreign globals, all of them named.
-        FormatError: a malformed pickle, with the byte.
+        ForbiddenError: unknown globals; the message lists all of them.
+        FormatError: a malformed pickle; the error has the byte position.
         LimitError: a limit is exceeded.
         UnsupportedError: an opcode for data outside the pickle.
     """
@@ -121,10 +122,10 @@ def unpickle(
 
 
 def check_foreign(names: Sequence[str], path: str, inert: bool, asks: str, more: str = "") -> None:
-    """Refuses globals off the list, unless they may be ``inert``.
+    """Refuses globals outside the table, unless they may be ``inert``.
 
     Raises:
-        ForbiddenError: there are some; it names them.
+        ForbiddenError: there are such globals; the message lists them.
     """
     if inert or not names:
         return
@@ -139,6 +140,7 @@ def check_foreign(names: Sequence[str], path: str, inert: bool, asks: str, more:
 
 
 def _run(machine: Machine, path: str, base: int | None) -> Any:
+    """Runs the opcodes and returns the value on the stack; turns their exceptions into errors with a position."""
     data, size = machine.data, len(machine.data)
     at = machine.at
     opcodes = OPCODES
@@ -169,7 +171,7 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
     except KeyError as error:
         message = f"pickle opcode {_opcode(data, at)}: memo entry {describe(error.args[0])} was never set"
         raise FormatError(message, path, place(at)) from None
-    except ValueError as error:  # text that is no UTF-8, digits that are none
+    except ValueError as error:  # text that is not UTF-8, or invalid digits
         message = f"pickle opcode {_opcode(data, at)}: {show(str(error))}"
         raise FormatError(message, path, place(at)) from None
     if at >= size:

@@ -245,7 +245,7 @@ def test_usual_keys_pass(keys, into):
 def test_an_element_may_come_twice_in_a_set_also_in_a_large_one():
     keys = [k * 977 for k in range(500)] * 2
     assert load(PACKED["set"](keys)) == set(keys)
-    with pytest.raises(safeload.FormatError, match="a key is there twice"):
+    with pytest.raises(safeload.FormatError, match="a duplicate key"):
         load(PACKED["dict"](keys))
 
 
