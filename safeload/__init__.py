@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from .operations.validate.findings import Finding, Limits, ValidationReport
     from .operations.validate.run import validate
 
-# Where the rest is; each module is imported when one of its names is first asked for: `import safeload` takes little
-# longer than `import numpy`.
+# Modules of the other public names. Each is imported on first access to one of its names, so that `import safeload`
+# takes little longer than `import numpy`.
 _LATER = {
     name: module
     for module, names in {
@@ -113,7 +113,7 @@ __all__ = [
 
 
 def show_config() -> None:
-    """Prints versions, the instruction set in use, threads and the compiler."""
+    """Prints versions, the instruction set in use, the number of threads and the compiler."""
     import platform
 
     import numpy

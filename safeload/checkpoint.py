@@ -35,25 +35,24 @@ class Checkpoint(Mapping[str, Value]):
     """The tensors of a file or a folder, by name. Made by `safeload.open`.
 
     ``ckpt[name]`` is a writable copy-on-write view of the mapped file, the same memory each time (as
-    ``numpy.memmap`` with mode "c"): writing into it changes no file. Views stay valid after `close`. Any thread may
-    use it.
+    ``numpy.memmap`` with mode "c"): writing into it changes no file. Views stay valid after `close`. It is thread-safe.
 
-    A mapping shows the file itself: if another program truncates it in place, touching a lost page kills the process
-    (SIGBUS). ``load(backend="pread")`` has no such hazard.
+    A mapping shows the file itself: if another program truncates the file in place, touching a lost page kills the
+    process (SIGBUS). ``load(backend="pread")`` does not have this hazard.
 
-    It pickles as its absolute path and how it was opened: the copy is open, in whatever process, and the files must be
-    the same (size and time of the last change), or FormatError says that they have changed. ``copy.copy`` does so too.
-    `ValueError` where it is closed.
+    A checkpoint pickles as its absolute path and the arguments of `open`. Unpickling opens it again, in any process,
+    and raises FormatError if the files have changed (in size or time of the last change). ``copy.copy`` does the same.
+    Both raise `ValueError` if the checkpoint is closed.
 
     Attributes:
-        format: such as "safetensors", "torch zip", "torch legacy" or "gguf": what ``format=`` of `open` takes.
+        format: such as "safetensors", "torch zip", "torch legacy" or "gguf": a value that ``format=`` of `open` takes.
         files: paths of the files that hold the tensors.
-        metadata: text from the header; of a torch checkpoint all that is no tensor, nested as it was, also outside
-            ``root``; of a GGUF file a mapping that unpacks values when they are asked for; for shards that of all of
-            them and of the index.
+        metadata: text from the header. For a torch checkpoint everything that is not a tensor, with its nesting, also
+            outside ``root``; for a GGUF file a mapping that decodes values when they are accessed; for shards the
+            metadata of all of them and of the index.
         config: parsed ``config.json`` of a folder, else None.
         index: path of the ``index.json`` that it was opened by, else None.
-        notes: what a folder is (an adapter, a pipeline), and which of its weight files were passed over.
+        notes: the kind of a folder (an adapter, a pipeline), and which of its weight files were not opened.
         last_load: `LoadStats` of the last `load`, else None.
     """
 
@@ -61,7 +60,7 @@ class Checkpoint(Mapping[str, Value]):
         where, metadata = found.where, found.metadata
         if found.format == SAFETENSORS:
             where = unpack_all(found.files, where)
-            # what it said is in the tensors now
+            # the tensors contain this information now
             metadata = {key: value for key, value in metadata.items() if key != KEY}
         self._path = found.title
         self._open = found.files
@@ -82,7 +81,7 @@ class Checkpoint(Mapping[str, Value]):
 
     @property
     def path(self) -> str:
-        """What was opened, as messages name it. Internal.
+        """The path that was opened, as messages show it. Internal.
 
         :meta private:
         """
@@ -97,7 +96,7 @@ class Checkpoint(Mapping[str, Value]):
         return self._open
 
     def entries(self, names: Iterable[str] | None = None) -> Sequence[Part]:
-        """Name, file and index in its table of the tensors named, or of all in the order of their bytes. Internal.
+        """Name, file and index in the file's table, of the tensors named or of all in byte order. Internal.
 
         :meta private:
 
@@ -111,7 +110,7 @@ class Checkpoint(Mapping[str, Value]):
         return [(name, *self._locate(name)) for name in distinct(names)]
 
     def codes(self) -> Mapping[str, Codes]:
-        """The tensors that hold codes, whose values mean nothing alone. Internal.
+        """The tensors that hold quantization codes, whose values mean nothing without their scales. Internal.
 
         :meta private:
         """
@@ -137,7 +136,7 @@ class Checkpoint(Mapping[str, Value]):
         return self._views.make(name, self._aliases(name)) if array is None else array
 
     def _aliases(self, name: str) -> list[Part]:
-        """The tensor and those that share bytes with it: what has to be copied is copied once for all of them."""
+        """The tensor and those that share bytes with it: if a copy is needed, one copy serves all of them."""
         file, index = self._locate(name)
         if not file.table.shaped:
             return [(name, file, index)]
@@ -161,7 +160,7 @@ class Checkpoint(Mapping[str, Value]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are in the files."""
+        """Size in bytes of all tensors as stored in the files."""
         sizes = {file: file.table.sizes() for file in self._open}
         if self._where is None:
             return sum(sizes[self._open[0]])
@@ -171,13 +170,13 @@ class Checkpoint(Mapping[str, Value]):
     def named_globals(self) -> dict[str, bool]:
         """Classes and functions that the pickles of a torch checkpoint name, and whether each is on the harmless list.
 
-        Empty for other formats. Only ``unknown_globals="inert"`` lets any be off the list.
+        Empty for other formats. Only with ``unknown_globals="inert"`` can any of them be off the list.
         """
         return {name: harmless for file in self._open for name, harmless in file.table.named_globals.items()}
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is known of each tensor, by name."""
+        """Description of each tensor, by name."""
         if self._tensors is None:
             self._tensors = MappingProxyType(self._make_tensors())
         return self._tensors
@@ -187,7 +186,7 @@ class Checkpoint(Mapping[str, Value]):
         return {name: known[file][index] for name, file, index in self.entries()}
 
     def _find_codes(self) -> Mapping[str, Codes]:
-        from .packed import grouping  # only here: most loads ask for no values
+        from .packed import grouping  # only here: most loads do not need it
 
         if not any(grouping.could_hold(file.table.rows) for file in self._open):
             return {}
@@ -196,10 +195,11 @@ class Checkpoint(Mapping[str, Value]):
         return grouping.find_alone(self.entries(), self.files, indexed=self.index is not None)
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A stand-in for a tensor that reads what is asked of it: ``ckpt.get_slice("h.0.w")[:, :128]``.
+        """A lazy tensor: indexing it reads only the selected elements, as in ``ckpt.get_slice("h.0.w")[:, :128]``.
 
         Raises:
-            TensorNotFoundError: there is no such tensor.
+            TensorNotFoundError: an unknown name.
+            UnsupportedError: the tensor is quantized.
         """
         self._check_open()
         file, index = self._locate(name)
@@ -224,24 +224,24 @@ class Checkpoint(Mapping[str, Value]):
 
         Args:
             names: exact names; None for all.
-            dtype: what floating tensors are converted to while they are read, in one pass: float64, float32, float16,
-                bfloat16, float8_e4m3fn or float8_e5m2 as numpy or ml_dtypes type, name or code. Integer, bool and
-                complex tensors come unchanged. F4 and F6 tensors are decoded.
-            backend: "mmap" for fresh copy-on-write views of what is not converted, "pread" to read into private memory
-                on all cores.
-            out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get; all are checked
+            dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32,
+                float16, bfloat16, float8_e4m3fn or float8_e5m2 as numpy or ml_dtypes type, name or code. Integer, bool
+                and complex tensors are not converted. F4 and F6 tensors are decoded.
+            backend: "mmap" for new copy-on-write views of tensors that are not converted, "pread" to read into private
+                memory on all cores.
+            out: arrays to fill, by name, each C-contiguous and of the dtype and shape of its tensor; all are checked
                 before the first byte is written. If reading fails they may be partly filled.
-            threads: for what is read; None for what helps.
+            threads: for reading; None: chosen automatically.
             progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
         Returns:
-            Name to array: writable, aligned; C-contiguous but for strided tensors of torch, which are views. A
-            quantized tensor is a `QuantizedTensor` unless ``dtype`` restores it. BF16 and F8 tensors have ml_dtypes
-            dtypes, F4 and F6 ones are raw uint8 unless ``dtype`` decodes them.
+            Name to array: writable, aligned; C-contiguous except for strided tensors of torch, which are views. A
+            quantized tensor is a `QuantizedTensor` unless ``dtype`` dequantizes it. BF16 and F8 tensors have ml_dtypes
+            dtypes; F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
 
         Raises:
             TensorNotFoundError: an unknown name.
-            UnsupportedError: a conversion that there is not; ``dtype`` for codes, such as fp8 with a scale beside it.
+            UnsupportedError: an unsupported conversion; ``dtype`` for codes, such as fp8 with a separate scale.
             ValueError: an array of ``out`` that does not fit.
             FormatError: a file ends too early, with path and offset.
             OSError: a file cannot be read.
@@ -259,14 +259,14 @@ class Checkpoint(Mapping[str, Value]):
         return arrays
 
     def close(self) -> None:
-        """Closes the files. Arrays stay valid: a mapping goes with its last array."""
+        """Closes the files. Arrays stay valid: a mapping lives as long as its last array."""
         self._closed = True
         self._views.clear()
         for file in self._open:
             file.close()
 
     def _seen(self) -> _Seen:
-        """The files as they were when they were opened."""
+        """Path and identity of the files when they were opened."""
         seen: list[tuple[str, Identity]] = [(file.place, file.identity) for file in self._open]
         return (*seen, self._index) if self._index is not None else tuple(seen)
 
@@ -277,7 +277,7 @@ class Checkpoint(Mapping[str, Value]):
         return self._recipe
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process may be on another machine: what device and inode say is worth nothing there.
+        # Another process may be on another machine, where device and inode mean nothing.
         return _reopen, (tuple(self._opened()), tuple((path, tuple(seen[:2])) for path, seen in self._seen()))
 
     def __copy__(self) -> Checkpoint:
@@ -296,7 +296,7 @@ class Checkpoint(Mapping[str, Value]):
 
 
 def _reopen(recipe: Sequence[Any], seen: _Seen) -> Checkpoint:
-    """A checkpoint once more, of the same files."""
+    """Opens the files of a checkpoint again, which must be unchanged."""
     paths, listed, format, root, unknown_globals = recipe = Recipe(*recipe)
     for path, identity in seen:
         check_unchanged(path, identity)
@@ -322,32 +322,32 @@ def open(
 ) -> Checkpoint:
     """Opens a weight file, a folder of them, an ``index.json`` or a list of files; no tensor is read.
 
-    Nothing that a file says is executed: the pickle of a torch checkpoint is read by a machine that builds plain values
-    and descriptions of tensors. Nested containers give names with dots: ``{"model": {"w": ...}}`` gives "model.w", the
-    third of a list "2", an array that is all there is "tensor", whatever the format.
+    No code in a file is executed: an interpreter that builds only plain values and descriptions of tensors reads the
+    pickle of a torch checkpoint. Nested containers give names with dots: ``{"model": {"w": ...}}`` gives "model.w", the
+    third item of a list is "2". An array that is the whole content is named "tensor", whatever the format.
 
     Args:
-        path: what to open. The format is told from the content, not from the suffix. Of a list the union: a name that
-            two of its files have is an error. Of a split GGUF file any part opens all of them.
-        format: to insist on one, such as "safetensors", "gguf" or "torch" (either of "torch zip" and "torch legacy");
-            the guide has them all, and so has the error for another one.
-        root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is left out of their
-            names. For torch checkpoints.
+        path: what to open. The format is recognised by the content, not by the suffix. A list opens the union of its
+            files; a name that two of them have is an error. Any part of a split GGUF file opens all of them.
+        format: requires a format, such as "safetensors", "gguf" or "torch" (either of "torch zip" and "torch legacy");
+            the guide lists all values, as does the error for an unknown one.
+        root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is omitted from
+            their names. For torch checkpoints.
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
             "refuse" it with an error that names them all, or keep them "inert", as placeholders, and read the tensors
-            around them. They are neither imported nor called; what one was given as its state has the step ``<state>``
-            in names, its arguments ``<args>``.
+            around them. They are neither imported nor called. In the names of tensors inside a placeholder its state
+            appears as ``<state>``, its arguments as ``<args>``.
 
     Returns:
         The open checkpoint; ``with safeload.open(path) as checkpoint:`` closes it.
 
     Raises:
-        FormatError: the file breaks its format, or an index its folder.
-        ForbiddenError: foreign globals in a pickle.
+        FormatError: the file breaks its format, or an index does not match its folder.
+        ForbiddenError: a pickle names globals off the list of harmless ones.
         UnsupportedError: a format or a tensor that this version does not read, or a folder without weights.
         LimitError: a named limit is exceeded.
-        TensorNotFoundError: there is no such root; the message lists what is there.
-        OSError: the system's own errors; FileNotFoundError and PermissionError among them.
+        TensorNotFoundError: an unknown ``root``; the message lists the existing ones.
+        OSError: a system error, such as FileNotFoundError or PermissionError.
 
     Example:
         >>> import safeload
@@ -371,7 +371,7 @@ def load(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Opens a checkpoint, loads it and closes it.
+    """Opens a checkpoint, loads its tensors and closes it.
 
     Args:
         path: see `open`.

@@ -1,6 +1,6 @@
-"""Every refusal of safeload's own.
+"""The exceptions of safeload.
 
-Errors of the system stay ``OSError``, wrong arguments ``TypeError`` or ``ValueError``.
+System errors remain ``OSError``; invalid arguments raise ``TypeError`` or ``ValueError``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 
 class SafeloadError(Exception):
-    """Base of every refusal of ours; also available as ``SafetensorError``.
+    """Base class of safeload's exceptions; also available as ``SafetensorError``.
 
     Attributes:
-        path: the file that it is about; None for bytes in memory, or where there is none.
-        offset: the byte in it where the fault lies, or None when no one byte is to blame.
-        tensor: name of the tensor that it is about, or None when it is about no one tensor.
+        path: the file concerned; None for bytes in memory, or if no file is concerned.
+        offset: byte of the error in the file; None if the error has no single position.
+        tensor: name of the tensor concerned; None if the error does not concern a single tensor.
     """
 
     def __init__(
@@ -50,23 +50,23 @@ class FormatError(SafeloadError, ValueError):
 
 
 class MissingShardError(FormatError):
-    """Of files that belong together some are missing."""
+    """Some of the files that belong together are missing."""
 
 
 class UnsupportedError(SafeloadError):
-    """Something well-formed that safeload does not do; the message says what to do instead."""
+    """Valid input that safeload does not support; the message says what to do instead."""
 
 
 class ForbiddenError(SafeloadError):
-    """A pickle asks for something that is not on the list of harmless globals."""
+    """A pickle asks for a global that is not on the list of harmless ones."""
 
 
 class LimitError(SafeloadError):
-    """A named limit of safeload's is exceeded."""
+    """One of safeload's named limits is exceeded."""
 
 
 class RangeError(SafeloadError, ValueError):
-    """A value that the target cannot hold: NaN or infinity to be quantized, or a block scale beyond float16."""
+    """A value that the target cannot represent: NaN or infinity when quantizing, or a block scale beyond float16."""
 
 
 class TensorNotFoundError(SafeloadError, KeyError):
@@ -77,7 +77,7 @@ class TensorNotFoundError(SafeloadError, KeyError):
 
 
 class _MissingFileError(FileNotFoundError):
-    """``FileNotFoundError`` with the text that safetensors gives and its tests assert."""
+    """``FileNotFoundError`` with the message of safetensors, which its tests assert."""
 
     def __str__(self) -> str:
         return f"No such file or directory: {self.filename}"
@@ -94,7 +94,7 @@ def os_error(number: int, path: str | None) -> OSError:
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line; the system's own without their number, but with the byte where they happened."""
+    """An error in one line. System errors appear without their number, but with the byte where they occurred."""
     if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
         return "; ".join((f"{error.strerror}: {error.filename}", *getattr(error, "__notes__", ())))
     return str(error) or type(error).__name__

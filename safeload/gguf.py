@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp and its kin read them. `safeload.open` reads them.
+"""Writes GGUF files, as llama.cpp and related programs read them. `safeload.open` reads them.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -25,29 +25,29 @@ def save_file(
 ) -> None:
     """Writes a GGUF file (version 3) in the order of ``tensors``, atomically and without a second copy of the data.
 
-    Metadata that came from a GGUF file (``Checkpoint.metadata``, or a dict of its items) keeps its types. Of other
-    values these types are made:
+    Metadata from a GGUF file (``Checkpoint.metadata``, or a dict of its items) keeps its types. Other values are
+    written as these types:
 
     - str: string; bool: bool;
-    - int: the first of i32, u32, i64, u64 that holds it; llama.cpp wants u32 for most of its keys: ``np.uint32(32)``;
+    - int: the first of i32, u32, i64, u64 that can represent it. llama.cpp expects u32 for most of its keys:
+      ``np.uint32(32)``;
     - float: f32 if that is exact, else f64;
     - numpy scalars: their own type;
-    - 1-D numpy arrays, lists and tuples: arrays of one of the above, the first type that holds all elements; lists of
-      these: arrays of arrays. An empty list is an array of strings.
+    - 1-D numpy arrays, lists and tuples: arrays of one of the above, the first type that can represent all elements;
+      lists of these: arrays of arrays. An empty list is an array of strings.
 
     Args:
         tensors: name (at most 127 bytes of UTF-8; llama.cpp reads at most 63) to an array of at most 4 dims and of
             float32, float16, bfloat16, float64, int8, int16, int32 or int64, or to a `QuantizedTensor` in blocks.
         path: see `safeload.numpy.save_file`.
-        metadata: key to value. "general.alignment" (a power of two, 32 where it is absent) is what tensors are
-            aligned to.
-        overwrite: False to raise FileExistsError where something exists.
-        durable: False to leave out the fsync of file and folder, nothing else.
+        metadata: key to value. "general.alignment" (a power of two, by default 32) is the alignment of tensors.
+        overwrite: False to raise FileExistsError if the path exists.
+        durable: False to skip the fsync of file and folder; nothing else changes.
 
     Raises:
         UnsupportedError: a dtype or a scheme that GGUF does not have.
         SafeloadError: a name, a shape or a number that GGUF does not have.
-        TypeError: a value that is no array, metadata of a type that GGUF does not have.
+        TypeError: a value that is not an array, or metadata of a type that GGUF does not have.
         OSError: the file cannot be written; the old one is still there.
 
     Example:

@@ -1,4 +1,4 @@
-"""MOON files: f16 tensors that an engine reads with a loop.
+"""MOON files: f16 tensors in a format that an inference engine can read in a simple loop.
 
 Little-endian: u32 magic 0x4D4F4F4E, u32 version 2; then for each tensor u32 bytes of its name, u32 dims, u32 elements,
 the name in UTF-8, the dims as u64 (outermost first), the elements as f16.
@@ -21,8 +21,8 @@ def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool =
     Args:
         tensors: name (1 to 256 bytes of UTF-8) to float16 array of at most 4 dims and 2^32 - 1 elements.
         path: see `safeload.numpy.save_file`.
-        overwrite: False to raise FileExistsError where something exists.
-        durable: False to leave out the fsync of file and folder, nothing else.
+        overwrite: False to raise FileExistsError if the path exists.
+        durable: False to skip the fsync of file and folder; nothing else changes.
 
     Raises:
         UnsupportedError: an array that is not float16; `safeload.astype` converts.
@@ -40,7 +40,7 @@ def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool =
 
 
 def load_file(path: PathLike) -> dict[str, Array]:
-    """The tensors of a MOON file, as float16, in its order; `safeload.open` has more.
+    """Loads the tensors of a MOON file, as float16, in file order; `safeload.open` has more options.
 
     Args:
         path: of the file.
@@ -50,6 +50,6 @@ def load_file(path: PathLike) -> dict[str, Array]:
 
     Raises:
         FormatError: the file breaks its format, with the byte where it does.
-        OSError: there is no such file, or it cannot be read.
+        OSError: the file does not exist, or cannot be read.
     """
     return load(path, format="moon")

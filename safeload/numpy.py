@@ -1,4 +1,4 @@
-"""Drop-in for ``safetensors.numpy``: the same names, positions, defaults and results."""
+"""Drop-in replacement for ``safetensors.numpy``: the same names, argument positions, defaults and results."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["load", "load_file", "save", "save_file"]
 
 
 def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes of a safetensors file.
+    """Serializes tensors to the bytes of a safetensors file.
 
     Args:
-        tensor_dict: name to array of any layout: what is not C-contiguous or not little-endian is written as if it
-            were. A `QuantizedTensor` is written as its data (and, for int8, ``<name>_scale``) with a key of the
-            metadata from which `safeload.open` makes it again.
+        tensor_dict: name to array of any layout: arrays that are not C-contiguous or not little-endian are converted
+            while they are written. A `QuantizedTensor` is written as its data (and, for int8, ``<name>_scale``) with a
+            metadata key that lets `safeload.open` rebuild it.
         metadata: text to text for the header, written in ascending order of keys.
 
     Returns:
         The file's content.
 
     Raises:
-        TypeError: a name is no str, a value no array, metadata no text.
+        TypeError: a name is not a str, a value is not an array, or metadata is not text.
         SafetensorError: a dtype or a name that the format does not have.
 
     Example:
@@ -50,16 +50,15 @@ def save_file(
     """Writes a safetensors file, atomically: a crash at any moment leaves the old file or the new one.
 
     Args:
-        tensor_dict: name to array of any layout or `QuantizedTensor`, see `save`; no second copy of the data is made in
-            memory.
+        tensor_dict: name to array of any layout or `QuantizedTensor`, see `save`; the data is not copied in memory.
         filename: a new file gets mode 0666 less the umask, an existing one keeps its mode, a symbolic link is
             followed, a device or pipe is written through.
         metadata: text to text for the header, written in ascending order of keys.
-        overwrite: False to raise FileExistsError where something exists.
-        durable: False to leave out the fsync of file and folder, nothing else.
+        overwrite: False to raise FileExistsError if the path exists.
+        durable: False to skip the fsync of file and folder; nothing else changes.
 
     Raises:
-        TypeError: a name is no str, a value no array, metadata no text.
+        TypeError: a name is not a str, a value is not an array, or metadata is not text.
         SafetensorError: a dtype or a name that the format does not have.
         OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there.
     """
@@ -67,11 +66,11 @@ def save_file(
 
 
 def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
-    """The tensors of a safetensors file that is in memory.
+    """Loads the tensors of a safetensors file in memory.
 
     Args:
         data: any C-contiguous bytes-like object: bytes, bytearray, memoryview, mmap, uint8 array.
-        copy: False for views of ``data``, read-only where ``data`` is.
+        copy: False for views of ``data``, read-only if ``data`` is.
 
     Returns:
         Name to array, in the order of the bytes. F4 and F6 tensors are raw uint8.
@@ -92,32 +91,32 @@ def load_file(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Array]:
-    """The tensors of a safetensors file.
+    """Loads the tensors of a safetensors file.
 
     Args:
         filename: path of the file.
-        backend: "mmap" for copy-on-write views of one private mapping: loading costs microseconds, a page is read
-            when it is first touched, writing into an array changes no file. "pread" to read everything now, on all
-            cores, into private memory that nothing the file suffers later can reach.
-        dtype: what floating tensors are converted to while they are read, in one pass: float64, float32, float16,
+        backend: "mmap" for copy-on-write views of one private mapping: loading takes microseconds, each page is read
+            when it is first touched, and writing into an array changes no file. "pread" to read everything now, on all
+            cores, into private memory that later changes to the file cannot affect.
+        dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32, float16,
             bfloat16, float8_e4m3fn or float8_e5m2 as numpy or ml_dtypes type, name or code. Integer, bool and complex
-            tensors come unchanged; F4 and F6 tensors are decoded.
-        names: exact names of the tensors wanted; None for all.
-        out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get: a service reloads
-            weights without new memory. All are checked before the first byte is written; if reading fails they may be
-            partly filled.
-        threads: for what is read; None for what helps.
-        progress: for what is read: True for a bar, or a callable that gets (bytes_done, bytes_total).
+            tensors are not converted; F4 and F6 tensors are decoded.
+        names: exact names of the tensors to load; None for all.
+        out: arrays to fill, by name, each C-contiguous and of the dtype and shape of its tensor: a service can reload
+            weights without allocating memory. All are checked before the first byte is written; if reading fails they
+            may be partly filled.
+        threads: for reading; None: chosen automatically.
+        progress: for reading: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
         Name to array, in the order of the bytes or of ``names``: writable, aligned, C-contiguous. BF16 and F8 tensors
-        have ml_dtypes dtypes, F4 and F6 ones are raw uint8.
+        have ml_dtypes dtypes; F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         FormatError: the file breaks the format, with the byte where it does.
         TensorNotFoundError: an unknown name.
-        UnsupportedError: a conversion that there is not; ``dtype`` for fp8 that has a scale beside it.
+        UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale.
         ValueError: an array of ``out`` that does not fit.
     """
     check_backend(backend)
@@ -125,7 +124,7 @@ def load_file(
     try:
         parts = parts_of(file, names)
         if dtype is not None:
-            from .packed import grouping  # only here: most loads ask for no values
+            from .packed import grouping  # only here: most loads do not need it
 
             grouping.refuse_floating(file, parts, "load_file")
         return load_parts(parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]

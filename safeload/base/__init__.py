@@ -1,1 +1,1 @@
-"""Nouns: the C core, dtypes, tables, files, text."""
+"""The lowest layer: the C core, dtypes, tables, files, text."""

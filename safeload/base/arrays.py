@@ -1,4 +1,4 @@
-"""Arrays: what functions take as one and as a dict of them, and how a tensor of a file becomes one."""
+"""Arrays: which values functions accept as an array or as a dict of arrays, and how a tensor of a file becomes one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .text import show
 
 Array = np.ndarray[Any, Any]
 
-# Bytes of any array, as numpy has it (NPY_MAX_INTP).
+# Largest size of an array in bytes: numpy's NPY_MAX_INTP.
 MAX_ARRAY = (1 << 63) - 1
 
-# What a dict has and is asked for: `Mapping` knows only those that are registered with it.
+# Methods that identify a dict-like object: `Mapping` recognises only classes that are registered with it.
 _METHODS = ("keys", "values", "items", "__getitem__", "__contains__", "__len__")
 
 
@@ -29,11 +29,11 @@ class ArraySpec(NamedTuple):
         dtype: of the array.
         shape: of the array.
         begin: first byte in the file.
-        end: past the last byte in the file.
+        end: one past the last byte in the file.
         source: number of the dtype in the file.
-        target: number of the dtype that it is converted to; ``source`` when its bytes are taken as they are.
-        strides: bytes between neighbours along each axis in the file; None where they are those of C order.
-        big_endian: whether the bytes of elements are in that order in the file.
+        target: number of the dtype that it is converted to; ``source`` if its bytes are not converted.
+        strides: bytes between neighbours along each axis in the file; None for C order.
+        big_endian: whether elements are big-endian in the file.
     """
 
     dtype: np.dtype[Any]
@@ -47,10 +47,10 @@ class ArraySpec(NamedTuple):
 
 
 def as_array(value: Any, name: str = "") -> Array:
-    """What numpy makes of a value.
+    """A value as a numpy array.
 
     Args:
-        value: an array, or what numpy makes one of.
+        value: an array, or anything that numpy converts to one.
         name: of the tensor; "" for a single array.
 
     Raises:
@@ -62,19 +62,19 @@ def as_array(value: Any, name: str = "") -> Array:
 
 
 def refuse_masked(value: Any, subject: str) -> None:
-    """Refuses arrays whose hidden values would be taken as if they were not.
+    """Refuses masked arrays: their hidden values would be used as ordinary ones.
 
     Raises:
         TypeError: a masked array.
     """
-    # Nobody has one who has not imported its module, which takes milliseconds.
+    # No import here, which would take milliseconds: masked arrays exist only where the caller has imported the module.
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(value, masked.MaskedArray):
         raise TypeError(f"{subject} is a masked array, and its mask would be lost: fill it first, with x.filled(...)")
 
 
 def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
-    """Refuses what is no dict, and nothing like one.
+    """Refuses arguments that are neither a dict nor dict-like.
 
     Args:
         value: an argument.
@@ -82,14 +82,14 @@ def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
         of: what it maps.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the argument is not a mapping.
     """
     if not isinstance(value, Mapping) and not all(hasattr(value, method) for method in _METHODS):
         raise TypeError(f"{what} must be a mapping of {of}, not {type(value).__name__}")
 
 
 def array_spec(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) -> ArraySpec:
-    """The array that shows a tensor of logical ``shape`` as its bytes are."""
+    """The array that shows a tensor of logical ``shape`` without conversion."""
     if row.bits < 8:
         shape = dtypes.array_shape(row, shape, end - begin)
     return ArraySpec(dtypes.array_dtype(row.number), shape, begin, end, row.number, row.number)
@@ -98,10 +98,10 @@ def array_spec(row: dtypes.Dtype, shape: tuple[int, ...], begin: int, end: int) 
 def array_over(
     buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, strides: tuple[int, ...] | None = None
 ) -> Array:
-    """An array over part of a buffer, which it keeps alive; in C order without strides.
+    """An array over part of a buffer, which it keeps alive; in C order if no strides are given.
 
     Raises:
-        UnsupportedError: this numpy cannot have an array of so many axes (32 before numpy 2).
+        UnsupportedError: too many axes for this numpy (at most 32 before numpy 2).
     """
     try:
         array: Array = np.ndarray(shape, dtype, buffer, offset, strides)
@@ -111,10 +111,10 @@ def array_over(
 
 
 def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array, its values undefined.
+    """A new array with undefined values.
 
     Raises:
-        UnsupportedError: as `array_over`; also of an empty shape that is too large for a wider dtype than the file's.
+        UnsupportedError: see `array_over`; also an empty shape that is too large for a dtype wider than the file's.
     """
     try:
         return np.empty(shape, dtype)
@@ -123,7 +123,7 @@ def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def array_fits(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether numpy can have an array of this shape, in which it counts an axis of no elements as one of 1."""
+    """Whether numpy allows an array of this shape. Numpy treats a zero-length axis as length 1 here."""
     return itemsize * (math.prod(shape) or math.prod(dim for dim in shape if dim)) <= MAX_ARRAY
 
 
@@ -136,5 +136,5 @@ def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def foreign_order(big_endian: bool) -> bool:
-    """Whether elements of that byte order are not this machine's numbers."""
+    """Whether a byte order differs from this machine's."""
     return big_endian != (sys.byteorder == "big")

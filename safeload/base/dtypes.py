@@ -1,4 +1,4 @@
-"""The dtypes of weight files, and what numpy calls them. The table itself is csrc/kernels/dtype.c."""
+"""The dtypes of weight files and their names in numpy. The table itself is csrc/kernels/dtype.c."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class Dtype(NamedTuple):
     """One row of the table.
 
     Attributes:
-        number: by which the C core knows it.
+        number: identifies it in the C core.
         code: as safetensors or ggml writes it: "BF16", "Q4_0".
         name: as numpy, ml_dtypes, torch and ggml name it: "bfloat16", "q4_0".
-        kind: what elements are: ``lib.SL_KIND_FLOAT`` and the like.
-        bits: size of one element, 0 for block types. Below 8 elements share bytes, first element in the low bits.
-        block: the fewest elements that are whole bytes: 32 for "Q4_0", 2 for "F4", 1 for most.
-        block_bytes: size of so many elements.
-        swap: bytes of the numbers that another byte order reverses: 4 for "C64", whose halves are numbers; 1 for none.
-        ggml: the number that enum ggml_type gives it; -1 for none.
+        kind: kind of the elements: ``lib.SL_KIND_FLOAT`` and the like.
+        bits: size of one element, 0 for block types. Elements below 8 bits share bytes, first element in the low bits.
+        block: the fewest elements that fill whole bytes: 32 for "Q4_0", 2 for "F4", 1 for most.
+        block_bytes: size of one block in bytes.
+        swap: size in bytes of the numbers that a byte swap reverses: 4 for "C64", whose halves are numbers; 1 if there
+            is nothing to swap.
+        ggml: its number in enum ggml_type; -1 if it has none.
         scale_at: byte of a block where its float16 scales begin.
-        scale_count: how many there are; 0 where scales are of another kind.
+        scale_count: number of float16 scales of a block; 0 where scales are of another kind.
     """
 
     number: int
@@ -59,11 +60,11 @@ class Dtype(NamedTuple):
 
     @property
     def blocked(self) -> bool:
-        """Whether rows are cut into blocks whose elements share scales: `QuantizedTensor` shows them."""
+        """Whether rows are divided into blocks whose elements share scales; such tensors are `QuantizedTensor`."""
         return bool(self.kind == lib.SL_KIND_BLOCKS)
 
     def nbytes(self, count: int) -> int:
-        """Bytes of so many elements, whole blocks."""
+        """Bytes of ``count`` elements, a multiple of `block`."""
         return count // self.block * self.block_bytes
 
 
@@ -75,7 +76,7 @@ def _row(number: int) -> Dtype | None:
     return Dtype(number, code, name, *(getattr(info, field) for field in Dtype._fields[3:]))
 
 
-# Element types, each at its number; they are what safetensors has.
+# Element types, indexed by number: those of safetensors.
 TABLE = tuple(row for row in map(_row, range(lib.SL_DTYPE_COUNT)) if row is not None)
 BY_CODE = {row.code: row for row in TABLE}
 BY_NAME = {row.name: row for row in TABLE}
@@ -93,11 +94,11 @@ def array_dtype(number: int) -> np.dtype[Any]:
 
 @cache
 def element_dtype(number: int) -> np.dtype[Any]:
-    """The dtype of single elements of row ``number``; ml_dtypes keeps packed ones in a byte each."""
+    """The dtype of single elements of row ``number``; ml_dtypes stores packed ones in one byte each."""
     row = TABLE[number]
     with suppress(TypeError):
         return np.dtype(row.name)
-    import ml_dtypes  # what numpy has not, when it is first needed
+    import ml_dtypes  # only for dtypes that numpy does not have
 
     found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.name))
     return found
@@ -107,7 +108,7 @@ def parse(dtype: Any) -> Dtype:
     """The row for a dtype given as numpy dtype or type, ml_dtypes type, name ("float32") or safetensors code ("F32").
 
     Raises:
-        TypeError: no such dtype.
+        TypeError: an unknown dtype.
     """
     if isinstance(dtype, str) and (found := BY_CODE.get(dtype) or BY_NAME.get(dtype)) is not None:
         return found
@@ -117,15 +118,15 @@ def parse(dtype: Any) -> Dtype:
         name = None
     row = BY_NAME.get(name) if name is not None else None
     if row is None:
-        raise TypeError(f"dtype {show(dtype)} is none of {', '.join(r.name for r in TABLE)}")
+        raise TypeError(f"unknown dtype {show(dtype)}, expected one of {', '.join(r.name for r in TABLE)}")
     return row
 
 
 def of_array(array: Any, name: str) -> Dtype:
-    """The row that stores this array.
+    """The row of the dtype that stores this array.
 
     Raises:
-        SafeloadError: safetensors has no such dtype.
+        SafeloadError: safetensors does not have the array's dtype.
     """
     row = BY_NAME.get(array.dtype.name)
     if row is None or row.packed:
@@ -134,7 +135,7 @@ def of_array(array: Any, name: str) -> Dtype:
 
 
 def not_stored(dtype: str, name: str) -> SafeloadError:
-    """What is raised for a tensor of a dtype that safetensors does not have."""
+    """The error for a tensor whose dtype safetensors does not have."""
     supported = ", ".join(row.name for row in TABLE if not row.packed)
     message = f"tensor {show(name)}: dtype {show(dtype)} cannot be saved. Supported dtypes: {supported}"
     return SafeloadError(message, tensor=name)
@@ -143,7 +144,7 @@ def not_stored(dtype: str, name: str) -> SafeloadError:
 def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
     """Shape of the array that shows a tensor of logical ``shape``.
 
-    The same, but for packed and blocked dtypes: there the last axis counts bytes when each row is whole bytes;
+    The same shape, except for packed and blocked dtypes: their last axis counts bytes if each row fills whole bytes;
     otherwise the array is 1-D.
     """
     if not (row.packed or row.blocked):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import FormatError, os_error
-from .arrays import Array as Array  # handed on: most modules want both
+from .arrays import Array as Array  # re-exported: most modules need both
 from .arrays import ArraySpec, array_spec
 from .native import Error, check, ffi, lib, mapped_buffer, pointer, short
 from .table import ListedTable, Table, TensorInfo
@@ -18,9 +18,9 @@ from .text import show
 
 PathLike = str | os.PathLike[str]
 
-# In bytes: what Windows takes, far more than PATH_MAX of other systems.
+# In bytes: the limit of Windows, far above PATH_MAX of other systems.
 _LONGEST_PATH = 65_536
-# PATH_MAX of Linux: bytes are a path rarely, and the content of a file by mistake.
+# PATH_MAX of Linux. Bytes are rarely a path, and sometimes the content of a file by mistake.
 _LONGEST_BYTES = 4096
 
 
@@ -29,8 +29,8 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
 
     Raises:
         TypeError: not a path.
-        ValueError: it holds a NUL, which would silently end it.
-        OSError: it is longer than any system takes.
+        ValueError: the path contains a NUL, which would truncate it silently.
+        OSError: the path is longer than any system accepts.
     """
     if isinstance(path, (bytes, bytearray, memoryview)):
         _refuse_content(path)
@@ -52,28 +52,28 @@ def _refuse_content(path: bytes | bytearray | memoryview) -> None:
 
 
 def absolute(path: str) -> str:
-    """A path that stays right when the working directory changes."""
-    if path.startswith("/") and os.name != "nt":  # quickly: every open comes here
+    """A path that stays valid when the working directory changes."""
+    if path.startswith("/") and os.name != "nt":  # the fast case: every open calls this
         return path
     try:
         return os.path.abspath(path)
-    except OSError:  # the working directory is gone
+    except OSError:  # the working directory has been deleted
         return path
 
 
 def identity_of(status: os.stat_result) -> Identity:
-    """What a status says that tells files apart."""
+    """The fields of a stat result that identify a file."""
     return Identity(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
 
 
 class Identity(NamedTuple):
-    """What tells a file from the one that another program has put in its place, or has written into.
+    """Identifies a file, to detect that another program has replaced it or written into it.
 
     Attributes:
         size: bytes.
-        mtime_ns: when it was last written.
-        device: of the file system; of no meaning in another process, which may be on another machine.
-        inode: of the file on it; likewise.
+        mtime_ns: time of the last change, in nanoseconds.
+        device: of the file system; meaningless in another process, which may be on another machine.
+        inode: of the file on that device; meaningless elsewhere for the same reason.
     """
 
     size: int
@@ -85,31 +85,32 @@ class Identity(NamedTuple):
 class Descriptor(int):
     """The C core's file handle, closed when nothing refers to it any more.
 
-    Jobs keep the one that they read: closed under them, its number would go to the next file that is opened, and they
-    would read that. It is never copied: the copy would close the number a second time, whoever has it by then.
+    Jobs hold a reference to the descriptor that they read: if it were closed under them, the next file to be opened
+    would get its number, and they would read that file. It must not be copied: the copy would close the number a second
+    time, whichever file has it by then.
     """
 
     __slots__ = ()
 
     def __del__(self) -> None:
-        _open.pop(int(self), None)  # before its number goes to another file
+        _open.pop(int(self), None)  # before another file gets its number
         short.sl_file_close(int(self))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an open file cannot be copied or pickled")
 
 
-# Files whose descriptors are open, by descriptor, the oldest first. Each operation on it is a single one, so that no
-# lock is needed, which a fork might find taken.
+# Files whose descriptors are open, by descriptor, the oldest first. Every access is one atomic operation, so that it
+# needs no lock, which a fork might find locked.
 _open: dict[int, weakref.ref[WeightFile]] = {}
-# Below so many the limit is not even asked for.
+# Up to this many open files the system's limit is not queried.
 _FEW = 32
-# Far more than any speed needs, where the system's own limit is higher still.
+# At most this many, far more than speed needs, even where the system's own limit is higher.
 _MANY = 4096
 
 
 def _budget() -> int:
-    """How many descriptors to keep open: half of what the process may have, as the program needs some too."""
+    """How many descriptors to keep open: half of the process's limit, as the program needs some too."""
     if os.name == "nt":  # handles are limited by memory only
         return sys.maxsize
     import resource
@@ -119,9 +120,9 @@ def _budget() -> int:
 
 
 def _release(count: int) -> bool:
-    """Lets go of some descriptors, of the oldest files first; whether there were any. The latest is kept.
+    """Closes up to ``count`` descriptors, oldest files first, never the latest. Returns whether it closed any.
 
-    A file that is no longer at its path, or was written to, keeps its own: nobody could open it again.
+    A file that is no longer at its path, or has been written to, keeps its descriptor: it could not be opened again.
     """
     released = 0
     for number in list(_open)[:-1]:
@@ -135,25 +136,25 @@ def _release(count: int) -> bool:
 
 
 def make_room(error_number: int) -> bool:
-    """Lets go of descriptors after an open has failed for want of one; whether to try again."""
+    """Closes descriptors if an open has failed because none was free. Returns whether to try again."""
     return error_number in (errno.EMFILE, errno.ENFILE) and _release(max(1, len(_open) // 2))
 
 
 def check_unchanged(path: str, seen: tuple[int, ...]) -> None:
-    """`WeightFile.check_identity` before a file is opened: what has changed may not even be a weight file any more.
+    """`WeightFile.check_identity` before a file is opened: a changed file may not even be a weight file any more.
 
     Raises:
-        FormatError: another program has changed it.
+        FormatError: another program has changed the file.
     """
     try:
         status = os.stat(path)
-    except OSError:  # opening it says so better
+    except OSError:  # opening it raises a better error
         return
     compare(identity_of(status), seen, path)
 
 
 def compare(found: tuple[int, ...], seen: tuple[int, ...], path: str) -> None:
-    """Raises FormatError where a file is not what was seen of it: an `Identity` or the beginning of one."""
+    """Raises FormatError if a file is not the one seen before; ``seen`` is an `Identity` or the beginning of one."""
     if found[: len(seen)] != tuple(seen):
         what = "it was written to, or replaced"
         if found[0] != seen[0]:
@@ -162,12 +163,12 @@ def compare(found: tuple[int, ...], seen: tuple[int, ...], path: str) -> None:
 
 
 def are_few(files: Iterable[WeightFile | None]) -> bool:
-    """Whether they may all be held open at once, whatever the limit is."""
+    """Whether all of these files may be open at once, whatever the limit is."""
     return len(set(files)) <= _FEW
 
 
 def groups(files: Sequence[WeightFile | None]) -> list[tuple[int, int]]:
-    """Ranges of a sequence in each of which no more files are than may be held open at once."""
+    """Divides a sequence into ranges [begin, end) of which each refers to no more files than may be open at once."""
     if are_few(files):
         return [(0, len(files))]
     most = max(1, _budget() // 2)
@@ -182,19 +183,19 @@ def groups(files: Sequence[WeightFile | None]) -> list[tuple[int, int]]:
 
 
 class WeightFile:
-    """One file, open for reading until closed or forgotten. Any thread may use it.
+    """One file, open for reading until it is closed or no longer referenced. Any thread may use it.
 
-    Its descriptor may be let go while nobody reads: a checkpoint may have more shards than a process descriptors. The
-    file is opened again when it is needed, and must be the same.
+    Its descriptor may be closed between reads, because a checkpoint may have more shards than a process may have
+    descriptors. The file is then opened again when needed, and must be unchanged.
 
     Args:
-        path: as it was given.
+        path: as given by the caller.
         opened: the C core's ``sl_file``.
         table: its tensors.
-        brief: whether it is closed again at once: it is neither copied nor let go.
+        brief: whether it will be closed again at once: it cannot be copied, and its descriptor stays open until then.
 
     Attributes:
-        path: as it was given.
+        path: as given by the caller.
         size: bytes.
         table: its tensors.
     """
@@ -218,7 +219,7 @@ class WeightFile:
 
     @classmethod
     def in_memory(cls, size: int, table: Table) -> WeightFile:
-        """Stands for bytes in memory, which whoever has them reads."""
+        """A placeholder file for bytes in memory, which their owner reads itself."""
         file = cls.__new__(cls)
         file.path, file.size, file.table, file._descriptor = "", size, table, None
         file._closed = True
@@ -228,17 +229,17 @@ class WeightFile:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
     def stand_for(self, origin: WeightFile) -> None:
-        """Makes the file known as another one, whose unpacked content it is."""
+        """Makes `place` and `identity` those of another file, of which this one is the unpacked content."""
         self._origin = origin.place, origin.identity
 
     @property
     def place(self) -> str:
-        """The absolute path that it was opened by."""
+        """The absolute path by which it was opened."""
         return self._place if self._origin is None else self._origin[0]
 
     @property
     def identity(self) -> Identity:
-        """What the file was when it was first opened."""
+        """The identity of the file when it was first opened."""
         return self._own_identity() if self._origin is None else self._origin[1]
 
     def _own_identity(self) -> Identity:
@@ -248,15 +249,19 @@ class WeightFile:
         return Identity(opened.size, opened.mtime_ns, opened.device, opened.inode)
 
     def check_identity(self, seen: tuple[int, ...]) -> None:
-        """Compares the file with what another opening of it has seen: an `Identity` or the beginning of one.
+        """Compares the file with an earlier opening of it: ``seen`` is an `Identity` or the beginning of one.
 
         Raises:
-            FormatError: another program has changed it.
+            FormatError: another program has changed the file.
         """
         compare(self.identity, seen, self.path)
 
     def release(self) -> bool:
-        """Closes the descriptor until the file is read again, unless only it leads to the file; whether it did."""
+        """Closes the descriptor until the next read, unless the path no longer leads to the file.
+
+        Returns:
+            Whether it was closed.
+        """
         if self._descriptor is None:
             return False
         try:
@@ -276,22 +281,22 @@ class WeightFile:
         again.check_identity(seen)
         self._descriptor = descriptor = again.descriptor
         _open[int(descriptor)] = weakref.ref(self)
-        if self._closed:  # by another thread, meanwhile
+        if self._closed:  # another thread has closed it meanwhile
             self._descriptor = None
         return descriptor
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """Bytes of the file, fewer where it ends; GIL kept, so for what is small.
+        """Bytes of the file, fewer at its end. It keeps the GIL, and is meant for small reads.
 
         Raises:
-            OSError: they cannot be read.
+            OSError: the file cannot be read.
         """
         size = max(0, min(size, self.size - offset))
         if size == 0:
             return b""
         memory = ffi.new("char[]", size)
         if short.sl_file_read(self.descriptor, offset, pointer(memory), size, None) != lib.SL_OK:
-            error = Error()  # once more, to hear why
+            error = Error()  # once more, to get the error
             status = short.sl_file_read(self.descriptor, offset, pointer(memory), size, pointer(error))
             check(status, error, self.path)
         data: bytes = ffi.unpack(memory, size)
@@ -325,7 +330,7 @@ class WeightFile:
         return mapped_buffer(address[0], self.size)
 
     def infos(self) -> list[TensorInfo]:
-        """What is known of each tensor."""
+        """The description of each tensor, in the order of the table."""
         table = self.table
         ranges = table.byte_ranges()
         sizes = table.sizes() if table.shaped else [end - begin for begin, end in ranges]
@@ -349,7 +354,7 @@ class WeightFile:
         return self._shaped(index, layout) if self.table.shaped else layout
 
     def layouts(self, indices: Iterable[int]) -> list[ArraySpec]:
-        """`layout` of many tensors, at the price of one look at each column."""
+        """`layout` of many tensors; each column is decoded once."""
         rows, shapes, ranges = self.table.rows, self.table.shapes, self.table.byte_ranges()
         if self.table.shaped:
             return [self._shaped(i, array_spec(rows[i], shapes[i], *ranges[i])) for i in indices]
@@ -360,10 +365,10 @@ class WeightFile:
 
 
 def open_descriptor(path: PathLike) -> WeightFile:
-    """An open file whose table is still empty, for readers in Python.
+    """An open file whose table is still empty, for formats that are read in Python.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     text, encoded = native_path(path)
     opened, error = ffi.new("sl_file *"), Error()

@@ -1,4 +1,4 @@
-"""JSON beside weights: index.json, config.json, schemas, layouts, manifests. Every one of them is read here."""
+"""Reads all JSON files that accompany weights: index.json, config.json, schemas, layouts, manifests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .text import show
 
 # An index is about 100 bytes a tensor: 600,000 of them.
 MAX_JSON = 64 << 20
-# Objects and arrays in each other. Configs have four or five.
+# Nesting of objects and arrays. Configs have four or five levels.
 MAX_DEPTH = 64
 
 
@@ -24,7 +24,8 @@ def read_json(path: PathLike, what: str) -> dict[str, Any]:
         what: what messages call it.
 
     Raises:
-        FormatError: no regular file, too large, no JSON object, nested too deep, or a duplicate key.
+        FormatError: the file is not regular, is too large or is not a JSON object, its values are nested too deep, or a
+            key is a duplicate.
         OSError: the file cannot be read.
     """
     text = native_path(path)[0]
@@ -35,7 +36,7 @@ def read_json(path: PathLike, what: str) -> dict[str, Any]:
         if len(result) < len(pairs):
             seen: set[str] = set()
             duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise FormatError(f"{what}: key {show(duplicate)} is there twice", text)
+            raise FormatError(f"{what}: duplicate key {show(duplicate)}", text)
         return result
 
     mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
@@ -50,7 +51,7 @@ def read_json(path: PathLike, what: str) -> dict[str, Any]:
         raise
     except RecursionError:
         raise FormatError(f"{what} is not JSON of at most {MAX_DEPTH} levels", text) from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise FormatError(f"{what} is not JSON: {show(str(error))[1:-1]}", text) from None
     if not isinstance(value, dict):
         raise FormatError(f"{what} must be a JSON object, found {type(value).__name__}", text, 0)

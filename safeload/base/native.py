@@ -1,9 +1,9 @@
-"""The only module that touches the binding: the C core's functions, and its statuses turned into exceptions.
+"""The binding to the C core: its functions, and exceptions for its statuses. No other module imports it directly.
 
-`lib` has every function of sl_api.h as cffi makes them: they release the GIL. That is right for jobs, which take
-milliseconds. For what takes microseconds it is wrong: beside a busy Python thread each re-taking of the GIL costs up
-to sys.getswitchinterval(), 5 ms, where the work itself (opening 300 tensors) takes 0.07 ms. `short` has these
-functions bound through ctypes.PyDLL's calling convention, which keeps the GIL.
+`lib` has every function of sl_api.h as cffi binds it: calls release the GIL. That is right for jobs, which take
+milliseconds. It is wrong for calls that take microseconds: beside a busy Python thread each reacquisition of the GIL
+costs up to sys.getswitchinterval(), 5 ms, where the work itself (opening 300 tensors) takes 0.07 ms. `short` has the
+short functions bound with ctypes.PyDLL's calling convention, which keeps the GIL.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tier_name(tier: int) -> str:
 
 
 def available_tiers() -> list[int]:
-    """Instruction sets that this processor and this build have, best first."""
+    """Instruction sets that both this processor and this build support, best first."""
     return [tier for tier in reversed(range(lib.SL_TIER_COUNT)) if lib.sl_tier_available(tier)]
 
 
@@ -66,7 +66,7 @@ TIER = _choose_tier()
 
 
 def pointer(cdata: Any) -> int:
-    """A cffi pointer as the integer that `short` functions take."""
+    """The address in a cffi pointer, as the functions of `short` take it."""
     return int(ffi.cast("uintptr_t", cdata))
 
 
@@ -80,14 +80,14 @@ _C_TYPES = {
 
 
 def _ctype(kind: Any) -> Any:
-    """What ctypes has for a type of cffi: text is const in every function, other pointers are addresses."""
+    """The ctypes type for a cffi type: text is const in every function, other pointers are addresses."""
     if kind.kind == "pointer" and kind.cname != "char *":
         return ctypes.c_void_p
     return _C_TYPES[kind.cname]
 
 
 def _bind(name: str) -> Any:
-    """A function of the C core under ctypes, with the types that cffi has read in sl_api.h."""
+    """A function of the C core bound with ctypes, with the types that cffi has parsed from sl_api.h."""
     kind = ffi.typeof(getattr(lib, name))
     return ctypes.PYFUNCTYPE(*map(_ctype, (kind.result, *kind.args)))(pointer(ffi.addressof(lib, name)))
 
@@ -112,21 +112,21 @@ class short:  # noqa: N801 - a namespace beside `lib`
 
 
 def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
-    """A fresh ``sl_error`` for one call."""
+    """A new ``sl_error`` for one call."""
     return ffi.new("sl_error *")
 
 
 def check(
     status: int, error: Any, path: str | None = None, subject: str | None = None, *, tensor: str | None = None
 ) -> None:
-    """Raises what a status says.
+    """Raises the exception for the status of a call; returns if it is ``SL_OK``.
 
     Args:
-        status: of a call.
-        error: what the call has written.
-        path: the file that it was about.
+        status: of the call.
+        error: the ``sl_error`` that the call has filled.
+        path: the file concerned.
         subject: goes in front of the core's message; None for the tensor.
-        tensor: that it was about.
+        tensor: name of the tensor concerned.
     """
     if status == lib.SL_OK:
         return
@@ -153,10 +153,10 @@ def check(
 
 
 def private_buffer(size: int) -> Any:
-    """A writable buffer of fresh memory in huge pages, freed when the last array over it is gone; size > 0.
+    """A writable buffer of new memory in huge pages, freed when the last array over it is gone; size > 0.
 
     Raises:
-        MemoryError: there is none.
+        MemoryError: the memory cannot be allocated.
     """
     address = short.sl_memory_alloc(size)
     if not address:

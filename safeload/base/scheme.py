@@ -1,4 +1,4 @@
-"""The quantization schemes that are written, one row each. How their blocks lie in bytes, csrc/kernels/dtype.c says."""
+"""The quantization schemes that can be written, one row each. csrc/kernels/dtype.c describes their block layouts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Scheme(NamedTuple):
     """One scheme.
 
     Attributes:
-        name: what ``quantize=`` and `QuantizedTensor.scheme` say.
-        dtype: of what is stored: block types hold their scales, int8 has them beside it.
-        roundings: what ``rounding=`` takes and the number by which the C core knows each; the first is the default.
+        name: as in ``quantize=`` and `QuantizedTensor.scheme`.
+        dtype: of the stored data: blocks hold their scales; the scales of int8 are stored separately.
+        roundings: values of ``rounding=``, each with its number in the C core; the first is the default.
     """
 
     name: str
@@ -25,12 +25,12 @@ class Scheme(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Elements of a row that share a scale in the stored bytes; 1 where scales lie beside them."""
+        """Elements of a row that share a scale in the stored bytes; 1 where scales are stored separately."""
         return self.dtype.block
 
     @property
     def bits(self) -> float:
-        """Bits of an element, with its share of the scales of its block."""
+        """Bits per element, with its share of the scales of its block."""
         return 8 * self.dtype.block_bytes / self.dtype.block
 
     @property
@@ -39,13 +39,13 @@ class Scheme(NamedTuple):
         return self.dtype.blocked and self.dtype.ggml >= 0
 
     def target(self, rounding: str | None) -> int:
-        """The number of what a job makes.
+        """The number of the dtype that a job quantizes to with this rounding.
 
         Raises:
-            ValueError: no such rounding, or none of this scheme.
+            ValueError: an unknown rounding, or one that this scheme does not have.
         """
         if rounding is not None and rounding not in ROUNDINGS:
-            raise ValueError(f"rounding {show(rounding)} is none of {', '.join(ROUNDINGS)}")
+            raise ValueError(f"unknown rounding {show(rounding)}, expected one of {', '.join(ROUNDINGS)}")
         if not self.roundings:
             return self.dtype.number
         if rounding is not None and rounding not in self.roundings:

@@ -1,4 +1,4 @@
-"""What is known of tensors: the table of a file, and the description that callers see."""
+"""Descriptions of tensors: the table of a file, and `TensorInfo` for callers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from . import dtypes
 from .native import ffi, pointer, short
 from .text import clip, printable
 
-# Above this many names a missing one is reported without suggestions: difflib compares with each of them.
+# With more names than this a missing one is reported without suggestions: difflib compares with each of them.
 _SUGGEST_UP_TO = 5_000
 
-# Characters of a name in that message, which shows it as it is, not in quotes: upstream's words.
+# Characters of a name in that message, which shows the name without quotes: upstream's wording.
 _NAME = 200
 
-# A binary search in C takes as long as putting so many names into a dict: after that many searches a dict is made.
+# One binary search in C takes as long as putting this many names into a dict. A dict is built once the searches have
+# cost as much.
 _SEARCH_COST = 16
 
 
@@ -45,13 +46,13 @@ class TensorInfo(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What is known of some tensors, a sequence for each thing. Not to be changed.
+    """Properties of some tensors, one sequence per property. Must not be modified.
 
     Attributes:
         numbers: of their dtypes.
         shapes: logical shapes.
         begins: first byte of each in the file.
-        ends: past the last.
+        ends: one past the last byte of each.
     """
 
     numbers: bytes
@@ -61,15 +62,15 @@ class Columns(NamedTuple):
 
 
 class Table:
-    """The tensors of one file in the order of their bytes, read from the C core's columns when asked for.
+    """The tensors of one file in the order of their bytes, read lazily from the C core's columns.
 
     Attributes:
         count: number of tensors.
-        shaped: whether a tensor may be other than its bytes in C order, little-endian and all its own: then `strides`,
-            `big_endian` and `together` say what it is.
-        big_endian: whether the bytes of elements are in that order.
-        quantized: whether a tensor may be in blocks, or int8 with a scale.
-        named_globals: what a pickle in the file names, and whether it is on the list of harmless globals.
+        shaped: whether any tensor may be non-contiguous, big-endian or share bytes with others: see `strides`,
+            `big_endian` and `together`. False: each is C-contiguous, little-endian and has no aliases.
+        big_endian: whether elements are big-endian.
+        quantized: whether any tensor may be in blocks, or int8 with a scale.
+        named_globals: globals that a pickle in the file names, and whether each is on the list of harmless ones.
     """
 
     shaped = False
@@ -98,7 +99,7 @@ class Table:
 
     @property
     def names(self) -> list[str]:
-        """Names in the order of the bytes. Not to be changed."""
+        """Names in the order of the bytes. Must not be modified."""
         if self._names is None:
             self._names = self._make_names()
         return self._names
@@ -116,7 +117,7 @@ class Table:
 
     def sorted_names(self) -> list[str]:
         """Names in ascending order of their UTF-8 bytes, which is that of their code points."""
-        # A list of the caller's own either way; only listing a file keeps no second one.
+        # The caller gets a list of its own either way. A file that is only listed keeps no second one in memory.
         names = self._make_names() if self._names is None else list(self._names)
         if self._columns.by_name == ffi.NULL:
             return names
@@ -133,7 +134,7 @@ class Table:
             return self._index.get(name, -1)
         try:
             encoded = name.encode()
-        except UnicodeEncodeError:  # a lone surrogate is in no file
+        except UnicodeEncodeError:  # no file has a name with a lone surrogate
             return -1
         return int(short.sl_table_find(self._address, encoded, len(encoded)))
 
@@ -141,7 +142,7 @@ class Table:
         """Index of a tensor.
 
         Raises:
-            TensorNotFoundError: there is none of this name.
+            TensorNotFoundError: no tensor has this name.
         """
         if not isinstance(name, str):
             raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
@@ -172,7 +173,7 @@ class Table:
         return self._rows
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """Logical shape of one tensor, without a look at the others."""
+        """Logical shape of one tensor, without decoding the others."""
         if self._shapes is not None:
             return self._shapes[index]
         ends = self._columns.dim_ends
@@ -192,7 +193,7 @@ class Table:
         return list(zip(self._column("begins", self.count), self._column("ends", self.count), strict=True))
 
     def columns(self, indices: Sequence[int]) -> Columns:
-        """What is known of some tensors, without a look at the others where they are few."""
+        """Properties of some tensors; where these are few, the others are not decoded."""
         whole = indices == range(self.count)
         if len(indices) == 1 or (not whole and len(indices) * _SEARCH_COST < self.count):
             ranges = [self.byte_range(i) for i in indices]
@@ -210,7 +211,7 @@ class Table:
         return Columns(numbers, self.shapes, self._column("begins", self.count), self._column("ends", self.count))
 
     def sizes(self) -> list[int]:
-        """Bytes of each tensor's elements."""
+        """Size of each tensor's elements in bytes."""
         return [end - begin for begin, end in self.byte_ranges()]
 
     def strides(self, index: int) -> tuple[int, ...] | None:
@@ -226,7 +227,7 @@ class Table:
         return None
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """``__metadata__``; None when the file has none. Of a key that is there twice the last value counts."""
+        """``__metadata__``; None when the file has none. The last value of a duplicate key counts."""
         columns = self._columns
         if not columns.has_metadata:
             return None
@@ -242,10 +243,10 @@ class Scale(NamedTuple):
     """Where the scales of an int8 tensor are in its file.
 
     Attributes:
-        axis: of the tensor, which keeps a scale for each of its elements; None for one scale.
+        axis: axis of per-axis scales: one for each index along it; None for one scale of the whole tensor.
         shape: of the scales, which are F32.
         begin: first byte.
-        end: past the last byte.
+        end: one past the last byte.
     """
 
     axis: int | None
@@ -262,9 +263,9 @@ class Listing(NamedTuple):
         row: row of the dtype table.
         shape: logical shape.
         begin: first byte in the file.
-        end: past the last byte in the file that belongs to it.
-        strides: bytes between neighbours along each axis; None where they are those of C order.
-        scale: of quantized int8.
+        end: one past its last byte in the file.
+        strides: bytes between neighbours along each axis; None for C order.
+        scale: scales of quantized int8.
     """
 
     name: str
@@ -277,13 +278,13 @@ class Listing(NamedTuple):
 
 
 class ListedTable(Table):
-    """A table made in Python, for formats whose readers are: in the order given, tensors may share bytes.
+    """A table built in Python, for formats that are read in Python: in the order given; tensors may share bytes.
 
     Args:
-        tensors: what is in it, checked by its maker: names differ, bytes are in the file, shapes and strides stay in
-            them.
-        metadata: whatever else the file says.
-        big_endian: whether the bytes of elements are in that order.
+        tensors: checked by the caller: names are unique, byte ranges are inside the file, shapes and strides stay
+            inside the byte ranges.
+        metadata: everything else in the file.
+        big_endian: whether elements are big-endian.
         named_globals: see `Table`.
     """
 
@@ -297,7 +298,7 @@ class ListedTable(Table):
     ) -> None:
         self._names, self._shapes, self._rows = [], [], []
         self._index = None
-        # Numbers in arrays, and only the strides and scales that there are: a file may have a tensor every 14 bytes.
+        # Numbers in compact arrays, strides and scales only where present: a file may have a tensor every 14 bytes.
         self._begins, self._ends = array("Q"), array("Q")
         self._strides: dict[int, tuple[int, ...]] = {}
         self._scales: dict[int, Scale] = {}
@@ -334,7 +335,7 @@ class ListedTable(Table):
         return self.rows[index]
 
     def byte_range(self, index: int) -> tuple[int, int]:
-        """Bytes of one tensor in the file: [begin, end), with those of others that lie between its own."""
+        """Bytes of one tensor in the file: [begin, end), including bytes of others between its elements."""
         return self._begins[index], self._ends[index]
 
     def byte_ranges(self) -> list[tuple[int, int]]:
@@ -345,7 +346,7 @@ class ListedTable(Table):
         return Columns(bytes([row.number for row in self.rows]), self.shapes, self._begins, self._ends)
 
     def sizes(self) -> list[int]:
-        """Bytes of each tensor's elements: not those between them, and one that is repeated as often as it is."""
+        """Size of each tensor's elements in bytes, without gaps between them; a repeated element counts each time."""
         return [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
 
     def strides(self, index: int) -> tuple[int, ...] | None:
@@ -361,12 +362,12 @@ class ListedTable(Table):
         return self._scales.get(index)
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Whatever else the file says; None for nothing."""
+        """Everything else in the file; None if there is nothing."""
         return self._metadata
 
 
 def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
-    """For each range that shares bytes with another the indices of all that hang together with it."""
+    """Groups of ranges connected by overlaps: for each range that overlaps another, the sorted indices of its group."""
     if all(end <= begin for end, begin in zip(ends, islice(begins, 1, None), strict=False)):
         return {}
     ranges = list(zip(begins, ends, strict=True))
@@ -387,8 +388,8 @@ def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[i
 
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
-    """The error for a name that is not there, with the names that come close."""
-    import difflib  # only here: it takes a millisecond that every import would pay
+    """The error for an unknown name, with suggestions."""
+    import difflib  # only here: at the top it would add a millisecond to `import safeload`
 
     message = f"File does not contain tensor {clip(printable(name), _NAME)}"
     close = difflib.get_close_matches(name, names, n=3) if len(names) <= _SUGGEST_UP_TO else []

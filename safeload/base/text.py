@@ -1,4 +1,4 @@
-"""Text for a terminal: names made harmless, sizes, columns that fit."""
+"""Text for terminals and messages: escaped names, sizes, columns that fit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def printable(text: str) -> str:
-    """Text from a file with everything escaped that a terminal would obey instead of show."""
+    """Text from a file, with characters escaped that a terminal would interpret instead of print."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def show(value: Any) -> str:
-    """A value of a file or of a caller as messages show it: its repr, which escapes, in at most 200 characters."""
+    """A value from a file or a caller as messages show it: its escaped repr, in at most 200 characters."""
     try:
         if isinstance(value, (str, bytes)):
             text = repr(value[:_SHOWN])
@@ -31,18 +31,18 @@ def show(value: Any) -> str:
             short.maxstring = short.maxother = short.maxlong = _SHOWN
             short.maxlist = short.maxtuple = short.maxdict = 20
             text = short.repr(value)
-    except Exception:  # of an int with thousands of digits; of anybody's __repr__
+    except Exception:  # an int with thousands of digits, or any error of a foreign __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def subject(name: str | None) -> str:
-    """The tensor as messages begin with it; nothing for a single array, or where it is not known."""
+    """The beginning of a message about a tensor; empty for a single array, or where the tensor is not known."""
     return f"tensor {show(name)}: " if name else ""
 
 
 def jsonable(value: Any) -> Any:
-    """What metadata holds as what JSON has: keys as text, arrays, tuples and sets as lists, bytes as hexadecimal."""
+    """Metadata as JSON values: keys as text, arrays, tuples and sets as lists, bytes as hexadecimal."""
     if isinstance(value, (np.ndarray, np.generic)):
         return jsonable(value.tolist())
     if isinstance(value, Mapping):
@@ -59,7 +59,7 @@ def jsonable(value: Any) -> Any:
 
 
 def unit(nbytes: float) -> tuple[int, str]:
-    """The unit that so many bytes are told in: how many bytes it has, and its name."""
+    """The unit to show a size in: its number of bytes, and its name."""
     power = 0
     while nbytes >= 1024 and power < len(_UNITS) - 1:
         nbytes /= 1024
@@ -68,21 +68,21 @@ def unit(nbytes: float) -> tuple[int, str]:
 
 
 def size(nbytes: int) -> str:
-    """A number of bytes for people: "3.77 MiB"."""
+    """A size in human-readable form: "3.77 MiB"."""
     one, name = unit(nbytes)
     value = nbytes / one
     return f"{nbytes} B" if name == "B" else f"{value:.3g} {name}" if value < 1000 else f"{value:.0f} {name}"
 
 
 def width() -> int:
-    """Columns of the terminal, 80 where there is none."""
-    import shutil  # with bz2 and lzma: `import safeload`, which needs `plural` alone, would pay 2 ms
+    """Width of the terminal in columns, 80 where there is none."""
+    import shutil  # only here: it imports bz2 and lzma, and would add 2 ms to `import safeload`, which uses `plural`
 
     return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 
 def clip(text: str, columns: int) -> str:
-    """Text shortened in its middle: names differ at both ends."""
+    """Text shortened in the middle: names differ at both ends."""
     if len(text) <= columns:
         return text
     left = (columns - 1) // 2
@@ -92,7 +92,7 @@ def clip(text: str, columns: int) -> str:
 def table(
     header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: frozenset[int], columns: int
 ) -> list[str]:
-    """Lines of a table. The first column gives way when the whole would be wider than ``columns``."""
+    """Lines of a table. The first column is shortened if the table would be wider than ``columns``."""
     widths = [max(len(row[k]) for row in (header, *rows)) for k in range(len(header))]
     others = sum(widths[1:]) + 2 * (len(header) - 1)
     widths[0] = max(len(header[0]), min(widths[0], columns - others))

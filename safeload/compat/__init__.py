@@ -1,1 +1,1 @@
-"""What exists because safetensors has it."""
+"""API kept for compatibility with safetensors."""

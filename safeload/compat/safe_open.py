@@ -1,4 +1,4 @@
-"""``safe_open`` and its slices, as safetensors has them."""
+"""``safe_open`` and its slices, compatible with safetensors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
 from .serialize import TensorMeta
 
-# A first view of a tensor below this size would save less than the mapping costs.
+# Tensors below this size are read: a view would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10
 
 
 class safe_open:  # noqa: N801 - safetensors' name
-    """An open safetensors file; tensors are read when asked for.
+    """An open safetensors file; tensors are read on request.
 
-    No two arrays that it hands out share memory, and writing into one changes no file. Arrays stay valid after
-    `close`. Can be pickled and copied: the copy opens the same path, and refuses a file that has changed since.
+    No two arrays that it returns share memory, and writing into one changes no file. Arrays stay valid after `close`.
+    It can be pickled and copied: the copy opens the same path, and refuses a file that has changed since.
 
     Args:
         filename: path of the file.
@@ -36,7 +36,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         backend: "mmap" for copy-on-write views where possible, "pread" to read into private memory.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         SafetensorError: the file breaks the format, or the framework or device is not numpy's.
     """
 
@@ -53,7 +53,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         self._file: WeightFile | None = file
         self._backend = backend
         self._arguments = (file.path, framework, device)
-        self._handed_out: dict[int, object] = {}  # tensor to the call that got it first
+        self._handed_out: dict[int, object] = {}  # index of a tensor to a token of the call that got it first
         self._mappings: dict[WeightFile, Any] = {}
 
     def _opened(self) -> WeightFile:
@@ -85,9 +85,9 @@ class safe_open:  # noqa: N801 - safetensors' name
         layout = file.layout(index)
         if layout.end - layout.begin < _VIEWED_FROM:
             return read_small(file, layout)
-        # The first time a view; another view of the same bytes would share memory with it.
+        # The first call returns a view. Later ones read: another view of the same bytes would share memory with it.
         caller = object()
-        first = self._handed_out.setdefault(index, caller) is caller  # one step: of two threads only one is first
+        first = self._handed_out.setdefault(index, caller) is caller  # atomic: of two threads only one is first
         backend = self._backend if first else "pread"
         arrays: dict[str, Array]
         arrays, _ = load_parts([(name, file, index)], backend=backend, mappings=self._mappings)
@@ -97,27 +97,27 @@ class safe_open:  # noqa: N801 - safetensors' name
         """All tensors, in the order of their bytes.
 
         Args:
-            dtype: what floating tensors are converted to, see `safeload.numpy.load_file`.
+            dtype: dtype that floating tensors are converted to, see `safeload.numpy.load_file`.
             out: arrays to fill, by name, see `safeload.numpy.load_file`.
 
         Returns:
             Name to array.
 
         Raises:
-            UnsupportedError: a conversion that there is not; ``dtype`` for fp8 that has a scale beside it.
+            UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale.
             ValueError: an array of ``out`` that does not fit.
             FormatError, OSError: the file ends too early, or cannot be read.
         """
         file = self._opened()
         parts = parts_of(file)
         if dtype is not None:
-            from ..packed import grouping  # only here: most loads ask for no values
+            from ..packed import grouping  # only here: most loads do not need it
 
             grouping.refuse_floating(file, parts, "get_tensors")
         return load_parts(parts, backend=self._backend, dtype=dtype, out=out)[0]
 
     def get_slice(self, name: str) -> SafeSlice:
-        """A stand-in for a tensor that reads what is asked of it: ``f.get_slice("h.0.w")[:, :128]``.
+        """A lazy tensor: indexing it reads only the selected elements, as in ``f.get_slice("h.0.w")[:, :128]``.
 
         Raises:
             TensorNotFoundError: there is no such tensor.
@@ -126,7 +126,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         return SafeSlice(file, file.table.index(name))
 
     def get_tensor_meta(self, name: str) -> TensorMeta:
-        """The header's entry of a tensor: dtype code, logical shape, data_offsets.
+        """The header entry of a tensor: dtype code, logical shape, data_offsets.
 
         Raises:
             TensorNotFoundError: there is no such tensor.
@@ -176,7 +176,7 @@ class safe_open:  # noqa: N801 - safetensors' name
 
 
 class _safe_open_handle(safe_open):  # noqa: N801 - safetensors' name
-    """`safe_open` for an open file object, of which only the name is used, as in safetensors.
+    """`safe_open` for an open file object; only its name is used, as in safetensors.
 
     Args:
         f: a file object with ``name`` and ``fileno``; it may be closed afterwards.
@@ -200,7 +200,7 @@ def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str, see
     return opened
 
 
-# How to get at other frameworks: upstream's names for them.
+# How to convert arrays for other frameworks, by upstream's names of these.
 _OTHERS = {
     **dict.fromkeys(("pt", "torch", "pytorch"), "torch.from_numpy(array), or safetensors.torch"),
     **dict.fromkeys(("tf", "tensorflow"), "tf.convert_to_tensor(array), or safetensors.tensorflow"),
@@ -224,10 +224,10 @@ def _check_framework(framework: str, device: str | int | None) -> None:
 
 
 class SafeSlice:
-    """A tensor that has not been read; indexing it reads what it returns.
+    """A lazy tensor: indexing it reads only the selected elements.
 
-    Numpy's basic indexing, but for four refusals that safetensors makes and its tests assert: a bound or an index
-    past the end, a list that is not empty, more indices than axes.
+    Indexing follows numpy's basic indexing, except for four errors that safetensors raises and its tests assert: a
+    bound or an index past the end, a list that is not empty, more indices than axes.
     """
 
     def __init__(self, file: WeightFile, index: int) -> None:
@@ -254,12 +254,12 @@ class SafeSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that the whole tensor would be."""
+        """Shape of the array of the whole tensor."""
         return self._file.layout(self._index).shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the array that the whole tensor would be."""
+        """Dtype of the array of the whole tensor."""
         return dtypes.array_dtype(self._file.table.rows[self._index].number)
 
     def __getitem__(self, index: Any) -> Array:
@@ -283,9 +283,9 @@ def _reopen_slice(path: str, name: str, seen: tuple[int, ...]) -> SafeSlice:
 
 
 def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-    """The refusals of safetensors, in its words and its order: from the last axis to the first."""
+    """Raises the errors of safetensors, with its messages and in its order: from the last axis to the first."""
     if any(item is None for item in items) or sum(item is Ellipsis for item in items) > 1:
-        return  # numpy's rules
+        return  # numpy's rules apply
     given = [item for item in items if item is not Ellipsis]
     where = next((k for k, item in enumerate(items) if item is Ellipsis), len(items))
     full = [slice(None)] * (len(shape) - len(given)) if where < len(items) else []

@@ -1,4 +1,4 @@
-"""``serialize``, ``serialize_file`` and ``deserialize``, as safetensors has them."""
+"""``serialize``, ``serialize_file`` and ``deserialize``, compatible with safetensors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class TensorSpec:
 
     Args:
         dtype: numpy or torch name, such as "float32" or "float4_e2m1fn_x2".
-        shape: elements per axis; for "float4_e2m1fn_x2" the last axis counts bytes of two elements, as torch has it,
-            and `shape` then gives the logical number.
+        shape: elements per axis; for "float4_e2m1fn_x2" the last axis counts bytes of two elements, as in torch. The
+            property `shape` gives the logical shape.
         data_ptr: address of the C-contiguous little-endian data.
         data_len: its size in bytes.
 
     Raises:
-        SafetensorError: unknown dtype, or a shape that overflows.
+        SafetensorError: an unknown dtype, or a shape that overflows.
     """
 
     __slots__ = ("_data_len", "_data_ptr", "_row", "_shape")
@@ -92,7 +92,7 @@ class TensorSpec:
 
 
 def _index(value: int, what: str) -> int:
-    """An integer of 64 bits without sign; TypeError or OverflowError for anything else."""
+    """A value as an unsigned 64-bit integer; TypeError or OverflowError for anything else."""
     number = operator.index(value)
     if not 0 <= number < 1 << 64:
         raise OverflowError(f"{what}: {number} is outside 0..2^64-1")
@@ -100,7 +100,7 @@ def _index(value: int, what: str) -> int:
 
 
 def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Tensors of a file that is in memory, as safetensors' function of this name gives them.
+    """The tensors of a file in memory, as safetensors' function of this name returns them.
 
     Args:
         bytes: any C-contiguous bytes-like object.
@@ -121,7 +121,7 @@ def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
-    """What the writer takes for each description."""
+    """The input of the writer for each description."""
     check_mapping(tensor_dict, "tensors", "names to TensorSpec")
     entries = {}
     for name, spec in tensor_dict.items():
@@ -132,10 +132,10 @@ def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
 
 
 def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The file that holds the described memory, as bytes.
+    """Serializes the described memory to the bytes of a file.
 
     Args:
-        tensor_dict: name to what its memory holds; the caller keeps that alive and unchanged.
+        tensor_dict: name to a description of memory, which the caller keeps alive and unchanged.
         metadata: text to text for the header, written in ascending order of keys.
 
     Returns:
@@ -151,16 +151,16 @@ def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 def serialize_file(
     tensor_dict: Mapping[str, TensorSpec], filename: PathLike, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the described memory into a file, atomically and durably.
+    """Writes the described memory to a file, atomically and durably.
 
     Args:
-        tensor_dict: name to what its memory holds; the caller keeps that alive and unchanged.
+        tensor_dict: name to a description of memory, which the caller keeps alive and unchanged.
         filename: see `safeload.numpy.save_file`.
         metadata: text to text for the header, written in ascending order of keys.
 
     Raises:
         TypeError: a value is not a `TensorSpec`.
         SafetensorError: a length that does not fit its shape, or a name the format does not have.
-        OSError: the file cannot be written; what was there before is still there.
+        OSError: the file cannot be written; a file that existed before is still there.
     """
     Writer(_entries(tensor_dict), metadata).to_file(filename)

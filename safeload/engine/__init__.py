@@ -1,1 +1,1 @@
-"""Bytes on their way: jobs, threads, conversions, files under construction."""
+"""Data transfer: jobs, threads, conversions, atomic writes."""

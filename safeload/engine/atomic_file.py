@@ -1,4 +1,4 @@
-"""Atomic, durable files: the old one or the new one, at any moment, whatever happens."""
+"""Atomic, durable files: a path holds the complete old file or the complete new one at any moment."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..base.file import PathLike, native_path
 from ..base.native import Error, check, lib
 from . import jobs
 
-# A tensor that is not in C order is written through a buffer of this size, not copied whole.
+# Bytes of the buffer through which a tensor that is not in C order is written, so that it is not copied whole.
 _COPY_BUFFER = 16 << 20
 
-# The longest name of most filesystems (NAME_MAX) less what the temporary name adds.
+# The longest name of most filesystems (NAME_MAX) minus what the temporary name adds.
 _LONGEST_STEM = 255 - len(".") - len(".") - 16 - len(".tmp")
 
-# ERROR_USER_MAPPED_FILE, which Python knows no errno for and gives as EINVAL.
+# ERROR_USER_MAPPED_FILE, for which Python has no errno: it reports EINVAL.
 _USER_MAPPED_FILE = 1224
 
 
@@ -35,10 +35,10 @@ class AtomicFile:
     is followed. Devices and pipes are written through, in order.
 
     Args:
-        path: where the file shall be.
+        path: of the file.
         size: its final size in bytes, reserved before the first byte is written.
-        overwrite: False to raise FileExistsError where something exists.
-        durable: False to leave out the fsync of file and folder.
+        overwrite: False to raise FileExistsError if the path exists.
+        durable: False to skip the fsync of file and folder.
     """
 
     def __init__(self, path: PathLike, size: int, *, overwrite: bool = True, durable: bool = True) -> None:
@@ -58,7 +58,7 @@ class AtomicFile:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         self._in_order = existing is not None and not stat.S_ISREG(existing.st_mode)
         flags = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        if self._in_order:  # by the path as it is: /dev/stdout leads to no path of a file
+        if self._in_order:  # by the unresolved path: /dev/stdout resolves to something that cannot be opened
             self._descriptor = os.open(self.path, flags)
             return
         self._target = os.path.realpath(self.path)
@@ -68,7 +68,7 @@ class AtomicFile:
             self._descriptor = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
             self._temporary = None
-            # The caller knows the file by its own name, not by the temporary one.
+            # The caller knows the path, not the temporary name.
             raise type(error)(error.errno, error.strerror, self.path) from None
         try:
             if existing is not None:
@@ -83,36 +83,36 @@ class AtomicFile:
         if hasattr(os, "fchown"):
             mine = os.fstat(self._descriptor)
             if (mine.st_uid, mine.st_gid) != (existing.st_uid, existing.st_gid):
-                with contextlib.suppress(PermissionError):  # only root gives files away
+                with contextlib.suppress(PermissionError):  # only root can change the owner
                     os.fchown(self._descriptor, existing.st_uid, existing.st_gid)
-        # Not on Windows, which has os.fchmod since Python 3.13: there it would make the temporary file read-only, and
-        # such a file can neither be renamed over another nor deleted.
+        # Not on Windows, where os.fchmod (since Python 3.13) would make the temporary file read-only: such a file can
+        # neither be renamed over another nor deleted.
         if os.name != "nt":
             os.fchmod(self._descriptor, stat.S_IMODE(existing.st_mode))
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
-        """Appends memory, given as (address, bytes), which the caller keeps alive."""
+        """Appends memory, given as pairs of address and size in bytes. The caller keeps it alive."""
         batch = jobs.Batch(path=self.path)
         op = lib.SL_OP_APPEND if self._in_order else lib.SL_OP_WRITE
         position = self._position
         for address, size in pieces:
             batch.add(jobs.Job(_handle(self._descriptor), position, address, size, op=op))
             position += size
-        # One thread: buffered writes into one file take its lock in turn (ext4, xfs). Two were no faster and less
-        # steady, 0.16 to 0.42 s for 1 GiB against 0.14 to 0.20.
+        # One thread: buffered writes to one file are serialized by its lock (ext4, xfs). Two threads were no faster and
+        # less steady: 0.16 to 0.42 s for 1 GiB, against 0.14 to 0.20 s.
         batch.run(threads=1)
         self._position = position
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[BinaryIO]:
-        """The file as Python's own libraries write it."""
+        """A binary stream to the file, for Python's own libraries."""
         with self._naming(), os.fdopen(os.dup(self._descriptor), "wb") as stream:
             yield stream
 
     def seal(self) -> None:
         """Closes the file, whose content is complete; the end of the block puts it in place.
 
-        Of many files that appear together none needs a descriptor for longer than it is written.
+        When many files are put in place together, each holds a descriptor only while it is written.
         """
         with self._naming():
             self._close()
@@ -160,7 +160,7 @@ class AtomicFile:
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """Errors name the file as the caller does, where the system names none or another of its names."""
+        """Makes errors name the caller's path where the system names no path, the temporary or the resolved one."""
         ours = (None, self._temporary, self._target if self._temporary is not None else self.path)
         try:
             yield
@@ -183,10 +183,10 @@ class AtomicFile:
 
 
 def _check_place(path: str) -> None:
-    """Refuses, as open(2) does, a new path that realpath would make another of: "new/", "new/." or "missing/../new".
+    """Refuses, as open(2) does, a new path that realpath would change: "new/", "new/." or "missing/../new".
 
     Raises:
-        FileNotFoundError, IsADirectoryError: there can be no file of this name.
+        FileNotFoundError, IsADirectoryError: no file can be created at this path.
     """
     folder, name = os.path.split(path)
     above = folder if name else os.path.dirname(folder)
@@ -197,17 +197,17 @@ def _check_place(path: str) -> None:
 
 
 def reserve(descriptor: int, size: int, path: str) -> None:
-    """Room for a file's bytes, where the filesystem can reserve it.
+    """Reserves space for a file's bytes, where the filesystem can.
 
     Raises:
-        OSError: there is too little.
+        OSError: not enough space.
     """
     error = Error()
     check(lib.sl_file_reserve(_handle(descriptor), size, error), error, path)
 
 
 def _handle(descriptor: int) -> int:
-    """A descriptor as the C core takes it."""
+    """The C core's file handle for a descriptor."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -216,27 +216,27 @@ def _handle(descriptor: int) -> int:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Writes a file of UTF-8, atomically; what UTF-8 cannot hold (parts of a path) is escaped."""
+    """Writes a text file in UTF-8, atomically. Characters that UTF-8 cannot encode (from paths) are escaped."""
     encoded = text.encode("utf-8", "backslashreplace")
     with AtomicFile(path, len(encoded)) as file, file.stream() as stream:
         stream.write(encoded)
 
 
 def written_as_is(array: Array) -> bool:
-    """Whether the bytes of an array are those of a file: in C order, little-endian."""
+    """Whether an array's bytes can be written unchanged: it is in C order and little-endian."""
     return bool(array.flags.c_contiguous) and not _must_swap(array)
 
 
 def pieces_of(array: Array) -> Iterator[tuple[Any, int, int]]:
-    """The bytes of an array as files hold them, in order, as (owner, address, bytes).
+    """The bytes of an array as files hold them, in order: tuples of owner, address and size in bytes.
 
-    Each is to be used before the next is asked for, unless the array is `written_as_is`.
+    Each piece must be used before the next is requested, unless the array is `written_as_is`.
     """
     if written_as_is(array):
         yield array, jobs.address_of(array), array.nbytes
     elif array.size:
-        # Walks the array in C order whatever its strides, through one small buffer: a broadcast or transposed array is
-        # never copied whole.
+        # Iterates in C order whatever the strides, through one small buffer: a broadcast or transposed array is never
+        # copied whole.
         count = max(1, _COPY_BUFFER // array.dtype.itemsize)
         for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
             piece = np.ascontiguousarray(block)
@@ -249,16 +249,16 @@ def _must_swap(array: Array) -> bool:
 
 
 def _clip(name: str) -> str:
-    """A name short enough that the temporary one is legal too, cut between characters."""
+    """A name short enough for the temporary name to be legal too, truncated between characters."""
     while len(os.fsencode(name)) > _LONGEST_STEM:
         name = name[:-1]
     return name
 
 
 def _move_without_replacing(source: str, target: str) -> None:
-    """As rename(2), which replaces, but by link(2), which refuses to.
+    """Renames a file by link(2), which does not replace an existing target as rename(2) does.
 
-    Where a filesystem has no links there remains a moment between the check and the rename.
+    On a filesystem without links there remains a race between the check and the rename.
     """
     try:
         os.link(source, target)
@@ -273,7 +273,7 @@ def _move_without_replacing(source: str, target: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Makes the rename durable. Windows has no descriptor of a folder and needs none."""
+    """Makes the rename durable. Windows has no descriptors of folders and does not need them."""
     if os.name == "nt":
         return
     descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))

@@ -1,4 +1,4 @@
-"""Conversion of arrays between dtypes, on all cores."""
+"""Conversion of arrays between dtypes, on several threads."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .threads import check_threads
 def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None = None) -> Array:
     """An array's values in another dtype, rounded once to nearest, ties to even.
 
-    Between floats, and from integers and bool to float32, in C on all cores; everything else as numpy's ``astype`` does
-    it. A NaN stays a NaN. Where the target has no infinity (float8_e4m3fn) too large a value becomes NaN, as in
-    ml_dtypes.
+    The C core converts between floats, and from integers and bool to float32, on all cores; numpy's ``astype`` does
+    everything else. A NaN stays a NaN. Where the target has no infinity (float8_e4m3fn), a value that is too large
+    becomes NaN, as in ml_dtypes.
 
     Args:
-        x: array, or what numpy makes one of, of any layout.
+        x: array of any layout, or anything that numpy converts to one.
         dtype: numpy or ml_dtypes type, name ("bfloat16") or safetensors code ("BF16").
         out: C-contiguous array of that dtype and of x's shape to fill; None for a new one.
-        threads: None for what helps.
+        threads: None: chosen automatically.
 
     Returns:
-        A C-contiguous array of x's shape that shares no memory with x; ``out`` if it was given.
+        A C-contiguous array of x's shape that shares no memory with x; ``out`` if given.
 
     Raises:
-        TypeError: no such dtype, or a masked array.
+        TypeError: an unknown dtype, or a masked array.
         ValueError: ``out`` does not fit.
 
     Example:
@@ -56,11 +56,11 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
 
 
 def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None) -> Array:
-    """The array that a result of this shape and dtype goes into: ``out`` if it fits, a new one for None.
+    """The array for a result of this shape and dtype: ``out`` if it fits, a new one for None.
 
     Raises:
-        TypeError: a masked array.
-        ValueError: it does not fit.
+        TypeError: ``out`` is a masked array.
+        ValueError: ``out`` does not fit.
     """
     if out is None:
         return private_array(shape, dtype)
@@ -72,14 +72,14 @@ def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
     return out
 
 
-# Elements from which a copy along an axis fills its cache lines.
+# Axes of at least this many elements fill the cache lines that a copy along them touches.
 _LINE = 16
-# More planes than this are left to numpy's copy: planning each would take longer.
+# Arrays of more planes than this are copied by numpy: a job for each plane would take longer.
 _MAX_PLANES = 1 << 14
 
 
 class _Axis(NamedTuple):
-    """One axis on its way: elements, bytes from one to the next in the source and in the destination."""
+    """One axis of a copy: number of elements, stride in bytes in the source and in the destination."""
 
     length: int
     stride: int
@@ -87,7 +87,7 @@ class _Axis(NamedTuple):
 
 
 def _merged_axes(array: Array, itemsize: int) -> list[_Axis]:
-    """As few axes as visit the array's elements in C order, which is the order of the destination."""
+    """The array's axes, innermost first, merged into as few as visit its elements in C order, the destination's."""
     axes: list[_Axis] = []
     for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         if length == 1:
@@ -101,7 +101,7 @@ def _merged_axes(array: Array, itemsize: int) -> list[_Axis]:
 
 
 def _take_plane(axes: list[_Axis]) -> tuple[_Axis, _Axis]:
-    """Takes rows and columns out of the axes: columns along the destination's memory if that fills cache lines."""
+    """Removes rows and columns from the axes: columns along the destination's memory if that fills cache lines."""
     while len(axes) < 2:
         axes.append(_Axis(1, 0, 0))
     columns = axes.pop(0 if axes[0].length >= _LINE else axes.index(max(axes)))
@@ -116,7 +116,7 @@ def _planes(array: Array) -> int:
 
 
 def _jobs(array: Array, out: Array, source: dtypes.Dtype, target: dtypes.Dtype) -> list[Job]:
-    """Jobs from an array of any strides to a C-contiguous one, one for each plane of two of its axes."""
+    """Jobs that copy an array of any strides to a C-contiguous one: one job per plane of two axes."""
     axes = _merged_axes(array, out.dtype.itemsize)
     begin, memory = array.__array_interface__["data"][0], address_of(out)
     if len(axes) == 0 or (len(axes) == 1 and axes[0].stride == array.dtype.itemsize):
@@ -134,7 +134,7 @@ def _jobs(array: Array, out: Array, source: dtypes.Dtype, target: dtypes.Dtype) 
 
 
 def _in_core(source: dtypes.Dtype, target: dtypes.Dtype, array: Array) -> bool:
-    """Whether the C core converts these: its jobs take little-endian elements of whole bytes."""
+    """Whether the C core can convert this array: its jobs take little-endian elements of whole bytes."""
     if source.packed or target.packed or not array.dtype.isnative or sys.byteorder != "little" or array.size == 0:
         return False
     if source is target:

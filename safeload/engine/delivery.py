@@ -1,4 +1,4 @@
-"""How tensors of open files reach their arrays: as views of mapped files, and by one run that brings all the others."""
+"""Delivers tensors of open files as arrays: views of mapped files, and one batch of jobs that reads all the others."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ def deliver(
     threads: int | None = None,
     progress: Progress = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Arrays (or quantized tensors) by name, in any order, and whether every mapping was allowed.
+    """Arrays (or quantized tensors) by name, in any order, and whether the system allowed every mapping.
+
+    A file whose mapping is refused is read instead.
 
     Args:
-        selections: what to deliver.
-        target: what floating tensors are converted to and quantized ones dequantized to; None for none.
-        view: whether what may be is a view of its mapped file.
-        mappings: mappings to use; those made are added. None for fresh ones.
+        selections: tensors to deliver.
+        target: dtype that floating tensors are converted to and quantized ones dequantized to; None to convert nothing.
+        view: whether to return views of mapped files where possible.
+        mappings: mappings to use; new ones are added. None for new mappings.
         out: arrays to fill, by name; all of them are checked before the first byte is written.
-        threads: for what is read.
-        progress: for what is read; where all is mapped, which takes no time, its end alone is shown.
+        threads: for reading.
+        progress: for reading; if everything is mapped, which takes no time, only the end is reported.
 
     Raises:
         ValueError, TypeError: an array of ``out`` does not fit.
-        UnsupportedError: a conversion that there is not.
+        UnsupportedError: an unsupported conversion.
         FormatError: a file ends too early, with path and offset.
         OSError: a file cannot be read.
     """
@@ -88,7 +90,7 @@ def deliver(
 
 
 def _joined(arrays: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Both, without a copy of what may be all of them; neither is to be used any more."""
+    """The union of two dicts. It reuses one of them, to save a copy of all entries: neither may be used afterwards."""
     if not arrays:
         return more
     arrays.update(more)
@@ -96,7 +98,7 @@ def _joined(arrays: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one(selection: Selection, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
-    """A single tensor that is simply its bytes, without the cost of columns; None where there is more to decide."""
+    """A single contiguous tensor, without the cost of columns; None where the full plan is needed."""
     file, _, indices = selection
     if len(indices) != 1 or file.table.shaped or file.table.quantized:
         return None
@@ -105,7 +107,7 @@ def _one(selection: Selection, view: bool, mappings: dict[WeightFile, Any] | Non
         return None
     size = spec.end - spec.begin
     if not view:
-        # One thread at most: but a wrong SAFELOAD_NUM_THREADS is refused all the same.
+        # This takes one thread; `thread_count` is called to refuse an invalid SAFELOAD_NUM_THREADS here too.
         return jobs.read_small(file, spec) if size < jobs.POOLED_BELOW and thread_count(size, threads) else None
     if foreign_order(False) and spec.dtype.itemsize > 1:
         return None
@@ -114,7 +116,7 @@ def _one(selection: Selection, view: bool, mappings: dict[WeightFile, Any] | Non
 
 
 def _mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
-    """The file's mapping; None where the system refuses it."""
+    """The file's mapping; None if the system refuses it."""
     buffer = None if mappings is None else mappings.get(file)
     if buffer is None:
         try:
@@ -127,7 +129,7 @@ def _mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
 
 
 def _views(plan: Plan, buffer: Any) -> dict[str, Array]:
-    """The tensors that show their mapped file."""
+    """The tensors that are views of the mapped file, by name."""
     which = plan.of_way(VIEW)
     if plan.file.table.shaped:
         specs = [(plan.names[k], plan.spec(k)) for k in which]
@@ -142,7 +144,7 @@ def _views(plan: Plan, buffer: Any) -> dict[str, Array]:
 
 
 def _wrap(plan: Plan, delivered: dict[str, Any]) -> None:
-    """Makes quantized tensors of raw data."""
+    """Replaces the raw data of quantized tensors that are not converted by `QuantizedTensor` objects."""
     table = plan.file.table
     for k, (name, index) in enumerate(zip(plan.names, plan.indices, strict=True)):
         row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scale(index)
@@ -156,7 +158,7 @@ def _wrap(plan: Plan, delivered: dict[str, Any]) -> None:
 
 
 def _check_out(plan: Plan, out: Mapping[str, Array]) -> None:
-    """Refuses arrays to be filled that do not fit."""
+    """Refuses arrays of ``out`` that are missing or do not fit."""
     for k, (name, shape) in enumerate(zip(plan.names, plan.shapes, strict=True)):
         dtype, array = plan.dtype(k), out.get(name)
         if array is None:

@@ -1,4 +1,4 @@
-"""Python's side of the engine: plans jobs, runs them slice by slice, reports progress, lets signals in."""
+"""Python's side of the engine: describes jobs, runs them in time slices, reports progress, handles signals."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .progress import reporter
 from .threads import check_threads as check_threads
 from .threads import thread_count as thread_count
 
-# One slice of work in C, after which signals are handled and progress is shown.
+# Length of one time slice in C, after which signals are handled and progress is reported.
 SLICE_MS = 50
 
-# Whether this machine's numbers are not as files have them.
+# Whether this machine's byte order is not the one of files.
 _SWAPS = sys.byteorder == "big"
 
-# From this size an array gets memory in huge pages, and a tensor memory of its own: smaller ones share a pool, so that
-# 100,000 of them do not mean 100,000 allocations and reads.
+# Arrays of at least this size get memory in huge pages, and tensors memory of their own. Smaller tensors share a pool,
+# so that 100,000 of them do not take 100,000 allocations and reads.
 POOLED_BELOW = 1 << 20
-# Alignment of pools: a cache line, and more than any dtype needs.
+# Alignment of pools: a cache line, which is more than any dtype needs.
 ALIGNMENT = 64
 
 
 def struct_dtype(name: str) -> np.dtype[Any]:
-    """A struct of the C core as numpy has it, its fields by name where the compiler put them; pointers are uint64."""
+    """The numpy dtype of a struct of the C core, with fields at the compiler's offsets; pointers are uint64."""
     kind = ffi.typeof(name)
     fields = [(field, info.offset, info.type) for field, info in kind.fields]
     codes = {"int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8", "double": "f8"}
@@ -53,12 +53,12 @@ _CHANNELS = struct_dtype("sl_channels")
 
 
 class Grid(NamedTuple):
-    """One ``sl_grid``: two axes whose elements are not one run on both sides.
+    """One ``sl_grid``: a strided 2-D copy, whose elements are not contiguous on both sides.
 
     Attributes:
-        rows: how many.
-        columns: how many elements in each.
-        strides: bytes from one to the next: rows and columns of the source, rows and columns of the destination.
+        rows: number of rows.
+        columns: number of elements in each row.
+        strides: in bytes: row and column of the source, row and column of the destination.
     """
 
     rows: int
@@ -71,12 +71,12 @@ class Grid(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """One ``sl_channels``: what values are scaled by, or the channels whose absmax is wanted.
+    """One ``sl_channels``: the per-axis scales of values, or the channels to compute absmax of.
 
     Attributes:
-        number: how many.
-        inner: consecutive elements (in C order) of one channel.
-        factors: f32 of shape [number]; None where only absmax is wanted.
+        number: number of channels.
+        inner: number of consecutive elements (in C order) of one channel.
+        factors: scales, f32 of shape [number]; None to compute absmax only.
     """
 
     number: int
@@ -93,7 +93,7 @@ class Origin(NamedTuple):
 
     Attributes:
         tensor: its name, for errors; "" for a single array.
-        shape: to name a value by its index.
+        shape: its shape, so that errors can give the index of a value.
         owner: keeps the memory of the source alive.
     """
 
@@ -106,16 +106,16 @@ class Job(NamedTuple):
     """One ``sl_job``.
 
     Attributes:
-        file: the file of the source, None for memory; a descriptor of the C core's where there is no more of it.
+        file: the file of the source, None for memory; a handle of the C core's if there is no `WeightFile`.
         offset: in the file, or the address of the source.
         memory: address of the destination (of the source of a write).
-        size: bytes of all elements at the source.
-        source: number of its dtype.
-        target: number of the dtype of the destination, for operations that have one.
-        op: what is done, ``lib.SL_OP_COPY`` and the like.
-        grid: where elements are not one run on both sides.
-        channels: of an operation that takes some.
-        origin: the tensor; None where the file knows it from the byte.
+        size: size of all elements at the source in bytes.
+        source: number of the source's dtype.
+        target: number of the destination's dtype, for operations that have one.
+        op: the operation, ``lib.SL_OP_COPY`` and the like.
+        grid: of a strided 2-D copy.
+        channels: for operations that take channels.
+        origin: the tensor; None if the file can find it by the failing byte.
     """
 
     file: WeightFile | int | None
@@ -131,18 +131,20 @@ class Job(NamedTuple):
 
 
 def moving(source: int, target: int, grid: Grid | None = None) -> int:
-    """The operation that brings values of one dtype to their place as another, by a grid where there is one."""
+    """The operation that moves values from one dtype to another: a strided 2-D copy if ``grid`` is given."""
     if grid is not None:
         return int(lib.SL_OP_GRID)
     return int(lib.SL_OP_COPY if source == target else lib.SL_OP_CONVERT)
 
 
 class Batch:
-    """Jobs that run together. The memory that they name must be alive until they have, by their origins or else.
+    """Jobs that run together. The memory that they refer to must stay alive until they have run.
+
+    ``Origin.owner`` keeps the memory of a source alive; the caller keeps the rest.
 
     Args:
-        jobs: the first of them.
-        path: the file of jobs that have a mere descriptor, for errors.
+        jobs: initial jobs.
+        path: for errors: the file of jobs that have a handle instead of a `WeightFile`.
     """
 
     def __init__(self, jobs: Iterable[Job] = (), path: str | None = None) -> None:
@@ -151,34 +153,34 @@ class Batch:
         self._results: list[Array] = []
 
     def add(self, job: Job) -> None:
-        """One more."""
+        """Adds a job."""
         self.jobs.append(job)
 
     def into(self, array: Array) -> int:
-        """The address of an array that jobs fill, and whose values are this machine's numbers when they have run."""
+        """The address of an array that jobs fill. Its values are in this machine's byte order after `run`."""
         if _SWAPS:
             self.results((array,))
         return address_of(array)
 
     def results(self, arrays: Iterable[Array]) -> None:
-        """Arrays over memory that jobs fill; the core writes the byte order of files into it."""
+        """Registers arrays over memory that jobs fill: the core writes them in the byte order of files, `run` swaps."""
         self._results += (array for array in arrays if _SWAPS and array.dtype.itemsize > 1)
 
     def run(self, *, threads: int | None = None, progress: Progress = None) -> int:
-        """Runs them to their end. Returns the bytes moved.
+        """Runs all jobs. Returns the number of bytes moved.
 
-        Files are opened as far as they are not, no more than a part of them at a time where the process may not have
-        so many descriptors.
+        Files are opened if their descriptors were closed. If the process may not have enough descriptors, the jobs run
+        in groups that need fewer files.
 
         Args:
             threads: None for `thread_count`'s choice.
             progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
         Raises:
-            RangeError: a value that the target cannot hold, with tensor and index.
+            RangeError: a value that the target cannot represent, with tensor and index.
             FormatError: a file ends too early, with its path and the offset.
             OSError: a file cannot be read or written.
-            MemoryError: the core's scratch memory is refused.
+            MemoryError: the core's scratch memory cannot be allocated.
         """
         rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0) for job in self.jobs]
         array = np.array(rows, dtype=_JOB)
@@ -211,8 +213,8 @@ class Batch:
         return total
 
     def _fail(self, status: int, error: Any, index: int) -> None:
-        """Raises what the core says, of the file and the tensor that it says it of."""
-        if status == lib.SL_E_MEMORY:  # of no one job, and there may be none
+        """Raises the core's error with the file and the tensor of the job that failed."""
+        if status == lib.SL_E_MEMORY:  # this error belongs to no single job, and the list of jobs may be empty
             check(status, error)
         job = self.jobs[index]
         path = job.file.path if isinstance(job.file, WeightFile) else self._path
@@ -228,12 +230,16 @@ class Batch:
         check(status, error, path, tensor=tensor)
 
 
-# As the file of a job before it is known.
+# File handle of a job before its file is opened.
 _NO_FILE = -2
 
 
 def _point_at(given: Sequence[Grid | Channels | None], column: Array, dtype: np.dtype[Any]) -> Array | None:
-    """Fills a column of jobs with the addresses of what they are given, each described once; the memory of these."""
+    """Fills a column of jobs with addresses of their grids or channels, each described once.
+
+    Returns:
+        The array of descriptions, which must stay alive until the jobs have run; None if there are none.
+    """
     if not any(given):
         return None
     distinct = {id(one): one for one in given if one is not None}
@@ -251,22 +257,22 @@ def _descriptor(file: WeightFile | int | None) -> int:
 
 
 def address_of(array: Array) -> int:
-    """Address of a contiguous array's first element. Numpy's own ways to it take four times as long."""
+    """Address of a contiguous array's first element. Numpy's own ways to get it take four times as long."""
     return pointer(ffi.from_buffer(array))
 
 
 def aligned_bytes(size: int) -> Array:
-    """New memory that begins at a multiple of `ALIGNMENT`."""
+    """New memory aligned to `ALIGNMENT`."""
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -address_of(raw) % ALIGNMENT
     return raw[start : start + size]
 
 
 def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array, its values undefined, in huge pages if it is large.
+    """A new array with undefined values, in huge pages if it is large.
 
     Raises:
-        UnsupportedError: numpy cannot have it.
+        UnsupportedError: numpy does not support an array of this shape.
     """
     size = dtype.itemsize
     for dim in shape:
@@ -275,16 +281,16 @@ def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def read_small(file: WeightFile, layout: ArraySpec) -> Array:
-    """One small tensor in private memory, read at once and with the GIL kept; unconverted."""
+    """One small tensor in private memory, read immediately without releasing the GIL; not converted."""
     array = empty_array(layout.shape, layout.dtype)
     size = layout.end - layout.begin
     if size and short.sl_file_read(file.descriptor, layout.begin, address_of(array), size, None) != lib.SL_OK:
-        Batch([Job(file, layout.begin, address_of(array), size)]).run()  # fails again, and says how
+        Batch([Job(file, layout.begin, address_of(array), size)]).run()  # fails again, with an error message
     return native_order(array)
 
 
 def native_order(array: Array) -> Array:
-    """Little-endian bytes as this machine's numbers, at an address that suits them."""
+    """A little-endian array in this machine's byte order, copied if it is not aligned."""
     if sys.byteorder == "big" and array.dtype.itemsize > 1:
         array = array.byteswap()
     return array if array.flags.aligned else array.copy()

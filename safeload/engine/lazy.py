@@ -1,4 +1,4 @@
-"""Tensors that are made when a writer comes to them, so that a file of any size is written with the memory of one."""
+"""Tensors that are created when a writer reaches them, so that writing a file takes the memory of one tensor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..base.arrays import Array
 
 
 class Lazy:
-    """An array to be.
+    """An array that is created later.
 
     Args:
         dtype: of the array.
         shape: of the array.
-        make: makes it, C-contiguous; what it returned before may be overwritten then.
+        make: creates it, C-contiguous; a call may overwrite the array that it returned before.
     """
 
     def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...], make: Callable[[], Array]) -> None:
@@ -32,7 +32,7 @@ class Lazy:
 
 
 class LazyQuantized:
-    """A `QuantizedTensor` to be: its attributes, but that data and scale are `Lazy`."""
+    """A `QuantizedTensor` that is created later: the same attributes, with data and scale as `Lazy`."""
 
     def __init__(
         self, scheme: str, shape: tuple[int, ...], data: Lazy, scale: Lazy | None = None, axis: int | None = None
@@ -50,5 +50,5 @@ class LazyQuantized:
 
 
 def materialize(value: Array | Lazy) -> Array:
-    """The array, made now if it is to be."""
+    """The array, created now if it is `Lazy`."""
     return value.make() if isinstance(value, Lazy) else value

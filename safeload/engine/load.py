@@ -1,4 +1,4 @@
-"""Tensors of open files as a dict of arrays: as views where their bytes allow it, read and converted otherwise."""
+"""Loads tensors of open files as a dict of arrays: views where the bytes allow it, read and converted otherwise."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from .threads import check_threads
 
 Backend = Literal["mmap", "pread"]
 
+_F64 = dtypes.BY_CODE["F64"]
+
 # A tensor to load: its name, its file, its index there.
 Part = tuple[str, WeightFile, int]
 
 
 class LoadStats(NamedTuple):
-    """What the last load did.
+    """Statistics of the last load.
 
     Attributes:
         bytes: size of the arrays.
-        tensors: how many.
-        seconds: wall clock.
-        backend: "mmap" or "pread"; "pread" where the system refused the mapping that was asked for.
+        tensors: number of tensors.
+        seconds: wall-clock time.
+        backend: "mmap" or "pread"; "pread" also if the system refused the requested mapping.
     """
 
     bytes: int
@@ -44,41 +46,41 @@ class LoadStats(NamedTuple):
 
 
 def check_backend(backend: object) -> None:
-    """Refuses what is neither "mmap" nor "pread"."""
+    """Refuses backends other than "mmap" and "pread"."""
     if backend not in ("mmap", "pread"):
         raise SafeloadError(f'backend {show(backend)} is invalid (expected one of: "mmap", "pread")')
 
 
 def parse_target(dtype: Any) -> dtypes.Dtype | None:
-    """The dtype that floating tensors are converted to while loading; None for none.
+    """The dtype that floating tensors are converted to while loading; None to convert nothing.
 
     Raises:
-        TypeError: no dtype at all.
-        UnsupportedError: one that nothing is converted to.
+        TypeError: an unknown dtype.
+        UnsupportedError: a dtype that loading cannot convert to.
     """
     if dtype is None:
         return None
     row = dtypes.parse(dtype)
     if not row.floating or not (row.code == "F32" or lib.sl_convertible(dtypes.BY_CODE["F32"].number, row.number)):
-        able = [r.name for r in dtypes.TABLE if lib.sl_convertible(dtypes.BY_CODE["F64"].number, r.number)]
-        raise UnsupportedError(f"dtype={row.name} is no dtype to load as; able are float64, {', '.join(able)}")
+        supported = [r.name for r in reversed(dtypes.TABLE) if lib.sl_convertible(_F64.number, r.number)]
+        raise UnsupportedError(f"cannot load as {row.name}; supported: {', '.join(supported)}")
     return row
 
 
 def distinct(names: Iterable[str]) -> Iterable[str]:
-    """Names to load, each once; TypeError for a single str, whose characters nobody means."""
+    """Names to load, without duplicates; TypeError for a single str, whose characters would count as names."""
     if isinstance(names, str):
         raise TypeError("names must be an iterable of names, not one str")
     return dict.fromkeys(names)
 
 
 class Parts(Sequence[Part]):
-    """Tensors of one file, as columns; each is made a `Part` when it is asked for.
+    """Tensors of one file, as columns; each `Part` is created when it is accessed.
 
     Args:
-        file: where they are.
-        names: of them.
-        indices: of them in the file's table.
+        file: the file that holds them.
+        names: their names.
+        indices: their indices in the file's table.
     """
 
     def __init__(self, file: WeightFile, names: Sequence[str], indices: Sequence[int]) -> None:
@@ -125,19 +127,19 @@ def load_parts(
     """Arrays (or quantized tensors) of tensors in any files, in the order of ``parts``.
 
     Args:
-        parts: what to load, each name once.
-        backend: "mmap" for views into one mapping per file, "pread" for private memory. What cannot be a view
-            (converted, not aligned in the file, or the system refuses the mapping) is read. Tensors that share bytes
-            share memory either way, unless they are converted.
-        dtype: what floating tensors are converted to and quantized ones dequantized to; None for none.
+        parts: tensors to load, each name once.
+        backend: "mmap" for views into one mapping per file, "pread" for private memory. Tensors that cannot be views
+            (converted, not aligned in the file, or the system refuses the mapping) are read. Tensors that share bytes
+            share memory with both backends, unless they are converted.
+        dtype: dtype that floating tensors are converted to and quantized ones dequantized to; None to convert nothing.
         out: arrays to fill, by name; all of them are checked before the first byte is written.
-        threads: for what is read.
-        progress: for what is read; where all is mapped, which takes no time, its end alone is shown.
-        mappings: mappings to use; those made are added. None for fresh ones.
+        threads: for reading.
+        progress: for reading; if everything is mapped, which takes no time, only the end is reported.
+        mappings: mappings to use; new ones are added. None for new mappings.
 
     Raises:
-        ValueError, TypeError: wrong arguments, an array of ``out`` that does not fit among them.
-        UnsupportedError: a conversion that there is not.
+        ValueError, TypeError: invalid arguments, including an array of ``out`` that does not fit.
+        UnsupportedError: an unsupported conversion.
         FormatError: a file ends too early, with path and offset.
         OSError: a file cannot be read.
     """
@@ -151,7 +153,7 @@ def load_parts(
         check_mapping(out, "out")
         unknown = sorted(set(out) - set(names))
         if unknown:
-            raise ValueError(f"out: {show(unknown[0])} is no tensor of this load")
+            raise ValueError(f"out: {show(unknown[0])} is not a tensor of this load")
         backend = "pread"
     arrays, allowed = deliver(
         selections,
@@ -162,14 +164,14 @@ def load_parts(
         threads=threads,
         progress=progress,
     )
-    if not all(map(eq, arrays, names)):  # those read come after views, and one file's tensors after another's
+    if not all(map(eq, arrays, names)):  # delivered views first, then tensors that were read, file by file
         arrays = {name: arrays[name] for name in names}
     nbytes = sum(map(attrgetter("nbytes"), arrays.values()))
     return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend if allowed else "pread")
 
 
 def _selections(parts: Sequence[Part]) -> list[Selection]:
-    """The tensors of each file."""
+    """The tensors grouped by file."""
     if isinstance(parts, Parts):
         return [parts.selection]
     files: dict[WeightFile, Selection] = {}

@@ -1,6 +1,6 @@
-"""Which way each tensor of a file takes to its array.
+"""Decides how each tensor of a file becomes an array: view, read, converted or copied.
 
-Tensors are handled as columns (dtypes, shapes, byte ranges), not as an object each: a file may have 100,000.
+Tensors are handled as columns (dtypes, shapes, byte ranges), not as one object each: a file may have 100,000.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ..base.native import lib
 from ..base.text import show
 from ..errors import UnsupportedError
 
-# Ways of a tensor to its array.
-EMPTY = 0  # there is nothing to bring
-VIEW = 1  # it shows the mapped file
-READ = 2  # its bytes are read
-CONVERT = 3  # they are converted on their way, blocks dequantized
-DEQUANTIZE = 4  # likewise of int8, which is multiplied by its scales
-STRIDED = 5  # its elements are not simply its bytes
+# How a tensor becomes an array.
+EMPTY = 0  # it has no bytes
+VIEW = 1  # a view of the mapped file
+READ = 2  # its bytes are read unchanged
+CONVERT = 3  # its values are converted while they are read, blocks dequantized
+DEQUANTIZE = 4  # its int8 values are multiplied by their scales while they are read
+STRIDED = 5  # non-contiguous, big-endian or sharing bytes with others: see strided.py
 
 # Dtypes whose arrays show bytes, not elements.
 _IN_BYTES = frozenset(number for number, row in dtypes.BY_NUMBER.items() if row.bits < 8)
 
 
 class Selection(NamedTuple):
-    """Tensors of one file that are to be delivered.
+    """Tensors of one file to deliver.
 
     Attributes:
-        file: where they are.
-        names: what they are called.
-        indices: of them in the file's table.
+        file: the file that holds them.
+        names: their names.
+        indices: their indices in the file's table.
     """
 
     file: WeightFile
@@ -48,14 +48,14 @@ class Plan(NamedTuple):
     """How the tensors of a `Selection` reach their arrays, as columns.
 
     Attributes:
-        file: where they are.
-        names: of the tensors.
-        indices: in the file's table.
+        file: the file that holds them.
+        names: their names.
+        indices: their indices in the file's table.
         sources: numbers of their dtypes in the file.
-        targets: numbers of the dtypes that they become.
-        shapes: of their arrays.
+        targets: numbers of the dtypes of their arrays.
+        shapes: shapes of their arrays.
         begins: first byte of each.
-        ends: past the last.
+        ends: one past the last byte of each.
         ways: `VIEW` and the like.
     """
 
@@ -70,18 +70,18 @@ class Plan(NamedTuple):
     ways: bytearray
 
     def dtype(self, k: int) -> np.dtype[Any]:
-        """Of the array that the k-th of them becomes."""
+        """Dtype of the k-th tensor's array."""
         return dtypes.array_dtype(self.targets[k])
 
     def spec(self, k: int) -> ArraySpec:
-        """All of it that is known of one of them."""
+        """The `ArraySpec` of the k-th tensor."""
         table = self.file.table
         place = self.begins[k], self.ends[k], self.sources[k], self.targets[k]
         strides, big_endian = (table.strides(self.indices[k]), table.big_endian) if table.shaped else (None, False)
         return ArraySpec(self.dtype(k), self.shapes[k], *place, strides, big_endian)
 
     def of_way(self, way: int) -> Sequence[int]:
-        """Those that go this way."""
+        """Positions in the plan of the tensors with this way."""
         found = self.ways.count(way)
         if found == len(self.ways):
             return range(found)
@@ -89,10 +89,10 @@ class Plan(NamedTuple):
 
 
 def decide(selection: Selection, target: dtypes.Dtype | None, view: bool) -> Plan:
-    """The way of each tensor.
+    """Decides how each tensor becomes an array.
 
     Raises:
-        UnsupportedError: a conversion that there is not.
+        UnsupportedError: an unsupported conversion.
     """
     file, names, indices = selection
     table = file.table
@@ -108,7 +108,7 @@ def decide(selection: Selection, target: dtypes.Dtype | None, view: bool) -> Pla
             for source, to, shape, begin, end in zip(sources, targets, shapes, begins, ends, strict=True)
         ]
     if view:
-        masks = bytearray(256)  # by dtype: the bits of an address that must be zero
+        masks = bytearray(256)  # by dtype: bits that must be zero in an aligned address
         for number in present:
             masks[number] = dtypes.array_dtype(number).alignment - 1
         unaligned = sources.translate(masks)
@@ -133,7 +133,7 @@ def decide(selection: Selection, target: dtypes.Dtype | None, view: bool) -> Pla
 
 
 def _convert(selection: Selection, sources: bytes, target: dtypes.Dtype, plain: int) -> tuple[bytes, bytearray]:
-    """Targets and ways where floating and quantized tensors become another dtype, and the others go ``plain``."""
+    """Targets and ways when floating and quantized tensors are converted; the others get the way ``plain``."""
     file, names, indices = selection
     become, way = bytearray(range(256)), bytearray(256)
     refused = []

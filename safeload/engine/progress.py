@@ -1,7 +1,7 @@
-"""Progress bars on stderr, of ``progress=True`` and of the command line: tqdm's where it is installed, else our own.
+"""Progress bars on stderr, for ``progress=True`` and the command line: tqdm's if it is installed, else our own.
 
-On a terminal and in a notebook the bar moves. Anywhere else (a file, a pipe, a log) it is a line every ten seconds and
-one at the end; without a stderr nothing.
+On a terminal and in a notebook the bar is animated. Anywhere else (a file, a pipe, a log) it prints a line every ten
+seconds and one at the end; without a stderr it prints nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..base.text import size, width
 
 Report = Callable[[int, int], object]
-# What functions take as ``progress``: True for a bar, or a callable that gets (bytes_done, bytes_total).
+# Type of the argument ``progress``: True for a bar, or a callable that gets (bytes_done, bytes_total).
 Progress = bool | Report | None
 
 # Seconds between two updates of the plain bar, and between two lines.
@@ -26,12 +26,12 @@ def on_terminal() -> bool:
     """Whether stderr is a terminal."""
     try:
         return sys.stderr is not None and sys.stderr.isatty()
-    except ValueError:  # it was closed
+    except ValueError:  # stderr was closed
         return False
 
 
 def _in_notebook() -> bool:
-    """Whether output goes to a notebook, which is no terminal but moves bars."""
+    """Whether output goes to a notebook, which is not a terminal but can animate bars."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     return "IPKernelApp" in getattr(shell, "config", ())
@@ -39,11 +39,11 @@ def _in_notebook() -> bool:
 
 @contextmanager
 def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
-    """A bar; the function draws it, given what is done and the total, which may change.
+    """A progress bar. Yields a function that draws it, given the bytes done and the total, which may change.
 
     Args:
-        label: what stands before it.
-        leave: whether it stays when it is finished.
+        label: text before the bar.
+        leave: whether the bar stays visible when it is finished.
     """
     notebook = _in_notebook()
     if not notebook and not on_terminal():
@@ -54,7 +54,7 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
         if notebook:
             from tqdm.auto import tqdm
         else:
-            from tqdm import tqdm  # quicker to import
+            from tqdm import tqdm  # faster to import
     except ImportError:
         with _plain(label, leave) as report:
             yield report
@@ -79,7 +79,7 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
 
 @contextmanager
 def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
-    """A function that shows how many bytes are done, as `Progress` wants it."""
+    """Yields a function that takes the number of bytes done and reports it as ``progress`` specifies."""
     if callable(progress):
         report = progress
         yield lambda done: report(done, total)
@@ -91,7 +91,7 @@ def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]
 
 
 def _write(text: str) -> None:
-    """Text to stderr; a bar that cannot be shown fails nobody's work."""
+    """Writes text to stderr. Errors are ignored: work must not fail because its bar cannot be shown."""
     try:
         if sys.stderr is not None:
             sys.stderr.write(text)
@@ -132,7 +132,7 @@ def _lines(label: str) -> Iterator[Report]:
             _write(f"{label}: {_percent(done, total)}% of {size(total)}\n")
 
     yield draw
-    if last[0] >= last[1] > 0:  # not where it has failed
+    if last[0] >= last[1] > 0:  # not if the work has failed
         _write(f"{label}: 100% of {size(last[1])} in {time.monotonic() - started:.1f} s\n")
 
 

@@ -1,4 +1,4 @@
-"""A tensor in int8 or in blocks of ggml, as it is stored."""
+"""`QuantizedTensor`: a tensor in int8 or in blocks of ggml, as stored."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _I8 = dtypes.BY_CODE["I8"].number
 class QuantizedTensor:
     """A tensor in int8 with scales, or in blocks of ggml.
 
-    Two are equal when scheme, shape, axis and all bytes are. Its arrays are what the constructor was given: nothing is
-    copied.
+    Two tensors are equal if their schemes, shapes, axes and all bytes are. The constructor copies nothing: data and
+    scale are the arrays that it was given.
 
     Args:
         scheme: "int8" or the lower-case name of a ggml type: "q4_0", "q8_0", "q6_k", ...
         shape: logical shape, outermost axis first.
         data: int8 of the tensor's shape; or uint8 whose last axis counts bytes of blocks: [..., K / 32 * 18] for q4_0.
-        scale: float32 that restores int8 values: of shape [] or, with ``axis``, [shape[axis]]; None for blocks.
-        axis: the axis that keeps a scale for each of its elements; None for one scale.
+        scale: float32 factors that dequantize int8: of shape [] or, with ``axis``, [shape[axis]]; None for blocks.
+        axis: axis of per-axis scales, one for each index along it; None for one scale of the whole tensor.
 
     Attributes:
         nbytes: bytes of data and scale.
 
     Raises:
         ValueError: an unknown scheme, or arrays that do not fit the shape.
-        TypeError: no arrays.
+        TypeError: data or scale is not a numpy array.
 
     The blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
     """
@@ -68,15 +68,15 @@ class QuantizedTensor:
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None, threads: int | None = None) -> Array:
-        """The values: int8 times its scale, or what ggml's reference gives for its blocks.
+        """The values: int8 times its scale; for blocks the same values as ggml's reference implementation.
 
         Args:
             dtype: a floating dtype that float32 converts to.
             out: C-contiguous array of that dtype and of the tensor's shape to fill; None for a new one.
-            threads: None for what helps.
+            threads: None: chosen automatically.
 
         Returns:
-            An array of ``shape``; ``out`` if it was given.
+            An array of ``shape``; ``out`` if given.
 
         Raises:
             UnsupportedError: there is no kernel for this scheme, or no conversion to this dtype.
@@ -101,7 +101,7 @@ class QuantizedTensor:
         return result
 
     def _rows(self, rows: slice) -> QuantizedTensor:
-        """Some elements of the first axis; of a tensor of one axis in blocks all of it."""
+        """A range of the first axis; the whole tensor if it is 1-D and in blocks."""
         data, scale = self.data[rows], self.scale
         if self.scheme != INT8 and len(self.shape) == 1:
             return self
@@ -133,7 +133,7 @@ def storage_of(
     """Dtype and shape of a quantized tensor's data and of its scale (None for blocks).
 
     Raises:
-        ValueError: an unknown scheme, an axis that there is not, or a row that is not whole blocks.
+        ValueError: an unknown scheme, an axis out of range, or rows that do not fill whole blocks.
     """
     if scheme == INT8:
         if axis is not None and not 0 <= axis < len(shape):
@@ -142,19 +142,17 @@ def storage_of(
         return (np.dtype(np.int8), shape), (np.dtype(np.float32), scales)
     row = dtypes.BLOCK_TYPES.get(scheme)
     if row is None:
-        raise ValueError(f"scheme {show(scheme)} is none of {INT8}, {', '.join(dtypes.BLOCK_TYPES)}")
+        raise ValueError(f"unknown scheme {show(scheme)}, expected one of {INT8}, {', '.join(dtypes.BLOCK_TYPES)}")
     if axis is not None:
         raise ValueError(f"{scheme} has a scale for each block: axis is for {INT8}")
     if not shape or shape[-1] % row.block:
-        last = f"rows of {shape[-1]} elements" if shape else "a scalar"
-        raise ValueError(
-            f"{scheme} stores blocks of {row.block} elements, of which {last} {list(shape)} is no multiple"
-        )
+        found = f"has rows of {shape[-1]}, which is not a multiple of {row.block}" if shape else "is that of a scalar"
+        raise ValueError(f"{scheme} stores blocks of {row.block} elements, but shape {list(shape)} {found}")
     return (np.dtype(np.uint8), (*shape[:-1], row.nbytes(shape[-1]))), None
 
 
 def channels_of(shape: tuple[int, ...], axis: int | None, factors: Array | None) -> jobs.Channels:
-    """The channels of a tensor of this shape: one, or one for each element of an axis."""
+    """The channels of a tensor of this shape: one, or one for each index along an axis."""
     if axis is None:
         return jobs.Channels(1, 1, factors)
     return jobs.Channels(max(1, shape[axis]), max(1, math.prod(shape[axis + 1 :])), factors)

@@ -1,4 +1,4 @@
-"""Reading tensors into memory of their own, of pools, or of the caller, all in one run."""
+"""Reads tensors into new arrays, into pools, or into the caller's arrays, all in one batch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
 from .progress import Progress
 from .quantized_tensor import channels_of
 
-# Largest pool: what one surviving small tensor can keep alive.
+# Size of the largest pool, which is what one surviving small tensor can keep alive.
 POOL_SIZE = 16 << 20
 
 _F32 = dtypes.BY_CODE["F32"]
 
 
 class Reads:
-    """Collects what is read, and brings it in one run.
+    """Collects the tensors to read, and reads them in one batch.
 
     Args:
         out: arrays to fill, by name; None for new ones.
 
     Attributes:
-        arrays: those filled, by name.
+        arrays: the arrays of all tensors added, by name; `run` fills them.
     """
 
     def __init__(self, out: Mapping[str, Array] | None) -> None:
@@ -42,7 +42,7 @@ class Reads:
         self._shared: list[tuple[Plan, strided.Block]] = []
 
     def add(self, plan: Plan) -> None:
-        """What of a plan is no view."""
+        """Adds the tensors of a plan that are not views."""
         for k in plan.of_way(EMPTY):
             self.arrays[plan.names[k]] = self._array(plan, k)
         plain, converted = plan.of_way(READ), plan.of_way(CONVERT)
@@ -64,7 +64,7 @@ class Reads:
             self._read(plan, k, lib.SL_OP_FROM_INT8, channels, Origin(name, plan.shapes[k]))
 
     def _array(self, plan: Plan, k: int) -> Array:
-        """The array of one tensor: the caller's, or a new one."""
+        """The array for one tensor: the caller's, or a new one."""
         return jobs.private_array(plan.shapes[k], plan.dtype(k)) if self._out is None else self._out[plan.names[k]]
 
     def _read(
@@ -75,7 +75,7 @@ class Reads:
         channels: Channels | None = None,
         origin: Origin | None = None,
     ) -> None:
-        """Reads one tensor into an array of its own."""
+        """Adds the job that reads one tensor into an array of its own."""
         array = self.arrays[plan.names[k]] = self._array(plan, k)
         begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
         op = jobs.moving(source, target) if op is None else op
@@ -83,9 +83,10 @@ class Reads:
         self._batch.add(Job(*place, source, target, op, None, channels, origin))
 
     def _place(self, plan: Plan, which: Sequence[int], *, converted: bool) -> None:
-        """Reads into new memory: a tensor's own, or a pool's for small ones, as many of them in a job as may be.
+        """Adds jobs that read tensors into new memory: one array per large tensor, a pool for small ones.
 
-        Those side by side in the file are side by side in the pool, and of one job: copied if all are, or of one dtype.
+        Small tensors that are adjacent in the file are adjacent in the pool and share a job; converted ones only if
+        they have the same dtype.
         """
         if len(which) == 1:
             self._read(plan, which[0])
@@ -107,7 +108,7 @@ class Reads:
                 pool = _Pool([], [], [])
                 at, previous = 0, -1
             if begin != previous or at & mask or (converted and source != kind):
-                # The same address modulo ALIGNMENT as in the file: what is aligned there is aligned here.
+                # The same address modulo ALIGNMENT as in the file: tensors that are aligned there are aligned here.
                 at += -at % jobs.ALIGNMENT if converted or begin & mask else (begin - at) % jobs.ALIGNMENT
                 pool.runs.append([k, begin, end, at])
             else:
@@ -119,7 +120,7 @@ class Reads:
             self._fill(plan, pool, at)
 
     def _fill(self, plan: Plan, pool: _Pool, size: int) -> None:
-        """Adds the jobs that read small tensors into memory that they share, and the arrays over it."""
+        """Adds the jobs that read small tensors into a shared pool, and the arrays over it."""
         memory = jobs.aligned_bytes(size)
         base = jobs.address_of(memory)
         for k, begin, end, at in pool.runs:
@@ -133,7 +134,7 @@ class Reads:
         self.arrays.update(zip([plan.names[k] for k in pool.members], arrays, strict=True))
 
     def run(self, threads: int | None, progress: Progress) -> None:
-        """Reads all of it."""
+        """Reads all tensors added."""
         self._batch.run(threads=threads, progress=progress)
         for plan, block in self._shared:
             block.swap()
@@ -146,9 +147,9 @@ class _Pool(NamedTuple):
     """Small tensors that share memory.
 
     Attributes:
-        members: which of a plan they are.
-        places: where in the memory.
-        runs: first member, first byte in the file, past the last, place in the memory, of what one job brings.
+        members: their positions in the plan.
+        places: their offsets in the memory.
+        runs: for each job: first member, first byte in the file, one past the last byte, offset in the memory.
     """
 
     members: list[int]
@@ -157,7 +158,7 @@ class _Pool(NamedTuple):
 
 
 def _step(source: int, target: int) -> tuple[int, int, int]:
-    """The bits of an address that must be zero for an array; bytes in a file, and those that they become in memory."""
+    """Bits that must be zero in the address of an array; bytes of one block in the file; their size in memory."""
     dtype = dtypes.array_dtype(target)
     if source == target:
         return dtype.alignment - 1, 1, 1
@@ -176,7 +177,7 @@ def over(
     kinds = list(kinds)
     try:
         return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
-    except ValueError:  # once more, to hear of which
+    except ValueError:  # once more, to find out which
         return [array_over(buffer, *one) for one in zip(kinds, shapes, places, strict=True)]
 
 

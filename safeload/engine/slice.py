@@ -1,4 +1,4 @@
-"""Basic indexing of a tensor that is in a file: only the selected elements are read."""
+"""Basic indexing of a tensor in a file: only the selected elements are read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..base.arrays import Array, ArraySpec, array_over, c_strides
 from ..base.file import WeightFile
 from . import jobs
 
-# Rows this close together are read with what lies between them: a page is what the system reads anyway.
+# Rows at most this far apart are read with the gaps between them: the system reads whole pages anyway.
 _DENSE_PITCH = 4096
-# Bytes read at once when rows are read with what lies between them.
+# Bytes read at once when rows are read with the gaps between them.
 _BLOCK = 1 << 20
 
 
@@ -27,7 +27,7 @@ class _Axis(NamedTuple):
 
 
 def as_index(item: Any) -> int | None:
-    """An integer of any kind as int; None for what numpy does not take for one, booleans among them."""
+    """An integer of any type as int; None for values that numpy does not accept as an integer, including booleans."""
     if isinstance(item, (bool, np.bool_)):
         return None
     try:
@@ -37,7 +37,15 @@ def as_index(item: Any) -> int | None:
 
 
 def _axes(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[list[_Axis], tuple[Any, ...]]:
-    """What to read per axis, and the index that makes the asked-for array of what was read."""
+    """The positions to read along each axis, and the index that turns the elements read into the requested array.
+
+    Args:
+        index: the items of a basic index.
+        shape: of the tensor.
+
+    Raises:
+        IndexError: too many indices, an index out of bounds, or not a basic index.
+    """
     given = sum(item is not None and item is not Ellipsis for item in index)
     if given > len(shape):
         raise IndexError(f"too many indices: tensor is {len(shape)}-dimensional, but {given} were indexed")
@@ -71,7 +79,7 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[list[_Axis], 
             after.append(0)
         else:
             raise IndexError(
-                f"{type(item).__name__} is no basic index: a slice takes integers, slices, ... and None; "
+                f"{type(item).__name__} is not a basic index: a slice takes integers, slices, ... and None; "
                 "for anything else load the tensor and index the array"
             )
     return axes, (*after, ...)
@@ -84,8 +92,8 @@ class _Run(NamedTuple):
         at: index of its elements in the result.
         offset: of its first byte in the tensor.
         size: bytes.
-        pitch: 0 when all of them are wanted, in order. Else the bytes are rows this far apart, along the last axis of
-            ``at``, of which the selected elements are taken.
+        pitch: 0 if all of them are selected, in order. Otherwise the bytes are rows this far apart, along the last axis
+            of ``at``, from which the selected elements are copied.
     """
 
     at: tuple[Any, ...]
@@ -95,14 +103,15 @@ class _Run(NamedTuple):
 
 
 def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int) -> Iterator[_Run]:
-    """What to read."""
+    """The reads that cover the selected elements of a tensor in C order."""
     strides = c_strides(shape, itemsize)
 
     def walk(k: int, index: tuple[Any, ...], offset: int) -> Iterator[_Run]:
+        """The reads for the axes from the k-th, at one index of those before it and its byte offset."""
         rest = k
         while rest < len(axes) and axes[rest].length == shape[rest]:
             rest += 1
-        if rest == len(axes):  # all the rest is selected
+        if rest == len(axes):  # the remaining axes are selected completely
             yield _Run(index, offset, strides[k] * shape[k] if k < len(axes) else itemsize, 0)
             return
         axis, stride = axes[k], strides[k]
@@ -129,7 +138,12 @@ def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int) -> Iterator[
 
 
 def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
-    """The selected elements in private memory, read through the descriptor."""
+    """The selected elements in private memory, read through the descriptor.
+
+    Raises:
+        IndexError: see `_axes`.
+        FormatError, OSError: the file ends too early, or cannot be read.
+    """
     layout = file.layout(tensor)
     axes, after = _axes(index, layout.shape)
     origin = jobs.Origin(file.table.names[tensor], layout.shape)
@@ -138,7 +152,7 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
     else:
         result = _read_strided(file, layout, layout.strides, axes, origin)
     if layout.big_endian:
-        result = result.byteswap()  # native_order swaps once more where that is this machine's order
+        result = result.byteswap()  # native_order swaps back if the machine is big-endian
     view: Array = jobs.native_order(result)[after]
     return view if view.flags.c_contiguous else view.copy()
 
@@ -156,7 +170,7 @@ def _read_dense(
     if result.size:
         direct = jobs.Batch()
         for run in _runs(axes, shape, dtype.itemsize):
-            at = (*run.at, ...)  # with the ellipsis an array also where a single element is selected
+            at = (*run.at, ...)  # the ellipsis makes the result an array even if a single element is selected
             target = result[at]
             if run.pitch == 0:
                 direct.add(jobs.Job(file, begin + run.offset, jobs.address_of(target), run.size, origin=origin))
@@ -176,8 +190,8 @@ def _read_strided(
     file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_Axis], origin: jobs.Origin
 ) -> Array:
     """Selected elements of a tensor with strides of its own."""
-    # With its axes in order of their strides it is in C order as a rule: a transposed matrix. Those of a single element
-    # go last; their strides mean nothing.
+    # Sorted by stride, its axes are usually in C order, as those of a transposed matrix are. Axes of length 1 go last:
+    # their strides mean nothing.
     order = sorted(range(len(strides)), key=lambda k: (layout.shape[k] == 1, -strides[k]))
     shape = tuple(layout.shape[k] for k in order)
     wanted = c_strides(shape, layout.dtype.itemsize)
@@ -188,7 +202,7 @@ def _read_strided(
     selected = tuple(axis.length for axis in axes)
     if 0 in selected:
         return np.empty(selected, layout.dtype)
-    # Else from the first byte to the last, with what lies between.
+    # Otherwise read everything from the first selected byte to the last, with the gaps.
     begin = sum(axis.start * stride for axis, stride in zip(axes, strides, strict=True))
     steps = tuple(a.step * stride if a.length > 1 else 0 for a, stride in zip(axes, strides, strict=True))
     reach = sum((axis.length - 1) * step for axis, step in zip(axes, steps, strict=True))

@@ -1,4 +1,4 @@
-"""Tensors as sources of jobs: in an array, or in a file."""
+"""Tensors in arrays or in files as sources of jobs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _F32 = dtypes.BY_CODE["F32"]
 
 
 class Source(NamedTuple):
-    """Where a tensor's values are, in C order and little-endian: in memory or in a file.
+    """Location of a tensor's values, in C order and little-endian: in memory or in a file.
 
-    It holds no descriptor: a list of sources may have more files than a process descriptors.
+    It holds no descriptor: a list of sources may have more files than a process may have descriptors.
 
     Attributes:
         name: for messages; "" for a single array.
         shape: logical shape.
         row: row of the dtype table.
-        offset: in the file, or the address.
+        offset: in the file, or the address in memory.
         file: None for memory.
         owner: keeps memory or file alive.
     """
@@ -41,16 +41,16 @@ class Source(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size of the tensor in bytes."""
         return self.row.nbytes(math.prod(self.shape))
 
     def job(self, memory: int, target: int, *, grid: Grid | None = None) -> Job:
-        """What moves it to an address, as the dtype numbered ``target``."""
+        """The job that copies it to an address, converted to the dtype numbered ``target``."""
         op = jobs.moving(self.row.number, target, grid)
         return self._job(op, memory, target)._replace(grid=grid)
 
     def work(self, op: int, memory: int, *, channels: Channels | None = None) -> Job:
-        """An operation on its values whose result is of no other dtype than the operation's own."""
+        """A job for an operation on its values that takes no target dtype."""
         return self._job(op, memory, self.row.number)._replace(channels=channels)
 
     def _job(self, op: int, memory: int, target: int) -> Job:
@@ -59,10 +59,10 @@ class Source(NamedTuple):
 
 
 def of_reals(name: str, x: Any, threads: int | None) -> Source:
-    """An array of real numbers as a source: as it is where the core reads its dtype, else as float32.
+    """An array of real numbers as a source: unchanged if the core reads its dtype, else as float32.
 
     Raises:
-        TypeError: no real numbers.
+        TypeError: the array does not hold real numbers.
     """
     array = as_array(x, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
@@ -75,7 +75,7 @@ def of_reals(name: str, x: Any, threads: int | None) -> Source:
 
 
 def of_numbers(name: str, array: Array, row: dtypes.Dtype, threads: int | None) -> Source:
-    """An array as it is; a copy where it is not C-contiguous or not in the machine's byte order."""
+    """An array as a source; copied if it is not C-contiguous or not in the machine's byte order."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if not array.flags.c_contiguous:
@@ -85,15 +85,15 @@ def of_numbers(name: str, array: Array, row: dtypes.Dtype, threads: int | None) 
 
 
 def of_array(name: str, value: Any) -> Source:
-    """An array of any dtype that weights have.
+    """An array of any dtype of weight files as a source.
 
     Raises:
-        TypeError: it has another.
+        TypeError: the array has another dtype.
     """
     array = as_array(value, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
     if row is None or row.packed:
-        raise TypeError(f"{subject(name)}{array.dtype} is no dtype of weights")
+        raise TypeError(f"{subject(name)}{array.dtype} is not a dtype of weight files")
     if row.floating:
         return of_reals(name, array, None)
     kept = np.ascontiguousarray(jobs.native_order(array))
@@ -101,5 +101,5 @@ def of_array(name: str, value: Any) -> Source:
 
 
 def address(array: Array) -> int:
-    """Address of a contiguous array's first element, 0 where there is none."""
+    """Address of a contiguous array's first element, 0 for an empty array."""
     return jobs.address_of(array) if array.size else 0

@@ -1,4 +1,4 @@
-"""Bytes and values of tensors piece by piece, on several threads, in bounded memory, never through a mapping."""
+"""Reads bytes and values of tensors in pieces: on several threads, in bounded memory, never through a mapping."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .progress import Progress, bar
 from .source import Source
 from .threads import thread_count
 
-# Bytes read at a time by each thread: far more than what starting a read costs, little beside any machine's memory.
+# Bytes read at a time by each thread: enough to amortize the cost of a read, little compared with any machine's memory.
 PIECE = 4 << 20
-# Likewise of float64 values that are worked on several times: they stay in a core's cache.
+# Bytes of float64 values that are processed at a time, several times over: they stay in a core's cache.
 VALUES = 1 << 20
 
 Item = TypeVar("Item")
@@ -33,13 +33,13 @@ def in_order(
 ) -> Iterator[Result]:
     """Results of a function that releases the GIL, called on several threads, in the order of its arguments.
 
-    No more than a few calls are ahead of what was taken, and none outlives this generator.
+    Only a few calls run ahead of the consumer, and none outlives this generator.
 
     Args:
         function: called in any thread.
         items: its arguments.
-        threads: None for what helps with so many bytes.
-        nbytes: what is read in all.
+        threads: None: chosen automatically from ``nbytes``.
+        nbytes: bytes that all calls together read.
     """
     count = thread_count(nbytes, threads)
     if count == 1:
@@ -70,7 +70,7 @@ class Meter:
     """
 
     def __init__(self, progress: Progress, total: int) -> None:
-        # The bar goes when all is done, or with the meter where that does not come.
+        # The bar is closed when all bytes are done, or with the meter if that never happens.
         self._bar = None if callable(progress) or not progress else bar("safeload", leave=True)
         self._report = progress if callable(progress) else None if self._bar is None else self._bar.__enter__()
         self._total = total
@@ -78,7 +78,7 @@ class Meter:
         self._lock = Lock()
 
     def add(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Adds to the number of bytes done."""
         with self._lock:
             if self._report is not None:
                 self._done += nbytes
@@ -92,8 +92,8 @@ def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = N
     """The bytes [begin, end) of a file, in pieces; each is overwritten by the next.
 
     Raises:
-        FormatError: the file ends before.
-        OSError: it cannot be read.
+        FormatError: the file ends too early.
+        OSError: the file cannot be read.
     """
     memory = np.empty(min(PIECE, max(1, end - begin)), np.uint8) if buffer is None else buffer
     for at in range(begin, end, PIECE):
@@ -129,9 +129,9 @@ def values(source: Source, begin: int, count: int) -> Array:
     """Elements of a tensor in C order, as float64; bool as 0 and 1.
 
     Args:
-        source: of real numbers, not packed.
-        begin: the first.
-        count: how many.
+        source: a tensor of real numbers, not packed.
+        begin: the first element.
+        count: number of elements.
 
     Raises:
         FormatError, OSError: see `file_pieces`.
@@ -150,7 +150,7 @@ def values(source: Source, begin: int, count: int) -> Array:
 
 
 def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of pieces of a tensor whose float64 values fill `VALUES`."""
+    """First element and number of elements of each piece of a tensor; as float64 a piece has at most `VALUES` bytes."""
     total, step = math.prod(shape), VALUES // 8
     for begin in range(0, total, step):
         yield begin, min(step, total - begin)

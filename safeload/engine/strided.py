@@ -1,4 +1,4 @@
-"""Tensors that are not simply their bytes: with strides, in big-endian order, or sharing bytes with others."""
+"""Reads tensors that are non-contiguous, big-endian or share bytes with others."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .jobs import Batch, Job
 
 
 class Block:
-    """Bytes that are read once, for one tensor or for several that share them.
+    """A byte range that is read once, for one tensor or for several that share it.
 
     Args:
-        file: where they are.
+        file: the file to read.
         begin: first byte.
-        end: past the last.
-        members: the tensors, by a number of the caller's.
+        end: one past the last byte.
+        members: the tensors, by a key that the caller chooses.
 
     Attributes:
-        members: likewise.
+        members: the tensors, by the caller's keys.
     """
 
     def __init__(self, file: WeightFile, begin: int, end: int, members: dict[int, ArraySpec]) -> None:
@@ -36,10 +36,10 @@ class Block:
         self._memory: Array = np.empty(0, np.uint8)
 
     def read(self, batch: Batch) -> None:
-        """Adds the job that reads it, into memory in which every member is aligned.
+        """Adds the job that reads the range into memory in which every member is aligned.
 
-        The one of the largest elements decides: the others lie whole elements away from it or are of smaller ones, as
-        all of them start whole elements from the start of one storage.
+        The member with the largest elements determines the alignment. Each member starts a whole number of its own
+        elements after the start of one storage, so that those with elements of equal or smaller size are aligned too.
         """
         size = self._end - self._begin
         largest = max(self.members.values(), key=lambda spec: dtypes.TABLE[spec.source].bits)
@@ -49,12 +49,12 @@ class Block:
         batch.add(Job(self._file, self._begin, jobs.address_of(self._memory), size))
 
     def swap(self) -> None:
-        """Swaps the bytes of what has been read where they are in another order than this machine's."""
+        """Swaps bytes after reading if their order is not this machine's."""
         if self._swap > 1:
             self._memory.view(f"u{self._swap}").byteswap(inplace=True)
 
     def finish(self, spec: ArraySpec, given: Array | None, threads: int | None) -> Array:
-        """One member of a block that has been read: as a view, or converted, or copied to where it is wanted."""
+        """The array of one member after the block has been read: a view, a converted array, or ``given``, filled."""
         offset = spec.begin - self._begin
         if spec.source != spec.target and spec.strides is None:
             array = jobs.private_array(spec.shape, spec.dtype) if given is None else given
@@ -73,18 +73,18 @@ class Block:
 
 
 def plan(file: WeightFile, specs: Mapping[int, ArraySpec], batch: Batch) -> tuple[list[int], list[Block]]:
-    """Cuts tensors of one file into blocks, and adds what reads them.
+    """Groups tensors of one file into blocks, and adds the jobs that read them.
 
-    What is not converted and shares bytes with others shares memory with them, and keeps its strides; everything else
-    is C-contiguous and alone.
+    Tensors that share bytes share memory and keep their strides, unless they are converted. All others become
+    C-contiguous arrays of their own.
 
     Args:
-        file: where they are.
-        specs: tensors that are not empty, by a number of the caller's.
+        file: the file that holds them.
+        specs: tensors that are not empty, by a key that the caller chooses.
         batch: gets a job for each block.
 
     Returns:
-        The tensors that are simply their bytes after all, as nothing shares them, and the blocks of the others.
+        Keys of tensors that turn out to be contiguous, little-endian and without aliases, and blocks of the others.
     """
     groups: list[list[int]] = []
     swap, reach = 0, -1
@@ -111,5 +111,5 @@ def _is_plain(layout: ArraySpec) -> bool:
 
 
 def _swap(layout: ArraySpec) -> int:
-    """Size of the numbers whose bytes are to be swapped."""
+    """Size of the numbers whose bytes must be swapped; 1 if none."""
     return dtypes.TABLE[layout.source].swap if foreign_order(layout.big_endian) else 1

@@ -1,4 +1,4 @@
-"""How many threads work: what is asked for, else what the machine and its limits allow."""
+"""The number of threads: as requested, else chosen from the size of the job, the processors and their quota."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import cache
 
 from ..base.text import show
 
-# More threads than this saturate no memory system or disk any further.
+# Most threads that are chosen automatically: this many saturate any memory system or disk.
 MAX_THREADS = 16
-# What can be asked for: the core starts as many, whatever the machine has.
+# Most threads that can be requested: the core starts the requested number, whatever the machine has.
 MOST_THREADS = 4096
-# A thread for less than this costs more to start than it saves.
+# A thread for fewer bytes than this costs more to start than it saves.
 BYTES_PER_THREAD = 4 << 20
 
 
 def _cgroup_cpus() -> float:
     """CPU quota of this process's cgroup, infinity without one.
 
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, file cpu.max; before it cpu.cfs_quota_us.
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, file cpu.max; in cgroup v1 cpu.cfs_quota_us.
     """
     root = "/sys/fs/cgroup"
 
@@ -41,13 +41,13 @@ def _cgroup_cpus() -> float:
 
 @cache
 def available_cpus() -> int:
-    """CPUs that this process may use, at least 1: its affinity, within its cgroup's quota."""
+    """CPUs that this process may use, at least 1: those of its affinity, limited by its cgroup's quota."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cpus, _cgroup_cpus())))
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuses what is no number of threads: TypeError where it is no integer, ValueError below 1 or far too many."""
+    """Refuses invalid numbers of threads: TypeError if not an integer, ValueError if below 1 or too many."""
     if threads is None:
         return
     number = operator.index(threads)
@@ -58,14 +58,14 @@ def check_threads(threads: int | None) -> None:
 
 
 def thread_count(nbytes: int, threads: int | None) -> int:
-    """Threads for a job of so many bytes: what is asked for, else ``SAFELOAD_NUM_THREADS``, else what helps."""
+    """Threads for a job of ``nbytes``: as requested, else ``SAFELOAD_NUM_THREADS``, else chosen automatically."""
     check_threads(threads)
     if threads is not None:
         return operator.index(threads)
     setting = os.environ.get("SAFELOAD_NUM_THREADS")
     if not setting:
         return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
-    # No more digits than the limit has: int() would refuse thousands of them in its own words.
+    # The length is checked first: int() refuses thousands of digits with an error message of its own.
     if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
         raise ValueError(f"SAFELOAD_NUM_THREADS is {show(setting)}, but a number from 1 to {MOST_THREADS:,} is wanted")
     return int(setting)

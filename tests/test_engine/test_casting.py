@@ -131,9 +131,9 @@ def test_out_that_does_not_fit_is_refused(out):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(TypeError, match="is none of"):
+    with pytest.raises(TypeError, match="unknown dtype 'float99', expected one of"):
         astype(np.ones(3), "float99")
-    with pytest.raises(TypeError, match="is none of"):
+    with pytest.raises(TypeError, match="unknown dtype"):
         astype(np.ones(3), np.complex128)
     with pytest.raises(ValueError, match="threads"):
         astype(np.ones(3), "F32", threads=0)

@@ -153,12 +153,12 @@ def test_packed_tensors_are_decoded(code, name, bits_each, count, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["int8", "bool", "C64", "F4", "float8_e8m0fnu", "F8_E4M3FNUZ"])
 def test_a_dtype_that_nothing_is_loaded_as_is_refused(path, dtype):
-    with pytest.raises(UnsupportedError, match="able are float64"):
+    with pytest.raises(UnsupportedError, match=r"cannot load as .*; supported: float64, float32, bfloat16"):
         load_file(path, dtype=dtype)
 
 
 def test_no_dtype_at_all_is_a_type_error(path):
-    with pytest.raises(TypeError, match="'nonsense' is none of"):
+    with pytest.raises(TypeError, match="unknown dtype 'nonsense', expected one of"):
         load_file(path, dtype="nonsense")
 
 
@@ -178,7 +178,7 @@ def test_out_is_filled(path, dtype):
 def misfits(path):
     good = load_file(path)
     bf16 = good["bf16"]
-    yield {**good, "more": np.zeros(1)}, ValueError, "'more' is no tensor"
+    yield {**good, "more": np.zeros(1)}, ValueError, "'more' is not a tensor"
     yield {name: array for name, array in good.items() if name != "f16"}, ValueError, "no array for tensor 'f16'"
     yield (
         {**good, "bf16": bf16.astype(np.float32)},
