@@ -137,7 +137,7 @@ def test_check_with_options(folder, capsys):
     assert run(capsys, "check", "good.safetensors", "--parameters", "10")[0] == 0
     status, out, _ = run(capsys, "check", "good.safetensors", "--parameters", "11")
     assert status == 1
-    assert "10 parameters, expected are 11" in out
+    assert "10 parameters, expected 11" in out
     for wrong in (["--schema", "lama"], ["--range", "2", "1"], ["--range", "x", "1"], ["--threads", "0"]):
         status, out, err = run(capsys, "check", "good.safetensors", *wrong)
         assert (status, out) == (2, "")
