@@ -97,6 +97,7 @@ def _as_json(opened: Checkpoint) -> dict[str, Any]:
 
 
 def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
+    """The lines of the listing: files, notes, metadata, globals of a pickle, totals per dtype, tensors."""
     columns = width()
     infos = list(opened.tensors.values())
     file_bytes = sum(os.path.getsize(path) for path in opened.files)

@@ -277,6 +277,11 @@ def parse(content: Mapping[str, Any], path: str | None = None) -> Schema:
 
 
 def _entry(name: str, entry: Any, path: str | None) -> Entry:
+    """Makes an entry from its JSON.
+
+    Raises:
+        FormatError: it is not an entry of a schema; the message says what is wrong.
+    """
     if not isinstance(entry, Mapping) or entry.keys() - _ENTRY_FIELDS or "shape" not in entry:
         fields = ", ".join(sorted(_ENTRY_FIELDS))
         raise FormatError(f"schema: {show(name)} must be an object with shape, and no fields other than {fields}", path)

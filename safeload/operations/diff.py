@@ -279,6 +279,7 @@ def _compare(
 
 
 def _sum_up(x: Array, y: Array, begin: int) -> _Sums:
+    """Partial sums over the elements of one piece; ``begin`` is the index of its first element."""
     nonfinite, finite = 0, x.size
     with np.errstate(invalid="ignore", over="ignore"):
         norm_a, norm_b = _dot(x, x), _dot(y, y)

@@ -100,7 +100,7 @@ class Limits(NamedTuple):
         if isinstance(given, Mapping):
             unknown = sorted(set(given) - set(cls._fields))
             if unknown:
-                raise ValueError(f"limits: unknown {show(unknown[0])}; known are {', '.join(cls._fields)}")
+                raise ValueError(f"limits: unknown {show(unknown[0])}, expected one of {', '.join(cls._fields)}")
             limits = cls(**given)
         elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
             limits = cls(*given)

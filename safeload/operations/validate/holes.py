@@ -73,7 +73,7 @@ def check_tails(
         where = f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
         weighty = any(role(name) not in ("bias", "buffer") and not _MAY_BE_ZERO.fullmatch(name) for name in tail.whole)
         size = tail.end - tail.begin
-        message = f"{where}{_told(tail)}; was the download finished?"
+        message = f"{where}{_description(tail)}; was the download finished?"
         if tail.hole:
             small = not tail.whole and tail.hole < _HOLE_AT_LEAST and tail.hole * _HOLE_OF_FILE < file.size
             yield (warning if small else error)("file.hole", None, message), tail.whole
@@ -81,7 +81,8 @@ def check_tails(
             yield error("file.hole", None, message), tail.whole
 
 
-def _told(tail: Tail) -> str:
+def _description(tail: Tail) -> str:
+    """Describes a tail in the message of its finding."""
     size = tail.end - tail.begin
     what = f"{plural(size, 'byte')} to the end of the file {'is' if size == 1 else 'are'} zero"
     if tail.hole:
