@@ -1,6 +1,6 @@
 """The command line: ``safeload COMMAND``, also ``python -m safeload``.
 
-Exit status 0: good; 1: the file is bad or cannot be read; 2: wrong usage.
+Exit status 0: success; 1: the file is bad or cannot be read; 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _EPILOG = """examples:
   safeload convert model.pth model.safetensors
   safeload diff model.pth model.safetensors
 
-`safeload COMMAND --help` has more of them."""
+`safeload COMMAND --help` shows more."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="safeload",
-        description="Look into model weight files, check and compare them, convert them.",
+        description="Inspect, check, compare and convert model weight files.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,10 +44,10 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Gives stdout and stderr a place where they have none: in daemons, under pythonw, after ``>&-``.
+    """Replaces a missing stdout or stderr by the null device: in daemons, under pythonw, after ``>&-``.
 
-    Else `print` to a missing stderr goes to stdout, and the next file that is opened gets the number that everybody
-    takes for stdout's.
+    Otherwise `print` to a missing stderr goes to stdout, and the next file that is opened gets the descriptor that is
+    treated as stdout.
     """
     with ExitStack() as stack:
         for name in ("stdout", "stderr"):
@@ -68,21 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names are in any script, terminals are not
+        if isinstance(stream, io.TextIOWrapper):  # names may contain characters that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
     try:
         status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would report the pipe once more when it flushes at exit.
+        # The reader (head, less) has closed the pipe. Python would report it again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return 130  # as a shell reports death by SIGINT
+        return 130  # the exit status of a shell for SIGINT
     except (SafeloadError, OSError, MemoryError) as error:
         print(f"safeload: {printable(one_line(error))}", file=sys.stderr)
         return 1
-    except (ValueError, TypeError) as error:  # wrong arguments; what is wrong with a file is a SafeloadError
+    except (ValueError, TypeError) as error:  # wrong arguments; faults of files are SafeloadError
         print(f"safeload: {printable(str(error))}", file=sys.stderr)
         return 2
     return status

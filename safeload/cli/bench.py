@@ -1,4 +1,4 @@
-"""``safeload bench``: this file on this machine, ours beside what else is installed."""
+"""``safeload bench``: times a file on this machine, with safeload and with other installed libraries."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _EPILOG = f"""examples:
   safeload bench Llama-3.2-1B/ --rounds 9
   safeload bench model.pth --json
 
-Times are medians; every round runs all sides in an order of its own, from a warm page cache.
+Times are medians. Every round runs all libraries in random order, with a warm page cache.
 
 {STATUS}"""
 
 Side = Callable[[], Any]
 
-# The side that is never left out.
+# The side that must never fail.
 OURS = "safeload"
 
 
@@ -37,13 +37,13 @@ def register(commands: Any) -> None:
     parser = add_command(
         commands,
         "bench",
-        help="how fast it loads here",
-        description="Times opening, loading and converting a file with safeload and with what else is installed that "
-        "reads it: safetensors.numpy, torch, gguf, numpy.",
+        help="measure loading times on this machine",
+        description="Times opening, loading and converting a file with safeload and with other installed libraries "
+        "that read it: safetensors.numpy, torch, gguf, numpy.",
         epilog=_EPILOG,
     )
     add_path(parser)
-    parser.add_argument("--rounds", metavar="N", type=positive, default=5, help="how many times; 5 by default")
+    parser.add_argument("--rounds", metavar="N", type=positive, default=5, help="number of rounds; 5 by default")
     add_opening(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _jobs(options: argparse.Namespace, files: list[str], format: str, *, floating: bool) -> dict[str, dict[str, Side]]:
-    """Job to sides, ours first."""
+    """The jobs to time: name to sides, safeload first."""
 
     def opened(action: Callable[[Checkpoint], Any]) -> Side:
         def side() -> Any:
@@ -123,7 +123,7 @@ def _jobs(options: argparse.Namespace, files: list[str], format: str, *, floatin
 
 
 def _reads(action: Side) -> bool:
-    """Whether another library reads the file at all: safetensors.numpy has no float8, for one."""
+    """Whether another library can read the file: safetensors.numpy lacks float8, for example."""
     try:
         action()
     except Exception:  # whatever it raises
@@ -154,7 +154,7 @@ def _lister(files: list[str], format: str) -> tuple[str, Side] | None:
 
 
 def _peers(files: list[str], format: str) -> dict[str, Side]:
-    """Another library that loads all tensors of these files as numpy arrays, or as near as it gets."""
+    """Another library that loads all tensors of these files, as numpy arrays if it can."""
     peer = BY_NAME[format].peer
     try:
         load = None if peer is None else _PEERS[peer]()
@@ -173,7 +173,7 @@ def _peers(files: list[str], format: str) -> dict[str, Side]:
 
 
 def _safetensors() -> Callable[[str], Any]:
-    import ml_dtypes  # noqa: F401 - safetensors.numpy finds bfloat16 only so
+    import ml_dtypes  # noqa: F401 - registers bfloat16 for safetensors.numpy
     from safetensors.numpy import load_file
 
     return load_file
@@ -230,7 +230,7 @@ def _warm(files: list[str]) -> None:
 
 
 def _race(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side, by round; one more before them is not timed, and leaves out peers that cannot read it."""
+    """Seconds of each side by round. An untimed first round drops peers that cannot read the file."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
     shuffle = random.Random(rounds).shuffle
     for turn in range(rounds + 1):
@@ -241,7 +241,7 @@ def _race(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
             started = time.perf_counter()
             try:
                 result = sides[name]()
-            except Exception:  # whatever another library raises for a dtype or a format that it does not know
+            except Exception:  # another library may raise anything for an unsupported dtype or format
                 if name == OURS or turn:
                     raise
                 del taken[name]

@@ -1,4 +1,4 @@
-"""``safeload check``: whether a file or a folder is sound."""
+"""``safeload check``: validates a file or a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EPILOG = f"""examples:
   safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
   safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors
 
-{STATUS} With --strict warnings count as errors."""
+{STATUS} With --strict, warnings count as errors."""
 
 
 def register(commands: Any) -> None:
@@ -28,34 +28,38 @@ def register(commands: Any) -> None:
     parser = add_command(
         commands,
         "check",
-        help="is it sound",
-        description="Looks for what may be wrong with weights: files that break their format, missing shards, "
-        "downloads that stopped, CRC-32 of zip entries; NaN and infinity; names and shapes against config.json; holes "
-        "in the layers; scales of quantized tensors. Warns of values out of range, matrices of a single value, mixed "
-        "dtypes. Says what was not checked.",
+        help="check weights for faults",
+        description="Checks weights for faults: files that violate their format, missing shards, incomplete downloads, "
+        "wrong CRC-32 of zip entries; NaN and infinity; names and shapes that differ from config.json; holes in the "
+        "layers; bad scales of quantized tensors. Warns of values out of range, matrices of a single value, mixed "
+        "dtypes. Reports what was not checked.",
         epilog=_EPILOG,
     )
     add_path(parser)
-    parser.add_argument("--config", metavar="FILE", help="a config.json to go by, instead of the folder's own")
+    parser.add_argument("--config", metavar="FILE", help="use this config.json instead of the folder's own")
     parser.add_argument(
         "--schema",
         metavar="NAME",
         default="auto",
-        help='what tensors to expect: "auto" (by the config), "none", the name of an architecture, or a JSON file',
+        help='the expected tensors: "auto" (by the config), "none", the name of a schema, or a JSON file',
     )
     parser.add_argument(
         "--range",
         metavar=("LOW", "HIGH"),
         nargs=2,
         type=float,
-        help="warn of values outside; by default of -128 to 128, of norms -4096 to 4096",
+        help="warn of values outside this range; -128 to 128 by default, -4096 to 4096 for norms",
     )
-    parser.add_argument("--parameters", metavar="N", type=int, help="how many elements all tensors must have together")
+    parser.add_argument("--parameters", metavar="N", type=int, help="expected total number of elements of all tensors")
     scale = parser.add_mutually_exclusive_group()
-    scale.add_argument("--scale", metavar="X", type=float, help="what the scale of int8 tensors must be")
-    scale.add_argument("--absmax", metavar="X", type=float, help="what int8 tensors were made from: scale is X / 127")
-    parser.add_argument("--structure", action="store_true", help="read no values: files, names, shapes and sizes only")
-    parser.add_argument("--strict", action="store_true", help="warnings count as errors")
+    scale.add_argument("--scale", metavar="X", type=float, help="expected scale of int8 tensors")
+    scale.add_argument(
+        "--absmax", metavar="X", type=float, help="expected absmax of int8 tensors: their scale is X / 127"
+    )
+    parser.add_argument(
+        "--structure", action="store_true", help="check only files, names, shapes and sizes; read no values"
+    )
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     manifest = parser.add_mutually_exclusive_group()
     manifest.add_argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file")
     manifest.add_argument("--write-manifest", metavar="FILE", help="write the SHA-256 of each tensor to this file")
@@ -66,8 +70,8 @@ def register(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what is wrong with ``options.path``; returns the exit status."""
-    # Only here: they take milliseconds that other commands would pay.
+    """Prints the findings about ``options.path``; returns the exit status."""
+    # Imported here: they would add milliseconds to the other commands.
     from ..operations.validate.findings import error
     from ..operations.validate.run import settings, validate_path
 

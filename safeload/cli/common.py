@@ -1,4 +1,4 @@
-"""What commands share: arguments, colours, progress bars."""
+"""Shared parts of the commands: arguments, colours, progress bars."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..checkpoint import Checkpoint
 from ..engine import progress
 from ..engine.progress import Report
 
-STATUS = "Exit status: 0 good, 1 the file is bad or cannot be read, 2 wrong usage."
+STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
 
 _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": "2"}
 
 
 def add_command(commands: Any, name: str, *, help: str, description: str, epilog: str) -> Any:
-    """A subcommand's parser; ``epilog`` begins with its examples."""
+    """Adds the parser of a subcommand; ``epilog`` begins with its examples."""
     return commands.add_parser(
         name,
         help=help,
@@ -33,39 +33,43 @@ def add_command(commands: Any, name: str, *, help: str, description: str, epilog
 
 
 def _wrapped(paragraph: str) -> str:
-    """A paragraph of prose in as many columns as there are; examples stay as they are."""
+    """A paragraph of prose, wrapped to the width of the terminal; examples are left unchanged."""
     return paragraph if paragraph.startswith("examples:") else textwrap.fill(paragraph, width())
 
 
 def add_path(parser: Any, name: str = "path") -> None:
-    """Adds PATH and how a torch checkpoint is opened."""
+    """Adds the path of a checkpoint."""
     parser.add_argument(name, metavar=name.upper(), help="a weight file, a folder of them or an index.json")
 
 
 def add_opening(parser: Any) -> None:
-    """Adds how a torch checkpoint is opened."""
-    parser.add_argument("--root", metavar="NAME", help="only the tensors in this nested dict of a torch checkpoint")
+    """Adds the options for opening a torch checkpoint."""
+    parser.add_argument(
+        "--root", metavar="NAME", help="take only the tensors in this nested dict of a torch checkpoint"
+    )
     parser.add_argument(
         "--unknown-globals",
         choices=("refuse", "inert"),
         default="refuse",
-        help="a torch checkpoint that names classes or functions off the list of harmless ones: refuse it (default), "
-        "or keep them as inert placeholders and take the tensors around them",
+        help="what to do with a torch checkpoint that names classes or functions off the list of harmless ones: "
+        "refuse it (default), or replace them by inert placeholders and read the tensors around them",
     )
 
 
 def add_threads(parser: Any) -> None:
     """Adds --threads."""
-    parser.add_argument("--threads", metavar="N", type=positive, help="threads that read; as many as help by default")
+    parser.add_argument(
+        "--threads", metavar="N", type=positive, help="number of threads; chosen automatically by default"
+    )
 
 
 def add_json(parser: Any) -> None:
     """Adds --json."""
-    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
 def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
+    """Parses an integer of at least 1, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
@@ -73,7 +77,7 @@ def positive(text: str) -> int:
 
 
 def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
-    """Opens a checkpoint as `add_opening` says."""
+    """Opens a checkpoint with the options of `add_opening`."""
     return checkpoint.open(path, root=options.root, unknown_globals=options.unknown_globals)
 
 
@@ -81,9 +85,9 @@ def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
 
 
 def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
-    """A function of a text and what it is: "error", "warning", "good", "head" or "dim".
+    """A function that colours a text by its kind: "error", "warning", "good", "head" or "dim".
 
-    It colours on a terminal, unless NO_COLOR is set (https://no-color.org) or TERM is "dumb".
+    It colours only on a terminal, unless NO_COLOR is set (https://no-color.org) or TERM is "dumb".
     """
     stream = sys.stdout if stream is None else stream
     if (
@@ -102,7 +106,7 @@ def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
 
 @contextmanager
 def bar(label: str) -> Iterator[Report | None]:
-    """A progress bar while stderr is a terminal, else none: what commands write into files is to be the same."""
+    """A progress bar if stderr is a terminal, else none, so that redirected output is reproducible."""
     if not progress.on_terminal():
         yield None
         return

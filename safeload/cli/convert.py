@@ -1,4 +1,4 @@
-"""``safeload convert``: another format, dtype or layout."""
+"""``safeload convert``: writes another format, dtype or layout."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _EPILOG = """examples:
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
 
-Names stay as they are: this is no converter between model architectures.
+Names are unchanged: this does not convert between model architectures.
 
-Exit status: 0 good, 1 a file is bad or cannot be read or written, 2 wrong usage."""
+Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""
 
 
 def register(commands: Any) -> None:
@@ -36,21 +36,21 @@ def register(commands: Any) -> None:
         commands,
         "convert",
         help="write another format, dtype or layout",
-        description="Writes the tensors and the metadata of files or folders in another format, with the memory of one "
-        f"tensor. The destination's suffix says which: {', '.join(SUFFIXES)}.",
+        description="Writes the tensors and metadata of files or folders in another format, in the memory of one "
+        f"tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
         epilog=_EPILOG,
     )
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")
     parser.add_argument("destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size")
-    parser.add_argument("--dtype", help='what floating tensors become: "float32", "BF16", ...')
-    parser.add_argument("--quantize", metavar="SCHEME", help=f"{', '.join(SCHEMES)} for the matrices")
+    parser.add_argument("--dtype", help='dtype for floating tensors: "float32", "BF16", ...')
+    parser.add_argument("--quantize", metavar="SCHEME", help=f"scheme for the matrices: {', '.join(SCHEMES)}")
     parser.add_argument("--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file")
-    parser.add_argument("--name", metavar="TENSOR", action="append", help="only this tensor; may be given often")
-    parser.add_argument("--max-shard-size", metavar="SIZE", help='shards of at most so many bytes: "500MB", "5GB"')
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--name", metavar="TENSOR", action="append", help="convert only this tensor; may be repeated")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help='write shards of at most this size: "500MB", "5GB"')
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
     add_opening(parser)
     add_threads(parser)
-    parser.add_argument("--json", action="store_true", help="what was written as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print a summary as one JSON object")
     parser.set_defaults(run=run)
 
 

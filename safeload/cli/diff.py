@@ -1,4 +1,4 @@
-"""``safeload diff``: how two checkpoints differ."""
+"""``safeload diff``: compares two checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..base.text import width
 from .common import add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
 
-# Rows of each list; --all shows every one.
+# Most rows of each list; --all shows every one.
 _ROWS = 40
 
 _EPILOG = """examples:
@@ -17,7 +17,7 @@ _EPILOG = """examples:
   safeload diff Llama-3.2-1B/ llama-q4_0.gguf
   safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close
 
-Exit status: 0 the same (with --tolerance: names, shapes and values within it), 1 they differ or one is bad,
+Exit status: 0 equal (with --tolerance: equal names and shapes, and values within it), 1 they differ or one is bad,
 2 wrong usage."""
 
 
@@ -26,18 +26,18 @@ def register(commands: Any) -> None:
     parser = add_command(
         commands,
         "diff",
-        help="how two of them differ",
-        description="Tensors that only one of two checkpoints has, other shapes and dtypes, and for each tensor in "
-        "both the largest and the RMS difference and the cosine. Formats and dtypes may differ; quantized tensors are "
-        "compared as the values that they restore to.",
+        help="compare two checkpoints",
+        description="Lists tensors that only one of two checkpoints has, and different shapes and dtypes. For each "
+        "tensor in both it shows the largest and the RMS difference and the cosine. Formats and dtypes may differ; "
+        "quantized tensors are dequantized before they are compared.",
         epilog=_EPILOG,
     )
     add_path(parser, "a")
     add_path(parser, "b")
     parser.add_argument(
-        "--tolerance", metavar="X", type=float, help="differences up to this are none, dtypes may differ"
+        "--tolerance", metavar="X", type=float, help="ignore differences up to this, and different dtypes"
     )
-    parser.add_argument("--all", action="store_true", help=f"every row, also when a list has more than {_ROWS}")
+    parser.add_argument("--all", action="store_true", help=f"show every row, even if a list has more than {_ROWS}")
     add_opening(parser)
     add_threads(parser)
     add_json(parser)
@@ -45,8 +45,8 @@ def register(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints how ``options.a`` and ``options.b`` differ; returns the exit status."""
-    from ..operations.diff import diff  # only here: it takes milliseconds that other commands would pay
+    """Prints the differences between ``options.a`` and ``options.b``; returns the exit status."""
+    from ..operations.diff import diff  # imported here: it would add milliseconds to other commands
 
     with open_path(options.a, options) as a, open_path(options.b, options) as b, bar("diff") as progress:
         report = diff(a, b, threads=options.threads, progress=progress)

@@ -1,4 +1,4 @@
-"""``safeload info``: what is in a file or a folder."""
+"""``safeload info``: lists the content of a file or a folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .common import STATUS, add_command, add_json, add_opening, add_path, open_p
 
 # With more tensors than this the table shows the first ones; --all shows every row.
 _ROWS = 100
-# Of a list in the metadata, such as a vocabulary, so many values are shown; --json has all.
+# Most values of a list in the metadata, such as a vocabulary, that are shown; --json has all.
 _ITEMS = 8
 
-# How the lines begin that say what those below them are.
+# Beginnings of the lines that are headings.
 _HEADS = ("metadata", "globals that", "dtype  ", "tensor  ")
 
 _EPILOG = f"""examples:
@@ -37,21 +37,21 @@ def register(commands: Any) -> None:
     parser = add_command(
         commands,
         "info",
-        help="what is in it",
+        help="list tensors and metadata",
         description="Lists the tensors of a weight file, a folder or an index.json without reading them: name, dtype, "
-        "shape and size, totals per dtype, metadata; of a torch checkpoint also the classes and functions that its "
+        "shape and size, totals per dtype, metadata; for a torch checkpoint also the classes and functions that its "
         "pickle names, none of which is imported or called.",
         epilog=_EPILOG,
     )
     add_path(parser)
-    parser.add_argument("--all", action="store_true", help=f"every tensor, also when there are more than {_ROWS}")
+    parser.add_argument("--all", action="store_true", help=f"show every tensor, even if there are more than {_ROWS}")
     add_opening(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what is in ``options.path``; returns the exit status."""
+    """Prints the content of ``options.path``; returns the exit status."""
     with open_path(options.path, options) as opened:
         if options.json:
             print(json.dumps(_as_json(opened), indent=1))
@@ -97,6 +97,7 @@ def _as_json(opened: Checkpoint) -> dict[str, Any]:
 
 
 def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
+    """The lines of the listing: files, notes, metadata, globals of a pickle, totals per dtype, tensors."""
     columns = width()
     infos = list(opened.tensors.values())
     file_bytes = sum(os.path.getsize(path) for path in opened.files)
@@ -135,7 +136,7 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
 
 
 def _brief(value: Any) -> str:
-    """A value of the metadata, of a long list its beginning."""
+    """A value of the metadata; only the beginning of a long list."""
     if isinstance(value, str):
         return value
     if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:

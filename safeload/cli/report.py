@@ -1,4 +1,4 @@
-"""``safeload report``: a page with pictures of what is in a file."""
+"""``safeload report``: an HTML page with plots of the content of a file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..checkpoint import Checkpoint
 from ..engine.atomic_file import write_text
 from ..operations.quantize import SchemeName
 from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path
-from .report_page import facts, findings, folded, page, picture, section, table
+from .report_page import collapsible, facts, findings, page, picture, section, table
 
 _EPILOG = f"""examples:
   safeload report model.safetensors -o report.html
   safeload report Llama-3.2-1B/ --quantize q4_0 -o llama.html
 
-{STATUS} The page is written for a bad file too. Needs matplotlib: pip install 'safeload[report]'."""
+{STATUS} The page is also written for a bad file. Needs matplotlib: pip install 'safeload[report]'."""
 
-_HISTOGRAMS = "The darker, the more of a kind's values are of this size. Without zeros and what is not finite."
+_HISTOGRAMS = "Darker cells hold more values of a kind. Zeros and values that are not finite are left out."
 
-# Rows of a table on the page; browsers are slow with more.
+# Most rows of a table on the page; browsers are slow with more.
 _ROWS = 5000
 
 
@@ -35,17 +35,20 @@ def register(commands: Any) -> None:
     parser = add_command(
         commands,
         "report",
-        help="an HTML page with pictures",
-        description="Writes one HTML page that works offline: what is in the file, where the bytes are, absmax and "
-        "standard deviation over the layers, histograms, what check finds, and with --quantize what that would cost.",
+        help="write an HTML page with plots",
+        description="Writes one HTML page that works offline: the content of the file, the distribution of its bytes, "
+        "absmax and standard deviation over the layers, histograms, the findings of check, and with --quantize the "
+        "quantization error.",
         epilog=_EPILOG,
     )
     add_path(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="report.html by default")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="report.html", help="the page to write; report.html by default"
+    )
     parser.add_argument(
         "--quantize",
         choices=tuple(SCHEMES),
-        help="also the error of each tensor in it",
+        help="also show the error of each tensor when quantized to this scheme",
     )
     add_opening(parser)
     add_threads(parser)
@@ -56,7 +59,7 @@ def register(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Writes the page about ``options.path``; returns the exit status."""
     try:
-        from .report_plots import tensor  # noqa: F401 - matplotlib takes a second that other commands would pay
+        from .report_plots import tensor  # noqa: F401 - matplotlib would add a second to other commands
     except ImportError:
         print("safeload: report needs matplotlib: pip install 'safeload[report]'", file=sys.stderr)
         return 2
@@ -111,7 +114,7 @@ def _sections(opened: Checkpoint, found: Any, options: argparse.Namespace) -> It
         yield section("How large values are", picture(map_), note=_HISTOGRAMS)
         if options.quantize:
             yield _quantized(opened, tensors, options)
-        yield section("Tensors", folded(f"all {plural(len(infos), 'tensor')}", _table(opened, found)))
+        yield section("Tensors", collapsible(f"all {plural(len(infos), 'tensor')}", _table(opened, found)))
 
 
 def _facts(opened: Checkpoint, found: Any) -> Iterator[tuple[str, str]]:
@@ -150,7 +153,7 @@ def _number(value: float) -> str:
 
 
 def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) -> str:
-    """What quantizing would cost, one tensor in memory at a time."""
+    """The section about the quantization error, with one tensor in memory at a time."""
     from .report_plots import layered, noise
 
     scheme = options.quantize
@@ -163,11 +166,11 @@ def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) ->
     drawn = [one for one in layered(tensors) if one.name in errors]
     lines = picture(noise(drawn, errors, scheme)) if drawn else ""
     listed = table(("tensor", "max error", "RMS error", "SNR in dB"), rows, left=frozenset((0,)))
-    return section(f"Quantized to {scheme}", lines, folded(plural(len(rows), "tensor"), listed))
+    return section(f"Quantized to {scheme}", lines, collapsible(plural(len(rows), "tensor"), listed))
 
 
 def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Errors of the tensors that `load_quantized` quantizes; and why some cannot be."""
+    """Errors of the tensors that `load_quantized` quantizes, and why some tensors cannot be quantized."""
     from ..errors import RangeError
     from ..operations.catalog import Catalog
     from ..operations.quantization_error import QuantizationError, quantization_error

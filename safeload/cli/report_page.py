@@ -1,4 +1,4 @@
-"""The page of ``safeload report``: one HTML file that loads nothing."""
+"""The page of ``safeload report``: one HTML file without external resources."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ footer { color: var(--soft); font-size: .82rem; }
 
 
 def text(value: str) -> str:
-    """Text from a file, harmless in HTML and on a screen."""
+    """Text from a file, escaped for HTML and without control characters."""
     return escape(printable(value))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: frozenset[int]) -> str:
-    """A table; names stand in the columns of ``left``, numbers in the others."""
+    """A table; the columns in ``left`` hold names, the others numbers."""
 
     def cell(tag: str, column: int, value: str) -> str:
         kind = "" if tag == "th" and column in left else "name" if column in left else "number"
@@ -61,7 +61,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: frozens
 
 
 def findings(rows: Iterable[tuple[str, str, str, str]]) -> str:
-    """What was found: severity, code, subject and message of each."""
+    """A list of findings: severity, code, subject and message of each."""
     items = [
         f'<li class="{escape(severity)}"><b>{text(code)}</b> <code>{text(subject)}</code><br>{text(message)}</li>'
         for severity, code, subject, message in rows
@@ -70,7 +70,7 @@ def findings(rows: Iterable[tuple[str, str, str, str]]) -> str:
 
 
 def section(title: str, *parts: str, note: str = "") -> str:
-    """A part of the page; nothing where all its parts are empty."""
+    """A section of the page; empty if all its parts are empty."""
     inside = "".join(parts)
     if not inside:
         return ""
@@ -79,17 +79,17 @@ def section(title: str, *parts: str, note: str = "") -> str:
 
 
 def picture(svg: str) -> str:
-    """A drawing that scrolls sideways where the screen is narrow."""
+    """A drawing that scrolls horizontally on a narrow screen."""
     return f'<div class="wide">{svg}</div>' if svg else ""
 
 
-def folded(title: str, inside: str) -> str:
-    """Something long that is shown when it is asked for."""
+def collapsible(title: str, inside: str) -> str:
+    """Long content that is hidden until its title is clicked."""
     return f"<details><summary>{escape(title)}</summary>{inside}</details>"
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Names and values."""
+    """A list of names and values."""
     return f"<dl>{''.join(f'<div><dt>{escape(k)}</dt><dd>{text(v)}</dd></div>' for k, v in pairs)}</dl>"
 
 

@@ -1,4 +1,4 @@
-"""The pictures of ``safeload report``: SVG by matplotlib, to be put into a page."""
+"""The plots of ``safeload report``: SVG by matplotlib, to be embedded in a page."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from matplotlib.ticker import MaxNLocator
 from ..base.text import clip, printable, size, unit
 from ..operations.validate.findings import pattern_of
 
-# Kinds of tensors that have a bar or a line of their own; the others are one together.
+# Most kinds of tensors with a bar or a line of their own; the others share one.
 _KINDS = 12
 
-# Inches; on a screen 72 points make one.
+# Width in inches of 72 points.
 _WIDTH = 8.4
 
 _COLOURS = (
@@ -30,11 +30,11 @@ _COLOURS = (
 
 _FIRST_NUMBER = re.compile(r"(?:^|\.)([0-9]+)(?=\.|$)", re.ASCII)
 
-# Where an id stands in SVG, up to it.
+# The text before an id in SVG.
 _IDS = re.compile(r'((?<= )id="|href="#|url\(#)')
 
 _STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: smaller, and one can search for it
+    "svg.fonttype": "none",  # text stays text: smaller, and searchable
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
     "font.size": 9.0,
@@ -48,14 +48,14 @@ _STYLE: Any = {
 
 
 class Tensor(NamedTuple):
-    """One tensor as the pictures show it.
+    """One tensor in a plot.
 
     Attributes:
         name: its name.
         kind: its name with ``{}`` for numbers.
-        layer: the first number in its name, None for none.
-        nbytes: size.
-        stats: `safeload.TensorStats`, None where there are none.
+        layer: the first number in its name, None without one.
+        nbytes: size in bytes.
+        stats: `safeload.TensorStats`, None without statistics.
     """
 
     name: str
@@ -66,19 +66,19 @@ class Tensor(NamedTuple):
 
 
 def tensor(name: str, nbytes: int, stats: Any) -> Tensor:
-    """A tensor, its kind and layer told from its name."""
+    """Makes a `Tensor`, with its kind and layer from its name."""
     number = _FIRST_NUMBER.search(name)
     return Tensor(name, pattern_of(name), None if number is None else int(number[1]), nbytes, stats)
 
 
 def label(kind: str) -> str:
-    """A kind in a legend: what tells it from others."""
+    """A short label of a kind for a legend."""
     short = kind.rpartition("{}.")[2] or kind
     return clip(printable(short.removesuffix(".weight")), 34).replace("$", r"\$")
 
 
 def _svg(name: str, height: float, draw: Callable[[Figure], None]) -> str:
-    """One picture; ``name`` keeps its ids apart from those of others on the page."""
+    """One plot; ``name`` makes its ids unique on the page."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         draw(figure)
@@ -86,7 +86,7 @@ def _svg(name: str, height: float, draw: Callable[[Figure], None]) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    return _IDS.sub(rf"\g<1>{name}-", text)  # matplotlib numbers groups from 1 in every picture
+    return _IDS.sub(rf"\g<1>{name}-", text)  # matplotlib numbers groups from 1 in every plot
 
 
 def _top_kinds(tensors: Sequence[Tensor]) -> list[str]:
@@ -98,7 +98,7 @@ def _top_kinds(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def bytes_by_kind(tensors: Sequence[Tensor]) -> str:
-    """Bars: how many bytes tensors of each kind have."""
+    """Bar chart: bytes of each kind of tensor."""
     kinds = _top_kinds(tensors)
     totals = {kind: sum(one.nbytes for one in tensors if one.kind == kind) for kind in kinds[:_KINDS]}
     bars = [(label(kind), total) for kind, total in totals.items()]
@@ -120,7 +120,7 @@ def bytes_by_kind(tensors: Sequence[Tensor]) -> str:
 
 
 def layered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of the family of layers that has the most bytes; none where there is no such family."""
+    """The tensors of the family of layers with the most bytes; empty without layers."""
     families: dict[str, list[Tensor]] = {}
     for one in tensors:
         if one.layer is not None:
@@ -130,7 +130,7 @@ def layered(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def bytes_by_layer(tensors: Sequence[Tensor]) -> str:
-    """Stacked bars: how many bytes each layer has, by kind."""
+    """Stacked bar chart: bytes of each layer, by kind."""
     layers = sorted({one.layer for one in tensors if one.layer is not None})
     place = {layer: k for k, layer in enumerate(layers)}
     kinds = _top_kinds(tensors)
@@ -161,7 +161,7 @@ def bytes_by_layer(tensors: Sequence[Tensor]) -> str:
 
 
 def curves(tensors: Sequence[Tensor]) -> str:
-    """Lines: the largest absolute value and the standard deviation of each kind over the layers."""
+    """Line charts: largest absolute value and standard deviation of each kind over the layers."""
 
     def draw(figure: Figure) -> None:
         upper, lower = figure.subplots(2, 1, sharex=True)
@@ -192,7 +192,7 @@ def _lines(axes: Any, tensors: Sequence[Tensor], value: Callable[[Tensor], float
 
 
 def histograms(tensors: Sequence[Tensor], edges: Any) -> str:
-    """A map: for each kind how many values there are of each binary order of magnitude."""
+    """Heat map: number of values of each kind by binary order of magnitude."""
     kinds = [kind for kind in _top_kinds(tensors) if any(one.kind == kind for one in tensors)][:24]
     rows = np.zeros((len(kinds), len(edges) - 1))
     for one in tensors:
@@ -219,7 +219,7 @@ def histograms(tensors: Sequence[Tensor], edges: Any) -> str:
 
 
 def noise(tensors: Sequence[Tensor], errors: Mapping[str, Any], scheme: str) -> str:
-    """Lines: signal to noise ratio of each quantized kind over the layers."""
+    """Line chart: signal-to-noise ratio of each quantized kind over the layers."""
     quantized = [one for one in tensors if one.name in errors]
 
     def draw(figure: Figure) -> None:

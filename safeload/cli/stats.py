@@ -1,4 +1,4 @@
-"""``safeload stats``: what values the tensors hold."""
+"""``safeload stats``: statistics of the values of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .common import STATUS, add_command, add_json, add_opening, add_path, add_th
 # With more tensors than this the table shows the first ones; --all shows every row.
 _ROWS = 100
 
-# From this width on the table has more columns.
+# At this width and above the table has more columns.
 _WIDE = 110
 
 _KEYS = ("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros")
@@ -36,16 +36,20 @@ def register(commands: Any) -> None:
     parser = add_command(
         commands,
         "stats",
-        help="what values are in it",
-        description="Minimum, maximum, mean and standard deviation of each tensor over its finite values, and how many "
-        "are NaN, infinite or zero. Quantized tensors are shown as the values that they restore to.",
+        help="show statistics of the values",
+        description="Shows minimum, maximum, mean and standard deviation of the finite values of each tensor, and "
+        "counts NaN, infinite and zero values. Quantized tensors are dequantized first.",
         epilog=_EPILOG,
     )
     add_path(parser)
-    parser.add_argument("--only", metavar="PATTERN", action="append", help="tensors whose names match; may be repeated")
-    parser.add_argument("--sort", choices=_KEYS, help="largest first, names in their order; as in the file by default")
-    parser.add_argument("--histogram", action="store_true", help="also how large values are, by powers of two")
-    parser.add_argument("--all", action="store_true", help=f"every tensor, also when there are more than {_ROWS}")
+    parser.add_argument(
+        "--only", metavar="PATTERN", action="append", help="only tensors whose names match; may be repeated"
+    )
+    parser.add_argument("--sort", choices=_KEYS, help="sort by this, largest first, or by name; file order by default")
+    parser.add_argument(
+        "--histogram", action="store_true", help="also show the distribution of absolute values by powers of two"
+    )
+    parser.add_argument("--all", action="store_true", help=f"show every tensor, even if there are more than {_ROWS}")
     add_opening(parser)
     add_threads(parser)
     add_json(parser)
@@ -54,7 +58,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the statistics of ``options.path``; returns the exit status."""
-    from ..operations.stats import stats  # only here: it takes milliseconds that other commands would pay
+    from ..operations.stats import stats  # imported here: it would add milliseconds to other commands
 
     with open_path(options.path, options) as opened, bar("stats") as progress:
         names = _names(opened, options.only) if options.only else None
@@ -75,10 +79,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names(opened: Checkpoint, patterns: list[str]) -> list[str]:
-    """Names that match.
+    """Names that match a pattern.
 
     Raises:
-        ValueError: none does.
+        ValueError: no name matches.
     """
     names = [name for name in opened if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not names:
@@ -129,12 +133,12 @@ def _number(value: float) -> str:
 
 
 def _sparkline(bins: list[int]) -> str:
-    """Bins between the first and the last that are not empty, with the powers of two at both ends."""
+    """Bars from the first to the last nonempty bin, with the powers of two at both ends."""
     from ..operations.stats import HISTOGRAM_EDGES
 
     filled = [k for k, count in enumerate(bins) if count]
     if not filled:
-        return "no values but zero"
+        return "all values are zero"
     first, last = filled[0], filled[-1]
     top = max(bins)
     bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // top)] for count in bins[first : last + 1])

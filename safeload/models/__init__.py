@@ -1,1 +1,1 @@
-"""What architectures and engines want, as data."""
+"""Schemas of architectures and layouts of engines, as data."""

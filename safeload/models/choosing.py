@@ -1,4 +1,4 @@
-"""Which schema a model has: by its config, by the format of its file, by the names of its tensors."""
+"""Chooses the schema of a model: by its config, by the format of its file, by the names of its tensors."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any, NamedTuple
 
 from .schema import PREFIX, Entry, Schema, built_in, names_pattern
 
-# The class of a model: the family and what it has for a head. "LlamaForSequenceClassification" is "Llama".
+# Class name of a model: its family, then its head. "LlamaForSequenceClassification" is of the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
-# Characters of one; matching a longer text would take time that grows with its square.
+# Most characters of a class name: matching takes quadratic time.
 _CLASS_LENGTH = 200
-# Where the config of a multi-modal model keeps that of its language model; other keys come after these.
+# Keys of the language model's config in that of a multi-modal model; other keys are tried after these.
 _LANGUAGE = ("text_config", "llm_config", "language_config")
-# Objects in objects of a config that are looked through for it.
+# Most levels of nested objects of a config that are searched for it.
 _NESTED = 3
-# How many of them, and how many models with an embedding are told apart; beyond that the config is no model's.
+# Most nested configs, and most prefixes of an embedding, that are tried: no real model has more.
 _CONFIGS, _MODELS = 1000, 16
-# A prefix that no schema has is believed when one of so many names is the schema's behind it.
+# A prefix that the schema lacks is accepted if at least one in this many names is in the schema after it.
 _PLACED_OF = 4
 
 
 class Choice(NamedTuple):
-    """A schema that was found for a model.
+    """The schema that was chosen for a model.
 
     Attributes:
-        schema: what was found.
-        complete: whether the model is one that the schema describes whole, head included: its architecture is listed.
+        schema: the schema.
+        complete: whether the schema describes the whole model, including its head: its architecture is listed.
     """
 
     schema: Schema
@@ -36,11 +36,11 @@ class Choice(NamedTuple):
 
 
 def choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
-    """The schema for a model: by the config's architectures, else by its model_type; without one by the file's format.
+    """Chooses by the config's architectures, else by its model_type; without a config, by the file's format.
 
-    An architecture that no schema lists is of the family that its name begins with, and has a head of its own or none:
-    "LlamaForSequenceClassification", "LlamaModel". A format's schema is taken if the model has at least half of its
-    tensors.
+    An architecture that no schema lists belongs to the family that its name begins with, and has a head of its own or
+    none: "LlamaForSequenceClassification", "LlamaModel". A format's schema is chosen if the model has at least half of
+    its tensors.
     """
     if config is None:
         for schema in built_in().values():
@@ -74,14 +74,14 @@ def _family(architecture: Any) -> str | None:
 
 
 class Inner(NamedTuple):
-    """The language model inside of a multi-modal one.
+    """The language model inside a multi-modal one.
 
     Attributes:
-        choice: its schema, with the names that its tensors have there.
+        choice: its schema, with the prefix of its tensors.
         config: its config.
-        key: where that is in the config of the whole, such as "text_config".
-        prefix: what the names of its tensors begin with.
-        whole: whether it is the whole model after all, only under other names.
+        key: key of its config in that of the whole model, such as "text_config".
+        prefix: prefix of the names of its tensors.
+        whole: whether it is in fact the whole model, under other names.
     """
 
     choice: Choice
@@ -92,11 +92,11 @@ class Inner(NamedTuple):
 
 
 def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
-    """The schema of the language model that is a part of a model, found by the config inside of the model's config.
+    """Chooses the schema of the language model inside a model, by its config in the config of the whole.
 
     Args:
-        config: of the whole.
-        names: of its tensors; they tell what the names of the part begin with.
+        config: config of the whole model.
+        names: names of its tensors, from which the prefix of the language model is derived.
     """
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
         choice = choose(inner, None, names)
@@ -108,9 +108,9 @@ def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> In
 
 
 def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
-    """A model under other names than its own: "module.model.layers.0...", "language_model.model.layers.0...".
+    """Finds an additional prefix of all names: "module.model.layers.0...", "language_model.model.layers.0...".
 
-    None where the names are its own, or where too few are with any prefix.
+    Returns None if the names have none, or if too few names match the schema with any prefix.
     """
     schema, prefix = choice.schema, _inner_prefix(choice.schema, names)
     if config is None or prefix is None or prefix in schema.prefixes:
@@ -130,7 +130,7 @@ def _inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str,
 
 
 def _inner_prefix(schema: Schema, names: Collection[str]) -> str | None:
-    """What stands before the name of the embedding."""
+    """The prefix of the name of the embedding."""
     for entry in schema.entries:
         if entry.role == "embedding" and entry.name.startswith(PREFIX):
             bare = entry.name.removeprefix(PREFIX)
@@ -141,7 +141,7 @@ def _inner_prefix(schema: Schema, names: Collection[str]) -> str | None:
 
 
 def _with_prefix(schema: Schema, prefix: str) -> Schema:
-    """A schema whose names begin with ``prefix``, its head with it or with what it begins with."""
+    """The schema with ``prefix`` as its only one; names without, as of the head, may have it or its first parts."""
     parts = prefix.split(".")[:-1]
     before = [".".join(parts[:k]) + "." for k in range(1, len(parts) + 1)]
 

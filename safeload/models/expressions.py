@@ -1,6 +1,6 @@
-"""Whole numbers as expressions over the keys of a config: names, digits, ``+ - * //`` and parentheses.
+"""Integer expressions over the keys of a config: names, digits, ``+ - * //`` and parentheses.
 
-There is no ``eval`` here: a schema may come from a stranger too.
+``eval`` is not used: a schema may come from an untrusted source.
 """
 
 from __future__ import annotations
@@ -8,37 +8,39 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-# Characters of an expression and depth of its parentheses: beyond any real shape, below any recursion limit.
+# Most characters and nested parentheses of an expression: beyond any real shape, below any recursion limit.
 MAX_LENGTH = 1000
 MAX_DEPTH = 50
-# Values stay within 64 bits with sign, as shapes do.
+# Values must fit in a signed 64-bit integer, as shapes do.
 LIMIT = 1 << 63
 
-# A name may have dots, for keys of nested objects: "text.dim".
+# A name may contain dots, for keys of nested objects: "text.dim".
 _TOKEN = re.compile(r"\s*(?:([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)|([0-9]+)|(//|[-+*()]))", re.ASCII)
 
 Lookup = Callable[[str], int]
 
 
 class ExpressionError(ValueError):
-    """An expression that is none, or has no value: the message says which and why."""
+    """An expression that is malformed or has no value; the message quotes it and says why."""
 
 
 def evaluate(text: str, lookup: Lookup) -> int:
-    """The value of an expression.
+    """Evaluates an expression.
 
     Args:
-        text: such as ``num_key_value_heads * head_dim``.
-        lookup: gives the value of a name, or raises.
+        text: the expression, such as ``num_key_value_heads * head_dim``.
+        lookup: returns the value of a name, or raises.
 
     Raises:
-        ExpressionError: bad syntax, division by zero, a value beyond 64 bits, or a ``lookup`` that evaluates too many
-            expressions within each other.
+        ExpressionError: bad syntax, division by zero, a value beyond 64 bits, or a ``lookup`` that evaluates nested
+            expressions too deeply.
     """
     try:
         return _Parser(text, lookup).parse()
     except RecursionError:
-        raise ExpressionError(f"{text[:200]!r}: its names stand for expressions, and these too, too deep") from None
+        raise ExpressionError(
+            f"{text[:200]!r}: its names are defined by expressions that are nested too deep"
+        ) from None
 
 
 def names_in(text: str) -> list[str]:
@@ -68,29 +70,29 @@ class _Parser:
 
     def _tokenize(self) -> list[str]:
         if len(self.text) > MAX_LENGTH:
-            raise self._fail(f"{len(self.text)} characters, at most {MAX_LENGTH} are read")
+            raise self._fail(f"{len(self.text)} characters, but at most {MAX_LENGTH} are supported")
         tokens, at = [], 0
         end = len(self.text.rstrip())
         while at < end:
             found = _TOKEN.match(self.text, at)
             if found is None:
                 character = self.text[at:].lstrip()[:1]
-                raise self._fail(f"{character!r} is neither a name, a whole number, nor one of + - * // ( )")
+                raise self._fail(f"{character!r} is neither a name, an integer, nor one of + - * // ( )")
             tokens.append(found[found.lastindex or 0])
             at = found.end()
         return tokens
 
     def parse(self, *, dry: bool = False) -> int:
-        self.dry = dry  # syntax only: values mean nothing
+        self.dry = dry  # syntax only: values are ignored
         if not self.tokens:
-            raise self._fail("nothing to evaluate")
+            raise self._fail("it is empty")
         value = self._sum()
         if self.at < len(self.tokens):
             raise self._fail(f"{self.tokens[self.at][:200]!r} is not expected there")
         return value
 
     def _next(self, *wanted: str) -> str | None:
-        """The next token if it is one of these."""
+        """Consumes and returns the next token if it is in ``wanted``."""
         if self.at < len(self.tokens) and self.tokens[self.at] in wanted:
             self.at += 1
             return self.tokens[self.at - 1]
@@ -119,7 +121,7 @@ class _Parser:
         if self._next("(") is not None:
             self.depth += 1
             if self.depth > MAX_DEPTH:
-                raise self._fail(f"more than {MAX_DEPTH} parentheses within each other")
+                raise self._fail(f"more than {MAX_DEPTH} nested parentheses")
             value = self._sum()
             if self._next(")") is None:
                 raise self._fail("a parenthesis is not closed")

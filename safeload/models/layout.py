@@ -1,4 +1,4 @@
-"""What engines want their weights to look like: which tensors, stacked and transposed how; in Python or as JSON."""
+"""Layouts that engines need: which tensors, and how they are stacked and transposed; in Python or as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..base.file import PathLike
 from ..base.text import show
 from ..errors import FormatError
 
-# Where the number of a layer stands in a name.
+# Placeholder for the layer number in a name.
 LAYER = "{}"
 
 _FIELDS = {"name", "tensors"}
@@ -24,13 +24,13 @@ class StackedTensor:
     """One tensor of a `Layout`.
 
     Attributes:
-        name: what it is called in the result.
-        source: where it comes from: the name of a tensor, or one with ``{}`` where the number of the layer stands; then
-            the result is [layers, ...].
+        name: its name in the result.
+        source: name of the tensor in the source, with ``{}`` in place of the layer number if there is one for each
+            layer; then the result has shape [layers, ...].
         transpose: whether each layer (a matrix) is transposed.
 
     Raises:
-        ValueError: ``{}`` is there twice.
+        ValueError: ``{}`` occurs more than once, a name is empty, or an attribute has the wrong type.
     """
 
     name: str
@@ -40,11 +40,11 @@ class StackedTensor:
     def __post_init__(self) -> None:
         for what, value in (("name", self.name), ("source", self.source)):
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{what} must be a text that is not empty, not {show(value)}")
+                raise ValueError(f"{what} must be a nonempty string, not {show(value)}")
         if not isinstance(self.transpose, bool):
             raise ValueError(f"{show(self.name)}: transpose must be true or false, not {show(self.transpose)}")
         if self.source.count(LAYER) > 1:
-            raise ValueError(f"{show(self.name)}: {show(self.source)} has more than one place for a layer's number")
+            raise ValueError(f"{show(self.name)}: {show(self.source)} has {{}} more than once")
 
     @property
     def stacked(self) -> bool:
@@ -54,15 +54,15 @@ class StackedTensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """What an engine wants its weights to look like: its tensors, in the order of the result.
+    """The layout of the weights for an engine: its tensors, in the order of the result.
 
     Attributes:
-        name: of the layout.
-        tensors: what is in it.
+        name: name of the layout.
+        tensors: its tensors.
 
     Raises:
-        TypeError: something else among them than a `StackedTensor`.
-        ValueError: a name is there twice.
+        TypeError: an item of ``tensors`` is not a `StackedTensor`.
+        ValueError: two tensors have the same name.
 
     Example:
         >>> Layout("tiny", [StackedTensor("ffn", "layers.{}.mlp.weight", transpose=True)]).tensors[0].stacked
@@ -76,29 +76,29 @@ class Layout:
         object.__setattr__(self, "tensors", tuple(self.tensors))
         for tensor in self.tensors:
             if not isinstance(tensor, StackedTensor):
-                raise TypeError(f"layout {show(self.name)} is made of StackedTensor, not of {type(tensor).__name__}")
+                raise TypeError(f"layout {show(self.name)}: tensors must be StackedTensor, not {type(tensor).__name__}")
         names = [tensor.name for tensor in self.tensors]
-        twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
-        if twice is not None:
-            raise ValueError(f"layout {show(self.name)}: {show(twice)} is there twice")
+        duplicate = next((name for k, name in enumerate(names) if name in names[:k]), None)
+        if duplicate is not None:
+            raise ValueError(f"layout {show(self.name)}: duplicate tensor {show(duplicate)}")
 
     @classmethod
     def from_json(cls, source: PathLike | Mapping[str, Any]) -> Layout:
-        """A layout from a JSON file, or from what such a file holds.
+        """Reads a layout from a JSON file, or from its parsed content.
 
         ``{"name": "tiny", "tensors": [{"name": "ffn", "source": "layers.{}.mlp.weight", "transpose": true}, ...]}``
 
         Raises:
-            FormatError: it is no such JSON.
+            FormatError: the JSON is not such a layout.
             OSError: the file cannot be read.
         """
-        from ..base.json_file import read_json  # only here: it takes a millisecond
+        from ..base.json_file import read_json  # imported here: it takes a millisecond
 
         path = None if isinstance(source, Mapping) else os.fspath(source)
         content = source if isinstance(source, Mapping) else read_json(os.fspath(source), "the layout")
         entries = content.get("tensors")
         if not isinstance(content.get("name"), str) or not isinstance(entries, list) or content.keys() - _FIELDS:
-            raise FormatError('a layout is {"name": text, "tensors": [...]}', path)
+            raise FormatError('a layout must be {"name": string, "tensors": [...]}', path)
         tensors = []
         for k, entry in enumerate(entries):
             if (
@@ -106,7 +106,7 @@ class Layout:
                 or entry.keys() - _TENSOR_FIELDS
                 or not {"name", "source"} <= entry.keys()
             ):
-                raise FormatError(f'tensors[{k}] must be {{"name": text, "source": text, "transpose": bool}}', path)
+                raise FormatError(f'tensors[{k}] must be {{"name": string, "source": string, "transpose": bool}}', path)
             try:
                 tensors.append(StackedTensor(**entry))
             except ValueError as error:
@@ -117,7 +117,7 @@ class Layout:
             raise FormatError(str(error), path) from None
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` takes, for ``json.dump``."""
+        """The layout for ``json.dump``; `from_json` reads it."""
         return {
             "name": self.name,
             "tensors": [{"name": t.name, "source": t.source, "transpose": t.transpose} for t in self.tensors],
@@ -126,7 +126,7 @@ class Layout:
 
 @cache
 def built_in() -> dict[str, Layout]:
-    """The layouts that come with safeload, by name."""
+    """The built-in layouts, by name."""
     folder = os.path.join(os.path.dirname(__file__), "layouts")
     names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
     return {name.removesuffix(".json"): Layout.from_json(os.path.join(folder, name)) for name in names}

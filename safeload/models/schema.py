@@ -1,4 +1,4 @@
-"""What tensors an architecture has: JSON files that map names to shapes over the keys of a config.
+"""Schemas of architectures: JSON files that map tensor names to shapes over the keys of a config.
 
 A schema is data, see ``safeload/models/schemas``::
 
@@ -6,13 +6,13 @@ A schema is data, see ``safeload/models/schemas``::
      "prefixes": ["model.", ""], "defaults": {"head_dim": "hidden_size // num_attention_heads"},
      "tensors": {"{prefix}layers.{}.attn.weight": {"shape": ["3 * hidden_size", "hidden_size"]}, ...}}
 
-- ``{}`` in a name is the number of a layer, ``{prefix}`` one of ``prefixes``: the one that most names have.
+- ``{}`` in a name is the layer number, ``{prefix}`` one of ``prefixes``: the one that matches the most names.
 - A shape is a list of `safeload.models.expressions` over config keys, "?" for any size; null for any shape.
-- ``defaults`` says what a key is that the config leaves out or has as null: a number or an expression.
+- ``defaults``: values of keys that the config omits or has as null: a number or an expression.
 - ``role`` is "embedding", "norm", "bias", "head" or "buffer"; a tensor without one is a weight.
-- ``optional``: it may be absent. ``when``: an expression; the tensor is there where its value is not 0.
-- ``tied``: the tensor that this one is the same as when ``tied_when`` is not 0; then it may be absent.
-- ``also``: other names that it may have. ``formats``: file formats that the schema is for when there is no config.
+- ``optional``: the tensor may be absent. ``when``: an expression; the tensor exists if its value is not 0.
+- ``tied``: the tensor that this one is tied to if ``tied_when`` is not 0; then it may be absent.
+- ``also``: alternative names. ``formats``: file formats that the schema applies to if there is no config.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .expressions import ExpressionError, evaluate, names_in
 ROLES = ("embedding", "norm", "bias", "head", "buffer")
 WEIGHT = "weight"
 
-# Layers beyond this are no model but a mistake in a config; expanding them would take all memory.
+# More layers than this are a mistake in a config; expanding them would exhaust memory.
 MAX_LAYERS = 100_000
 
-# The number of a layer: as many digits as Python makes a number of without asking, 4300.
+# A layer number: at most 4300 digits, the limit of ``int``.
 NUMBER = "0|[1-9][0-9]{0,4299}"
 
-# What stands in names for the number of a layer and for one of the prefixes.
+# Placeholders in names for the layer number and for one of the prefixes.
 _LAYER, PREFIX = "{}", "{prefix}"
 _FOLDER = Path(__file__).parent / "schemas"
 _FIELDS = {
@@ -49,11 +49,11 @@ _ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also
 
 
 class ConfigError(ValueError):
-    """A config that lacks what a schema needs, or has something else there."""
+    """A config lacks a key that a schema needs, or has a wrong value there."""
 
 
 class Entry(NamedTuple):
-    """One tensor of a schema, or one of each layer; see the module for what the fields mean."""
+    """One tensor of a schema, or one of each layer; the module docstring describes the fields."""
 
     name: str
     shape: tuple[str, ...] | None
@@ -66,15 +66,15 @@ class Entry(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """One tensor that a model of a certain config has.
+    """One tensor that a model with a given config is expected to have.
 
     Attributes:
-        name: what it is called.
-        shape: None where any is right, and for sizes that may be any.
-        layer: number of its layer, None for what is in none.
-        required: whether it must be there.
-        entry: where this comes from.
-        tied: name of the tensor that this one is the same as, None for none.
+        name: its name.
+        shape: its shape; None for any shape, or in it for any size.
+        layer: its layer number, None outside of layers.
+        required: whether it must be present.
+        entry: the entry of the schema.
+        tied: name of the tensor that this one is tied to, None for none.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Schema(NamedTuple):
     pattern: re.Pattern[str]
 
     def find(self, name: str) -> tuple[Entry, int | None] | None:
-        """The entry that a name fits, and its layer; None for a name that the architecture does not have."""
+        """The entry that matches a name, and its layer number; None if the architecture does not have the name."""
         found = self.pattern.fullmatch(name)
         if found is None or found.lastgroup is None:
             return None
@@ -107,15 +107,15 @@ class Schema(NamedTuple):
         return self.entries[int(found.lastgroup[1:].partition("_")[0])], None if number is None else int(number)
 
     def role(self, name: str) -> str | None:
-        """The role of a tensor, "weight" where it has no special one; None for a name that is not known."""
+        """The role of a tensor, "weight" by default; None for an unknown name."""
         found = self.find(name)
         return None if found is None else found[0].role
 
     def tied(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
-        """Tensors that are absent because they are the same as another: head to embedding.
+        """Absent tensors that are tied to another: name of the head to name of the embedding.
 
         Raises:
-            ConfigError, ExpressionError: the condition has no value.
+            ConfigError, ExpressionError: the condition cannot be evaluated.
         """
         keys = Config(config, self.defaults)
         result = {}
@@ -132,15 +132,15 @@ class Schema(NamedTuple):
         return result
 
     def expand(self, config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, Wanted]:
-        """Every tensor that a model of this config has, by name, in the order of the schema.
+        """All tensors of a model with this config, by name, in the order of the schema.
 
         Args:
-            config: parsed config.json; None for nothing but defaults.
-            names: those of the tensors that are there; they tell prefix and alternative names.
+            config: parsed config.json; None for defaults only.
+            names: names of the tensors of the model; they select the prefix and alternative names.
 
         Raises:
-            ConfigError: a key that is needed is missing or no whole number.
-            ExpressionError: an expression without a value.
+            ConfigError: a required key is missing or not an integer.
+            ExpressionError: an expression cannot be evaluated.
         """
         keys = Config(config, self.defaults)
         count = 0
@@ -179,15 +179,15 @@ def _spell(text: str, prefix: str, layer: int | None) -> str:
 def _size(text: str, keys: Config) -> int:
     value = evaluate(text, keys)
     if value < 0:
-        raise ConfigError(f"{text} is {value}, which is no size")
+        raise ConfigError(f"{text} is {value}, but a size is at least 0")
     return value
 
 
 class Config:
-    """The values of a config as whole numbers, with a schema's defaults for what it leaves out.
+    """The values of a config as integers, with a schema's defaults for missing keys.
 
     Args:
-        values: parsed config.json; None for none.
+        values: parsed config.json; None without one.
         defaults: name to number or expression.
     """
 
@@ -200,7 +200,7 @@ class Config:
         """The value of a key; "text.dim" is the key "dim" in the object "text".
 
         Raises:
-            ConfigError: there is none, or it is no whole number.
+            ConfigError: the key is missing, or its value is not an integer.
         """
         value: Any = self._values
         for key in name.split("."):
@@ -209,17 +209,19 @@ class Config:
             value = self._defaults[name]
             if isinstance(value, str):
                 if name in self._open:
-                    raise ConfigError(f"the default of {show(name)} needs itself: {' -> '.join([*self._open, name])}")
+                    raise ConfigError(
+                        f"the default of {show(name)} depends on itself: {' -> '.join([*self._open, name])}"
+                    )
                 self._open.append(name)
                 value = evaluate(value, self)
                 self._open.pop()
         if value is None:
-            where = "there is no config.json" if self._values is None else "config.json has no such key"
-            raise ConfigError(f"{show(name)} is needed, but {where}")
+            where = "there is no config.json" if self._values is None else "config.json lacks it"
+            raise ConfigError(f"{show(name)} is required, but {where}")
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int):
-            raise ConfigError(f"{show(name)} in config.json is {str(value)[:60]!r}, a whole number is wanted")
+            raise ConfigError(f"{show(name)} in config.json is {str(value)[:60]!r}, expected an integer")
         return int(value)
 
 
@@ -227,37 +229,39 @@ class Config:
 
 
 def parse(content: Mapping[str, Any], path: str | None = None) -> Schema:
-    """A schema from what its JSON file holds.
+    """Makes a schema from the parsed content of its JSON file.
 
     Raises:
-        FormatError: it is no schema; the message says what is wrong where.
+        FormatError: the content is not a schema; the message says what is wrong.
     """
 
     def texts(field: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
         value = content.get(field, default)
         if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
-            raise FormatError(f"schema: {field} must be a list of texts", path)
+            raise FormatError(f"schema: {field} must be a list of strings", path)
         return tuple(value)
 
     if not isinstance(content, Mapping) or not isinstance(content.get("name"), str):
-        raise FormatError('a schema is {"name": text, "tensors": {...}, ...}', path)
+        raise FormatError('a schema must be {"name": string, "tensors": {...}, ...}', path)
     unknown = sorted(content.keys() - _FIELDS)
     if unknown:
-        raise FormatError(f"schema: unknown field {show(unknown[0])}; known are {', '.join(sorted(_FIELDS))}", path)
+        raise FormatError(
+            f"schema: unknown field {show(unknown[0])}, expected one of {', '.join(sorted(_FIELDS))}", path
+        )
     tensors, defaults, layers = content.get("tensors"), content.get("defaults", {}), content.get("layers")
     if not isinstance(tensors, Mapping) or not tensors:
-        raise FormatError("schema: tensors must be an object that is not empty", path)
+        raise FormatError("schema: tensors must be a nonempty object", path)
     if not isinstance(defaults, Mapping) or not all(isinstance(value, (int, str)) for value in defaults.values()):
-        raise FormatError("schema: defaults must be an object of whole numbers and expressions", path)
+        raise FormatError("schema: defaults must be an object of integers and expressions", path)
     entries = tuple(_entry(name, entry, path) for name, entry in tensors.items())
     for text in (layers, *(value for value in defaults.values() if isinstance(value, str))):
         if text is not None:
             _check_expression(text, "layers or defaults", path)
     if layers is None and any(_LAYER in entry.name for entry in entries):
-        raise FormatError("schema: names have {}, but layers does not say how many there are", path)
+        raise FormatError("schema: names have {}, but layers does not give their number", path)
     prefixes = texts("prefixes", ("",)) or ("",)
     if any(_LAYER in prefix for prefix in prefixes):
-        raise FormatError("schema: prefixes have no layers: {} belongs into names", path)
+        raise FormatError("schema: prefixes must not have {}, which belongs in names", path)
     pattern = names_pattern(entries, prefixes)
     return Schema(
         content["name"],
@@ -273,14 +277,19 @@ def parse(content: Mapping[str, Any], path: str | None = None) -> Schema:
 
 
 def _entry(name: str, entry: Any, path: str | None) -> Entry:
+    """Makes an entry from its JSON.
+
+    Raises:
+        FormatError: it is not an entry of a schema; the message says what is wrong.
+    """
     if not isinstance(entry, Mapping) or entry.keys() - _ENTRY_FIELDS or "shape" not in entry:
         fields = ", ".join(sorted(_ENTRY_FIELDS))
-        raise FormatError(f"schema: {show(name)} must be an object with shape, and of {fields}", path)
+        raise FormatError(f"schema: {show(name)} must be an object with shape, and no fields other than {fields}", path)
     shape, role, also = entry["shape"], entry.get("role", WEIGHT), entry.get("also", ())
     if shape is not None and not isinstance(shape, (list, tuple)):
         raise FormatError(f"schema: the shape of {show(name)} must be a list of expressions or null", path)
     if role not in (*ROLES, WEIGHT):
-        raise FormatError(f"schema: the role of {show(name)} is {show(role)}, known are {', '.join(ROLES)}", path)
+        raise FormatError(f"schema: the role of {show(name)} is {show(role)}, expected one of {', '.join(ROLES)}", path)
     if not isinstance(entry.get("optional", False), bool):
         raise FormatError(f"schema: optional of {show(name)} must be true or false", path)
     if not isinstance(also, (list, tuple)) or not all(isinstance(text, str) for text in (name, *also)):
@@ -309,7 +318,7 @@ def _entry(name: str, entry: Any, path: str | None) -> Entry:
 
 def _check_expression(text: Any, what: str, path: str | None) -> None:
     if not isinstance(text, str):
-        raise FormatError(f"schema: {what}: {show(text)} is no expression", path)
+        raise FormatError(f"schema: {what}: {show(text)} is not an expression", path)
     try:
         names_in(text)
     except ExpressionError as error:
@@ -317,7 +326,7 @@ def _check_expression(text: Any, what: str, path: str | None) -> None:
 
 
 def names_pattern(entries: Iterable[Entry], prefixes: Iterable[str]) -> re.Pattern[str]:
-    """One expression for all names: group ``e<entry>_<spelling>``, within it ``l<entry>_<spelling>`` for the layer."""
+    """One regex for all names: group ``e<entry>_<spelling>``, inside it ``l<entry>_<spelling>`` for the layer."""
     prefix = f"(?:{'|'.join(map(re.escape, prefixes))})"
     parts = []
     for k, entry in enumerate(entries):
@@ -329,12 +338,12 @@ def names_pattern(entries: Iterable[Entry], prefixes: Iterable[str]) -> re.Patte
 
 
 def load(source: str | PathLike | Mapping[str, Any]) -> Schema:
-    """A schema by the name of one that comes with safeload, from a JSON file, or from what such a file holds.
+    """Loads a schema: a built-in one by name, from a JSON file, or from its parsed content.
 
     Raises:
-        ValueError: no schema has this name.
-        FormatError: the file is no schema.
-        OSError: it cannot be read.
+        ValueError: the name is unknown.
+        FormatError: the file does not hold a schema.
+        OSError: the file cannot be read.
     """
     if isinstance(source, Mapping):
         return parse(source)
@@ -350,7 +359,7 @@ def load(source: str | PathLike | Mapping[str, Any]) -> Schema:
 
 @cache
 def built_in() -> dict[str, Schema]:
-    """The schemas that come with safeload, by name."""
+    """The built-in schemas, by name."""
     import json
 
     paths = sorted(_FOLDER.glob("*.json"))

@@ -1,6 +1,6 @@
-"""Tensors wherever they are: in files of any format, in open checkpoints, in dicts of arrays, in several of these.
+"""One interface to tensors in files of any format, in open checkpoints, in dicts of arrays, and in several of these.
 
-Operations take a `Catalog` and ask nothing further: this is the only module that tells a `Checkpoint` from a dict.
+Operations work on a `Catalog`; this is the only module that distinguishes a `Checkpoint` from a dict.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ..packed.grouping import Codes
 
 
 class About(NamedTuple):
-    """What is known of a tensor before it is read.
+    """Description of a tensor, available before it is read.
 
     Attributes:
-        name: of the tensor.
-        dtype: as messages name it: "bfloat16", "q4_0".
+        name: name of the tensor.
+        dtype: dtype as in messages: "bfloat16", "q4_0".
         shape: logical shape.
-        nbytes: bytes as they are stored, with the scales of int8.
-        element: row of the dtype table; None for an array of a dtype that no weights have.
+        nbytes: stored bytes, including the scales of int8.
+        element: row of the dtype table; None for an array of a dtype that weights do not have.
         floating: whether its elements are real floating-point numbers.
-        scheme: of a quantized tensor, else None.
-        axis: of int8 with a scale for each of its elements, else None.
+        scheme: scheme of a quantized tensor, else None.
+        axis: axis of int8 with per-axis scales, else None.
     """
 
     name: str
@@ -61,7 +61,7 @@ class About(NamedTuple):
         """Its row of the dtype table.
 
         Raises:
-            SafeloadError: it has a dtype that no weights have.
+            SafeloadError: it has a dtype that weights do not have.
         """
         if self.element is None:
             raise dtypes.not_stored(self.dtype, self.name)
@@ -69,12 +69,12 @@ class About(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a tensor is.
+    """Location of a tensor.
 
     Attributes:
         origin: the checkpoint or the dict.
         file: None for a dict.
-        number: of the tensor in the file's table.
+        number: index of the tensor in the file's table.
     """
 
     origin: Checkpoint | Mapping[str, Any]
@@ -83,17 +83,17 @@ class _Place(NamedTuple):
 
     @property
     def title(self) -> str:
-        """How messages name it."""
+        """Name of the origin in messages."""
         return "a dict" if self.file is None else self.file.path
 
 
 class Catalog:
-    """The tensors of one or several origins under their names, in their order. Made by `of`; a context manager.
+    """The tensors of one or several origins by name, in their order. Made by `of`; a context manager.
 
     Attributes:
         title: the origins, as messages name them: a path, "dict".
-        format: of the origins; None for dicts and for more than one format.
-        config: the first ``config.json`` that says anything; None without one.
+        format: format of the origins; None for dicts and for more than one format.
+        config: the first ``config.json`` that is not empty; None without one.
         files: paths of the files that hold the tensors.
         index: path of the ``index.json`` of a single origin, else None.
         weight_files: the open files.
@@ -120,14 +120,14 @@ class Catalog:
 
     @classmethod
     def of(cls, given: Given | Sequence[Given]) -> Catalog:
-        """The tensors of what an operation is given.
+        """The catalog of the input of an operation.
 
         Args:
             given: a path, which is opened, and closed with the catalog; an open `Checkpoint`; a dict of arrays and
                 quantized tensors; a catalog, which the new one does not close; or a list of these.
 
         Raises:
-            SafeloadError: a name that is in two origins; or see `safeload.open`.
+            SafeloadError: two origins have a tensor of the same name; or see `safeload.open`.
             ValueError: an empty list.
             OSError: see `safeload.open`.
         """
@@ -166,9 +166,9 @@ class Catalog:
 
     @property
     def metadata(self) -> Mapping[Any, Any]:
-        """That of all origins, of a key that several have the last value; without what an index says of its files."""
+        """Metadata of all origins; the last value of a duplicate key wins. The total_size of an index is left out."""
         if len(self._checkpoints) == 1 and self._checkpoints[0].index is None:
-            return self._checkpoints[0].metadata  # of a GGUF file values are unpacked when they are asked for
+            return self._checkpoints[0].metadata  # values of a GGUF file are unpacked on access
         merged: dict[Any, Any] = {}
         for opened in self._checkpoints:
             indexed = opened.index is not None
@@ -178,19 +178,19 @@ class Catalog:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, in files without the scales of int8."""
+        """Bytes of all tensors; for files without the scales of int8."""
         in_memory = sum(self.about(name).nbytes for name, place in self._places.items() if place.file is None)
         return in_memory + sum(opened.nbytes for opened in self._checkpoints)
 
     def entries(self) -> list[Part]:
-        """Name, file and index of the tensors that are in files."""
+        """Name, file and index of each tensor in a file."""
         return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuses names that there are not.
+        """Refuses unknown names.
 
         Raises:
-            TensorNotFoundError: the first of them, with names that are near.
+            TensorNotFoundError: for the first unknown name; the message suggests similar ones.
         """
         for name in names:
             if name not in self._places:
@@ -199,10 +199,10 @@ class Catalog:
     # ---- one tensor ----
 
     def about(self, name: str) -> About:
-        """What is known of a tensor without reading it.
+        """Describes a tensor without reading it.
 
         Raises:
-            TypeError: a masked array.
+            TypeError: it is a masked array.
         """
         origin, file, index = self._places[name]
         if file is None:
@@ -214,10 +214,10 @@ class Catalog:
         return About(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
 
     def value(self, name: str, threads: int | None = None) -> Array | QuantizedTensor:
-        """A tensor in memory as it is stored, of a file read into private memory.
+        """A tensor in memory as it is stored; one in a file is read into private memory.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             threads: None: chosen automatically.
 
         Raises:
@@ -227,14 +227,14 @@ class Catalog:
         return value
 
     def array(self, name: str, threads: int | None = None) -> Array:
-        """The numbers of a tensor: dequantized to float32, packed elements of a file decoded to it.
+        """The numbers of a tensor: quantized ones are dequantized, packed ones of a file decoded, both to float32.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             threads: None: chosen automatically.
 
         Raises:
-            UnsupportedError: there is no kernel that dequantizes it.
+            UnsupportedError: there is no kernel to dequantize it.
             FormatError, OSError: the file cannot be read.
         """
         about = self.about(name)
@@ -243,14 +243,14 @@ class Catalog:
         return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
 
     def source(self, name: str, called: str | None = None) -> Source | QuantizedTensor:
-        """A tensor as a source of jobs; what is quantized as it is, read now.
+        """A tensor as a source of jobs; a quantized one is read and returned as it is stored.
 
         Args:
-            name: of the tensor.
-            called: how messages name it, if not by its name.
+            name: name of the tensor.
+            called: name in messages, if it differs.
 
         Raises:
-            TypeError: an array of a dtype that no weights have.
+            TypeError: an array of a dtype that weights do not have.
             FormatError, OSError: the file cannot be read.
         """
         origin, file, index = self._places[name]
@@ -263,10 +263,10 @@ class Catalog:
         return source if called is None else source._replace(name=called)
 
     def in_place(self, name: str) -> tuple[Source, Array | None] | None:
-        """The stored numbers of a tensor where they are, and the scales of int8; None where they must be copied first.
+        """The stored numbers of a tensor in place, and the scales of int8; None if they must be copied first.
 
-        Numbers are copied that are not in C order, little-endian in a file or in the machine's order in memory, and
-        not of a dtype of weights whose elements are whole bytes.
+        Numbers must be copied if they are not in C order, not little-endian (in a file) or in the machine's byte order
+        (in memory), or not of a dtype of weights with whole-byte elements.
 
         Raises:
             FormatError, OSError: the scales cannot be read.
@@ -300,16 +300,16 @@ class Catalog:
 
     @property
     def codes(self) -> Mapping[str, Codes]:
-        """The tensors that hold codes, whose values mean nothing without their scale."""
+        """The tensors that hold codes: values that mean nothing without their scale."""
         if self._codes is None:
             self._codes = self.find_codes()
         return self._codes
 
     def find_codes(self, config: Mapping[str, Any] | None = None) -> Mapping[str, Codes]:
-        """`codes` of tensors with a configuration.
+        """`codes`, found with a given configuration.
 
         Args:
-            config: parsed ``config.json`` of what has none of its own; None without one.
+            config: parsed ``config.json`` for origins without one of their own; None to use that of the catalog.
         """
         if len(self._checkpoints) == len(self._origins) == 1:
             return self._checkpoints[0].codes()
@@ -323,11 +323,11 @@ class Catalog:
         return {**grouping.find(stored, self.config if config is None else config), **found}
 
     def refuse_codes(self, names: Iterable[str], what: str) -> None:
-        """Refuses what takes codes for numbers.
+        """Refuses an operation that would treat codes as numbers.
 
         Args:
-            names: the tensors that are asked for.
-            what: the operation, as messages name it.
+            names: the tensors that it reads.
+            what: the operation, for messages.
 
         Raises:
             UnsupportedError: one of them holds codes; the message names tensor, scale and quant_method.
@@ -335,12 +335,12 @@ class Catalog:
         grouping.refuse(self.codes, names, what, self._where)
 
 
-# What operations are given.
+# Input of an operation.
 Given: TypeAlias = PathLike | Checkpoint | Mapping[str, Any] | Catalog
 
 
 def has_names(given: Any) -> TypeGuard[Given]:
-    """Whether something is tensors by name, for `Catalog.of`, and not a single array."""
+    """Whether an input has tensors by name, for `Catalog.of`, and is not a single array."""
     return isinstance(given, (str, os.PathLike, Mapping, Catalog))
 
 
@@ -359,30 +359,30 @@ def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, _
 
 
 def _stored(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
-    """Dtype and shape of a value of a dict; a scale may be a number, too. No dtype: it is no array of weights."""
+    """Dtype and shape of a value of a dict; a scale may also be a number. No dtype if it is not an array of weights."""
     if isinstance(value, QuantizedTensor):
         return None, ()
     try:
         array = np.asarray(value)
-    except Exception:  # whatever its own __array__ raises: whoever reads it says so
+    except Exception:  # its own __array__ may raise anything: reading the tensor reports it
         return None, ()
     return dtypes.BY_NAME.get(array.dtype.name), array.shape
 
 
 def _about_value(name: str, value: Any) -> About:
-    """What is known of a tensor in memory."""
+    """Describes a tensor in memory."""
     if isinstance(value, QuantizedTensor):
         row = dtypes.BLOCK_TYPES.get(value.scheme, dtypes.BY_CODE["I8"])
         return About(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
     array = as_array(value, name)
     found = dtypes.BY_NAME.get(array.dtype.name)
-    # Packed elements are a byte each in memory, which no file stores so.
+    # Packed elements take a byte each in memory, unlike in any file.
     element = None if found is None or found.packed else found
     return About(name, array.dtype.name, array.shape, array.nbytes, element, found is not None and found.floating)
 
 
 def _in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:
-    """A tensor's bytes where they are in its file; None where they are not in C order and little-endian."""
+    """A tensor's bytes in place in its file; None unless they are in C order and little-endian."""
     layout = file.layout(index)
     if layout.strides is not None or layout.big_endian:
         return None

@@ -1,4 +1,4 @@
-"""Checkpoints written as another format, dtype or layout, tensor by tensor."""
+"""Converts checkpoints to another format, dtype or layout, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -47,39 +47,41 @@ def convert(
     threads: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Writes the tensors and the metadata of checkpoints into a file of another format, with the memory of one tensor.
+    """Writes the tensors and metadata of checkpoints into a file of another format, in the memory of one tensor.
 
-    Names stay as they are: this is no converter between model architectures (llama.cpp's ``convert_hf_to_gguf.py`` is
-    one). What a format cannot hold is refused before anything is written, with the name of the tensor.
+    Names are unchanged: this does not convert between model architectures (llama.cpp's ``convert_hf_to_gguf.py`` does).
+    A tensor that the format does not support is refused by name before anything is written.
 
     Args:
-        src: what to read: a path, an open `Checkpoint` (``open(path, root="state_dict")``, say), a dict of arrays; or a
-            list of these, whose tensors are merged.
-        dst: what to write, by its suffix, such as ".safetensors", ".gguf", ".npz" or ".npy" (of one tensor); for
-            another one the error lists them all. With ``max_shard_size`` a folder of safetensors shards with an index,
-            and the source's ``config.json`` with the new dtype.
-        dtype: what floating tensors become, and quantized ones are dequantized to. For ".gguf" tensors of one axis
-            become float32 in any case, which is what llama.cpp wants of norms and biases.
+        src: a path, an open `Checkpoint` (such as ``open(path, root="state_dict")``) or a dict of arrays; or a list of
+            these, whose tensors are merged.
+        dst: the destination. Its suffix selects the format, such as ".safetensors", ".gguf", ".npz" or ".npy" (for one
+            tensor); the error for an unknown suffix lists them all. With ``max_shard_size``
+            it is a folder, which gets safetensors shards, an index, and the source's ``config.json`` with the new
+            dtype.
+        dtype: dtype for floating tensors, and for quantized ones, which are dequantized. For ".gguf" tensors of one
+            axis always become float32, as llama.cpp requires for norms and biases.
         quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, as in `load_quantized`: the same tensors
-            are quantized, tied heads included unless ``names`` is given; the others become ``dtype``. Q4_0 is rounded
-            by "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
-        layout: stacks layers, see `stack`; the result has its tensors in its order, and no others.
-        names: exact names of the tensors to take; None for all.
-        max_shard_size: bytes, or text such as "500MB" or "5GB"; a larger tensor has a shard of its own. The index is
-            put in place last: until then a new folder has none, and an old one with another number of shards is what
-            it was. Where there were as many shards before, a crash in the moment of the renames leaves some of both.
-        overwrite: False to raise FileExistsError where something exists.
-        threads: for reading and converting; None for what helps.
+            are quantized, including tied heads unless ``names`` is given; the others become ``dtype``. Q4_0 rounds by
+            "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
+        layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
+        names: exact names of the tensors to convert; None for all.
+        max_shard_size: bytes, or text such as "500MB" or "5GB"; a larger tensor gets a shard of its own. The index is
+            renamed into place last: until then a new folder has none, and an old folder with another number of shards
+            is still what it was. With the same number of shards as before, a crash during the renames leaves some of
+            both.
+        overwrite: False to raise FileExistsError if the destination exists.
+        threads: for reading and converting; None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
 
     Raises:
         FileExistsError: ``dst`` exists, and ``overwrite`` is not set.
-        UnsupportedError: a tensor that the format cannot hold; the message says which ``dtype`` to pass. A tensor that
-            holds codes, such as fp8 with a scale beside it, where more is asked for than safetensors with all as
+        UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a tensor
+            holds codes, such as fp8 with a separate scale, and the result is not safetensors with all tensors as
             stored.
-        SafeloadError: a name that is in two sources.
+        SafeloadError: two sources have a tensor of the same name.
         ValueError: wrong arguments.
-        FormatError, OSError: a source cannot be read, or ``dst`` not be written; then there is no half file.
+        FormatError, OSError: a source cannot be read, or ``dst`` cannot be written; no partial file is left.
 
     Example:
         >>> import safeload
@@ -114,7 +116,7 @@ def write(
     threads: int | None = None,
     progress: Progress = None,
 ) -> Summary | None:
-    """`convert`; returns what was quantized, None where nothing was to be."""
+    """`convert`; returns the summary of quantization, None without ``quantize``."""
     jobs.check_threads(threads)
     target = parse_target(dtype)
     path = os.fspath(dst)
@@ -142,16 +144,16 @@ def _format_of(path: str, max_shard_size: int | str | None) -> str:
     suffix = os.path.splitext(path)[1].lower()
     if max_shard_size is not None:
         if suffix in SUFFIXES:
-            raise ValueError(f"with max_shard_size the destination is a folder, but {show(path)} is the name of a file")
+            raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
         return "safetensors"
     if suffix not in SUFFIXES:
         known = ", ".join(SUFFIXES)
-        raise ValueError(f"{show(path)}: the suffix says what to write, one of {known}; a folder needs max_shard_size")
+        raise ValueError(f"{show(path)}: the suffix must be one of {known}; a folder needs max_shard_size")
     return SUFFIXES[suffix]
 
 
 def _check_free(path: str, folder: bool, overwrite: bool) -> None:
-    """Refuses what exists before anything is read."""
+    """Refuses an existing destination before anything is read."""
     if not overwrite and os.path.lexists(path) and not (folder and os.path.isdir(path) and not os.listdir(path)):
         raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
 
@@ -169,7 +171,7 @@ def _catalog_of(src: Given | Sequence[Given]) -> Catalog:
 
 
 class _Scratch:
-    """Memory that one tensor after the other is made in."""
+    """Memory that is reused for one tensor after the other."""
 
     def __init__(self) -> None:
         self._memory: Array = np.empty(0, np.uint8)
@@ -177,17 +179,17 @@ class _Scratch:
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
         if size > self._memory.size:
-            self._memory = np.empty(0, np.uint8)  # the old one goes before the new one comes
+            self._memory = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
             self._memory = jobs.private_array((size,), np.dtype(np.uint8))
         array: Array = np.ndarray(shape, dtype, self._memory)
         return array
 
 
 class _Plan:
-    """What becomes of each tensor, as outputs that make themselves when a writer comes to them.
+    """Decides about each tensor, and gives lazy outputs that are made when a writer reaches them.
 
     Raises:
-        UnsupportedError: a tensor that holds codes would be taken for numbers.
+        UnsupportedError: a tensor that holds codes would be treated as numbers.
     """
 
     def __init__(
@@ -219,17 +221,17 @@ class _Plan:
             grouping.refuse(catalog.codes, self._abouts, f"convert with {what}")
 
     def summary(self, nbytes: int) -> Summary | None:
-        """What was quantized, and why the rest was not; None where nothing was to be.
+        """Which tensors were quantized, and why the others were not; None without ``quantize``.
 
         Args:
-            nbytes: of the result.
+            nbytes: bytes of the result.
         """
         if self._rules is None:
             return None
         return Summary(self._before, nbytes, self._quantized_to, self._kept_because)
 
     def of_tensors(self) -> dict[str, Output]:
-        """Each tensor under its own name, and tied heads that are quantized from their embedding."""
+        """Each tensor under its own name, and tied heads, quantized from their embedding."""
         outputs = {name: self._output(name, about) for name, about in self._abouts.items()}
         if self._rules is None or self._chosen:
             return outputs
@@ -242,7 +244,7 @@ class _Plan:
         return outputs
 
     def _planned(self, name: str, about: About) -> Planned:
-        """Whether a tensor is quantized; noted for `summary`."""
+        """The decision about one tensor, recorded for `summary`."""
         assert self._rules is not None
         planned = self._rules.plan(name, about)
         if planned.scheme is None:
@@ -280,9 +282,9 @@ class _Plan:
         if self._target is not None and (row.floating or about.scheme is not None):
             row = self._target
         if self._format == "gguf" and row.floating and len(shape) < 2 and row.block_bytes > 1:
-            row = _F32  # llama.cpp aborts on norms of any other dtype; what GGUF has no type for stays to be refused
+            row = _F32  # llama.cpp aborts on norms of any other dtype; a dtype that GGUF lacks is still refused
         if row.packed:
-            raise UnsupportedError(f"tensor {show(name)} is {row.code}, which has no array type: pass dtype=")
+            raise UnsupportedError(f"tensor {show(name)} is {row.code}, which numpy does not support: pass dtype=")
         dtype = dtypes.array_dtype(row.number)
         return Lazy(dtype, shape, lambda: self._read(name, dtype, shape, row))
 
@@ -302,7 +304,7 @@ class _Plan:
 
         def make() -> QuantizedTensor:
             given = value()
-            # A stacked array is in the scratch itself.
+            # A stacked array is in the scratch memory itself.
             stacked = isinstance(given, np.ndarray)
             data = (
                 jobs.private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
@@ -316,7 +318,7 @@ class _Plan:
         return LazyQuantized(scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
 
     def _kept(self, name: str, about: About) -> LazyQuantized:
-        """A quantized tensor as it is."""
+        """A quantized tensor, unchanged."""
 
         def make() -> QuantizedTensor:
             value = self._catalog.source(name)
@@ -331,10 +333,10 @@ class _Plan:
 
 
 def _abouts(catalog: Catalog, names: Iterable[str] | None) -> dict[str, About]:
-    """What is known of the tensors that are taken.
+    """Descriptions of the tensors to convert.
 
     Raises:
-        TensorNotFoundError: a name that there is not.
+        TensorNotFoundError: a name is unknown.
     """
     if names is None:
         return {name: catalog.about(name) for name in catalog}
@@ -346,7 +348,7 @@ def _abouts(catalog: Catalog, names: Iterable[str] | None) -> dict[str, About]:
 
 
 def _about_of(planned: Stack) -> About:
-    """What is known of a tensor that is stacked when it is written."""
+    """Describes a tensor that is stacked when it is written."""
     row, shape = planned.row, planned.shape
     return About(planned.entry.name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
 
@@ -357,7 +359,7 @@ def _not_none(array: Array | None) -> Array:
 
 
 def _reporting(outputs: Mapping[str, Output], report: Callable[[int], object]) -> dict[str, Output]:
-    """The same outputs, which report their bytes when they have been made."""
+    """Wraps outputs to report their bytes after they are made."""
     done = 0
 
     def wrap(lazy: Lazy) -> Lazy:

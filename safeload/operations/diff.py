@@ -1,4 +1,4 @@
-"""How two checkpoints differ: names, shapes, dtypes, values; across formats, dtypes and quantization."""
+"""Differences between two checkpoints: names, shapes, dtypes and values, across formats, dtypes and quantization."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ..engine.source import Source
 from ..engine.stream import Meter, in_order, source_pieces, spans, values
 from .catalog import About, Catalog, Given
 
-# Elements from begin on, as float64.
+# Reads `size` elements from `begin` as float64: (begin, size) to array.
 _Read = Callable[[int, int], Array]
 
 
 class TensorDiff(NamedTuple):
     """How far the values of one tensor are from those of another of the same shape.
 
-    NaN in both, or the same infinity in both, is no difference; an element that only one of them has as a finite number
-    is counted, and left out of the other numbers.
+    NaN in both, or the same infinity in both, counts as equal. An element that is finite in only one of them is counted
+    in ``unequal`` and ``nonfinite``, and excluded from the other numbers.
 
     Attributes:
         max: largest absolute difference.
-        index: where that is, one integer for each axis; None where nothing differs.
+        index: index of that difference, one integer for each axis; None if nothing differs.
         rms: root of the mean square of the differences.
-        cosine: of the angle between the two as vectors; 1 where they are equal, nan where one of them is zero.
-        unequal: elements that differ.
-        nonfinite: elements among them that are NaN or infinite in one, or infinite of another sign.
+        cosine: cosine of the angle between the two as vectors; 1 if they are equal, nan if one of them is zero.
+        unequal: number of elements that differ.
+        nonfinite: number of those that are NaN or infinite in only one of the two, or infinite with different signs.
     """
 
     max: float
@@ -46,14 +46,14 @@ class TensorDiff(NamedTuple):
 
 
 class DiffReport:
-    """What `safeload.diff` found. ``str()`` is a table.
+    """The result of `safeload.diff`. ``str()`` is a table.
 
     Attributes:
-        a: what was compared, as messages name it.
-        b: likewise.
-        only_a: names that b does not have.
-        only_b: names that a does not have.
-        shapes: name to both shapes where they differ; values are not compared then.
+        a: title of the first checkpoint, as in messages.
+        b: title of the second.
+        only_a: names that are only in a.
+        only_b: names that are only in b.
+        shapes: name to both shapes where they differ; values of these tensors are not compared.
         dtypes: name to both dtypes where they differ.
         tensors: name to `TensorDiff` for every tensor in both that has the same shape.
     """
@@ -73,13 +73,13 @@ class DiffReport:
         return self.within(0.0) and not self.dtypes
 
     def within(self, tolerance: float) -> bool:
-        """Whether names and shapes are equal, and values differ by no more than this; dtypes may."""
+        """Whether names and shapes are equal and values differ by no more than ``tolerance``. Dtypes may differ."""
         structure = self.only_a or self.only_b or self.shapes
         return not structure and all(d.max <= tolerance and not d.nonfinite for d in self.tensors.values())
 
     @property
     def unequal(self) -> dict[str, TensorDiff]:
-        """The tensors whose values differ, the largest difference first."""
+        """The tensors whose values differ, largest difference first."""
         found = [(name, d) for name, d in self.tensors.items() if d.unequal]
         return dict(sorted(found, key=lambda item: (-item[1].nonfinite, -item[1].max)))
 
@@ -87,8 +87,8 @@ class DiffReport:
         """The report as text.
 
         Args:
-            columns: width.
-            rows: of each list, more are counted; None for all.
+            columns: width in characters.
+            rows: the most rows of each list; the rest are only counted. None for all.
 
         Returns:
             Lines without line ends.
@@ -139,7 +139,7 @@ class DiffReport:
         return f"<DiffReport {show(self.a)}, {show(self.b)}: {self.lines()[-1]}>"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for ``json.dump``; what is not finite is null."""
+        """The whole report, for ``json.dump``; values that are not finite are null."""
 
         def plain(value: Any) -> Any:
             return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -157,21 +157,21 @@ class DiffReport:
 
 
 def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress = None) -> DiffReport:
-    """How two checkpoints differ, tensor by tensor, with the memory of a few pieces (of quantized tensors, of one).
+    """Compares two checkpoints tensor by tensor, in the memory of a few pieces (or of one quantized tensor).
 
-    Quantized tensors are compared as the values that they restore to.
+    Quantized tensors are dequantized, and those values are compared.
 
     Args:
         a: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized tensors.
-        b: likewise.
-        threads: None for what helps.
-        progress: a callable that gets (bytes_done, bytes_total), of the values as float64.
+        b: what to compare it with, in the same forms.
+        threads: None: chosen automatically.
+        progress: a callable that gets (bytes_done, bytes_total), counting values as float64.
 
     Returns:
-        The report; ``same`` and ``within`` judge it.
+        The report. ``same`` and ``within`` summarize it.
 
     Raises:
-        UnsupportedError: a tensor holds codes, such as fp8 with a scale beside it; or see `safeload.open`.
+        UnsupportedError: a tensor holds codes, such as fp8 with a separate scale; or see `safeload.open`.
         FormatError, OSError: see `safeload.open`.
 
     Example:
@@ -216,7 +216,7 @@ def _dtype(about: About) -> str:
 
 
 class _Sums(NamedTuple):
-    """What a piece of two tensors comes to."""
+    """Partial sums over one piece of two tensors."""
 
     largest: float
     at: int
@@ -236,13 +236,18 @@ def _compare(
     threads: int | None,
     meter: Meter,
 ) -> TensorDiff:
+    """Compares two tensors of the same shape.
+
+    Equal bytes of the same dtype need no arithmetic. Otherwise pieces are compared as float64 on several threads, and
+    their partial sums are added up. A complex tensor gets one more axis for its real and imaginary parts.
+    """
     count = math.prod(shape)
     if isinstance(one, Source) and isinstance(other, Source) and one.row is other.row and _equal(one, other):
         meter.add(8 * count)
         return TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
     axes = shape
     if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in (one, other)):
-        shape, count = (*shape, 2), 2 * count  # real and imaginary parts
+        shape, count = (*shape, 2), 2 * count  # the real and the imaginary part
         one, other = (np.asarray(value, np.complex128).view(np.float64) for value in (_whole(one), _whole(other)))
     read_a, read_b = _reader(one, count), _reader(other, count)
 
@@ -274,6 +279,7 @@ def _compare(
 
 
 def _sum_up(x: Array, y: Array, begin: int) -> _Sums:
+    """Partial sums over the elements of one piece; ``begin`` is the index of its first element."""
     nonfinite, finite = 0, x.size
     with np.errstate(invalid="ignore", over="ignore"):
         norm_a, norm_b = _dot(x, x), _dot(y, y)
@@ -301,12 +307,12 @@ def _sum_up(x: Array, y: Array, begin: int) -> _Sums:
 
 
 def _dot(x: Array, y: Array) -> float:
-    """The scalar product, on this thread alone: BLAS would start threads of its own in each of ours."""
+    """The dot product on this thread alone: BLAS would start threads of its own in each of ours."""
     return float(np.einsum("i,i->", x, y))
 
 
 def _value(catalog: Catalog, name: str) -> Source | QuantizedTensor | Array:
-    """A tensor as a source, or what has to be in memory whole: quantized, packed, complex."""
+    """A tensor as a source; quantized, packed and complex ones are loaded whole."""
     row = catalog.about(name).element
     if row is None or row.packed or row.complex:
         return catalog.array(name)
@@ -314,7 +320,7 @@ def _value(catalog: Catalog, name: str) -> Source | QuantizedTensor | Array:
 
 
 def _equal(one: Source, other: Source) -> bool:
-    """Whether the bytes are the same."""
+    """Whether the bytes are equal."""
     pieces = zip(source_pieces(one), source_pieces(other), strict=True)
     return all(a == b for a, b in pieces)
 

@@ -1,7 +1,7 @@
 """SHA-256 of every tensor, so that a corrupted download or a changed tensor is named.
 
-A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256"}}}``. What is hashed are
-the bytes of the tensor's elements in C order, little-endian (of quantized int8 then those of the scales), so that the
+A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256"}}}``. The hash
+covers the bytes of the elements in C order, little-endian, and then those of the scales of quantized int8, so that the
 same tensors in another file format have the same hashes.
 """
 
@@ -31,7 +31,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def make(given: Given, *, threads: int | None = None, progress: Progress = None) -> dict[str, Any]:
-    """The manifest of a checkpoint, its tensors read on several threads, each a piece at a time.
+    """Makes the manifest of a checkpoint. Tensors are read on several threads, a piece at a time.
 
     Raises:
         FormatError: a file ends too early, with path and offset.
@@ -69,10 +69,10 @@ def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
 
 
 def read(path: PathLike) -> dict[str, Any]:
-    """A manifest from a file.
+    """Reads a manifest.
 
     Raises:
-        FormatError: it is none.
+        FormatError: the file is not a manifest.
         OSError: it cannot be read.
     """
     from ..base.json_file import read_json
@@ -81,7 +81,7 @@ def read(path: PathLike) -> dict[str, Any]:
     found: dict[str, Any] = read_json(text, "the manifest")
     tensors = found.get("tensors")
     if found.get(KEY) != VERSION or not isinstance(tensors, dict):
-        raise FormatError(f'a manifest is {{"{KEY}": {VERSION}, "tensors": {{...}}}}', text)
+        raise FormatError(f'a manifest must be {{"{KEY}": {VERSION}, "tensors": {{...}}}}', text)
     for name, entry in tensors.items():
         good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
         if not good or not isinstance(entry.get("sha256"), str) or not _SHA256.fullmatch(entry["sha256"]):
@@ -90,11 +90,11 @@ def read(path: PathLike) -> dict[str, Any]:
 
 
 def compare(said: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
-    """What has changed since a manifest was written.
+    """Finds what has changed since a manifest was written.
 
     Args:
         said: the manifest.
-        found: that of the file as it is now.
+        found: the manifest of the current file.
     """
     before, now = said["tensors"], found["tensors"]
     for name, entry in before.items():
@@ -102,10 +102,10 @@ def compare(said: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Findi
         if other is None:
             yield error("manifest.missing", name, "is in the manifest, but not in the file")
         elif (entry["dtype"], entry["shape"]) != (other["dtype"], other["shape"]):
-            message = f"is {other['dtype']} {other['shape']}, in the manifest it is {entry['dtype']} {entry['shape']}"
+            message = f"is {other['dtype']} {other['shape']}, but {entry['dtype']} {entry['shape']} in the manifest"
             yield error("manifest.changed", name, message)
         elif entry["sha256"] != other["sha256"]:
-            message = f"its bytes have SHA-256 {other['sha256'][:16]}..., in the manifest {entry['sha256'][:16]}..."
+            message = f"has SHA-256 {other['sha256'][:16]}..., but {entry['sha256'][:16]}... in the manifest"
             yield error("manifest.changed", name, message)
     for name in now:
         if name not in before:

@@ -1,4 +1,4 @@
-"""What quantization costs: how far dequantized values are from the original ones."""
+"""Quantization error: how far dequantized values are from the original ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .quantize_checkpoint import Model
 
 
 class QuantizationError(NamedTuple):
-    """How far restored values are from the original ones.
+    """How far dequantized values are from the original ones.
 
     Attributes:
         max_error: largest absolute difference.
         rms_error: root of the mean square of the differences.
-        snr_db: 10 * log10(sum of squares of the original / sum of squares of the differences); infinite for no
+        snr_db: 10 * log10(sum of squares of the original / sum of squares of the differences); infinite if there is no
             difference.
     """
 
@@ -31,7 +31,7 @@ class QuantizationError(NamedTuple):
     snr_db: float
 
 
-# Elements that are compared at a time.
+# Number of elements that are compared at a time.
 _COMPARED = 1 << 20
 
 
@@ -42,19 +42,19 @@ def quantization_error(source: Given, quantized: Given) -> dict[str, Quantizatio
 def quantization_error(
     source: Given | Array, quantized: Given | QuantizedTensor
 ) -> dict[str, QuantizationError] | QuantizationError:
-    """What quantization cost: of one tensor, or of each quantized tensor of a checkpoint.
+    """The quantization error of one tensor, or of each quantized tensor of a checkpoint.
 
     Args:
         source: the original values: an array, a dict of arrays, a `Checkpoint` or a path.
-        quantized: what became of them: a `QuantizedTensor` for an array, else a dict (as `load_quantized` gives it), a
-            `Checkpoint` or a path. A tied head is compared with the embedding.
+        quantized: the quantized values: a `QuantizedTensor` for an array, else a dict (as `load_quantized` returns it),
+            a `Checkpoint` or a path. A tied head is compared with the embedding.
 
     Returns:
-        A `QuantizationError` for one tensor, else a dict of them by name, of the quantized tensors only.
+        A `QuantizationError` for one tensor, else a dict of them by name for the quantized tensors.
 
     Raises:
-        TensorNotFoundError: a quantized tensor is not in the source.
-        ValueError: shapes differ, or one is a single tensor and the other is not.
+        TensorNotFoundError: the source lacks a quantized tensor.
+        ValueError: shapes differ, or only one of the two is a single tensor.
     """
     if isinstance(quantized, QuantizedTensor):
         if not isinstance(source, np.ndarray):
@@ -82,8 +82,8 @@ def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> Quantizat
             f"{subject(name)}the original has shape {list(original.shape)}, the quantized one {list(quantized.shape)}"
         )
     largest, squares, signal = 0.0, 0.0, 0.0
-    for exact, restored in _pieces(original, quantized):
-        difference = exact - restored
+    for exact, dequantized in _pieces(original, quantized):
+        difference = exact - dequantized
         largest = max(largest, float(np.abs(difference).max(initial=0)))
         squares += float(np.square(difference).sum())
         signal += float(np.square(exact).sum())
@@ -93,7 +93,7 @@ def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> Quantizat
 
 
 def _pieces(original: Array, quantized: QuantizedTensor) -> Iterable[tuple[Array, Array]]:
-    """Original and restored values in float64, some rows at a time."""
+    """Original and dequantized values in float64, some rows at a time."""
     if len(original.shape) < 2:
         yield np.float64(original), quantized.dequantize(np.float32).astype(np.float64)
         return

@@ -1,4 +1,4 @@
-"""Arrays in int8 or the blocks of ggml, quantized in the pass that reads them."""
+"""Quantizes arrays to int8 or to the block types of ggml, in the pass that reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INFINITY_BITS = 0x7F800000
 
 
 class Request(NamedTuple):
-    """What to make of a source: a quantized tensor, or an array of the dtype numbered ``target``."""
+    """One result to fill from a source: a quantized tensor, or an array of the dtype with number ``target``."""
 
     source: Source
     result: QuantizedTensor | Array
@@ -31,17 +31,17 @@ class Request(NamedTuple):
 
 
 def new_tensor(source: Source, scheme: str, axis: int | None) -> QuantizedTensor:
-    """A quantized tensor to be filled."""
+    """A new quantized tensor, to be filled by `run_requests`."""
     (data_dtype, data_shape), scale = storage_of(scheme, source.shape, axis)
     scales = None if scale is None else np.zeros(scale[1], scale[0])
     return QuantizedTensor(scheme, source.shape, jobs.private_array(data_shape, data_dtype), scales, axis)
 
 
 def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Progress) -> None:
-    """Fills results: int8 in two passes over its source, everything else in one.
+    """Fills the results: int8 in two passes over its source, everything else in one.
 
     Raises:
-        RangeError: a value that its scheme cannot hold, with tensor and index.
+        RangeError: a value is out of range for its scheme; the message has tensor and index.
     """
     scaled = [w for w in wanted if isinstance(w.result, QuantizedTensor) and w.result.scale is not None]
     first, second = _halves(progress, sum(w.source.size for w in scaled), sum(w.source.size for w in wanted))
@@ -59,7 +59,7 @@ def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Pr
 
 
 def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) -> dict[int, Array]:
-    """Fills in the scales of int8 tensors; what each is to be multiplied by, by identity."""
+    """Fills in the scales of int8 tensors. Returns the factors for their values, by ``id`` of the request."""
     maxima = [np.zeros(w.result.scale.shape, np.uint32) for w in scaled]  # type: ignore[union-attr]
     channels = [channels_of(w.source.shape, w.result.axis, None) for w in scaled]  # type: ignore[union-attr]
     work = [
@@ -70,7 +70,7 @@ def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) 
     factors = {}
     for w, bits in zip(scaled, maxima, strict=True):
         if (bits >= _INFINITY_BITS).any():
-            jobs.Batch([w.source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # says where
+            jobs.Batch([w.source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # raises, with the index
         absmax = bits.view(np.float32)
         with np.errstate(divide="ignore", over="ignore"):
             inverse = np.float32(127) / absmax
@@ -81,7 +81,7 @@ def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) 
 
 
 def _halves(progress: Progress, first: int, second: int) -> tuple[Progress, Progress]:
-    """Progress of two runs as that of one."""
+    """Splits one progress callback between two runs; ``first`` and ``second`` are their bytes."""
     if not callable(progress) or not first:
         return None, progress
     report = progress
@@ -102,36 +102,38 @@ def quantize(
     out: QuantizedTensor | None = None,
     threads: int | None = None,
 ) -> QuantizedTensor:
-    """An array in int8 or in blocks of ggml.
+    """Quantizes an array to int8 or to a block type of ggml.
 
     - "int8": scale = absmax / 127, codes x * (127 / absmax) rounded half away from zero, within [-128, 127].
     - "q4_0": blocks of 32 along the last axis, each with a float16 scale d and 4-bit codes q, value (q - 8) * d. With
-      ``rounding="absmax"`` d = absmax / 7 and q = round(x / d) + 8; with "ggml" what llama.cpp's reference makes, byte
-      for byte.
-    - "q8_0": blocks of 32 with a float16 scale absmax / 127 and int8 codes, as llama.cpp's reference makes them.
-    - "q5_0": as "q4_0" with 5-bit codes, value (q - 16) * d; "q4_1" and "q5_1": with a float16 minimum m as well, value
-      q * d + m. All as llama.cpp's reference makes them.
+      ``rounding="absmax"`` d = absmax / 7 and q = round(x / d) + 8; with "ggml" the bytes are those of llama.cpp's
+      reference.
+    - "q8_0": blocks of 32 with a float16 scale absmax / 127 and int8 codes, as in llama.cpp's reference.
+    - "q5_0": as "q4_0" with 5-bit codes, value (q - 16) * d; "q4_1" and "q5_1": also with a float16 minimum m, value
+      q * d + m. All as in llama.cpp's reference.
 
-    The reference is https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c. An absmax of zero, or so small that
-    its inverse is not finite, gives scale 0 and codes that restore to 0.
+    The reference is https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c. An absmax of zero, or one so
+    small that its inverse is not finite, gives scale 0, and all values dequantize as 0.
 
     Args:
-        x: array of real numbers, or what numpy makes one of; for blocks with whole blocks of 32 in its last axis.
-        scheme: one of those above.
-        axis: for int8 the axis that keeps a scale for each of its elements; None for one scale.
-        rounding: for "q4_0": "absmax" (the default) or "ggml"; "q8_0" has both, the same; others "ggml".
-        out: a quantized tensor of the same scheme, shape and axis to fill; None for a new one. It stays as it was when
-            a value is refused.
-        threads: None for what helps.
+        x: array of real numbers, or anything that numpy converts to one; for block types the last axis must be a
+            multiple of 32.
+        scheme: one of the above.
+        axis: for int8 the axis with a scale for each of its elements; None for one scale.
+        rounding: for "q4_0": "absmax" (the default) or "ggml"; "q8_0" takes both, with the same result; the others
+            take "ggml".
+        out: a quantized tensor of the same scheme, shape and axis to fill; None for a new one. It is unchanged if a
+            value is refused.
+        threads: None: chosen automatically.
 
     Returns:
         The quantized tensor; ``out`` if it was given.
 
     Raises:
         RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with the index of the first.
-        ValueError: no such scheme or rounding, an axis that is not there, rows that are not whole blocks, an ``out``
-            that does not fit.
-        TypeError: no real numbers.
+        ValueError: unknown scheme or rounding, an axis out of bounds, rows that are not whole blocks, an ``out`` that
+            does not match.
+        TypeError: x does not hold real numbers.
 
     Example:
         >>> import numpy as np, safeload
@@ -153,7 +155,7 @@ def quantize(
     run_requests([Request(source, result, target)], threads=threads, progress=None)
     if out is None:
         return result
-    out.data[...] = result.data  # only now: a value that is refused leaves it as it was
+    out.data[...] = result.data  # only now: out is unchanged if a value is refused
     if out.scale is not None:
         out.scale[...] = result.scale
     return out
@@ -168,10 +170,10 @@ def quantize_source(
     data: Array,
     threads: int | None,
 ) -> QuantizedTensor:
-    """One tensor, quantized into ``data``.
+    """Quantizes one tensor into ``data``.
 
     Raises:
-        RangeError: a value that the scheme cannot hold, with tensor and index.
+        RangeError: a value is out of range for the scheme; the message has tensor and index.
     """
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
@@ -183,19 +185,19 @@ def quantize_source(
 
 
 def check_scheme(scheme: object) -> None:
-    """Refuses what `quantize` does not make.
+    """Refuses an unknown scheme.
 
     Raises:
-        ValueError: there is no such scheme.
+        ValueError: the scheme is unknown.
     """
     if not isinstance(scheme, str) or scheme not in SCHEMES:
-        raise ValueError(f"scheme {show(scheme)} is none of {', '.join(SCHEMES)}")
+        raise ValueError(f"unknown scheme {show(scheme)}, expected one of {', '.join(SCHEMES)}")
 
 
 def _check_fitting(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"out must be a QuantizedTensor, not {type(out).__name__}")
     if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
-        raise ValueError(f"out is {show(out)}, but {scheme} {list(source.shape)} with axis={axis} is made")
+        raise ValueError(f"out is {show(out)}, but the result is {scheme} {list(source.shape)} with axis={axis}")
     if not (out.data.flags.c_contiguous and out.data.flags.writeable):
         raise ValueError("out.data must be C-contiguous and writable")

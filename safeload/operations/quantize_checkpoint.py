@@ -1,4 +1,4 @@
-"""Whole checkpoints quantized: which tensors, to what, by whose rules."""
+"""Quantizes whole checkpoints: which tensors, to which scheme, by which rules."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ..models.schema import Schema
 from .catalog import About, Catalog, Given
 from .quantize import Request, Rounding, SchemeName, check_scheme, new_tensor, run_requests
 
-#: Matrices that engines want in full precision: look-up tables, and what is small or scales others. For models without
-#: a schema; where there is one, it says what a tensor is.
+#: Names of matrices that engines want in full precision: lookup tables, and tensors that are small or scale others.
+#: Used for models without a schema; a schema gives the role of each tensor.
 KEPT_NAMES = ("*embed*", "*_embd*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
 
 _KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
 
-# Head, the embedding that it is the same as where it is absent, and a tensor that only models with a head have: of
-# Hugging Face's causal models and of llama.cpp's, where no schema says more.
+# Head, the embedding that it is tied to if it is absent, and a tensor that only models with a head have. Conventions of
+# Hugging Face's causal models and of llama.cpp, for models without a schema.
 _TIED = (
     ("lm_head.weight", "model.embed_tokens.weight", "model.embed_tokens.weight"),
     ("output.weight", "token_embd.weight", "output_norm.weight"),
 )
-# Part of the architecture's name of GGUF files whose models give embeddings: they have a final norm, and no head.
+# Part of the architecture name of embedding models in GGUF files: they have a final norm, but no head.
 _HEADLESS = "embedding"
 
 Keep = str | Iterable[str] | Callable[[str], object] | None
@@ -45,13 +45,13 @@ _F32 = dtypes.BY_CODE["F32"]
 
 
 class Summary(NamedTuple):
-    """What `load_quantized` did; prints as a table.
+    """Summary of `load_quantized`; prints as a table.
 
     Attributes:
-        bytes_before: of all tensors as they were in the source.
-        bytes_after: of the result.
-        quantized: name to scheme of what was quantized.
-        kept: name to the reason why it was not.
+        bytes_before: bytes of all tensors as stored in the source.
+        bytes_after: bytes of the result.
+        quantized: name to scheme of each tensor that was quantized.
+        kept: name to reason of each tensor that was left unquantized.
     """
 
     bytes_before: int
@@ -76,19 +76,19 @@ class QuantizedDict(dict[str, QuantizedTensor | Array]):
     """Name to array or `QuantizedTensor`, in the order of the source.
 
     Attributes:
-        summary: what was quantized, what was kept and why.
+        summary: which tensors were quantized, and why the others were not.
     """
 
     summary: Summary
 
 
 class Planned(NamedTuple):
-    """What becomes of a tensor.
+    """The decision about one tensor.
 
     Attributes:
-        scheme: what it is quantized to; None where it is left as it is.
-        reason: why it is left.
-        already: whether it is left because it is of the scheme that is asked for.
+        scheme: the scheme to quantize it to; None if it is left unquantized.
+        reason: why it is left unquantized.
+        already: whether the reason is that it is of the requested scheme already.
     """
 
     scheme: str | None
@@ -97,12 +97,12 @@ class Planned(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What tells the roles of tensors: embedding, head, norm.
+    """What the roles of tensors are derived from: embedding, head, norm.
 
     Attributes:
-        names: of all tensors.
+        names: names of all tensors.
         config: parsed ``config.json``; None without one.
-        schema: of the architecture; None for one that is not known.
+        schema: schema of the architecture; None if it is unknown.
         architecture: ``general.architecture`` of a GGUF file; "" without one.
     """
 
@@ -113,19 +113,19 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, catalog: Catalog, names: Collection[str] | None = None) -> Model:
-        """The model that these tensors are; ``names`` where only some of them are."""
+        """The model of a catalog, or of only the tensors in ``names``."""
         names = dict.fromkeys(catalog if names is None else names).keys()
         choice = choose(catalog.config, catalog.format, names)
         architecture = str(catalog.metadata.get("general.architecture", ""))
         return cls(names, catalog.config, None if choice is None else choice.schema, architecture)
 
     def tied_heads(self) -> dict[str, str]:
-        """Heads that are not there because they are the same as an embedding, and that embedding."""
+        """Absent heads that are tied to an embedding: name of the head to name of the embedding."""
         names = self.names
         if self.schema is not None:
             try:
                 return self.schema.tied(names, self.config)
-            except ValueError:  # a config that does not say
+            except ValueError:  # the config lacks a key that this needs
                 return {}
         if _HEADLESS in self.architecture:
             return {}
@@ -137,7 +137,7 @@ class Model(NamedTuple):
 
 
 def check_restorable(name: str, scheme: str) -> None:
-    """Refuses a quantized tensor that cannot be dequantized, which quantizing it anew needs.
+    """Refuses a quantized tensor that cannot be dequantized, as requantizing it needs.
 
     Raises:
         UnsupportedError: there is no kernel for its scheme.
@@ -148,7 +148,7 @@ def check_restorable(name: str, scheme: str) -> None:
 
 
 class Rules:
-    """Which tensors are quantized to what."""
+    """The rules for which tensors are quantized to which scheme."""
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
         self.schema: Schema | None = None
@@ -160,7 +160,7 @@ class Rules:
         self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
 
     def plan(self, name: str, about: About) -> Planned:
-        """What becomes of a tensor of this name."""
+        """Decides about one tensor: the first reason that applies leaves it unquantized."""
         shape, scheme = about.shape, about.scheme
         if not about.floating and scheme is None:
             return Planned(None, f"is {about.dtype}, not floating")
@@ -181,16 +181,16 @@ class Rules:
         if self._keep is not None and self._keep(name):
             return Planned(None, "keep= said so")
         usual = self._usual(name)
-        if usual is not None and found[0] == "*":  # a pattern of one's own is stronger than the usual
+        if usual is not None and found[0] == "*":  # an explicit pattern overrides the defaults
             return Planned(None, usual)
         if found[1] != INT8 and shape[-1] % 32:
-            return Planned(None, f"rows of {shape[-1]} elements are no whole blocks of 32")
+            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of 32")
         if scheme is not None:
             check_restorable(name, scheme)
         return Planned(found[1])
 
     def _usual(self, name: str) -> str | None:
-        """Why a tensor is usually kept, None where it is not."""
+        """Why a tensor is left unquantized by default; None if it is quantized."""
         role = None if self.schema is None else self.schema.role(name)
         if role is not None:
             return _KEPT_ROLES.get(role)
@@ -209,36 +209,39 @@ def load_quantized(
     threads: int | None = None,
     progress: Progress = None,
 ) -> QuantizedDict:
-    """A checkpoint with its matrices quantized and everything else floating as float32, in one pass over its bytes.
+    """Loads a checkpoint with its matrices quantized and other floating tensors as float32, in one pass over its bytes.
 
-    Quantized are floating tensors of 2 axes (of 3: each matrix), except embeddings, norms and biases. The schema of the
-    architecture that ``config.json`` names says which those are (see `safeload.models.schema`); for other models
-    `KEPT_NAMES` does. Integer, bool and complex tensors come unchanged. A tensor that is quantized already is
-    dequantized and quantized again if another scheme is asked for; otherwise it stays as it is. For int8 each matrix is
-    read twice, once for its absmax.
+    Floating tensors of 2 axes are quantized (of 3 axes: each matrix), except embeddings, norms and biases. The schema
+    that ``config.json`` selects says which those are (see `safeload.models.schema`); without one, `KEPT_NAMES` does.
+    Integer, bool and complex tensors are unchanged. A tensor that is already quantized is dequantized and quantized
+    again if another scheme is requested; otherwise it is unchanged. For int8 each matrix is read twice, once for its
+    absmax.
 
-    A head that is absent because it is tied to the embedding (by the schema and the config; of an unknown architecture
-    ``lm_head.weight`` to ``model.embed_tokens.weight``, in GGUF files ``output.weight`` to ``token_embd.weight``)
-    appears quantized from it, and the embedding stays float32.
+    A head that is absent because it is tied to the embedding is quantized from it, and the embedding stays float32. The
+    schema and the config say what is tied. For an unknown architecture ``lm_head.weight`` is tied to
+    ``model.embed_tokens.weight``, and in GGUF files ``output.weight`` to ``token_embd.weight``.
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
-        scheme: as in `quantize`; or pattern (as ``fnmatch`` has them) to scheme for mixed precision, where the
-            first that matches counts, None keeps, and any pattern but "*" is stronger than `KEPT_NAMES`.
-        keep: patterns of names to keep, or a function of the name.
-        tie_lm_head: False to leave out the tied head.
+        scheme: as in `quantize`; or a dict of ``fnmatch`` pattern to scheme for mixed precision. The first pattern that
+            matches decides, None leaves the tensor unquantized, and any pattern other than "*" overrides the schema
+            and `KEPT_NAMES`.
+        keep: patterns of names to leave unquantized, or a function of the name.
+        tie_lm_head: False to omit the tied head.
         rounding: for "q4_0": "absmax" (the default) or "ggml".
-        axis: for int8 the axis that keeps its own scales; None for one scale a matrix: [N] for N of them in one tensor.
-        threads: None for what helps.
+        axis: for int8 the axis with a scale for each of its elements; None for one scale for each matrix, so shape [N]
+            for a tensor of N matrices.
+        threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        Name to array or `QuantizedTensor`, in the order of the source; its ``summary`` says what was kept and why.
+        Name to array or `QuantizedTensor`, in the order of the source; its ``summary`` says which were left unquantized
+        and why.
 
     Raises:
         RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with tensor and index.
         ValueError: wrong arguments.
-        UnsupportedError: a tensor holds codes, such as fp8 with a scale beside it; or see `safeload.open`.
+        UnsupportedError: a tensor holds codes, such as fp8 with a separate scale; or see `safeload.open`.
         FormatError, OSError: see `safeload.open` and `Checkpoint.load`.
     """
     SCHEMES["q4_0"].target(rounding)
@@ -254,9 +257,9 @@ class _Tensor(NamedTuple):
     """A tensor of the result.
 
     Attributes:
-        origin: name of the tensor that it is made from: of a tied head the embedding.
-        about: what is known of that.
-        source: its values; None where they are quantized, and read when their turn comes.
+        origin: name of the tensor that it is made from; for a tied head that of the embedding.
+        about: description of the origin.
+        source: values of the origin; None if it is quantized: it is read when its turn comes.
     """
 
     origin: str
@@ -265,12 +268,12 @@ class _Tensor(NamedTuple):
 
 
 class _Work:
-    """What becomes of the tensors of a checkpoint.
+    """One run of `load_quantized`.
 
     Args:
         catalog: the tensors.
-        rules: which of them are quantized to what.
-        tie_lm_head: see `load_quantized`, as the others.
+        rules: decide which tensors are quantized to which scheme.
+        tie_lm_head: see `load_quantized`, also for the other arguments.
     """
 
     def __init__(
@@ -305,7 +308,7 @@ class _Work:
         return _Tensor(name, about, source)
 
     def run(self, progress: Progress) -> QuantizedDict:
-        """The tensors, those that are read from files in one run."""
+        """The result; tensors in files are read in one run."""
         quantized, kept = {}, {}
         for name, tensor in self._tensors.items():
             plan = self._rules.plan(name, tensor.about)
@@ -324,7 +327,7 @@ class _Work:
         return self._result
 
     def _keep(self, tensor: _Tensor) -> QuantizedTensor | Array:
-        """A tensor that is not quantized: as it is if it has been, else in an array that `run` fills."""
+        """A tensor that is not to be quantized: unchanged if it is already, else an array that `run` fills."""
         source = tensor.source
         if source is None:
             return self._catalog.value(tensor.origin)
@@ -334,14 +337,14 @@ class _Work:
         return array
 
     def _quantize(self, name: str, tensor: _Tensor, scheme: str) -> QuantizedTensor:
-        """A tensor that `run` fills; what was quantized in another scheme is filled at once."""
+        """A quantized tensor that `run` fills; if the source has another scheme, it is filled at once."""
         axis = _axis_of(name, tensor.about.shape, self._axis) if scheme == INT8 else None
         target = SCHEMES[scheme].target(self._rounding if scheme == "q4_0" else None)
         if tensor.source is not None:
             new = new_tensor(tensor.source, scheme, axis)
             self._requests.append(Request(tensor.source, new, target))
             return new
-        value = self._catalog.value(tensor.origin)  # one after the other: each is held as float32 for a moment
+        value = self._catalog.value(tensor.origin)  # one at a time: each needs memory as float32
         assert isinstance(value, QuantizedTensor)
         source = of_reals(name, value.dequantize(threads=self._threads), self._threads)
         new = new_tensor(source, scheme, axis)
@@ -350,7 +353,7 @@ class _Work:
 
 
 def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:
-    """The axis of a tensor whose elements keep their own scales: of 3 axes at least one for each matrix."""
+    """The axis with per-axis scales; a tensor of 3 axes has at least one scale for each matrix."""
     if axis is None:
         return 0 if len(shape) == 3 else None
     if not -len(shape) <= axis < len(shape):

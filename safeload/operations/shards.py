@@ -1,4 +1,4 @@
-"""Folders of safetensors shards with an index and a config: how they are cut and written."""
+"""Folders of safetensors shards with an index and a config: splits tensors into shards and writes them."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from ..base.text import show
 from ..engine import jobs
 from ..engine.lazy import Lazy, LazyQuantized
 
-# What config.json calls the dtype of the weights: until transformers 4.56, and since.
+# Keys of the dtype of the weights in config.json: before transformers 4.56, and since.
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 
-# Powers of 1000 as Hugging Face counts them ("5GB"), and of 1024.
+# Powers of 1000, as Hugging Face writes them ("5GB"), and of 1024.
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
-# What a writer gets for each name.
+# One tensor for a writer.
 Output = Lazy | LazyQuantized
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of "500MB", "5GB", "2GiB" or a number.
+    """Parses a size in bytes: "500MB", "5GB", "2GiB" or a number.
 
     Raises:
-        ValueError: it is no size, or not positive.
+        ValueError: it is not a size, or not positive.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f'max_shard_size {show(size)} is no size such as "500MB" or "5GB"')
+            raise ValueError(f'max_shard_size {show(size)} is not a size such as "500MB" or "5GB"')
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
-        raise ValueError(f"max_shard_size is {size}, but a shard needs at least one byte")
+        raise ValueError(f"max_shard_size is {size}, but a shard has at least one byte")
     return size
 
 
 def config_with(config: Mapping[str, Any] | None, target: dtypes.Dtype | None) -> dict[str, Any] | None:
-    """A ``config.json`` that is true of weights of another dtype, nested configurations included.
+    """A ``config.json`` with the dtype of the new weights, also in nested configurations.
 
     Args:
-        config: of the source; None for none.
-        target: what floating tensors became; None for what they were.
+        config: the config of the source; None without one.
+        target: dtype that floating tensors were converted to; None if it is unchanged.
     """
     if config is None or target is None:
         return None if config is None else dict(config)
@@ -75,7 +75,19 @@ def write_shards(
     limit: int,
     overwrite: bool,
 ) -> None:
-    """Shards, an index and the config: all under temporary names first, the index in place last."""
+    """Writes shards, an index and the config.
+
+    All files are written under temporary names first. The index is renamed into place last, so that a new folder has no
+    index until its shards are complete.
+
+    Args:
+        outputs: the tensors by name.
+        texts: metadata for each shard; None for none.
+        config: content of ``config.json``; None to write none.
+        folder: the destination; it is created, and removed again on an error if it is empty.
+        limit: most bytes of a shard; a larger tensor gets a shard of its own.
+        overwrite: False to refuse existing files.
+    """
     import json
 
     from ..engine.atomic_file import AtomicFile
@@ -98,7 +110,7 @@ def write_shards(
     made = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
     try:
-        with ExitStack() as stack:  # closed in reverse: what is entered first is put in place last
+        with ExitStack() as stack:  # closed in reverse order: the first one entered is renamed into place last
             small = {"model.safetensors.index.json": index}
             if config is not None:
                 small["config.json"] = dict(config)
@@ -112,7 +124,7 @@ def write_shards(
                 place = os.path.join(folder, file)
                 shard_file = stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite))
                 writer.write_to(shard_file)
-                shard_file.seal()  # there may be more shards than descriptors
+                shard_file.seal()  # closes it: there may be more shards than descriptors
     except BaseException:
         if made:
             _remove_if_empty(folder)

@@ -1,4 +1,4 @@
-"""Layers stacked into one tensor for each kind of weight, transposed where an engine wants it."""
+"""Stacks layers into one tensor for each kind of weight, transposed if the layout says so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.layout import LAYER, Layout, StackedTensor
 from .catalog import About, Catalog, Given
 
-# Digits of a layer's number: Python itself reads no numbers of more than some thousands.
+# Most digits of a layer number: ``int`` itself refuses texts of more than 4300.
 _MAX_DIGITS = 18
 
 
@@ -29,7 +29,7 @@ class StackedDict(dict[str, Array]):
     """Name to stacked array, in the order of the layout.
 
     Attributes:
-        left_out: names of tensors that no entry of the layout named.
+        left_out: names of the tensors that no entry of the layout uses.
     """
 
     left_out: tuple[str, ...] = ()
@@ -39,10 +39,10 @@ class Stack(NamedTuple):
     """One tensor of the result, planned.
 
     Attributes:
-        entry: of the layout.
-        names: of its layers, in order; the one tensor where there is no layer axis.
+        entry: entry of the layout.
+        names: names of its layers, in order; a single tensor if there is no layer axis.
         layer: shape of a layer in the source.
-        shape: of the result.
+        shape: shape of the result.
         row: dtype of the result.
     """
 
@@ -62,26 +62,26 @@ def stack(
     threads: int | None = None,
     progress: Progress = None,
 ) -> StackedDict:
-    """The tensors of a checkpoint as a layout wants them, read, converted, transposed and placed in one pass.
+    """Arranges the tensors of a checkpoint by a layout: read, converted, transposed and stacked in one pass.
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
-        layout: what to make; see `safeload.layouts`.
-        dtype: what floating tensors become; None for what they are. Quantized tensors need one.
-        out: arrays to fill, by name, each C-contiguous and of the dtype and shape it shall get; all are checked before
-            the first byte is written.
-        threads: None for what helps.
+        layout: the layout of the result; see `safeload.layouts`.
+        dtype: dtype for floating tensors; None to leave it unchanged. Quantized tensors require one.
+        out: arrays to fill, by name. Each must be C-contiguous and have the dtype and shape of the result; all are
+            checked before the first byte is written.
+        threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        Name to array in the order of the layout; what was not named is its ``left_out``.
+        Name to array in the order of the layout; ``left_out`` names the tensors that the layout does not use.
 
     Raises:
-        TensorNotFoundError: a source that is missing, or a hole in the layers, with layer and tensor.
-        SafeloadError: layers of different shape or dtype, with the names of two.
-        UnsupportedError: a transposed tensor that is no matrix, no such conversion, or a tensor that holds codes, such
-            as fp8 with a scale beside it.
-        ValueError: an array of ``out`` that does not fit.
+        TensorNotFoundError: a source or a layer is missing; the message names layer and tensor.
+        SafeloadError: layers differ in shape or dtype; the message names two of them.
+        UnsupportedError: a tensor to transpose is not a matrix, the conversion is not supported, or a tensor holds
+            codes, such as fp8 with a separate scale.
+        ValueError: an array of ``out`` does not match.
         FormatError, OSError: see `safeload.open`.
 
     Example:
@@ -110,7 +110,7 @@ def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> Stacked
     result = StackedDict()
     unknown = sorted(set(out or ()) - {p.entry.name for p in plans})
     if unknown:
-        raise ValueError(f"out: {show(unknown[0])} is no tensor of this layout")
+        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
     for planned in plans:
         wanted = dtypes.array_dtype(planned.row.number)
         name = planned.entry.name
@@ -127,7 +127,7 @@ def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> Stacked
 
 
 def plan(known: Mapping[str, About], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
-    """What `fill` is to make, every name and shape checked.
+    """Plans what `fill` makes, and checks every name and shape.
 
     Raises:
         TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
@@ -143,10 +143,10 @@ def plan(known: Mapping[str, About], layout: Layout, target: dtypes.Dtype | None
 
 
 def _layers_of(known: Mapping[str, About], entry: StackedTensor) -> set[int]:
-    """The layers that an entry finds.
+    """The numbers of the layers that match an entry.
 
     Raises:
-        SafeloadError: a number that no layer has: with leading zeros, or too long for any model.
+        SafeloadError: a number has leading zeros, or too many digits for any model.
     """
     prefix, suffix = entry.source.split(LAYER)
     pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}", re.ASCII)
@@ -177,6 +177,18 @@ def _plan_one(
     counts: Mapping[str, int],
     target: dtypes.Dtype | None,
 ) -> Stack:
+    """Plans one entry of a layout.
+
+    Args:
+        entry: the entry.
+        known: all tensors of the source.
+        layers: numbers of the layers that match the entry; None if it has no layer axis.
+        counts: number of layers by the prefix of their names, over all entries.
+        target: dtype for floating tensors; None to leave it unchanged.
+
+    Raises:
+        TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
+    """
     names = [entry.source]
     if layers is not None:
         prefix, suffix = entry.source.split(LAYER)
@@ -185,7 +197,7 @@ def _plan_one(
                 f"{show(entry.name)}: no tensor is called {show(entry.source)} with a layer's number"
             )
         count = counts[prefix]
-        if len(layers) < count:  # which one, before as many names are made as a single number may ask for
+        if len(layers) < count:  # checked before the names are made: a single large number may ask for any count
             missing = next(k for k in range(count) if k not in layers)
             name = f"{prefix}{missing}{suffix}"
             raise TensorNotFoundError(
@@ -237,7 +249,7 @@ def fill(
     threads: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Fills C-contiguous arrays with what is planned, all in one run.
+    """Fills C-contiguous arrays as planned, all in one run.
 
     Raises:
         FormatError, OSError: a file cannot be read.
@@ -260,7 +272,7 @@ def fill(
 
 
 def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:
-    """A source of whole bytes that a grid can take: restored or decoded first where it is none."""
+    """A source of whole-byte elements for a strided copy; quantized and packed ones are decoded first."""
     if isinstance(value, QuantizedTensor):
         return of_array("", value.dequantize(dtypes.element_dtype(row.number), threads=threads))
     if not value.row.packed:

@@ -1,4 +1,4 @@
-"""What values tensors hold: range, mean, deviation, NaN, infinity, zeros, in the one pass that reads them."""
+"""Statistics of tensors: range, mean, standard deviation, NaN, infinity and zeros, in one pass over their bytes."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from .catalog import Catalog, Given, has_names
 
 _RECORD = struct_dtype("sl_stats")
 
-# Elements of a tensor that one record tells of.
+# Elements of a tensor that one record covers.
 _SEGMENT: int = lib.SL_STATS_SEGMENT
 _BINS: int = lib.SL_HISTOGRAM_BINS
-# Records and bins are of numbers of so many bytes.
+# Bytes of one number of a record or a bin.
 _WORD = 8
 
 HISTOGRAM_EDGES: Array = np.ldexp(1.0, np.arange(_BINS + 1) + lib.SL_HISTOGRAM_LOWEST)
 """The 65 edges of the 64 bins of `TensorStats.histogram`: 2**-48, 2**-47, ... 2**16. Bin k counts
-``HISTOGRAM_EDGES[k] <= abs(x) < HISTOGRAM_EDGES[k + 1]``; the first bin also holds what is smaller and not zero, the
-last one what is larger and finite."""
+``HISTOGRAM_EDGES[k] <= abs(x) < HISTOGRAM_EDGES[k + 1]``; the first bin also counts smaller values other than
+zero, the last one larger finite values."""
 HISTOGRAM_EDGES.flags.writeable = False
 
 
 class TensorStats(NamedTuple):
-    """What values a tensor holds. Where it has no finite element, ``min`` to ``std`` are nan.
+    """Statistics of one tensor. Without a finite element, ``min`` to ``std`` are nan.
 
     Attributes:
-        dtype: its code, such as "BF16" or "Q4_0"; "I8" for quantized int8, whose values are the restored ones.
+        dtype: its code, such as "BF16" or "Q4_0"; "I8" for quantized int8, whose values are the dequantized ones.
         shape: logical shape, outermost axis first.
         count: elements.
         min: smallest finite value, exact; 0.0 for -0.0.
-        max: largest finite value, likewise.
-        absmax: largest finite absolute value, likewise.
-        mean: of the finite values.
-        std: their population standard deviation, as ``numpy.std`` has it.
-        nan: how many elements are NaN.
-        inf: how many are infinite, of either sign.
-        zeros: how many are zero, of either sign.
-        first_nan: index of the first NaN in C order, one integer for each axis; None where there is none.
-        first_inf: likewise of the first infinity.
-        histogram: int64 of shape [64], how many finite values that are not zero lie between which `HISTOGRAM_EDGES`;
-            None where it was not asked for.
+        max: largest finite value, exact; 0.0 for -0.0.
+        absmax: largest finite absolute value, exact.
+        mean: mean of the finite values.
+        std: population standard deviation of the finite values, as ``numpy.std`` computes it.
+        nan: number of elements that are NaN.
+        inf: number of infinite elements, of either sign.
+        zeros: number of zeros, of either sign.
+        first_nan: index of the first NaN in C order, one integer for each axis; None without a NaN.
+        first_inf: index of the first infinity, in the same form.
+        histogram: int64 of shape [64], the number of finite nonzero values in each bin of `HISTOGRAM_EDGES`; None
+            unless requested.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    count: int  # type: ignore[assignment] # tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment] # tuple.count, which is not needed here
     min: float
     max: float
     absmax: float
@@ -73,12 +73,12 @@ class TensorStats(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A tensor to be looked at.
+    """One tensor to compute statistics of.
 
     Attributes:
-        source: its values, or what they are restored from.
-        dtype: as `TensorStats` names it.
-        channels: of int8 that is restored.
+        source: its values, or the codes that they are dequantized from.
+        dtype: its dtype, as in `TensorStats`.
+        channels: per-axis scales of quantized int8.
     """
 
     source: Source
@@ -109,30 +109,30 @@ def stats(
 ) -> TensorStats | dict[str, TensorStats]:
     """Statistics of one tensor, or of each tensor of a checkpoint, in one pass over the bytes on all cores.
 
-    Values are those of the dtype as float64: exact, but for integers beyond 2**53, which are rounded. Of quantized
-    tensors they are the restored float32 ones. ``min``, ``max`` and ``absmax`` are exact; ``mean`` is within
-    1e-12 * absmax, and ``std`` stays good where the mean is large beside it. Every instruction set and every number of
-    threads gives the same bits, whether the values are in memory or in a file.
+    Values are converted to float64: exactly, except for integers beyond 2**53, which are rounded. Quantized tensors
+    are dequantized to float32. ``min``, ``max`` and ``absmax`` are exact; ``mean`` is within 1e-12 * absmax, and
+    ``std`` stays accurate where the mean is much larger. Every instruction set and every number of threads gives the
+    same bits, whether the values are in memory or in a file.
 
     A path or a `Checkpoint` is read through descriptors, never through a mapping.
 
     Args:
-        x: an array (or what numpy makes one of) or a `QuantizedTensor`; or the path of a checkpoint, an open
-            `Checkpoint`, or a dict of arrays and quantized tensors.
-        histogram: whether to count values by their binary exponent, see `HISTOGRAM_EDGES`.
-        names: of the tensors to look at, of those in x; None for all.
-        threads: None for what helps.
+        x: an array (or anything that numpy converts to one) or a `QuantizedTensor`; or the path of a checkpoint, an
+            open `Checkpoint`, or a dict of arrays and quantized tensors.
+        histogram: whether to count values by binary exponent, see `HISTOGRAM_EDGES`.
+        names: names of the tensors of x to include; None for all.
+        threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        A `TensorStats` for one tensor. For a checkpoint a dict of them by name, in its order, without the tensors that
-        have no real numbers (complex, text) or that nothing restores (block types without a kernel).
+        A `TensorStats` for one tensor. For a checkpoint a dict of them by name, in its order, without tensors that do
+        not hold real numbers (complex, text) or that cannot be dequantized (block types without a kernel).
 
     Raises:
-        TensorNotFoundError: there is no tensor of one of ``names``.
-        UnsupportedError: a single tensor of complex numbers, or of blocks that nothing restores; a tensor of a
-            checkpoint that holds codes, such as fp8 with a scale beside it.
-        TypeError: a single array of what are no numbers.
+        TensorNotFoundError: one of ``names`` does not exist.
+        UnsupportedError: a single tensor of complex numbers, or of a block type without a kernel; a tensor of a
+            checkpoint that holds codes, such as fp8 with a separate scale.
+        TypeError: a single array that does not hold numbers.
         FormatError: a file ends too early, with path and offset.
         OSError: a file cannot be read.
 
@@ -160,7 +160,11 @@ def _of_all(
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorStats]:
-    """All that can be taken as it is in one run; what must be copied first alone, so that only one copy is held."""
+    """Statistics by name.
+
+    Tensors that can be read in place share one run. Those that must be copied first run one by one, so that only one
+    copy exists at a time.
+    """
     wanted = list(catalog if names is None else distinct(names))
     catalog.refuse_codes(wanted, "stats")
     catalog.check(wanted)
@@ -183,18 +187,18 @@ def _of_all(
 
 
 def _readable(row: dtypes.Dtype) -> bool:
-    """Whether the core takes values of this dtype."""
+    """Whether the C core supports values of this dtype."""
     return row.code == "F32" or bool(lib.sl_convertible(row.number, lib.SL_F32))
 
 
 def _part(name: str, value: Any, threads: int | None) -> _Part | None:
-    """A tensor in memory; None where it has no real numbers."""
+    """A tensor in memory; None if it does not hold real numbers."""
     if isinstance(value, QuantizedTensor):
         return _quantized_part(name, value, threads)
     array = as_array(value, name)
     row = dtypes.BY_NAME.get(array.dtype.name)
     code = array.dtype.name if row is None else row.code
-    if row is None or row.packed:  # of these elements the core knows none, or not one in each byte
+    if row is None or row.packed:  # the core does not support them, or not one element per byte
         wider = _wider(array.dtype, row)
         if wider is None:
             return None
@@ -203,14 +207,18 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
 
 
 def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
-    """What holds all values of a dtype that the core does not take (of long double: nearly), None for no numbers."""
+    """A wider dtype for one that the core does not support; None if that does not hold real numbers.
+
+    It holds every value, except that long double is rounded.
+    """
     if dtype.kind == "f" and dtype.itemsize > 8:
         return dtypes.BY_CODE["F64"]
-    # The small types of ml_dtypes, which are the only ones that anybody registers with numpy.
+    # The small types of ml_dtypes, the only ones that are registered with numpy.
     return dtypes.BY_CODE["F32"] if row is not None or (dtype.isbuiltin == 2 and dtype.itemsize == 1) else None
 
 
 def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _Part | None:
+    """A quantized tensor in memory; None if it cannot be dequantized."""
     row = dtypes.BY_CODE["I8"] if value.scheme == INT8 else dtypes.BLOCK_TYPES[value.scheme]
     if not _readable(row):
         return None
@@ -222,16 +230,20 @@ def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _
 
 
 def _refusal(x: Any) -> Exception:
+    """The error for a single value without statistics."""
     if isinstance(x, QuantizedTensor):
-        return UnsupportedError(f"there is no kernel that restores {x.scheme}")
+        return UnsupportedError(f"cannot dequantize {x.scheme}: there is no kernel for it")
     dtype = np.asarray(x).dtype
     if dtype.kind == "c":
-        return UnsupportedError(f"{dtype} has no order: give x.real and x.imag, or abs(x)")
-    return TypeError(f"{dtype} has no statistics: it holds no numbers")
+        return UnsupportedError(f"{dtype} has no order: pass x.real and x.imag, or abs(x)")
+    return TypeError(f"{dtype} has no statistics: it does not hold numbers")
 
 
 def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progress: Progress) -> list[TensorStats]:
-    """Statistics of each, in one run."""
+    """Statistics of each part, in one run.
+
+    Each part gets its bins and one record for each segment in one allocation; the core merges the records at the end.
+    """
     counts = np.array([math.prod(part.source.shape) for part in parts], np.int64)
     segments = -(-counts // _SEGMENT)
     bins = _BINS if histogram else 0
@@ -258,11 +270,12 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
 
 
 def _of_record(part: _Part, record: tuple[Any, ...], histogram: Array | None) -> TensorStats:
+    """Converts a merged record of the core to `TensorStats`."""
     finite, nan, inf, zeros, first_nan, first_inf, low, high, mean, rest, squares, exponent = record
     shape = part.source.shape
     if finite:
         absmax = max(high, -low)
-        # Rounding must not leave what the exact values cannot leave.
+        # Clamp: rounding may push the mean past min or max, and the deviation past absmax.
         mean = min(max(math.ldexp(mean + rest, exponent), low), high)
         std = math.ldexp(min(math.sqrt(squares / finite), math.ldexp(absmax, -exponent)), exponent)
     else:

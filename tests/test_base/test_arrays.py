@@ -182,7 +182,7 @@ def test_a_layout_is_a_layout(layout):
 
 
 def test_a_layout_is_made_of_stacked_tensors():
-    with pytest.raises(TypeError, match="'x' is made of StackedTensor, not of dict"):
+    with pytest.raises(TypeError, match="'x': tensors must be StackedTensor, not dict"):
         Layout("x", [{"name": "a", "source": "b"}])
 
 

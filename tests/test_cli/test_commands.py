@@ -137,7 +137,7 @@ def test_check_with_options(folder, capsys):
     assert run(capsys, "check", "good.safetensors", "--parameters", "10")[0] == 0
     status, out, _ = run(capsys, "check", "good.safetensors", "--parameters", "11")
     assert status == 1
-    assert "10 parameters, expected are 11" in out
+    assert "10 parameters, expected 11" in out
     for wrong in (["--schema", "lama"], ["--range", "2", "1"], ["--range", "x", "1"], ["--threads", "0"]):
         status, out, err = run(capsys, "check", "good.safetensors", *wrong)
         assert (status, out) == (2, "")
@@ -293,7 +293,7 @@ def test_stats_with_histograms_and_on_a_wide_terminal(folder, capsys, monkeypatc
     assert out.splitlines()[2].split()[0] == "2^-2"
     assert out.splitlines()[2].split()[-1] == "2^2"
     save_file({"zero": np.zeros(3)}, "zero.safetensors")
-    assert "no values but zero" in run(capsys, "stats", "zero.safetensors", "--histogram")[1]
+    assert "all values are zero" in run(capsys, "stats", "zero.safetensors", "--histogram")[1]
     monkeypatch.setenv("COLUMNS", "140")
     _, out, _ = run(capsys, "stats", "zero.safetensors")
     assert squeezed(out)[0] == [

@@ -40,8 +40,8 @@ def test_expressions(text, value):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "nothing to evaluate"),
-        ("  ", "nothing to evaluate"),
+        ("", "it is empty"),
+        ("  ", "it is empty"),
         ("a +", "ends where a value is expected"),
         ("* a", "'*' stands where a value is expected"),
         ("a b", "'b' is not expected there"),
@@ -59,7 +59,7 @@ def test_expressions(text, value):
         ("big * big", "beyond 64 bits"),
         ("99999999999999999999999", "beyond 64 bits"),
         ("٣", "is neither"),
-        ("(" * 60 + "a" + ")" * 60, "more than 50 parentheses"),
+        ("(" * 60 + "a" + ")" * 60, "more than 50 nested parentheses"),
         ("a+" * 600 + "a", "1201 characters"),
     ],
 )
@@ -162,19 +162,19 @@ def test_defaults_and_configs():
     )
     assert llama.expand({**config, "hidden_size": 4096.0}, ())["model.norm.weight"].shape == (4096,)
     for change, reason in (
-        ({"hidden_size": "many"}, "'hidden_size' in config.json is 'many', a whole number is wanted"),
-        ({"hidden_size": [1]}, "a whole number is wanted"),
-        ({"hidden_size": 1.5}, "a whole number is wanted"),
+        ({"hidden_size": "many"}, "'hidden_size' in config.json is 'many', expected an integer"),
+        ({"hidden_size": [1]}, "expected an integer"),
+        ({"hidden_size": 1.5}, "expected an integer"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1, but a model has 0 to 100000 layers"),
         ({"num_hidden_layers": 10**9}, "0 to 100000 layers"),
-        ({"vocab_size": -5}, "vocab_size is -5, which is no size"),
-        ({"vocab_size": None}, "'vocab_size' is needed, but config.json has no such key"),
+        ({"vocab_size": -5}, "vocab_size is -5, but a size is at least 0"),
+        ({"vocab_size": None}, "'vocab_size' is required, but config.json lacks it"),
     ):
         with pytest.raises(ConfigError, match=reason.replace("(", r"\(")):
             llama.expand({**config, **change}, ())
     with pytest.raises(ExpressionError, match="division by zero"):
         llama.expand({**config, "num_attention_heads": 0}, ())
-    with pytest.raises(ConfigError, match=r"'num_hidden_layers' is needed, but there is no config\.json"):
+    with pytest.raises(ConfigError, match=r"'num_hidden_layers' is required, but there is no config\.json"):
         llama.expand(None, ())
 
 
@@ -197,7 +197,7 @@ def test_a_schema_of_ones_own(tmp_path):
         schema.load("lama")
     with pytest.raises(FileNotFoundError):
         schema.load(tmp_path / "missing.json")
-    with pytest.raises(ConfigError, match="the default of 'a' needs itself: m -> a -> b -> a"):
+    with pytest.raises(ConfigError, match="the default of 'a' depends on itself: m -> a -> b -> a"):
         schema.load({**TINY, "defaults": {"a": "b", "b": "a", "m": "a"}}).expand({"n": 1, "d": 1}, ())
     chain = {f"a{k}": f"a{k + 1}" for k in range(1000)}
     with pytest.raises(ExpressionError, match="too deep"):
@@ -207,22 +207,22 @@ def test_a_schema_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"name": 3}, "a schema is"),
+        ({"name": 3}, "a schema must be"),
         ({"tensor": {}}, "unknown field 'tensor'"),
-        ({"tensors": {}}, "must be an object that is not empty"),
-        ({"tensors": []}, "must be an object that is not empty"),
-        ({"layers": None}, "layers does not say how many"),
+        ({"tensors": {}}, "must be a nonempty object"),
+        ({"tensors": []}, "must be a nonempty object"),
+        ({"layers": None}, "layers does not give their number"),
         ({"layers": "n +"}, "layers or defaults: 'n \\+': it ends"),
-        ({"defaults": {"m": 1.5}}, "whole numbers and expressions"),
+        ({"defaults": {"m": 1.5}}, "integers and expressions"),
         ({"defaults": {"m": "2 d"}}, "'d' is not expected there"),
-        ({"prefixes": "model."}, "prefixes must be a list of texts"),
-        ({"prefixes": ["", "x.{}."]}, "prefixes have no layers"),
+        ({"prefixes": "model."}, "prefixes must be a list of strings"),
+        ({"prefixes": ["", "x.{}."]}, "prefixes must not have"),
         ({"tensors": {"w": ["a"]}}, "'w' must be an object with shape"),
         ({"tensors": {"w": {"role": "norm"}}}, "'w' must be an object with shape"),
         ({"tensors": {"w": {"shape": "a"}}}, "the shape of 'w' must be a list"),
         ({"tensors": {"w": {"shape": ["a /"]}}}, "'w': 'a /': '/' is neither"),
-        ({"tensors": {"w": {"shape": [1.5]}}}, "1.5 is no expression"),
-        ({"tensors": {"w": {"shape": [True]}}}, "True is no expression"),
+        ({"tensors": {"w": {"shape": [1.5]}}}, "1.5 is not an expression"),
+        ({"tensors": {"w": {"shape": [True]}}}, "True is not an expression"),
         ({"tensors": {"w": {"shape": [], "role": "king"}}}, "the role of 'w' is 'king'"),
         ({"tensors": {"w": {"shape": [], "optional": 1}}}, "optional of 'w'"),
         ({"tensors": {"w": {"shape": [], "when": "("}}}, "'w'"),

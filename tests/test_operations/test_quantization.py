@@ -171,7 +171,7 @@ def test_a_scale_beyond_float16_is_refused_with_the_index(scheme, value):
 @pytest.mark.parametrize(
     ("call", "kind", "fragment"),
     [
-        (lambda x: quantize(x, "q5_k"), ValueError, "none of int8, q4_0, q8_0"),
+        (lambda x: quantize(x, "q5_k"), ValueError, "expected one of int8, q4_0, q8_0"),
         (lambda x: quantize(x, "q5_0", rounding="absmax"), ValueError, "'absmax' is not one of q5_0, which has ggml"),
         (lambda x: quantize(x, "q4_0", rounding="up"), ValueError, "'up', expected one of absmax, ggml"),
         (lambda x: quantize(x, "int8", rounding="ggml"), ValueError, "rounding is for q4_0"),
@@ -383,7 +383,7 @@ def test_tensors_of_three_axes_and_odd_rows():
     blocks = load_quantized(tensors)
     assert blocks["experts"] == quantize(tensors["experts"], "q4_0")
     assert blocks["odd"].dtype == np.float32
-    assert blocks.summary.kept["odd"] == "rows of 50 elements are no whole blocks of 32"
+    assert blocks.summary.kept["odd"] == "rows of 50 elements are not whole blocks of 32"
     assert load_quantized(tensors, "int8", axis=1)["experts"].axis == 1
     with pytest.raises(ValueError, match="tensor 'odd': axis 2"):
         load_quantized({"odd": tensors["odd"]}, "int8", axis=2)

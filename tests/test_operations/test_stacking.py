@@ -92,7 +92,7 @@ def test_out_is_filled_or_refused_untouched():
     same(got, expected(tensors, 3, np.float32))
     for change, fragment in (
         (lambda o: o.pop("b"), "no array for 'b'"),
-        (lambda o: o.update(x=o["b"]), "'x' is no tensor of this layout"),
+        (lambda o: o.update(x=o["b"]), "'x' is not a tensor of this layout"),
         (lambda o: o.update(b=o["b"].astype(np.float64)), "'b': out must be an array of float32"),
         (lambda o: o.update(w=o["w"].swapaxes(1, 2)), "'w': out must be an array"),
     ):
@@ -196,19 +196,19 @@ def test_layouts_as_json(tmp_path):
     [
         ("{", "not JSON"),
         ("[]", "must be a JSON object"),
-        ('{"name": "x"}', "a layout is"),
-        ('{"name": 3, "tensors": []}', "a layout is"),
-        ('{"name": "x", "tensors": [], "more": 1}', "a layout is"),
+        ('{"name": "x"}', "a layout must be"),
+        ('{"name": 3, "tensors": []}', "a layout must be"),
+        ('{"name": "x", "tensors": [], "more": 1}', "a layout must be"),
         ('{"name": "x", "tensors": [3]}', r"tensors\[0\] must be"),
         ('{"name": "x", "tensors": [{"name": "a"}]}', r"tensors\[0\] must be"),
         ('{"name": "x", "tensors": [{"name": "a", "source": "b", "axis": 1}]}', r"tensors\[0\] must be"),
-        ('{"name": "x", "tensors": [{"name": "a", "source": ""}]}', "source must be a text"),
-        ('{"name": "x", "tensors": [{"name": 1, "source": "b"}]}', "name must be a text"),
+        ('{"name": "x", "tensors": [{"name": "a", "source": ""}]}', "source must be a nonempty string"),
+        ('{"name": "x", "tensors": [{"name": 1, "source": "b"}]}', "name must be a nonempty string"),
         ('{"name": "x", "tensors": [{"name": "a", "source": "b", "transpose": 1}]}', "true or false"),
-        ('{"name": "x", "tensors": [{"name": "a", "source": "{}.{}"}]}', "more than one place"),
+        ('{"name": "x", "tensors": [{"name": "a", "source": "{}.{}"}]}', "more than once"),
         (
             '{"name": "x", "tensors": [{"name": "a", "source": "b"}, {"name": "a", "source": "c"}]}',
-            "'a' is there twice",
+            "duplicate tensor 'a'",
         ),
     ],
 )

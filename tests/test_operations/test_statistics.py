@@ -438,10 +438,10 @@ def test_small_types_of_ml_dtypes_that_no_file_has():
 
 
 def test_refusals():
-    with pytest.raises(UnsupportedError, match=r"complex64 has no order: give x\.real and x\.imag"):
+    with pytest.raises(UnsupportedError, match=r"complex64 has no order: pass x\.real and x\.imag"):
         stats(np.ones(2, np.complex64))
     for x in (np.array(["a"]), np.array([object()]), np.array(["2026-01-01"], "M8[D]"), np.zeros(2, "V3")):
-        with pytest.raises(TypeError, match="it holds no numbers"):
+        with pytest.raises(TypeError, match="it does not hold numbers"):
             stats(x)
     with pytest.raises(ValueError, match="threads is 0"):
         stats([1.0], threads=0)

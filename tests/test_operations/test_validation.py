@@ -126,14 +126,14 @@ def other_dtype(tensors, config):
 
 
 FAULTS = [
-    (lose_layer, "error", "schema.layer_missing", "model.layers.1", "layer 1 of 3 is missing, all its 9 tensors"),
+    (lose_layer, "error", "schema.layer_missing", "model.layers.1", "layer 1 of 3 is missing, with all its 9 tensors"),
     (lose_tensor, "error", "schema.missing", MATRIX, "is missing"),
     (
         lose_everywhere,
         "error",
         "schema.missing",
         "model.layers.0.mlp.up_proj.weight",
-        "is missing, and so in each of the 3 layers",
+        "is missing, in each of the 3 layers",
     ),
     (lose_head, "error", "schema.missing", "lm_head.weight", "is missing"),
     (
@@ -143,10 +143,16 @@ FAULTS = [
         KEY,
         "has shape [64, 64], but [num_key_value_heads * head_dim, hidden_size] is [32, 64] by the config",
     ),
-    (extra, "error", "schema.unexpected", "model.layers.0.self_attn.rotary.weight", "is no tensor of schema llama"),
+    (extra, "error", "schema.unexpected", "model.layers.0.self_attn.rotary.weight", "is not a tensor of schema llama"),
     (extra_layer, "error", "schema.layer_extra", "model.layers.3", "layer 3 with 9 tensors is beyond the 3 layers"),
-    (bias, "error", "schema.unexpected", "model.layers.0.self_attn.q_proj.bias", "attention_bias in the config says"),
-    (no_key, "error", "schema.config", None, "schema llama: 'hidden_size' is needed, but config.json has no such key"),
+    (
+        bias,
+        "error",
+        "schema.unexpected",
+        "model.layers.0.self_attn.q_proj.bias",
+        "attention_bias in the config excludes it",
+    ),
+    (no_key, "error", "schema.config", None, "schema llama: 'hidden_size' is required, but config.json lacks it"),
     (nan, "error", "value.nan", LAST, "1 of 64 values is NaN, the first at [63]"),
     (infinity, "error", "value.inf", MATRIX, "1 of 8,192 values is infinite, the first at [3, 5]"),
     (zeros, "warning", "value.zero", MATRIX, "all 8,192 values of the matrix are 0"),
@@ -154,7 +160,13 @@ FAULTS = [
     (large, "warning", "value.range", MATRIX, "to 500, outside [-128, 128]"),
     (mixed, "warning", "dtype.mixed", MATRIX, "is float32, but in 2 of 3 layers it is bfloat16"),
     (untied, "warning", "head.tied", "lm_head.weight", "differs from 'model.embed_tokens.weight' from [0, 0] on"),
-    (other_dtype, "warning", "dtype.config", None, "config.json says float16, but no tensor is; 30 of 30 are bfloat16"),
+    (
+        other_dtype,
+        "warning",
+        "dtype.config",
+        None,
+        "config.json says float16, but no tensor has it; 30 of 30 are",
+    ),
 ]
 
 
@@ -219,7 +231,7 @@ def test_names_of_another_kind(llama):
     other = {name.replace("model.layers", "blk").replace("model.", "x."): x for name, x in tensors.items()}
     report = validate(other, config=config)
     assert [code for _, code, _ in codes(report)] == ["schema.names"]
-    assert "only 1 of 30 are" in report.errors[0].message
+    assert "only 1 of 30 names are" in report.errors[0].message
 
 
 # ---- without a schema ----
@@ -270,7 +282,7 @@ def test_one_array():
     assert codes(validate(x, shape=(None, 3))) == []
     report = validate(x, shape=(3, None))
     assert codes(report) == [("error", "array.shape", "array")]
-    assert report.errors[0].message == "has shape [2, 3], wanted is [3, ?]"
+    assert report.errors[0].message == "has shape [2, 3], expected [3, ?]"
     assert codes(validate(x, limits=(0, 5))) == [("warning", "value.range", "array")]
     quantized = safeload.quantize(x, "int8")
     assert codes(validate(quantized, shape=(2, 3))) == []
@@ -283,7 +295,7 @@ def test_limits():
     assert codes(validate(x, limits={"low": -1000, "high": 1000, "parameters": 2})) == []
     report = validate(x, limits={"high": 300, "low": -200, "parameters": 3})
     assert codes(report) == [("error", "model.parameters", None)]
-    assert report.errors[0].message == "2 parameters, expected are 3"
+    assert report.errors[0].message == "2 parameters, expected 3"
     assert codes(validate({"n": np.array([[1000, 2]])})) == []  # integers have no range
 
 
@@ -396,7 +408,7 @@ def test_a_missing_shard(folder):
     os.remove(folder / "model-00002-of-00002.safetensors")
     report = validate(folder)
     assert codes(report) == [("error", "index.shard", None)]
-    assert "model-00002-of-00002.safetensors is not there" in report.errors[0].message
+    assert "model-00002-of-00002.safetensors is missing" in report.errors[0].message
 
 
 def test_a_missing_shard_without_an_index(llama, tmp_path):
@@ -866,7 +878,7 @@ def test_quantized_weights_that_the_config_does_not_tell_of(family):
         del config[key]
     report = validate(tensors, config=config)
     assert codes(report) == [("note", "quantization.unchecked", None)]
-    assert report.notes[0].message.startswith("codes with scales beside them: names, shapes and values")
+    assert report.notes[0].message.startswith("codes with separate scales: names, shapes and values")
 
 
 def test_integers_beside_a_scale_are_codes():
@@ -1039,7 +1051,7 @@ def test_a_language_model_in_a_model(kind, place, tmp_path):
     del config["hidden_size"]
     report = validate(tensors, config=outer)
     assert codes(report) == [("note", "schema.unchecked", None)]
-    assert "'hidden_size' is needed" in report.notes[0].message
+    assert "'hidden_size' is required" in report.notes[0].message
     assert codes(validate(tensors, config={**outer, "text_config": {"model_type": "unknown"}})) == []
     deep = {"model_type": "some", "thinker_config": {"text_config": config | {"hidden_size": 64}}}
     assert codes(validate(tensors, config=deep)) == [("note", "schema.unchecked", others[0])]

@@ -20,12 +20,12 @@ from ...formats.zip import Archive
 from ..catalog import Catalog
 from .findings import Finding, error, warning
 
-# Five digits mostly; DeepSeek's have six after "of", and shards of a few models two.
+# Usually five digits; DeepSeek writes six after "of", and a few models have two.
 _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
 
 
 def check_index(catalog: Catalog) -> Iterator[Finding]:
-    """An ``index.json`` against the shards that it names; without one, shards by the number in their names."""
+    """Checks an ``index.json`` against its shards; without one, the numbers in the names of the shards."""
     if catalog.index is None:
         yield from _check_shard_names(catalog.files)
         return
@@ -34,7 +34,7 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     base = os.path.basename(catalog.index)
     try:
         index = read_json(catalog.index, "index.json")
-    except (SafeloadError, OSError) as problem:  # it was read a moment ago
+    except (SafeloadError, OSError) as problem:  # it was readable a moment ago
         yield error("file.read", None, one_line(problem))
         return
     metadata = index.get("metadata")
@@ -47,30 +47,30 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     )
     if said is not None and said not in (held, held + scales):
         yield warning(
-            "index.total_size", None, f"{base} says total_size {said}, but its tensors have {held + scales} bytes"
+            "index.total_size", None, f"{base} has total_size {said}, but its tensors have {held + scales} bytes"
         )
     listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in catalog.entries()}
     for file in catalog.weight_files:
         for k, name in enumerate(file.table.names):
             if (file, k) not in listed:
                 shard = os.path.basename(file.path)
-                yield warning("index.unlisted", name, f"is in {shard}, but not in {base}, so nothing reads it")
+                yield warning("index.unlisted", name, f"is in {shard}, but not in {base}, so it is never read")
 
 
 def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
-    """Files called ``...-00001-of-00003...`` of which some are not there."""
-    groups: dict[tuple[str, str, str], dict[int, int]] = {}  # shards' numbers, and their digits
+    """Missing files of a group named ``...-00001-of-00003...``."""
+    groups: dict[tuple[str, str, str], dict[int, int]] = {}  # number of each shard to its digits
     for path in paths:
         parts = _SHARD.fullmatch(os.path.basename(path))
         if parts is not None:
             groups.setdefault((parts[1], parts[3], parts[4]), {})[int(parts[2])] = len(parts[2])
     if sum(map(len, groups.values())) < 2:
-        return  # a single shard was asked for
+        return  # a single shard was opened
     for (stem, total, suffix), numbers in groups.items():
         digits = max(numbers.values())
         for number in range(1, min(int(total), 100_000) + 1):
             if number not in numbers:
-                yield error("index.shard", None, f"{stem}-{number:0{digits}}-of-{total}{suffix} is not there")
+                yield error("index.shard", None, f"{stem}-{number:0{digits}}-of-{total}{suffix} is missing")
 
 
 # ---- CRC-32 ----
@@ -81,10 +81,10 @@ class _Entry(NamedTuple):
 
     Attributes:
         archive: the archive.
-        file: likewise.
-        info: what the directory says.
-        begin: its first byte in the file.
-        tensors: names of those in it.
+        file: the file of the archive.
+        info: its entry of the central directory.
+        begin: offset of its first byte in the file.
+        tensors: names of the tensors in it.
     """
 
     archive: Archive
@@ -95,7 +95,7 @@ class _Entry(NamedTuple):
 
 
 def check_crc(catalog: Catalog, *, threads: int | None = None, progress: Progress = None) -> Iterator[Finding]:
-    """The CRC-32 that a zip archive has for each entry, against its bytes."""
+    """Checks the bytes of each entry of a zip archive against its CRC-32."""
     entries = [entry for file in catalog.weight_files for entry in _entries(file, catalog.format)]
     stored = [entry for entry in entries if entry.info.compress_type == zipfile.ZIP_STORED]
     meter = Meter(progress, sum(entry.info.compress_size for entry in entries))
@@ -107,7 +107,7 @@ def check_crc(catalog: Catalog, *, threads: int | None = None, progress: Progres
 
     results = in_order(check, stored, threads, sum(entry.info.compress_size for entry in stored))
     found = list(zip(stored, results, strict=True))
-    # Unfolding one after the other: an archive keeps the last header it read.
+    # Compressed entries one by one: an archive caches only the last header it read.
     found += [(entry, check(entry)) for entry in entries if entry.info.compress_type != zipfile.ZIP_STORED]
     for entry, problem in found:
         if problem is not None:
@@ -119,7 +119,7 @@ def check_crc(catalog: Catalog, *, threads: int | None = None, progress: Progres
 
 def _entries(opened: WeightFile, format: str | None) -> Iterator[_Entry]:
     """The entries of a file that is a zip archive."""
-    # Compressed arrays have been unpacked into another file.
+    # Compressed arrays have been unpacked into a temporary file.
     file = open_descriptor(opened.path) if format == "npz" and not _is_zip(opened) else opened
     if not _is_zip(file):
         return
@@ -143,7 +143,7 @@ def _is_zip(file: WeightFile) -> bool:
 
 
 def _check_entry(entry: _Entry) -> str | None:
-    """What is wrong with an entry, None for nothing."""
+    """The fault of an entry, None if it is good."""
     info = entry.info
     found = 0
     try:
@@ -155,4 +155,4 @@ def _check_entry(entry: _Entry) -> str | None:
                 found = zlib.crc32(data, found)
     except (SafeloadError, OSError) as problem:
         return one_line(problem)
-    return None if found == info.CRC else f"its bytes have CRC-32 {found:08x}, the directory says {info.CRC:08x}"
+    return None if found == info.CRC else f"its bytes have CRC-32 {found:08x}, but the directory has {info.CRC:08x}"

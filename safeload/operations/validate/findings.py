@@ -1,4 +1,4 @@
-"""What was found, and the report of it."""
+"""Findings, limits and the validation report."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ ERROR: Severity = "error"
 WARNING: Severity = "warning"
 NOTE: Severity = "note"
 
-# Findings of the same kind about the same tensor of several layers are shown once from this many on.
+# From this many on, findings of the same kind about the same tensor of several layers are shown as one.
 _GATHERED_FROM = 4
 
-# Values beyond these are worth a warning where the caller says nothing else: those of weights, and of norms.
+# Default limits for values of weights and of norms; values beyond them are a warning.
 _LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong, or odd, or that was not checked.
+    """One fault, suspicion, or note of what was not checked.
 
     Attributes:
         severity: "error", "warning" or "note".
-        code: what kind of thing, for programs: "value.nan". It stays the same between versions.
-        tensor: name of the tensor; of a whole layer the text before its tensors' names; None for the file as such.
-        message: the rest, in words and numbers.
+        code: kind of the finding, for programs: "value.nan". Stable between versions.
+        tensor: name of the tensor; for a whole layer the common prefix of its names; None for the file itself.
+        message: description, with numbers.
     """
 
     severity: Severity
@@ -44,12 +44,12 @@ class Finding(NamedTuple):
 
 
 def error(code: str, tensor: str | None, message: str) -> Finding:
-    """A finding that makes the file a bad one."""
+    """A finding that makes the file unsound."""
     return Finding(ERROR, code, tensor, message)
 
 
 def warning(code: str, tensor: str | None, message: str) -> Finding:
-    """A finding that may be meant so."""
+    """A finding that may be intended."""
     return Finding(WARNING, code, tensor, message)
 
 
@@ -59,16 +59,17 @@ def note(code: str, tensor: str | None, message: str) -> Finding:
 
 
 class Limits(NamedTuple):
-    """What values have to be.
+    """Limits for values.
 
     Attributes:
-        low: below it a value is worth a warning.
-        high: above it likewise.
-        parameters: number of elements of all tensors together; None for any.
-        scale: of int8 tensors: one number, or one for each name; None for any.
-        absmax: of the values that int8 tensors were made from, which gives the scale absmax / 127; likewise.
-        norm: largest absolute value of the weights of a norm; None for ``low`` and ``high`` where these are given, else
-            for 4096: they scale what has been normalized, and reach some hundreds in good models (Gemma).
+        low: a smaller value is a warning.
+        high: a larger value is a warning.
+        parameters: total number of elements of all tensors; None for any.
+        scale: scale of int8 tensors: one number, or one for each name; None for any.
+        absmax: largest absolute value that int8 tensors were quantized from, so that their scale is absmax / 127: one
+            number, or one for each name; None for any.
+        norm: largest absolute value of the weights of a norm; None for ``low`` and ``high`` if these are given, else
+            4096: norm weights scale normalized values, and reach some hundreds in good models (Gemma).
     """
 
     low: float = _LOW
@@ -79,7 +80,7 @@ class Limits(NamedTuple):
     norm: float | None = None
 
     def of_norms(self) -> tuple[float, float]:
-        """What the weights of a norm are to stay within."""
+        """The range for the weights of a norm."""
         if self.norm is not None:
             return -self.norm, self.norm
         given = (self.low, self.high) != (_LOW, _HIGH)
@@ -99,7 +100,7 @@ class Limits(NamedTuple):
         if isinstance(given, Mapping):
             unknown = sorted(set(given) - set(cls._fields))
             if unknown:
-                raise ValueError(f"limits: unknown {show(unknown[0])}; known are {', '.join(cls._fields)}")
+                raise ValueError(f"limits: unknown {show(unknown[0])}, expected one of {', '.join(cls._fields)}")
             limits = cls(**given)
         elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
             limits = cls(*given)
@@ -108,29 +109,29 @@ class Limits(NamedTuple):
         if not limits.low <= limits.high:
             raise ValueError(f"limits: low is {limits.low} and high is {limits.high}")
         if limits.norm is not None and not limits.norm >= 0:
-            raise ValueError(f"limits: norm is {limits.norm}, a number from 0 is wanted")
+            raise ValueError(f"limits: norm is {limits.norm}, expected a number of at least 0")
         return limits
 
 
 class ValidationReport:
-    """What `safeload.validate` found. ``str()`` is a table; false when there are errors.
+    """The result of `safeload.validate`. ``str()`` is a table; the report is false if there are errors.
 
     Attributes:
         ok: whether there are no errors.
-        errors: findings that make the file a bad one.
-        warnings: findings that may be meant so.
+        errors: findings that make the file unsound.
+        warnings: findings that may be intended.
         notes: findings that say what was not checked, and why.
         stats: name to `TensorStats` of every tensor of real numbers.
-        source: what was looked at.
-        format: of the file; None for arrays.
-        files: paths.
+        source: what was checked.
+        format: format of the file; None for arrays.
+        files: paths of the files.
         schema: name of the schema that names and shapes were compared with, None for none.
-        tensors: how many.
-        parameters: elements of all of them.
-        nbytes: their bytes.
-        values: whether tensors were read; False where only the structure was asked for.
-        compared: tensors whose names and shapes were compared with the schema.
-        seconds: how long it took.
+        tensors: number of tensors.
+        parameters: number of elements of all tensors.
+        nbytes: bytes of all tensors.
+        values: whether tensors were read; False if only the structure was checked.
+        compared: number of tensors whose names and shapes were compared with the schema.
+        seconds: duration of the checks.
     """
 
     def __init__(self, source: str) -> None:
@@ -165,7 +166,7 @@ class ValidationReport:
 
     @property
     def verdict(self) -> str:
-        """One line: "sound" or not, and how many errors, warnings and notes there are."""
+        """One line: "sound" or not, and the number of errors, warnings and notes."""
         kinds = ((self.errors, ERROR), (self.warnings, WARNING), (self.notes, NOTE))
         counts = [plural(len(found), noun) for found, noun in kinds if found]
         sound = "sound as far as it was checked" if self.notes else "sound"
@@ -175,7 +176,7 @@ class ValidationReport:
 
     @property
     def checked(self) -> str:
-        """What was looked at: "111 names and shapes against schema llama, 42.1 M values"."""
+        """What was checked: "111 names and shapes against schema llama, 42.1 M values"."""
         names = plural(self.tensors, "name")
         if self.schema is not None:
             shapes = "name and shape" if self.compared == 1 else "names and shapes"
@@ -184,7 +185,7 @@ class ValidationReport:
         return f"{names}, {_values(count) if self.values else 'no values'}"
 
     def lines(self, columns: int = 80) -> list[str]:
-        """The report as text of so many columns."""
+        """The report as lines of at most ``columns`` characters."""
         what = [] if self.format is None else [self.format]
         if self.tensors:
             what += [plural(self.tensors, "tensor"), plural(self.parameters, "parameter"), size(self.nbytes)]
@@ -211,7 +212,7 @@ class ValidationReport:
         return f"<ValidationReport {self.source!r}: {self.verdict}>"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for ``json.dump``; what is not finite is null."""
+        """The whole report, for ``json.dump``; values that are not finite are null."""
         return {
             "ok": self.ok,
             **{name: getattr(self, name) for name in ("source", "format", "files", "schema")},
@@ -225,7 +226,7 @@ class ValidationReport:
 
 
 def _values(count: int) -> str:
-    """A number of values for people: "8,192 values", "42.1 M values"."""
+    """A readable number of values: "8,192 values", "42.1 M values"."""
     millions = count / 1e6
     if millions < 1:
         return plural(count, "value")
@@ -233,7 +234,7 @@ def _values(count: int) -> str:
 
 
 def gather(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
-    """Findings to be shown, and how many like each of them are not: those about the same tensor of other layers."""
+    """The findings to show, each with the number of omitted ones about the same tensor of other layers."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.code, pattern_of(finding.tensor or "")), []).append(finding)
@@ -250,12 +251,12 @@ _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])", re.ASCII)
 
 
 def pattern_of(name: str) -> str:
-    """A tensor's name with ``{}`` for the numbers in it: what it shares with other layers."""
+    """A tensor's name with ``{}`` for its numbers, which is the same in all layers."""
     return _NUMBER.sub("{}", name)
 
 
 def stats_json(stats: TensorStats) -> dict[str, Any]:
-    """Statistics for ``json.dump``: null for what is not finite, lists for arrays and indices."""
+    """Statistics for ``json.dump``: null for values that are not finite, lists for arrays and indices."""
 
     def plain(value: Any) -> Any:
         if value is None or isinstance(value, (bool, int)):

@@ -1,4 +1,4 @@
-"""Files that end in zeros: what a download leaves that allocated its file first and then stopped."""
+"""Files that end in zeros: left by a download that allocated its file in advance and then stopped."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ...formats.registry import NPZ
 from ..catalog import Catalog
 from .findings import Finding, error, warning
 
-# A tail of zeros that is shorter than this is no download that stopped, unless it is a hole.
+# A shorter tail of zeros does not count as a stopped download, unless it is a hole.
 _TAIL_AT_LEAST = 1 << 20
 
-# A hole shorter than both, that no tensor lies in, is at most a warning: a writer that leaves out blocks of zeros makes
-# such holes.
+# A hole that is shorter than both limits and contains no whole tensor is only a warning: writers that skip blocks of
+# zeros make such holes.
 _HOLE_AT_LEAST = 64 << 10
 _HOLE_OF_FILE = 1000
 
-# Bytes read first from the end: nearly always the last of them is not zero.
+# Bytes that are read first from the end: the last of them is nearly always nonzero.
 _FIRST_PIECE = 64 << 10
 
-# Names of tensors that are zeros in good files: biases, the second factor of a LoRA adapter that was never trained,
+# Names of tensors that may be zero in good files: biases, the second factor of a LoRA adapter that was never trained,
 # counts and caches of torch modules, zero points of symmetric quantization.
 _MAY_BE_ZERO = re.compile(
     r"(?i:.*(?:^|[._])(?:bias(?:es)?|beta|lora_(?:embedding_)?b|lora(?:_linear_layer)?[._]up|running_mean|num_batches_tracked|position_ids"
@@ -41,11 +41,11 @@ class Tail(NamedTuple):
     """Zeros at the end of a file's tensors.
 
     Attributes:
-        begin: the first byte of the zeros.
-        end: past the last byte of the tensors.
-        whole: names of the tensors that lie in it, in the order of their bytes.
-        cut: the tensor that it begins in, None where it begins between two.
-        hole: bytes of it that are a hole of the file system.
+        begin: offset of the first zero.
+        end: end offset of the tensors.
+        whole: names of the tensors that lie wholly in it, in the order of their bytes.
+        cut: the tensor that it begins in; None if it begins between two.
+        hole: number of its bytes that are a hole of the file system.
     """
 
     begin: int
@@ -58,14 +58,14 @@ class Tail(NamedTuple):
 def check_tails(
     catalog: Catalog, role: Callable[[str], str | None], *, values: bool
 ) -> Iterator[tuple[Finding, list[str]]]:
-    """Files whose tail was never written: the finding, and the tensors that are therefore zero.
+    """Files whose tail was never written: the finding, and the tensors that are zero because of it.
 
     Args:
-        catalog: of which every file is looked at.
-        role: of a tensor, as the schema has it.
-        values: False to read nothing from a file that has no hole at its end.
+        catalog: the files to check.
+        role: gives the role of a tensor in the schema.
+        values: False to read nothing from files without a hole at their end.
     """
-    # What is compressed in an npz lies in a file that we have written.
+    # Compressed arrays of an npz lie in a temporary file that we have written.
     for file in catalog.weight_files if catalog.format != NPZ else ():
         tail = tail_of(file, values=values)
         if tail is None:
@@ -73,7 +73,7 @@ def check_tails(
         where = f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
         weighty = any(role(name) not in ("bias", "buffer") and not _MAY_BE_ZERO.fullmatch(name) for name in tail.whole)
         size = tail.end - tail.begin
-        message = f"{where}{_told(tail)}; was the download finished?"
+        message = f"{where}{_description(tail)}; was the download finished?"
         if tail.hole:
             small = not tail.whole and tail.hole < _HOLE_AT_LEAST and tail.hole * _HOLE_OF_FILE < file.size
             yield (warning if small else error)("file.hole", None, message), tail.whole
@@ -81,7 +81,8 @@ def check_tails(
             yield error("file.hole", None, message), tail.whole
 
 
-def _told(tail: Tail) -> str:
+def _description(tail: Tail) -> str:
+    """Describes a tail in the message of its finding."""
     size = tail.end - tail.begin
     what = f"{plural(size, 'byte')} to the end of the file {'is' if size == 1 else 'are'} zero"
     if tail.hole:
@@ -94,9 +95,9 @@ def _told(tail: Tail) -> str:
 
 
 def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
-    """The zeros at the end of the tensors of a file, None where there are none, or none that tell anything.
+    """The zeros at the end of the tensors of a file; None if there are none, or if they mean nothing.
 
-    An archive has its directory at its end, which is not zero: its entries have a CRC-32.
+    Archives are skipped: they end with their directory, which is not zero, and their entries have a CRC-32.
 
     Raises:
         FormatError, OSError: the file cannot be read.
@@ -123,7 +124,7 @@ def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
 
 
 def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
-    """Where the zeros begin that reach to ``end``, read backwards no further than ``begin``."""
+    """Offset where the zeros before ``end`` begin, at least ``begin``. The file is read backwards."""
     size = _FIRST_PIECE
     memory = np.empty(0, np.uint8)
     while end > begin:
@@ -131,7 +132,7 @@ def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
         if memory.size < end - at:
             memory = np.empty(size, np.uint8)
         for _ in file_pieces(file, at, end, memory):
-            pass  # it is no longer than a piece
+            pass  # a single piece
         piece = memory[: end - at]
         if piece.any():
             return at + int(np.flatnonzero(piece)[-1]) + 1
@@ -140,14 +141,14 @@ def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
 
 
 def hole_begin(file: WeightFile) -> int:
-    """Where the last hole of the file begins if nothing but it follows; else the file's size.
+    """Offset of the hole that the file ends with; the size of the file without one.
 
-    Costs one call of the system where there is no such hole; a system that knows no holes has none.
+    Takes one system call if there is no such hole. A system without support for holes reports none.
     """
     seek_data = getattr(os, "SEEK_DATA", None)
     if seek_data is None or file.size == 0:
         return file.size
-    descriptor = file.descriptor  # held: it is closed with its last reference
+    descriptor = file.descriptor  # a reference keeps it open
 
     def has_data(offset: int) -> bool:
         try:
@@ -155,13 +156,13 @@ def hole_begin(file: WeightFile) -> int:
         except OSError as problem:
             import errno
 
-            return problem.errno != errno.ENXIO  # what cannot tell has no holes
+            return problem.errno != errno.ENXIO  # a file system that cannot tell has no holes
         return True
 
-    # Behind the end of a file that has shrunk there is no data either: reading it says so.
+    # A file that has shrunk has no data past its end either: reading it raises an error.
     if has_data(file.size - 1) or os.fstat(descriptor).st_size < file.size:
         return file.size
-    low, high = 0, file.size  # before low there is data further on, from high on there is none
+    low, high = 0, file.size  # data follows every offset below low, none follows high
     while low < high:
         middle = (low + high) // 2
         if has_data(middle):

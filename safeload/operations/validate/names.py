@@ -16,31 +16,31 @@ from ...packed.grouping import Codes
 from ..catalog import About
 from .findings import Finding, error, note, pattern_of, warning
 
-# Parts of a name after which a number is that of a layer, where no schema says so. Numbers elsewhere, as in Sequential
-# of torch, have holes for what has no weights.
+# Parts of a name that precede a layer number, for models without a schema. Other numbers, as in torch's Sequential,
+# skip modules without weights.
 _CONTAINERS = ("layers", "layer", "blocks", "block", "h", "blk")
-# Layers in layers, as in a hierarchical model: so many of the innermost of a name are looked at.
+# Most levels of nested layers, as in a hierarchical model, that are checked in a name; the innermost ones.
 _LAYERS_IN_LAYERS = 8
 _LAYER = re.compile(rf"(?:.*\.)?(?:{'|'.join(_CONTAINERS)})\.", re.ASCII)
 _NUMBERED = re.compile(rf"({NUMBER})\.(.+)", re.ASCII | re.DOTALL)
 
-# A schema is taken to be the wrong one when fewer than one of so many tensors are in it.
+# A schema counts as the wrong one if fewer than one in this many tensors are in it.
 _KNOWN_AT_LEAST = 10
 
-# A layer whose number is so many times the number of layers is a mistake, not a model of which a part is elsewhere.
+# A layer number at least this many times the number of layers is a mistake, not a model with a part elsewhere.
 _FAR = 1000
 
-# What the names of the tensors of a head begin with, where the model is a whole one by its architecture: a reward or
-# value head on a causal model, the bias of a head.
+# Names of the tensors of a head that the schema of a complete architecture lacks: a reward or value head on a causal
+# model, the bias of a head.
 _HEAD = re.compile(
     r"(?:\w*_)?(?:heads?|lm_head\d*|score|scorer|classifier|qa_outputs|pooler|summary)(?:\..*)?|cls\..*",
     re.ASCII | re.DOTALL,
 )
 
-# What a decoder has in its layers where the config says add_cross_attention: BERT and its kin, GPT-2.
+# Modules in the layers of a decoder if the config sets add_cross_attention: BERT and its relatives, GPT-2.
 _CROSS = re.compile(r"\.(?:cross_?attention|cross_?attn|ln_cross_attn|encoder_attn)\.", re.ASCII)
 
-# The last part of the name of a tensor that stands beside or for a quantized weight: codes, scales, zero points.
+# Last part of the name of a tensor that belongs to a quantized weight: codes, scales, zero points.
 _PART = re.compile(
     r".*(?:scales?|scale_inv|scale_\d|scale_ub|absmax|quant_map|quant_state|zeros|zero_point|g_idx|q_?weight|packed"
     r"|weight_shape|blocks|biases|SCB|weight_format|codebooks?|q_invperm|q_perm|q_group_map)(?:\..*)?",
@@ -49,12 +49,12 @@ _PART = re.compile(
 
 
 def check_sizes(tensors: Mapping[str, About]) -> Iterator[Finding]:
-    """No tensors at all; tensors without elements or without axes."""
+    """Checks for no tensors at all, and for tensors without elements or without axes."""
     if not tensors:
         yield error("model.empty", None, "there are no tensors")
     for name, known in tensors.items():
         if 0 in known.shape:
-            yield warning("tensor.empty", name, f"has shape {list(known.shape)}, so no elements")
+            yield warning("tensor.empty", name, f"has shape {list(known.shape)}, so it has no elements")
         elif not known.shape:
             yield warning("tensor.scalar", name, f"is a single {known.dtype} without axes")
 
@@ -66,10 +66,10 @@ class Quantized(NamedTuple):
     """The weights of a checkpoint that are codes.
 
     Attributes:
-        label: what says so, for messages.
-        names: tensors that are codes, or scales, zero points and the like.
-        modules: what has them: their names without the last part.
-        configured: whether it is the config that says so.
+        label: how they were recognized, for messages.
+        names: tensors that are codes, scales, zero points and similar.
+        modules: modules that have them: their names without the last part.
+        configured: whether the config declares them.
     """
 
     label: str
@@ -84,35 +84,35 @@ def quantized_parts(
     tensors: Mapping[str, About],
     codes: Mapping[str, Codes],
 ) -> Quantized | None:
-    """Which tensors are parts of quantized weights; None for no tensor.
+    """Finds the tensors that are parts of quantized weights; None if there are none.
 
-    What such a tensor is called, and its shape and values, are the business of its family, not of a schema.
+    Their names, shapes and values depend on the quantization method, not on a schema.
 
     Args:
         config: parsed ``config.json``; None without one.
-        schema: of the architecture; None for one that is not known.
-        tensors: all of them.
-        codes: those that hold codes.
+        schema: schema of the architecture; None if it is unknown.
+        tensors: all tensors.
+        codes: the tensors that hold codes.
     """
     said = grouping.quantization_of(config)
     names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
-    if said is not None:  # what stands beside codes, also of families whose codes nothing tells from integers
+    if said is not None:  # parts that belong to codes, also of methods whose codes look like plain integers
         for name in tensors:
             role = None if schema is None else schema.role(name)
-            foreign = schema is not None and role is None and schema.role(f"{module_of(name)}.weight") is not None
-            if foreign or (role is None and _PART.fullmatch(_last(name))):
+            unlisted = schema is not None and role is None and schema.role(f"{module_of(name)}.weight") is not None
+            if unlisted or (role is None and _PART.fullmatch(_last(name))):
                 names.add(name)
     if not names:
         return None
     modules = frozenset(map(module_of, names)) - {""}
     inside = [name for name in tensors if module_of(name) in modules]
     names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
-    label = "codes with scales beside them" if said is None else str(said)
+    label = "codes with separate scales" if said is None else str(said)
     return Quantized(label, frozenset(names), modules, said is not None)
 
 
 def note_quantized(found: Quantized, *, values: bool) -> Finding:
-    """What is said of quantized weights."""
+    """The note about quantized weights."""
     what = "names, shapes and values" if values else "names and shapes"
     count = plural(len(found.names), "tensor")
     message = f"{found.label}: {what} of quantized weights were not checked ({count})"
@@ -120,7 +120,7 @@ def note_quantized(found: Quantized, *, values: bool) -> Finding:
 
 
 def module_of(name: str) -> str:
-    """What a tensor belongs to: its name without the last part, and without what stands behind "weight"."""
+    """The module of a tensor: its name without the last part, and without anything after ".weight."."""
     head, found, _ = name.rpartition(".weight.")
     return head if found else name.rpartition(".")[0]
 
@@ -134,11 +134,11 @@ def _last(name: str) -> str:
 
 
 class Comparison(NamedTuple):
-    """Names and shapes against a schema.
+    """Result of a comparison of names and shapes with a schema.
 
     Attributes:
-        findings: what was found.
-        compared: how many tensors are the schema's, and were looked at.
+        findings: the findings.
+        compared: number of tensors in the schema that were compared.
     """
 
     findings: list[Finding]
@@ -153,14 +153,14 @@ def check_schema(
     quantized: Quantized | None = None,
     inner: Inner | None = None,
 ) -> Comparison:
-    """Names and shapes against a schema: what is missing, what is unexpected, what has another shape.
+    """Compares names and shapes with a schema: tensors that are missing, unexpected or of another shape.
 
     Args:
         choice: the schema.
-        config: parsed config.json; of the language model where that is only a part.
-        tensors: that are there.
-        quantized: those that are no business of the schema.
-        inner: where the schema is that of a part of the model.
+        config: parsed config.json; that of the language model if the schema is for that part only.
+        tensors: the tensors of the model.
+        quantized: the tensors that the schema does not cover.
+        inner: the part of the model that the schema is for; None for the whole.
     """
     schema = choice.schema
     parts: frozenset[str] = frozenset() if quantized is None else quantized.names
@@ -184,9 +184,9 @@ def check_schema(
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         example = next(iter(wanted))
         message = (
-            f"is no name of schema {schema.name}, whose first is {show(example)}; only {len(found)} of {len(tensors)}"
+            f"is not in schema {schema.name}, whose first name is {show(example)}; only {len(found)} of {len(tensors)}"
         )
-        return Comparison([error("schema.names", next(iter(tensors)), f"{message} are")], 0)
+        return Comparison([error("schema.names", next(iter(tensors)), f"{message} names are")], 0)
     findings = list(_check_missing(choice, wanted, tensors, modules))
     if inner is not None and inner.whole:
         message = f"names begin with {show(inner.prefix)}, which those of schema {schema.name} do not"
@@ -208,13 +208,14 @@ def check_schema(
 
 
 def fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    """Whether a shape is the wanted one, in which None stands for any size."""
+    """Whether a shape matches ``wanted``, in which None stands for any size."""
     return len(shape) == len(wanted) and all(b is None or a == b for a, b in zip(shape, wanted, strict=True))
 
 
 def _check_missing(
     choice: Choice, wanted: Mapping[str, Wanted], tensors: Mapping[str, About], modules: frozenset[str]
 ) -> Iterator[Finding]:
+    """Missing tensors; a layer that lacks all of them, and a tensor that all layers lack, are reported once."""
     required = [w for w in wanted.values() if w.required and (choice.complete or w.entry.role != "head")]
     missing = [w for w in required if w.name not in tensors and module_of(w.name) not in modules]
     whole = Counter(w.layer for w in required)
@@ -227,12 +228,12 @@ def _check_missing(
         if w.layer in gone:
             if w.layer not in said:
                 said.add(w.layer)
-                message = f"layer {w.layer} of {layers} is missing, all its {whole[w.layer]} tensors"
+                message = f"layer {w.layer} of {layers} is missing, with all its {whole[w.layer]} tensors"
                 yield error("schema.layer_missing", _before_number(w), message)
         elif w.layer is not None and layers - len(gone) > 1 and everywhere[w.entry.name] == layers - len(gone):
             if w.entry.name not in said:
                 said.add(w.entry.name)
-                yield error("schema.missing", w.name, f"is missing, and so in each of the {layers} layers")
+                yield error("schema.missing", w.name, f"is missing, in each of the {layers} layers")
         else:
             also = ""
             if w.entry.role == "head" and w.entry.tied is not None:
@@ -241,7 +242,7 @@ def _check_missing(
 
 
 def _before_number(w: Wanted) -> str:
-    """The part of a name up to the number of its layer."""
+    """The part of a name up to and including its layer number."""
     head = w.entry.name.partition("{}")[2]
     return w.name[: len(w.name) - len(head)] if w.name.endswith(head) else w.name
 
@@ -254,6 +255,7 @@ def _check_unexpected(
     quantized: Quantized | None,
     inner: Inner | None,
 ) -> Iterator[Finding]:
+    """Tensors that the schema does not expect; heads, cross-attention and other parts are noted as unchecked."""
     report = error if choice.complete else warning
     count = len({w.layer for w in wanted.values()} - {None})
     beyond: Counter[tuple[int, str]] = Counter()
@@ -276,16 +278,16 @@ def _check_unexpected(
             elif quantized is not None and quantized.configured:
                 unknown.append(name)
             else:
-                yield report("schema.unexpected", name, f"is no tensor of schema {choice.schema.name}")
+                yield report("schema.unexpected", name, f"is not a tensor of schema {choice.schema.name}")
             continue
         entry, layer = known
         if layer is not None and layer >= count:
             stem = name[: len(name) - len(entry.name.partition("{}")[2])]
             beyond[layer, stem] += 1
         elif entry.when is not None:
-            yield report("schema.unexpected", name, f"is there, but {entry.when} in the config says that it is not")
+            yield report("schema.unexpected", name, f"is present, but {entry.when} in the config excludes it")
         else:
-            yield report("schema.unexpected", name, "is there under two names")
+            yield report("schema.unexpected", name, "is a duplicate of a tensor under another name")
     for (layer, stem), tensors_in_it in sorted(beyond.items()):
         message = f"layer {layer} with {tensors_in_it} tensors is beyond the {count} layers of the config"
         yield report("schema.layer_extra", stem, message)
@@ -297,17 +299,17 @@ def _check_unexpected(
     if unknown:
         unlisted = f"{plural(len(unknown), 'tensor')} that schema {choice.schema.name} does not have"
         what = "name and shape were" if len(unknown) == 1 else "names and shapes were"
-        yield note("schema.unchecked", unknown[0], f"{unlisted}, beside quantized weights: {what} not checked")
+        yield note("schema.unchecked", unknown[0], f"{unlisted}, next to quantized weights: {what} not checked")
     if inner is not None and others:
         message = f"only what {inner.key} describes was checked (schema {choice.schema.name}): names and shapes of"
         yield note("schema.unchecked", others[0], f"{message} {plural(len(others), 'other tensor')} were not")
 
 
 def _heads_of(choice: Choice, wanted: Mapping[str, Wanted]) -> Callable[[str], bool]:
-    """Whether a tensor that the schema does not have is one of a head.
+    """A function that tells whether a tensor that the schema lacks belongs to a head.
 
-    Of a model that the schema describes only a part of, a head is what lies outside of that part; of a whole one it is
-    what is called so.
+    If the schema describes only a part of the model, everything outside of that part is a head. Otherwise the name
+    decides.
     """
     if choice.complete:
         return lambda name: _HEAD.fullmatch(name) is not None
@@ -328,11 +330,11 @@ def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Findi
 
 
 def check_layers(tensors: Mapping[str, About], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
-    """Layers that have a hole in their numbers, or that lack tensors that all others have.
+    """Checks for holes in the layer numbers, and for layers that lack tensors that the other layers have.
 
     Args:
-        tensors: that are there.
-        modules: that hold quantized weights, so that their tensors are others than elsewhere.
+        tensors: the tensors of the model.
+        modules: modules with quantized weights, whose tensors differ from those of other layers.
     """
     families: dict[str, dict[int, set[str]]] = {}
     for name in tensors:
@@ -371,7 +373,7 @@ def check_layers(tensors: Mapping[str, About], modules: frozenset[str] = frozens
 def check_dtypes(
     tensors: Mapping[str, About], config: Mapping[str, Any] | None, quantized: Quantized | None = None
 ) -> Iterator[Finding]:
-    """The same tensor in another dtype in some layer; no tensor in the dtype that the config names."""
+    """Checks for tensors whose dtype differs between layers, and for a config dtype that no tensor has."""
     groups: dict[str, list[str]] = {}
     parts: frozenset[str] = frozenset() if quantized is None else quantized.names
     for name, known in tensors.items():
@@ -394,5 +396,5 @@ def check_dtypes(
     floating = row is not None and row.floating
     if there and floating and said not in there and not (parts or any(known.quantized for known in tensors.values())):
         usual, often = there.most_common(1)[0]
-        message = f"config.json says {said}, but no tensor is; {often} of {len(tensors)} are {usual}"
+        message = f"config.json says {said}, but no tensor has it; {often} of {len(tensors)} are {usual}"
         yield warning("dtype.config", None, message)

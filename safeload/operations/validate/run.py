@@ -1,4 +1,4 @@
-"""Whether a checkpoint is sound: its files, its names and shapes, its values."""
+"""Validates a checkpoint: its files, its names and shapes, its values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from . import files, holes, names, values
 from .findings import Limits, ValidationReport, error
 from .names import Quantized
 
-# What a file that cannot be opened is reported as.
+# Codes of the findings about files that cannot be opened.
 _REFUSALS = (
     (MissingShardError, "index.shard"),
     (ForbiddenError, "file.forbidden"),
@@ -47,7 +47,7 @@ _REFUSALS = (
     (SafeloadError, "file.format"),
 )
 
-# The name of a single array in a report.
+# Name of a single array in a report.
 ARRAY = "array"
 
 Source = Given | Array | QuantizedTensor
@@ -64,35 +64,35 @@ def validate(
     threads: int | None = None,
     progress: Progress = None,
 ) -> ValidationReport:
-    """Looks for everything that may be wrong with weights, and reports it; nothing that is found is raised.
+    """Checks weights for everything that may be wrong, and reports it. Findings are never raised.
 
-    Errors are: a file that breaks its format, or whose end was never written, a shard that is missing, an entry of a
-    zip archive whose CRC-32 is not that of its bytes; no tensors; NaN and infinity; tensors that are missing,
-    unexpected or of another shape by the config; holes in the layers; scales of quantized tensors that are not finite
-    or not the expected ones. Warnings are: values outside of ``limits``, matrices of a single value, tensors without
-    elements or axes, layers of different dtypes, an index whose total_size is wrong, a tied head with values of its
-    own. Notes say what was not checked: quantized weights of other libraries, heads and models that no schema has.
+    Errors are: a file that violates its format, or whose end was never written; a missing shard; an entry of a zip
+    archive with a wrong CRC-32; no tensors; NaN and infinity; tensors that are missing, unexpected or of the wrong
+    shape by the config; holes in the layers; scales of quantized tensors that are not finite or not the expected ones.
+    Warnings are: values outside of ``limits``, matrices of a single value, tensors without elements or axes, layers of
+    different dtypes, an index with a wrong total_size, a tied head with values of its own. Notes say what was not
+    checked: quantized weights of other libraries, and heads and models without a schema.
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single array.
         config: parsed config.json or its path; None for the one of a folder.
-        schema: what names and shapes to expect: "auto" to choose by the config's architectures and model_type, the name
+        schema: the expected names and shapes: "auto" to choose by the config's architectures and model_type, the name
             of a schema, the path or the content of one (see `safeload.models.schema`), None for none.
-        shape: of a single array what it has to be; None in it for any size.
-        limits: (low, high) that values are to stay within; or a dict with any of low, high, norm (absolute values of
-            the weights of norms), parameters (elements in all), scale and absmax (of int8 tensors: a number, or one
-            for each name).
-        values: False to read no tensor: only files, names, dtypes, shapes and sizes are judged, which takes as long as
-            opening the checkpoint, and ``.stats`` of the report stays empty.
-        threads: None for what helps.
+        shape: expected shape of a single array; None in it for any size.
+        limits: (low, high) for values; or a dict with any of low, high, norm (largest absolute value of the weights of
+            norms), parameters (total number of elements), scale and absmax (of int8 tensors: a number, or one for each
+            name).
+        values: False to read no tensor: only files, names, dtypes, shapes and sizes are checked, which takes as long
+            as opening the checkpoint, and ``.stats`` of the report stays empty.
+        threads: None: chosen automatically.
         progress: a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        The report; it is false when there are errors.
+        The report; it is false if there are errors.
 
     Raises:
         ValueError, TypeError: wrong arguments.
-        FormatError: a schema or config given by path that is none.
+        FormatError: the file of a schema or config does not hold one.
         OSError: the file cannot be opened: FileNotFoundError, PermissionError, ...
 
     Example:
@@ -113,17 +113,17 @@ def validate(
 
 
 class Settings(NamedTuple):
-    """What `validate` was asked for.
+    """The checked arguments of `validate`.
 
     Attributes:
-        config: parsed; None for the one of a folder.
-        schema: None for none, or for the one that is found.
-        choose: whether to find one.
-        limits: of values.
-        values: whether tensors are read.
-        threads: None for what helps.
+        config: parsed config; None for that of a folder.
+        schema: the given schema; None for none, or to choose one.
+        choose: whether to choose a schema.
+        limits: limits for values.
+        values: whether to read tensors.
+        threads: None: chosen automatically.
         progress: see `validate`.
-        histogram: whether the statistics have one.
+        histogram: whether the statistics include histograms.
     """
 
     config: Mapping[str, Any] | None
@@ -146,7 +146,7 @@ def settings(
     progress: Progress = None,
     histogram: bool = False,
 ) -> Settings:
-    """The arguments of `validate`, checked.
+    """Checks the arguments of `validate`.
 
     Raises:
         ValueError, TypeError, FormatError, OSError: see `validate`.
@@ -158,11 +158,11 @@ def settings(
 
 
 def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A config that may be given by its path.
+    """The parsed config, read from its file if given by path.
 
     Raises:
-        FormatError: the file is no JSON object.
-        OSError: it cannot be read.
+        FormatError: the file does not hold a JSON object.
+        OSError: the file cannot be read.
     """
     if config is None or isinstance(config, Mapping):
         return config
@@ -173,7 +173,7 @@ def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any
 
 
 def validate_path(path: PathLike, open: Callable[[], Checkpoint], wanted: Settings) -> ValidationReport:
-    """`validate` of a path that ``open`` opens."""
+    """`validate` for a path, which ``open`` opens."""
     text = native_path(path)[0]
     report = ValidationReport(text)
     if not os.path.lexists(text):
@@ -187,7 +187,7 @@ def validate_path(path: PathLike, open: Callable[[], Checkpoint], wanted: Settin
     except FileNotFoundError as problem:
         if problem.filename in (None, text):
             raise
-        report.add([error("index.shard", None, f"{problem.filename} is not there, but the index names it")])
+        report.add([error("index.shard", None, f"{problem.filename} is missing, but the index lists it")])
         return report
     with opened, Catalog.of(opened) as catalog:
         return _validate_tensors(report, catalog, wanted)
@@ -208,7 +208,7 @@ def _validate_array(
             raise TypeError(f"shape must be a tuple of whole numbers and None, not {show(shape)}")
         if not names.fits(known.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, wanted is [{sizes}]")])
+            report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, expected [{sizes}]")])
     return _validate_tensors(report, catalog, wanted._replace(choose=False, schema=None))
 
 
@@ -221,6 +221,10 @@ def _validate_tensors(report: ValidationReport, catalog: Catalog, wanted: Settin
 
 
 def _check_tensors(report: ValidationReport, catalog: Catalog, wanted: Settings) -> ValidationReport:
+    """Runs all checks of the tensors of a catalog, and adds their findings to the report.
+
+    A file that cannot be read any more ends the checks with a finding.
+    """
     config, limits = wanted.config, wanted.limits
     known = {name: catalog.about(name) for name in catalog}
     report.tensors = len(known)
@@ -251,7 +255,7 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, wanted: Settings)
         report.compared = compared.compared
         report.add(compared.findings)
     if limits.parameters is not None and report.parameters != limits.parameters:
-        message = f"{report.parameters:,} parameters, expected are {limits.parameters:,}"
+        message = f"{report.parameters:,} parameters, expected {limits.parameters:,}"
         report.add([error("model.parameters", None, message)])
     report.add(names.check_dtypes(known, whole, quantized))
     report.values = wanted.values
@@ -274,13 +278,13 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, wanted: Settings)
 
 
 class _Model(NamedTuple):
-    """What is known of a model before its values are read.
+    """Description of a model before its values are read.
 
     Attributes:
         known: its tensors.
-        codes: those that hold codes, whose values nobody looks at.
-        quantized: those that are parts of quantized weights.
-        schema: None for none.
+        codes: tensors that hold codes, whose values are not checked.
+        quantized: tensors that are parts of quantized weights.
+        schema: the schema, None without one.
     """
 
     known: Mapping[str, About]
@@ -289,7 +293,7 @@ class _Model(NamedTuple):
     schema: Schema | None
 
     def role(self, name: str) -> str | None:
-        """The role of a tensor, None for one that no schema knows."""
+        """The role of a tensor; None without a schema, or if the schema lacks the tensor."""
         return None if self.schema is None else self.schema.role(name)
 
 
@@ -300,6 +304,15 @@ def _check_contents(
     zero: set[str],
     wanted: Settings,
 ) -> None:
+    """Checks scales and values, and stores the statistics in the report.
+
+    Args:
+        report: gets the findings and the statistics.
+        catalog: the tensors.
+        model: description of the model.
+        zero: tensors already reported as zero.
+        wanted: the settings.
+    """
     bad = set()
     for name, tensor in model.known.items():
         if tensor.quantized:
@@ -324,9 +337,9 @@ def _check_contents(
 
 
 def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, About]) -> dict[str, str]:
-    """Heads and embeddings that are both there although the config ties them."""
+    """Tied heads that are present along with their embedding: name of the head to name of the embedding."""
     try:
         wanted = schema.expand(config, known.keys())
-    except ValueError:  # has been reported
+    except ValueError:  # already reported by check_schema
         return {}
     return {w.name: w.tied for w in wanted.values() if w.tied is not None and w.name in known and w.tied in known}

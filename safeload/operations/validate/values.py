@@ -18,18 +18,18 @@ from ..catalog import About, Catalog
 from ..stats import TensorStats
 from .findings import Finding, Limits, error, warning
 
-# How far a float32 scale may be from the one expected, as a part of it: two roundings.
+# Largest relative difference between a float32 scale and the expected one: two roundings.
 _SCALE_TOLERANCE = 2.0**-22
 
 
-# What the weights of a norm are called after its name, and words in that name beside one that ends in "norm". Source:
+# Last parts of the names of norm weights, and words that mark a norm like a word that ends in "norm". Source:
 # transformers, torch and llama.cpp.
 _NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
 _NORM_WORDS = {"ln", "rms"}
 
 
 def is_norm(name: str, known: About, role: str | None) -> bool:
-    """Whether a tensor is the weights of a norm, by its role in the schema or else by its name."""
+    """Whether a tensor holds the weights of a norm, by its role in the schema or else by its name."""
     if role is not None or len(known.shape) > 1:
         return role == "norm"
     module, _, last = name.rpartition(".")
@@ -50,13 +50,13 @@ def check_values(
     """NaN and infinity as errors; values out of range and matrices of a single value as warnings.
 
     Args:
-        stats: of the tensors.
-        tensors: what else is known of them.
+        stats: statistics of the tensors.
+        tensors: descriptions of the tensors.
         limits: the range.
-        skip: names whose values are not worth a word, since their scales are bad.
-        role: of a tensor, as the schema has it; None for what is not known.
-        codes: parts of quantized weights: any value that is a number is good there.
-        zero: tensors of which it has been said that they are zero.
+        skip: names to skip, since their scales are bad.
+        role: gives the role of a tensor in the schema; None if it is unknown.
+        codes: parts of quantized weights: any finite value is good there.
+        zero: tensors already reported as zero.
     """
     for name, found in stats.items():
         known = tensors[name]
@@ -84,7 +84,7 @@ def check_values(
 
 
 def check_scales(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[Finding]:
-    """Scales that are not finite, or not what they should be."""
+    """Scales that are not finite, or not the expected ones."""
     if value.scheme == INT8:
         yield from _check_int8(name, value, limits)
         return
@@ -107,7 +107,9 @@ def _check_int8(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[F
     if bad.any():
         first = int(bad.argmax())
         where = "" if value.axis is None else f" {first} of axis {value.axis}"
-        yield error("quantization.scale", name, f"scale{where} is {scales[first]:g}, a finite number from 0 is wanted")
+        yield error(
+            "quantization.scale", name, f"scale{where} is {scales[first]:g}, expected a finite number of at least 0"
+        )
         return
     for what, given, factor in (("scale", limits.scale, 1.0), ("absmax / 127", limits.absmax, 1 / 127)):
         expected: Any = given.get(name) if isinstance(given, Mapping) else given
@@ -124,7 +126,7 @@ def _check_int8(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[F
 
 
 def check_tied(catalog: Catalog, pairs: Mapping[str, str]) -> Iterator[Finding]:
-    """Heads that the config ties to an embedding, although the file has other values for them."""
+    """Heads that the config ties to an embedding, but that have other values in the file."""
     for head, embedding in pairs.items():
         one, other = _source(catalog, head), _source(catalog, embedding)
         if one is None or other is None or one.row is not other.row or one.shape != other.shape:
@@ -143,7 +145,7 @@ def check_tied(catalog: Catalog, pairs: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _source(catalog: Catalog, name: str) -> Source | None:
-    """A tensor as a source, None where it is quantized or packed."""
+    """A tensor as a source; None if it is quantized or packed."""
     about = catalog.about(name)
     if about.quantized or (about.element is not None and about.element.packed):
         return None
