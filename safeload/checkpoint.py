@@ -35,7 +35,7 @@ class Checkpoint(Mapping[str, Value]):
     """The tensors of a file or a folder, by name. Made by `safeload.open`.
 
     ``ckpt[name]`` is a writable copy-on-write view of the mapped file, the same memory each time (as
-    ``numpy.memmap`` with mode "c"): writing into it changes no file. Views stay valid after `close`. Any thread may use it.
+    ``numpy.memmap`` with mode "c"): writing into it changes no file. Views outlive `close`. Any thread may use it.
 
     A mapping shows the file itself: if another program truncates the file in place, touching a lost page kills the
     process (SIGBUS). ``load(backend="pread")`` does not have this hazard.
