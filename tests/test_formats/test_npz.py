@@ -315,7 +315,10 @@ def test_deflate_makes_at_most_1032_bytes_of_one(path, monkeypatch):
     data = bytearray(path.read_bytes())
     at = data.index(b"PK\1\2")
     (packed,) = struct.unpack_from("<I", data, at + 20)
-    data[at + 24 : at + 28] = struct.pack("<I", packed * 1032 + 1)
+    said = struct.pack("<I", packed * 1032 + 1)
+    data[at + 24 : at + 28] = said
+    if data[22:26] != b"\xff" * 4:  # older zipfile says the size in the local header, too
+        data[22:26] = said
     path.write_bytes(data)
     monkeypatch.setattr(npz.tempfile, "mkstemp", None)
     with pytest.raises(safeload.FormatError, match=f"{packed} bytes cannot inflate to the {packed * 1032 + 1}"):
