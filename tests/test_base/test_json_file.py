@@ -84,9 +84,11 @@ def make_folder(folder, name, kind):
 
 
 _OPEN = """
-import sys, safeload
+import os, sys, safeload
 try:
-    import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    import resource
+    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # AddressSanitizer maps terabytes
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 except ImportError: pass
 from safeload.models import schema
 from safeload.operations import manifest
