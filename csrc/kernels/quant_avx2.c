@@ -4,6 +4,7 @@
 #ifdef SL_X86
 
 #define TARGET SL_AVX2
+#define SPLAT _mm256_set1_ps
 
 /* 32 elements: four registers of f32, one of int8, one block. */
 #define STEP ((size_t)32)
@@ -208,32 +209,11 @@ TARGET static __m128i nibbles_absmax(const uint8_t *in, __m256 inverse) {
     return bytes_of_words(_mm256_add_epi16(both, _mm256_set1_epi16(8 + 8 * 16)));
 }
 
-/* Computes scales and inverses; false when the scalar kernel must take these blocks. */
-TARGET static bool all_scales_absmax(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
-    bool good = true;
-    for (size_t b = 0; b < blocks; b += GROUP)
-        good &= scales_absmax(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
-    return good;
+TARGET static void store_absmax(uint8_t *codes, const uint8_t *in, __m256 inverse) {
+    _mm_storeu_si128((__m128i *)codes, nibbles_absmax(in, inverse));
 }
 
-TARGET static void sl_f32_to_q4_0_absmax_avx2(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    sl_q4_0 *out = destination;
-    float inverses[BATCH];
-    size_t blocks = count / SL_QK;
-    for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!all_scales_absmax(in, out, inverses, some)) {
-            sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * some);
-            continue;
-        }
-        for (size_t b = 0; b < some; b++) {
-            const uint8_t *x = in + BLOCK * b;
-            fetch_ahead(x);
-            _mm_storeu_si128((__m128i *)out[b].codes, nibbles_absmax(x, _mm256_set1_ps(inverses[b])));
-        }
-    }
-    sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * blocks);
-}
+BLOCK_QUANTIZER(sl_f32_to_q4_0_absmax_avx2, sl_q4_0, SL_Q4_0_ABSMAX, absmax_of_blocks, scales_absmax, store_absmax)
 
 TARGET static __m256i most_positive(const uint8_t *x) {
     return _mm256_max_epi32(_mm256_max_epi32(load_bits(x, 0), load_bits(x, 1)),
@@ -253,13 +233,6 @@ TARGET static __m128i signed_max_of_blocks(const uint8_t *in) {
     return signed_max(most, lowest, in);
 }
 
-TARGET static bool all_scales_ggml(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
-    bool good = true;
-    for (size_t b = 0; b < blocks; b += GROUP)
-        good &= scales_ggml(signed_max_of_blocks(in + BLOCK * b), out + b, inverses + b);
-    return good;
-}
-
 /* Truncated codes, from 0 to 16. */
 TARGET static __m256i truncated(const uint8_t *in, int k, __m256 inverse) {
     return _mm256_cvttps_epi32(_mm256_add_ps(_mm256_mul_ps(load_f32(in, k), inverse), _mm256_set1_ps(8.5f)));
@@ -274,54 +247,19 @@ TARGET static __m128i nibbles_ggml(const uint8_t *in, __m256 inverse) {
     return bytes_of_words(_mm256_or_si256(low, _mm256_slli_epi16(high, 4)));
 }
 
-TARGET static void sl_f32_to_q4_0_avx2(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    sl_q4_0 *out = destination;
-    float inverses[BATCH];
-    size_t blocks = count / SL_QK;
-    for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!all_scales_ggml(in, out, inverses, some)) {
-            sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * some);
-            continue;
-        }
-        for (size_t b = 0; b < some; b++) {
-            const uint8_t *x = in + BLOCK * b;
-            fetch_ahead(x);
-            _mm_storeu_si128((__m128i *)out[b].codes, nibbles_ggml(x, _mm256_set1_ps(inverses[b])));
-        }
-    }
-    sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * blocks);
+TARGET static void store_ggml(uint8_t *codes, const uint8_t *in, __m256 inverse) {
+    _mm_storeu_si128((__m128i *)codes, nibbles_ggml(in, inverse));
 }
 
-TARGET static bool all_scales_q8_0(const uint8_t *in, sl_q8_0 *out, float *inverses, size_t blocks) {
-    bool good = true;
-    for (size_t b = 0; b < blocks; b += GROUP)
-        good &= scales_q8_0(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
-    return good;
+BLOCK_QUANTIZER(sl_f32_to_q4_0_avx2, sl_q4_0, SL_Q4_0, signed_max_of_blocks, scales_ggml, store_ggml)
+
+TARGET static void store_q8_0(int8_t *codes, const uint8_t *in, __m256 inverse) {
+    __m256i packed = pack_int8(scaled(in, 0, inverse), scaled(in, 1, inverse), scaled(in, 2, inverse),
+                               scaled(in, 3, inverse));
+    _mm256_storeu_si256((__m256i *)codes, packed);
 }
 
-TARGET static __m256i codes_q8_0(const uint8_t *in, __m256 inverse) {
-    return pack_int8(scaled(in, 0, inverse), scaled(in, 1, inverse), scaled(in, 2, inverse), scaled(in, 3, inverse));
-}
-
-TARGET static void sl_f32_to_q8_0_avx2(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    sl_q8_0 *out = destination;
-    float inverses[BATCH];
-    size_t blocks = count / SL_QK;
-    for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!all_scales_q8_0(in, out, inverses, some)) {
-            sl_convert_rest(SL_F32, SL_Q8_0, in, out, SL_QK * some);
-            continue;
-        }
-        for (size_t b = 0; b < some; b++) {
-            const uint8_t *x = in + BLOCK * b;
-            fetch_ahead(x);
-            _mm256_storeu_si256((__m256i *)out[b].codes, codes_q8_0(x, _mm256_set1_ps(inverses[b])));
-        }
-    }
-    sl_convert_rest(SL_F32, SL_Q8_0, in, out, SL_QK * blocks);
-}
+BLOCK_QUANTIZER(sl_f32_to_q8_0_avx2, sl_q8_0, SL_Q8_0, absmax_of_blocks, scales_q8_0, store_q8_0)
 
 /* ---- blocks to f32 ---- */
 

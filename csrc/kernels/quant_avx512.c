@@ -5,6 +5,7 @@
 #ifdef SL_X86
 
 #define TARGET SL_AVX512
+#define SPLAT _mm512_set1_ps
 
 /* Half of a block. */
 TARGET static __m512 load_f32(const uint8_t *source, int k) { return _mm512_loadu_ps(source + 64 * k); }
@@ -104,31 +105,11 @@ TARGET static __m128i nibbles_absmax(const uint8_t *in, __m512 inverse) {
     return _mm512_cvtepi32_epi8(_mm512_add_epi32(both, _mm512_set1_epi32(8 + 8 * 16)));
 }
 
-TARGET static bool all_scales_absmax(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
-    bool good = true;
-    for (size_t b = 0; b < blocks; b += GROUP)
-        good &= scales_absmax(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
-    return good;
+TARGET static void store_absmax(uint8_t *codes, const uint8_t *in, __m512 inverse) {
+    _mm_storeu_si128((__m128i *)codes, nibbles_absmax(in, inverse));
 }
 
-TARGET static void sl_f32_to_q4_0_absmax_avx512(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    sl_q4_0 *out = destination;
-    float inverses[BATCH];
-    size_t blocks = count / SL_QK;
-    for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!all_scales_absmax(in, out, inverses, some)) {
-            sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * some);
-            continue;
-        }
-        for (size_t b = 0; b < some; b++) {
-            const uint8_t *x = in + BLOCK * b;
-            fetch_ahead(x);
-            _mm_storeu_si128((__m128i *)out[b].codes, nibbles_absmax(x, _mm512_set1_ps(inverses[b])));
-        }
-    }
-    sl_convert_rest(SL_F32, SL_Q4_0_ABSMAX, in, out, SL_QK * blocks);
-}
+BLOCK_QUANTIZER(sl_f32_to_q4_0_absmax_avx512, sl_q4_0, SL_Q4_0_ABSMAX, absmax_of_blocks, scales_absmax, store_absmax)
 
 TARGET static __m512i most_positive(const uint8_t *x) { return _mm512_max_epi32(load_bits(x, 0), load_bits(x, 1)); }
 
@@ -142,13 +123,6 @@ TARGET static __m128i signed_max_of_blocks(const uint8_t *in) {
     return signed_max(most, lowest, in);
 }
 
-TARGET static bool all_scales_ggml(const uint8_t *in, sl_q4_0 *out, float *inverses, size_t blocks) {
-    bool good = true;
-    for (size_t b = 0; b < blocks; b += GROUP)
-        good &= scales_ggml(signed_max_of_blocks(in + BLOCK * b), out + b, inverses + b);
-    return good;
-}
-
 TARGET static __m512i truncated(const uint8_t *in, int k, __m512 inverse) {
     __m512 value = _mm512_add_ps(_mm512_mul_ps(load_f32(in, k), inverse), _mm512_set1_ps(8.5f));
     return _mm512_min_epi32(_mm512_cvttps_epi32(value), _mm512_set1_epi32(15));
@@ -159,55 +133,18 @@ TARGET static __m128i nibbles_ggml(const uint8_t *in, __m512 inverse) {
     return _mm512_cvtepi32_epi8(_mm512_or_si512(truncated(in, 0, inverse), high));
 }
 
-TARGET static void sl_f32_to_q4_0_avx512(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    sl_q4_0 *out = destination;
-    float inverses[BATCH];
-    size_t blocks = count / SL_QK;
-    for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!all_scales_ggml(in, out, inverses, some)) {
-            sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * some);
-            continue;
-        }
-        for (size_t b = 0; b < some; b++) {
-            const uint8_t *x = in + BLOCK * b;
-            fetch_ahead(x);
-            _mm_storeu_si128((__m128i *)out[b].codes, nibbles_ggml(x, _mm512_set1_ps(inverses[b])));
-        }
-    }
-    sl_convert_rest(SL_F32, SL_Q4_0, in, out, SL_QK * blocks);
+TARGET static void store_ggml(uint8_t *codes, const uint8_t *in, __m512 inverse) {
+    _mm_storeu_si128((__m128i *)codes, nibbles_ggml(in, inverse));
 }
 
-TARGET static bool all_scales_q8_0(const uint8_t *in, sl_q8_0 *out, float *inverses, size_t blocks) {
-    bool good = true;
-    for (size_t b = 0; b < blocks; b += GROUP)
-        good &= scales_q8_0(absmax_of_blocks(in + BLOCK * b), out + b, inverses + b);
-    return good;
-}
+BLOCK_QUANTIZER(sl_f32_to_q4_0_avx512, sl_q4_0, SL_Q4_0, signed_max_of_blocks, scales_ggml, store_ggml)
 
 TARGET static void store_q8_0(int8_t *codes, const uint8_t *in, __m512 inverse) {
     _mm_storeu_si128((__m128i *)codes, _mm512_cvtepi32_epi8(scaled(in, 0, inverse)));
     _mm_storeu_si128((__m128i *)(codes + 16), _mm512_cvtepi32_epi8(scaled(in, 1, inverse)));
 }
 
-TARGET static void sl_f32_to_q8_0_avx512(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    sl_q8_0 *out = destination;
-    float inverses[BATCH];
-    size_t blocks = count / SL_QK;
-    for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {
-        if (!all_scales_q8_0(in, out, inverses, some)) {
-            sl_convert_rest(SL_F32, SL_Q8_0, in, out, SL_QK * some);
-            continue;
-        }
-        for (size_t b = 0; b < some; b++) {
-            const uint8_t *x = in + BLOCK * b;
-            fetch_ahead(x);
-            store_q8_0(out[b].codes, x, _mm512_set1_ps(inverses[b]));
-        }
-    }
-    sl_convert_rest(SL_F32, SL_Q8_0, in, out, SL_QK * blocks);
-}
+BLOCK_QUANTIZER(sl_f32_to_q8_0_avx512, sl_q8_0, SL_Q8_0, absmax_of_blocks, scales_q8_0, store_q8_0)
 
 /* ---- blocks to f32 ---- */
 

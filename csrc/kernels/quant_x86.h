@@ -108,5 +108,30 @@ SL_AVX2 static inline bool scales_ggml(__m128i max, sl_q4_0 *out, float *inverse
     return all_finite(_mm_and_si128(max, magnitude)) && _mm_movemask_ps(_mm_or_ps(invertible_lanes, zero)) == 15;
 }
 
+/* Defines a kernel from f32 to blocks. In the including file TARGET marks functions of its instruction set and SPLAT
+ * fills a register; `reduce` takes four blocks to what `scales` takes, and `store` writes the codes of one block. The
+ * scalar kernel gets batches where `scales` returns false, and the last blocks. */
+#define BLOCK_QUANTIZER(name, block, dtype, reduce, scales, store)                                                  \
+    TARGET static void name(const void *source, void *destination, size_t count) {                                  \
+        const uint8_t *in = source;                                                                                 \
+        block *out = destination;                                                                                   \
+        float inverses[BATCH];                                                                                      \
+        size_t blocks = count / SL_QK;                                                                              \
+        for (size_t some; (some = batch(blocks)) > 0; blocks -= some, in += BLOCK * some, out += some) {            \
+            bool good = true;                                                                                       \
+            for (size_t b = 0; b < some; b += GROUP) good &= scales(reduce(in + BLOCK * b), out + b, inverses + b); \
+            if (!good) {                                                                                            \
+                sl_convert_rest(SL_F32, dtype, in, out, SL_QK * some);                                              \
+                continue;                                                                                           \
+            }                                                                                                       \
+            for (size_t b = 0; b < some; b++) {                                                                     \
+                const uint8_t *x = in + BLOCK * b;                                                                  \
+                fetch_ahead(x);                                                                                     \
+                store(out[b].codes, x, SPLAT(inverses[b]));                                                         \
+            }                                                                                                       \
+        }                                                                                                           \
+        sl_convert_rest(SL_F32, dtype, in, out, SL_QK * blocks);                                                    \
+    }
+
 #endif
 #endif
