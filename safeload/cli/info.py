@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -67,15 +68,8 @@ def _per_dtype(opened: Checkpoint) -> dict[str, tuple[int, int, int]]:
     totals: dict[str, tuple[int, int, int]] = {}
     for info in opened.tensors.values():
         count, elements, nbytes = totals.get(info.dtype, (0, 0, 0))
-        totals[info.dtype] = count + 1, elements + _elements(info.shape), nbytes + info.nbytes
+        totals[info.dtype] = count + 1, elements + math.prod(info.shape), nbytes + info.nbytes
     return dict(sorted(totals.items(), key=lambda item: (-item[1][2], item[0])))
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    product = 1
-    for dim in shape:
-        product *= dim
-    return product
 
 
 def _as_json(opened: Checkpoint) -> dict[str, Any]:

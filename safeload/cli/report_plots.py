@@ -193,7 +193,7 @@ def _lines(axes: Any, tensors: Sequence[Tensor], value: Callable[[Tensor], float
 
 def histograms(tensors: Sequence[Tensor], edges: Any) -> str:
     """Heat map: number of values of each kind by binary order of magnitude."""
-    kinds = [kind for kind in _top_kinds(tensors) if any(one.kind == kind for one in tensors)][:24]
+    kinds = _top_kinds(tensors)[:24]
     rows = np.zeros((len(kinds), len(edges) - 1))
     for one in tensors:
         if one.kind in kinds and one.stats is not None and one.stats.histogram is not None:

@@ -30,11 +30,12 @@ class Request(NamedTuple):
     target: int
 
 
-def new_tensor(source: Source, scheme: str, axis: int | None) -> QuantizedTensor:
-    """A new quantized tensor, to be filled by `run_requests`."""
+def new_tensor(source: Source, scheme: str, axis: int | None, data: Array | None = None) -> QuantizedTensor:
+    """A new quantized tensor, to be filled by `run_requests`, with codes in ``data`` if given."""
     (data_dtype, data_shape), scale = storage_of(scheme, source.shape, axis)
     scales = None if scale is None else np.zeros(scale[1], scale[0])
-    return QuantizedTensor(scheme, source.shape, jobs.private_array(data_shape, data_dtype), scales, axis)
+    codes = jobs.private_array(data_shape, data_dtype) if data is None else data
+    return QuantizedTensor(scheme, source.shape, codes, scales, axis)
 
 
 def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Progress) -> None:
@@ -178,8 +179,7 @@ def quantize_source(
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
     given = source if isinstance(source, Source) else of_reals("", source, threads)
-    scale = storage_of(scheme, given.shape, axis)[1]
-    result = QuantizedTensor(scheme, given.shape, data, None if scale is None else np.zeros(scale[1], scale[0]), axis)
+    result = new_tensor(given, scheme, axis, data)
     run_requests([Request(given, result, SCHEMES[scheme].target(rounding))], threads=threads, progress=None)
     return result
 

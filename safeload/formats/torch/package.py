@@ -21,6 +21,7 @@ from ...base.file import WeightFile
 from ...base.text import show
 from ...errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .. import zip as archive
+from ..foreign import is_binary_pickle
 from ..unpickle import run as unpickler
 from ..unpickle.machine import Fault, Foreign, Inert, describe
 from ..unpickle.run import Unpickled, check_foreign, unpickle
@@ -124,7 +125,7 @@ class Package:
             head = next(self._archive.inflate(name), b"")
         else:
             return name.endswith(SUFFIX)
-        return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
+        return is_binary_pickle(head)
 
     def _unpickle(self, name: str, persistent: Callable[[Any], Any]) -> Unpickled | None:
         """Runs a pickle; None for bytes that begin like a pickle but are not one."""

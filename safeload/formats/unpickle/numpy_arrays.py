@@ -58,8 +58,7 @@ class Arrays:
         begin = None if swapped and dtype.big_endian != self._big_endian else self._in_file(array.raw)
         if begin is not None:
             return Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides)
-        width = 4 if dtype.row.code == "C64" else dtype.itemsize
-        begin = self._put(array.raw, width if swapped and dtype.big_endian else 1)
+        begin = self._put(array.raw, dtype.row.swap if swapped and dtype.big_endian else 1)
         self._listings.append(Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides))
         return None
 

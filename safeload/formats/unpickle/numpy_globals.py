@@ -184,8 +184,7 @@ def _scalar(args: tuple[Any, ...]) -> Any:
     import numpy as np
 
     if dtype.big_endian != (sys.byteorder == "big"):
-        width = 4 if dtype.row.code == "C64" else dtype.itemsize
-        raw = np.frombuffer(raw, f"u{width}").byteswap().tobytes()
+        raw = np.frombuffer(raw, f"u{dtype.row.swap}").byteswap().tobytes()
     value = np.frombuffer(raw, dtypes.element_dtype(dtype.row.number))[0].item()
     return value if type(value) in (bool, int, float, complex) else float(value)
 
