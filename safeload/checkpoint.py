@@ -7,14 +7,16 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .base import log
-from .base.file import Array, Identity, PathLike, WeightFile, check_unchanged, compare
+from .base.arrays import Array
+from .base.paths import PathLike
 from .base.table import TensorInfo, missing
 from .base.text import plural, show
 from .engine.jobs import Progress
 from .engine.load import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
 from .engine.views import Views
-from .errors import FormatError, UnsupportedError
-from .formats.opening import Found, Recipe, UnknownGlobals, find
+from .engine.weight_file import WeightFile
+from .errors import UnsupportedError
+from .formats.opening import Found, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice
@@ -26,9 +28,6 @@ __all__ = ["Checkpoint", "TensorSlice", "load", "open"]
 
 # Formats of files that stand beside a config.json.
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
-
-# Absolute path and the beginning of an `Identity` of each file.
-_Seen = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Checkpoint(Mapping[str, Value]):
@@ -265,10 +264,8 @@ class Checkpoint(Mapping[str, Value]):
         for file in self._open:
             file.close()
 
-    def _seen(self) -> _Seen:
-        """Path and identity of the files when they were opened."""
-        seen: list[tuple[str, Identity]] = [(file.place, file.identity) for file in self._open]
-        return (*seen, self._index) if self._index is not None else tuple(seen)
+    def _seen(self) -> Seen:
+        return seen_of(self._open, self._index)
 
     def _opened(self) -> Recipe:
         self._check_open()
@@ -295,22 +292,9 @@ class Checkpoint(Mapping[str, Value]):
         self.close()
 
 
-def _reopen(recipe: Sequence[Any], seen: _Seen) -> Checkpoint:
+def _reopen(recipe: Sequence[Any], seen: Seen) -> Checkpoint:
     """Opens the files of a checkpoint again, which must be unchanged."""
-    paths, listed, format, root, unknown_globals = recipe = Recipe(*recipe)
-    for path, identity in seen:
-        check_unchanged(path, identity)
-    again = open(list(paths) if listed else paths[0], format=format, root=root, unknown_globals=unknown_globals)
-    try:
-        found = again._seen()
-        if [path for path, _ in found] != [path for path, _ in seen]:
-            raise FormatError("the folder has changed since it was opened: other files are its weights", paths[0])
-        for (path, identity), (_, before) in zip(found, seen, strict=True):
-            compare(identity, before, path)
-    except BaseException:
-        again.close()
-        raise
-    return again
+    return Checkpoint(reopen(Recipe(*recipe), seen))
 
 
 def open(

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base.file import Array, PathLike
+from .base.arrays import Array
+from .base.paths import PathLike
 from .engine.quantized_tensor import QuantizedTensor
 from .formats.gguf import write as gguf_writing
 

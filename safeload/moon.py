@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base.file import Array, PathLike
+from .base.arrays import Array
+from .base.paths import PathLike
 from .checkpoint import load
 from .formats import moon
 

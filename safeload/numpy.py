@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .base.file import Array, PathLike
+from .base.arrays import Array
+from .base.paths import PathLike
 from .engine.jobs import Progress
 from .engine.load import Backend, check_backend, load_parts, parts_of
 from .formats.safetensors import file as safetensors

@@ -651,15 +651,15 @@ except KeyboardInterrupt:
 
 
 def test_a_refused_mapping_is_read_and_said(monkeypatch, folder):
-    files = importlib.import_module("safeload.base.file")
-    real = files.WeightFile.map
+    local = importlib.import_module("safeload.stores.local")
+    real = local.LocalStore.map
 
     def refuse_one(self):
         if "model-00002" in self.path:
             raise OSError(12, "Cannot allocate memory", self.path)
         return real(self)
 
-    monkeypatch.setattr(files.WeightFile, "map", refuse_one)
+    monkeypatch.setattr(local.LocalStore, "map", refuse_one)
     with safeload.open(folder) as checkpoint:
         assert_same(checkpoint.load(), ALL)
         assert list(checkpoint.load()) == list(checkpoint)

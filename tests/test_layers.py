@@ -34,6 +34,7 @@ INTRINSICS = {
 PYTHON_LAYERS = (
     ("_version", "errors"),
     ("base",),
+    ("stores",),
     ("engine",),
     ("packed", "models"),
     ("formats",),

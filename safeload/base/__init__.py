@@ -1,1 +1,1 @@
-"""The lowest layer: the C core, dtypes, tables, files, text."""
+"""The lowest layer: the C core, dtypes, tables, arrays, paths, text."""

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.file import Array, PathLike, WeightFile, check_unchanged
+from ..base.arrays import Array
+from ..base.paths import PathLike
 from ..base.text import clip, plural, printable
 from ..engine.jobs import read_small
 from ..engine.load import check_backend, load_parts, parts_of
 from ..engine.slice import as_index, read_slice
+from ..engine.weight_file import WeightFile
 from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
+from ..stores.local import check_unchanged
 from .serialize import TensorMeta
 
 # Tensors below this size are read: a view would save less than the mapping costs.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.arrays import check_mapping
-from ..base.file import PathLike
+from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import SafetensorError
 from ..formats.safetensors.file import Memory, Writer, parse_table

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..base.arrays import Array
-from ..base.file import PathLike, native_path
 from ..base.native import Error, check, lib
+from ..base.paths import PathLike, native_path
 from . import jobs
 
 # Bytes of the buffer through which a tensor that is not in C order is written, so that it is not copied whole.

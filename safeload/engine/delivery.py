@@ -9,14 +9,15 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order, refuse_masked
-from ..base.file import WeightFile
 from ..base.text import show
+from ..stores.local import mapping_of
 from . import jobs
 from .plan import EMPTY, VIEW, Plan, Selection, decide
 from .progress import Progress, reporter
 from .quantized_tensor import INT8, QuantizedTensor
 from .read import Reads, over, read_scale
 from .threads import thread_count
+from .weight_file import WeightFile
 
 # What a tensor becomes.
 Value = Array | QuantizedTensor
@@ -116,14 +117,11 @@ def _one(selection: Selection, view: bool, mappings: dict[WeightFile, Any] | Non
 
 
 def _mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
-    """The file's mapping; None if the system refuses it."""
+    """The file's mapping; None if its store has none, or the system refuses it."""
     buffer = None if mappings is None else mappings.get(file)
     if buffer is None:
-        try:
-            buffer = file.map()
-        except OSError:
-            return None
-        if mappings is not None:
+        buffer = mapping_of(file.store)
+        if buffer is not None and mappings is not None:
             mappings[file] = buffer
     return buffer
 

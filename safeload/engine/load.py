@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, overload
 
 from ..base import dtypes
 from ..base.arrays import Array, check_mapping
-from ..base.file import WeightFile
 from ..base.native import lib
 from ..base.text import show
 from ..errors import SafeloadError, UnsupportedError
@@ -20,6 +19,7 @@ from .plan import Selection
 from .progress import Progress
 from .read import read_scale as read_scale
 from .threads import check_threads
+from .weight_file import WeightFile
 
 Backend = Literal["mmap", "pread"]
 

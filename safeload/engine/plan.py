@@ -13,10 +13,10 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import ArraySpec, foreign_order
-from ..base.file import WeightFile
 from ..base.native import lib
 from ..base.text import show
 from ..errors import UnsupportedError
+from .weight_file import WeightFile
 
 # How a tensor becomes an array.
 EMPTY = 0  # it has no bytes

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, ArraySpec, array_over
-from ..base.file import WeightFile
 from ..base.native import lib
 from ..base.table import Scale
 from . import jobs, strided
@@ -18,6 +17,7 @@ from .jobs import Batch, Channels, Job, Origin
 from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
 from .progress import Progress
 from .quantized_tensor import channels_of
+from .weight_file import WeightFile
 
 # Size of the largest pool, which is what one surviving small tensor can keep alive.
 POOL_SIZE = 16 << 20

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.arrays import Array, ArraySpec, array_over, c_strides
-from ..base.file import WeightFile
 from . import jobs
+from .weight_file import WeightFile
 
 # Rows at most this far apart are read with the gaps between them: the system reads whole pages anyway.
 _DENSE_PITCH = 4096

@@ -9,11 +9,11 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, as_array
-from ..base.file import WeightFile
 from ..base.text import subject as subject
 from . import jobs
 from .cast import astype
 from .jobs import Channels, Grid, Job, Origin
+from .weight_file import WeightFile
 
 _F32 = dtypes.BY_CODE["F32"]
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..base.file import WeightFile
 from . import jobs
 from .jobs import Batch, Job
 from .progress import Progress, bar
 from .source import Source
 from .threads import thread_count
+from .weight_file import WeightFile
 
 # Bytes read at a time by each thread: enough to amortize the cost of a read, little compared with any machine's memory.
 PIECE = 4 << 20

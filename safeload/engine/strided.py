@@ -8,10 +8,10 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, ArraySpec, array_over, foreign_order
-from ..base.file import WeightFile
 from . import cast as casting
 from . import jobs
 from .jobs import Batch, Job
+from .weight_file import WeightFile
 
 
 class Block:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..base.file import WeightFile
 from .load import Part, Value, load_parts
+from .weight_file import WeightFile
 
 
 class Views:

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..base.file import Identity, WeightFile, absolute, identity_of
-from ..base.json_file import read_json
+from ..base.paths import absolute
 from ..base.text import clip, printable, show
+from ..engine.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
+from ..stores.json_file import read_json
+from ..stores.local import Identity, identity_of
 from .gguf import split as gguf_split
 from .registry import GGUF, ROWS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from ..base.file import open_descriptor
+from ..engine.weight_file import open_without_table
 from ..errors import FormatError
 
 # Enough for tar's magic at 257.
@@ -86,7 +86,7 @@ def describe(head: bytes) -> str | None:
 def read_head(path: str) -> bytes:
     """The first `HEAD_SIZE` bytes of a regular file; a blank for anything else, where a read could block forever."""
     try:
-        with closing(open_descriptor(path)) as file:
+        with closing(open_without_table(path)) as file:
             return file.read_at(0, HEAD_SIZE)
     except (OSError, FormatError):  # the caller reports the error that led here
         return b" "

@@ -17,12 +17,13 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import array_fits, check_mapping, refuse_masked
-from ..base.file import PathLike, WeightFile
+from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing
 from ..base.text import show
 from ..engine import jobs
 from ..engine.atomic_file import AtomicFile
 from ..engine.lazy import Lazy, materialize
+from ..engine.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from .registry import Candidate, Content, Wanted
 

@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import array_fits, c_strides, check_mapping, refuse_masked
-from ..base.file import Array, PathLike, WeightFile
+from ..base.arrays import Array, array_fits, c_strides, check_mapping, refuse_masked
+from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing
 from ..base.text import show
 from ..engine import jobs
 from ..engine.atomic_file import AtomicFile, pieces_of
 from ..engine.lazy import Lazy, materialize
+from ..engine.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from .registry import Candidate, Content, Wanted
 

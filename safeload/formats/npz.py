@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from ..base.arrays import check_mapping
-from ..base.file import PathLike, WeightFile, open_descriptor
+from ..base.paths import PathLike
 from ..base.table import ListedTable
 from ..base.text import show
 from ..engine.atomic_file import AtomicFile, reserve
 from ..engine.lazy import materialize
+from ..engine.weight_file import WeightFile, open_without_table
 from ..errors import SafeloadError, UnsupportedError
 from .npy import SUFFIX, Described, check_writable, read_array
 from .registry import Candidate, Content, Wanted
@@ -93,11 +94,10 @@ def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFil
                 out.write(bytes(begin - out.tell()))
                 for piece in archive.inflate(name):
                     out.write(piece)
-        unpacked = open_descriptor(path)
+        unpacked = open_without_table(path, shown=file.path)
     finally:
         with suppress(OSError):  # on Windows an open file cannot be deleted: it stays until the folder is cleaned
             os.unlink(path)
-    unpacked.path = file.path
     arrays = [
         _read_array(unpacked, name, begin, archive.entries[name].file_size)
         for name, begin in zip(names, places, strict=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ..base import log
-from ..base.file import Identity, PathLike, WeightFile, absolute, native_path
+from ..base.paths import PathLike, absolute, native_path
 from ..base.text import plural, show
+from ..engine.weight_file import WeightFile
+from ..errors import FormatError
+from ..stores.local import Identity, check_unchanged, compare
 from . import foreign, registry
 from .registry import Wanted
 
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 
 # What to do with a pickle that names classes or functions outside the list of harmless ones.
 UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
+
+# Absolute path of each file, and its identity when it was opened or the beginning of that.
+Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 class Recipe(NamedTuple):
@@ -92,6 +98,36 @@ def find(
 
         return _found(text, recipe, folder.open_parts(opened, recipe.options))
     return Found(text, opened.format, opened.files, opened.where, opened.metadata, recipe=recipe)
+
+
+def seen_of(files: Iterable[WeightFile], index_file: tuple[str, Identity] | None) -> Seen:
+    """What `reopen` compares: see `Found` for the arguments."""
+    seen = tuple((file.place, file.identity) for file in files)
+    return seen if index_file is None else (*seen, index_file)
+
+
+def reopen(recipe: Recipe, seen: Seen) -> Found:
+    """Opens the files of a path again.
+
+    Raises:
+        FormatError: they have changed since.
+        SafeloadError, OSError: see `safeload.open`.
+    """
+    for path, identity in seen:
+        check_unchanged(path, identity)
+    paths, listed, format, root, unknown_globals = recipe
+    found = find(list(paths) if listed else paths[0], format, root, unknown_globals)
+    try:
+        again = seen_of(found.files, found.index_file)
+        if [path for path, _ in again] != [path for path, _ in seen]:
+            raise FormatError("the folder has changed since it was opened: other files are its weights", paths[0])
+        for (path, identity), (_, before) in zip(again, seen, strict=True):
+            compare(identity, before, path)
+    except BaseException:
+        for file in found.files:
+            file.close()
+        raise
+    return found
 
 
 def _find_list(paths: Sequence[PathLike], recipe: Recipe) -> Found:

@@ -20,7 +20,7 @@ from functools import cache, cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..base.file import WeightFile, open_descriptor
+from ..engine.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
 from . import foreign
 
@@ -211,7 +211,7 @@ def open_file(path: str, wanted: Wanted) -> Opened:
         try:
             file: WeightFile = _module(BY_NAME[SAFETENSORS].module).open_file(path)
         except FormatError:
-            with closing(open_descriptor(path)) as other:
+            with closing(open_without_table(path)) as other:
                 head = other.read_at(0, foreign.HEAD_SIZE)
             if wanted.formats is not None or foreign.is_safetensors(head):
                 raise
@@ -223,7 +223,7 @@ def open_file(path: str, wanted: Wanted) -> Opened:
                 file.close()
                 raise UnsupportedError(f"{path}: root= selects a nested container, and safetensors has none")
             return Opened(SAFETENSORS, file)
-    file = open_descriptor(path)
+    file = open_without_table(path)
     try:
         candidate = Candidate(file)
         row = _find(candidate, wanted)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base.file import Array, WeightFile, check_unchanged
+from ..base.arrays import Array
 from ..engine.slice import read_slice
+from ..engine.weight_file import WeightFile
+from ..stores.local import check_unchanged
 from . import registry
 from .registry import Wanted
 

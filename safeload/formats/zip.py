@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..base.file import WeightFile
 from ..base.text import show
+from ..engine.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 
 # Bytes that a compressed entry may inflate to in memory: pickles have a few MiB and are usually not compressed.

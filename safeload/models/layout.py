@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ..base.file import PathLike
+from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError
 
@@ -92,7 +92,7 @@ class Layout:
             FormatError: the JSON is not such a layout.
             OSError: the file cannot be read.
         """
-        from ..base.json_file import read_json  # imported here: it takes a millisecond
+        from ..stores.json_file import read_json  # imported here: it takes a millisecond
 
         path = None if isinstance(source, Mapping) else os.fspath(source)
         content = source if isinstance(source, Mapping) else read_json(os.fspath(source), "the layout")

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..base.file import PathLike
+from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError
 from .expressions import ExpressionError, evaluate, names_in
@@ -352,7 +352,7 @@ def load(source: str | PathLike | Mapping[str, Any]) -> Schema:
         return built_in()[text]
     if not text.endswith(".json") and os.sep not in text:
         raise ValueError(f"schema {show(text)} is neither a file.json nor one of {', '.join(built_in())}")
-    from ..base.json_file import read_json
+    from ..stores.json_file import read_json
 
     return parse(read_json(text, "the schema"), text)
 

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import as_array
-from ..base.file import Array, PathLike, WeightFile
+from ..base.arrays import Array, as_array
+from ..base.paths import PathLike
 from ..base.table import missing
 from ..base.text import show
 from ..checkpoint import Checkpoint, open
 from ..engine.load import Part, read_scale
 from ..engine.quantized_tensor import INT8, QuantizedTensor
 from ..engine.source import Source, of_array, of_numbers
+from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError
 from ..packed import grouping
 from ..packed.grouping import Codes

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.file import Array, PathLike
+from ..base.arrays import Array
+from ..base.paths import PathLike
 from ..base.text import show
 from ..engine import jobs
 from ..engine.lazy import Lazy, LazyQuantized

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import log
-from ..base.file import Array
+from ..base.arrays import Array
 from ..base.text import clip, plural, printable, show, table
 from ..engine import jobs
 from ..engine.jobs import Progress

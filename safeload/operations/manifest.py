@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..base import log
-from ..base.file import Array, PathLike, native_path
+from ..base.arrays import Array
+from ..base.paths import PathLike, native_path
 from ..base.text import show
 from ..engine.jobs import Progress, native_order
 from ..engine.quantized_tensor import QuantizedTensor
@@ -75,7 +76,7 @@ def read(path: PathLike) -> dict[str, Any]:
         FormatError: the file is not a manifest.
         OSError: it cannot be read.
     """
-    from ..base.json_file import read_json
+    from ..stores.json_file import read_json
 
     text = native_path(path)[0]
     found: dict[str, Any] = read_json(text, "the manifest")

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from ..base.arrays import as_array
-from ..base.file import Array
+from ..base.arrays import Array, as_array
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import subject
 from .catalog import Catalog, Given

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..base import dtypes
-from ..base.file import Array
+from ..base.arrays import Array
 from ..base.native import lib
 from ..base.scheme import INT8, SCHEMES
 from ..base.text import show

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base import dtypes
-from ..base.arrays import check_mapping
-from ..base.file import Array
+from ..base.arrays import Array, check_mapping
 from ..base.text import show
 from ..engine import jobs
 from ..engine.cast import target_array

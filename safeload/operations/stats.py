@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import as_array
-from ..base.file import Array
+from ..base.arrays import Array, as_array
 from ..base.native import lib, short
 from ..engine import jobs
 from ..engine.jobs import Batch, Channels, Progress, struct_dtype

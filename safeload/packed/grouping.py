@@ -16,9 +16,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base import dtypes
-from ..base.file import WeightFile
 from ..base.text import clip, printable, show
 from ..engine.load import Part, parts_of
+from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
 
 # Dtypes that store codes. F8_E8M0 holds powers of two: it is a dtype of scales, never of codes.
@@ -292,7 +292,7 @@ def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
 
 def config_beside(path: str) -> dict[str, Any] | None:
     """The ``config.json`` in the folder of a file that was opened alone; None if it is missing or unreadable."""
-    from ..base.json_file import read_json
+    from ..stores.json_file import read_json
 
     config = os.path.join(os.path.dirname(path), "config.json")
     try:
@@ -303,7 +303,7 @@ def config_beside(path: str) -> dict[str, Any] | None:
 
 def shards_beside(path: str) -> Container[str]:
     """Names of tensors in the other shards of a file that was opened alone, from the index in its folder."""
-    from ..base.json_file import read_json
+    from ..stores.json_file import read_json
 
     folder, base = os.path.split(path)
     names: set[str] = set()

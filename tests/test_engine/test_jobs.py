@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from safeload.base import dtypes
-from safeload.base.file import native_path
 from safeload.base.native import Error, check, ffi, lib
+from safeload.base.paths import native_path
 from safeload.engine import jobs
 from safeload.errors import FormatError, SafeloadError
 

@@ -9,9 +9,9 @@ import pytest
 from safeload import astype, errors
 from safeload.base import dtypes
 from safeload.base.arrays import c_strides
-from safeload.base.file import open_descriptor
 from safeload.base.table import ListedTable, Listing
 from safeload.checkpoint import Checkpoint
+from safeload.engine.weight_file import open_without_table
 from safeload.formats.opening import Found
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ class Builder:
 
     def open(self):
         self.path.write_bytes(self.data)
-        file = open_descriptor(self.path)
+        file = open_without_table(self.path)
         file.table = ListedTable(self.listings, {"made": "here"}, big_endian=self.big)
         return Checkpoint(Found(str(self.path), "test", [file], None, {}))
 
@@ -225,7 +225,7 @@ def test_a_refused_mapping_is_read_and_still_shared(built, monkeypatch):
         def refuse():
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr(checkpoint._open[0], "map", refuse)
+        monkeypatch.setattr(checkpoint._open[0].store, "map", refuse)
         loaded = checkpoint.load()
         assert checkpoint.last_load.backend == "pread"
         assert sharing(loaded) == shared_in_file(built)

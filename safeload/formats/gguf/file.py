@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...base import log
-from ...base.file import PathLike
+from ...base.paths import PathLike
 from ...base.text import clip, printable
 from ..metadata import as_texts
 from ..registry import Candidate, Content, Wanted

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ...base.file import Array, WeightFile
+from ...base.arrays import Array
 from ...base.native import Error, check, ffi, lib, pointer, short
 from ...base.table import Table
+from ...engine.weight_file import WeightFile
 from .values import DTYPES, NUMBERS
 
 _SIZE = struct.Struct("<Q")  # length of a string

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...base.file import WeightFile
 from ...base.text import show
+from ...engine.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError, UnsupportedError
 from .read import Metadata
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import check_mapping, refuse_masked
-from ...base.file import Array, PathLike
+from ...base.arrays import Array, check_mapping, refuse_masked
 from ...base.native import lib
+from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.text import show
 from ...engine import jobs

@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import array_over, check_mapping, refuse_masked
-from ...base.file import Array, PathLike, WeightFile, make_room, native_path
+from ...base.arrays import Array, array_over, check_mapping, refuse_masked
 from ...base.native import Error, check, ffi, lib, pointer, short
+from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show
 from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.lazy import Lazy, materialize
+from ...engine.weight_file import WeightFile, layouts
 from ...errors import FormatError, SafetensorError
+from ...stores.local import LocalStore, make_room
 from ..registry import describe_path
 
 # ---- read ----
@@ -27,7 +29,7 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
 
     Args:
         path: of the file.
-        brief: see `WeightFile`.
+        brief: see `LocalStore`.
 
     Raises:
         FormatError: the file breaks the format, or has another format.
@@ -44,7 +46,7 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
         if kind is not None:
             raise FormatError(f"this is {kind}, not a safetensors file", text, 0)
     check(status, error, text)
-    return WeightFile(text, opened, Table(table[0]), brief=brief)
+    return WeightFile(text, LocalStore(text, opened, brief=brief), Table(table[0]))
 
 
 def parse_table(data: Any) -> tuple[memoryview, Table]:
@@ -71,9 +73,8 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
         copy: False for views, read-only where ``data`` is; unaligned tensors are copied all the same.
     """
     view, table = parse_table(data)
-    file = WeightFile.in_memory(view.nbytes, table)
     arrays = {}
-    for name, (dtype, shape, begin, end, *_) in zip(table.names, file.layouts(range(table.count)), strict=True):
+    for name, (dtype, shape, begin, end, *_) in zip(table.names, layouts(table, range(table.count)), strict=True):
         if begin == end:
             arrays[name] = np.empty(shape, dtype)
             continue

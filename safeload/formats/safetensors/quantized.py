@@ -14,11 +14,11 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import check_mapping
-from ...base.file import WeightFile
 from ...base.table import ListedTable, Listing, Scale
 from ...base.text import show
 from ...engine.lazy import LazyQuantized
 from ...engine.quantized_tensor import QuantizedTensor, storage_of
+from ...engine.weight_file import WeightFile
 from ...errors import FormatError, SafetensorError
 
 KEY = "safeload.quantized"

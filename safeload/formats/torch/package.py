@@ -17,8 +17,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...base.file import WeightFile
 from ...base.text import show
+from ...engine.weight_file import WeightFile
 from ...errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .. import zip as archive
 from ..foreign import is_binary_pickle

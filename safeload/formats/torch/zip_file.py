@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...base.file import WeightFile
 from ...base.text import show
+from ...engine.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, Wanted
 from ..unpickle import run as unpickler

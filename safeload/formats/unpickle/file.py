@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...base.file import WeightFile
 from ...base.text import clip, printable, show
+from ...engine.weight_file import WeightFile
 from ...errors import ForbiddenError, SafeloadError, UnsupportedError
 from ..registry import Candidate, Content, Wanted
 from ..torch.globals import Storage

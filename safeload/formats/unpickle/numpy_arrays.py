@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from ...base.arrays import array_fits, c_strides
-from ...base.file import WeightFile, open_descriptor
 from ...base.table import ListedTable, Listing
 from ...base.text import show
+from ...engine.weight_file import WeightFile, open_without_table
 from ...errors import UnsupportedError
 from .numpy_globals import NumpyArray
 from .run import Unpickled
@@ -104,11 +104,10 @@ class Arrays:
                 out.write(bytes(64))
                 for piece in self._pieces:
                     out.write(piece)
-            file = open_descriptor(path)
+            file = open_without_table(path, shown=self._path)
         finally:
             with suppress(OSError):  # on Windows an open file cannot be deleted: it stays until the folder is cleaned
                 os.unlink(path)
-        file.path = self._path
         file.table = ListedTable(self._listings)
         return file
 

@@ -10,10 +10,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ...base.file import WeightFile, open_descriptor
 from ...base.text import show
 from ...engine.jobs import Progress
 from ...engine.stream import Meter, file_pieces, in_order
+from ...engine.weight_file import WeightFile, open_without_table
 from ...errors import SafeloadError, one_line
 from ...formats.foreign import is_zip
 from ...formats.zip import Archive
@@ -29,7 +29,7 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     if catalog.index is None:
         yield from _check_shard_names(catalog.files)
         return
-    from ...base.json_file import read_json
+    from ...stores.json_file import read_json
 
     base = os.path.basename(catalog.index)
     try:
@@ -120,7 +120,7 @@ def check_crc(catalog: Catalog, *, threads: int | None = None, progress: Progres
 def _entries(opened: WeightFile, format: str | None) -> Iterator[_Entry]:
     """The entries of a file that is a zip archive."""
     # Compressed arrays have been unpacked into a temporary file.
-    file = open_descriptor(opened.path) if format == "npz" and not _is_zip(opened) else opened
+    file = open_without_table(opened.path) if format == "npz" and not _is_zip(opened) else opened
     if not _is_zip(file):
         return
     archive = Archive(file)

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...base.file import WeightFile
 from ...base.text import plural, show
 from ...engine.stream import PIECE, file_pieces
+from ...engine.weight_file import WeightFile
 from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
+from ...stores.local import descriptor_of
 from ..catalog import Catalog
 from .findings import Finding, error, warning
 
@@ -146,9 +147,9 @@ def hole_begin(file: WeightFile) -> int:
     Takes one system call if there is no such hole. A system without support for holes reports none.
     """
     seek_data = getattr(os, "SEEK_DATA", None)
-    if seek_data is None or file.size == 0:
+    descriptor = descriptor_of(file.store)  # a reference keeps it open
+    if seek_data is None or descriptor is None or file.size == 0:
         return file.size
-    descriptor = file.descriptor  # a reference keeps it open
 
     def has_data(offset: int) -> bool:
         try:

@@ -12,8 +12,8 @@ import numpy as np
 
 from ... import checkpoint
 from ...base import log
-from ...base.arrays import refuse_masked
-from ...base.file import Array, PathLike, native_path
+from ...base.arrays import Array, refuse_masked
+from ...base.paths import PathLike, native_path
 from ...base.text import show
 from ...checkpoint import Checkpoint
 from ...engine import jobs
@@ -166,7 +166,7 @@ def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any
     """
     if config is None or isinstance(config, Mapping):
         return config
-    from ...base.json_file import read_json
+    from ...stores.json_file import read_json
 
     found: Mapping[str, Any] = read_json(config, "config.json")
     return found

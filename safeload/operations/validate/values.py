@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...base import dtypes
-from ...base.file import Array
+from ...base.arrays import Array
 from ...base.text import show
 from ...engine.quantized_tensor import INT8, QuantizedTensor
 from ...engine.source import Source

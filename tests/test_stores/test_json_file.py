@@ -11,8 +11,8 @@ import pytest
 
 import safeload
 from safeload import FormatError
-from safeload.base.json_file import MAX_DEPTH, MAX_JSON, read_json
 from safeload.numpy import save_file
+from safeload.stores.json_file import MAX_DEPTH, MAX_JSON, read_json
 
 needs_fifo = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO here")
 

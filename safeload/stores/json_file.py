@@ -6,9 +6,11 @@ import codecs
 import json
 from typing import Any
 
+from ..base.paths import PathLike, native_path
+from ..base.text import show
 from ..errors import FormatError
-from .file import PathLike, native_path, open_descriptor
-from .text import show
+from .local import open_local
+from .store import read_at
 
 # An index is about 100 bytes a tensor: 600,000 of them.
 MAX_JSON = 64 << 20
@@ -61,15 +63,15 @@ def read_json(path: PathLike, what: str) -> dict[str, Any]:
 
 def _content(path: str, what: str) -> bytes:
     try:
-        file = open_descriptor(path)
+        store = open_local(path)
     except FormatError:
         raise FormatError(f"{what} is not a regular file", path) from None
     try:
-        if file.size > MAX_JSON:
-            raise FormatError(f"{what} has {file.size:,} bytes, the limit is {MAX_JSON:,}", path)
-        return file.read_at(0, file.size)
+        if store.size > MAX_JSON:
+            raise FormatError(f"{what} has {store.size:,} bytes, the limit is {MAX_JSON:,}", path)
+        return read_at(store, 0, store.size)
     finally:
-        file.close()
+        store.close()
 
 
 def _check_depth(value: Any, what: str, path: str) -> None:

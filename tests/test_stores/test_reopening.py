@@ -19,8 +19,9 @@ from builders import torch_build
 
 import safeload
 from safeload import FormatError, safe_open
-from safeload.base import file as files
+from safeload.engine.weight_file import open_without_table
 from safeload.numpy import save_file
+from safeload.stores import local
 
 needs_limits = pytest.mark.skipif(os.name == "nt", reason="no limit of descriptors here")
 COPIES = {
@@ -153,9 +154,9 @@ def test_a_closed_checkpoint_is_not_copied(opened):
 
 def test_files_and_descriptors_are_never_copied(tmp_path):
     save_file(WEIGHTS, tmp_path / "a.safetensors", durable=False)
-    file = files.open_descriptor(tmp_path / "a.safetensors")
+    file = open_without_table(tmp_path / "a.safetensors")
     for how in COPIES.values():
-        for thing in (file, file.descriptor):
+        for thing in (file, file.store, file.descriptor):
             with pytest.raises(TypeError, match="cannot be copied"):
                 how(thing)
 
@@ -280,7 +281,6 @@ def write_shards(folder, count):
 _FEW = """
 import copy, os, pickle, resource, sys, threading
 import numpy as np, safeload
-from safeload.base import file as files
 folder, limit = sys.argv[1], int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 def check(found):
@@ -374,8 +374,8 @@ def test_descriptors_are_let_go_where_the_program_has_taken_all(tmp_path):
 def tiny_budget(monkeypatch):
     if os.name == "nt":
         pytest.skip("nothing is let go here")
-    monkeypatch.setattr(files, "_FEW", 2)
-    monkeypatch.setattr(files, "_budget", lambda: 2)
+    monkeypatch.setattr(local, "_FEW", 2)
+    monkeypatch.setattr(local, "_budget", lambda: 2)
     gc.collect()
 
 
@@ -397,7 +397,8 @@ def test_a_file_that_was_let_go_and_changed_is_refused(tiny_budget, tmp_path):
         with safeload.open(folder) as opened:
             part = opened.get_slice("t0000")
             safeload.load(folder, backend="pread")
-            assert opened._open[0].release() or opened._open[0]._descriptor is None
+            store = opened._open[0].store
+            assert store.release() or store._descriptor is None
             change(Path(opened.files[0]))
             for call in (part.__getitem__, lambda _, opened=opened: opened.load(backend="pread"), opened.get):
                 with pytest.raises(FormatError, match="changed since it was opened") as caught:

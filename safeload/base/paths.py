@@ -1,0 +1,53 @@
+"""Paths as callers give them, as messages show them and as the C core takes them."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from ..errors import os_error
+from .text import show
+
+PathLike = str | os.PathLike[str]
+
+# In bytes: the limit of Windows, far above PATH_MAX of other systems.
+_LONGEST_PATH = 65_536
+# PATH_MAX of Linux. Bytes are rarely a path, and sometimes the content of a file by mistake.
+_LONGEST_BYTES = 4096
+
+
+def native_path(path: PathLike) -> tuple[str, bytes]:
+    """A path as messages show it and as the C core takes it.
+
+    Raises:
+        TypeError: not a path.
+        ValueError: the path contains a NUL, which would truncate it silently.
+        OSError: the path is longer than any system accepts.
+    """
+    if isinstance(path, (bytes, bytearray, memoryview)):
+        _refuse_content(path)
+    text = os.fsdecode(os.fspath(path))
+    encoded = text.encode() if os.name == "nt" else os.fsencode(text)
+    if b"\0" in encoded:
+        raise ValueError(f"embedded null byte in path {show(text)}")
+    if len(encoded) > _LONGEST_PATH:
+        raise os_error(errno.ENAMETOOLONG, show(text))
+    return text, encoded
+
+
+def _refuse_content(path: bytes | bytearray | memoryview) -> None:
+    if not isinstance(path, bytes) or len(path) > _LONGEST_BYTES or bytes(1) in path:
+        raise TypeError(
+            f"a path, not the content of a file, is wanted (found {type(path).__name__} of length {len(path):,}): "
+            "for content use safeload.numpy.load(data)"
+        )
+
+
+def absolute(path: str) -> str:
+    """A path that stays valid when the working directory changes."""
+    if path.startswith("/") and os.name != "nt":  # the fast case: every open calls this
+        return path
+    try:
+        return os.path.abspath(path)
+    except OSError:  # the working directory has been deleted
+        return path

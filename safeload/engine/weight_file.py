@@ -1,0 +1,139 @@
+"""A weight file: the table of its tensors, and the store that has their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from ..base.arrays import ArraySpec, array_spec
+from ..base.paths import PathLike
+from ..base.table import ListedTable, Table, TensorInfo
+from ..errors import UnsupportedError
+from ..stores.local import Descriptor, LocalStore, compare, descriptor_of, open_local
+from ..stores.store import ByteStore, read_at
+
+
+class WeightFile:
+    """The tensors of one file, which is open for reading. Any thread may use it.
+
+    Args:
+        path: as messages show it.
+        store: its bytes.
+        table: its tensors.
+
+    Attributes:
+        path: as messages show it.
+        store: its bytes.
+        size: bytes.
+        table: its tensors.
+    """
+
+    _origin: tuple[str, tuple[Any, ...]] | None = None
+
+    def __init__(self, path: str, store: ByteStore, table: Table) -> None:
+        self.path = path
+        self.store = store
+        self.size = store.size
+        self.table = table
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
+
+    def stand_for(self, origin: WeightFile) -> None:
+        """Makes `place` and `identity` those of another file, of which this one is the unpacked content."""
+        self._origin = origin.place, origin.identity
+
+    @property
+    def place(self) -> str:
+        """The path that leads to it from any working directory."""
+        if self._origin is not None:
+            return self._origin[0]
+        return self.store.place if isinstance(self.store, LocalStore) else self.path
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The version of the file when it was first opened; see `ByteStore.version`."""
+        return self.store.version if self._origin is None else self._origin[1]
+
+    def check_identity(self, seen: tuple[Any, ...]) -> None:
+        """Compares the file with an earlier opening of it: ``seen`` is an `identity` or the beginning of one.
+
+        Raises:
+            FormatError: another program has changed the file.
+        """
+        compare(self.identity, seen, self.path)
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Bytes of the file, fewer at its end; meant for small reads.
+
+        Raises:
+            FormatError, OSError: the file cannot be read.
+        """
+        return read_at(self.store, offset, size)
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """The C core's file handle, for jobs and parsers; what can do without asks `descriptor_of` instead.
+
+        Raises:
+            UnsupportedError: its store has none.
+        """
+        descriptor = descriptor_of(self.store)
+        if descriptor is None:
+            raise UnsupportedError(f"{self.path} is not a local file, which this needs", path=self.path)
+        return descriptor
+
+    def close(self) -> None:
+        """Closes the store; arrays over mappings stay valid."""
+        self.store.close()
+
+    def infos(self) -> list[TensorInfo]:
+        """The description of each tensor, in the order of the table."""
+        table = self.table
+        ranges = table.byte_ranges()
+        sizes = table.sizes() if table.shaped else [end - begin for begin, end in ranges]
+        return [
+            TensorInfo(name, row.code, shape, size, self.path, begin)
+            for name, row, shape, size, (begin, _) in zip(
+                table.names, table.rows, table.shapes, sizes, ranges, strict=True
+            )
+        ]
+
+    def tensor_at(self, position: int) -> str | None:
+        """Name of the tensor that a byte belongs to."""
+        for name, (begin, end) in zip(self.table.names, self.table.byte_ranges(), strict=True):
+            if begin <= position < end:
+                return name
+        return None
+
+    def layout(self, index: int) -> ArraySpec:
+        """How one tensor becomes an array."""
+        layout = array_spec(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
+        return _shaped(self.table, index, layout) if self.table.shaped else layout
+
+
+def layouts(table: Table, indices: Iterable[int]) -> list[ArraySpec]:
+    """How tensors of a table become arrays; each column is decoded once."""
+    rows, shapes, ranges = table.rows, table.shapes, table.byte_ranges()
+    if table.shaped:
+        return [_shaped(table, i, array_spec(rows[i], shapes[i], *ranges[i])) for i in indices]
+    return [array_spec(rows[i], shapes[i], *ranges[i]) for i in indices]
+
+
+def _shaped(table: Table, index: int, layout: ArraySpec) -> ArraySpec:
+    return layout._replace(strides=table.strides(index), big_endian=table.big_endian)
+
+
+def open_without_table(path: PathLike, *, shown: str | None = None) -> WeightFile:
+    """An open file whose table is still empty, for formats that are read in Python.
+
+    Args:
+        path: of the file.
+        shown: the path in later messages, where that is another.
+
+    Raises:
+        FormatError: not a regular file.
+        OSError: the file cannot be opened.
+    """
+    store = open_local(path, shown=shown)
+    return WeightFile(store.path, store, ListedTable([]))

@@ -1,0 +1,278 @@
+"""The local file as a store: its descriptor, which may be closed between reads, its identity and its mapping."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from ..base.native import Error, check, ffi, lib, mapped_buffer, pointer, short
+from ..base.paths import PathLike, absolute, native_path
+from ..errors import FormatError
+from .store import ByteStore, Memory
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """The fields of a stat result that identify a file."""
+    return Identity(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
+
+
+class Identity(NamedTuple):
+    """Identifies a file, to detect that another program has replaced it or written into it.
+
+    Attributes:
+        size: bytes.
+        mtime_ns: time of the last change, in nanoseconds.
+        device: of the file system; meaningless in another process, which may be on another machine.
+        inode: of the file on that device; meaningless elsewhere for the same reason.
+    """
+
+    size: int
+    mtime_ns: int
+    device: int
+    inode: int
+
+
+class Descriptor(int):
+    """The C core's file handle, closed when nothing refers to it any more.
+
+    Jobs hold a reference to the descriptor that they read: if it were closed under them, the next file to be opened
+    would get its number, and they would read that file. It must not be copied: the copy would close the number a second
+    time, whichever file has it by then.
+    """
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        _open.pop(int(self), None)  # before another file gets its number
+        short.sl_file_close(int(self))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("an open file cannot be copied or pickled")
+
+
+# Files whose descriptors are open, by descriptor, the oldest first. Every access is one atomic operation, so that it
+# needs no lock, which a fork might find locked.
+_open: dict[int, weakref.ref[LocalStore]] = {}
+# Up to this many open files the system's limit is not queried.
+_FEW = 32
+# At most this many, far more than speed needs, even where the system's own limit is higher.
+_MANY = 4096
+
+
+def _budget() -> int:
+    """How many descriptors to keep open: half of the process's limit, as the program needs some too."""
+    if os.name == "nt":  # handles are limited by memory only
+        return sys.maxsize
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MANY if limit == resource.RLIM_INFINITY else max(1, min(limit // 2, _MANY))
+
+
+def _release(count: int) -> bool:
+    """Closes up to ``count`` descriptors, oldest files first, never the latest. Returns whether it closed any.
+
+    A file that is no longer at its path, or has been written to, keeps its descriptor: it could not be opened again.
+    """
+    released = 0
+    for number in list(_open)[:-1]:
+        reference = _open.get(number)
+        file = None if reference is None else reference()
+        if file is not None and file.release():
+            released += 1
+            if released >= count:
+                break
+    return released > 0
+
+
+def make_room(error_number: int) -> bool:
+    """Closes descriptors if an open has failed because none was free. Returns whether to try again."""
+    return error_number in (errno.EMFILE, errno.ENFILE) and _release(max(1, len(_open) // 2))
+
+
+def check_unchanged(path: str, seen: tuple[int, ...]) -> None:
+    """`compare` before a file is opened: a changed file may not even be a weight file any more.
+
+    Raises:
+        FormatError: another program has changed the file.
+    """
+    try:
+        status = os.stat(path)
+    except OSError:  # opening it raises a better error
+        return
+    compare(identity_of(status), seen, path)
+
+
+def compare(found: tuple[int, ...], seen: tuple[int, ...], path: str) -> None:
+    """Raises FormatError if a file is not the one seen before; ``seen`` is an `Identity` or the beginning of one."""
+    if found[: len(seen)] != tuple(seen):
+        what = "it was written to, or replaced"
+        if found[0] != seen[0]:
+            what = f"it had {seen[0]:,} bytes, and has {found[0]:,}"
+        raise FormatError(f"the file has changed since it was opened: {what}", path)
+
+
+def groups(files: Sequence[object]) -> list[tuple[int, int]]:
+    """Divides a sequence into ranges [begin, end) of which each refers to no more files than may be open at once."""
+    if len(set(files)) <= _FEW:  # whatever the limit is
+        return [(0, len(files))]
+    most = max(1, _budget() // 2)
+    result, begin = [], 0
+    held: set[object] = set()
+    for k, file in enumerate(files):
+        if file not in held and len(held) >= most:
+            result.append((begin, k))
+            begin, held = k, set()
+        held.add(file)
+    return [*result, (begin, len(files))]
+
+
+class LocalStore:
+    """One regular file, open for reading until it is closed or no longer referenced.
+
+    Its descriptor may be closed between reads, because a checkpoint may have more shards than a process may have
+    descriptors. The file is then opened again when needed, and must be unchanged.
+
+    Args:
+        path: as given by the caller.
+        opened: the C core's ``sl_file``.
+        brief: whether it will be closed again at once: it has no `place`, and its descriptor stays open until then.
+        shown: the path in messages, where that is another.
+
+    Attributes:
+        path: as messages show it.
+        place: the absolute path.
+        size: bytes.
+    """
+
+    _closed = False
+
+    def __init__(self, path: str, opened: Any, *, brief: bool = False, shown: str | None = None) -> None:
+        self.path = path if shown is None else shown
+        self.size: int = opened.size
+        self._opened = opened
+        self._descriptor: Descriptor | None = Descriptor(opened.handle)
+        if not brief:
+            self.place = absolute(path)
+            if os.name == "nt":
+                self._status = os.stat(self.place)
+            _open[opened.handle] = weakref.ref(self)
+            if len(_open) > _FEW and len(_open) > (budget := _budget()):
+                _release(len(_open) - budget + budget // 4)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
+
+    @property
+    def version(self) -> Identity:
+        """The identity of the file when it was first opened."""
+        if os.name == "nt":
+            return identity_of(self._status)
+        opened = self._opened
+        return Identity(opened.size, opened.mtime_ns, opened.device, opened.inode)
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """The C core's file handle. Whoever uses it holds a reference to it for as long."""
+        descriptor = self._descriptor
+        if descriptor is None:
+            if self._closed:
+                raise ValueError(f"{self.path} is closed")
+            descriptor = self._reopen()
+        return descriptor
+
+    def release(self) -> bool:
+        """Closes the descriptor until the next read, unless the path no longer leads to the file.
+
+        Returns:
+            Whether it was closed.
+        """
+        if self._descriptor is None:
+            return False
+        try:
+            there = identity_of(os.stat(self.place))
+        except OSError:
+            return False
+        if there != self.version:
+            return False
+        self._descriptor = None
+        return True
+
+    def _reopen(self) -> Descriptor:
+        seen = self.version
+        check_unchanged(self.place, seen)
+        again = open_local(self.place, shown=self.path)
+        compare(again.version, seen, self.path)
+        self._descriptor = descriptor = again.descriptor
+        _open[int(descriptor)] = weakref.ref(self)
+        if self._closed:  # another thread has closed it meanwhile
+            self._descriptor = None
+        return descriptor
+
+    def read_into(self, offset: int, memory: Memory) -> None:
+        """Fills memory with the bytes from ``offset`` on. It keeps the GIL, and is meant for small reads.
+
+        Raises:
+            FormatError: the file ends too early.
+            OSError: the file cannot be read.
+        """
+        buffer = ffi.from_buffer(memory, require_writable=True)
+        place = self.descriptor, offset, pointer(buffer), len(buffer)
+        if short.sl_file_read(*place, None) != lib.SL_OK:
+            error = Error()  # once more, to get the error
+            check(short.sl_file_read(*place, pointer(error)), error, self.path)
+
+    def map(self) -> Any:
+        """A new private copy-on-write mapping of the whole file, as a writable buffer.
+
+        Raises:
+            OSError: the system refuses the mapping.
+        """
+        address = ffi.new("void **")
+        error = Error()
+        status = short.sl_file_map(self.descriptor, self.size, pointer(address), pointer(error))
+        check(status, error, self.path)
+        return mapped_buffer(address[0], self.size)
+
+    def close(self) -> None:
+        """Closes the descriptor once no job needs it; arrays over mappings stay valid."""
+        self._closed = True
+        self._descriptor = None
+
+
+def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
+    """Opens a file.
+
+    Args:
+        path: of the file.
+        shown: the path in later messages, where that is another.
+
+    Raises:
+        FormatError: not a regular file.
+        OSError: the file cannot be opened.
+    """
+    text, encoded = native_path(path)
+    opened, error = ffi.new("sl_file *"), Error()
+    arguments = encoded, pointer(opened), pointer(error)
+    status = short.sl_file_open(*arguments)
+    if status == lib.SL_E_OS and make_room(error.os_errno):
+        status = short.sl_file_open(*arguments)
+    check(status, error, text)
+    return LocalStore(text, opened, shown=shown)
+
+
+def descriptor_of(store: ByteStore) -> Descriptor | None:
+    """The handle by which the C core reads a store itself; None if it has none."""
+    return store.descriptor if isinstance(store, LocalStore) else None
+
+
+def mapping_of(store: ByteStore) -> Any:
+    """A new private copy-on-write mapping of a store, as a writable buffer; None if it, or the system, has none."""
+    try:
+        return store.map() if isinstance(store, LocalStore) else None
+    except OSError:
+        return None

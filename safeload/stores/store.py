@@ -1,0 +1,50 @@
+"""What the rest of the package asks of a place that bytes come from."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+from ..base.arrays import Array
+
+# Contiguous memory that a read fills.
+Memory: TypeAlias = bytearray | memoryview | Array
+
+
+class ByteStore(Protocol):
+    """The bytes of one file, wherever it is. Any thread may use it.
+
+    A store may have more to offer than this: `local.descriptor_of` and `local.mapping_of` say whether it does.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+
+    @property
+    def version(self) -> tuple[Any, ...]:
+        """Differs where the content does. The first field is the size; fields that only this process knows are last."""
+
+    def read_into(self, offset: int, memory: Memory) -> None:
+        """Fills memory with the bytes from ``offset`` on.
+
+        Raises:
+            FormatError: there are fewer bytes than that.
+            OSError: they cannot be read.
+        """
+
+    def close(self) -> None:
+        """Releases what the store holds; memory that it has filled or mapped stays valid."""
+
+
+def read_at(store: ByteStore, offset: int, size: int) -> bytes:
+    """Bytes of a store, fewer at its end.
+
+    Raises:
+        FormatError, OSError: see `ByteStore.read_into`.
+    """
+    size = max(0, min(size, store.size - offset))
+    if size == 0:
+        return b""
+    memory = bytearray(size)
+    store.read_into(offset, memory)
+    return bytes(memory)
