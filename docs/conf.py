@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from sphinx.domains.python import PyObject
+from sphinx.pycode import ModuleAnalyzer
 
 import safeload
 
@@ -73,6 +74,11 @@ def setup(app: Any) -> None:
     for field in PyObject.doc_field_types:
         if field.name == "variable":
             field.label = "Attributes"
+    # The overloads of `load` tell type checkers what `dtype` decides; a reader wants all options in one signature.
+    checkpoint = ModuleAnalyzer.for_module("safeload.checkpoint")
+    checkpoint.analyze()
+    for name in ("load", "Checkpoint.load"):
+        del checkpoint.overloads[name]
     app.connect("missing-reference", find_short_name)
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-skip-member", skip_member)

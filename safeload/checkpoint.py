@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from .base import log
 from .base.arrays import Array
-from .base.paths import PathLike
 from .base.table import TensorInfo, missing
 from .base.text import plural, show
 from .engine.jobs import Progress
-from .engine.load import Backend, LoadStats, Part, Value, distinct, load_parts, parts_of
+from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, Value, distinct, load_parts, parts_of
 from .engine.views import Views
 from .engine.weight_file import WeightFile
 from .errors import UnsupportedError
-from .formats.opening import Found, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
+from .formats.opening import Found, OpenOptions, Paths, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .packed.grouping import Codes
 
 __all__ = ["Checkpoint", "TensorSlice", "load", "open"]
@@ -209,6 +210,14 @@ class Checkpoint(Mapping[str, Value]):
         options = Wanted() if self._recipe is None else self._recipe.options
         return TensorSlice(file, index, options._replace(formats=(self.format,)))
 
+    @overload
+    def load(
+        self, names: Iterable[str] | None = None, *, dtype: None = None, **options: Unpack[LoadOptions]
+    ) -> dict[str, Any]: ...
+    @overload
+    def load(
+        self, names: Iterable[str] | None = None, *, dtype: DtypeLike, **options: Unpack[LoadOptions]
+    ) -> dict[str, Array]: ...
     def load(
         self,
         names: Iterable[str] | None = None,
@@ -293,12 +302,11 @@ class Checkpoint(Mapping[str, Value]):
 
 
 def _reopen(recipe: Sequence[Any], seen: Seen) -> Checkpoint:
-    """Opens the files of a checkpoint again, which must be unchanged."""
     return Checkpoint(reopen(Recipe(*recipe), seen))
 
 
 def open(
-    path: PathLike | Sequence[PathLike],
+    path: Paths,
     *,
     format: str | None = None,
     root: str | None = None,
@@ -342,8 +350,16 @@ def open(
     return Checkpoint(find(path, format, root, unknown_globals))
 
 
+@overload
 def load(
-    path: PathLike | Sequence[PathLike],
+    path: Paths, names: Iterable[str] | None = None, *, dtype: None = None, **options: Unpack[OpenOptions]
+) -> dict[str, Any]: ...
+@overload
+def load(
+    path: Paths, names: Iterable[str] | None = None, *, dtype: DtypeLike, **options: Unpack[OpenOptions]
+) -> dict[str, Array]: ...
+def load(
+    path: Paths,
     names: Iterable[str] | None = None,
     *,
     format: str | None = None,

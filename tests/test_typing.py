@@ -18,10 +18,29 @@ reveal_type(safeload.stats("x", names=["a"]))
 reveal_type(safeload.stats({"a": array}))
 reveal_type(safeload.quantization_error(array, safeload.quantize(array, "int8")))
 reveal_type(safeload.quantization_error("x", safeload.load_quantized("x", {"*": "q8_0", "a": None})))
+reveal_type(safeload.load("x"))
+reveal_type(safeload.load("x", dtype="float32", backend="pread", root="model"))
+reveal_type(opened.load(dtype=np.float32))
+reveal_type(opened.load(dtype=None, threads=2))
 safeload.quantize(array, "int9")
 safeload.quantize(array, "q4_0", rounding="up")
 safeload.load_quantized("x", "q9")
 safeload.open("x", unknown_globals="run")
+opened.load(dtype="float32", backend="gpu")
+"""
+
+# What a user of `load` writes, and a type checker has nothing to say about.
+LOADING = """
+import numpy as np, safeload
+from numpy.typing import NDArray
+
+def scaled(path: str, names: list[str], dtype: str | None) -> NDArray[np.float32]:
+    weights: dict[str, NDArray[np.float32]] = safeload.load([path], names, dtype="float32", progress=True)
+    with safeload.open(path) as opened:
+        more = opened.load(names, dtype=np.float32, threads=2, out=weights)
+        either = opened.load(dtype=dtype)
+    print(safeload.load(path)["q"].dequantize(), len(either))
+    return weights["w"] * more["w"].astype(np.float32)
 """
 
 
@@ -33,10 +52,20 @@ def test_the_types_of_results_and_of_choices(tmp_path):
     lines = found.splitlines()
     kinds = [line.partition('Revealed type is "')[2] for line in lines if "Revealed" in line]
     assert [kind.partition("[")[0].rpartition(".")[2] for kind in kinds] == [
-        *("dict", "tuple", "tuple", "dict", "dict", "tuple", "dict"),
+        *("dict", "tuple", "tuple", "dict", "dict", "tuple", "dict", "dict", "dict", "dict", "dict"),
     ], lines
+    assert ["numpy" in kind for kind in kinds[-4:]] == [False, True, True, False], lines
     refused = [line.split(":")[1] for line in lines if "error:" in line]
-    assert refused == ["12", "13", "14", "15"], lines
+    assert refused == ["16", "17", "18", "19", "20"], lines
+
+
+def test_a_script_that_loads_is_accepted(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    (tmp_path / "program.py").write_text(LOADING)
+    found, problems, status = api.run(
+        ["--strict", "--cache-dir", str(tmp_path / "cache"), str(tmp_path / "program.py")]
+    )
+    assert status == 0, found + problems
 
 
 def test_the_choices_of_types_are_the_rows():

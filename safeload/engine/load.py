@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, eq
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, overload
+
+import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, check_mapping
@@ -27,6 +29,19 @@ _F64 = dtypes.BY_CODE["F64"]
 
 # A tensor to load: its name, its file, its index there.
 Part = tuple[str, WeightFile, int]
+
+
+# What `parse_target` takes as a dtype.
+DtypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of every function that loads; see `Checkpoint.load`."""
+
+    backend: Backend
+    out: Mapping[str, Array] | None
+    threads: int | None
+    progress: Progress
 
 
 class LoadStats(NamedTuple):

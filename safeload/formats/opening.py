@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 from ..base import log
 from ..base.paths import PathLike, absolute, native_path
 from ..base.text import plural, show
+from ..engine.load import LoadOptions
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError
 from ..stores.local import Identity, check_unchanged, compare
@@ -22,6 +23,18 @@ UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
 
 # Absolute path of each file, and its identity when it was opened or the beginning of that.
 Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
+
+
+# What `safeload.open` opens.
+Paths: TypeAlias = PathLike | Sequence[PathLike]
+
+
+class OpenOptions(LoadOptions, total=False):
+    """Options of `safeload.load`: those of `safeload.open` and of `Checkpoint.load`."""
+
+    format: str | None
+    root: str | None
+    unknown_globals: UnknownGlobals
 
 
 class Recipe(NamedTuple):
@@ -74,9 +87,7 @@ class Found(NamedTuple):
     recipe: Recipe | None = None
 
 
-def find(
-    path: PathLike | Sequence[PathLike], format: str | None, root: str | None, unknown_globals: UnknownGlobals
-) -> Found:
+def find(path: Paths, format: str | None, root: str | None, unknown_globals: UnknownGlobals) -> Found:
     """Opens the files of a path; see `safeload.open` for arguments and errors."""
     if format is not None and format not in registry.FORMATS:
         raise ValueError(f"unknown format {show(format)}, expected one of {', '.join(registry.FORMATS)}")
