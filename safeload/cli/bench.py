@@ -106,8 +106,6 @@ def _jobs(options: argparse.Namespace, files: list[str], format: str, *, floatin
     if floating:
         jobs["load as float32"] = {OURS: opened(lambda c: c.load(dtype="float32"))}
     for name, action in _peers(files, format).items():
-        if not _reads(action):
-            continue
         jobs["load"][name] = action
         jobs["load into memory (pread)"][name] = action
         jobs["load, read every page"][name] = _touching(action)
@@ -120,15 +118,6 @@ def _jobs(options: argparse.Namespace, files: list[str], format: str, *, floatin
             name: array.astype("float32") for name, array in peer().items()
         }
     return jobs
-
-
-def _reads(action: Side) -> bool:
-    """Whether another library can read the file: safetensors.numpy lacks float8, for example."""
-    try:
-        action()
-    except Exception:  # whatever it raises
-        return False
-    return True
 
 
 def _touching(action: Side) -> Side:
