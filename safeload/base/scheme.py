@@ -1,4 +1,7 @@
-"""The quantization schemes that can be written, one row each. csrc/kernels/dtype.c describes their block layouts."""
+"""The quantization schemes: one row for each that can be written, and the dtype of each that can be read.
+
+csrc/kernels/dtype.c describes their block layouts.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,6 @@ class Scheme(NamedTuple):
         """Bits per element, with its share of the scales of its block."""
         return 8 * self.dtype.block_bytes / self.dtype.block
 
-    @property
-    def in_gguf(self) -> bool:
-        """Whether GGUF holds tensors of this scheme."""
-        return self.dtype.blocked and self.dtype.ggml >= 0
-
     def target(self, rounding: str | None) -> int:
         """The number of the dtype that a job quantizes to with this rounding.
 
@@ -70,4 +68,23 @@ SCHEMES = {
         _blocks("q5_1", ggml=lib.SL_Q5_1),
     )
 }
+# Of the stored data of every scheme, those that are only read included.
+_ROWS = {INT8: BY_CODE["I8"], **BLOCK_TYPES}
 ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for rounding in row.roundings))
+
+
+def row_of(scheme: str) -> Dtype:
+    """The dtype of the stored data of a scheme, which may be one that is only read.
+
+    Raises:
+        ValueError: the scheme is unknown.
+    """
+    row = _ROWS.get(scheme)
+    if row is None:
+        raise ValueError(f"unknown scheme {show(scheme)}, expected one of {', '.join(_ROWS)}")
+    return row
+
+
+def usual_axis(scheme: str, shape: tuple[int, ...]) -> int | None:
+    """The axis of per-axis scales unless another is asked for: int8 of 3 axes has a scale for each matrix."""
+    return 0 if scheme == INT8 and len(shape) == 3 else None

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..base.scheme import SCHEMES
+from ..base.scheme import SCHEMES, usual_axis
 from ..base.text import plural, printable, size
 from ..checkpoint import Checkpoint
 from ..engine.atomic_file import write_text
@@ -113,7 +113,7 @@ def _sections(opened: Checkpoint, found: Any, options: argparse.Namespace) -> It
         map_ = histograms(known, HISTOGRAM_EDGES)
         yield section("How large values are", picture(map_), note=_HISTOGRAMS)
         if options.quantize:
-            yield _quantized(opened, tensors, options)
+            yield _quantized(opened, layers, options)
         yield section("Tensors", collapsible(f"all {plural(len(infos), 'tensor')}", _table(opened, found)))
 
 
@@ -152,9 +152,9 @@ def _number(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.4g}"
 
 
-def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) -> str:
+def _quantized(opened: Checkpoint, layers: Any, options: argparse.Namespace) -> str:
     """The section about the quantization error, with one tensor in memory at a time."""
-    from .report_plots import layered, noise
+    from .report_plots import noise
 
     scheme = options.quantize
     errors, refused = _errors(opened, scheme, options.threads)
@@ -163,7 +163,7 @@ def _quantized(opened: Checkpoint, tensors: Any, options: argparse.Namespace) ->
     worst = sorted(errors.items(), key=lambda item: item[1].snr_db)
     rows = [(n, f"{e.max_error:.4g}", f"{e.rms_error:.4g}", f"{e.snr_db:.2f}") for n, e in worst[:_ROWS]]
     rows += [(name, reason, "", "") for name, reason in refused.items()]
-    drawn = [one for one in layered(tensors) if one.name in errors]
+    drawn = [one for one in layers if one.name in errors]
     lines = picture(noise(drawn, errors, scheme)) if drawn else ""
     listed = table(("tensor", "max error", "RMS error", "SNR in dB"), rows, left=frozenset((0,)))
     return section(f"Quantized to {scheme}", lines, collapsible(plural(len(rows), "tensor"), listed))
@@ -191,7 +191,7 @@ def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tupl
                 refused[name] = "holds codes, not weights" if name in catalog.codes else "is quantized already"
             elif rules.plan(name, about).scheme is not None:
                 value = catalog.array(name, threads)
-                axis = 0 if scheme == "int8" and len(about.shape) == 3 else None
+                axis = usual_axis(scheme, about.shape)
                 try:
                     quantized = quantize(value, scheme, axis=axis, threads=threads)
                 except RangeError as problem:

@@ -9,12 +9,13 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order, refuse_masked
+from ..base.scheme import INT8
 from ..base.text import show
 from ..stores.local import mapping_of
 from . import jobs
 from .plan import EMPTY, VIEW, Plan, Selection, decide
 from .progress import Progress, reporter
-from .quantized_tensor import INT8, QuantizedTensor
+from .quantized_tensor import QuantizedTensor
 from .read import Reads, over, read_scale
 from .threads import thread_count
 from .weight_file import WeightFile

@@ -10,14 +10,11 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, refuse_masked
 from ..base.native import lib
-from ..base.scheme import INT8 as INT8
-from ..base.text import show
+from ..base.scheme import INT8, row_of
 from ..errors import UnsupportedError
 from . import jobs
 from .cast import target_array
 from .threads import check_threads
-
-_I8 = dtypes.BY_CODE["I8"].number
 
 
 class QuantizedTensor:
@@ -83,7 +80,7 @@ class QuantizedTensor:
             ValueError: ``out`` does not fit.
         """
         target = dtypes.parse(dtype)
-        source = _I8 if self.scheme == INT8 else dtypes.BLOCK_TYPES[self.scheme].number
+        source = row_of(self.scheme).number
         if not target.floating or target.packed or not lib.sl_convertible(source, target.number):
             raise UnsupportedError(f"there is no kernel that dequantizes {self.scheme} to {target.name}")
         check_threads(threads)
@@ -140,9 +137,7 @@ def storage_of(
             raise ValueError(f"axis {axis} is outside the axes of {list(shape)}")
         scales = () if axis is None else (shape[axis],)
         return (np.dtype(np.int8), shape), (np.dtype(np.float32), scales)
-    row = dtypes.BLOCK_TYPES.get(scheme)
-    if row is None:
-        raise ValueError(f"unknown scheme {show(scheme)}, expected one of {INT8}, {', '.join(dtypes.BLOCK_TYPES)}")
+    row = row_of(scheme)
     if axis is not None:
         raise ValueError(f"{scheme} has a scale for each block: axis is for {INT8}")
     if not shape or shape[-1] % row.block:

@@ -17,11 +17,12 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, as_array
 from ..base.paths import PathLike
+from ..base.scheme import INT8, row_of
 from ..base.table import missing
 from ..base.text import show
 from ..checkpoint import Checkpoint, open
 from ..engine.load import Part, read_scale
-from ..engine.quantized_tensor import INT8, QuantizedTensor
+from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array, of_numbers
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError
@@ -373,7 +374,7 @@ def _stored(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
 def _about_value(name: str, value: Any) -> About:
     """Describes a tensor in memory."""
     if isinstance(value, QuantizedTensor):
-        row = dtypes.BLOCK_TYPES.get(value.scheme, dtypes.BY_CODE["I8"])
+        row = row_of(value.scheme)
         return About(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
     array = as_array(value, name)
     found = dtypes.BY_NAME.get(array.dtype.name)

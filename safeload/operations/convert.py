@@ -15,12 +15,13 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array
 from ..base.paths import PathLike
+from ..base.scheme import usual_axis
 from ..base.text import show
 from ..engine import jobs
 from ..engine.lazy import Lazy, LazyQuantized
 from ..engine.load import distinct, parse_target
 from ..engine.progress import Progress, reporter
-from ..engine.quantized_tensor import INT8, QuantizedTensor, storage_of
+from ..engine.quantized_tensor import QuantizedTensor, storage_of
 from ..errors import TensorNotFoundError, UnsupportedError
 from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME, SUFFIXES
@@ -300,7 +301,7 @@ class _Plan:
 
     def _quantized(self, scheme: str, shape: tuple[int, ...], value: Callable[[], Any]) -> LazyQuantized:
         """A tensor that is quantized when it is written."""
-        axis = 0 if scheme == INT8 and len(shape) == 3 else None
+        axis = usual_axis(scheme, shape)
         (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
 
         def make() -> QuantizedTensor:

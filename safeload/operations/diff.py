@@ -10,10 +10,11 @@ import numpy as np
 
 from ..base import log
 from ..base.arrays import Array
+from ..base.scheme import INT8
 from ..base.text import clip, plural, printable, show, table
 from ..engine import jobs
 from ..engine.jobs import Progress
-from ..engine.quantized_tensor import INT8, QuantizedTensor
+from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
 from ..engine.stream import Meter, in_order, source_pieces, spans, values
 from .catalog import About, Catalog, Given

@@ -11,7 +11,7 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array
 from ..base.native import lib
-from ..base.scheme import INT8, SCHEMES
+from ..base.scheme import INT8, SCHEMES, row_of, usual_axis
 from ..base.text import show
 from ..engine import jobs
 from ..engine.jobs import Progress
@@ -142,7 +142,7 @@ def check_restorable(name: str, scheme: str) -> None:
     Raises:
         UnsupportedError: there is no kernel for its scheme.
     """
-    row = dtypes.BY_CODE["I8"] if scheme == INT8 else dtypes.BLOCK_TYPES[scheme]
+    row = row_of(scheme)
     if not lib.sl_convertible(row.number, _F32.number):
         raise UnsupportedError(f"tensor {show(name)} is {scheme}, which this version does not dequantize")
 
@@ -355,7 +355,7 @@ class _Work:
 def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:
     """The axis with per-axis scales; a tensor of 3 axes has at least one scale for each matrix."""
     if axis is None:
-        return 0 if len(shape) == 3 else None
+        return usual_axis(INT8, shape)
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"{subject(name)}axis {axis} is outside the axes of {list(shape)}")
     return axis % len(shape)

@@ -11,10 +11,11 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, as_array
 from ..base.native import lib, short
+from ..base.scheme import row_of
 from ..engine import jobs
 from ..engine.jobs import Batch, Channels, Progress, struct_dtype
 from ..engine.load import distinct
-from ..engine.quantized_tensor import INT8, QuantizedTensor, channels_of
+from ..engine.quantized_tensor import QuantizedTensor, channels_of
 from ..engine.source import Source, address, of_numbers
 from ..errors import UnsupportedError
 from .catalog import Catalog, Given, has_names
@@ -218,7 +219,7 @@ def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | Non
 
 def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _Part | None:
     """A quantized tensor in memory; None if it cannot be dequantized."""
-    row = dtypes.BY_CODE["I8"] if value.scheme == INT8 else dtypes.BLOCK_TYPES[value.scheme]
+    row = row_of(value.scheme)
     if not _readable(row):
         return None
     source = of_numbers(name, value.data, row, threads)._replace(shape=value.shape)

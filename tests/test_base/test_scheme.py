@@ -25,9 +25,9 @@ def test_a_tensor_takes_the_bytes_that_its_row_says(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_gguf_holds_the_schemes_that_the_row_says(scheme, tmp_path):
+def test_gguf_holds_the_schemes_of_blocks(scheme, tmp_path):
     made = {"w": safeload.quantize(np.ones((2, 32), np.float32), scheme)}
-    if SCHEMES[scheme].in_gguf:
+    if SCHEMES[scheme].dtype.blocked:
         safeload.gguf.save_file(made, tmp_path / "w.gguf")
         assert safeload.load(tmp_path / "w.gguf")["w"] == made["w"]
     else:

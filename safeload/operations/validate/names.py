@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ...base import dtypes
 from ...base.text import plural, show
 from ...models.choosing import Choice, Inner
-from ...models.schema import NUMBER, ConfigError, Schema, Wanted
+from ...models.schema import NUMBER, Schema, Wanted
 from ...packed import grouping
 from ...packed.grouping import Codes
 from ..catalog import About
@@ -171,7 +171,7 @@ def check_schema(
 
     try:
         wanted = schema.expand(config, tensors.keys())
-    except (ConfigError, ValueError) as problem:
+    except ValueError as problem:
         if inner is not None:
             return unchecked(f"{inner.key}, schema {schema.name}: {problem}")
         return Comparison([error("schema.config", None, f"schema {schema.name}: {problem}")], 0)

@@ -10,8 +10,9 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
+from ...base.scheme import INT8
 from ...base.text import show
-from ...engine.quantized_tensor import INT8, QuantizedTensor
+from ...engine.quantized_tensor import QuantizedTensor
 from ...engine.source import Source
 from ...engine.stream import source_pieces
 from ..catalog import About, Catalog
