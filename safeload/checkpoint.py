@@ -203,7 +203,7 @@ class Checkpoint(Mapping[str, Value]):
         """
         self._check_open()
         file, index = self._locate(name)
-        if file.table.quantized and (file.table.row(index).blocked or file.table.scale(index) is not None):
+        if file.table.is_quantized(index):
             raise UnsupportedError(
                 f"tensor {show(name)} is quantized: its parts are not read, only the whole", path=file.path, tensor=name
             )

@@ -92,10 +92,11 @@ class Table:
         if hasattr(self, "_address"):
             short.sl_table_free(self._address)
 
+    def _bytes(self, column: str, size: int) -> bytes:
+        return bytes(ffi.buffer(getattr(self._columns, column), size)) if size else b""
+
     def _column(self, name: str, count: int) -> list[int]:
-        if count == 0:
-            return []
-        return memoryview(ffi.buffer(getattr(self._columns, name), 8 * count)).cast("Q").tolist()
+        return memoryview(ffi.buffer(getattr(self._columns, name), 8 * count)).cast("Q").tolist() if count else []
 
     @property
     def names(self) -> list[str]:
@@ -168,8 +169,7 @@ class Table:
     def rows(self) -> list[dtypes.Dtype]:
         """Rows of the dtype table."""
         if self._rows is None:
-            codes = bytes(ffi.buffer(self._columns.dtypes, self.count)) if self.count else b""
-            self._rows = [dtypes.BY_NUMBER[code] for code in codes]
+            self._rows = [dtypes.BY_NUMBER[number] for number in self._bytes("dtypes", self.count)]
         return self._rows
 
     def shape(self, index: int) -> tuple[int, ...]:
@@ -181,8 +181,7 @@ class Table:
 
     def row(self, index: int) -> dtypes.Dtype:
         """Row of the dtype table of one tensor."""
-        number: int = self._columns.dtypes[index]
-        return dtypes.BY_NUMBER[number]
+        return dtypes.BY_NUMBER[self._columns.dtypes[index]]
 
     def byte_range(self, index: int) -> tuple[int, int]:
         """Bytes of one tensor in the file: [begin, end)."""
@@ -207,7 +206,7 @@ class Table:
         return Columns(*pick, [begins[i] for i in indices], [ends[i] for i in indices])
 
     def _all_columns(self) -> Columns:
-        numbers = bytes(ffi.buffer(self._columns.dtypes, self.count)) if self.count else b""
+        numbers = self._bytes("dtypes", self.count)
         return Columns(numbers, self.shapes, self._column("begins", self.count), self._column("ends", self.count))
 
     def sizes(self) -> list[int]:
@@ -226,14 +225,16 @@ class Table:
         """The scales of one tensor where it is quantized int8, else None."""
         return None
 
+    def is_quantized(self, index: int) -> bool:
+        """Whether one tensor is in blocks, or int8 with a scale."""
+        return self.quantized and (self.row(index).blocked or self.scale(index) is not None)
+
     def metadata(self) -> Mapping[str, Any] | None:
         """``__metadata__``; None when the file has none. The last value of a duplicate key counts."""
         columns = self._columns
         if not columns.has_metadata:
             return None
-        if columns.metadata_count == 0:
-            return {}
-        text = bytes(ffi.buffer(columns.metadata_text, columns.metadata_size)) if columns.metadata_size else b""
+        text = self._bytes("metadata_text", columns.metadata_size)
         ends = self._column("metadata_ends", 2 * columns.metadata_count)
         parts = [text[a:b].decode() for a, b in pairwise([0, *ends])]
         return dict(zip(parts[::2], parts[1::2], strict=True))

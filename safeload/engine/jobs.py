@@ -292,6 +292,6 @@ def read_small(file: WeightFile, layout: ArraySpec) -> Array:
 
 def native_order(array: Array) -> Array:
     """A little-endian array in this machine's byte order, copied if it is not aligned."""
-    if sys.byteorder == "big" and array.dtype.itemsize > 1:
+    if _SWAPS and array.dtype.itemsize > 1:
         array = array.byteswap()
     return array if array.flags.aligned else array.copy()

@@ -127,7 +127,7 @@ class Reads:
             source, target = plan.sources[k], plan.targets[k]
             op = jobs.moving(source, target)
             self._batch.add(Job(plan.file, begin, base + at, end - begin, source, target, op))
-        kinds = [dtypes.array_dtype(plan.targets[k]) for k in pool.members]
+        kinds = [plan.dtype(k) for k in pool.members]
         shapes = [plan.shapes[k] for k in pool.members]
         arrays = over(memory, kinds, shapes, pool.places)
         self._batch.results(arrays)

@@ -95,10 +95,11 @@ def plan(file: WeightFile, specs: Mapping[int, ArraySpec], batch: Batch) -> tupl
         else:
             groups.append([k])
             swap, reach = _swap(specs[k]), specs[k].end
-    alone = [group[0] for group in groups if len(group) == 1 and _is_plain(specs[group[0]])]
-    blocks = []
+    alone, blocks = [], []
     for group in groups:
-        if len(group) > 1 or not _is_plain(specs[group[0]]):
+        if len(group) == 1 and _is_plain(specs[group[0]]):
+            alone += group
+        else:
             begin, end = specs[group[0]].begin, max(specs[k].end for k in group)
             block = Block(file, begin, end, {k: specs[k] for k in group})
             block.read(batch)

@@ -285,7 +285,7 @@ def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
     stored = {}
     for name, file, index in parts:
         table = file.table
-        if not (table.quantized and (table.row(index).blocked or table.scale(index) is not None)):
+        if not table.is_quantized(index):
             stored[name] = Stored(table.rows[index], table.shapes[index])
     return stored
 
