@@ -162,13 +162,14 @@ class safe_open:  # noqa: N801 - safetensors' name
     ) -> None:
         self.close()
 
+    def _copied(self, seen: tuple[int, ...]) -> tuple[type[safe_open], tuple[Any, ...], str, tuple[int, ...]]:
+        return type(self), (self._opened().place, *self._arguments[1:]), self._backend, seen
+
     def __reduce__(self) -> tuple[Any, ...]:
-        file = self._opened()
-        return _reopen, (type(self), (file.place, *self._arguments[1:]), self._backend, tuple(file.identity[:2]))
+        return _reopen, self._copied(tuple(self._opened().identity[:2]))
 
     def __copy__(self) -> safe_open:
-        file = self._opened()
-        return _reopen(type(self), (file.place, *self._arguments[1:]), self._backend, file.identity)
+        return _reopen(*self._copied(self._opened().identity))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> safe_open:
         return self.__copy__()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, BinaryIO, NoReturn
 
 from ..base.arrays import ArraySpec, array_spec
 from ..base.paths import PathLike
@@ -122,6 +124,29 @@ def layouts(table: Table, indices: Iterable[int]) -> list[ArraySpec]:
 
 def _shaped(table: Table, index: int, layout: ArraySpec) -> ArraySpec:
     return layout._replace(strides=table.strides(index), big_endian=table.big_endian)
+
+
+def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown: str) -> WeightFile:
+    """A new file without a name, whose table is still empty.
+
+    Args:
+        prefix: what its name begins with while it has one.
+        write: writes the content, and gets the path as well.
+        shown: the path in later messages.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import tempfile  # only here: few loads need it
+
+    descriptor, path = tempfile.mkstemp(prefix=prefix)
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            write(out, path)
+        return open_without_table(path, shown=shown)
+    finally:
+        with suppress(OSError):  # on Windows an open file cannot be deleted: it stays until the folder is cleaned
+            os.unlink(path)
 
 
 def open_without_table(path: PathLike, *, shown: str | None = None) -> WeightFile:

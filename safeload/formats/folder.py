@@ -282,11 +282,12 @@ def _choose_safetensors(names: Sequence[str], path: Path) -> list[str] | None:
     if SINGLE in names:
         return [SINGLE]
     files = [name for name in names if name.endswith(".safetensors")]
-    complete = [one for one in sets_of(files) if one.complete]
+    sets = sets_of(files)
+    complete = [one for one in sets if one.complete]
     if len(complete) == 1:
         return _in_order(complete[0])
     if not complete:
-        _refuse_incomplete(files, path)
+        _refuse_incomplete(sets, path)
         if len(files) <= 1:
             return files or None
     shown = ", ".join(show(str(path / name)) for name in files[:3]) + (", ..." if len(files) > 3 else "")
@@ -302,8 +303,8 @@ def _in_order(one: _Set) -> list[str]:
     return [one.files[number] for number in sorted(one.files)]
 
 
-def _refuse_incomplete(names: Sequence[str], path: Path) -> None:
-    for one in sets_of(names):
+def _refuse_incomplete(sets: Sequence[_Set], path: Path) -> None:
+    for one in sets:
         if not one.complete:
             total = int(one.total)
             there = sum(1 <= number <= total for number in one.files)
@@ -320,10 +321,11 @@ def _choose_torch(names: Sequence[str], path: Path) -> list[str] | None:
         if name in names:
             return [name]
     shards = [name for name in names if name.startswith("pytorch_model-") and name.endswith(".bin")]
-    complete = [one for one in sets_of(shards) if one.complete]
+    sets = sets_of(shards)
+    complete = [one for one in sets if one.complete]
     if len(complete) == 1:
         return _in_order(complete[0])
-    _refuse_incomplete(shards, path)
+    _refuse_incomplete(sets, path)
     parts = [name for name in names if Path(name).match("consolidated.*.pth")]
     if len(parts) > 1:
         raise UnsupportedError(
@@ -341,7 +343,7 @@ def _choose_gguf(names: Sequence[str], path: Path) -> list[str] | None:
     firsts = sorted([*single, *(one.files[min(one.files)] for one in sets)])
     if len(firsts) > 1:
         raise UnsupportedError(f"{path}: {len(firsts)} GGUF files: {_list(firsts)}; open one of them")
-    _refuse_incomplete(files, path)
+    _refuse_incomplete(sets, path)
     return firsts or None
 
 

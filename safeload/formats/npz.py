@@ -6,12 +6,9 @@ when it is opened.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -21,7 +18,7 @@ from ..base.table import ListedTable
 from ..base.text import show
 from ..engine.atomic_file import AtomicFile, reserve
 from ..engine.lazy import materialize
-from ..engine.weight_file import WeightFile, open_without_table
+from ..engine.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError, UnsupportedError
 from .npy import SUFFIX, Described, check_writable, read_array
 from .registry import Candidate, Content, Wanted
@@ -86,18 +83,15 @@ def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFil
         archive.check_packed(name)
         places.append(size)
         size += archive.entries[name].file_size + -archive.entries[name].file_size % _ALIGNMENT
-    descriptor, path = tempfile.mkstemp(prefix="safeload-npz-")
-    try:
-        with os.fdopen(descriptor, "wb") as out:
-            reserve(out.fileno(), size, path)  # fails before writing if the disk is too small
-            for name, begin in zip(names, places, strict=True):
-                out.write(bytes(begin - out.tell()))
-                for piece in archive.inflate(name):
-                    out.write(piece)
-        unpacked = open_without_table(path, shown=file.path)
-    finally:
-        with suppress(OSError):  # on Windows an open file cannot be deleted: it stays until the folder is cleaned
-            os.unlink(path)
+
+    def write(out: BinaryIO, path: str) -> None:
+        reserve(out.fileno(), size, path)  # fails before writing if the disk is too small
+        for name, begin in zip(names, places, strict=True):
+            out.write(bytes(begin - out.tell()))
+            for piece in archive.inflate(name):
+                out.write(piece)
+
+    unpacked = open_temporary("safeload-npz-", write, shown=file.path)
     arrays = [
         _read_array(unpacked, name, begin, archive.entries[name].file_size)
         for name, begin in zip(names, places, strict=True)

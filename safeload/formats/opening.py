@@ -104,10 +104,13 @@ def find(path: Paths, format: str | None, root: str | None, unknown_globals: Unk
         opened = registry.open_file(text, recipe.options)
     except IsADirectoryError:
         return _find_shards(text, recipe)
-    if opened.format == registry.GGUF and "split.count" in opened.metadata:
-        from . import folder
+    if opened.format == registry.GGUF:
+        from .gguf.split import is_part
 
-        return _found(text, recipe, folder.open_parts(opened, recipe.options))
+        if is_part(opened.file):
+            from . import folder
+
+            return _found(text, recipe, folder.open_parts(opened, recipe.options))
     return Found(text, opened.format, opened.files, opened.where, opened.metadata, recipe=recipe)
 
 

@@ -211,7 +211,7 @@ def open_file(path: str, wanted: Wanted) -> Opened:
         try:
             file: WeightFile = _module(BY_NAME[SAFETENSORS].module).open_file(path)
         except FormatError:
-            with closing(open_without_table(path)) as other:
+            with closing(open_without_table(path)) as other:  # not `read_head`: a disk that fails is the error to show
                 head = other.read_at(0, foreign.HEAD_SIZE)
             if wanted.formats is not None or foreign.is_safetensors(head):
                 raise

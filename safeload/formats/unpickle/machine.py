@@ -123,12 +123,12 @@ class Machine:
 
     __slots__ = (
         *("at", "data", "foreign", "harmless", "marks", "memo", "persistent", "places", "stack", "table", "watched"),
-        *("_copied", "_start", "far"),
+        *("_copied", "far"),
     )
 
-    def __init__(self, data: bytes, start: int, table: Mapping[str, Global], persistent: Callable[[Any], Any]) -> None:
+    def __init__(self, data: bytes, table: Mapping[str, Global], persistent: Callable[[Any], Any]) -> None:
         self.data = data
-        self.at = start
+        self.at = 0
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -140,12 +140,11 @@ class Machine:
         self.places: dict[int, int] = {}
         self._copied = 0
         self.far: dict[str, Any] = {}
-        self._start = start
 
     def charge(self, size: int) -> None:
         """Counts bytes about to be copied from values that the pickle may refer to again."""
         self._copied += size
-        if self._copied > MAX_COPIED * (self.at - self._start) + _COPIED_FREE:
+        if self._copied > MAX_COPIED * self.at + _COPIED_FREE:
             raise Fault(
                 f"values copied from others take more than {MAX_COPIED} times the pickle's own bytes", LimitError
             )

@@ -6,14 +6,12 @@ order differs from the rest of the file, are written once to the temporary file 
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...base.arrays import array_fits, c_strides
 from ...base.table import ListedTable, Listing
 from ...base.text import show
-from ...engine.weight_file import WeightFile, open_without_table
+from ...engine.weight_file import WeightFile, open_temporary
 from ...errors import UnsupportedError
 from .numpy_globals import NumpyArray
 from .run import Unpickled
@@ -96,20 +94,13 @@ class Arrays:
         """
         if not self._listings:
             return None
-        import tempfile
-
-        descriptor, path = tempfile.mkstemp(prefix="safeload-pickle-")
-        try:
-            with os.fdopen(descriptor, "wb") as out:
-                out.write(bytes(64))
-                for piece in self._pieces:
-                    out.write(piece)
-            file = open_without_table(path, shown=self._path)
-        finally:
-            with suppress(OSError):  # on Windows an open file cannot be deleted: it stays until the folder is cleaned
-                os.unlink(path)
+        file = open_temporary("safeload-pickle-", self._write, shown=self._path)
         file.table = ListedTable(self._listings)
         return file
+
+    def _write(self, out: BinaryIO, path: str) -> None:
+        out.write(bytes(64))
+        out.writelines(self._pieces)
 
 
 def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:

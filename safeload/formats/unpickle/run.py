@@ -74,7 +74,6 @@ def unpickle(
     persistent: Callable[[Any], Any],
     *,
     path: str,
-    start: int = 0,
     base: int | None = 0,
     inert: bool = False,
     complete: bool = True,
@@ -82,11 +81,10 @@ def unpickle(
     """Runs a pickle.
 
     Args:
-        data: bytes that hold it.
+        data: bytes that begin with it.
         table: the harmless globals by name.
         persistent: takes a persistent id and returns its value or raises `Fault`.
         path: of the file, for messages.
-        start: position of the pickle in ``data``.
         base: offset of ``data`` in the file; None if the file does not contain it uncompressed.
         inert: whether unknown globals are accepted, as placeholders.
         complete: whether ``data`` reaches the end of the file; otherwise `TruncatedError` asks for more bytes.
@@ -97,7 +95,7 @@ def unpickle(
         LimitError: a limit is exceeded.
         UnsupportedError: an opcode for data outside the pickle.
     """
-    machine = Machine(data, start, table, persistent)
+    machine = Machine(data, table, persistent)
     try:
         value = _run(machine, path, base)
     except TruncatedError:
@@ -112,7 +110,7 @@ def unpickle(
     return Unpickled(
         value,
         machine.at,
-        machine.at - start,
+        machine.at,
         sorted(machine.harmless),
         sorted(machine.foreign),
         data,
