@@ -18,6 +18,13 @@ int32_t sl_plan_pieces(const sl_job *job, uint64_t unit, uint64_t piece, uint64_
     return SL_OK;
 }
 
+int32_t sl_plan_values(const sl_job *job, sl_plan *plan, sl_error *error) {
+    uint64_t unit = (uint64_t)sl_dtype_get(job->from)->block;
+    int32_t status = sl_plan_pieces(job, unit, unit, unit, plan, error);
+    plan->scratch += SL_VALUES * sizeof(float);
+    return status;
+}
+
 void sl_plan_bytes(const sl_job *job, uint64_t step, uint64_t shortfall, sl_plan *plan) {
     plan->step = step;
     plan->shortfall = shortfall;

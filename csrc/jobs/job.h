@@ -42,6 +42,9 @@ typedef struct sl_plan {
 int32_t sl_plan_pieces(const sl_job *job, uint64_t unit, uint64_t piece, uint64_t chunk, sl_plan *plan,
                        sl_error *error);
 
+/* Partitions a job into pieces of whole blocks, with SL_VALUES floats behind the staging buffer. */
+int32_t sl_plan_values(const sl_job *job, sl_plan *plan, sl_error *error);
+
 /* Partitions a job without elements into chunks of `step` bytes, the first one shorter by `shortfall`. */
 void sl_plan_bytes(const sl_job *job, uint64_t step, uint64_t shortfall, sl_plan *plan);
 

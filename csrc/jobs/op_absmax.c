@@ -12,11 +12,9 @@ static uint64_t chunk_maxima(const sl_job *job, uint64_t elements) {
 static int32_t plan_absmax(const sl_job *job, sl_plan *plan, sl_error *error) {
     int32_t status = sl_plan_floats(job, plan, error);
     if (status != SL_OK) return status;
-    uint64_t unit = (uint64_t)sl_dtype_get(job->from)->block;
-    status = sl_channels_check(job->channels, unit, false, error);
-    if (status == SL_OK) status = sl_plan_pieces(job, unit, unit, unit, plan, error);
+    status = sl_channels_check(job->channels, (uint64_t)sl_dtype_get(job->from)->block, false, error);
+    if (status == SL_OK) status = sl_plan_values(job, plan, error);
     if (status != SL_OK) return status;
-    plan->scratch += SL_VALUES * sizeof(float);
     plan->scratch += chunk_maxima(job, sl_element_at(plan, plan->step)) * sizeof(uint32_t);
     return SL_OK;
 }

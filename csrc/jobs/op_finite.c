@@ -3,11 +3,7 @@
 
 static int32_t plan_finite(const sl_job *job, sl_plan *plan, sl_error *error) {
     int32_t status = sl_plan_floats(job, plan, error);
-    if (status != SL_OK) return status;
-    uint64_t unit = (uint64_t)sl_dtype_get(job->from)->block;
-    status = sl_plan_pieces(job, unit, unit, unit, plan, error);
-    plan->scratch += SL_VALUES * sizeof(float);
-    return status;
+    return status == SL_OK ? sl_plan_values(job, plan, error) : status;
 }
 
 typedef struct work {

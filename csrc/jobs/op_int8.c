@@ -11,11 +11,8 @@ typedef struct work {
 } work;
 
 static int32_t plan_values(const sl_job *job, sl_plan *plan, sl_error *error) {
-    uint64_t unit = (uint64_t)sl_dtype_get(job->from)->block;
-    int32_t status = sl_channels_check(job->channels, unit, true, error);
-    if (status == SL_OK) status = sl_plan_pieces(job, unit, unit, unit, plan, error);
-    plan->scratch += SL_VALUES * sizeof(float);
-    return status;
+    int32_t status = sl_channels_check(job->channels, (uint64_t)sl_dtype_get(job->from)->block, true, error);
+    return status == SL_OK ? sl_plan_values(job, plan, error) : status;
 }
 
 static int32_t run_values(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_piece_fn each,

@@ -13,20 +13,12 @@ static int32_t plan_write(const sl_job *job, sl_plan *plan, sl_error *error) {
     return SL_OK;
 }
 
-static int32_t write_chunk(const sl_job *job, const sl_plan *plan, uint64_t chunk, bool append, sl_error *error) {
+static int32_t run_write(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
+    (void)scratch;
     uint64_t begin = sl_chunk_begin(job, plan, chunk), size = sl_chunk_size(job, plan, chunk);
+    bool append = job->op == SL_OP_APPEND;
     return sl_platform_write(job->file, append, job->offset + begin, (const uint8_t *)job->memory + begin, size, error);
 }
 
-static int32_t run_write(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
-    (void)scratch;
-    return write_chunk(job, plan, chunk, false, error);
-}
-
-static int32_t run_append(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
-    (void)scratch;
-    return write_chunk(job, plan, chunk, true, error);
-}
-
 const sl_op sl_op_write = {"write", SL_TAKES_NONE, SL_TAKES_NONE, plan_write, run_write};
-const sl_op sl_op_append = {"append", SL_TAKES_NONE, SL_TAKES_NONE, plan_write, run_append};
+const sl_op sl_op_append = {"append", SL_TAKES_NONE, SL_TAKES_NONE, plan_write, run_write};
