@@ -10,8 +10,9 @@ from .base import log
 from .base.arrays import Array
 from .base.table import TensorInfo, missing
 from .base.text import plural, show
-from .engine.jobs import Progress
-from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, Value, distinct, load_parts, parts_of
+from .engine.delivery import Value
+from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, distinct, load_parts, parts_of
+from .engine.progress import Progress
 from .engine.views import Views
 from .engine.weight_file import WeightFile
 from .errors import UnsupportedError
@@ -273,9 +274,6 @@ class Checkpoint(Mapping[str, Value]):
         for file in self._open:
             file.close()
 
-    def _seen(self) -> Seen:
-        return seen_of(self._open, self._index)
-
     def _opened(self) -> Recipe:
         self._check_open()
         if self._recipe is None:
@@ -283,11 +281,12 @@ class Checkpoint(Mapping[str, Value]):
         return self._recipe
 
     def __reduce__(self) -> tuple[Any, ...]:
+        recipe, seen = tuple(self._opened()), seen_of(self._open, self._index)
         # Another process may be on another machine, where device and inode mean nothing.
-        return _reopen, (tuple(self._opened()), tuple((path, tuple(seen[:2])) for path, seen in self._seen()))
+        return _reopen, (recipe, tuple((path, tuple(known[:2])) for path, known in seen))
 
     def __copy__(self) -> Checkpoint:
-        return _reopen(self._opened(), self._seen())
+        return _reopen(self._opened(), seen_of(self._open, self._index))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoint:
         return self.__copy__()

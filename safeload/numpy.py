@@ -7,8 +7,8 @@ from typing import Any
 
 from .base.arrays import Array
 from .base.paths import PathLike
-from .engine.jobs import Progress
 from .engine.load import Backend, check_backend, load_parts, parts_of
+from .engine.progress import Progress
 from .formats.safetensors import file as safetensors
 from .formats.safetensors import quantized
 

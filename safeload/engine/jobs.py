@@ -13,10 +13,8 @@ from ..base.native import TIER, Error, check, ffi, lib, pointer, private_buffer,
 from ..base.text import subject
 from ..errors import RangeError
 from ..stores.local import groups
-from .progress import Progress as Progress
-from .progress import reporter
-from .threads import check_threads as check_threads
-from .threads import thread_count as thread_count
+from .progress import Progress, reporter
+from .threads import thread_count
 from .weight_file import WeightFile
 
 # Length of one time slice in C, after which signals are handled and progress is reported.

@@ -15,11 +15,9 @@ from ..base.arrays import Array, check_mapping
 from ..base.native import lib
 from ..base.text import show
 from ..errors import SafeloadError, UnsupportedError
-from .delivery import Value as Value
 from .delivery import deliver
 from .plan import Selection
 from .progress import Progress
-from .read import read_scale as read_scale
 from .threads import check_threads
 from .weight_file import WeightFile
 

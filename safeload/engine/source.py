@@ -9,7 +9,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, as_array
-from ..base.text import subject as subject
+from ..base.text import subject
 from . import jobs
 from .cast import astype
 from .jobs import Channels, Grid, Job, Origin

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .load import Part, Value, load_parts
+from .delivery import Value
+from .load import Part, load_parts
 from .weight_file import WeightFile
 
 

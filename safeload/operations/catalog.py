@@ -21,8 +21,9 @@ from ..base.scheme import INT8, row_of
 from ..base.table import missing
 from ..base.text import show
 from ..checkpoint import Checkpoint, open
-from ..engine.load import Part, read_scale
+from ..engine.load import Part
 from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.read import read_scale
 from ..engine.source import Source, of_array, of_numbers
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError

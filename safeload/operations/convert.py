@@ -22,6 +22,7 @@ from ..engine.lazy import Lazy, LazyQuantized
 from ..engine.load import distinct, parse_target
 from ..engine.progress import Progress, reporter
 from ..engine.quantized_tensor import QuantizedTensor, storage_of
+from ..engine.threads import check_threads
 from ..errors import TensorNotFoundError, UnsupportedError
 from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME, SUFFIXES
@@ -119,7 +120,7 @@ def write(
     progress: Progress = None,
 ) -> Summary | None:
     """`convert`; returns the summary of quantization, None without ``quantize``."""
-    jobs.check_threads(threads)
+    check_threads(threads)
     target = parse_target(dtype)
     path = os.fspath(dst)
     format = _format_of(path, max_shard_size)

@@ -12,11 +12,11 @@ from ..base import log
 from ..base.arrays import Array
 from ..base.scheme import INT8
 from ..base.text import clip, plural, printable, show, table
-from ..engine import jobs
-from ..engine.jobs import Progress
+from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
 from ..engine.stream import Meter, in_order, source_pieces, spans, values
+from ..engine.threads import check_threads
 from .catalog import About, Catalog, Given
 
 # Reads `size` elements from `begin` as float64: (begin, size) to array.
@@ -180,7 +180,7 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
         >>> safeload.diff({"w": np.float32([1, 2])}, {"w": np.float64([1, 2.5])}).tensors["w"].max
         0.5
     """
-    jobs.check_threads(threads)
+    check_threads(threads)
     with Catalog.of(a) as one, Catalog.of(b) as other:
         return _diff(one, other, threads, progress)
 

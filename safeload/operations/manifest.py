@@ -18,7 +18,8 @@ from ..base import log
 from ..base.arrays import Array
 from ..base.paths import PathLike, native_path
 from ..base.text import show
-from ..engine.jobs import Progress, native_order
+from ..engine.jobs import native_order
+from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
 from ..engine.stream import Meter, in_order, source_pieces

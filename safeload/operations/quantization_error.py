@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from ..base.arrays import Array, as_array
+from ..base.text import subject
 from ..engine.quantized_tensor import QuantizedTensor
-from ..engine.source import subject
 from .catalog import Catalog, Given
 from .quantize_checkpoint import Model
 

@@ -12,9 +12,10 @@ from ..base.native import lib
 from ..base.scheme import INT8, SCHEMES
 from ..base.text import show
 from ..engine import jobs
-from ..engine.jobs import Progress
+from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ..engine.source import Source, address, of_reals
+from ..engine.threads import check_threads
 
 SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"]
 Rounding: TypeAlias = Literal["absmax", "ggml"]
@@ -145,7 +146,7 @@ def quantize(
     target = SCHEMES[scheme].target(rounding)
     if scheme == INT8 and rounding is not None:
         raise ValueError("rounding is for q4_0: int8 has one")
-    jobs.check_threads(threads)
+    check_threads(threads)
     source = of_reals("", x, threads)
     if axis is not None and axis < 0:
         axis += len(source.shape)

@@ -12,11 +12,12 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..base.native import lib
 from ..base.scheme import INT8, SCHEMES, row_of, usual_axis
-from ..base.text import show
+from ..base.text import show, subject
 from ..engine import jobs
-from ..engine.jobs import Progress
+from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
-from ..engine.source import Source, of_reals, subject
+from ..engine.source import Source, of_reals
+from ..engine.threads import check_threads
 from ..errors import UnsupportedError
 from ..models.choosing import choose
 from ..models.schema import Schema
@@ -245,7 +246,7 @@ def load_quantized(
         FormatError, OSError: see `safeload.open` and `Checkpoint.load`.
     """
     SCHEMES["q4_0"].target(rounding)
-    jobs.check_threads(threads)
+    check_threads(threads)
     rules = Rules(scheme, keep)
     with Catalog.of(source) as catalog:
         catalog.refuse_codes(catalog, "load_quantized")

@@ -12,10 +12,12 @@ from ..base.arrays import Array, check_mapping
 from ..base.text import show
 from ..engine import jobs
 from ..engine.cast import target_array
-from ..engine.jobs import Batch, Grid, Progress
+from ..engine.jobs import Batch, Grid
 from ..engine.load import parse_target
+from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array
+from ..engine.threads import check_threads
 from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.layout import LAYER, Layout, StackedTensor
 from .catalog import About, Catalog, Given
@@ -90,7 +92,7 @@ def stack(
         >>> stack(layers, Layout("tiny", [StackedTensor("w", "h.{}.w", transpose=True)]), dtype="float32")["w"].shape
         (4, 3, 2)
     """
-    jobs.check_threads(threads)
+    check_threads(threads)
     target = parse_target(dtype)
     if out is not None:
         check_mapping(out, "out")

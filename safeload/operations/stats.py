@@ -12,11 +12,12 @@ from ..base import dtypes
 from ..base.arrays import Array, as_array
 from ..base.native import lib, short
 from ..base.scheme import row_of
-from ..engine import jobs
-from ..engine.jobs import Batch, Channels, Progress, struct_dtype
+from ..engine.jobs import Batch, Channels, struct_dtype
 from ..engine.load import distinct
+from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor, channels_of
 from ..engine.source import Source, address, of_numbers
+from ..engine.threads import check_threads
 from ..errors import UnsupportedError
 from .catalog import Catalog, Given, has_names
 
@@ -141,7 +142,7 @@ def stats(
         >>> safeload.stats([3.0, -4.0, float("nan")]).absmax
         4.0
     """
-    jobs.check_threads(threads)
+    check_threads(threads)
     if has_names(x):
         with Catalog.of(x) as catalog:
             return _of_all(catalog, names, histogram, threads, progress)

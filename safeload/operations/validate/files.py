@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ...base.text import show
-from ...engine.jobs import Progress
+from ...engine.progress import Progress
 from ...engine.stream import Meter, file_pieces, in_order
 from ...engine.weight_file import WeightFile, open_without_table
 from ...errors import SafeloadError, one_line

@@ -16,9 +16,9 @@ from ...base.arrays import Array, refuse_masked
 from ...base.paths import PathLike, native_path
 from ...base.text import show
 from ...checkpoint import Checkpoint
-from ...engine import jobs
-from ...engine.jobs import Progress
+from ...engine.progress import Progress
 from ...engine.quantized_tensor import QuantizedTensor
+from ...engine.threads import check_threads
 from ...errors import (
     ForbiddenError,
     FormatError,
@@ -153,7 +153,7 @@ def settings(
     """
     bounds = Limits.of(limits)
     asked = load_schema(schema) if schema is not None and schema != "auto" else None
-    jobs.check_threads(threads)
+    check_threads(threads)
     return Settings(read_config(config), asked, schema == "auto", bounds, values, threads, progress, histogram)
 
 
