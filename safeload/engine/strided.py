@@ -8,8 +8,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, ArraySpec, array_over, foreign_order
-from . import cast as casting
 from . import jobs
+from .cast import astype
 from .jobs import Batch, Job
 from .weight_file import WeightFile
 
@@ -65,7 +65,7 @@ class Block:
             return array
         view = array_over(self._memory, dtypes.array_dtype(spec.source), spec.shape, offset, spec.strides)
         if spec.source != spec.target:
-            return casting.astype(view, spec.dtype, out=given, threads=threads)
+            return astype(view, spec.dtype, out=given, threads=threads)
         if given is not None:
             given[...] = view
             return given

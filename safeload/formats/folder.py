@@ -106,7 +106,7 @@ def _add(where: dict[str, tuple[WeightFile, int]], more: Mapping[str, tuple[Weig
     for name, place in more.items():
         if name in where:
             first, second = where[name][0].path, place[0].path
-            raise FormatError(f"tensor {show(name)} is in both {first} and {second}", second)
+            raise FormatError(f"tensor {show(name)} is in both {first} and {second}", second, tensor=name)
         where[name] = place
 
 
@@ -140,10 +140,10 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 def _shard_name(value: Any, tensor: str, path: Path) -> str:
     """Checks a bare file name: an index must not refer to files outside its folder."""
     if not isinstance(value, str) or not value:
-        raise FormatError(f"weight_map[{show(tensor)}] must name a file, found {show(value)}", str(path))
+        raise FormatError(f"weight_map[{show(tensor)}] must name a file, found {show(value)}", str(path), tensor=tensor)
     if value in (".", "..") or any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in value):
         wanted = "the bare name of a file in the same folder"
-        raise FormatError(f"weight_map[{show(tensor)}] must be {wanted}, found {show(value)}", str(path))
+        raise FormatError(f"weight_map[{show(tensor)}] must be {wanted}, found {show(value)}", str(path), tensor=tensor)
     return value
 
 
@@ -178,7 +178,7 @@ def open_index(path: Path, wanted: Wanted) -> Shards:
             missing.difference_update(tensor for _, tensor in found)
         if missing:
             message = f"tensor {show(min(missing))} should be in {show(file_name)[1:-1]}, but is not there"
-            raise FormatError(message, str(path))
+            raise FormatError(message, str(path), tensor=min(missing))
     merged = _metadata(shards)
     return Shards(
         shards[0].format if shards else SAFETENSORS,

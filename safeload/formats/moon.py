@@ -186,24 +186,30 @@ def _entry(name: Any, value: Any) -> bytes:
         raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
     if not isinstance(value, (np.ndarray, Lazy)):
         raise UnsupportedError(
-            f'tensor {show(name)} is a {type(value).__name__}; MOON holds float16 arrays: pass dtype="float16"'
+            f'tensor {show(name)} is a {type(value).__name__}; MOON holds float16 arrays: pass dtype="float16"',
+            tensor=name,
         )
     refuse_masked(value, f"tensor {show(name)}")
     if value.dtype.newbyteorder("=") != np.float16:
         floating = dtypes.of_array(value, name).floating
         advice = 'pass dtype="float16"' if floating else "leave it out"
-        raise UnsupportedError(f"tensor {show(name)} is {value.dtype.name}; MOON holds only float16: {advice}")
+        message = f"tensor {show(name)} is {value.dtype.name}; MOON holds only float16: {advice}"
+        raise UnsupportedError(message, tensor=name)
     try:
         raw = name.encode()
     except UnicodeEncodeError:
-        raise SafeloadError(f"tensor name {name[:40]!r} holds a lone surrogate, which UTF-8 cannot write") from None
+        message = f"tensor name {name[:40]!r} holds a lone surrogate, which UTF-8 cannot write"
+        raise SafeloadError(message, tensor=name) from None
     count = math.prod(value.shape)
     if not 1 <= len(raw) <= MAX_NAME:
-        raise SafeloadError(f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but MOON has 1 to {MAX_NAME}")
+        message = f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but MOON has 1 to {MAX_NAME}"
+        raise SafeloadError(message, tensor=name)
     if len(value.shape) > MAX_DIMS:
-        raise SafeloadError(f"tensor {show(name)} has {len(value.shape)} dims, but MOON has at most {MAX_DIMS}")
+        message = f"tensor {show(name)} has {len(value.shape)} dims, but MOON has at most {MAX_DIMS}"
+        raise SafeloadError(message, tensor=name)
     if count > MAX_ELEMENTS:
         raise SafeloadError(
-            f"tensor {show(name)} has {count} elements, but MOON counts them in 32 bits: at most {MAX_ELEMENTS}"
+            f"tensor {show(name)} has {count} elements, but MOON counts them in 32 bits: at most {MAX_ELEMENTS}",
+            tensor=name,
         )
     return _ENTRY.pack(len(raw), len(value.shape), count) + raw + struct.pack(f"<{len(value.shape)}Q", *value.shape)

@@ -229,10 +229,10 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
         value = np.asarray(value)
     if not isinstance(value, (np.ndarray, Lazy)):
         what = getattr(value, "scheme", type(value).__name__)
-        raise UnsupportedError(f'tensor {show(name)} is {what}, which {format} does not have: pass dtype="float32"')
+        message = f'tensor {show(name)} is {what}, which {format} does not have: pass dtype="float32"'
+        raise UnsupportedError(message, tensor=name)
     refuse_masked(value, f"tensor {show(name)}")
     if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
-        raise UnsupportedError(
-            f'tensor {show(name)} is {value.dtype.name}, which {format} does not have: pass dtype="float32"'
-        )
+        message = f'tensor {show(name)} is {value.dtype.name}, which {format} does not have: pass dtype="float32"'
+        raise UnsupportedError(message, tensor=name)
     return value

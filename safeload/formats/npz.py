@@ -167,13 +167,14 @@ def _entry(name: str) -> zipfile.ZipInfo:
     try:
         size = len((name + SUFFIX).encode())
     except UnicodeEncodeError:
-        raise SafeloadError(f"tensor name {name[:40]!r} holds a lone surrogate, which UTF-8 cannot write") from None
+        message = f"tensor name {name[:40]!r} holds a lone surrogate, which UTF-8 cannot write"
+        raise SafeloadError(message, tensor=name) from None
     if "\0" in name:
-        raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which readers of npz end it")
+        raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which readers of npz end it", tensor=name)
     if size > _MAX_NAME:
         most = _MAX_NAME - len(SUFFIX)
         raise SafeloadError(
-            f"tensor {name[:40]!r}: its name has {size - len(SUFFIX)} bytes, but npz has at most {most}"
+            f"tensor {name[:40]!r}: its name has {size - len(SUFFIX)} bytes, but npz has at most {most}", tensor=name
         )
     info = zipfile.ZipInfo(SUFFIX, _NO_TIME)
     info.filename = name + SUFFIX  # set here: on Windows the constructor of ZipInfo turns backslashes into slashes

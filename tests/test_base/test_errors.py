@@ -1,6 +1,7 @@
 """What errors carry beside their message."""
 
 import copy
+import json
 import pickle
 
 import ml_dtypes
@@ -90,4 +91,55 @@ def test_codes_that_are_no_weights(tmp_path):
 def test_a_dtype_that_cannot_be_saved(tmp_path):
     with pytest.raises(errors.SafeloadError, match="cannot be saved") as caught:
         save_file({"w": np.zeros(3, "U4")}, tmp_path / "x")
+    assert caught.value.tensor == "w"
+
+
+SURROGATE = {"a\udc00": np.float16([1])}
+REFUSED = {
+    "safetensors: name": ("x.safetensors", SURROGATE),
+    "safetensors: dtype": ("x.safetensors", {"w": np.array(["text"])}),
+    "npz: name": ("x.npz", SURROGATE),
+    "npz: NUL": ("x.npz", {"a\0": np.float16([1])}),
+    "npz: long": ("x.npz", {"a" * 70_000: np.float16([1])}),
+    "npz: dtype": ("x.npz", {"w": np.ones(2, ml_dtypes.bfloat16)}),
+    "npz: scheme": ("x.npz", {"w": safeload.quantize(np.ones((2, 32), np.float32), "q4_0")}),
+    "gguf: name": ("x.gguf", SURROGATE),
+    "gguf: NUL": ("x.gguf", {"a\0": np.float16([1])}),
+    "gguf: long": ("x.gguf", {"a" * 70_000: np.float16([1])}),
+    "gguf: dims": ("x.gguf", {"w": np.ones((1,) * 5, np.float16)}),
+    "gguf: dtype": ("x.gguf", {"w": np.ones(2, np.uint16)}),
+    "gguf: small float": ("x.gguf", {"w": np.ones((2, 2), ml_dtypes.float8_e4m3fn)}),
+    "gguf: int8": ("x.gguf", {"w": safeload.quantize(np.ones((2, 32), np.float32), "int8")}),
+    "moon: name": ("x.moon", SURROGATE),
+    "moon: long": ("x.moon", {"a" * 70_000: np.float16([1])}),
+    "moon: dtype": ("x.moon", {"w": np.float32([1])}),
+    "moon: dims": ("x.moon", {"w": np.ones((1,) * 17, np.float16)}),
+    "moon: scheme": ("x.moon", {"w": safeload.quantize(np.ones((2, 32), np.float32), "q4_0")}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_writer_names_the_tensor_that_it_refuses(case, tmp_path):
+    name, tensors = REFUSED[case]
+    with pytest.raises(errors.SafeloadError) as caught:
+        safeload.convert(tensors, tmp_path / name)
+    assert caught.value.tensor == next(iter(tensors))
+
+
+@pytest.mark.parametrize("shard", [3, "../a.safetensors", "b.safetensors"])
+def test_an_index_that_is_wrong_about_a_tensor_names_it(shard, tmp_path):
+    for name in "ab":
+        safeload.convert({name: np.float32([1])}, tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(errors.FormatError) as caught:
+        safeload.open(index)
+    assert (caught.value.path, caught.value.tensor) == (str(index), "a")
+
+
+def test_a_duplicate_in_a_list_of_files_is_named(tmp_path):
+    for name in "ab":
+        safeload.convert({"w": np.float32([1])}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(errors.FormatError) as caught:
+        safeload.open([tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
     assert caught.value.tensor == "w"

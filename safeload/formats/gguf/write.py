@@ -126,7 +126,8 @@ def _plan(name: Any, value: Any) -> _Plan:
         if value.scheme == INT8:
             raise UnsupportedError(
                 f"tensor {show(name)} is int8 with scales, which GGUF does not have: "
-                'pass quantize="q8_0" or dtype="float32"'
+                'pass quantize="q8_0" or dtype="float32"',
+                tensor=name,
             )
         number, data = dtypes.BLOCK_TYPES[value.scheme].ggml, value.data
     elif isinstance(value, (np.ndarray, Lazy)):
@@ -134,13 +135,15 @@ def _plan(name: Any, value: Any) -> _Plan:
         number, data = _element_type(name, value.dtype), value
     else:
         raise TypeError(f"tensor {show(name)} is a {type(value).__name__}, not a numpy array or a QuantizedTensor")
-    raw, shape = _encode(name, "a tensor name"), value.shape
+    raw, shape = _encode(name, "a tensor name", tensor=name), value.shape
     if b"\0" in raw:
-        raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which ggml ends it")
+        raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which ggml ends it", tensor=name)
     if len(raw) > MAX_NAME:
-        raise SafeloadError(f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but ggml reads at most {MAX_NAME}")
+        message = f"tensor {name[:40]!r}: its name has {len(raw)} bytes, but ggml reads at most {MAX_NAME}"
+        raise SafeloadError(message, tensor=name)
     if len(shape) > MAX_DIMS:
-        raise SafeloadError(f"tensor {show(name)} has {len(shape)} dims, but GGUF has at most {MAX_DIMS}")
+        message = f"tensor {show(name)} has {len(shape)} dims, but GGUF has at most {MAX_DIMS}"
+        raise SafeloadError(message, tensor=name)
     dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return _Plan(_U64.pack(len(raw)) + raw + dims + _U32.pack(number), data)
 
@@ -150,21 +153,24 @@ def _element_type(name: str, dtype: np.dtype[Any]) -> int:
     if row is not None and row.ggml >= 0:
         return row.ggml
     if row is not None and row.floating and not row.packed:
-        raise UnsupportedError(f'tensor {show(name)} is {dtype.name}, which GGUF does not have: pass dtype="float16"')
+        message = f'tensor {show(name)} is {dtype.name}, which GGUF does not have: pass dtype="float16"'
+        raise UnsupportedError(message, tensor=name)
     raise UnsupportedError(
         f"tensor {show(name)} is {dtype.name}, which GGUF does not have: of integers it has int8 to int64. "
-        "Convert it with safeload.astype, or leave it out"
+        "Convert it with safeload.astype, or leave it out",
+        tensor=name,
     )
 
 
 # ---- metadata ----
 
 
-def _encode(text: str, what: str, errors: str = "strict") -> bytes:
+def _encode(text: str, what: str, errors: str = "strict", *, tensor: str | None = None) -> bytes:
     try:
         return text.encode("utf-8", errors)
     except UnicodeEncodeError:
-        raise SafeloadError(f"{what} {text[:40]!r} holds a lone surrogate, which UTF-8 cannot write") from None
+        message = f"{what} {text[:40]!r} holds a lone surrogate, which UTF-8 cannot write"
+        raise SafeloadError(message, tensor=tensor) from None
 
 
 def _text(text: str) -> bytes:

@@ -167,7 +167,7 @@ class Writer:
         check_mapping(tensors, "tensors")
         if metadata is not None:
             check_mapping(metadata, "metadata", "text to text")
-        sources = {_text(name, "a tensor name"): _source(name, value) for name, value in tensors.items()}
+        sources = {_text(name, "a tensor name", tensor=name): _source(name, value) for name, value in tensors.items()}
         self._sources = list(sources.values())
         count = len(sources)
         columns = ffi.new("sl_columns *")
@@ -259,13 +259,14 @@ class _Columns:
         self.array(ends_field, ends)
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, what: str, *, tensor: str | None = None) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{what} must be str, not {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise SafetensorError(f"{what} {show(value)} holds a lone surrogate, which UTF-8 cannot write") from None
+        message = f"{what} {show(value)} holds a lone surrogate, which UTF-8 cannot write"
+        raise SafetensorError(message, tensor=tensor) from None
     return value
 
 
