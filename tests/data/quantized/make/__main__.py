@@ -1,0 +1,47 @@
+"""Makes the fixtures of quantized checkpoints again, with the packages that wrote the published ones.
+
+    python -m venv v && v/bin/pip install numpy ml_dtypes torch==2.13.0 mlx==0.32.4 mlx-cpu==0.32.4 accelerate \\
+        safetensors==0.8.0 huggingface_hub tokenizers pydantic loguru psutil regex scipy pulp omegaconf ninja nvidia-ml-py
+    v/bin/pip install --no-deps transformers==5.23.0 compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 mlx-lm==0.32.2 \\
+        onebitllms==0.0.4
+    cd tests/data/quantized && v/bin/python -m make [NAME...]
+
+Linux on x86-64, Python 3.11, CPU only. Values are seeded by the name of the fixture. Each maker writes a folder with the
+format's own writer, reads it with the format's own reader in float32, and asserts that `make.restated`'s arithmetic finds
+equal values; `README.md` is written from what the makers say about themselves.
+"""
+
+import os
+import sys
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers' bitnet compiles three lines of arithmetic otherwise
+
+import torch
+
+from . import bitnet, compressed, fp8_blocks, gpt_oss, mlx, modelopt  # noqa: F401
+from .checkpoint import EXPECTED, FIXTURES, ROOT, Checkpoint
+
+HEAD = """# Quantized checkpoints
+
+Small folders as published ones are, written by the packages that write those, and in `expected/` the true weights as float32
+by logical name, from the packages that read them (numpy's npz). `make/` makes them again (`python -m make`, from here) and
+holds the arithmetic a second time, in numpy; both must agree. This page is written by it too.
+
+| fixture | writer | reader | what it shows |
+|---|---|---|---|
+"""
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names or FIXTURES:
+        ckpt = Checkpoint(name)
+        FIXTURES[name].make(ckpt)
+        ckpt.finish()
+        size = sum(path.stat().st_size for path in ckpt.folder.rglob("*") if path.is_file())
+        print(f"{name}: {size:,} + {(EXPECTED / f'{name}.npz').stat().st_size:,} bytes, {len(ckpt.expected)} tensors")
+    rows = [f"| {name} | {one.writer} | {one.reader} | {one.shows} |\n" for name, one in sorted(FIXTURES.items())]
+    (ROOT / "README.md").write_text(HEAD + "".join(rows))
+
+
+main(sys.argv[1:])
