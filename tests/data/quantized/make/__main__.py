@@ -18,7 +18,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers' bitnet compiles three l
 
 import torch
 
-from . import bitnet, compressed, fp8_blocks, gpt_oss, mlx, modelopt  # noqa: F401
+from . import bitnet, compressed, fp8_blocks, fp8_rows, gpt_oss, mlx, modelopt  # noqa: F401
 from .checkpoint import EXPECTED, FIXTURES, ROOT, Checkpoint
 
 HEAD = """# Quantized checkpoints
