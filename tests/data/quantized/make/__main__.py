@@ -1,14 +1,17 @@
 """Makes the fixtures of quantized checkpoints again, with the packages that wrote the published ones.
 
-    python -m venv v && v/bin/pip install numpy ml_dtypes torch==2.13.0 mlx==0.32.4 mlx-cpu==0.32.4 accelerate \\
-        safetensors==0.8.0 huggingface_hub tokenizers pydantic loguru psutil regex scipy pulp omegaconf ninja nvidia-ml-py
-    v/bin/pip install --no-deps transformers==5.23.0 compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 mlx-lm==0.32.2 \\
+    python -m venv v && . v/bin/activate
+    pip install numpy ml_dtypes torch==2.13.0 mlx==0.32.4 mlx-cpu==0.32.4 safetensors==0.8.0 accelerate \\
+        huggingface_hub tokenizers pydantic loguru psutil regex scipy pulp omegaconf ninja nvidia-ml-py
+    pip install --no-deps transformers==5.23.0 compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 mlx-lm==0.32.2 \\
         onebitllms==0.0.4
-    cd tests/data/quantized && v/bin/python -m make [NAME...]
+    pip install --no-deps --target older compressed-tensors==0.12.2
+    export OLDER_COMPRESSED_TENSORS=$PWD/older
+    cd tests/data/quantized && python -m make [NAME...]
 
-Linux on x86-64, Python 3.11, CPU only. Values are seeded by the name of the fixture. Each maker writes a folder with the
-format's own writer, reads it with the format's own reader in float32, and asserts that `make.restated`'s arithmetic finds
-equal values; `README.md` is written from what the makers say about themselves.
+Linux on x86-64, Python 3.11, CPU only. Values are seeded by the name of the fixture. Each maker writes a folder with
+the format's own writer, reads it with the format's own reader in float32, and asserts that the arithmetic of
+`make.restated` finds equal values; `README.md` is written from what the makers say about themselves.
 """
 
 import os
@@ -23,9 +26,10 @@ from .checkpoint import EXPECTED, FIXTURES, ROOT, Checkpoint
 
 HEAD = """# Quantized checkpoints
 
-Small folders as published ones are, written by the packages that write those, and in `expected/` the true weights as float32
-by logical name, from the packages that read them (numpy's npz). `make/` makes them again (`python -m make`, from here) and
-holds the arithmetic a second time, in numpy; both must agree. This page is written by it too.
+Small folders as published ones are, written by the packages that write those. `expected/` has the true weights as
+float32 by logical name, as the packages that read them find them (numpy's npz). `make/` makes all of it again
+(`python -m make`, from here; this page too) and has the arithmetic a second time, in numpy: the two must agree.
+A writer that runs on a GPU alone is restated where it says so; its layout and names are kept.
 
 | fixture | writer | reader | what it shows |
 |---|---|---|---|

@@ -1,7 +1,15 @@
 """Ternary weights of BitNet b1.58: four planes of two bits, and a scale that multiplies or divides."""
 
+import importlib.util
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.integrations.bitnet import AutoBitLinear, BitLinear, WeightQuant, pack_weights, unpack_weights
 
 from .checkpoint import EXPECTED, Checkpoint, fixture
@@ -97,3 +105,48 @@ def bitnet_online(ckpt: Checkpoint) -> None:
         "quantization_mode": "online",
     }
     ckpt.write(tensors, ckpt.config(config, architectures=["BitNetForCausalLM"], model_type="bitnet"))
+
+
+@fixture(
+    "bitnet_falcon",
+    writer="onebitllms 0.0.4 `quantize_to_1bit`",
+    reader="transformers 5.23.0 `BitLinear.post_quant_process` of the identity",
+    shows="a whole model as Falcon-E's: no `linear_class` in the config, so the scale divides",
+)
+def bitnet_falcon(ckpt: Checkpoint) -> None:
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        norm = parameter.ndim == 1
+        parameter.data = ckpt.norm(len(parameter)) if norm else ckpt.normal(*parameter.shape, dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory() as source:
+        model.save_pretrained(source)
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}))).save_pretrained(source)
+        onebitllms().quantize_to_1bit(source, str(ckpt.folder))
+    for path in ckpt.folder.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            path.unlink()
+    stored = ckpt.read()
+    for name, tensor in stored.items():
+        scale = stored.get(f"{name}_scale")
+        if scale is not None:
+            ckpt.expect(name, by_bitlinear(tensor, scale), planes(tensor) / widened(scale))
+        elif name.endswith("weight"):
+            ckpt.plain(name, tensor)
+
+
+def onebitllms() -> ModuleType:
+    """The module of its writer alone: the package itself imports kernels for a GPU."""
+    place = Path(importlib.util.find_spec("onebitllms").origin).parent / "utils" / "quantization_utils.py"
+    spec = importlib.util.spec_from_file_location("quantization_utils", place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -21,7 +21,6 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
-
 from safetensors.torch import load_file, save_file
 
 from .checkpoint import ROOT, Checkpoint, fixture, name_of
@@ -243,7 +242,8 @@ pack(
     "ct_pack_experts",
     writer="compressed-tensors 0.20.0 `PackedQuantizationCompressor.compress`",
     reader=READER,
-    shows="experts in one tensor of three axes; `weight_shape` has three entries; 5 bits, zero points packed in each expert",
+    shows="experts in one tensor of three axes, `weight_shape` has three entries; 5 bits, zero points"
+    " packed in each expert",
 )
 def ct_pack_experts(ckpt: Checkpoint) -> None:
     groups_of = linear(num_bits=5, symmetric=False, strategy="group", group_size=32)

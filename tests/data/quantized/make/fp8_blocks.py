@@ -18,7 +18,7 @@ DEQUANTIZE = "transformers 5.23.0 `Fp8Dequantize._dequantize_one`"
 TORCH = "torch 2.13.0: `w.float() * s.float().repeat_interleave(...)`"
 
 
-def quantizer(block: tuple[int, int], scale_fmt: str = "float") -> SimpleNamespace:
+def quantizer(block: tuple[int, int] | None, scale_fmt: str = "float") -> SimpleNamespace:
     """As much of transformers' quantizer as its conversions look at."""
     return SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt=scale_fmt))
 
@@ -26,7 +26,7 @@ def quantizer(block: tuple[int, int], scale_fmt: str = "float") -> SimpleNamespa
 def quantized(
     weight: torch.Tensor, block: tuple[int, int] = BLOCK, scale_fmt: str = "float"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales; ragged edges are padded for transformers, which leaves them unquantized otherwise, and cut off."""
+    """Codes and scales; ragged edges are padded, since transformers leaves them unquantized, and cut off again."""
     rows, columns = weight.shape[-2:]
     padded = torch.nn.functional.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
     made = Fp8Quantize(quantizer(block, scale_fmt))._quantize_one("x.weight", padded)
@@ -113,15 +113,58 @@ def fp8_block_u8(ckpt: Checkpoint) -> None:
     "fp8_experts",
     writer=QUANTIZE,
     reader=DEQUANTIZE,
-    shows="experts stacked in one tensor of three axes: `gate_up_proj` + `gate_up_proj_scale_inv`, blocks of 32 x 32",
+    shows="experts stacked in one tensor of three axes: `gate_up_proj` + `gate_up_proj_scale_inv`, and `X.weight` + "
+    "`X.weight_scale_inv`; blocks of 32 x 32",
 )
 def fp8_experts(ckpt: Checkpoint) -> None:
-    block, experts = (32, 32), "model.layers.0.mlp.experts."
+    block, layer = (32, 32), "model.layers.0."
     tensors = {"model.norm.weight": ckpt.plain("model.norm.weight", ckpt.norm(64))}
-    for name, shape in {"gate_up_proj": (3, 64, 64), "down_proj": (3, 64, 32)}.items():
-        made = Fp8Quantize(quantizer(block))._quantize_one(experts + name, ckpt.normal(*shape))
+    shapes = {
+        "mlp.experts.gate_up_proj": (3, 64, 64),
+        "mlp.experts.down_proj": (3, 64, 32),
+        "moe.up_proj.weight": (2, 32, 64),
+    }
+    for name, shape in shapes.items():
+        made = Fp8Quantize(quantizer(block))._quantize_one(layer + name, ckpt.normal(*shape))
+        expect_grid(ckpt, made, block)
         tensors |= made
-        codes, scales = made.values()
-        value = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
-        ckpt.expect(experts + name, value, restated(codes, raw(scales), block))
     ckpt.write(tensors, config(ckpt, block, modules_to_not_convert=["lm_head"]))
+
+
+def expect_grid(ckpt: Checkpoint, made: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
+    """What transformers restores of a weight and its scales, of which it takes the block from their shapes."""
+    (name, codes), (_, scales) = made.items()
+    value = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    ckpt.expect(name, value, restated(codes, raw(scales), block))
+
+
+@fixture(
+    "fp8_no_blocks",
+    writer=QUANTIZE + ", `weight_block_size` null",
+    reader=DEQUANTIZE,
+    shows="`weight_block_size: null`: `weight_scale_inv` [] and [1, 1]; experts with [E, 1, 1], and with [E, 2, 1]: "
+    "one for the gates and one for the rest",
+)
+def fp8_no_blocks(ckpt: Checkpoint) -> None:
+    quantize = Fp8Quantize(quantizer(None))._quantize_one
+    layer, experts = "model.layers.0.self_attn.", "model.layers.0.mlp.experts."
+    tensors = {"model.norm.weight": ckpt.plain("model.norm.weight", ckpt.norm(64))}
+    for name in (f"{layer}q_proj.weight", f"{layer}o_proj.weight"):
+        made = quantize(name, ckpt.normal(20, 37))
+        expect_grid(ckpt, made, (20, 37))
+        tensors |= made
+    # As `FP8Linear` has it.
+    scalar = f"{layer}q_proj.weight_scale_inv"
+    tensors[scalar] = tensors[scalar].reshape(())
+    made = quantize(f"{experts}down_proj", ckpt.normal(3, 24, 20))
+    expect_grid(ckpt, made, (24, 20))
+    tensors |= made
+    # As transformers' converters join the experts' gate_proj and up_proj, and `FP8Experts` has them.
+    gate, up = (list(quantize(name, ckpt.normal(3, 20, 24)).values()) for name in ("gate", "up"))
+    made = {f"{experts}gate_up_proj": torch.cat((gate[0].view(torch.uint8), up[0].view(torch.uint8)), 1)}
+    made[f"{experts}gate_up_proj"] = made[f"{experts}gate_up_proj"].view(torch.float8_e4m3fn)
+    made[f"{experts}gate_up_proj_scale_inv"] = torch.cat((gate[1], up[1]), 1)
+    expect_grid(ckpt, made, (20, 24))
+    ckpt.write(
+        tensors | made, ckpt.config({"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": None})
+    )

@@ -37,8 +37,8 @@ def row_wise(weight: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tens
     "deepseek_v4",
     writer=QUANTIZE + ", `ue8m0`; nvidia-modelopt 0.47.0 `MXFP4QTensor` for the experts",
     reader=DEQUANTIZE + "; ragged blocks: two lines of torch",
-    shows="`X.scale`, F8_E8M0; FP8 in blocks of 128 and FP4 experts in I8, groups of 32; `hc_attn_scale` and a `q_norm.scale` "
-    "that are parameters; scales in the other shard",
+    shows="`X.scale`, F8_E8M0; FP8 in blocks of 128 and FP4 experts in I8, groups of 32; `hc_attn_scale` "
+    "and a `q_norm.scale` that are parameters; scales in the other shard",
 )
 def deepseek_v4(ckpt: Checkpoint) -> None:
     library = Fp8Dequantize(None)
@@ -80,15 +80,33 @@ def deepseek_v4(ckpt: Checkpoint) -> None:
     shows="`quant_method: mxfp8`: F8_E4M3 with U8 exponents, groups of 32",
 )
 def mxfp8(ckpt: Checkpoint) -> None:
-    tensors = {"model.norm.weight": ckpt.plain("model.norm.weight", ckpt.norm(64))}
-    for module, shape in {"self_attn.o_proj": (40, 96), "mlp.down_proj": (17, 64)}.items():
-        name, weight = f"model.layers.0.{module}.weight", ckpt.normal(*shape)
+    in_groups(ckpt, {"self_attn.o_proj.weight": (40, 96), "mlp.down_proj.weight": (17, 64)}, "_scale_inv")
+
+
+@fixture(
+    "mxfp8_experts",
+    writer="nvidia-modelopt 0.47.0 `MXFP8QTensor`, under the names that transformers' `inkling2_text` reads",
+    reader=DEQUANTIZE,
+    shows="experts `w13_weight` + `w13_weight_scale`; a `q_l2_clip.scale` that is a parameter",
+)
+def mxfp8_experts(ckpt: Checkpoint) -> None:
+    name = "model.layers.0.attn.q_l2_clip.scale"
+    shapes = {"mlp.experts.w13_weight": (2, 24, 64), "mlp.experts.w2_weight": (2, 40, 32)}
+    in_groups(ckpt, shapes, "_scale", {name: ckpt.plain(name, ckpt.norm(4))})
+
+
+def in_groups(
+    ckpt: Checkpoint, shapes: dict[str, tuple[int, ...]], suffix: str, others: dict[str, torch.Tensor] | None = None
+) -> None:
+    tensors = {"model.norm.weight": ckpt.plain("model.norm.weight", ckpt.norm(64)), **(others or {})}
+    for module, shape in shapes.items():
+        name, weight = f"model.layers.0.{module}", ckpt.normal(*shape)
         scales = MXFP8QTensor.get_weights_scaling_factor(weight)
         codes = MXFP8QTensor.quantize_with_scale(weight, scales)
-        tensors |= {name: codes, f"{name}_scale_inv": scales}
+        tensors |= {name: codes, f"{name}{suffix}": scales}
         value = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
-        ckpt.expect(name, value, E4M3[raw(codes)] * groups(e8m0(raw(scales)), shape[1]))
-    fp8 = {"activation_scheme": "dynamic", "quant_method": "mxfp8", "weight_block_size": [1, 32]}
+        ckpt.expect(name, value, E4M3[raw(codes)] * groups(e8m0(raw(scales)), shape[-1]))
+    fp8 = {"activation_scheme": "dynamic", "quant_method": "mxfp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32]}
     ckpt.write(tensors, ckpt.config(fp8))
 
 
@@ -96,7 +114,11 @@ Codes = tuple[torch.Tensor, torch.Tensor]
 
 
 def modules(
-    ckpt: Checkpoint, shapes: dict[str, tuple[int, ...]], make: Callable[[torch.Tensor], Codes], suffix: str, **others: torch.Tensor
+    ckpt: Checkpoint,
+    shapes: dict[str, tuple[int, ...]],
+    make: Callable[[torch.Tensor], Codes],
+    suffix: str,
+    **others: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """A scale under ``suffix`` for each weight, and the tensors ``others`` beside each of them."""
     tensors: dict[str, torch.Tensor] = {}
@@ -147,16 +169,16 @@ def fp8_autofp8(ckpt: Checkpoint) -> None:
     shows="an embedding with `weight_scale` [1] beside a layer with a grid of scales",
 )
 def fp8_embedding(ckpt: Checkpoint) -> None:
-    tensors = modules(
-        ckpt, {"model.embed_tokens": (20, 32)}, lambda w: (lambda c, s: (c, s.reshape(1)))(*tensor_wise(w)), ".weight_scale"
-    )
+    embedding = "model.embed_tokens.weight"
+    tensors = modules(ckpt, {"model.embed_tokens": (20, 32)}, tensor_wise, ".weight_scale")
+    tensors[f"{embedding}_scale"] = tensors[f"{embedding}_scale"].reshape(1)
     name = "model.layers.0.self_attn.o_proj.weight"
     codes, scales = quantized(ckpt.normal(130, 40))
     tensors |= {name: codes, f"{name}_scale_inv": scales}
     ckpt.expect(name, in_torch(codes, scales), restated(codes, raw(scales)))
     tensors["model.norm.weight"] = ckpt.plain("model.norm.weight", ckpt.norm(32))
     config = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-    ckpt.write(tensors, ckpt.config(config))
+    ckpt.write(tensors, ckpt.config({**config, "modules_to_convert": ["model.embed_tokens"]}))
 
 
 @fixture(
@@ -185,13 +207,12 @@ def fbgemm(ckpt: Checkpoint) -> None:
     "fbgemm_llama4",
     writer="transformers 5.23.0 `FbgemmFp8Quantize`, its kernel in torch",
     reader="torch 2.13.0, as `FbgemmFp8Llama4TextExperts.forward` uses the scales",
-    shows="experts [E, in, out]: `gate_up_proj_scale` [E, 1, out]; `down_proj_scale` [E, out, 1], which runs along the last axis",
+    shows="experts [E, in, out]: `gate_up_proj_scale` [E, 1, out]; `down_proj_scale` [E, out, 1], which runs "
+    "along the last axis",
 )
 def fbgemm_llama4(ckpt: Checkpoint) -> None:
     experts, hidden, inner = 2, 24, 20
-    config = SimpleNamespace(
-        num_local_experts=experts, hidden_size=hidden, intermediate_size=inner, hidden_act="silu"
-    )
+    config = SimpleNamespace(num_local_experts=experts, hidden_size=hidden, intermediate_size=inner, hidden_act="silu")
     module = fbgemm_fp8.FbgemmFp8Llama4TextExperts(config)
     prefix = "language_model.model.layers.0.feed_forward.experts."
     norm = "language_model.model.norm.weight"
@@ -225,8 +246,8 @@ def comfy(ckpt: Checkpoint, suffix: str, **others: torch.Tensor) -> dict[str, to
     "comfy_scaled_fp8",
     writer="torch 2.13.0, names of ComfyUI's `scaled_fp8`",
     reader=TORCH,
-    shows="a single file without a config: `X.scale_weight` [], `X.scale_input` to ignore, the marker `scaled_fp8`, and a norm "
-    "called `scale`",
+    shows="a single file without a config: `X.scale_weight` [], `X.scale_input` to ignore, the marker `scaled_fp8`, "
+    "and a norm called `scale`",
 )
 def comfy_scaled_fp8(ckpt: Checkpoint) -> None:
     tensors = comfy(ckpt, ".scale_weight", scale_input=torch.tensor(1.0))

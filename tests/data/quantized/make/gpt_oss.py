@@ -44,7 +44,8 @@ def projections(ckpt: Checkpoint):
     "gpt_oss",
     writer=WRITER,
     reader=READER,
-    shows="transformers' names; the result is transposed, [experts, in, out]; scales in the other shard; a block of zeros",
+    shows="transformers' names; the result is transposed, [experts, in, out]; scales in the other shard; a block of "
+    "zeros, of which the scale is 2^-127",
 )
 def gpt_oss(ckpt: Checkpoint) -> None:
     prefix = "model.layers.0.mlp.experts."
@@ -72,7 +73,8 @@ def gpt_oss(ckpt: Checkpoint) -> None:
     "gpt_oss_original",
     writer=WRITER,
     reader=READER + ", transposed back as OpenAI's reader has it",
-    shows="OpenAI's names, `mlp1_weight.blocks`; [experts, out, in]; no `quantization_config`; a `.scale` that is a norm",
+    shows="OpenAI's names, `mlp1_weight.blocks`; [experts, out, in]; no `quantization_config`; a `norm.scale` that is "
+    "a parameter",
 )
 def gpt_oss_original(ckpt: Checkpoint) -> None:
     prefix = "block.0.mlp."

@@ -121,14 +121,20 @@ def mixed(path: str, module: nn.Module) -> bool | dict[str, object]:
     """As mlx_lm's recipes: more bits for some, none for others."""
     if path.endswith("down_proj"):
         return {"group_size": 32, "bits": 6, "mode": "affine"}
-    return {"group_size": 64, "bits": 8, "mode": "affine"} if path.endswith("embed_tokens") else not path.endswith("mlp.gate")
+    return (
+        {"group_size": 64, "bits": 8, "mode": "affine"}
+        if path.endswith("embed_tokens")
+        else not path.endswith("mlp.gate")
+    )
 
 
 add("mlx_affine1_g64", "1 bit", width=1, group_size=64, dtype=F16)
 add("mlx_affine2_g32", "2 bits, groups of 32", width=2, group_size=32)
 add("mlx_affine3_g64", "3 bits across the borders of bytes and words; f32", width=3, group_size=64, dtype=F32)
 add("mlx_affine4_g64", "4 bits, groups of 64, bf16 scales and biases; the embedding too", width=4, group_size=64)
-add("mlx_affine4_g128", "4 bits, groups of 128; f32, where the sum is rounded", WIDE, width=4, group_size=128, dtype=F32)
+add(
+    "mlx_affine4_g128", "4 bits, groups of 128; f32, where the sum is rounded", WIDE, width=4, group_size=128, dtype=F32
+)
 add("mlx_affine5_g64", "5 bits; f16", width=5, group_size=64, dtype=F16)
 add("mlx_affine6_g64", "6 bits; f32", width=6, group_size=64, dtype=F32)
 add("mlx_affine8_g32", "8 bits, groups of 32; f16", width=8, group_size=32, dtype=F16)

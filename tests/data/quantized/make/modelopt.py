@@ -195,8 +195,8 @@ def modelopt_nvfp4_awq(ckpt: Checkpoint) -> None:
     "modelopt_nvfp4_llama4",
     writer=WRITER,
     reader=NVFP4_READER + ", of the transposed experts",
-    shows="experts `gate_up_proj` U8 [E, in / 2, out] with `gate_up_proj_weight_scale` [E, in / 16, out]: packed along the "
-    "middle axis",
+    shows="experts `gate_up_proj` U8 [E, in / 2, out] with `gate_up_proj_weight_scale` [E, in / 16, out]: packed along "
+    "the middle axis",
 )
 def modelopt_nvfp4_llama4(ckpt: Checkpoint) -> None:
     stored = export(ckpt, mtq.NVFP4_DEFAULT_CFG, llama4())

@@ -1,7 +1,7 @@
 """The writer of compressed-tensors 0.12.2, in a process of its own: ``python -m make.older INPUT OUTPUT``.
 
-``INPUT`` has the weights (`weights.safetensors`) and the arguments for them (`arguments.json`); `read.safetensors` beside
-them is what the same version reads.
+``INPUT`` has the weights (`weights.safetensors`) and the arguments for them (`arguments.json`); `read.safetensors`
+beside them is what the same version reads.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The arithmetic of each format in numpy alone: what the result of its own reader must be equal to.
 
 Bytes come in as numpy arrays of unsigned integers and values of float8 as their bytes (`raw` makes them of torch's
-tensors). Every function returns float32 unless it says codes. Each product, quotient and difference is rounded to float32
-by itself, in the order written.
+tensors). Every function returns float32 unless it says codes. Each product and sum is rounded to float32 by itself, in
+the order written.
 """
 
 import numpy as np
@@ -10,14 +10,6 @@ import torch
 
 # float4 E2M1: bit 3 is the sign, so code 8 is -0.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# float6 E2M3: bit 5 is the sign, exponent 0 is subnormal.
-E2M3 = np.array(
-    [
-        (-1) ** (c >> 5) * ((c & 7) / 8 if c >> 3 & 3 == 0 else (1 + (c & 7) / 8) * 2 ** ((c >> 3 & 3) - 1))
-        for c in range(64)
-    ],
-    np.float32,
-)
 
 
 def _e4m3(code: int) -> float:
@@ -27,7 +19,14 @@ def _e4m3(code: int) -> float:
     return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
 
 
+def _e2m3(code: int) -> float:
+    sign, exponent, mantissa = (-1) ** (code >> 5), code >> 3 & 3, code & 7
+    return sign * (mantissa / 8 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 1))
+
+
 E4M3 = np.array([_e4m3(code) for code in range(256)], np.float32)
+# float6, of which bit 5 is the sign.
+E2M3 = np.array([_e2m3(code) for code in range(64)], np.float32)
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
@@ -68,7 +67,7 @@ def words_alone(words: np.ndarray, width: int, count: int) -> np.ndarray:
 
 
 def spread(grid: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-    """A grid with one entry for each block of the last two axes, repeated to ``shape``: blocks at the edge are ragged."""
+    """A grid with an entry for each block of the last two axes, repeated to ``shape``, ragged at the edge."""
     rows, columns = shape[-2:]
     assert grid.shape[-2:] == (-(-rows // block[0]), -(-columns // block[1])), (grid.shape, shape, block)
     return grid.repeat(block[0], -2)[..., :rows, :].repeat(block[1], -1)[..., :columns]
