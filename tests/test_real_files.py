@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.paths import DATA, SHARED
+from builders.quantized import FIXTURES
 
 import safeload
 from safeload.numpy import load, load_file
@@ -122,7 +123,7 @@ def test_readme_gives_origin_licence_and_digest_of_each_file(data):
     readme = (data / "README.md").read_text()
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in readme.splitlines() if "|" in line][2:]
     paths = (path for path in data.rglob("*") if path.is_file() and path.name not in ("README.md", "expected.json"))
-    files = sorted(path.relative_to(data).as_posix() for path in paths)
+    files = sorted(path.relative_to(data).as_posix() for path in paths if data / "quantized" not in path.parents)
     assert files == sorted(EXPECTED)
     assert sorted(row[0] for row in rows) == files
     for name, origin, licence, why, digest_there in rows:
@@ -130,6 +131,25 @@ def test_readme_gives_origin_licence_and_digest_of_each_file(data):
         assert origin, name
         assert licence, name
         assert why, name
+
+
+def test_readme_of_the_quantized_checkpoints_has_a_row_for_each(data):
+    rows = (data / "quantized/README.md").read_text().splitlines()
+    assert [row.split()[1] for row in rows if row.startswith("| ")][1:] == list(FIXTURES)
+    folders = {path.name for path in (data / "quantized").iterdir() if path.is_dir()}
+    assert folders - {"expected", "make", "__pycache__"} == set(FIXTURES)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_quantized_checkpoint_opens_with_the_tensors_that_its_weights_are_made_of(name):
+    fixture = FIXTURES[name]
+    with safeload.open(fixture.path) as checkpoint:
+        stored = set(checkpoint.keys())
+    assert stored == set(fixture.stored())
+    for logical, weights in fixture.expected().items():
+        assert weights.dtype == np.float32
+        packed = f"{logical}_packed", f"{logical}_blocks", f"{logical}.blocks"
+        assert logical in stored or any(spelling in stored for spelling in packed), logical
 
 
 @needs_shared

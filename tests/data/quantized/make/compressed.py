@@ -390,7 +390,15 @@ def older(name: str, shows: str, shapes: dict[str, tuple[int, int]], dtype: torc
 OLD = {Q: (13, 64), DOWN: (14, 160)}
 ALONE = "whole codes in each word: the layout before version 0.17"
 older("ct_old_w3_g32", f"3 bits, {ALONE}", OLD, num_bits=3, strategy="group", group_size=32)
-older("ct_old_w5_g32_asym", f"5 bits, {ALONE}", OLD, num_bits=5, strategy="group", group_size=32, symmetric=False)
+older(
+    "ct_old_w5_g32_asym",
+    f"5 bits, {ALONE}; packed zero points, which have as many words in both layouts",
+    OLD,
+    num_bits=5,
+    strategy="group",
+    group_size=32,
+    symmetric=False,
+)
 older("ct_old_w6_channel", f"6 bits, {ALONE}; odd row lengths", ODD, num_bits=6, strategy="channel")
 older("ct_old_w7_g32", f"7 bits, {ALONE}; f32 scales", OLD, F32, num_bits=7, strategy="group", group_size=32)
 older(

@@ -172,7 +172,8 @@ def modelopt_nvfp4_hf_quant_config(ckpt: Checkpoint) -> None:
     "modelopt_nvfp4_awq",
     writer=WRITER + "; the factors of `pre_quant_scale` are set, since its search for them needs a GPU",
     reader=NVFP4_READER + ", times `pre_quant_scale` of each column",
-    shows="`quant_algo: NVFP4_AWQ`: `pre_quant_scale` [in] of some modules; of others it is in the norm before them",
+    shows="`quant_algo: NVFP4_AWQ`: `pre_quant_scale` [in] of one module; of the others it is in the norm or the layer "
+    "before them",
 )
 def modelopt_nvfp4_awq(ckpt: Checkpoint) -> None:
     def smooth(model: PreTrainedModel) -> None:
