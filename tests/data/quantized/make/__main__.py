@@ -2,7 +2,7 @@
 
     python -m venv v && . v/bin/activate
     pip install numpy ml_dtypes torch==2.13.0 mlx==0.32.4 mlx-cpu==0.32.4 safetensors==0.8.0 accelerate \\
-        huggingface_hub tokenizers pydantic loguru psutil regex scipy pulp omegaconf ninja nvidia-ml-py
+        huggingface_hub tokenizers pydantic loguru psutil regex scipy pulp omegaconf ninja nvidia-ml-py requests rich
     pip install --no-deps transformers==5.23.0 compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 mlx-lm==0.32.2 \\
         onebitllms==0.0.4
     pip install --no-deps --target older compressed-tensors==0.12.2
