@@ -91,6 +91,32 @@ TARGET static void sl_f8_e4m3_to_f32_avx2(const void *source, void *destination,
     sl_convert_rest(SL_F8_E4M3, SL_F32, in + i, out + 4 * i, count - i);
 }
 
+TARGET static void sl_i8_to_f32_avx2(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        __m128i codes = _mm_loadu_si128((const __m128i *)(in + i));
+        _mm256_storeu_ps((float *)(out + 4 * i), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)));
+        _mm256_storeu_ps((float *)(out + 4 * i + 32),
+                         _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))));
+    }
+    sl_convert_rest(SL_I8, SL_F32, in + i, out + 4 * i, count - i);
+}
+
+TARGET static void sl_u8_to_f32_avx2(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        __m128i codes = _mm_loadu_si128((const __m128i *)(in + i));
+        _mm256_storeu_ps((float *)(out + 4 * i), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes)));
+        _mm256_storeu_ps((float *)(out + 4 * i + 32),
+                         _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8))));
+    }
+    sl_convert_rest(SL_U8, SL_F32, in + i, out + 4 * i, count - i);
+}
+
 TARGET static void sl_f32_to_f16_avx2(const void *source, void *destination, size_t count) {
     const uint8_t *in = source;
     uint8_t *out = destination;
@@ -135,6 +161,8 @@ const sl_kernel sl_kernels_avx2[] = {
     {SL_F16, SL_F32, sl_f16_to_f32_avx2},
     {SL_F8_E4M3, SL_F32, sl_f8_e4m3_to_f32_avx2},
     {SL_F8_E5M2, SL_F32, sl_f8_e5m2_to_f32_avx2},
+    {SL_I8, SL_F32, sl_i8_to_f32_avx2},
+    {SL_U8, SL_F32, sl_u8_to_f32_avx2},
     {SL_F32, SL_F16, sl_f32_to_f16_avx2},
     {SL_F32, SL_BF16, sl_f32_to_bf16_avx2},
     {-1, -1, NULL},

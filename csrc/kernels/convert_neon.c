@@ -45,6 +45,30 @@ static void sl_f16_to_f32_neon(const void *source, void *destination, size_t cou
     sl_convert_rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
 }
 
+static void sl_i8_to_f32_neon(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        int16x8_t codes = vmovl_s8(vreinterpret_s8_u8(vld1_u8(in + i)));
+        store4(out + 4 * i, vreinterpretq_u32_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(codes)))));
+        store4(out + 4 * i + 16, vreinterpretq_u32_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(codes)))));
+    }
+    sl_convert_rest(SL_I8, SL_F32, in + i, out + 4 * i, count - i);
+}
+
+static void sl_u8_to_f32_neon(const void *source, void *destination, size_t count) {
+    const uint8_t *in = source;
+    uint8_t *out = destination;
+    size_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        uint16x8_t codes = vmovl_u8(vld1_u8(in + i));
+        store4(out + 4 * i, vreinterpretq_u32_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(codes)))));
+        store4(out + 4 * i + 16, vreinterpretq_u32_f32(vcvtq_f32_u32(vmovl_u16(vget_high_u16(codes)))));
+    }
+    sl_convert_rest(SL_U8, SL_F32, in + i, out + 4 * i, count - i);
+}
+
 static float32x4_t load4_f32(const uint8_t *source) { return vreinterpretq_f32_u8(vld1q_u8(source)); }
 
 static void sl_f32_to_f16_neon(const void *source, void *destination, size_t count) {
@@ -80,6 +104,8 @@ static void sl_f32_to_bf16_neon(const void *source, void *destination, size_t co
 const sl_kernel sl_kernels_neon[] = {
     {SL_BF16, SL_F32, sl_bf16_to_f32_neon},
     {SL_F16, SL_F32, sl_f16_to_f32_neon},
+    {SL_I8, SL_F32, sl_i8_to_f32_neon},
+    {SL_U8, SL_F32, sl_u8_to_f32_neon},
     {SL_F32, SL_F16, sl_f32_to_f16_neon},
     {SL_F32, SL_BF16, sl_f32_to_bf16_neon},
     {-1, -1, NULL},
