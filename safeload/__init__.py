@@ -8,11 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .base.table import TensorInfo
-from .checkpoint import Checkpoint, load, open
-from .compat.safe_open import SafeSlice, _safe_open_handle, safe_open
-from .engine.load import LoadStats
-from .engine.quantized_tensor import QuantizedTensor
 from .errors import (
     ForbiddenError,
     FormatError,
@@ -23,11 +18,15 @@ from .errors import (
     TensorNotFoundError,
     UnsupportedError,
 )
-from .formats.registry import ROWS
 
 if TYPE_CHECKING:
+    from .base.table import TensorInfo
+    from .checkpoint import Checkpoint, load, open
+    from .compat.safe_open import SafeSlice, _safe_open_handle, safe_open
     from .compat.serialize import TensorMeta, TensorSpec, deserialize, serialize, serialize_file
     from .engine.cast import astype
+    from .engine.load import LoadStats
+    from .engine.quantized_tensor import QuantizedTensor
     from .models.layout import Layout, StackedTensor
     from .operations.convert import convert
     from .operations.diff import DiffReport, TensorDiff, diff
@@ -39,13 +38,18 @@ if TYPE_CHECKING:
     from .operations.validate.findings import Finding, Limits, ValidationReport
     from .operations.validate.run import validate
 
-# Modules of the other public names. Each is imported on first access to one of its names, so that `import safeload`
-# takes little longer than `import numpy`.
+# Modules of the public names, each imported on first access to one of its names: a program pays for what it uses, and
+# `safeload --help` for nothing.
 _LATER = {
     name: module
     for module, names in {
+        "base.table": ("TensorInfo",),
+        "checkpoint": ("Checkpoint", "load", "open"),
+        "compat.safe_open": ("SafeSlice", "_safe_open_handle", "safe_open"),
         "compat.serialize": ("TensorMeta", "TensorSpec", "deserialize", "serialize", "serialize_file"),
         "engine.cast": ("astype",),
+        "engine.load": ("LoadStats",),
+        "engine.quantized_tensor": ("QuantizedTensor",),
         "models.layout": ("Layout", "StackedTensor"),
         "operations.convert": ("convert",),
         "operations.diff": ("DiffReport", "TensorDiff", "diff"),
@@ -59,7 +63,7 @@ _LATER = {
     }.items()
     for name in names
 }
-_MODULES = ("layouts", "numpy", *(row.name for row in ROWS if row.public))
+_MODULES = ("layouts", "numpy")
 
 __all__ = [
     "HISTOGRAM_EDGES",
@@ -137,9 +141,9 @@ def show_config() -> None:
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in _MODULES:
-        return import_module(f".{name}", __name__)
     module = _LATER.get(name)
+    if module is None and name in _modules():
+        return import_module(f".{name}", __name__)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{module}", __name__), name)
@@ -147,4 +151,11 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_MODULES})
+    return sorted({*globals(), *_LATER, *_modules()})
+
+
+def _modules() -> tuple[str, ...]:
+    """Names of the public modules, those of formats included."""
+    from .formats.registry import ROWS
+
+    return (*_MODULES, *(row.name for row in ROWS if row.public))

@@ -294,8 +294,16 @@ def test_every_bench_has_a_section_in_the_report():
 
 
 def test_import_brings_little_more_than_numpy():
-    """What takes milliseconds comes when it is first needed: `import safeload` is to take 1.15 of numpy at most."""
-    code = "import sys, numpy; before = set(sys.modules); import safeload; print(*set(sys.modules) - before)"
+    """What takes milliseconds comes when it is first needed, also where `open` and `safe_open` are."""
+    code = "import sys, numpy; before = set(sys.modules); import safeload; safeload.open, safeload.safe_open; "
+    code += "print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     late = {"argparse", "json", "logging", "lzma", "ml_dtypes", "pathlib", "shutil", "textwrap", "zipfile"}
     assert not late & set(done.stdout.split())
+
+
+def test_import_alone_brings_no_numpy():
+    """The module of a public name is imported with its first access."""
+    code = "import sys, safeload; print('numpy' in sys.modules, 'numpy' in dir(safeload), len(safeload.__all__))"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[:2] == ["False", "True"]

@@ -245,6 +245,7 @@ def test_a_permission_error_keeps_its_class():
     code = """
 import os, sys
 import numpy, {0}
+{0}.safe_open  # what is imported on first access must be before that is forbidden
 os.chdir(sys.argv[1])
 if os.getuid() == 0:
     os.setgroups([])
@@ -269,6 +270,7 @@ def test_running_out_of_descriptors_keeps_its_class(tmp_path):
     code = """
 import os, resource, sys
 import numpy, {0}
+{0}.safe_open  # imported on first access, which takes descriptors
 limit = len(os.listdir("/proc/self/fd")) + 20
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 keep = []
