@@ -144,12 +144,10 @@ int32_t sl_absmax(int32_t tier, int32_t from, const void *source, uint64_t count
 /* Raises bits[i] to the bits of |source[i]|. */
 int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_t count);
 
-/* x * factor, rounded half away from zero and clamped to [-128, 127], NaN to 127; and the inverse. `each`: factors[i]
- * for element i, otherwise factors[0] for all. */
+/* x * factor, rounded half away from zero and clamped to [-128, 127], NaN to 127. `each`: factors[i] for element i,
+ * otherwise factors[0] for all. */
 int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors,
                    int32_t each);
-int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint64_t count, const float *factors,
-                     int32_t each);
 
 /* ---- statistics (kernels/stats.c, jobs/op_stats.c) ---- */
 
@@ -305,23 +303,25 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
  *   WRITE      memory to the file at `offset`
  *   APPEND     memory to the file's current position, in order, by one thread: pipes and devices
  *   INT8       any real dtype times the factors of its channels, rounded half away from zero, within [-128, 127]
- *   FROM_INT8  int8 times the factors of its channels, to `to`
  *   ABSMAX     any real dtype: memory holds a u32 for each channel, zero or the result of other jobs, and is raised
  *              to the bits of the largest |x| (infinity and NaN are larger than any number); factors are not used
  *   FINITE     any real dtype: writes nothing; an element that is not finite is SL_E_RANGE
- *   STATS      any real dtype, or int8 times the factors of its channels: an sl_stats for each segment, in order
- *   HISTOGRAM  the same, after SL_HISTOGRAM_BINS u64 that are added to */
+ *   STATS      any real dtype: an sl_stats for each segment, in order
+ *   HISTOGRAM  the same, after SL_HISTOGRAM_BINS u64 that are added to
+ *   RESTORE    packed codes to the numbers that they stand for (sl_packed), in f32, rounded once to `to`
+ * The source of a packed job is the f32 values that its codes stand for: `from` is SL_F32 and `size` 4 bytes for each
+ * of them. INT8, ABSMAX, FINITE, STATS and HISTOGRAM take packed codes whose order is that of the values. */
 #define SL_OP_COPY 0
 #define SL_OP_CONVERT 1
 #define SL_OP_GRID 2
 #define SL_OP_WRITE 3
 #define SL_OP_APPEND 4
 #define SL_OP_INT8 5
-#define SL_OP_FROM_INT8 6
-#define SL_OP_ABSMAX 7
-#define SL_OP_FINITE 8
-#define SL_OP_STATS 9
-#define SL_OP_HISTOGRAM 10
+#define SL_OP_ABSMAX 6
+#define SL_OP_FINITE 7
+#define SL_OP_STATS 8
+#define SL_OP_HISTOGRAM 9
+#define SL_OP_RESTORE 10
 #define SL_OP_COUNT 11
 
 const char *sl_op_name(int32_t op); /* "copy"; NULL when out of range */
@@ -337,12 +337,43 @@ typedef struct sl_grid {
     int64_t memory_row, memory_column;
 } sl_grid;
 
-/* Per-axis scales of int8 values. A channel is one index of the axis. */
+/* Channels of a tensor that becomes int8, each an index of an axis with a scale of its own. */
 typedef struct sl_channels {
     uint64_t count;       /* at least 1 */
     uint64_t inner;       /* element i belongs to channel i / inner % count; at least 1, whole blocks where count > 1 */
     const float *factors; /* one for each channel */
 } sl_channels;
+
+/* Layouts of packed codes: matrices of `rows` x `columns` codes, stored one after the other. */
+#define SL_LAYOUT_ROWS 0    /* a row is a little-endian bit stream, or 32-bit words that hold `word_codes` codes each */
+#define SL_LAYOUT_COLUMNS 1 /* a column is a little-endian bit stream over the 32-bit words in this column; GPTQ */
+#define SL_LAYOUT_WORDS 2   /* a row is 32-bit words of 8 codes of 4 bits in the order of AWQ's kernels */
+#define SL_LAYOUT_PLANES 3  /* n = rows * bits / 8 rows of bytes; row r is plane r / n of bytes r % n; 2 or 4 bits */
+#define SL_LAYOUT_COUNT 4
+
+/* Packed codes and the numbers that they stand for: value = (table[code] - zero) * scale + bias, times the factor of
+ * the column, each step rounded to f32. Scale, zero and bias are looked up in a grid over the matrix. */
+typedef struct sl_packed {
+    int32_t layout;      /* SL_LAYOUT_ROWS .. */
+    int32_t bits;        /* of a code, 1 to 8 */
+    int32_t codes;       /* with 8 bits and without a table: the dtype whose numbers the codes are */
+    int32_t word_codes;  /* of SL_LAYOUT_ROWS: codes in a 32-bit word, whose upper bits are unused; 0: a bit stream */
+    int32_t high_first;  /* a stream of 4 bits: the first code is in the high bits; PLANES: so is the first plane */
+    int32_t transpose;   /* values are stored as columns x rows */
+    int32_t forbidden;   /* of SL_LAYOUT_PLANES: a code that no writer stores, which is SL_E_FORMAT; -1: none */
+    int32_t interleaved; /* of SL_LAYOUT_PLANES: row r is plane r % (8 / bits) of bytes r / (8 / bits) */
+    uint64_t size;       /* stored bytes */
+    uint64_t matrices, rows, columns;
+    uint64_t row_bytes;                   /* from one stored row to the next */
+    const float *table;                   /* 2^bits numbers; NULL: `codes` */
+    uint64_t row_block, column_block;     /* rows and columns of a matrix that share an element of the grid */
+    uint64_t grid_rows, grid_columns;     /* elements of the grid of one matrix */
+    uint64_t grid_step;                   /* elements from the grid of one matrix to that of the next; 0: one for all */
+    const float *scales, *zeros, *biases; /* grids; NULL: none */
+    const uint32_t
+        *groups;          /* of each column (of each row: COLUMNS, WORDS) its column (row) of the grid; NULL: blocks */
+    const float *factors; /* of each column (of each row: COLUMNS, WORDS); NULL: none */
+} sl_packed;
 
 typedef struct sl_job {
     int32_t op;       /* SL_OP_COPY .. */
@@ -353,6 +384,7 @@ typedef struct sl_job {
     uint64_t size;               /* bytes of all elements at the source, whole blocks */
     const sl_grid *grid;         /* NULL: contiguous on both sides */
     const sl_channels *channels; /* NULL: values are not scaled */
+    const sl_packed *packed;     /* NULL: the source holds elements of `from` */
 } sl_job;
 
 /* Zero before the first call. */

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
-from .base import log
+from .base import dtypes, log
 from .base.arrays import Array
-from .base.table import TensorInfo, missing
-from .base.text import plural, show
+from .base.packing import CONFIG_KEY
+from .base.packing import Part as StoredPart
+from .base.table import TensorInfo, hidden, missing
+from .base.text import plural
 from .engine.delivery import Value
 from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, distinct, load_parts, parts_of
 from .engine.progress import Progress
 from .engine.views import Views
-from .engine.weight_file import WeightFile
-from .errors import UnsupportedError
+from .engine.weight_file import WeightFile, quantization_in
+from .errors import FormatError
 from .formats.opening import Found, OpenOptions, Paths, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
-from .formats.tensor_slice import TensorSlice
+from .formats.tensor_slice import TensorSlice, slice_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,12 +61,20 @@ class Checkpoint(Mapping[str, Value]):
 
     def __init__(self, found: Found) -> None:
         where, metadata = found.where, found.metadata
-        if found.format == SAFETENSORS:
+        stored = found.recipe is not None and found.recipe.stored
+        self._hidden: Mapping[str, str] = {}
+        self.ignored: Mapping[str, StoredPart] = {}
+        if found.format == SAFETENSORS and not stored:
             where = unpack_all(found.files, where)
-            # the tensors contain this information now
-            metadata = {key: value for key, value in metadata.items() if key != KEY}
-        self._path = found.title
-        self._open = found.files
+            metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
+            if any(dtypes.may_hold_codes(file.table.numbers) for file in found.files):
+                from .packed import logical  # only here: most checkpoints do not need it
+
+                complete = found.config is not None or found.index_file is not None
+                made = logical.make_logical(found.files, where, found.config, found.title, complete)
+                where, self._hidden, self.ignored = made
+        self.path = found.title  # internal, as are weight_files and ignored
+        self.weight_files: Sequence[WeightFile] = found.files
         self._where = where
         self._views = Views()
         self._tensors: Mapping[str, TensorInfo] | None = None
@@ -80,22 +90,6 @@ class Checkpoint(Mapping[str, Value]):
         self.config = found.config
         self.last_load: LoadStats | None = None
 
-    @property
-    def path(self) -> str:
-        """The path that was opened, as messages show it. Internal.
-
-        :meta private:
-        """
-        return self._path
-
-    @property
-    def weight_files(self) -> Sequence[WeightFile]:
-        """The open files that hold the tensors. Internal.
-
-        :meta private:
-        """
-        return self._open
-
     def entries(self, names: Iterable[str] | None = None) -> Sequence[Part]:
         """Name, file and index in the file's table, of the tensors named or of all in byte order. Internal.
 
@@ -104,11 +98,11 @@ class Checkpoint(Mapping[str, Value]):
         Raises:
             TensorNotFoundError: an unknown name.
         """
+        if names is not None and (self._where is not None or self._hidden):
+            return [(name, *self._locate(name)) for name in distinct(names)]
         if self._where is None:
-            return parts_of(self._open[0], names)
-        if names is None:
-            return [(name, file, index) for name, (file, index) in self._where.items()]
-        return [(name, *self._locate(name)) for name in distinct(names)]
+            return parts_of(self.weight_files[0], names)
+        return [(name, file, index) for name, (file, index) in self._where.items()]
 
     def codes(self) -> Mapping[str, Codes]:
         """The tensors that hold quantization codes, whose values mean nothing without their scales. Internal.
@@ -116,12 +110,19 @@ class Checkpoint(Mapping[str, Value]):
         :meta private:
         """
         if self._found_codes is None:
-            self._found_codes = self._find_codes()
+            from .packed import grouping  # only here: most loads do not need it
+
+            alone = self.config is None and self.format in _WITH_CONFIG
+            self._found_codes = grouping.codes_of(
+                self.weight_files, self.entries(), self.config, alone=alone, indexed=self.index is not None
+            )
         return self._found_codes
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:
+        if self._hidden and name in self._hidden and name not in self:
+            raise hidden(name, self._hidden[name], self.path)
         if self._where is None:
-            return self._open[0], self._open[0].table.index(name)
+            return self.weight_files[0], self.weight_files[0].table.index(name)
         found = self._where.get(name)
         if found is None:
             raise missing(name, list(self._where))
@@ -129,7 +130,7 @@ class Checkpoint(Mapping[str, Value]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError(f"{self._path} is closed")
+            raise ValueError(f"{self.path} is closed")
 
     def __getitem__(self, name: str) -> Value:
         self._check_open()
@@ -145,27 +146,25 @@ class Checkpoint(Mapping[str, Value]):
         return [part for part in known if self._where is None or self._where.get(part[0]) == part[1:]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._open[0].table.names if self._where is None else self._where)
+        return iter(self.weight_files[0].table.names if self._where is None else self._where)
 
     def __len__(self) -> int:
-        return self._open[0].table.count if self._where is None else len(self._where)
+        return self.weight_files[0].table.count if self._where is None else len(self._where)
 
     def __contains__(self, name: object) -> bool:
-        if not isinstance(name, str):
-            return False
-        return self._open[0].table.find(name) >= 0 if self._where is None else name in self._where
+        if self._where is not None:
+            return name in self._where
+        return isinstance(name, str) and self.weight_files[0].table.find(name) >= 0
 
     def __repr__(self) -> str:
         tensors, state = plural(len(self), "tensor"), ", closed" if self._closed else ""
-        return f"<Checkpoint {self._path!r}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
+        return f"<Checkpoint {self.path!r}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
 
     @property
     def nbytes(self) -> int:
         """Size in bytes of all tensors as stored in the files."""
-        sizes = {file: file.table.sizes() for file in self._open}
-        if self._where is None:
-            return sum(sizes[self._open[0]])
-        return sum(sizes[file][index] for file, index in self._where.values())
+        sizes = {file: file.table.sizes() for file in self.weight_files}
+        return sum(sizes[file][index] for _, file, index in self.entries())
 
     @property
     def named_globals(self) -> dict[str, bool]:
@@ -173,43 +172,34 @@ class Checkpoint(Mapping[str, Value]):
 
         Empty for other formats. Only with ``unknown_globals="inert"`` can any of them be off the list.
         """
-        return {name: harmless for file in self._open for name, harmless in file.table.named_globals.items()}
+        return {name: harmless for file in self.weight_files for name, harmless in file.table.named_globals.items()}
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Description of each tensor, by name."""
         if self._tensors is None:
-            self._tensors = MappingProxyType(self._make_tensors())
+            known = {file: file.infos() for file in self.weight_files}
+            self._tensors = MappingProxyType({name: known[file][k] for name, file, k in self.entries()})
         return self._tensors
 
-    def _make_tensors(self) -> dict[str, TensorInfo]:
-        known = {file: file.infos() for file in self._open}
-        return {name: known[file][index] for name, file, index in self.entries()}
-
-    def _find_codes(self) -> Mapping[str, Codes]:
-        from .packed import grouping  # only here: most loads do not need it
-
-        if not any(grouping.could_hold(file.table.rows) for file in self._open):
-            return {}
-        if self.config is not None or self.format not in _WITH_CONFIG:
-            return grouping.find(grouping.stored_of(self.entries()), self.config)
-        return grouping.find_alone(self.entries(), self.files, indexed=self.index is not None)
-
-    def get_slice(self, name: str) -> TensorSlice:
+    def get_slice(self, name: str, *, dtype: Any = None) -> TensorSlice:
         """A lazy tensor: indexing it reads only the selected elements, as in ``ckpt.get_slice("h.0.w")[:, :128]``.
+
+        Args:
+            name: of the tensor.
+            dtype: floating dtype that a packed tensor is dequantized to; None for float32.
+
+        Returns:
+            The slice. Of a packed tensor it reads the selected range of the first axis.
 
         Raises:
             TensorNotFoundError: an unknown name.
-            UnsupportedError: the tensor is quantized.
+            UnsupportedError: the tensor is in int8 or in blocks; ``dtype`` for one that is not packed.
         """
         self._check_open()
         file, index = self._locate(name)
-        if file.table.is_quantized(index):
-            raise UnsupportedError(
-                f"tensor {show(name)} is quantized: its parts are not read, only the whole", path=file.path, tensor=name
-            )
         options = Wanted() if self._recipe is None else self._recipe.options
-        return TensorSlice(file, index, options._replace(formats=(self.format,)))
+        return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
 
     @overload
     def load(
@@ -250,7 +240,8 @@ class Checkpoint(Mapping[str, Value]):
 
         Raises:
             TensorNotFoundError: an unknown name.
-            UnsupportedError: an unsupported conversion; ``dtype`` for codes, such as fp8 with a separate scale.
+            UnsupportedError: an unsupported conversion; ``dtype`` for codes of a family that is not dequantized, such
+                as GPTQ, or for stored ones.
             ValueError: an array of ``out`` that does not fit.
             FormatError: a file ends too early, with path and offset.
             OSError: a file cannot be read.
@@ -260,33 +251,33 @@ class Checkpoint(Mapping[str, Value]):
         if dtype is not None and (codes := self.codes()):
             from .packed import grouping
 
-            grouping.refuse(codes, (part[0] for part in parts), "dtype=", self._path)
+            grouping.refuse(codes, (part[0] for part in parts), "dtype=", self.path)
         arrays, self.last_load = load_parts(
             parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
         )
-        log.debug("loaded %s: %s", self._path, self.last_load)
+        log.debug("loaded %s: %s", self.path, self.last_load)
         return arrays
 
     def close(self) -> None:
         """Closes the files. Arrays stay valid: a mapping lives as long as its last array."""
         self._closed = True
         self._views.clear()
-        for file in self._open:
+        for file in self.weight_files:
             file.close()
 
     def _opened(self) -> Recipe:
         self._check_open()
         if self._recipe is None:
-            raise TypeError(f"{self._path} was not opened by safeload.open, and cannot be copied")
+            raise TypeError(f"{self.path} was not opened by safeload.open, and cannot be copied")
         return self._recipe
 
     def __reduce__(self) -> tuple[Any, ...]:
-        recipe, seen = tuple(self._opened()), seen_of(self._open, self._index)
         # Another process may be on another machine, where device and inode mean nothing.
-        return _reopen, (recipe, tuple((path, tuple(known[:2])) for path, known in seen))
+        seen = tuple((path, tuple(known[:2])) for path, known in seen_of(self.weight_files, self._index))
+        return _reopen, (tuple(self._opened()), seen, quantization_in(self.weight_files))
 
     def __copy__(self) -> Checkpoint:
-        return _reopen(self._opened(), seen_of(self._open, self._index))
+        return _reopen(self._opened(), seen_of(self.weight_files, self._index), quantization_in(self.weight_files))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoint:
         return self.__copy__()
@@ -294,14 +285,16 @@ class Checkpoint(Mapping[str, Value]):
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-def _reopen(recipe: Sequence[Any], seen: Seen) -> Checkpoint:
-    return Checkpoint(reopen(Recipe(*recipe), seen))
+def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Checkpoint:
+    made = Checkpoint(reopen(Recipe(*recipe), seen))
+    if quantization_in(made.weight_files) != quantization:
+        made.close()
+        raise FormatError("the quantization in config.json has changed since it was opened", made.path)
+    return made
 
 
 def open(
@@ -310,6 +303,7 @@ def open(
     format: str | None = None,
     root: str | None = None,
     unknown_globals: UnknownGlobals = "refuse",
+    stored: bool = False,
 ) -> Checkpoint:
     """Opens a weight file, a folder of them, an ``index.json`` or a list of files; no tensor is read.
 
@@ -328,6 +322,9 @@ def open(
             "refuse" it with an error that names them all, or keep them "inert", as placeholders, and read the tensors
             around them. They are neither imported nor called. In the names of tensors inside a placeholder its state
             appears as ``<state>``, its arguments as ``<args>``.
+        stored: whether to show the tensors as the files name them. Otherwise tensors are what they mean: a packed
+            weight of a quantized checkpoint appears once, under its logical name, as a `QuantizedTensor`, and its
+            scales vanish into it.
 
     Returns:
         The open checkpoint; ``with safeload.open(path) as checkpoint:`` closes it.
@@ -346,7 +343,7 @@ def open(
         ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
         ('F32', (128,))
     """
-    return Checkpoint(find(path, format, root, unknown_globals))
+    return Checkpoint(find(path, format, root, unknown_globals, stored))
 
 
 @overload
@@ -364,6 +361,7 @@ def load(
     format: str | None = None,
     root: str | None = None,
     unknown_globals: UnknownGlobals = "refuse",
+    stored: bool = False,
     dtype: Any = None,
     backend: Backend = "mmap",
     out: Mapping[str, Array] | None = None,
@@ -378,6 +376,7 @@ def load(
         format: see `open`.
         root: see `open`.
         unknown_globals: see `open`.
+        stored: see `open`.
         dtype: see `Checkpoint.load`.
         backend: see `Checkpoint.load`.
         out: see `Checkpoint.load`.
@@ -395,5 +394,5 @@ def load(
         >>> safeload.load("tiny-llama", ["model.norm.weight"], dtype="float32")["model.norm.weight"].dtype
         dtype('float32')
     """
-    with open(path, format=format, root=root, unknown_globals=unknown_globals) as checkpoint:
+    with open(path, format=format, root=root, unknown_globals=unknown_globals, stored=stored) as checkpoint:
         return checkpoint.load(names, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress)

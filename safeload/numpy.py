@@ -117,7 +117,8 @@ def load_file(
         FileNotFoundError: the file does not exist.
         FormatError: the file breaks the format, with the byte where it does.
         TensorNotFoundError: an unknown name.
-        UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale.
+        UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale, which only `safeload.load`
+            brings together.
         ValueError: an array of ``out`` that does not fit.
     """
     check_backend(backend)

@@ -10,6 +10,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 from builders.doc_examples import FLAGS, PAGES, ROOT, examples_of, make_files
+from builders.quantized import FIXTURES
 from sybil.example import SybilFailure
 
 import safeload
@@ -77,6 +78,18 @@ def test_the_guide_lists_every_code_of_a_finding():
     page = (ROOT / "docs" / "guide" / "validating.md").read_text("utf-8")
     rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`([a-z]+\.[a-z_]+)`", rows)) == used - {"index.json"}
+
+
+def test_the_guide_lists_every_label_of_a_packed_tensor():
+    """Numbers in labels, such as the length of a group, may be others."""
+    found = set()
+    for fixture in FIXTURES.values():
+        with safeload.open(fixture.path) as checkpoint:
+            found |= {re.sub(r"\d+", "0", info.dtype) for info in checkpoint.tensors.values() if len(info.parts) > 1}
+    page = (ROOT / "docs" / "guide" / "quantized-checkpoints.md").read_text("utf-8")
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| "))
+    assert len(found) > 12
+    assert found <= {re.sub(r"\d+", "0", text) for text in re.findall(r"`([^`]+)`", rows)}
 
 
 def _limits():

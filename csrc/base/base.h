@@ -11,7 +11,9 @@
 #define SL_PRINTF(format_index, first_index) __attribute__((format(printf, format_index, first_index)))
 #define SL_LIKELY(x) __builtin_expect(!!(x), 1)
 #define SL_INLINE static inline __attribute__((always_inline)) /* where an argument must become a constant */
+#define SL_PREFETCH_WRITE(address) __builtin_prefetch(address, 1)
 #else
+#define SL_PREFETCH_WRITE(address) ((void)(address))
 #define SL_PRINTF(format_index, first_index)
 #define SL_LIKELY(x) (x)
 #define SL_INLINE static inline

@@ -1,9 +1,8 @@
-/* Per-axis scales of a tensor (sl_channels): the channel of an element, and int8 codes times their scales. */
+/* Per-axis scales of a tensor (sl_channels): the channel of an element. */
 #ifndef SL_CHANNELS_H
 #define SL_CHANNELS_H
 
 #include "base/error.h"
-#include "kernels/quant.h"
 
 /* Refuses counts of zero, channels that begin within a block of `block` elements, and channels without factors where
  * values are `scaled`. */
@@ -30,10 +29,5 @@ static inline uint64_t sl_channels_run(const sl_channels *channels, uint64_t ele
     if (sl_channels_alternate(channels)) return sl_min_u64(count, channels->count - sl_channel_of(channels, element));
     return sl_channel_run(channels, element, count);
 }
-
-/* Dequantizes the `count` int8 at `codes` to f32 in the byte order of files. The first is element `element` of a
- * tensor. */
-void sl_channels_dequantize(const sl_channels *channels, const sl_quant *kernels, const uint8_t *codes,
-                            uint64_t element, uint64_t count, void *values);
 
 #endif

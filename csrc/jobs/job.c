@@ -1,6 +1,7 @@
 /* Jobs: chunks, pieces, and values as f32. */
 #include "jobs/job.h"
 
+#include "jobs/packed.h"
 #include "kernels/quant.h"
 
 int32_t sl_plan_pieces(const sl_job *job, uint64_t unit, uint64_t piece, uint64_t chunk, sl_plan *plan,
@@ -36,25 +37,19 @@ uint64_t sl_chunk_begin(const sl_job *job, const sl_plan *plan, uint64_t chunk) 
     return chunk == plan->chunks ? job->size : sl_min_u64(whole > less ? whole - less : 0, job->size);
 }
 
-/* Sets *source to the bytes [begin, begin + size) of a job's source: in place if it is memory, read into `staging` if
- * it is a file. */
-static int32_t fetch(const sl_job *job, uint64_t begin, uint64_t size, uint8_t *staging, const uint8_t **source,
-                     sl_error *error) {
-    if (job->file == SL_MEMORY) {
-        *source = sl_job_memory(job) + begin;
-        return SL_OK;
-    }
-    *source = staging;
-    return sl_file_read(job->file, job->offset + begin, staging, size, error);
-}
-
 int32_t sl_each_piece(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *staging, sl_piece_fn work,
                       void *context, sl_error *error) {
     uint64_t begin = sl_chunk_begin(job, plan, chunk), end = sl_chunk_begin(job, plan, chunk + 1);
     for (uint64_t some; begin < end; begin += some) {
         some = sl_min_u64(end - begin, plan->piece);
         const uint8_t *source;
-        int32_t status = fetch(job, begin, some, staging, &source, error);
+        int32_t status;
+        if (job->packed != NULL) {
+            status = sl_packed_restore(job, plan, sl_element_at(plan, begin), sl_element_at(plan, some), staging,
+                                       staging + plan->packed, error);
+            source = staging;
+        } else
+            status = sl_fetch(job, begin, some, staging, &source, error);
         if (status == SL_OK)
             status = work(context, source, sl_element_at(plan, begin), sl_element_at(plan, some), error);
         if (status != SL_OK) return status;
@@ -81,4 +76,36 @@ int32_t sl_check_finite(const void *values, uint64_t count, uint64_t index, sl_e
         return sl_fail(error, SL_E_RANGE, (int64_t)(index + i), "is %s: only finite numbers can be quantized", what);
     }
     return SL_OK;
+}
+
+int32_t sl_check_blocks(const sl_conversion *conversion, int32_t to, const uint8_t *source, const uint8_t *blocks,
+                        uint64_t count, uint64_t index, sl_error *error) {
+    uint64_t bad = sl_blocks_finite(to, blocks, count);
+    if (bad == count) return SL_OK;
+    uint64_t block = (uint64_t)conversion->to->block, unit = sl_conversion_unit(conversion);
+    /* The f32 values of the first unit with a bad block; room for the largest block. */
+    uint8_t values[256 * 4];
+    uint64_t begin = bad * block / unit * unit;
+    const uint8_t *at = source + sl_dtype_bytes(conversion->from, begin);
+    if (conversion->second != NULL)
+        conversion->first(at, values, (size_t)unit);
+    else
+        memcpy(values, at, (size_t)unit * 4);
+    const uint8_t *first = values + (bad * block - begin) * 4;
+    int32_t status = sl_check_finite(first, block, index + bad * block, error);
+    if (status != SL_OK) return status;
+    uint64_t largest = 0;
+    uint32_t bits = 0;
+    for (uint64_t i = 0; i < block; i++) {
+        uint32_t magnitude = sl_load_le32(first + 4 * i) & 0x7fffffff; /* magnitudes compare like their bits */
+        if (magnitude > bits) {
+            bits = magnitude;
+            largest = i;
+        }
+    }
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return sl_fail(error, SL_E_RANGE, (int64_t)(index + bad * block + largest),
+                   "has magnitude %g, too large for %s: float16 could not hold the scale of its block", (double)value,
+                   conversion->to->name);
 }

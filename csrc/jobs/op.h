@@ -4,12 +4,12 @@
 
 #include "jobs/job.h"
 
-/* Whether an operation takes a grid or channels. */
+/* Whether an operation takes a grid, channels or packed codes. */
 typedef enum sl_takes { SL_TAKES_NONE, SL_TAKES_ANY, SL_NEEDS } sl_takes;
 
 typedef struct sl_op {
     const char *name; /* for messages */
-    sl_takes grid, channels;
+    sl_takes grid, channels, packed;
     /* Checks the job and fills in the plan, which is zero except for the tier. */
     int32_t (*plan)(const sl_job *job, sl_plan *plan, sl_error *error);
     /* Processes a chunk. `scratch` is the thread's own, plan->scratch bytes aligned for any type. */
@@ -22,10 +22,10 @@ extern const sl_op sl_op_grid;
 extern const sl_op sl_op_write;
 extern const sl_op sl_op_append;
 extern const sl_op sl_op_int8;
-extern const sl_op sl_op_from_int8;
 extern const sl_op sl_op_absmax;
 extern const sl_op sl_op_finite;
 extern const sl_op sl_op_stats;
 extern const sl_op sl_op_histogram;
+extern const sl_op sl_op_restore;
 
 #endif

@@ -1,4 +1,4 @@
-/* The operations SL_OP_INT8 and SL_OP_FROM_INT8: numbers to int8 codes and back, with per-axis factors. */
+/* The operation SL_OP_INT8: numbers to int8 codes, with per-axis factors. */
 #include "jobs/channels.h"
 #include "jobs/op.h"
 #include "kernels/tier.h"
@@ -10,22 +10,11 @@ typedef struct work {
     float *values; /* SL_VALUES of them */
 } work;
 
-static int32_t plan_values(const sl_job *job, sl_plan *plan, sl_error *error) {
-    int32_t status = sl_channels_check(job->channels, (uint64_t)sl_dtype_get(job->from)->block, true, error);
-    return status == SL_OK ? sl_plan_values(job, plan, error) : status;
-}
-
-static int32_t run_values(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_piece_fn each,
-                          sl_error *error) {
-    work self = {job, plan, sl_tier_quant(plan->tier), (float *)(void *)(scratch + SL_STAGING)};
-    return sl_each_piece(job, plan, chunk, scratch, each, &self, error);
-}
-
-/* ---- to int8 ---- */
-
 static int32_t plan_int8(const sl_job *job, sl_plan *plan, sl_error *error) {
     int32_t status = sl_plan_floats(job, plan, error);
-    return status == SL_OK ? plan_values(job, plan, error) : status;
+    if (status != SL_OK) return status;
+    status = sl_channels_check(job->channels, (uint64_t)sl_dtype_get(job->from)->block, true, error);
+    return status == SL_OK ? sl_plan_values(job, plan, error) : status;
 }
 
 static int32_t quantize(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {
@@ -48,40 +37,8 @@ static int32_t quantize(void *context, const uint8_t *source, uint64_t element, 
 }
 
 static int32_t run_int8(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
-    return run_values(job, plan, chunk, scratch, quantize, error);
+    work self = {job, plan, sl_tier_quant(plan->tier), (float *)(void *)(scratch + SL_STAGING)};
+    return sl_each_piece(job, plan, chunk, scratch, quantize, &self, error);
 }
 
-const sl_op sl_op_int8 = {"int8", SL_TAKES_NONE, SL_NEEDS, plan_int8, run_int8};
-
-/* ---- from int8 ---- */
-
-static int32_t plan_from_int8(const sl_job *job, sl_plan *plan, sl_error *error) {
-    const sl_dtype_info *to = sl_dtype_get(job->to);
-    if (job->from != SL_I8) return sl_fail(error, SL_E_ARGUMENT, -1, "dtype %d is not int8", job->from);
-    if (to == NULL || to->block != 1) return sl_fail(error, SL_E_ARGUMENT, -1, "int8 cannot become dtype %d", job->to);
-    if (job->to != SL_F32 && !sl_conversion_find(plan->tier, SL_F32, job->to, &plan->conversion))
-        return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from f32 to dtype %d", job->to);
-    return plan_values(job, plan, error);
-}
-
-static int32_t from_int8(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {
-    const work *self = context;
-    const sl_job *job = self->job;
-    const sl_dtype_info *to = sl_dtype_get(job->to);
-    (void)error;
-    for (uint64_t end = element + count, some; element < end; element += some, source += some) {
-        uint8_t *out = (uint8_t *)job->memory + sl_dtype_bytes(to, element);
-        some = sl_min_u64(end - element, SL_VALUES);
-        void *values = job->to == SL_F32 ? (void *)out : self->values;
-        sl_channels_dequantize(job->channels, &self->kernels, source, element, some, values);
-        if (values != out) sl_conversion_run(&self->plan->conversion, values, out, (size_t)some);
-    }
-    return SL_OK;
-}
-
-static int32_t run_from_int8(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch,
-                             sl_error *error) {
-    return run_values(job, plan, chunk, scratch, from_int8, error);
-}
-
-const sl_op sl_op_from_int8 = {"from int8", SL_TAKES_NONE, SL_NEEDS, plan_from_int8, run_from_int8};
+const sl_op sl_op_int8 = {"int8", SL_TAKES_NONE, SL_NEEDS, SL_TAKES_ANY, plan_int8, run_int8};

@@ -1,6 +1,5 @@
 /* The operations SL_OP_STATS and SL_OP_HISTOGRAM: statistics of each segment, without and with a histogram of the whole
  * tensor. */
-#include "jobs/channels.h"
 #include "jobs/op.h"
 #include "kernels/tier.h"
 #include "platform/platform.h"
@@ -22,13 +21,7 @@ static int32_t accumulated_as(const sl_job *job) {
 static int32_t plan_stats(const sl_job *job, sl_plan *plan, sl_error *error) {
     const sl_dtype_info *from = sl_dtype_get(job->from);
     if (from == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "unknown dtype %d", job->from);
-    int32_t status = SL_OK;
-    if (job->channels != NULL && job->from != SL_I8)
-        status = sl_fail(error, SL_E_ARGUMENT, -1, "channels apply to int8 only, not to dtype %d", job->from);
-    else if (job->channels != NULL)
-        status = sl_channels_check(job->channels, 1, true, error);
-    else if (accumulated_as(job) == SL_F32)
-        status = sl_plan_floats(job, plan, error);
+    int32_t status = accumulated_as(job) == SL_F32 ? sl_plan_floats(job, plan, error) : SL_OK;
     if (status != SL_OK) return status;
     status = sl_plan_pieces(job, (uint64_t)from->block, SL_STATS_BLOCK, SL_STATS_SEGMENT, plan, error);
     plan->scratch += SL_STATS_BLOCK * (sizeof(double) + sizeof(float)) + sizeof(sl_exponents);
@@ -42,7 +35,6 @@ typedef struct work {
     const sl_job *job;
     const sl_plan *plan;
     sl_accumulator accumulator;
-    sl_quant kernels;
     sl_stats *records;
     double *doubles;         /* SL_STATS_BLOCK of them */
     float *floats;           /* SL_STATS_BLOCK of them */
@@ -50,12 +42,8 @@ typedef struct work {
 } work;
 
 /* A block's values as the accumulator takes them. */
-static const void *values(const work *self, const uint8_t *source, uint64_t element, size_t count) {
+static const void *values(const work *self, const uint8_t *source, size_t count) {
     const sl_job *job = self->job;
-    if (job->channels != NULL) {
-        sl_channels_dequantize(job->channels, &self->kernels, source, element, count, self->floats);
-        return self->floats;
-    }
     if (job->from == self->accumulator.from) return source;
     if (self->accumulator.from == SL_F64) {
         sl_stats_widen(job->from, source, self->doubles, count);
@@ -73,7 +61,7 @@ static int32_t add(void *context, const uint8_t *source, uint64_t element, uint6
         sl_stats *record = &self->records[element / SL_STATS_SEGMENT];
         if (element % SL_STATS_SEGMENT == 0) sl_stats_clear(record);
         some = sl_min_u64(end - element, SL_STATS_BLOCK);
-        const void *block = values(self, source, element, (size_t)some);
+        const void *block = values(self, source, (size_t)some);
         if (self->exponents != NULL && self->accumulator.from == SL_F32)
             sl_exponents_f32(self->exponents, block, (size_t)some);
         if (self->exponents != NULL && self->accumulator.from == SL_F64)
@@ -97,7 +85,6 @@ static int32_t run_stats(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     uint8_t *spare = scratch + SL_STAGING;
     work self = {.job = job, .plan = plan, .records = job->memory, .doubles = (double *)(void *)spare};
     self.accumulator = sl_accumulator_find(plan->tier, accumulated_as(job));
-    if (job->channels != NULL) self.kernels = sl_tier_quant(plan->tier);
     self.floats = (float *)(void *)(spare + SL_STATS_BLOCK * sizeof(double));
     if (job->op == SL_OP_HISTOGRAM) {
         self.records = (sl_stats *)(void *)(bins + SL_HISTOGRAM_BINS);
@@ -111,5 +98,5 @@ static int32_t run_stats(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     return SL_OK;
 }
 
-const sl_op sl_op_stats = {"stats", SL_TAKES_NONE, SL_TAKES_ANY, plan_stats, run_stats};
-const sl_op sl_op_histogram = {"histogram", SL_TAKES_NONE, SL_TAKES_ANY, plan_stats, run_stats};
+const sl_op sl_op_stats = {"stats", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_ANY, plan_stats, run_stats};
+const sl_op sl_op_histogram = {"histogram", SL_TAKES_NONE, SL_TAKES_NONE, SL_TAKES_ANY, plan_stats, run_stats};

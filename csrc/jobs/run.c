@@ -2,13 +2,14 @@
 #include <stdlib.h>
 
 #include "jobs/op.h"
+#include "jobs/packed.h"
 #include "platform/parallel.h"
 
 static const sl_op *const OPS[SL_OP_COUNT] = {
-    [SL_OP_COPY] = &sl_op_copy,           [SL_OP_CONVERT] = &sl_op_convert,     [SL_OP_GRID] = &sl_op_grid,
-    [SL_OP_WRITE] = &sl_op_write,         [SL_OP_APPEND] = &sl_op_append,       [SL_OP_INT8] = &sl_op_int8,
-    [SL_OP_FROM_INT8] = &sl_op_from_int8, [SL_OP_ABSMAX] = &sl_op_absmax,       [SL_OP_FINITE] = &sl_op_finite,
-    [SL_OP_STATS] = &sl_op_stats,         [SL_OP_HISTOGRAM] = &sl_op_histogram,
+    [SL_OP_COPY] = &sl_op_copy,           [SL_OP_CONVERT] = &sl_op_convert, [SL_OP_GRID] = &sl_op_grid,
+    [SL_OP_WRITE] = &sl_op_write,         [SL_OP_APPEND] = &sl_op_append,   [SL_OP_INT8] = &sl_op_int8,
+    [SL_OP_ABSMAX] = &sl_op_absmax,       [SL_OP_FINITE] = &sl_op_finite,   [SL_OP_STATS] = &sl_op_stats,
+    [SL_OP_HISTOGRAM] = &sl_op_histogram, [SL_OP_RESTORE] = &sl_op_restore,
 };
 
 /* Each thread's scratch is a multiple of this, so that the next one is aligned for any type too. */
@@ -28,7 +29,11 @@ static int32_t plan_job(const sl_job *job, int32_t tier, sl_plan *plan, sl_error
     const sl_op *op = OPS[job->op];
     int32_t status = check_taken(op, "a grid", op->grid, job->grid != NULL, error);
     if (status == SL_OK) status = check_taken(op, "channels", op->channels, job->channels != NULL, error);
-    return status == SL_OK ? op->plan(job, plan, error) : status;
+    if (status == SL_OK) status = check_taken(op, "packed codes", op->packed, job->packed != NULL, error);
+    if (status == SL_OK && job->packed != NULL) status = sl_packed_check(job, job->op == SL_OP_RESTORE, error);
+    if (status == SL_OK) status = op->plan(job, plan, error);
+    if (status == SL_OK && job->packed != NULL) sl_packed_plan(job, plan);
+    return status;
 }
 
 typedef struct run {

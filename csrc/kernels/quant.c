@@ -48,14 +48,3 @@ int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64
         quant.to_int8(source, destination, (size_t)count, *factors);
     return SL_OK;
 }
-
-int32_t sl_from_int8(int32_t tier, const int8_t *source, void *destination, uint64_t count, const float *factors,
-                     int32_t each) {
-    if (!sl_tier_available(tier)) return SL_E_ARGUMENT;
-    sl_quant quant = sl_tier_quant(tier);
-    if (each)
-        quant.from_int8_each(source, destination, (size_t)count, factors);
-    else
-        quant.from_int8(source, destination, (size_t)count, *factors);
-    return SL_OK;
-}

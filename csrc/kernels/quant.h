@@ -70,9 +70,6 @@ typedef struct sl_quant {
     /* source * factor, rounded half away from zero, within [-128, 127]; NaN becomes 127. */
     void (*to_int8)(const void *source, int8_t *destination, size_t count, float factor);
     void (*to_int8_each)(const void *source, int8_t *destination, size_t count, const float *factors);
-    /* source * factor, as f32. */
-    void (*from_int8)(const int8_t *source, void *destination, size_t count, float factor);
-    void (*from_int8_each)(const int8_t *source, void *destination, size_t count, const float *factors);
 } sl_quant;
 
 extern const sl_quant sl_quant_scalar;

@@ -135,22 +135,6 @@ TARGET static void store_values(uint8_t *out, __m128i codes, __m256 factors) {
 
 TARGET static __m128i load_8(const int8_t *codes) { return _mm_loadl_epi64((const __m128i *)codes); }
 
-TARGET static void sl_int8_to_f32_avx2(const int8_t *source, void *destination, size_t count, float factor) {
-    uint8_t *out = destination;
-    __m256 all = _mm256_set1_ps(factor);
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) store_values(out + 4 * i, load_8(source + i), all);
-    sl_quant_scalar.from_int8(source + i, out + 4 * i, count - i, factor);
-}
-
-TARGET static void sl_int8_to_f32_each_avx2(const int8_t *source, void *destination, size_t count,
-                                            const float *factors) {
-    uint8_t *out = destination;
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) store_values(out + 4 * i, load_8(source + i), _mm256_loadu_ps(factors + i));
-    sl_quant_scalar.from_int8_each(source + i, out + 4 * i, count - i, factors + i);
-}
-
 const sl_quant sl_quant_avx2 = {
     .absmax_f32 = sl_absmax_f32_avx2,
     .absmax_bf16 = sl_absmax_bf16_avx2,
@@ -158,8 +142,6 @@ const sl_quant sl_quant_avx2 = {
     .absmax_each = sl_absmax_each_avx2,
     .to_int8 = sl_f32_to_int8_avx2,
     .to_int8_each = sl_f32_to_int8_each_avx2,
-    .from_int8 = sl_int8_to_f32_avx2,
-    .from_int8_each = sl_int8_to_f32_each_avx2,
 };
 
 /* ---- f32 to blocks ---- */

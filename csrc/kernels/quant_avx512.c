@@ -52,18 +52,9 @@ TARGET static void store_values(uint8_t *out, const int8_t *codes, __m512 factor
     _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_cvtepi32_ps(wide), factors));
 }
 
-TARGET static void sl_int8_to_f32_avx512(const int8_t *source, void *destination, size_t count, float factor) {
-    uint8_t *out = destination;
-    __m512 all = _mm512_set1_ps(factor);
-    size_t i = 0;
-    for (; i + 16 <= count; i += 16) store_values(out + 4 * i, source + i, all);
-    sl_quant_scalar.from_int8(source + i, out + 4 * i, count - i, factor);
-}
-
 const sl_quant sl_quant_avx512 = {
     .to_int8 = sl_f32_to_int8_avx512,
     .to_int8_each = sl_f32_to_int8_each_avx512,
-    .from_int8 = sl_int8_to_f32_avx512,
 };
 
 /* ---- f32 to blocks ---- */

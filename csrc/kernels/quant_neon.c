@@ -115,22 +115,6 @@ static void store_values(uint8_t *out, int8x8_t codes, float32x4_t low, float32x
     store_f32(out, 1, vmulq_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide))), high));
 }
 
-static void sl_int8_to_f32_neon(const int8_t *source, void *destination, size_t count, float factor) {
-    uint8_t *out = destination;
-    float32x4_t all = vdupq_n_f32(factor);
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) store_values(out + 4 * i, vld1_s8(source + i), all, all);
-    sl_quant_scalar.from_int8(source + i, out + 4 * i, count - i, factor);
-}
-
-static void sl_int8_to_f32_each_neon(const int8_t *source, void *destination, size_t count, const float *factors) {
-    uint8_t *out = destination;
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8)
-        store_values(out + 4 * i, vld1_s8(source + i), vld1q_f32(factors + i), vld1q_f32(factors + i + 4));
-    sl_quant_scalar.from_int8_each(source + i, out + 4 * i, count - i, factors + i);
-}
-
 const sl_quant sl_quant_neon = {
     .absmax_f32 = sl_absmax_f32_neon,
     .absmax_bf16 = sl_absmax_bf16_neon,
@@ -138,8 +122,6 @@ const sl_quant sl_quant_neon = {
     .absmax_each = sl_absmax_each_neon,
     .to_int8 = sl_f32_to_int8_neon,
     .to_int8_each = sl_f32_to_int8_each_neon,
-    .from_int8 = sl_int8_to_f32_neon,
-    .from_int8_each = sl_int8_to_f32_each_neon,
 };
 
 /* ---- f32 to blocks ---- */

@@ -58,10 +58,6 @@ static void sl_int8_to_f32_scalar(const int8_t *source, void *destination, size_
     for (size_t i = 0; i < count; i++) store_float(destination, i, (float)source[i] * factor);
 }
 
-static void sl_int8_to_f32_each_scalar(const int8_t *source, void *destination, size_t count, const float *factors) {
-    for (size_t i = 0; i < count; i++) store_float(destination, i, (float)source[i] * factors[i]);
-}
-
 const sl_quant sl_quant_scalar = {
     .absmax_f32 = sl_absmax_f32_scalar,
     .absmax_bf16 = sl_absmax_bf16_scalar,
@@ -69,8 +65,6 @@ const sl_quant sl_quant_scalar = {
     .absmax_each = sl_absmax_each_scalar,
     .to_int8 = sl_f32_to_int8_scalar,
     .to_int8_each = sl_f32_to_int8_each_scalar,
-    .from_int8 = sl_int8_to_f32_scalar,
-    .from_int8_each = sl_int8_to_f32_each_scalar,
 };
 
 /* ---- f32 to blocks ---- */

@@ -22,7 +22,8 @@ static const struct {
     bool (*available)(void);     /* on this processor; NULL where the compiler does not have it */
     int32_t below;               /* the tier to fall back to */
     const sl_kernel *convert[4]; /* tables, NULL-terminated */
-    const sl_quant *quant;       /* may hold NULLs */
+    const sl_quant *quant;       /* may hold NULLs, as may `restore` */
+    const sl_restore *restore;
     const sl_lanes_kernel *stats;
 } TIERS[SL_TIER_COUNT] = {
     [SL_TIER_SCALAR] = {"scalar",
@@ -30,23 +31,35 @@ static const struct {
                         NOTHING_BELOW,
                         {sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels},
                         &sl_quant_scalar,
+                        &sl_restore_scalar,
                         sl_lanes_scalar},
 #ifdef SL_X86
-    [SL_TIER_AVX2] =
-        {"avx2", has_avx2, SL_TIER_SCALAR, {sl_kernels_avx2, sl_quant_kernels_avx2}, &sl_quant_avx2, sl_lanes_avx2},
+    [SL_TIER_AVX2] = {"avx2",
+                      has_avx2,
+                      SL_TIER_SCALAR,
+                      {sl_kernels_avx2, sl_quant_kernels_avx2},
+                      &sl_quant_avx2,
+                      &sl_restore_avx2,
+                      sl_lanes_avx2},
     [SL_TIER_AVX512] = {"avx512",
                         has_avx512,
                         SL_TIER_AVX2,
                         {sl_kernels_avx512, sl_quant_kernels_avx512},
                         &sl_quant_avx512,
+                        &sl_restore_avx512,
                         sl_lanes_avx512},
 #else
     [SL_TIER_AVX2] = {.name = "avx2", .below = SL_TIER_SCALAR},
     [SL_TIER_AVX512] = {.name = "avx512", .below = SL_TIER_AVX2},
 #endif
 #ifdef SL_NEON
-    [SL_TIER_NEON] =
-        {"neon", has_neon, SL_TIER_SCALAR, {sl_kernels_neon, sl_quant_kernels_neon}, &sl_quant_neon, sl_lanes_neon},
+    [SL_TIER_NEON] = {"neon",
+                      has_neon,
+                      SL_TIER_SCALAR,
+                      {sl_kernels_neon, sl_quant_kernels_neon},
+                      &sl_quant_neon,
+                      &sl_restore_neon,
+                      sl_lanes_neon},
 #else
     [SL_TIER_NEON] = {.name = "neon", .below = SL_TIER_SCALAR},
 #endif
@@ -82,8 +95,21 @@ sl_quant sl_tier_quant(int32_t tier) {
         TAKE(absmax_each);
         TAKE(to_int8);
         TAKE(to_int8_each);
-        TAKE(from_int8);
-        TAKE(from_int8_each);
+#undef TAKE
+    }
+    return found;
+}
+
+sl_restore sl_tier_restore(int32_t tier) {
+    sl_restore found = {0};
+    FOR_EACH(t, tier) {
+        const sl_restore *own = TIERS[t].restore;
+        if (own == NULL) continue;
+#define TAKE(kernel) found.kernel = found.kernel != NULL ? found.kernel : own->kernel
+        TAKE(nibbles);
+        TAKE(plane);
+        TAKE(words);
+        TAKE(scale);
 #undef TAKE
     }
     return found;

@@ -5,6 +5,7 @@
 
 #include "kernels/convert.h"
 #include "kernels/quant.h"
+#include "kernels/restore.h"
 #include "kernels/stats.h"
 
 /* The kernel of a direct conversion; NULL when there is none. */
@@ -12,6 +13,9 @@ sl_convert_fn sl_tier_convert(int32_t tier, int32_t from, int32_t to);
 
 /* The kernels of int8; none is NULL. */
 sl_quant sl_tier_quant(int32_t tier);
+
+/* The kernels of dequantization; none is NULL. */
+sl_restore sl_tier_restore(int32_t tier);
 
 /* The kernel of statistics of a dtype; NULL when there is none. */
 sl_lanes_fn sl_tier_lanes(int32_t tier, int32_t from);

@@ -83,6 +83,24 @@ BY_NAME = {row.name: row for row in TABLE}
 # Block types of GGUF, by lower-case name.
 BLOCK_TYPES = {row.name: row for row in map(_row, range(lib.SL_GGML, lib.SL_DTYPE_LIMIT)) if row is not None}
 BY_NUMBER = {row.number: row for row in (*TABLE, *BLOCK_TYPES.values())}
+# Dtypes that may store codes: numbers that mean nothing without a scale, which is another tensor. F8_E8M0 holds powers
+# of two: it is a dtype of scales, never of codes.
+FLOAT_CODES = frozenset(row.code for row in TABLE if row.floating and row.bits <= 8) - {"F8_E8M0"}
+INTEGER_CODES = frozenset(("I8", "U8", "I16", "I32", "U32"))
+_NO_CODES = bytes(row.number for row in BY_NUMBER.values() if row.code not in FLOAT_CODES | INTEGER_CODES)
+
+
+def may_hold_codes(numbers: bytes) -> bool:
+    """Whether any of the dtypes with these numbers may store codes."""
+    return bool(numbers.translate(None, _NO_CODES))
+
+
+@cache
+def of_number(number: int) -> Dtype:
+    """The row of a number, which may be one that jobs only quantize to, such as ``SL_Q4_0_ABSMAX``."""
+    row = _row(number)
+    assert row is not None
+    return row
 
 
 @cache

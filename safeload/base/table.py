@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, pairwise
-from math import prod
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import TensorNotFoundError
 from . import dtypes
 from .native import ffi, pointer, short
-from .text import clip, printable
+from .packing import Packed
+from .text import clip, printable, show
 
 # With more names than this a missing one is reported without suggestions: difflib compares with each of them.
 _SUGGEST_UP_TO = 5_000
@@ -30,11 +29,12 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         name: its name.
-        dtype: its code, such as "BF16".
+        dtype: its code, such as "BF16", or the label of its scheme if it is packed, such as "fp8 128x128".
         shape: logical shape, outermost axis first.
-        nbytes: bytes of its elements, as in the file.
+        nbytes: bytes of its elements, as in the file; of all parts of a packed tensor.
         file: path of the file that holds it.
         offset: byte in that file where its data begins.
+        parts: names in the files of the tensors that it is made of: its own, unless it is packed.
     """
 
     name: str
@@ -43,6 +43,7 @@ class TensorInfo(NamedTuple):
     nbytes: int
     file: str
     offset: int
+    parts: tuple[str, ...] = ()
 
 
 class Columns(NamedTuple):
@@ -69,7 +70,7 @@ class Table:
         shaped: whether any tensor may be non-contiguous, big-endian or share bytes with others: see `strides`,
             `big_endian` and `together`. False: each is C-contiguous, little-endian and has no aliases.
         big_endian: whether elements are big-endian.
-        quantized: whether any tensor may be in blocks, or int8 with a scale.
+        quantized: whether any tensor may be in blocks, packed, or int8 with a scale.
         named_globals: globals that a pickle in the file names, and whether each is on the list of harmless ones.
     """
 
@@ -169,8 +170,13 @@ class Table:
     def rows(self) -> list[dtypes.Dtype]:
         """Rows of the dtype table."""
         if self._rows is None:
-            self._rows = [dtypes.BY_NUMBER[number] for number in self._bytes("dtypes", self.count)]
+            self._rows = [dtypes.BY_NUMBER[number] for number in self.numbers]
         return self._rows
+
+    @property
+    def numbers(self) -> bytes:
+        """Numbers of the dtypes."""
+        return self._bytes("dtypes", self.count)
 
     def shape(self, index: int) -> tuple[int, ...]:
         """Logical shape of one tensor, without decoding the others."""
@@ -206,8 +212,7 @@ class Table:
         return Columns(*pick, [begins[i] for i in indices], [ends[i] for i in indices])
 
     def _all_columns(self) -> Columns:
-        numbers = self._bytes("dtypes", self.count)
-        return Columns(numbers, self.shapes, self._column("begins", self.count), self._column("ends", self.count))
+        return Columns(self.numbers, self.shapes, self._column("begins", self.count), self._column("ends", self.count))
 
     def sizes(self) -> list[int]:
         """Size of each tensor's elements in bytes."""
@@ -225,9 +230,15 @@ class Table:
         """The scales of one tensor where it is quantized int8, else None."""
         return None
 
+    def packed(self, index: int) -> Packed | None:
+        """The codes and scales of one tensor where it is packed, else None."""
+        return None
+
     def is_quantized(self, index: int) -> bool:
-        """Whether one tensor is in blocks, or int8 with a scale."""
-        return self.quantized and (self.row(index).blocked or self.scale(index) is not None)
+        """Whether one tensor is in blocks, packed, or int8 with a scale."""
+        if not self.quantized:
+            return False
+        return self.row(index).blocked or self.scale(index) is not None or self.packed(index) is not None
 
     def metadata(self) -> Mapping[str, Any] | None:
         """``__metadata__``; None when the file has none. The last value of a duplicate key counts."""
@@ -256,136 +267,10 @@ class Scale(NamedTuple):
     end: int
 
 
-class Listing(NamedTuple):
-    """One tensor of a `ListedTable`.
-
-    Attributes:
-        name: its name.
-        row: row of the dtype table.
-        shape: logical shape.
-        begin: first byte in the file.
-        end: one past its last byte in the file.
-        strides: bytes between neighbours along each axis; None for C order.
-        scale: scales of quantized int8.
-    """
-
-    name: str
-    row: dtypes.Dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    strides: tuple[int, ...] | None = None
-    scale: Scale | None = None
-
-
-class ListedTable(Table):
-    """A table built in Python, for formats that are read in Python: in the order given; tensors may share bytes.
-
-    Args:
-        tensors: checked by the caller: names are unique, byte ranges are inside the file, shapes and strides stay
-            inside the byte ranges.
-        metadata: everything else in the file.
-        big_endian: whether elements are big-endian.
-        named_globals: see `Table`.
-    """
-
-    def __init__(
-        self,
-        tensors: Iterable[Listing],
-        metadata: Mapping[str, Any] | None = None,
-        *,
-        big_endian: bool = False,
-        named_globals: Mapping[str, bool] | None = None,
-    ) -> None:
-        self._names, self._shapes, self._rows = [], [], []
-        self._index = None
-        # Numbers in compact arrays, strides and scales only where present: a file may have a tensor every 14 bytes.
-        self._begins, self._ends = array("Q"), array("Q")
-        self._strides: dict[int, tuple[int, ...]] = {}
-        self._scales: dict[int, Scale] = {}
-        for index, (name, row, shape, begin, end, strides, scale) in enumerate(tensors):
-            self._names.append(name)
-            self._rows.append(row)
-            self._shapes.append(shape)
-            self._begins.append(begin)
-            self._ends.append(end)
-            if strides is not None:
-                self._strides[index] = strides
-            if scale is not None:
-                self._scales[index] = scale
-        self.count = len(self._names)
-        self.big_endian = big_endian
-        self.quantized = bool(self._scales) or any(row.blocked for row in self._rows)
-        self._metadata = metadata
-        self.named_globals = named_globals or {}
-        self._groups = _overlapping(self._begins, self._ends)
-        self.shaped = big_endian or bool(self._groups) or bool(self._strides)
-
-    def find(self, name: str) -> int:
-        """Index of a tensor, -1 when there is none."""
-        if self._index is None:
-            self._index = {known: index for index, known in enumerate(self.names)}
-        return self._index.get(name, -1)
-
-    def sorted_names(self) -> list[str]:
-        """Names in ascending order of their code points."""
-        return sorted(self.names)
-
-    def row(self, index: int) -> dtypes.Dtype:
-        """Row of the dtype table of one tensor."""
-        return self.rows[index]
-
-    def byte_range(self, index: int) -> tuple[int, int]:
-        """Bytes of one tensor in the file: [begin, end), including bytes of others between its elements."""
-        return self._begins[index], self._ends[index]
-
-    def byte_ranges(self) -> list[tuple[int, int]]:
-        """Bytes of each tensor in the file."""
-        return list(zip(self._begins, self._ends, strict=True))
-
-    def _all_columns(self) -> Columns:
-        return Columns(bytes([row.number for row in self.rows]), self.shapes, self._begins, self._ends)
-
-    def sizes(self) -> list[int]:
-        """Size of each tensor's elements in bytes, without gaps between them; a repeated element counts each time."""
-        return [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
-
-    def strides(self, index: int) -> tuple[int, ...] | None:
-        """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
-        return self._strides.get(index)
-
-    def together(self, index: int) -> list[int]:
-        """One tensor and those that share bytes with it, in ascending order."""
-        return self._groups.get(index, [index])
-
-    def scale(self, index: int) -> Scale | None:
-        """The scales of one tensor where it is quantized int8, else None."""
-        return self._scales.get(index)
-
-    def metadata(self) -> Mapping[str, Any] | None:
-        """Everything else in the file; None if there is nothing."""
-        return self._metadata
-
-
-def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
-    """Groups of ranges connected by overlaps: for each range that overlaps another, the sorted indices of its group."""
-    if all(end <= begin for end, begin in zip(ends, islice(begins, 1, None), strict=False)):
-        return {}
-    ranges = list(zip(begins, ends, strict=True))
-    groups: dict[int, list[int]] = {}
-    group: list[int] = []
-    reach = -1
-    for index in sorted((k for k, (begin, end) in enumerate(ranges) if begin < end), key=ranges.__getitem__):
-        begin, end = ranges[index]
-        if begin < reach:
-            group.append(index)
-            groups.update(dict.fromkeys(group[-2:] if len(group) == 2 else group[-1:], group))
-        else:
-            group = [index]
-        reach = max(reach, end)
-    for members in {id(members): members for members in groups.values()}.values():
-        members.sort()
-    return groups
+def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
+    """The error for a tensor that is a part of another (of none: it scales activations) and not shown itself."""
+    what = f"is a part of {show(whole)}" if whole else "scales activations, not weights"
+    return TensorNotFoundError(f"tensor {show(name)} {what}; open with stored=True", path, tensor=name)
 
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:

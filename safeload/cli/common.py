@@ -43,7 +43,12 @@ def add_path(parser: Any, name: str = "path") -> None:
 
 
 def add_opening(parser: Any) -> None:
-    """Adds the options for opening a torch checkpoint."""
+    """Adds the options for opening a checkpoint."""
+    parser.add_argument(
+        "--stored",
+        action="store_true",
+        help="take the tensors as the files name them: codes and scales of a quantized checkpoint apart",
+    )
     parser.add_argument(
         "--root", metavar="NAME", help="take only the tensors in this nested dict of a torch checkpoint"
     )
@@ -78,7 +83,7 @@ def positive(text: str) -> int:
 
 def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
     """Opens a checkpoint with the options of `add_opening`."""
-    return checkpoint.open(path, root=options.root, unknown_globals=options.unknown_globals)
+    return checkpoint.open(path, root=options.root, unknown_globals=options.unknown_globals, stored=options.stored)
 
 
 # ---- colours ----

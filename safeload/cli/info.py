@@ -14,6 +14,7 @@ import numpy as np
 from ..base.table import TensorInfo
 from ..base.text import clip, jsonable, plural, printable, size, table, width
 from ..checkpoint import Checkpoint
+from ..packed.config import quantization_of
 from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter
 
 # With more tensors than this the table shows the first ones; --all shows every row.
@@ -86,7 +87,7 @@ def _as_json(opened: Checkpoint) -> dict[str, Any]:
             code: {"tensors": count, "elements": elements, "nbytes": nbytes}
             for code, (count, elements, nbytes) in totals.items()
         },
-        "tensors": [info._asdict() for info in opened.tensors.values()],
+        "tensors": [{**info._asdict(), "stored_nbytes": info.nbytes} for info in opened.tensors.values()],
     }
 
 
@@ -100,7 +101,7 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
     if len(opened.files) > 1:
         for path in opened.files[:_ROWS]:
             yield f"  {clip(printable(os.path.basename(path)), columns - 16)}  {size(os.path.getsize(path))}"
-    for note in opened.notes:
+    for note in (*opened.notes, *_quantization(opened)):
         yield clip(note, 4 * columns)
     if opened.metadata:
         yield ""
@@ -127,6 +128,22 @@ def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
         )
         if len(shown) < len(infos):
             yield f"... and {plural(len(infos) - len(shown), 'tensor')} more; --all shows every one"
+
+
+def _quantization(opened: Checkpoint) -> Iterator[str]:
+    """What is quantized: the labels of packed tensors, or which codes this version does not dequantize."""
+    said = quantization_of(opened.config)
+    config = "" if said is None else f" ({said} in config.json)"
+    packed = [info for info in opened.tensors.values() if len(info.parts) > 1]
+    if packed:
+        labels = ", ".join(sorted({info.dtype for info in packed}))
+        stored, restored = sum(info.nbytes for info in packed), sum(4 * math.prod(info.shape) for info in packed)
+        count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
+        yield printable(f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32")
+    codes = opened.codes()
+    if codes:
+        count = plural(len(codes), "tensor")
+        yield printable(f"codes without their values{config}: {count} of a quantization that is not dequantized")
 
 
 def _brief(value: Any) -> str:

@@ -107,7 +107,8 @@ class safe_open:  # noqa: N801 - safetensors' name
             Name to array.
 
         Raises:
-            UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale.
+            UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale, which only
+                `safeload.load` brings together.
             ValueError: an array of ``out`` that does not fit.
             FormatError, OSError: the file ends too early, or cannot be read.
         """

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order, refuse_masked
+from ..base.packing import NAME, Packed
 from ..base.scheme import INT8
 from ..base.text import show
 from ..stores.local import mapping_of
@@ -57,10 +58,14 @@ def deliver(
         array = _one(selections[0], view, mappings, threads)
         if array is not None:
             return {selections[0].names[0]: array}, True
+    packed: dict[str, Packed] = {}
+    if any(selection.file.table.quantized for selection in selections):
+        selections, packed = _without_packed(selections)
     plans = [decide(selection, target, view) for selection in selections]
     if out is not None:
         for plan in plans:
             _check_out(plan, out)
+        _check_out_packed(packed, target, out)
     delivered: dict[str, Any] = {}
     allowed, reading, to_read = True, False, []
     for plan, selection in zip(plans, selections, strict=True):
@@ -73,13 +78,20 @@ def deliver(
                 plan = decide(selection, target, False)
         if plan.ways.count(VIEW) < len(plan.ways):
             to_read.append(plan)
-    if to_read:
+    if to_read or packed:
         reads = Reads(out)
         for plan in to_read:
             reads.add(plan)
+        mapped = {} if mappings is None else mappings
+        for name, tensor in packed.items():
+            if target is not None:
+                reads.restore(name, tensor, target)
+            else:
+                delivered[name] = _parts_of(name, tensor, reads, mapped if view else None)
         reading = not view or any(way not in (VIEW, EMPTY) for plan in to_read for way in set(plan.ways))
-        if reading:
+        if reading or packed:
             reads.run(threads, progress)
+            reading = True
         delivered = _joined(delivered, reads.arrays)
     for plan in plans:
         if plan.file.table.quantized:
@@ -89,6 +101,38 @@ def deliver(
         with reporter(progress, total) as report:
             report(total)
     return delivered, allowed
+
+
+def _without_packed(selections: Sequence[Selection]) -> tuple[list[Selection], dict[str, Packed]]:
+    """Selections without the packed tensors, and these by name."""
+    packed: dict[str, Packed] = {}
+    plain = []
+    for file, names, indices in selections:
+        found = [file.table.packed(index) for index in indices]
+        packed.update((name, one) for name, one in zip(names, found, strict=True) if one is not None)
+        if any(found):
+            kept = [k for k, one in enumerate(found) if one is None]
+            names, indices = [names[k] for k in kept], [indices[k] for k in kept]
+        if indices:
+            plain.append(Selection(file, names, indices))
+    return plain, packed
+
+
+def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
+    """A packed tensor as it is stored: views of mapped files, or arrays that ``reads`` fills."""
+    arrays = {}
+    for role, part in packed.parts.items():
+        dtype = dtypes.array_dtype(part.row.number)
+        aligned = part.begin % dtype.alignment == 0 and not (foreign_order(False) and dtype.itemsize > 1)
+        buffer = _mapping(part.file, mappings) if mappings is not None and aligned and part.begin < part.end else None
+        if buffer is None:
+            arrays[role] = reads.stored(part)
+        else:
+            arrays[role] = array_over(
+                buffer, dtype, dtypes.array_shape(part.row, part.shape, part.end - part.begin), part.begin
+            )
+    names = {NAME: name, **{role: part.name for role, part in packed.parts.items()}}
+    return QuantizedTensor.of_parts(packed.packing, names, arrays)
 
 
 def _joined(arrays: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -159,16 +203,30 @@ def _wrap(plan: Plan, delivered: dict[str, Any]) -> None:
 def _check_out(plan: Plan, out: Mapping[str, Array]) -> None:
     """Refuses arrays of ``out`` that are missing or do not fit."""
     for k, (name, shape) in enumerate(zip(plan.names, plan.shapes, strict=True)):
-        dtype, array = plan.dtype(k), out.get(name)
-        if array is None:
-            raise ValueError(f"out: no array for tensor {show(name)}")
-        refuse_masked(array, f"out: {show(name)}")
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"out: {show(name)} is a {type(array).__name__}, not a numpy array")
-        if array.dtype != dtype or array.shape != shape:
+        _check_one(name, plan.dtype(k), shape, out)
+
+
+def _check_out_packed(packed: Mapping[str, Packed], target: dtypes.Dtype | None, out: Mapping[str, Array]) -> None:
+    """The same for packed tensors, which are several arrays unless they are dequantized."""
+    for name, tensor in packed.items():
+        if target is None:
             raise ValueError(
-                f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "
-                f"{show(list(shape))}"
+                f"out: tensor {show(name)} is stored as {tensor.packing.label}: pass dtype= to dequantize it"
             )
-        if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
-            raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
+        _check_one(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
+
+
+def _check_one(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
+    array = out.get(name)
+    if array is None:
+        raise ValueError(f"out: no array for tensor {show(name)}")
+    refuse_masked(array, f"out: {show(name)}")
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"out: {show(name)} is a {type(array).__name__}, not a numpy array")
+    if array.dtype != dtype or array.shape != shape:
+        raise ValueError(
+            f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "
+            f"{show(list(shape))}"
+        )
+    if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
+        raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,8 +47,9 @@ def struct_dtype(name: str) -> np.dtype[Any]:
 
 _GRID = struct_dtype("sl_grid")
 # With its fields in the order of `Job`.
-_JOB = struct_dtype("sl_job")[["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels"]]
+_JOB = struct_dtype("sl_job")[["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed"]]
 _CHANNELS = struct_dtype("sl_channels")
+_PACKED = struct_dtype("sl_packed")
 
 
 class Grid(NamedTuple):
@@ -87,6 +88,17 @@ class Channels(NamedTuple):
         return self.number, self.inner, 0 if self.factors is None else address_of(self.factors)
 
 
+class Packed(Protocol):
+    """Codes, and the numbers that they stand for: what becomes an ``sl_packed`` just before its job runs."""
+
+    @property
+    def cost(self) -> int:
+        """About the bytes that `prepare` allocates."""
+
+    def prepare(self) -> Mapping[str, Any]:
+        """The fields of an ``sl_packed``; an array stands for the address of its first element, None for NULL."""
+
+
 class Origin(NamedTuple):
     """The tensor that a job works on.
 
@@ -115,6 +127,7 @@ class Job(NamedTuple):
         grid: of a strided 2-D copy.
         channels: for operations that take channels.
         origin: the tensor; None if the file can find it by the failing byte.
+        packed: for operations on packed codes; ``source`` is then F32, and ``size`` that of the values.
     """
 
     file: WeightFile | int | None
@@ -127,6 +140,7 @@ class Job(NamedTuple):
     grid: Grid | None = None
     channels: Channels | None = None
     origin: Origin | None = None
+    packed: Packed | None = None
 
 
 def moving(source: int, target: int, grid: Grid | None = None) -> int:
@@ -181,7 +195,7 @@ class Batch:
             OSError: a file cannot be read or written.
             MemoryError: the core's scratch memory cannot be allocated.
         """
-        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0) for job in self.jobs]
+        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0) for job in self.jobs]
         array = np.array(rows, dtype=_JOB)
         kept = [
             _point_at([job.grid for job in self.jobs], array["grid"], _GRID),
@@ -193,8 +207,9 @@ class Batch:
         count = thread_count(total, threads)
         done = 0
         with reporter(progress, total) as report:
-            for begin, end in groups(opened):
+            for begin, end in self._affordable(groups(opened)):
                 part = array[begin:end]
+                prepared = _prepare(self.jobs[begin:end], part["packed"])
                 held = {file: _descriptor(file) for file in set(files[begin:end])}
                 part["file"] = [held[file] for file in files[begin:end]]
                 described = ffi.from_buffer("sl_job[]", part)
@@ -206,10 +221,25 @@ class Batch:
                         self._fail(status, error, begin + cursor.failed_job)
                     report(done + cursor.bytes_done)
                 done += cursor.bytes_done
+                del prepared
         del kept
         for result in self._results:
             result.byteswap(inplace=True)
         return total
+
+    def _affordable(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Divides ranges of jobs into smaller ones, so that the scales of packed codes take little memory."""
+        for begin, end in ranges:
+            cost = 0
+            for k in range(begin, end):
+                packed = self.jobs[k].packed
+                if packed is None:
+                    continue
+                if cost and cost + packed.cost > _PREPARED_BYTES:
+                    yield begin, k
+                    begin, cost = k, 0
+                cost += packed.cost
+            yield begin, end
 
     def _fail(self, status: int, error: Any, index: int) -> None:
         """Raises the core's error with the file and the tensor of the job that failed."""
@@ -231,6 +261,25 @@ class Batch:
 
 # File handle of a job before its file is opened.
 _NO_FILE = -2
+# Memory for the scales of the packed codes of all jobs that run together.
+_PREPARED_BYTES = 64 << 20
+
+
+def _prepare(given: Sequence[Job], column: Array) -> list[Any]:
+    """Prepares the packed codes of jobs, and fills a column with the addresses of their descriptions.
+
+    Returns:
+        What must stay alive until the jobs have run.
+    """
+    packed = [(k, job.packed.prepare()) for k, job in enumerate(given) if job.packed is not None]
+    if not packed:
+        return []
+    table = np.zeros(len(packed), _PACKED)
+    for row, (_, fields) in enumerate(packed):
+        for name, value in fields.items():
+            table[row][name] = address_of(value) if isinstance(value, np.ndarray) else 0 if value is None else value
+    column[[k for k, _ in packed]] = address_of(table) + np.arange(len(packed), dtype=np.uint64) * table.itemsize
+    return [table, packed]
 
 
 def _point_at(given: Sequence[Grid | Channels | None], column: Array, dtype: np.dtype[Any]) -> Array | None:
@@ -279,12 +328,13 @@ def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return empty_array(shape, dtype) if size < POOLED_BELOW else array_over(private_buffer(size), dtype, shape, 0)
 
 
-def read_small(file: WeightFile, layout: ArraySpec) -> Array:
+def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None) -> Array:
     """One small tensor in private memory, read immediately without releasing the GIL; not converted."""
     array = empty_array(layout.shape, layout.dtype)
     size = layout.end - layout.begin
     if size and short.sl_file_read(file.descriptor, layout.begin, address_of(array), size, None) != lib.SL_OK:
-        Batch([Job(file, layout.begin, address_of(array), size)]).run()  # fails again, with an error message
+        job = Job(file, layout.begin, address_of(array), size, origin=origin)
+        Batch([job]).run()  # fails again, with an error message
     return native_order(array)
 
 

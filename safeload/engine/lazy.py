@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..base.arrays import Array
+from ..base.packing import Packing
 
 
 class Lazy:
@@ -47,6 +48,28 @@ class LazyQuantized:
     def nbytes(self) -> int:
         """Bytes of data and scale."""
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+class LazyPacked:
+    """A packed `QuantizedTensor` that is written as it is stored.
+
+    Args:
+        packing: what its codes mean.
+        names: names of its parts by role.
+        parts: the parts by role.
+    """
+
+    def __init__(self, packing: Packing, names: Mapping[str, str], parts: Mapping[str, Lazy]) -> None:
+        self.packing = packing
+        self.names = names
+        self.roles = parts
+        self.scheme = packing.label
+        self.shape = packing.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.roles.values())
 
 
 def materialize(value: Array | Lazy) -> Array:

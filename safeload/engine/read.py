@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base import dtypes
+from ..base import dtypes, packing
 from ..base.arrays import Array, ArraySpec, array_over
-from ..base.native import lib
+from ..base.packing import Packed, Part
 from ..base.table import Scale
-from . import jobs, strided
-from .jobs import Batch, Channels, Job, Origin
+from . import jobs, restore, strided
+from .jobs import Batch, Job
 from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
 from .progress import Progress
-from .quantized_tensor import channels_of
 from .weight_file import WeightFile
 
 # Size of the largest pool, which is what one surviving small tensor can keep alive.
@@ -58,29 +57,37 @@ class Reads:
             for k in (*plain, *converted):
                 self._read(plan, k)
         for k in plan.of_way(DEQUANTIZE):
-            name, scale = plan.names[k], plan.file.table.scale(plan.indices[k])
-            assert scale is not None
-            channels = channels_of(plan.shapes[k], scale.axis, read_scale(plan.file, scale))
-            self._read(plan, k, lib.SL_OP_FROM_INT8, channels, Origin(name, plan.shapes[k]))
+            packed = packed_of(plan.file, plan.indices[k])
+            assert packed is not None
+            self.restore(plan.names[k], packed, dtypes.BY_NUMBER[plan.targets[k]])
+
+    def restore(self, name: str, packed: Packed, target: dtypes.Dtype) -> None:
+        """Adds a packed tensor, dequantized to a dtype."""
+        shape, dtype = packed.packing.shape, dtypes.array_dtype(target.number)
+        array = self.arrays[name] = jobs.private_array(shape, dtype) if self._out is None else self._out[name]
+        if array.size:
+            for job in restore.restore_jobs(packed, self._batch.into(array), target.number, name):
+                self._batch.add(job)
+
+    def stored(self, part: Part) -> Array:
+        """An array that will hold the bytes of a stored tensor unchanged."""
+        size = part.end - part.begin
+        array = jobs.private_array(dtypes.array_shape(part.row, part.shape, size), dtypes.array_dtype(part.row.number))
+        if size:
+            number = part.row.number
+            self._batch.add(Job(part.file, part.begin, self._batch.into(array), size, number, number))
+        return array
 
     def _array(self, plan: Plan, k: int) -> Array:
         """The array for one tensor: the caller's, or a new one."""
         return jobs.private_array(plan.shapes[k], plan.dtype(k)) if self._out is None else self._out[plan.names[k]]
 
-    def _read(
-        self,
-        plan: Plan,
-        k: int,
-        op: int | None = None,
-        channels: Channels | None = None,
-        origin: Origin | None = None,
-    ) -> None:
+    def _read(self, plan: Plan, k: int) -> None:
         """Adds the job that reads one tensor into an array of its own."""
         array = self.arrays[plan.names[k]] = self._array(plan, k)
         begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
-        op = jobs.moving(source, target) if op is None else op
         place = plan.file, begin, self._batch.into(array), plan.ends[k] - begin
-        self._batch.add(Job(*place, source, target, op, None, channels, origin))
+        self._batch.add(Job(*place, source, target, jobs.moving(source, target)))
 
     def _place(self, plan: Plan, which: Sequence[int], *, converted: bool) -> None:
         """Adds jobs that read tensors into new memory: one array per large tensor, a pool for small ones.
@@ -179,6 +186,20 @@ def over(
         return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
     except ValueError:  # once more, to find out which
         return [array_over(buffer, *one) for one in zip(kinds, shapes, places, strict=True)]
+
+
+def packed_of(file: WeightFile, index: int) -> Packed | None:
+    """The codes and scales of a tensor that is packed, or int8; None for any other."""
+    table = file.table
+    scale = table.scale(index)
+    if scale is None:
+        return table.packed(index)
+    name, shape = table.names[index], table.shape(index)
+    parts = {
+        packing.CODES: Part(name, file, table.row(index), shape, *table.byte_range(index)),
+        packing.SCALE: Part(name, file, _F32, scale.shape, scale.begin, scale.end),
+    }
+    return Packed(packing.int8_packing(shape, scale.axis), parts)
 
 
 def read_scale(file: WeightFile, scale: Scale) -> Array:

@@ -85,6 +85,15 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[list[_Axis], 
     return axes, (*after, ...)
 
 
+def check_index(index: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    """Refuses what is not a basic index of a tensor of this shape.
+
+    Raises:
+        IndexError: too many indices, an index out of bounds, or not a basic index.
+    """
+    _axes(index, shape)
+
+
 class _Run(NamedTuple):
     """One read.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, as_array
+from ..base.packing import CODES, Packed
 from ..base.text import subject
-from . import jobs
+from . import jobs, restore
 from .cast import astype
 from .jobs import Channels, Grid, Job, Origin
 from .weight_file import WeightFile
@@ -30,6 +32,7 @@ class Source(NamedTuple):
         offset: in the file, or the address in memory.
         file: None for memory.
         owner: keeps memory or file alive.
+        packed: codes that the values are restored from: ``row`` is then F32, and ``offset`` means nothing.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Source(NamedTuple):
     offset: int
     file: WeightFile | None
     owner: Any  # keeps memory alive
+    packed: Packed | None = None
 
     @property
     def size(self) -> int:
@@ -49,13 +53,32 @@ class Source(NamedTuple):
         op = jobs.moving(self.row.number, target, grid)
         return self._job(op, memory, target)._replace(grid=grid)
 
+    def jobs(self, memory: int, target: int) -> Iterator[Job]:
+        """The jobs that copy it to an address, converted to the dtype numbered ``target``; several for packed codes."""
+        if self.packed is None:
+            yield self.job(memory, target)
+        else:
+            yield from restore.restore_jobs(self.packed, memory, target, self.name, owner=self.owner)
+
     def work(self, op: int, memory: int, *, channels: Channels | None = None) -> Job:
-        """A job for an operation on its values that takes no target dtype."""
+        """A job for an operation on its values that takes no target dtype; see `in_order` for packed codes."""
+        if self.packed is not None:
+            return restore.restore_job(self.packed, op, memory, self.name, owner=self.owner)._replace(channels=channels)
         return self._job(op, memory, self.row.number)._replace(channels=channels)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its bytes or codes are in the order of its values, so that jobs can work on them."""
+        return self.packed is None or restore.in_order(self.packed.packing)
 
     def _job(self, op: int, memory: int, target: int) -> Job:
         origin = Origin(self.name, self.shape, self.owner)
         return Job(self.file, self.offset, memory, self.size, self.row.number, target, op, origin=origin)
+
+
+def of_packed(name: str, packed: Packed, owner: Any) -> Source:
+    """A packed tensor as a source of its values; ``owner`` keeps the memory of its parts alive."""
+    return Source(name, packed.packing.shape, _F32, 0, packed.parts[CODES].file, owner, packed)
 
 
 def of_reals(name: str, x: Any, threads: int | None) -> Source:

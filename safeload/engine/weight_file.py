@@ -8,8 +8,9 @@ from contextlib import suppress
 from typing import Any, BinaryIO, NoReturn
 
 from ..base.arrays import ArraySpec, array_spec
+from ..base.listed_table import ListedTable
 from ..base.paths import PathLike
-from ..base.table import ListedTable, Table, TensorInfo
+from ..base.table import Table, TensorInfo
 from ..errors import UnsupportedError
 from ..stores.local import Descriptor, LocalStore, compare, descriptor_of, open_local
 from ..stores.store import ByteStore, read_at
@@ -93,13 +94,19 @@ class WeightFile:
         """The description of each tensor, in the order of the table."""
         table = self.table
         ranges = table.byte_ranges()
-        sizes = table.sizes() if table.shaped else [end - begin for begin, end in ranges]
-        return [
-            TensorInfo(name, row.code, shape, size, self.path, begin)
+        sizes = table.sizes() if table.shaped or table.quantized else [end - begin for begin, end in ranges]
+        infos = [
+            TensorInfo(name, row.code, shape, size, self.path, begin, (name,))
             for name, row, shape, size, (begin, _) in zip(
                 table.names, table.rows, table.shapes, sizes, ranges, strict=True
             )
         ]
+        for k, info in enumerate(infos) if table.quantized else ():
+            packed = table.packed(k)
+            if packed is not None:
+                parts = tuple(part.name for part in packed.parts.values())
+                infos[k] = info._replace(dtype=packed.packing.label, parts=parts)
+        return infos
 
     def tensor_at(self, position: int) -> str | None:
         """Name of the tensor that a byte belongs to."""
@@ -112,6 +119,13 @@ class WeightFile:
         """How one tensor becomes an array."""
         layout = array_spec(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
         return _shaped(self.table, index, layout) if self.table.shaped else layout
+
+
+def quantization_in(files: Iterable[WeightFile]) -> str | None:
+    """The configuration by which the packed tensors of files are dequantized, as JSON; None without any."""
+    tables = [file.table for file in files if file.table.quantized]
+    packed = (table.packed(index) for table in tables for index in range(table.count))
+    return next((one.packing.config for one in packed if one is not None), None)
 
 
 def layouts(table: Table, indices: Iterable[int]) -> list[ArraySpec]:

@@ -24,8 +24,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_fits, c_strides, check_mapping, refuse_masked
+from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
-from ..base.table import ListedTable, Listing
 from ..base.text import show
 from ..engine import jobs
 from ..engine.atomic_file import AtomicFile, pieces_of

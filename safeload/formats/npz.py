@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..base.arrays import check_mapping
+from ..base.listed_table import ListedTable
 from ..base.paths import PathLike
-from ..base.table import ListedTable
 from ..base.text import show
 from ..engine.atomic_file import AtomicFile, reserve
 from ..engine.lazy import materialize

@@ -29,12 +29,16 @@ Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 Paths: TypeAlias = PathLike | Sequence[PathLike]
 
 
+_UNKNOWN_GLOBALS = get_args(UnknownGlobals)
+
+
 class OpenOptions(LoadOptions, total=False):
     """Options of `safeload.load`: those of `safeload.open` and of `Checkpoint.load`."""
 
     format: str | None
     root: str | None
     unknown_globals: UnknownGlobals
+    stored: bool
 
 
 class Recipe(NamedTuple):
@@ -46,6 +50,7 @@ class Recipe(NamedTuple):
         format: see `safeload.open`.
         root: see `safeload.open`.
         unknown_globals: see `safeload.open`.
+        stored: see `safeload.open`.
     """
 
     paths: tuple[str, ...]
@@ -53,6 +58,7 @@ class Recipe(NamedTuple):
     format: str | None
     root: str | None
     unknown_globals: UnknownGlobals
+    stored: bool = False
 
     @property
     def options(self) -> Wanted:
@@ -87,17 +93,18 @@ class Found(NamedTuple):
     recipe: Recipe | None = None
 
 
-def find(path: Paths, format: str | None, root: str | None, unknown_globals: UnknownGlobals) -> Found:
+def find(
+    path: Paths, format: str | None, root: str | None, unknown_globals: UnknownGlobals, stored: bool = False
+) -> Found:
     """Opens the files of a path; see `safeload.open` for arguments and errors."""
     if format is not None and format not in registry.FORMATS:
         raise ValueError(f"unknown format {show(format)}, expected one of {', '.join(registry.FORMATS)}")
-    if unknown_globals not in get_args(UnknownGlobals):
+    if unknown_globals not in _UNKNOWN_GLOBALS:
         raise ValueError(f'unknown_globals is {show(unknown_globals)}, but must be "refuse" or "inert"')
-    recipe = Recipe((), False, format, root, unknown_globals)
     if isinstance(path, (list, tuple)):
-        return _find_list(path, recipe)
+        return _find_list(path, Recipe((), True, format, root, unknown_globals, stored))
     text, _ = native_path(path)  # type: ignore[arg-type]
-    recipe = recipe._replace(paths=(absolute(text),))
+    recipe = Recipe((absolute(text),), False, format, root, unknown_globals, stored)
     if text.endswith(".json") and not foreign.is_safetensors(foreign.read_head(text)):
         return _find_shards(text, recipe)
     try:
@@ -129,8 +136,8 @@ def reopen(recipe: Recipe, seen: Seen) -> Found:
     """
     for path, identity in seen:
         check_unchanged(path, identity)
-    paths, listed, format, root, unknown_globals = recipe
-    found = find(list(paths) if listed else paths[0], format, root, unknown_globals)
+    paths, listed, format, root, unknown_globals, stored = recipe
+    found = find(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
     try:
         again = seen_of(found.files, found.index_file)
         if [path for path, _ in again] != [path for path, _ in seen]:
@@ -151,7 +158,7 @@ def _find_list(paths: Sequence[PathLike], recipe: Recipe) -> Found:
     from . import folder
 
     name = texts[0] if len(texts) == 1 else f"{texts[0]} and {len(texts) - 1} more"
-    recipe = recipe._replace(paths=tuple(map(absolute, texts)), listed=True)
+    recipe = recipe._replace(paths=tuple(map(absolute, texts)))
     return _found(name, recipe, folder.open_list(texts, recipe.options))
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..base import dtypes
 from ..base.arrays import Array
+from ..base.packing import Packed
+from ..base.text import show
+from ..engine.load import parse_target
+from ..engine.packed_rows import read_index
 from ..engine.slice import read_slice
 from ..engine.weight_file import WeightFile
+from ..errors import UnsupportedError
 from ..stores.local import check_unchanged
 from . import registry
 from .registry import Wanted
@@ -61,3 +67,60 @@ def _reopen_slice(path: str, wanted: tuple[Any, ...], name: str, seen: tuple[int
     files[0].check_identity(seen)
     file = next((file for file in files if file.table.find(name) >= 0), files[0])
     return TensorSlice(file, file.table.index(name), options)
+
+
+def slice_of(file: WeightFile, index: int, wanted: Wanted, dtype: Any, checkpoint: Any) -> TensorSlice:
+    """A lazy tensor of a checkpoint.
+
+    Args:
+        file: the file that holds it.
+        index: its index in the file's table.
+        wanted: how the file was opened.
+        dtype: floating dtype that a packed tensor is dequantized to; None for float32.
+        checkpoint: what it belongs to.
+
+    Raises:
+        UnsupportedError: it is int8 or in blocks; ``dtype`` for one that is not packed.
+    """
+    name, packed = file.table.names[index], file.table.packed(index)
+    if packed is not None:
+        return PackedSlice(name, packed, parse_target("float32" if dtype is None else dtype), checkpoint)
+    if dtype is not None:
+        what = "is not packed: dtype= is for packed tensors"
+    elif file.table.is_quantized(index):
+        what = "is quantized: its parts are not read, only the whole"
+    else:
+        return TensorSlice(file, index, wanted)
+    raise UnsupportedError(f"tensor {show(name)} {what}", path=file.path, tensor=name)
+
+
+class PackedSlice(TensorSlice):
+    """A lazy packed tensor: indexing it dequantizes the rows that the first index selects.
+
+    Args:
+        name: of the tensor.
+        packed: what its codes mean, and where they are.
+        row: the dtype of the arrays.
+        checkpoint: what it belongs to; it is copied with the slice.
+    """
+
+    def __init__(self, name: str, packed: Packed, row: dtypes.Dtype | None, checkpoint: Any) -> None:
+        assert row is not None
+        self._name, self._packed, self._row, self._checkpoint = name, packed, row, checkpoint
+        self.shape = packed.packing.shape
+        self.dtype = dtypes.array_dtype(row.number)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _slice_of, (self._checkpoint, self._name, self._row.name)
+
+    def __copy__(self) -> PackedSlice:
+        return PackedSlice(self._name, self._packed, self._row, self._checkpoint)
+
+    def __getitem__(self, index: Any) -> Array:
+        given = index if isinstance(index, tuple) else (index,)
+        return read_index(self._packed, given, self.dtype, self._name)
+
+
+def _slice_of(checkpoint: Any, name: str, dtype: str) -> PackedSlice:
+    found: PackedSlice = checkpoint.get_slice(name, dtype=dtype)
+    return found

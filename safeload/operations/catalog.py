@@ -14,61 +14,22 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
-from ..base import dtypes
 from ..base.arrays import Array, as_array
 from ..base.paths import PathLike
-from ..base.scheme import INT8, row_of
+from ..base.scheme import INT8
 from ..base.table import missing
 from ..base.text import show
 from ..checkpoint import Checkpoint, open
-from ..engine.load import Part
+from ..engine.load import Backend, Part
 from ..engine.quantized_tensor import QuantizedTensor
-from ..engine.read import read_scale
-from ..engine.source import Source, of_array, of_numbers
+from ..engine.read import packed_of
+from ..engine.source import Source, of_array, of_numbers, of_packed
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError
 from ..packed import grouping
+from ..packed.group import Stored
 from ..packed.grouping import Codes
-
-
-class About(NamedTuple):
-    """Description of a tensor, available before it is read.
-
-    Attributes:
-        name: name of the tensor.
-        dtype: dtype as in messages: "bfloat16", "q4_0".
-        shape: logical shape.
-        nbytes: stored bytes, including the scales of int8.
-        element: row of the dtype table; None for an array of a dtype that weights do not have.
-        floating: whether its elements are real floating-point numbers.
-        scheme: scheme of a quantized tensor, else None.
-        axis: axis of int8 with per-axis scales, else None.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    element: dtypes.Dtype | None
-    floating: bool
-    scheme: str | None = None
-    axis: int | None = None
-
-    @property
-    def quantized(self) -> bool:
-        """Whether it is int8 with scales, or in blocks."""
-        return self.scheme is not None
-
-    @property
-    def row(self) -> dtypes.Dtype:
-        """Its row of the dtype table.
-
-        Raises:
-            SafeloadError: it has a dtype that weights do not have.
-        """
-        if self.element is None:
-            raise dtypes.not_stored(self.dtype, self.name)
-        return self.element
+from .about import About, about_value, stored_as
 
 
 class _Place(NamedTuple):
@@ -100,6 +61,7 @@ class Catalog:
         files: paths of the files that hold the tensors.
         index: path of the ``index.json`` of a single origin, else None.
         weight_files: the open files.
+        ignored: activation scales by name, which are in the files and not in the catalog.
     """
 
     def __init__(self, origins: Sequence[Checkpoint | Mapping[str, Any]]) -> None:
@@ -113,6 +75,7 @@ class Catalog:
         self.config = next(filter(None, configs), configs[0] if configs else None)
         self.files = [path for opened in checkpoints for path in opened.files]
         self.weight_files = [file for opened in checkpoints for file in opened.weight_files]
+        self.ignored = {name: part for opened in checkpoints for name, part in opened.ignored.items()}
         self.index = None if single is None else single.index
         self._origins = tuple(origins)
         self._checkpoints = checkpoints
@@ -209,8 +172,12 @@ class Catalog:
         """
         origin, file, index = self._places[name]
         if file is None:
-            return _about_value(name, origin[name])
+            return about_value(name, origin[name])
         row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
+        packed = file.table.packed(index)
+        if packed is not None:
+            label = packed.packing.label
+            return About(name, label, shape, packed.nbytes, row, False, label, None, True)
         nbytes = row.nbytes(math.prod(shape))
         if scale is not None:
             return About(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
@@ -257,7 +224,7 @@ class Catalog:
             FormatError, OSError: the file cannot be read.
         """
         origin, file, index = self._places[name]
-        source = None if file is None else _in_file(origin, name, file, index)
+        source = None if file is None or file.table.packed(index) else _in_file(origin, name, file, index)
         if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
             value = self._load(name)
             if isinstance(value, QuantizedTensor):
@@ -265,37 +232,50 @@ class Catalog:
             source = of_array(name, np.ascontiguousarray(value) if file is not None else value)
         return source if called is None else source._replace(name=called)
 
-    def in_place(self, name: str) -> tuple[Source, Array | None] | None:
-        """The stored numbers of a tensor in place, and the scales of int8; None if they must be copied first.
+    def in_place(self, name: str) -> Source | None:
+        """A tensor's values in place, or restored by the jobs that read them; None if they must be copied first.
 
         Numbers must be copied if they are not in C order, not little-endian (in a file) or in the machine's byte order
-        (in memory), or not of a dtype of weights with whole-byte elements.
-
-        Raises:
-            FormatError, OSError: the scales cannot be read.
+        (in memory), or not of a dtype of weights with whole-byte elements; packed codes if they are in another order
+        than their values.
         """
         origin, file, index = self._places[name]
         if file is not None:
-            source = _in_file(origin, name, file, index)
-            if source is None:
-                return None
-            scale = file.table.scale(index)
-            return source, None if scale is None else read_scale(file, scale)
+            restoring = self.restoring(name)
+            if restoring is not None:
+                return restoring if restoring.in_order else None
+            return _in_file(origin, name, file, index)
         value, about = origin[name], self.about(name)
         if isinstance(value, QuantizedTensor):
+            found = value.restoring()
+            if found is not None:
+                source = of_packed(name, *found)
+                return source if source.in_order else None
             data = value.data
-            scales = None if value.scale is None else np.ascontiguousarray(value.scale, np.float32)
         else:
-            data, scales = as_array(value, name), None
+            data = as_array(value, name)
         if about.element is None or not (data.flags.c_contiguous and data.dtype.isnative):
             return None
-        return of_numbers(name, data, about.element, None)._replace(shape=about.shape), scales
+        return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
+
+    def restoring(self, name: str, called: str | None = None) -> Source | None:
+        """A packed tensor of a file, or int8, as a source of its values, which jobs dequantize; None for any other.
+
+        Args:
+            name: name of the tensor.
+            called: name in messages, if it differs.
+        """
+        _, file, index = self._places[name]
+        packed = None if file is None else packed_of(file, index)
+        return None if packed is None else of_packed(name if called is None else called, packed, self)
 
     def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
         """A tensor in memory."""
-        origin, file, _ = self._places[name]
+        origin, file, index = self._places[name]
         if isinstance(origin, Checkpoint) and file is not None:
-            return origin.load([name], dtype=dtype, backend="pread", threads=threads)[name]
+            # A packed tensor that is not dequantized is mapped: its codes are read once, when they are used.
+            backend: Backend = "pread" if dtype is not None or file.table.packed(index) is None else "mmap"
+            return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
         value = origin[name]
         return value if isinstance(value, QuantizedTensor) else as_array(value, name)
 
@@ -319,9 +299,9 @@ class Catalog:
         found = {name: codes for opened in self._checkpoints for name, codes in opened.codes().items()}
         stored = {}
         for name, (origin, file, _) in self._places.items():
-            row, shape = (None, ()) if file is not None else _stored(origin[name])
+            row, shape = (None, ()) if file is not None else stored_as(origin[name])
             if row is not None:
-                stored[name] = grouping.Stored(row, shape)
+                stored[name] = Stored(row, shape)
         stored.update(grouping.stored_of(self.entries()))
         return {**grouping.find(stored, self.config if config is None else config), **found}
 
@@ -359,29 +339,6 @@ def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, _
             raise SafeloadError(f"tensor {show(twice)} is in both {places[twice].title} and {found[twice].title}")
         places.update(found)
     return places
-
-
-def _stored(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
-    """Dtype and shape of a value of a dict; a scale may also be a number. No dtype if it is not an array of weights."""
-    if isinstance(value, QuantizedTensor):
-        return None, ()
-    try:
-        array = np.asarray(value)
-    except Exception:  # its own __array__ may raise anything: reading the tensor reports it
-        return None, ()
-    return dtypes.BY_NAME.get(array.dtype.name), array.shape
-
-
-def _about_value(name: str, value: Any) -> About:
-    """Describes a tensor in memory."""
-    if isinstance(value, QuantizedTensor):
-        row = row_of(value.scheme)
-        return About(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
-    array = as_array(value, name)
-    found = dtypes.BY_NAME.get(array.dtype.name)
-    # Packed elements take a byte each in memory, unlike in any file.
-    element = None if found is None or found.packed else found
-    return About(name, array.dtype.name, array.shape, array.nbytes, element, found is not None and found.floating)
 
 
 def _in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -18,17 +18,20 @@ from ..base.paths import PathLike
 from ..base.scheme import usual_axis
 from ..base.text import show
 from ..engine import jobs
-from ..engine.lazy import Lazy, LazyQuantized
+from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
 from ..engine.load import distinct, parse_target
 from ..engine.progress import Progress, reporter
 from ..engine.quantized_tensor import QuantizedTensor, storage_of
+from ..engine.source import Source
 from ..engine.threads import check_threads
 from ..errors import TensorNotFoundError, UnsupportedError
 from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME, SUFFIXES
 from ..models.layout import Layout
 from ..packed import grouping
-from .catalog import About, Catalog, Given, has_names
+from .about import About
+from .catalog import Catalog, Given, has_names
+from .outputs import Scratch, itself, lazy_part, not_none, reporting
 from .quantize import Rounding, quantize_source
 from .quantize_checkpoint import Model, Planned, Rules, Scheme, Summary
 from .shards import Output, config_with, parse_size, write_shards
@@ -61,9 +64,9 @@ def convert(
         dst: the destination. Its suffix selects the format, such as ".safetensors", ".gguf", ".npz" or ".npy" (for one
             tensor); the error for an unknown suffix lists them all. With ``max_shard_size``
             it is a folder, which gets safetensors shards, an index, and the source's ``config.json`` with the new
-            dtype.
-        dtype: dtype for floating tensors, and for quantized ones, which are dequantized. For ".gguf" tensors of one
-            axis always become float32, as llama.cpp requires for norms and biases.
+            dtype, and without a quantization that the weights no longer have.
+        dtype: dtype for floating tensors, and for quantized and packed ones, which are dequantized. For ".gguf" tensors
+            of one axis always become float32, as llama.cpp requires for norms and biases.
         quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, as in `load_quantized`: the same tensors
             are quantized, including tied heads unless ``names`` is given; the others become ``dtype``. Q4_0 rounds by
             "ggml" for ".gguf", else by "absmax": see `safeload.quantize`.
@@ -80,8 +83,8 @@ def convert(
     Raises:
         FileExistsError: ``dst`` exists, and ``overwrite`` is not set.
         UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a tensor
-            holds codes, such as fp8 with a separate scale, and the result is not safetensors with all tensors as
-            stored.
+            holds codes of a family that is not dequantized, such as GPTQ, or stored codes, and the result is not
+            safetensors with all tensors as stored.
         SafeloadError: two sources have a tensor of the same name.
         ValueError: wrong arguments.
         FormatError, OSError: a source cannot be read, or ``dst`` cannot be written; no partial file is left.
@@ -133,10 +136,15 @@ def write(
         metadata = catalog.metadata
         total = sum(output.nbytes for output in outputs.values())
         report = stack.enter_context(reporter(progress, total))
-        outputs = _reporting(outputs, report)
+        outputs = reporting(outputs, report)
         if limit is not None:
             write_shards(
-                outputs, as_texts(metadata) or None, config_with(catalog.config, target), path, limit, overwrite
+                outputs,
+                as_texts(metadata) or None,
+                work.config(),
+                path,
+                limit,
+                overwrite,
             )
         else:
             BY_NAME[format].load().write(outputs, metadata, path, overwrite=overwrite)
@@ -173,21 +181,6 @@ def _catalog_of(src: Given | Sequence[Given]) -> Catalog:
 # ---- plan ----
 
 
-class _Scratch:
-    """Memory that is reused for one tensor after the other."""
-
-    def __init__(self) -> None:
-        self._memory: Array = np.empty(0, np.uint8)
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        if size > self._memory.size:
-            self._memory = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
-            self._memory = jobs.private_array((size,), np.dtype(np.uint8))
-        array: Array = np.ndarray(shape, dtype, self._memory)
-        return array
-
-
 class _Plan:
     """Decides about each tensor, and gives lazy outputs that are made when a writer reaches them.
 
@@ -216,12 +209,18 @@ class _Plan:
             self._rules.schema = self._model.schema
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
         self._quantized_to: dict[str, str] = {}
         self._kept_because: dict[str, str] = {}
         if target is not None or quantize is not None or format != "safetensors":
             what = "quantize=" if quantize is not None else "dtype=" if target is not None else f"the format {format}"
             grouping.refuse(catalog.codes, self._abouts, f"convert with {what}")
+
+    def config(self) -> dict[str, Any] | None:
+        """The ``config.json`` of the result; None without one."""
+        converts = self._target is not None or self._rules is not None
+        restored = converts and any(about.packed for about in self._abouts.values())
+        return config_with(self._catalog.config, self._target, restored=restored)
 
     def summary(self, nbytes: int) -> Summary | None:
         """Which tensors were quantized, and why the others were not; None without ``quantize``.
@@ -234,9 +233,13 @@ class _Plan:
         return Summary(self._before, nbytes, self._quantized_to, self._kept_because)
 
     def of_tensors(self) -> dict[str, Output]:
-        """Each tensor under its own name, and tied heads, quantized from their embedding."""
+        """Each tensor under its own name; tied heads, made of their embedding; activation scales if all stay packed."""
         outputs = {name: self._output(name, about) for name, about in self._abouts.items()}
-        if self._rules is None or self._chosen:
+        if self._chosen:
+            return outputs
+        if self._rules is None:
+            if self._target is None and self._format == "safetensors":
+                outputs.update((name, lazy_part(part)) for name, part in self._catalog.ignored.items())
             return outputs
         for head, embedding in self._model.tied_heads().items():
             about = self._abouts[embedding]
@@ -279,8 +282,12 @@ class _Plan:
         row, shape = about.row, about.shape
         planned = None if self._rules is None else self._planned(name, about)
         if planned is not None and planned.scheme is not None:
-            return self._quantized(planned.scheme, shape, lambda: self._catalog.source(name))
-        if about.scheme is not None and (self._target is None or (planned is not None and planned.already)):
+            return self._quantized(planned.scheme, shape, partial(self._values, name))
+        if about.packed:
+            if self._target is None and self._rules is None:
+                return self._packed(name, about)
+            row = _F32
+        elif about.scheme is not None and (self._target is None or (planned is not None and planned.already)):
             return self._kept(name, about)
         if self._target is not None and (row.floating or about.scheme is not None):
             row = self._target
@@ -291,13 +298,17 @@ class _Plan:
         dtype = dtypes.array_dtype(row.number)
         return Lazy(dtype, shape, lambda: self._read(name, dtype, shape, row))
 
+    def _values(self, name: str) -> Source | QuantizedTensor:
+        """A tensor's values; packed ones are dequantized by the jobs that read them."""
+        return self._catalog.restoring(name) or self._catalog.source(name)
+
     def _read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], row: dtypes.Dtype) -> Array:
-        value = self._catalog.source(name)
+        value = self._values(name)
         array = self._scratch.array(shape, dtype)
         if isinstance(value, QuantizedTensor):
             return value.dequantize(dtype, out=array, threads=self._threads)
         if value.size:
-            jobs.Batch([value.job(jobs.address_of(array), row.number)]).run(threads=self._threads)
+            jobs.Batch(value.jobs(jobs.address_of(array), row.number)).run(threads=self._threads)
         return jobs.native_order(array)
 
     def _quantized(self, scheme: str, shape: tuple[int, ...], value: Callable[[], Any]) -> LazyQuantized:
@@ -317,8 +328,20 @@ class _Plan:
 
         scales = None
         if scale is not None:
-            scales = Lazy(scale[0], scale[1], lambda: _not_none(make().scale))
+            scales = Lazy(scale[0], scale[1], lambda: not_none(make().scale))
         return LazyQuantized(scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
+
+    def _packed(self, name: str, about: About) -> LazyPacked:
+        """A packed tensor, as it is stored."""
+        if self._format != "safetensors":
+            raise UnsupportedError(
+                f"tensor {show(name)} is {about.scheme}, which {self._format} files do not hold: pass dtype="
+            )
+        value = self._catalog.value(name)
+        assert isinstance(value, QuantizedTensor)
+        assert value.packing is not None
+        parts = {role: Lazy(part.dtype, part.shape, partial(itself, part)) for role, part in value.roles.items()}
+        return LazyPacked(value.packing, value.names, parts)
 
     def _kept(self, name: str, about: About) -> LazyQuantized:
         """A quantized tensor, unchanged."""
@@ -331,7 +354,7 @@ class _Plan:
         axis = about.axis
         assert about.scheme is not None
         (data_dtype, data_shape), scale = storage_of(about.scheme, about.shape, axis)
-        scales = None if scale is None else Lazy(scale[0], scale[1], lambda: _not_none(make().scale))
+        scales = None if scale is None else Lazy(scale[0], scale[1], lambda: not_none(make().scale))
         return LazyQuantized(about.scheme, about.shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
 
 
@@ -354,32 +377,3 @@ def _about_of(planned: Stack) -> About:
     """Describes a tensor that is stacked when it is written."""
     row, shape = planned.row, planned.shape
     return About(planned.entry.name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
-
-
-def _not_none(array: Array | None) -> Array:
-    assert array is not None
-    return array
-
-
-def _reporting(outputs: Mapping[str, Output], report: Callable[[int], object]) -> dict[str, Output]:
-    """Wraps outputs to report their bytes after they are made."""
-    done = 0
-
-    def wrap(lazy: Lazy) -> Lazy:
-        def make() -> Array:
-            nonlocal done
-            array = lazy.make()
-            done += array.nbytes
-            report(done)
-            return array
-
-        return Lazy(lazy.dtype, lazy.shape, make)
-
-    wrapped: dict[str, Output] = {}
-    for name, output in outputs.items():
-        if isinstance(output, Lazy):
-            wrapped[name] = wrap(output)
-        else:
-            scale = None if output.scale is None else wrap(output.scale)
-            wrapped[name] = LazyQuantized(output.scheme, output.shape, wrap(output.data), scale, output.axis)
-    return wrapped

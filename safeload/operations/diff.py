@@ -17,7 +17,8 @@ from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
 from ..engine.stream import Meter, in_order, source_pieces, spans, values
 from ..engine.threads import check_threads
-from .catalog import About, Catalog, Given
+from .about import About
+from .catalog import Catalog, Given
 
 # Reads `size` elements from `begin` as float64: (begin, size) to array.
 _Read = Callable[[int, int], Array]
@@ -172,7 +173,8 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
         The report. ``same`` and ``within`` summarize it.
 
     Raises:
-        UnsupportedError: a tensor holds codes, such as fp8 with a separate scale; or see `safeload.open`.
+        UnsupportedError: a tensor holds codes of a family that is not dequantized, such as GPTQ, or stored codes; or
+            see `safeload.open`.
         FormatError, OSError: see `safeload.open`.
 
     Example:

@@ -1,8 +1,8 @@
 """SHA-256 of every tensor, so that a corrupted download or a changed tensor is named.
 
 A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256"}}}``. The hash
-covers the bytes of the elements in C order, little-endian, and then those of the scales of quantized int8, so that the
-same tensors in another file format have the same hashes.
+covers the bytes of the elements in C order, little-endian, and then those of the scales of quantized int8, or of the
+other parts of packed tensors, so that the same tensors in another file format have the same hashes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from ..base import log
-from ..base.arrays import Array
 from ..base.paths import PathLike, native_path
 from ..base.text import show
 from ..engine.jobs import native_order
@@ -64,8 +63,7 @@ def _entry(value: Source | QuantizedTensor, meter: Meter) -> dict[str, Any]:
 
 
 def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
-    arrays: list[Array] = [value.data] if value.scale is None else [value.data, value.scale]
-    for array in arrays:
+    for array in value.parts.values():
         if array.size:
             yield native_order(np.ascontiguousarray(array)).reshape(-1).view(np.uint8).data
 

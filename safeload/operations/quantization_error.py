@@ -96,8 +96,10 @@ def _pieces(original: Array, quantized: QuantizedTensor) -> Iterable[tuple[Array
     if len(original.shape) < 2:
         yield np.float64(original), quantized.dequantize(np.float32).astype(np.float64)
         return
+    values = None if quantized.packing is None else quantized.dequantize(np.float32)
     step = max(1, _COMPARED * original.shape[0] // max(1, original.size))
     for begin in range(0, original.shape[0], step):
         rows = slice(begin, begin + step)
         exact = original[rows].astype(np.float64)
-        yield exact, quantized._rows(rows).dequantize(np.float32).astype(np.float64)
+        made = quantized._rows(rows).dequantize(np.float32) if values is None else values[rows]
+        yield exact, made.astype(np.float64)

@@ -16,6 +16,7 @@ from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ..engine.source import Source, address, of_reals
 from ..engine.threads import check_threads
+from .bitnet import BITNET, quantize_bitnet
 
 SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"]
 Rounding: TypeAlias = Literal["absmax", "ggml"]
@@ -56,7 +57,8 @@ def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Pr
             channels = channels_of(w.source.shape, w.result.axis, factors[id(w)])
             batch.add(w.source.work(lib.SL_OP_INT8, memory, channels=channels))
         else:
-            batch.add(w.source.job(memory, w.target))
+            for job in w.source.jobs(memory, w.target):
+                batch.add(job)
     batch.run(threads=threads, progress=second)
 
 
@@ -97,14 +99,14 @@ def _halves(progress: Progress, first: int, second: int) -> tuple[Progress, Prog
 
 def quantize(
     x: Any,
-    scheme: SchemeName,
+    scheme: SchemeName | Literal["bitnet"],
     *,
     axis: int | None = None,
     rounding: Rounding | None = None,
     out: QuantizedTensor | None = None,
     threads: int | None = None,
 ) -> QuantizedTensor:
-    """Quantizes an array to int8 or to a block type of ggml.
+    """Quantizes an array to int8, to a block type of ggml, or to ternary codes.
 
     - "int8": scale = absmax / 127, codes x * (127 / absmax) rounded half away from zero, within [-128, 127].
     - "q4_0": blocks of 32 along the last axis, each with a float16 scale d and 4-bit codes q, value (q - 8) * d. With
@@ -113,6 +115,8 @@ def quantize(
     - "q8_0": blocks of 32 with a float16 scale absmax / 127 and int8 codes, as in llama.cpp's reference.
     - "q5_0": as "q4_0" with 5-bit codes, value (q - 16) * d; "q4_1" and "q5_1": also with a float16 minimum m, value
       q * d + m. All as in llama.cpp's reference.
+    - "bitnet": for the master weights of BitNet b1.58, what training computes with: codes -1, 0 and 1, value code * m,
+      where m is the mean of abs(x); four rows of codes in one of bytes, as transformers packs them.
 
     The reference is https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c. An absmax of zero, or one so
     small that its inverse is not finite, gives scale 0, and all values dequantize as 0.
@@ -142,6 +146,10 @@ def quantize(
         >>> safeload.quantize(np.float32([-0.5, -0.25, 0.1, 0.5]), "int8").data
         array([-127,  -64,   25,  127], dtype=int8)
     """
+    if scheme == BITNET:
+        if axis is not None or rounding is not None or out is not None:
+            raise ValueError("bitnet takes neither axis=, rounding= nor out=")
+        return quantize_bitnet("", x, threads)
     check_scheme(scheme)
     target = SCHEMES[scheme].target(rounding)
     if scheme == INT8 and rounding is not None:
@@ -179,6 +187,10 @@ def quantize_source(
     """
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
+    if isinstance(source, Source) and scheme == INT8 and not source.in_order:
+        values = jobs.private_array(source.shape, np.dtype(np.float32))
+        run_requests([Request(source, values, lib.SL_F32)], threads=threads, progress=None)
+        source = jobs.native_order(values)
     given = source if isinstance(source, Source) else of_reals("", source, threads)
     result = new_tensor(given, scheme, axis, data)
     run_requests([Request(given, result, SCHEMES[scheme].target(rounding))], threads=threads, progress=None)

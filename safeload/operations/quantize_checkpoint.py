@@ -21,7 +21,8 @@ from ..engine.threads import check_threads
 from ..errors import UnsupportedError
 from ..models.choosing import choose
 from ..models.schema import Schema
-from .catalog import About, Catalog, Given
+from .about import About
+from .catalog import Catalog, Given
 from .quantize import Request, Rounding, SchemeName, check_scheme, new_tensor, run_requests
 
 #: Names of matrices that engines want in full precision: lookup tables, and tensors that are small or scale others.
@@ -186,7 +187,7 @@ class Rules:
             return Planned(None, usual)
         if found[1] != INT8 and shape[-1] % 32:
             return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of 32")
-        if scheme is not None:
+        if scheme is not None and not about.packed:
             check_restorable(name, scheme)
         return Planned(found[1])
 
@@ -242,7 +243,8 @@ def load_quantized(
     Raises:
         RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with tensor and index.
         ValueError: wrong arguments.
-        UnsupportedError: a tensor holds codes, such as fp8 with a separate scale; or see `safeload.open`.
+        UnsupportedError: a tensor holds codes of a family that is not dequantized, such as GPTQ, or stored codes; or
+            see `safeload.open`.
         FormatError, OSError: see `safeload.open` and `Checkpoint.load`.
     """
     SCHEMES["q4_0"].target(rounding)
@@ -304,7 +306,9 @@ class _Work:
 
     def _find(self, name: str, called: str | None = None) -> _Tensor:
         about = self._catalog.about(name)
-        source = None if about.quantized else self._catalog.source(name, called)
+        source = self._catalog.restoring(name, called) if about.packed else None
+        if not about.quantized:
+            source = self._catalog.source(name, called)  # type: ignore[assignment]
         assert not isinstance(source, QuantizedTensor)
         return _Tensor(name, about, source)
 
@@ -331,7 +335,10 @@ class _Work:
         """A tensor that is not to be quantized: unchanged if it is already, else an array that `run` fills."""
         source = tensor.source
         if source is None:
-            return self._catalog.value(tensor.origin)
+            value = self._catalog.value(tensor.origin)
+            if tensor.about.packed and isinstance(value, QuantizedTensor):
+                return value.dequantize(threads=self._threads)
+            return value
         row = _F32 if source.row.floating else source.row
         array = jobs.private_array(source.shape, dtypes.array_dtype(row.number))
         self._requests.append(Request(source, array, row.number))
@@ -341,7 +348,7 @@ class _Work:
         """A quantized tensor that `run` fills; if the source has another scheme, it is filled at once."""
         axis = _axis_of(name, tensor.about.shape, self._axis) if scheme == INT8 else None
         target = SCHEMES[scheme].target(self._rounding if scheme == "q4_0" else None)
-        if tensor.source is not None:
+        if tensor.source is not None and (scheme != INT8 or tensor.source.in_order):
             new = new_tensor(tensor.source, scheme, axis)
             self._requests.append(Request(tensor.source, new, target))
             return new

@@ -13,7 +13,8 @@ import numpy as np
 from ..base import dtypes
 from ..base.text import show
 from ..engine import jobs
-from ..engine.lazy import Lazy, LazyQuantized
+from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
+from ..packed.config import without_quantization
 
 # Keys of the dtype of the weights in config.json: before transformers 4.56, and since.
 _DTYPE_KEYS = ("torch_dtype", "dtype")
@@ -22,7 +23,7 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 # One tensor for a writer.
-Output = Lazy | LazyQuantized
+Output = Lazy | LazyQuantized | LazyPacked
 
 
 def parse_size(size: int | str) -> int:
@@ -41,15 +42,22 @@ def parse_size(size: int | str) -> int:
     return size
 
 
-def config_with(config: Mapping[str, Any] | None, target: dtypes.Dtype | None) -> dict[str, Any] | None:
-    """A ``config.json`` with the dtype of the new weights, also in nested configurations.
+def config_with(
+    config: Mapping[str, Any] | None, target: dtypes.Dtype | None, *, restored: bool = False
+) -> dict[str, Any] | None:
+    """A ``config.json`` that is true of the new weights, also in nested configurations.
 
     Args:
         config: the config of the source; None without one.
         target: dtype that floating tensors were converted to; None if it is unchanged.
+        restored: whether packed tensors were dequantized, so that the quantization is no longer that of the weights.
     """
-    if config is None or target is None:
-        return None if config is None else dict(config)
+    if config is None:
+        return None
+    if restored:
+        config = without_quantization(config)
+    if target is None:
+        return dict(config)
 
     def changed(part: Mapping[str, Any]) -> dict[str, Any]:
         return {

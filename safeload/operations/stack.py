@@ -20,7 +20,8 @@ from ..engine.source import Source, of_array
 from ..engine.threads import check_threads
 from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.layout import LAYER, Layout, StackedTensor
-from .catalog import About, Catalog, Given
+from .about import About
+from .catalog import Catalog, Given
 
 # Most digits of a layer number: ``int`` itself refuses texts of more than 4300.
 _MAX_DIGITS = 18
@@ -81,7 +82,7 @@ def stack(
         TensorNotFoundError: a source or a layer is missing; the message names layer and tensor.
         SafeloadError: layers differ in shape or dtype; the message names two of them.
         UnsupportedError: a tensor to transpose is not a matrix, the conversion is not supported, or a tensor holds
-            codes, such as fp8 with a separate scale.
+            codes of a family that is not dequantized, such as GPTQ, or stored codes.
         ValueError: an array of ``out`` does not match.
         FormatError, OSError: see `safeload.open`.
 

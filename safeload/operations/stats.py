@@ -12,11 +12,11 @@ from ..base import dtypes
 from ..base.arrays import Array, as_array
 from ..base.native import lib, short
 from ..base.scheme import row_of
-from ..engine.jobs import Batch, Channels, struct_dtype
+from ..engine.jobs import Batch, struct_dtype
 from ..engine.load import distinct
 from ..engine.progress import Progress
-from ..engine.quantized_tensor import QuantizedTensor, channels_of
-from ..engine.source import Source, address, of_numbers
+from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.source import Source, address, of_numbers, of_packed, of_reals
 from ..engine.threads import check_threads
 from ..errors import UnsupportedError
 from .catalog import Catalog, Given, has_names
@@ -79,12 +79,10 @@ class _Part(NamedTuple):
     Attributes:
         source: its values, or the codes that they are dequantized from.
         dtype: its dtype, as in `TensorStats`.
-        channels: per-axis scales of quantized int8.
     """
 
     source: Source
     dtype: str
-    channels: Channels | None = None
 
 
 @overload
@@ -132,7 +130,7 @@ def stats(
     Raises:
         TensorNotFoundError: one of ``names`` does not exist.
         UnsupportedError: a single tensor of complex numbers, or of a block type without a kernel; a tensor of a
-            checkpoint that holds codes, such as fp8 with a separate scale.
+            checkpoint that holds codes of a family that is not dequantized, such as GPTQ, or stored codes.
         TypeError: a single array that does not hold numbers.
         FormatError: a file ends too early, with path and offset.
         OSError: a file cannot be read.
@@ -175,10 +173,9 @@ def _of_all(
         found = catalog.in_place(name)
         if found is None:
             to_copy.append(name)
-        elif _readable(found[0].row):
-            source, scales = found
-            channels = None if scales is None else channels_of(source.shape, catalog.about(name).axis, scales)
-            ready[name] = _Part(source, source.row.code, channels)
+        elif _readable(found.row):
+            about = catalog.about(name)
+            ready[name] = _Part(found, about.dtype if about.packed else about.row.code)
     done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
     for name in to_copy:
         part = _part(name, catalog.value(name), threads)
@@ -220,14 +217,15 @@ def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | Non
 
 def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _Part | None:
     """A quantized tensor in memory; None if it cannot be dequantized."""
+    code = value.scheme if value.packing is not None else row_of(value.scheme).code
+    found = value.restoring()
+    if found is not None:
+        source = of_packed(name, *found)
+        return _Part(source if source.in_order else of_reals(name, value.dequantize(threads=threads), threads), code)
     row = row_of(value.scheme)
     if not _readable(row):
         return None
-    source = of_numbers(name, value.data, row, threads)._replace(shape=value.shape)
-    if value.scale is None:
-        return _Part(source, row.code)
-    scale = np.ascontiguousarray(value.scale, np.float32)
-    return _Part(source, row.code, channels_of(value.shape, value.axis, scale))
+    return _Part(of_numbers(name, value.data, row, threads)._replace(shape=value.shape), code)
 
 
 def _refusal(x: Any) -> Exception:
@@ -256,7 +254,7 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
     op = lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS
     for part, count, place in zip(parts, counts.tolist(), places.tolist(), strict=True):
         if count:
-            batch.add(part.source.work(op, place, channels=part.channels))
+            batch.add(part.source.work(op, place))
     batch.run(threads=threads, progress=progress)
     merged = np.zeros(len(parts), _RECORD)
     first = (places + bins * _WORD).astype(np.uint64)

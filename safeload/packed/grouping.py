@@ -20,34 +20,16 @@ from ..base.text import clip, printable, show
 from ..engine.load import Part, parts_of
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
+from .config import quantization_of
+from .group import Stored
 
-# Dtypes that store codes. F8_E8M0 holds powers of two: it is a dtype of scales, never of codes.
-_FLOAT_CODES = frozenset(row.code for row in dtypes.TABLE if row.floating and row.bits <= 8) - {"F8_E8M0"}
-_INTEGER_CODES = frozenset(("I8", "U8", "I16", "I32", "U32"))
-_CODES = _FLOAT_CODES | _INTEGER_CODES
+_CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 
 # Most codes in one element of these dtypes: words and bytes hold codes of one bit or more.
 _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
 
-# Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
-_CONFIG_DEPTH = 4
-_CONFIG_KEYS = ("quantization_config", "compression_config")
 # Most indexes beside a shard that are read: one, and those of variants.
 _INDEXES = 4
-# The key of mlx-lm, which also stores a copy under the first of `_CONFIG_KEYS`, without a method.
-_MLX = "quantization"
-
-
-class Stored(NamedTuple):
-    """A tensor as a file stores it.
-
-    Attributes:
-        row: row of the dtype table.
-        shape: logical shape.
-    """
-
-    row: dtypes.Dtype
-    shape: tuple[int, ...]
 
 
 class Codes(NamedTuple):
@@ -110,46 +92,6 @@ _ROWS = (
 _MAINS = tuple(dict.fromkeys((".weight", *(row.main for row in _ROWS if row.main), "gate_up_proj", "down_proj")))
 
 
-class Quantization(NamedTuple):
-    """The description of quantized weights in a ``config.json``.
-
-    Attributes:
-        key: the key that holds it, such as "quantization_config".
-        method: the method of quantization, such as "gptq"; None if not given.
-    """
-
-    key: str
-    method: str | None
-
-    def __str__(self) -> str:
-        return self.key if self.method is None else f"{self.key} {self.method[:40]}"
-
-
-def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
-    """The quantization in a ``config.json``, including nested configurations; None without one."""
-    level = [] if config is None else [config]
-    for _ in range(_CONFIG_DEPTH):
-        for holder in level:
-            for key in _CONFIG_KEYS:
-                found = holder.get(key)
-                if isinstance(found, Mapping) and found:
-                    return Quantization(key, _method(found))
-            found = holder.get(_MLX)
-            if isinstance(found, Mapping) and {"bits", "group_size"} <= found.keys():
-                return Quantization(_MLX, "mlx")
-        level = [value for holder in level for value in holder.values() if isinstance(value, Mapping)]
-    return None
-
-
-def _method(said: Mapping[str, Any]) -> str | None:
-    for key in ("quant_method", "quant_algo", "format"):
-        if isinstance(said.get(key), str):
-            return str(said[key])
-    if said.get("load_in_4bit") or said.get("load_in_8bit"):
-        return "bitsandbytes"
-    return "mlx" if {"bits", "group_size"} <= said.keys() else None
-
-
 def could_hold(rows: Iterable[dtypes.Dtype]) -> bool:
     """Whether any of these dtypes can store codes."""
     return any(row.code in _CODES for row in set(rows))
@@ -191,7 +133,7 @@ def _may_be(stored: Stored) -> bool:
 
 def _is_named(name: str, stored: Stored) -> bool:
     """Whether a tensor without a companion holds codes under a configuration with a quantization."""
-    if stored.row.code in _FLOAT_CODES:
+    if stored.row.code in dtypes.FLOAT_CODES:
         return True
     return len(stored.shape) > 1 and name.endswith(_MAINS)
 
@@ -270,8 +212,8 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     said = "" if method is None else f" (quant_method {clip(printable(method), 40)} in config.json)"
     raise UnsupportedError(
         f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. {what} would treat "
-        "the codes as weights, and this version does not dequantize them; safeload.load without dtype= returns them "
-        "as stored",
+        "the codes as weights. safeload.load of the whole checkpoint gives true weights where it dequantizes this "
+        "quantization, and the codes as stored with stored=True",
         path=where or None,
         tensor=name,
     )
@@ -316,6 +258,26 @@ def shards_beside(path: str) -> Container[str]:
     except (SafeloadError, OSError):  # ignored: the file was not requested
         pass
     return names
+
+
+def codes_of(
+    files: Iterable[WeightFile], parts: Sequence[Part], config: Mapping[str, Any] | None, *, alone: bool, indexed: bool
+) -> dict[str, Codes]:
+    """The tensors of open files that hold codes.
+
+    Args:
+        files: the files.
+        parts: their tensors.
+        config: parsed ``config.json``.
+        alone: whether the files were opened without their folder; see `find_alone`.
+        indexed: see `find_alone`.
+    """
+    opened = list(files)
+    if not any(could_hold(file.table.rows) for file in opened):
+        return {}
+    if alone:
+        return find_alone(parts, [file.path for file in opened], indexed=indexed)
+    return find(stored_of(parts), config)
 
 
 def find_alone(parts: Sequence[Part], files: Sequence[str], *, indexed: bool) -> dict[str, Codes]:

@@ -31,7 +31,15 @@ def read_json(path: PathLike, what: str) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     text = native_path(path)[0]
-    content = _content(text, what)
+    return parse_json(_content(text, what), what, text)
+
+
+def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
+    """`read_json` for content that has been read; ``text`` is the path of its file.
+
+    Raises:
+        FormatError: see `read_json`.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

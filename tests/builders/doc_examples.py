@@ -92,6 +92,8 @@ def make_files(folder: Path) -> None:
     data = ROOT / "tests" / "data"
     shutil.copy(data / "silero_vad_16k.safetensors", folder / "model.safetensors")
     shutil.copy(data / "torch" / "checkpoint.pt", folder / "checkpoint.pt")
+    shutil.copytree(data / "quantized" / "fp8_block", folder / "tiny-fp8")
+    shutil.copytree(data / "quantized" / "modelopt_nvfp4", folder / "tiny-nvfp4")
     config, tensors = small("llama-gqa")
     (folder / "tiny-llama").mkdir()
     write_folder(folder / "tiny-llama", config, tensors)

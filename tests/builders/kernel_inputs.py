@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import sys
 
 import numpy as np
 
@@ -27,6 +28,16 @@ F32_SPECIALS = np.unique(
 F32_RANDOM = rng.integers(0, 2**32, 1_000_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
 
 
+def _forbid(address, size):
+    """Whatever touches these pages ends the process."""
+    if sys.platform == "win32":
+        no_access, before = 1, ctypes.c_ulong()
+        pages = ctypes.c_void_p(address), ctypes.c_size_t(size)
+        assert ctypes.WinDLL("kernel32").VirtualProtect(*pages, no_access, ctypes.byref(before))
+    else:
+        assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), size, 0) == 0
+
+
 class Guarded:
     """Memory between two pages that must not be touched; ``at_end`` puts the bytes against the second."""
 
@@ -35,9 +46,8 @@ class Guarded:
         middle = -(-max(size, 1) // page) * page
         self.map = mmap.mmap(-1, middle + 2 * page)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        libc = ctypes.CDLL(None, use_errno=True)
         for guard in (base, base + page + middle):
-            assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
+            _forbid(guard, page)
         self.address = base + page + (middle - size if at_end else 0)
         self.size = size
 

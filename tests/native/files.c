@@ -111,8 +111,8 @@ static void check_jobs(void) {
         EXPECT(file.size == size);
         const uint64_t first = 5 * MIB;
         const sl_job jobs[] = {
-            {SL_OP_CONVERT, SL_BF16, SL_F32, file.handle, 0, got, first, NULL, NULL},
-            {SL_OP_CONVERT, SL_BF16, SL_F32, file.handle, first, got + 2 * first, size - first, NULL, NULL},
+            {SL_OP_CONVERT, SL_BF16, SL_F32, file.handle, 0, got, first, NULL, NULL, NULL},
+            {SL_OP_CONVERT, SL_BF16, SL_F32, file.handle, first, got + 2 * first, size - first, NULL, NULL, NULL},
         };
         memset(got, 0, 4 * count);
         EXPECT(run(jobs, 2, 4, &error, &status) == size);

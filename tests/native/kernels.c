@@ -153,32 +153,23 @@ static void check_absmax_each(const uint8_t *source) {
 }
 
 static void check_int8(const uint8_t *source, const float *factors, int32_t each) {
-    uint64_t codes_state = DIGEST_START, values_state = DIGEST_START;
+    uint64_t codes_state = DIGEST_START;
     int8_t wanted[LONGEST], got[LONGEST];
-    uint8_t wanted_values[4 * LONGEST], got_values[4 * LONGEST];
     for (size_t count = 0; count <= LONGEST; count++)
         for (size_t k = 0; k < 24; k++) {
             const uint8_t *at = source + 4 * (k * 3001 + count) + k % SHIFTS;
             const float *by = factors + k;
             EXPECT(sl_to_int8(SL_TIER_SCALAR, at, wanted, count, by, each) == SL_OK);
-            EXPECT(sl_from_int8(SL_TIER_SCALAR, wanted, wanted_values, count, by, each) == SL_OK);
             for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
                 if (!sl_tier_available(tier)) continue;
                 memset(got, UNTOUCHED, sizeof got);
-                memset(got_values, UNTOUCHED, sizeof got_values);
                 EXPECT(sl_to_int8(tier, at, got, count, by, each) == SL_OK);
-                EXPECT(sl_from_int8(tier, wanted, got_values, count, by, each) == SL_OK);
                 if (memcmp(got, wanted, count) != 0 || !untouched((uint8_t *)got + count, LONGEST - count))
                     FAIL("%s: %zu to int8, each %d", sl_tier_name(tier), count, each);
-                if (memcmp(got_values, wanted_values, 4 * count) != 0 ||
-                    !untouched(got_values + 4 * count, 4 * (LONGEST - count)))
-                    FAIL("%s: %zu from int8, each %d", sl_tier_name(tier), count, each);
             }
             codes_state = digest(codes_state, wanted, count);
-            values_state = digest(values_state, wanted_values, 4 * count);
         }
     report("int8", "F32", each ? "I8-each" : "I8", codes_state);
-    report("int8", each ? "I8-each" : "I8", "F32", values_state);
 }
 
 static void check_quantization(void) {
@@ -199,6 +190,12 @@ static void check_quantization(void) {
 }
 
 /* ---- statistics ---- */
+
+static void run_job(int32_t tier, const sl_job *job) {
+    sl_cursor cursor = {0, 0, 0, 0};
+    sl_error error;
+    EXPECT(sl_jobs_run(job, 1, tier, 1, 0, &cursor, &error) == SL_OK && cursor.finished);
+}
 
 /* What a job of statistics writes for up to SL_STATS_SEGMENT elements. */
 typedef struct summary {
@@ -225,12 +222,11 @@ static uint64_t digest_of_summary(uint64_t state, const summary *all) {
 }
 
 static void summarize(int32_t tier, int32_t from, uint8_t *source, size_t count, summary *all) {
-    sl_job job = {SL_OP_HISTOGRAM,       from, from, SL_MEMORY, (uint64_t)(uintptr_t)source, all,
-                  bytes_of(from, count), NULL, NULL};
-    sl_cursor cursor = {0, 0, 0, 0};
-    sl_error error;
+    sl_job job = {.op = SL_OP_HISTOGRAM, .from = from, .to = from, .file = SL_MEMORY, .memory = all};
+    job.offset = (uint64_t)(uintptr_t)source;
+    job.size = bytes_of(from, count);
     memset(all, 0, sizeof *all);
-    EXPECT(sl_jobs_run(&job, 1, tier, 1, 0, &cursor, &error) == SL_OK && cursor.finished);
+    run_job(tier, &job);
 }
 
 static void check_statistics(int32_t from) {
@@ -260,6 +256,116 @@ static void check_all_statistics(void) {
     check_statistics(SL_F32);
     for (int32_t from = 0; from < SL_DTYPE_LIMIT; from++)
         if (from != SL_F32 && sl_convertible(from, SL_F32)) check_statistics(from);
+}
+
+/* ---- packed codes ---- */
+
+/* A layout with 2^bits numbers, and scales in blocks of all kinds of lengths. */
+typedef struct restored {
+    const char *name;
+    int32_t layout, bits, high_first, transpose;
+    uint64_t row_step, column_step; /* rows and columns are multiples of these */
+} restored;
+
+/* Longer than a tile on both sides, and than what a kernel takes at a time. */
+#define MOST_ROWS ((size_t)352)
+#define MOST_COLUMNS ((size_t)2100)
+
+static float random_float(uint64_t *state) {
+    return (float)((int64_t)(random_u64(state) >> 40) - (1 << 23)) * 0x1p-20f;
+}
+
+static sl_packed packed_of(const restored *how, uint64_t rows, uint64_t columns) {
+    sl_packed packed = {.layout = how->layout, .bits = how->bits, .high_first = how->high_first, .forbidden = -1};
+    uint64_t bits = (uint64_t)how->bits, bytes = (columns * bits + 7) / 8, stored = rows;
+    if (how->layout == SL_LAYOUT_COLUMNS) {
+        stored = rows * bits / 32;
+        bytes = columns * 4;
+    } else if (how->layout == SL_LAYOUT_PLANES) {
+        stored = rows * bits / 8;
+        bytes = columns;
+    }
+    packed.transpose = how->transpose;
+    packed.matrices = 1;
+    packed.rows = rows;
+    packed.columns = columns;
+    packed.row_bytes = bytes;
+    packed.size = stored * bytes;
+    return packed;
+}
+
+/* The values on every tier with `what` of the scales: 0 none, 1 scales in blocks, 2 also zeros, 3 all in groups, and
+ * factors. */
+static uint64_t check_restored(uint64_t state, const restored *how, uint64_t rows, uint64_t columns, unsigned what) {
+    static float table[256], grids[3][MOST_ROWS * MOST_COLUMNS], factors[MOST_COLUMNS];
+    static uint32_t groups[MOST_COLUMNS];
+    uint64_t seed = rows * 4099 + columns * 4 + what, shift = seed % SHIFTS;
+    sl_packed packed = packed_of(how, rows, columns);
+    size_t size = (size_t)(rows * columns * 4);
+    uint8_t *codes = allocate(packed.size + SHIFTS), *wanted = allocate(size), *got = allocate(size + 2 * MARGIN);
+    for (uint64_t i = 0; i < packed.size; i++) codes[shift + i] = (uint8_t)(random_u64(&seed) >> 56);
+    for (size_t i = 0; i < 256; i++) table[i] = random_float(&seed);
+    bool by_row = how->layout == SL_LAYOUT_COLUMNS || how->layout == SL_LAYOUT_WORDS;
+    packed.table = table;
+    packed.row_block = by_row ? 32 : 1 + seed % 3;
+    packed.column_block = by_row ? 1 : 1 + seed % 70;
+    packed.grid_rows = (rows - 1) / packed.row_block + 1;
+    packed.grid_columns = (columns - 1) / packed.column_block + 1;
+    for (size_t i = 0; i < packed.grid_rows * packed.grid_columns; i++)
+        for (size_t k = 0; k < 3; k++) grids[k][i] = random_float(&seed);
+    for (size_t i = 0; i < MOST_COLUMNS; i++) {
+        factors[i] = random_float(&seed);
+        groups[i] = (uint32_t)(random_u64(&seed) % (by_row ? packed.grid_rows : packed.grid_columns));
+    }
+    packed.scales = what >= 1 ? grids[0] : NULL;
+    packed.zeros = what >= 2 ? grids[1] : NULL;
+    packed.biases = what >= 3 ? grids[2] : NULL;
+    packed.groups = what >= 3 ? groups : NULL;
+    packed.factors = what >= 3 ? factors : NULL;
+    sl_job job = {.op = SL_OP_RESTORE, .from = SL_F32, .to = SL_F32, .file = SL_MEMORY, .size = size};
+    job.offset = (uint64_t)(uintptr_t)(codes + shift);
+    job.packed = &packed;
+    for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+        if (!sl_tier_available(tier)) continue;
+        memset(got, UNTOUCHED, size + 2 * MARGIN);
+        job.memory = got + MARGIN - shift;
+        run_job(tier, &job);
+        if (tier == SL_TIER_SCALAR) memcpy(wanted, job.memory, size);
+        if (memcmp(job.memory, wanted, size) != 0 || !untouched(got, MARGIN - shift) ||
+            !untouched(got + MARGIN - shift + size, MARGIN + shift))
+            FAIL("%s: %s, %" PRIu64 " x %" PRIu64 ", scales %u", sl_tier_name(tier), how->name, rows, columns, what);
+    }
+    state = digest(state, wanted, size);
+    free(codes);
+    free(wanted);
+    free(got);
+    return state;
+}
+
+static void check_all_restored(void) {
+    static const restored LAYOUTS[] = {
+        {"rows", SL_LAYOUT_ROWS, 4, 0, 0, 1, 1},          {"high_first", SL_LAYOUT_ROWS, 4, 1, 0, 1, 1},
+        {"stream", SL_LAYOUT_ROWS, 3, 0, 0, 1, 1},        {"bytes", SL_LAYOUT_ROWS, 8, 0, 0, 1, 1},
+        {"transposed", SL_LAYOUT_ROWS, 4, 0, 1, 1, 1},    {"transposed_bytes", SL_LAYOUT_ROWS, 8, 0, 1, 1, 1},
+        {"columns_4", SL_LAYOUT_COLUMNS, 4, 0, 1, 8, 1},  {"columns_3", SL_LAYOUT_COLUMNS, 3, 0, 1, 32, 1},
+        {"columns_2", SL_LAYOUT_COLUMNS, 2, 0, 1, 16, 1}, {"columns_8", SL_LAYOUT_COLUMNS, 8, 0, 1, 4, 1},
+        {"words", SL_LAYOUT_WORDS, 4, 0, 1, 1, 8},        {"planes_2", SL_LAYOUT_PLANES, 2, 0, 0, 4, 1},
+        {"planes_4", SL_LAYOUT_PLANES, 4, 1, 0, 2, 1},
+    };
+    for (size_t k = 0; k < sizeof LAYOUTS / sizeof *LAYOUTS; k++) {
+        const restored *how = &LAYOUTS[k];
+        uint64_t state = DIGEST_START;
+        for (unsigned what = 0; what < 4; what++) {
+            for (uint64_t columns = 1; columns <= LONGEST; columns++)
+                if (columns % how->column_step == 0)
+                    state = check_restored(state, how, how->row_step * (1 + columns % 3), columns, what);
+            for (uint64_t rows = how->row_step; rows <= MOST_ROWS; rows += rows < LONGEST ? how->row_step : 32)
+                state = check_restored(state, how, rows, how->column_step * (1 + rows % 5), what);
+            state = check_restored(state, how, MOST_ROWS - MOST_ROWS % how->row_step, 72, what);
+            state = check_restored(state, how, how->row_step, MOST_COLUMNS - MOST_COLUMNS % how->column_step, what);
+        }
+        report("restore", how->name, "F32", state);
+    }
 }
 
 /* ---- strided and transposed copies ---- */
@@ -325,6 +431,7 @@ int main(void) {
     check_conversions();
     check_quantization();
     check_all_statistics();
+    check_all_restored();
     check_copies();
     return failures == 0 ? 0 : 1;
 }

@@ -1,37 +1,52 @@
-/* What each operation of a job takes: every operation with and without a grid and channels, for dtypes of every kind,
- * from memory and from a file. What its row below does not allow must be refused with a message that names it; nothing
- * may be written then. Also: malformed jobs, and all operations in one run. */
+/* What each operation of a job takes: every operation with and without a grid, channels and packed codes, for dtypes of
+ * every kind, from memory and from a file. What its row below does not allow must be refused with a message that names
+ * it; nothing may be written then. Also: malformed jobs, and all operations in one run. */
 #define _DEFAULT_SOURCE
 #include <fcntl.h>
 
 #include "checkpoints.h"
 
-enum { ROWS = 96, COLUMNS = 65, ELEMENTS = ROWS * COLUMNS, ROOM = 1 << 17 };
+enum { ROWS = 96, COLUMNS = 65, ELEMENTS = ROWS * COLUMNS, ROOM = 1 << 18 };
 enum { NO, YES, MAYBE };
 
 /* A job of each that must run: dtypes, and what it takes. */
 static const struct {
     int32_t op;
     const char *name;
-    int grid, channels;
+    int grid, channels, packed;
     int32_t from, to;
 } ROWS_OF_OPS[] = {
-    {SL_OP_COPY, "copy", NO, NO, SL_F32, SL_F32},
-    {SL_OP_CONVERT, "convert", NO, NO, SL_F32, SL_BF16},
-    {SL_OP_GRID, "grid", YES, NO, SL_F32, SL_BF16},
-    {SL_OP_WRITE, "write", NO, NO, SL_F32, SL_F32},
-    {SL_OP_APPEND, "append", NO, NO, SL_F32, SL_F32},
-    {SL_OP_INT8, "int8", NO, YES, SL_F32, SL_I8},
-    {SL_OP_FROM_INT8, "from int8", NO, YES, SL_I8, SL_F32},
-    {SL_OP_ABSMAX, "absmax", NO, YES, SL_F32, SL_F32},
-    {SL_OP_FINITE, "finite", NO, NO, SL_F32, SL_F32},
-    {SL_OP_STATS, "stats", NO, MAYBE, SL_I8, SL_I8},
-    {SL_OP_HISTOGRAM, "histogram", NO, MAYBE, SL_I8, SL_I8},
+    {SL_OP_COPY, "copy", NO, NO, NO, SL_F32, SL_F32},
+    {SL_OP_CONVERT, "convert", NO, NO, NO, SL_F32, SL_BF16},
+    {SL_OP_GRID, "grid", YES, NO, NO, SL_F32, SL_BF16},
+    {SL_OP_WRITE, "write", NO, NO, NO, SL_F32, SL_F32},
+    {SL_OP_APPEND, "append", NO, NO, NO, SL_F32, SL_F32},
+    {SL_OP_INT8, "int8", NO, YES, MAYBE, SL_F32, SL_I8},
+    {SL_OP_ABSMAX, "absmax", NO, YES, MAYBE, SL_F32, SL_F32},
+    {SL_OP_FINITE, "finite", NO, NO, MAYBE, SL_F32, SL_F32},
+    {SL_OP_STATS, "stats", NO, NO, MAYBE, SL_F32, SL_F32},
+    {SL_OP_HISTOGRAM, "histogram", NO, NO, MAYBE, SL_F32, SL_F32},
+    {SL_OP_RESTORE, "restore", NO, NO, YES, SL_F32, SL_BF16},
 };
 _Static_assert(sizeof ROWS_OF_OPS / sizeof *ROWS_OF_OPS == SL_OP_COUNT, "one row for each operation");
 
 static uint8_t *source, *memory, *again; /* ROOM bytes each */
 static float factors[ELEMENTS];
+/* As many numbers as there are elements: codes of int8, with a scale for each row. */
+static const sl_packed PACKED = {.layout = SL_LAYOUT_ROWS,
+                                 .bits = 8,
+                                 .codes = SL_I8,
+                                 .forbidden = -1,
+                                 .size = ELEMENTS,
+                                 .matrices = 1,
+                                 .rows = ROWS,
+                                 .columns = COLUMNS,
+                                 .row_bytes = COLUMNS,
+                                 .row_block = 1,
+                                 .column_block = COLUMNS,
+                                 .grid_rows = ROWS,
+                                 .grid_columns = 1,
+                                 .scales = factors};
 static int64_t source_file, target_file;
 static unsigned runs, refusals;
 
@@ -74,17 +89,24 @@ static bool names(const char *message, const char *name) { return strstr(message
 
 /* ---- every combination ---- */
 
-static void try(size_t row, int32_t from, int32_t to, bool with_grid, const sl_channels *channels, bool in_file) {
-    const sl_grid grid = grid_of(from, to);
+static bool takes(int what, bool given) { return what == MAYBE || what == (int)given; }
+
+/* The job of `row` with what it is given, of which everything but the dtypes is right. */
+static void try(size_t row, int32_t from, int32_t to, const sl_grid *grid, const sl_channels *channels,
+                const sl_packed *packed, bool in_file) {
     sl_job job = job_of(ROWS_OF_OPS[row].op, from, to, in_file);
     sl_error error;
-    job.grid = with_grid ? &grid : NULL;
+    job.grid = grid;
     job.channels = channels;
+    job.packed = packed;
     memset(memory, 0, ROOM);
     int32_t status = run(&job, 1, 2, &error);
-    bool taken = (ROWS_OF_OPS[row].grid == MAYBE || ROWS_OF_OPS[row].grid == (int)with_grid) &&
-                 (ROWS_OF_OPS[row].channels == MAYBE || ROWS_OF_OPS[row].channels == (channels != NULL));
-    if (taken && from == ROWS_OF_OPS[row].from && to == ROWS_OF_OPS[row].to) CHECK(status == SL_OK);
+    bool taken = takes(ROWS_OF_OPS[row].grid, grid != NULL) && takes(ROWS_OF_OPS[row].channels, channels != NULL) &&
+                 takes(ROWS_OF_OPS[row].packed, packed != NULL);
+    /* Codes stand for f32, which have no channels of int8. */
+    int32_t own = packed != NULL ? SL_F32 : ROWS_OF_OPS[row].from;
+    bool of_int8 = packed != NULL && channels != NULL && ROWS_OF_OPS[row].channels == MAYBE;
+    if (taken && from == own && to == ROWS_OF_OPS[row].to && !of_int8) CHECK(status == SL_OK);
     runs++;
     if (status == SL_OK) {
         CHECK(taken);
@@ -108,10 +130,13 @@ static void try_all(void) {
     for (size_t row = 0; row < SL_OP_COUNT; row++)
         for (size_t k = 0; k < 2 * DTYPE_COUNT * DTYPE_COUNT; k++) {
             int32_t from = DTYPES[k / 2 % DTYPE_COUNT], to = DTYPES[k / 2 / DTYPE_COUNT];
-            for (int with_grid = 0; with_grid < 2; with_grid++) {
-                try(row, from, to, with_grid, NULL, k % 2);
+            const sl_grid grid = grid_of(from, to);
+            for (int with = 0; with < 4; with++) {
+                const sl_grid *strided = with % 2 != 0 ? &grid : NULL;
+                const sl_packed *packed = with / 2 != 0 ? &PACKED : NULL;
+                try(row, from, to, strided, NULL, packed, k % 2);
                 for (size_t c = 0; c < sizeof CHANNELS / sizeof *CHANNELS; c++)
-                    try(row, from, to, with_grid, &CHANNELS[c], k % 2);
+                    try(row, from, to, strided, &CHANNELS[c], packed, k % 2);
             }
         }
 }
@@ -169,20 +194,16 @@ static void refuse_malformed(void) {
         refuse_channels(op, SL_I8, 0, 1, factors, "channel count 0");
         refuse_channels(op, SL_I8, 1, 0, factors, "inner size 0");
         if (op != SL_OP_ABSMAX) refuse_channels(op, SL_I8, COLUMNS, 1, NULL, "lack factors");
-        if (op != SL_OP_FROM_INT8) refuse_channels(op, SL_F4, COLUMNS, 1, factors, "not a whole number of blocks of 2");
+        refuse_channels(op, SL_F4, COLUMNS, 1, factors, "not a whole number of blocks of 2");
     }
-    refuse_channels(SL_OP_STATS, SL_F32, COLUMNS, 1, factors, "int8 only");
-    refuse_channels(SL_OP_FROM_INT8, SL_F32, COLUMNS, 1, factors, "is not int8");
-    job = job_of(SL_OP_FROM_INT8, SL_I8, SL_Q4_0, false);
-    job.channels = &one;
-    refuse(job, "cannot become");
+    refuse_channels(SL_OP_STATS, SL_I8, COLUMNS, 1, factors, "takes no channels");
 }
 
 /* ---- all operations in one run ---- */
 
 /* One thread after the other, then all at once with three: the same bytes. */
 static void run_together(void) {
-    enum { STEP = ROOM / SL_OP_COUNT / 64 * 64 };
+    enum { STEP = (ROOM - 2 * ELEMENTS) / SL_OP_COUNT / 64 * 64 };
     const sl_grid grid = grid_of(SL_F32, SL_BF16);
     const sl_channels channels = {COLUMNS, 1, factors}; /* an odd number: scratch of an odd size */
     sl_job jobs[SL_OP_COUNT];
@@ -192,8 +213,9 @@ static void run_together(void) {
         *job = job_of(ROWS_OF_OPS[row].op, ROWS_OF_OPS[row].from, ROWS_OF_OPS[row].to, row % 2);
         if (ROWS_OF_OPS[row].grid == YES) job->grid = &grid;
         if (ROWS_OF_OPS[row].channels == YES) job->channels = &channels;
+        if (ROWS_OF_OPS[row].packed == YES) job->packed = &PACKED;
         job->memory = memory + STEP * row;
-        job->size = job->op == SL_OP_GRID ? job->size : job->size / 4; /* places do not overlap */
+        if (job->grid == NULL && job->packed == NULL) job->size /= 4; /* places do not overlap */
         if (job->op == SL_OP_GRID) job->memory = memory + ROOM - 2 * ELEMENTS;
     }
     memset(memory, 0, ROOM);

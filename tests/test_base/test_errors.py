@@ -81,11 +81,11 @@ def test_a_conversion_that_there_is_not(tmp_path):
 
 def test_codes_that_are_no_weights(tmp_path):
     path = tmp_path / "x"
-    codes = {"w": np.zeros((4, 4), ml_dtypes.float8_e4m3fn), "w_scale": np.ones(1, np.float32)}
+    codes = {"w.qweight": np.zeros((4, 4), np.int32), "w.scales": np.ones((1, 4), np.float16)}
     save_file(codes, path, durable=False)
     with pytest.raises(errors.UnsupportedError, match="codes") as caught:
         safeload.load(path, dtype="float32")
-    assert (caught.value.path, caught.value.tensor) == (str(path), "w")
+    assert (caught.value.path, caught.value.tensor) == (str(path), "w.qweight")
 
 
 def test_a_dtype_that_cannot_be_saved(tmp_path):

@@ -626,7 +626,11 @@ def test_a_nul_in_the_path_is_refused(tmp_path):
 
 def test_a_refused_mapping_is_read_instead(monkeypatch, tmp_path):
     path = tmp_path / "x"
-    tensors = {"big": np.arange(1 << 18), "small": np.arange(3), "empty": np.zeros((0, 2))}
+    tensors = {
+        "big": np.arange(1 << 18, dtype=np.int64),
+        "small": np.arange(3, dtype=np.int64),
+        "empty": np.zeros((0, 2)),
+    }
     save_file(tensors, path, durable=False)
 
     def refuse(self):

@@ -255,7 +255,7 @@ def test_with_gives_the_object_itself_and_lets_exceptions_through(path):
         file.keys()
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_closed_handle_keeps_no_mapping(path):
     def mapped():
         return str(path) in Path("/proc/self/maps").read_text()
@@ -276,7 +276,10 @@ def test_arrays_outlive_the_closed_file(backend, path):
     with safe_open(path, backend=backend) as file:
         arrays = [file.get_tensor("large"), file.get_tensor("large"), file.get_tensors()["large"]]
         arrays.append(file.get_slice("large")[:])
-    path.write_bytes(b"") if os.name == "nt" else path.unlink()
+    if os.name != "nt":
+        path.unlink()
+    elif backend == "pread":  # Windows neither deletes nor writes to a mapped file
+        path.write_bytes(b"")
     for array in arrays:
         assert (array == TENSORS["large"]).all()
 
@@ -292,10 +295,10 @@ def test_a_slice_outlives_the_with_block_as_upstreams_does(path):
 
 def test_repr_names_the_file(path):
     with safe_open(path) as file:
-        assert str(path) in repr(file)
+        assert repr(str(path)) in repr(file)
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_no_descriptor_is_left_open(path, tmp_path):
     (tmp_path / "bad").write_bytes(b"\xff" * 30)
     before = len(os.listdir("/proc/self/fd"))

@@ -112,7 +112,6 @@ def test_every_length_and_alignment_gives_the_bits_of_scalar(tier, pair):
             assert (raw_out[shift + count * target_size :] == 0xA5).all()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="mprotect")
 @pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize("pair", [*PAIRS, ("F4", "F32"), ("F6_E2M3", "F32"), ("BF16", "F16"), ("F4", "BF16")],
                          ids="{0[0]} to {0[1]}".format)  # fmt: skip

@@ -113,8 +113,8 @@ def test_int8_is_dequantized_in_the_one_run_that_reads(tmp_path, monkeypatch, ba
         ran = count_runs(monkeypatch)
         arrays = checkpoint.load(dtype="float32", backend=backend, progress=lambda *report: seen.append(report))
         assert len(ran) == 1
-        assert len([job for job in ran[0] if job.channels is not None]) == 5
-        nbytes = 5 * 64 * 96 + plain["bias"].nbytes + (plain["steps"].nbytes if backend == "pread" else 0)
+        assert len([job for job in ran[0] if job.packed is not None]) == 5
+        nbytes = 4 * 5 * 64 * 96 + plain["bias"].nbytes + (plain["steps"].nbytes if backend == "pread" else 0)
         assert seen[-1] == (nbytes, nbytes)
         out = {name: np.zeros(array.shape, array.dtype) for name, array in arrays.items()}
         checkpoint.load(dtype="float32", out=out)

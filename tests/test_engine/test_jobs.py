@@ -5,6 +5,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.packed_codes import ROWS, Case
 
 from safeload.base import dtypes
 from safeload.base.native import Error, check, ffi, lib
@@ -101,19 +102,20 @@ def test_grids_that_cannot_be(open_file, code, grid, size, fragment):
     assert not out.any()
 
 
-# What each operation takes: a grid, channels; and dtypes that it works on.
+# What each operation takes: a grid, channels, packed codes; and dtypes that it works on.
+NO, YES, MAYBE = (False,), (True,), (False, True)
 TAKES = {
-    "copy": ((False,), (False,), "F32", "F32"),
-    "convert": ((False,), (False,), "F32", "BF16"),
-    "grid": ((True,), (False,), "F32", "BF16"),
-    "write": ((False,), (False,), "F32", "F32"),
-    "append": ((False,), (False,), "F32", "F32"),
-    "int8": ((False,), (True,), "F32", "I8"),
-    "from int8": ((False,), (True,), "I8", "F32"),
-    "absmax": ((False,), (True,), "F32", "F32"),
-    "finite": ((False,), (False,), "F32", "F32"),
-    "stats": ((False,), (False, True), "I8", "I8"),
-    "histogram": ((False,), (False, True), "I8", "I8"),
+    "copy": (NO, NO, NO, "F32", "F32"),
+    "convert": (NO, NO, NO, "F32", "BF16"),
+    "grid": (YES, NO, NO, "F32", "BF16"),
+    "write": (NO, NO, NO, "F32", "F32"),
+    "append": (NO, NO, NO, "F32", "F32"),
+    "int8": (NO, YES, MAYBE, "F32", "I8"),
+    "absmax": (NO, YES, MAYBE, "F32", "F32"),
+    "finite": (NO, NO, MAYBE, "F32", "F32"),
+    "stats": (NO, NO, MAYBE, "F32", "F32"),
+    "histogram": (NO, NO, MAYBE, "F32", "F32"),
+    "restore": (NO, NO, YES, "F32", "BF16"),
 }
 
 
@@ -134,28 +136,37 @@ def test_the_operations_are_these():
     assert lib.sl_op_name(-1) == lib.sl_op_name(lib.SL_OP_COUNT) == ffi.NULL
 
 
+@pytest.mark.parametrize("with_packed", [False, True])
 @pytest.mark.parametrize("with_channels", [False, True])
 @pytest.mark.parametrize("with_grid", [False, True])
 @pytest.mark.parametrize("op", range(lib.SL_OP_COUNT), ids=op_name)
-def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels, tmp_path):
-    takes_grid, takes_channels, source, target = TAKES[op_name(op)]
+def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels, with_packed, tmp_path):
+    *taken, source, target = TAKES[op_name(op)]
+    if op in (lib.SL_OP_STATS, lib.SL_OP_HISTOGRAM) and with_channels:
+        if with_packed:
+            pytest.skip("channels are of int8, and codes stand for f32")
+        source = "I8"
     source, target = dtypes.BY_CODE[source], dtypes.BY_CODE[target]
     x = np.arange(96).astype(source.name)
     out = np.zeros(4096, np.uint8)
     grid = jobs.Grid(8, 12, (12 * source.block_bytes, source.block_bytes, target.block_bytes, 8 * target.block_bytes))
     channels = jobs.Channels(12, 1, np.ones(12, np.float32))
+    case = Case(ROWS, 4, (1, 8, 12))
     path = tmp_path / "written"
     with path.open("wb") as file:
         writes = op in (lib.SL_OP_WRITE, lib.SL_OP_APPEND)
-        place = (handle_of(file), 0, out.ctypes.data) if writes else (None, x.ctypes.data, out.ctypes.data)
+        begin = case.codes.ctypes.data if with_packed else x.ctypes.data
+        place = (handle_of(file), 0, out.ctypes.data) if writes else (None, begin, out.ctypes.data)
         takes = grid if with_grid else None, channels if with_channels else None
-        batch = jobs.Batch([jobs.Job(*place, x.nbytes, source.number, target.number, op, *takes)])
-        if with_grid in takes_grid and with_channels in takes_channels:
+        job = jobs.Job(*place, x.nbytes, source.number, target.number, op, *takes)
+        batch = jobs.Batch([job._replace(packed=case.prepared() if with_packed else None)])
+        if all(given in allowed for given, allowed in zip((with_grid, with_channels, with_packed), taken, strict=True)):
             assert batch.run() == x.nbytes
             assert out.any() != (writes or op == lib.SL_OP_FINITE)
             assert path.stat().st_size == (x.nbytes if writes else 0)
             return
-        with pytest.raises(SafeloadError, match=rf"the operation {op_name(op)} (takes no|needs) (a grid|channels)"):
+        what = rf"the operation {op_name(op)} (takes no|needs) (a grid|channels|packed codes)"
+        with pytest.raises(SafeloadError, match=what):
             batch.run()
     assert not out.any()
     assert path.stat().st_size == 0

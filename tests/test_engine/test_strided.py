@@ -9,7 +9,7 @@ import pytest
 from safeload import astype, errors
 from safeload.base import dtypes
 from safeload.base.arrays import c_strides
-from safeload.base.table import ListedTable, Listing
+from safeload.base.listed_table import ListedTable, Listing
 from safeload.checkpoint import Checkpoint
 from safeload.engine.weight_file import open_without_table
 from safeload.formats.opening import Found
@@ -225,7 +225,7 @@ def test_a_refused_mapping_is_read_and_still_shared(built, monkeypatch):
         def refuse():
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr(checkpoint._open[0].store, "map", refuse)
+        monkeypatch.setattr(checkpoint.weight_files[0].store, "map", refuse)
         loaded = checkpoint.load()
         assert checkpoint.last_load.backend == "pread"
         assert sharing(loaded) == shared_in_file(built)

@@ -778,7 +778,7 @@ def test_the_zeros_are_found_wherever_they_begin(tmp_path):
         data[len(data) - count :] = 0
         save_file({"w": data}, path)
         with safeload.open(path) as opened:
-            tail = tail_of(opened._open[0], values=True)
+            tail = tail_of(opened.weight_files[0], values=True)
         assert tail.end - tail.begin == count
 
 
@@ -821,6 +821,10 @@ FAMILIES = {
 }
 
 
+# Those whose packed weights safeload.open dequantizes.
+DEQUANTIZED = ("fp8", "bitnet", "mlx")
+
+
 def packed(family, kind="llama-gqa"):
     config, tensors = small(kind)
     for name in [name for name in tensors if name.endswith("proj.weight")]:
@@ -840,10 +844,28 @@ def test_quantized_weights_are_said_not_to_be_checked(family, kind, tmp_path, ca
     assert "quantization.unchecked" in str(report)
     assert report.to_json()["notes"] == [report.notes[0]._asdict()]
     path = write_folder(tmp_path, config, tensors)
+    if family in DEQUANTIZED:  # in files they are what they mean, and are checked like any other
+        assert main(["check", str(path), "--structure"]) == 0
+        out = capsys.readouterr().out
+        assert "quantization.unchecked" not in out
+        assert f"checked: {len(safeload.open(path))} names and shapes against schema" in out
+        return
     assert main(["check", str(path), "--strict"]) == 0
     assert "note     file  quantization.unchecked" in capsys.readouterr().out
-    assert main(["check", str(path), "--structure"]) == 0
+    assert main(["check", str(path), "--structure", "--stored"]) == 0
     assert "names and shapes of quantized weights" in capsys.readouterr().out.replace("\n         ", " ")
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen2", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["fp8", "bitnet", "mlx"])
+def test_packed_weights_of_a_folder_are_checked(family, kind, tmp_path, capsys):
+    config, tensors = packed(family, kind)
+    path = write_folder(tmp_path, config, tensors)
+    report = validate(path, limits=(-1e9, 1e9))
+    assert (codes(report), report.verdict) == ([], "sound")
+    assert report.stats.keys() == small(kind)[1].keys()
+    assert main(["check", str(path)]) == 0
+    assert "quantization.unchecked" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""Codes are never taken for weights: every operation that needs numbers refuses them, whoever wrote them.
+"""Codes are never taken for weights: every operation that needs numbers dequantizes or refuses them.
 
 Layouts of the families: names, dtypes and shapes as their writers choose them, values random.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import safeload
-from safeload import Layout, StackedTensor, UnsupportedError
+from safeload import FormatError, Layout, StackedTensor, UnsupportedError
 from safeload.numpy import load_file, save_file
 from safeload.packed import grouping
 
@@ -28,6 +28,11 @@ def codes(dtype, *shape):
 
 def floats(dtype, *shape):
     return rng.random(shape, np.float32).astype(dtype)
+
+
+def ternary(*shape):
+    """Four codes of 0 to 2 in each byte."""
+    return sum(rng.integers(0, 3, shape, np.uint8) << 2 * k for k in range(4))
 
 
 P = "model.layers.0.mlp.up_proj"
@@ -72,7 +77,7 @@ FAMILIES = {
     "mlx": (f"{P}.weight", f"{P}.scales", None, {
         f"{P}.weight": codes(U32, 64, 16), f"{P}.scales": floats(BF16, 64, 2), f"{P}.biases": floats(BF16, 64, 2)}),
     "bitnet": (f"{P}.weight", f"{P}.weight_scale", "bitnet", {
-        f"{P}.weight": codes(U8, 16, 64), f"{P}.weight_scale": floats(BF16, 1)}),
+        f"{P}.weight": ternary(16, 64), f"{P}.weight_scale": floats(BF16, 1)}),
     "bnb-4bit": (f"{P}.weight", f"{P}.weight.absmax", "bitsandbytes", {
         f"{P}.weight": codes(U8, 2048, 1), f"{P}.weight.absmax": codes(U8, 64),
         f"{P}.weight.quant_map": floats(F32, 16), f"{P}.weight.quant_state.bitsandbytes__nf4": codes(U8, 90)}),
@@ -92,6 +97,87 @@ FAMILIES = {
 }  # fmt: skip
 PLAIN = {"model.norm.weight": floats(BF16, 64)}
 ALL = list(FAMILIES)
+
+E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def tiled(scale, rows, columns, shape):
+    """A scale for each block of rows and columns."""
+    return scale.astype(F32).repeat(rows, -2).repeat(columns, -1)[..., : shape[-2], : shape[-1]]
+
+
+def nibbles(stored):
+    """The low half of each byte first."""
+    return np.stack([stored & 15, stored >> 4], -1).reshape(*stored.shape[:-1], -1)
+
+
+def powers(exponents):
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+
+
+def by_blocks(tensors):
+    weight, scale = tensors
+    return weight.astype(F32) * tiled(scale, 128, 128, weight.shape)
+
+
+def by_broadcast(tensors):
+    weight, scale = tensors[:2]
+    return weight.astype(F32) * np.asarray(scale, F32)
+
+
+def by_column(tensors):
+    weight, scale = tensors
+    return weight.astype(F32) * scale.swapaxes(1, 2)
+
+
+def mxfp4(tensors):
+    blocks, exponents = tensors
+    return (E2M1[nibbles(blocks)] * powers(exponents)[..., None]).reshape(*blocks.shape[:2], -1)
+
+
+def deepseek_v4(tensors):
+    weight, scale = tensors
+    return E2M1[nibbles(weight.view(U8))] * scale.astype(F32).repeat(32, 1)
+
+
+def nvfp4(tensors):
+    weight, scale, whole = tensors
+    return E2M1[nibbles(weight)] * (scale.astype(F32) * whole).repeat(16, 1)
+
+
+def int4(tensors):
+    words, scale, _ = tensors
+    return (nibbles(words.view(U8)).astype(F32) - 8) * scale.astype(F32).repeat(32, 1)
+
+
+def planes(tensors):
+    weight, scale = tensors
+    codes = np.concatenate([weight >> 2 * k & 3 for k in range(4)])
+    return (codes.astype(F32) - 1) * (1 / scale.astype(F32))
+
+
+# The families that are dequantized: name and weights of the packed tensor, by the formula of the writer's arithmetic.
+SUPPORTED = {
+    family: (name, formula([np.asarray(tensor) for tensor in FAMILIES[family][3].values()]))
+    for family, name, formula in [
+        ("deepseek", f"{P}.weight", by_blocks),
+        ("deepseek-e8m0", f"{P}.weight", by_blocks),
+        ("deepseek-v4", f"{P}.weight", deepseek_v4),
+        ("fused-experts", "experts.gate_up_proj", by_blocks),
+        ("fbgemm", "experts.down_proj", by_column),
+        ("autofp8", f"{P}.weight", by_broadcast),
+        ("mistral", f"{P}.weight", by_broadcast),
+        ("comfyui", f"{P}.weight", by_broadcast),
+        ("compressed-tensors", f"{P}.weight", int4),
+        ("int8", f"{P}.weight", by_broadcast),
+        ("nvfp4", f"{P}.weight", nvfp4),
+        ("gpt-oss", "mlp.experts.gate_up_proj", lambda tensors: mxfp4(tensors).swapaxes(1, 2)),
+        ("gpt-oss-original", "mlp1_weight", mxfp4),
+        ("bitnet", f"{P}.weight", planes),
+    ]
+}
+# Those that are not, and MLX's without a configuration, which leaves it open what the words hold.
+REFUSED = [family for family in ALL if family not in SUPPORTED]
 
 
 def folder_of(tmp_path, family, *, config=True):
@@ -122,7 +208,60 @@ def refused(family, *, method=True):
 LAYOUTS = {name: Layout("x", [StackedTensor("w", entry[0])]) for name, entry in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_every_entry_point_gives_the_weights(tmp_path, family):
+    folder, (name, want) = folder_of(tmp_path, family), SUPPORTED[family]
+    layout = Layout("x", [StackedTensor("w", name)])
+    got = safeload.load(folder, dtype="float32")
+    assert got.keys() == {name, *PLAIN}
+    np.testing.assert_array_equal(got[name], want)
+    with safeload.open(folder) as opened:
+        values = opened.load()
+        assert values[name].shape == want.shape
+        for given in (folder, opened, values):
+            assert safeload.stats(given)[name][1:] == safeload.stats(want)[1:]
+            assert not safeload.diff(given, {name: want}).tensors[name].unequal
+            np.testing.assert_array_equal(safeload.stack(given, layout, dtype="float32")["w"], want)
+            np.testing.assert_array_equal(
+                safeload.load_quantized(given, "int8")[name].data,
+                safeload.load_quantized({name: want}, "int8")[name].data,
+            )
+            assert safeload.quantization_error({name: want}, {name: values[name]})[name].max_error == 0
+            for suffix in ("npz", "gguf", "safetensors"):
+                safeload.convert(given, tmp_path / f"x.{suffix}", dtype="float32", overwrite=True)
+                np.testing.assert_array_equal(safeload.load(tmp_path / f"x.{suffix}")[name], want)
+                if suffix != "safetensors":
+                    with pytest.raises(UnsupportedError, match="pass dtype="):
+                        safeload.convert(given, tmp_path / f"x.{suffix}", overwrite=True)
+            safeload.convert(given, tmp_path / "x.safetensors", layout=layout, dtype="float32", overwrite=True)
+            np.testing.assert_array_equal(safeload.load(tmp_path / "x.safetensors")["w"], want)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_no_operation_takes_stored_codes_for_numbers(tmp_path, family):
+    """Asked for what is stored, and in arrays, where nothing belongs together."""
+    folder = folder_of(tmp_path, family)
+    name = FAMILIES[family][0]
+    with safeload.open(folder, stored=True) as opened:
+        assert set(opened) == {*FAMILIES[family][3], *PLAIN}
+        for given, method in ((opened, True), (opened.load(), False)):
+            calls = {
+                "load": lambda: opened.load(dtype="float32"),
+                "load_quantized": lambda given=given: safeload.load_quantized(given, "q8_0"),
+                "stats": lambda given=given: safeload.stats(given),
+                "diff": lambda given=given: safeload.diff(given, given),
+                "stack": lambda given=given: safeload.stack(given, LAYOUTS[family], dtype="float32"),
+                "convert": lambda given=given: safeload.convert(given, tmp_path / "x.npz", dtype="float32"),
+                "convert gguf": lambda given=given: safeload.convert(given, tmp_path / "x.gguf"),
+            }
+            for label, call in calls.items():
+                with refused(family, method=method and label != "load"):
+                    call()
+                    pytest.fail(f"{label} took codes for weights")
+        assert opened[name].tobytes() == np.asarray(FAMILIES[family][3][name]).tobytes()
+
+
+@pytest.mark.parametrize("family", REFUSED)
 def test_no_entry_point_takes_codes_of_a_folder_for_numbers(tmp_path, family):
     folder, out = folder_of(tmp_path, family), tmp_path / "out"
     name = FAMILIES[family][0]
@@ -183,10 +322,14 @@ def test_convert_keeps_what_is_stored(tmp_path, family):
     safeload.convert(folder, tmp_path / "shards", max_shard_size=1000)
     want = {**FAMILIES[family][3], **PLAIN}
     for copy in ("one.safetensors", "shards"):
-        got = safeload.load(tmp_path / copy)
+        got = safeload.load(tmp_path / copy, stored=True)
         assert {key: value.tobytes() for key, value in got.items()} == {
             key: np.asarray(value).tobytes() for key, value in want.items()
         }
+        if family in SUPPORTED:
+            name, weights = SUPPORTED[family]
+            np.testing.assert_array_equal(safeload.load(tmp_path / copy, dtype="float32")[name], weights)
+            continue
         with refused(family, method=copy == "shards"):
             safeload.load(tmp_path / copy, dtype="float32")
     if FAMILIES[family][2] is not None:
@@ -197,7 +340,7 @@ def test_convert_keeps_what_is_stored(tmp_path, family):
 
 @pytest.mark.parametrize("command", ["stats", "diff", "convert"])
 def test_the_command_line_exits_with_1(tmp_path, command):
-    folder = folder_of(tmp_path, "deepseek")
+    folder = folder_of(tmp_path, "gptq")
     more = {"stats": [], "diff": [folder], "convert": [tmp_path / "x.safetensors", "--dtype", "float32"]}[command]
     done = subprocess.run(
         [sys.executable, "-m", "safeload", command, folder, *more],
@@ -207,7 +350,7 @@ def test_the_command_line_exits_with_1(tmp_path, command):
         cwd=tmp_path,
     )
     assert done.returncode == 1
-    assert f"'{P}.weight' holds F8_E4M3 codes, whose scale is '{P}.weight_scale_inv' (quant_method fp8" in done.stderr
+    assert f"'{P}.qweight' holds I32 codes, whose scale is '{P}.scales' (quant_method gptq" in done.stderr
 
 
 @pytest.mark.parametrize("family", ["deepseek", "autofp8", "comfyui", "mistral"])
@@ -279,9 +422,11 @@ def test_a_config_names_codes_without_a_scale(tmp_path):
     nested = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
     for config in ({"quantization_config": {"quant_method": "fp8"}}, {"compression_config": {"format": "fp8"}}, nested):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        for path in (tmp_path, tmp_path / "model.safetensors"):
-            with pytest.raises(UnsupportedError, match=r"whose scale is not here \(quant_method fp8 in config.json\)"):
-                safeload.load(path, dtype="float32")
+        with pytest.raises(FormatError, match=rf"'{P}.weight' holds F8_E4M3 codes, but the checkpoint has no scale"):
+            safeload.open(tmp_path)
+        assert safeload.load(tmp_path, stored=True).keys() == weights.keys()
+        with pytest.raises(UnsupportedError, match=r"whose scale is not here \(quant_method fp8 in config.json\)"):
+            safeload.load(tmp_path / "model.safetensors", dtype="float32")
         with pytest.raises(UnsupportedError, match=r"safeload\.load"):
             load_file(tmp_path / "model.safetensors", dtype="float32")
     for config in ({"quantization_config": None}, {"quantization_config": {}}, {"quantization": "none"}, {}):

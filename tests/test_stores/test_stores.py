@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from safeload.base.table import ListedTable
+from safeload.base.listed_table import ListedTable
 from safeload.engine.delivery import deliver
 from safeload.engine.plan import Selection
 from safeload.engine.weight_file import WeightFile, open_without_table

@@ -17,7 +17,7 @@ from ...base.scheme import INT8
 from ...base.text import show
 from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
-from ...engine.lazy import Lazy, LazyQuantized, materialize
+from ...engine.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.quantized_tensor import QuantizedTensor
 from ...errors import SafeloadError, UnsupportedError
 from .read import Metadata
@@ -122,6 +122,12 @@ def _plan(name: Any, value: Any) -> _Plan:
     if isinstance(value, np.generic):
         value = np.asarray(value)
     data: Array | Lazy
+    if isinstance(value, LazyPacked) or (isinstance(value, QuantizedTensor) and value.packing is not None):
+        raise UnsupportedError(
+            f"tensor {show(name)} is {value.scheme}, which GGUF does not have: dequantize it, or convert with "
+            'quantize="q8_0" or dtype="float32"',
+            tensor=name,
+        )
     if isinstance(value, (QuantizedTensor, LazyQuantized)):
         if value.scheme == INT8:
             raise UnsupportedError(

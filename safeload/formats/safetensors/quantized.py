@@ -3,6 +3,9 @@
 ``__metadata__["safeload.quantized"]`` is JSON that maps names to {"scheme", "shape", "axis"}. An int8 tensor is stored
 as ``<name>`` (I8) and ``<name>_scale`` (F32), as compressed-tensors names them; blocks are stored as U8, and their last
 axis counts bytes.
+
+A packed tensor of a published checkpoint is stored as it was, under the names that its parts had: its description has
+"parts" in place of "axis", and ``safeload.quantization`` holds the quantization of the ``config.json`` it came with.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import check_mapping
-from ...base.table import ListedTable, Listing, Scale
+from ...base.listed_table import ListedTable, Listing
+from ...base.packing import CODES, CONFIG_KEY, NAME
+from ...base.table import Scale
 from ...base.text import show
-from ...engine.lazy import LazyQuantized
+from ...engine.lazy import LazyPacked, LazyQuantized
 from ...engine.quantized_tensor import QuantizedTensor, storage_of
 from ...engine.weight_file import WeightFile
 from ...errors import FormatError, SafetensorError
@@ -24,7 +29,7 @@ from ...errors import FormatError, SafetensorError
 KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"
 
-_QUANTIZED = (QuantizedTensor, LazyQuantized)
+_QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked)
 
 
 def pack(
@@ -40,17 +45,30 @@ def pack(
     if metadata is not None:
         check_mapping(metadata, "metadata", "text to text")
     if not any(isinstance(value, _QUANTIZED) for value in tensors.values()):
-        if metadata is not None and KEY in metadata:  # copied from another file, and wrong for this one
-            metadata = {key: value for key, value in metadata.items() if key != KEY}
+        if metadata is not None and not {KEY, CONFIG_KEY}.isdisjoint(metadata):  # of another file, and wrong here
+            metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
         return tensors, metadata
     import json  # imported where needed: it takes a millisecond, which every import would pay
 
     packed: dict[str, Any] = {}
-    described = {}
+    described: dict[str, Any] = {}
+    configs = set()
     for name, value in tensors.items():
         if not isinstance(value, _QUANTIZED):
             packed[name] = value
             continue
+        packing = None if isinstance(value, LazyQuantized) else value.packing
+        if packing is not None:
+            assert not isinstance(value, LazyQuantized)
+            _add_parts(packed, tensors, name, value)
+            described[name] = {
+                "scheme": value.scheme,
+                "shape": list(value.shape),
+                "parts": {role: _name_of(name, value.names, role) for role in value.roles},
+            }
+            configs.add(packing.config)
+            continue
+        assert isinstance(value, (QuantizedTensor, LazyQuantized))
         described[name] = {"scheme": value.scheme, "shape": list(value.shape), "axis": value.axis}
         packed[name] = value.data
         if value.scale is not None:
@@ -59,7 +77,42 @@ def pack(
                     f"tensor {show(name + SCALE_SUFFIX)} has the name of the scale of int8 tensor {show(name)}"
                 )
             packed[name + SCALE_SUFFIX] = value.scale
-    return packed, {**(metadata or {}), KEY: json.dumps(described, sort_keys=True)}
+    if len(configs) > 1:
+        raise SafetensorError("the packed tensors come from checkpoints with different quantization configurations")
+    texts = {key: value for key, value in (metadata or {}).items() if key not in (KEY, CONFIG_KEY)}
+    if configs:  # also of a checkpoint without: another config.json may come to stand beside the file
+        texts[CONFIG_KEY] = configs.pop() or "{}"
+    return packed, {**texts, KEY: json.dumps(described, sort_keys=True)}
+
+
+def _name_of(name: str, names: Mapping[str, str], role: str) -> str:
+    """The name of a part in a file: the one that it had, renamed with its tensor, or one made of the tensor's.
+
+    Raises:
+        SafetensorError: the new name would not be recognised: it ends in another way than the old one.
+    """
+    stored, own = names.get(role), names.get(NAME, name)
+    if stored is None:
+        return name if role == CODES else f"{name}_{role}"
+    stem, new = own.removesuffix(".weight"), name.removesuffix(".weight")
+    if own != name and ((stem == own) != (new == name) or not stored.startswith(stem)):
+        raise SafetensorError(
+            f"packed tensor {show(name)} was stored as {show(own)}: its parts are found again only under a name that "
+            f"{'ends' if stem != own else 'does not end'} in .weight",
+            tensor=name,
+        )
+    return new + stored[len(stem) :]
+
+
+def _add_parts(
+    packed: dict[str, Any], tensors: Mapping[str, Any], name: str, value: QuantizedTensor | LazyPacked
+) -> None:
+    """Adds the parts of a packed tensor under the names that they had."""
+    for role, part in value.roles.items():
+        stored = _name_of(name, value.names, role)
+        if stored in packed or (stored != name and stored in tensors):
+            raise SafetensorError(f"tensor {show(stored)} has the name of a part of packed tensor {show(name)}")
+        packed[stored] = part
 
 
 def unpack(file: WeightFile) -> bool:
@@ -82,6 +135,8 @@ def unpack(file: WeightFile) -> bool:
     for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
         listings[name] = Listing(name, row, shape, begin, end)
     for name, entry in described.items():
+        if isinstance(entry, dict) and isinstance(entry.get("parts"), dict):
+            continue  # found by the names and shapes of its parts, as in the checkpoint that it came from
         stored = listings.get(name)
         if stored is None:
             raise FormatError(f"{KEY} describes tensor {show(name)}, which is not in the file", file.path)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ...base import dtypes
 from ...base.arrays import MAX_ARRAY, array_fits, c_strides
-from ...base.table import ListedTable, Listing
+from ...base.listed_table import ListedTable, Listing
 from ...base.text import show
 from ...engine.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, BinaryIO
 
 from ...base.arrays import array_fits, c_strides
-from ...base.table import ListedTable, Listing
+from ...base.listed_table import ListedTable, Listing
 from ...base.text import show
 from ...engine.weight_file import WeightFile, open_temporary
 from ...errors import UnsupportedError

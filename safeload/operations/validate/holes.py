@@ -109,6 +109,8 @@ def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
     if table.quantized:
         scales = (table.scale(k) for k in range(len(ranges)))
         ends += [scale.end for scale in scales if scale is not None]
+        packed = (table.packed(k) for k in range(len(ranges)))
+        ends += [part.end for one in packed if one is not None for part in one.parts.values() if part.file is file]
     ranges = sorted(place for place in ranges if place[0] < place[1])
     if not ranges or is_zip(file.read_at(0, 4)):
         return None

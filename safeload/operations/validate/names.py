@@ -11,9 +11,9 @@ from ...base import dtypes
 from ...base.text import plural, show
 from ...models.choosing import Choice, Inner
 from ...models.schema import NUMBER, Schema, Wanted
-from ...packed import grouping
+from ...packed.config import quantization_of
 from ...packed.grouping import Codes
-from ..catalog import About
+from ..about import About
 from .findings import Finding, error, note, pattern_of, warning
 
 # Parts of a name that precede a layer number, for models without a schema. Other numbers, as in torch's Sequential,
@@ -94,7 +94,7 @@ def quantized_parts(
         tensors: all tensors.
         codes: the tensors that hold codes.
     """
-    said = grouping.quantization_of(config)
+    said = quantization_of(config)
     names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
     if said is not None:  # parts that belong to codes, also of methods whose codes look like plain integers
         for name in tensors:

@@ -32,7 +32,8 @@ from ...errors import (
 from ...models.choosing import Choice, choose, choose_inner, choose_prefix
 from ...models.schema import Schema
 from ...models.schema import load as load_schema
-from ..catalog import About, Catalog, Given
+from ..about import About
+from ..catalog import Catalog, Given
 from ..stats import stats
 from . import files, holes, names, values
 from .findings import Limits, ValidationReport, error

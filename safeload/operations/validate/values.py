@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from ...base import dtypes
+from ...base import dtypes, packing
 from ...base.arrays import Array
+from ...base.packing import Packing
 from ...base.scheme import INT8
 from ...base.text import show
 from ...engine.quantized_tensor import QuantizedTensor
 from ...engine.source import Source
 from ...engine.stream import source_pieces
-from ..catalog import About, Catalog
+from ..about import About
+from ..catalog import Catalog
 from ..stats import TensorStats
 from .findings import Finding, Limits, error, warning
 
@@ -86,6 +88,9 @@ def check_values(
 
 def check_scales(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[Finding]:
     """Scales that are not finite, or not the expected ones."""
+    if value.packing is not None:
+        yield from _check_packed(name, value, value.packing)
+        return
     if value.scheme == INT8:
         yield from _check_int8(name, value, limits)
         return
@@ -100,6 +105,27 @@ def check_scales(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[
         shown = ", ".join(str(scale) for scale in scales[block])
         of = f"{int(bad.sum()):,} of {len(blocks):,} blocks have a scale that is not finite"
         yield error("quantization.scale", name, f"{of}, the first is block {block} with {shown}")
+
+
+def _check_packed(name: str, value: QuantizedTensor, packed: Packing) -> Iterator[Finding]:
+    """Scales that no writer of the family stores: not finite; negative, except of MLX; zero where codes are not."""
+    for role in (packing.SCALE, packing.GLOBAL, packing.BIAS):
+        array = value.roles.get(role)
+        if array is None or array.size == 0:
+            continue
+        stored = value.names[role]
+        if array.dtype == np.uint8:
+            if packed.scale_dtype is None:
+                continue
+            array = array.view(dtypes.element_dtype(dtypes.BY_CODE[packed.scale_dtype].number))
+        scales = array.astype(np.float32)
+        bad = ~np.isfinite(scales)
+        if role != packing.BIAS and packed.family != "mlx":
+            bad |= scales < 0
+        if bad.any():
+            at = [int(k) for k in np.argwhere(bad)[0]]
+            of = f"{int(bad.sum()):,} of {bad.size:,} values of {show(stored)} are not finite numbers of at least 0"
+            yield error("quantization.scale", name, f"{of}, the first is {scales[tuple(at)]:g} at {at}")
 
 
 def _check_int8(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[Finding]:

@@ -153,8 +153,8 @@ def test_bytes_that_are_in_the_file_are_not_copied(tmp_path):
     data = pickle.dumps({"a": array, "b": np.arange(3, dtype=">i2")}, 4)
     checkpoint = opened(tmp_path, data)
     assert checkpoint.tensors["a"].offset == data.index(array.tobytes())
-    assert len(checkpoint._open) == 2  # the other order lies in a temporary file
-    assert len(opened(tmp_path, pickle.dumps({"a": array}, 4))._open) == 1
+    assert len(checkpoint.weight_files) == 2  # the other order lies in a temporary file
+    assert len(opened(tmp_path, pickle.dumps({"a": array}, 4)).weight_files) == 1
 
 
 def test_the_temporary_file_has_no_name(tmp_path, monkeypatch):
@@ -287,7 +287,7 @@ def test_many_arrays_over_one_buffer_take_its_memory_once(tmp_path):
         body = body.replace(b"q\x01(\x96", b"q\x010(\x96")
         checkpoint = opened(tmp_path, body)
         assert len(checkpoint) == 3000
-        file = checkpoint._open[-1]
+        file = checkpoint.weight_files[-1]
         assert file.size < 2 * len(body)
 
 

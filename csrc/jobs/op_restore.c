@@ -1,0 +1,262 @@
+/* The operation SL_OP_RESTORE: packed codes to the numbers that they stand for. */
+#include "jobs/op.h"
+#include "jobs/packed.h"
+#include "kernels/copy2d.h"
+
+/* Rows of a tile are a multiple of these, which hold whole words in every column of codes, and at most MOST_ROWS, the
+ * longest block of a target: a column of the tile, which is stored at once, is 1 KiB of f32. */
+#define TILE_ROWS ((uint64_t)64)
+#define MOST_ROWS ((uint64_t)256)
+/* Columns that are restored at a time: a multiple of the codes in a word. */
+#define TILE_COLUMNS ((uint64_t)64)
+/* The memory of a column is asked for while the second column before it is restored. On Zen 5, weights a second of one
+ * thread without this and with it: experts of gpt-oss 2.2 and 3.1 billion, in bf16 1.6 and 3.0; GPTQ 2.0 and 2.9;
+ * AWQ 2.3 and 3.2. Transposing values instead of codes: 1.1, 1.5, 0.7 and 0.6. Storing past the caches gains nothing.
+ */
+#define AHEAD ((uint64_t)2)
+/* Bytes that are read at a time: the stored rows of a tile with whole rows of most matrices, so that each tile is one
+ * read. */
+#define TILE_READ ((uint64_t)1 << 20)
+
+/* Scratch: the codes of a tile column by column (or its values), values row by row, those of one column, its scales,
+ * zeros and biases, and the bytes that were read. */
+#define TURNED (MOST_ROWS * TILE_COLUMNS * sizeof(float))
+#define LINE (MOST_ROWS * sizeof(float))
+#define TILE_SCRATCH (2 * TURNED + 4 * LINE + TILE_READ)
+
+/* Rows of the stored words or bytes of `rows` rows of codes. */
+static uint64_t lines_of(const sl_packed *packed, uint64_t rows) {
+    return packed->layout == SL_LAYOUT_COLUMNS ? rows * (uint64_t)packed->bits / 32 : rows;
+}
+
+static int32_t plan_tiles(const sl_job *job, uint64_t unit, sl_plan *plan, sl_error *error) {
+    const sl_packed *packed = job->packed;
+    if (packed->transpose == 0 || packed->layout == SL_LAYOUT_PLANES || packed->word_codes > 0)
+        return sl_fail(error, SL_E_ARGUMENT, -1,
+                       "codes in columns and permuted words are always transposed; planes and words of %d codes never",
+                       packed->word_codes);
+    if (packed->rows % unit != 0)
+        return sl_fail(error, SL_E_ARGUMENT, -1, "rows of %llu values are not a whole number of blocks of %llu",
+                       (unsigned long long)packed->rows, (unsigned long long)unit);
+    plan->unit = 1;
+    plan->unit_bytes = 4;
+    uint64_t stored = lines_of(packed, TILE_ROWS) * sl_min_u64(packed->row_bytes, TILE_READ) + 1;
+    uint64_t rows = job->file == SL_MEMORY ? MOST_ROWS : TILE_READ / stored * TILE_ROWS;
+    if (rows < TILE_ROWS) rows = TILE_ROWS;
+    if (rows < unit) rows = unit;
+    plan->rows = sl_min_u64(sl_min_u64(rows, MOST_ROWS), packed->rows);
+    plan->step = plan->rows * packed->columns * 4;
+    plan->chunks = job->size > 0 ? packed->matrices * ((packed->rows - 1) / plan->rows + 1) : 0;
+    plan->scratch = TILE_SCRATCH;
+    return SL_OK;
+}
+
+static int32_t plan_restore(const sl_job *job, sl_plan *plan, sl_error *error) {
+    const sl_dtype_info *to = sl_dtype_get(job->to);
+    if (to == NULL || (job->to != SL_F32 && !sl_conversion_find(plan->tier, SL_F32, job->to, &plan->conversion)))
+        return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from f32 to dtype %d", job->to);
+    uint64_t unit = (uint64_t)to->block;
+    if (sl_packed_in_tiles(job->packed)) return plan_tiles(job, unit, plan, error);
+    return sl_plan_pieces(job, unit, unit, unit, plan, error);
+}
+
+/* ---- values in the order of their codes ---- */
+
+typedef struct work {
+    const sl_job *job;
+    const sl_conversion *conversion;
+} work;
+
+static int32_t store(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {
+    const work *self = context;
+    const sl_dtype_info *to = sl_dtype_get(self->job->to);
+    uint8_t *target = (uint8_t *)self->job->memory + sl_dtype_bytes(to, element);
+    if (self->conversion->first == NULL)
+        memcpy(target, source, (size_t)count * sizeof(float));
+    else
+        sl_conversion_run(self->conversion, source, target, (size_t)count);
+    if (to->bits > 0) return SL_OK;
+    return sl_check_blocks(self->conversion, self->job->to, source, target, count / (uint64_t)to->block, element,
+                           error);
+}
+
+static int32_t run_in_order(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
+    if (plan->conversion.first != NULL) {
+        work self = {job, &plan->conversion};
+        return sl_each_piece(job, plan, chunk, scratch, store, &self, error);
+    }
+    uint64_t begin = sl_chunk_begin(job, plan, chunk), end = sl_chunk_begin(job, plan, chunk + 1);
+    return sl_packed_restore(job, plan, begin / 4, (end - begin) / 4, (uint8_t *)job->memory + begin,
+                             scratch + plan->packed, error);
+}
+
+/* ---- tiles ---- */
+
+/* Rows [row, row + rows) of a matrix. Its values are stored column by column, and so they are restored: codes are
+ * transposed, which takes less than to transpose values. */
+typedef struct band {
+    const sl_job *job;
+    const sl_plan *plan;
+    uint64_t matrix, row, rows;
+    uint64_t lines, line_bits; /* stored rows, and the bits of one column in each */
+    const uint8_t *bytes;      /* of the first stored row, from column `begin` on */
+    uint64_t pitch, begin;     /* bytes from one stored row to the next */
+    uint64_t scaled_as;        /* column of the grid whose scales are in `scaling`, or UINT64_MAX */
+    sl_scaling scaling;        /* of the rows of one column */
+    uint8_t *turned, *values, *line, *staging;
+    float *gathered;
+} band;
+
+/* The elements of a column of `grid` for the rows of a band. */
+static const float *gather(const band *self, const float *grid, uint64_t column, float *out) {
+    const sl_packed *packed = self->job->packed;
+    if (grid == NULL) return NULL;
+    grid += self->matrix * packed->grid_step + column;
+    if (packed->groups != NULL && sl_packed_by_row(packed)) {
+        for (uint64_t r = 0; r < self->rows; r++) out[r] = grid[packed->groups[self->row + r] * packed->grid_columns];
+        return out;
+    }
+    uint64_t first = self->row / packed->row_block, last = (self->row + self->rows - 1) / packed->row_block;
+    for (uint64_t k = first; k <= last; k++) out[k - first] = grid[k * packed->grid_columns];
+    return out;
+}
+
+static void scale_column(band *self, uint64_t column) {
+    const sl_packed *packed = self->job->packed;
+    uint8_t *values = self->line;
+    bool by_row = sl_packed_by_row(packed), each = by_row && packed->groups != NULL;
+    if (packed->scales != NULL) {
+        uint64_t at = packed->groups != NULL && !by_row ? packed->groups[column] : column / packed->column_block;
+        if (at != self->scaled_as) {
+            uint64_t block = each ? 1 : packed->row_block, first = each ? 0 : self->row % block;
+            self->scaling = (sl_scaling){(size_t)block, (size_t)first, gather(self, packed->scales, at, self->gathered),
+                                         gather(self, packed->zeros, at, self->gathered + MOST_ROWS),
+                                         gather(self, packed->biases, at, self->gathered + 2 * MOST_ROWS)};
+            self->scaled_as = at;
+        }
+        self->plan->restore.scale(values, (size_t)self->rows, &self->scaling);
+    }
+    if (packed->factors == NULL) return;
+    const sl_scaling factors = {by_row ? 1 : MOST_ROWS, 0, packed->factors + (by_row ? self->row : column), NULL, NULL};
+    self->plan->restore.scale(values, (size_t)self->rows, &factors);
+}
+
+/* Whether codes are nibbles of 32-bit words, and these columns fill them. */
+static bool in_nibbles(const sl_packed *packed, uint64_t columns) {
+    return packed->bits == 4 && packed->layout != SL_LAYOUT_COLUMNS && columns % 8 == 0;
+}
+
+/* Transposes a tile: the words of each column, the words that hold the nibbles of eight, or, for other rows, values. */
+static void turn(const band *self, uint64_t column, uint64_t columns) {
+    const sl_packed *packed = self->job->packed;
+    uint64_t skipped = column - self->begin;
+    sl_plane from = {(uint8_t *)(uintptr_t)self->bytes + skipped * self->line_bits / 8, (int64_t)self->pitch, 4};
+    uint64_t lines = self->lines;
+    if (in_nibbles(packed, columns))
+        columns /= 8;
+    else if (packed->layout == SL_LAYOUT_ROWS) {
+        from = (sl_plane){self->values, (int64_t)columns * 4, 4};
+        for (uint64_t r = 0; r < lines; r++)
+            sl_packed_look_up(packed, self->plan, self->bytes + r * self->pitch, skipped, columns,
+                              self->values + r * columns * 4);
+    }
+    sl_copy_2d(4, lines, columns, from, (sl_plane){self->turned, 4, (int64_t)lines * 4});
+}
+
+/* The numbers of column k of the transposed tile of `columns`. */
+static void look_up_column(const band *self, uint64_t columns, uint64_t k) {
+    static const int PERMUTED[8] = {0, 4, 1, 5, 2, 6, 3, 7}; /* the nibble of each column of a word */
+    const sl_packed *packed = self->job->packed;
+    const sl_restore *kernels = &self->plan->restore;
+    uint8_t *values = self->line;
+    size_t rows = (size_t)self->rows;
+    if (in_nibbles(packed, columns)) {
+        int own = (int)(k % 8), nibble = packed->layout == SL_LAYOUT_WORDS ? PERMUTED[own] : own;
+        if (packed->high_first != 0) nibble ^= 1;
+        kernels->words(self->turned + k / 8 * rows * 4, 4 * nibble, rows, packed->table, values);
+    } else if (packed->layout == SL_LAYOUT_ROWS)
+        memcpy(values, self->turned + k * rows * 4, rows * 4);
+    else if (packed->bits == 4)
+        kernels->nibbles(self->turned + k * self->lines * 4, 0, false, rows, packed->table, values);
+    else
+        sl_restore_stream(self->turned + k * self->lines * 4, 0, packed->bits, rows, packed->table, values);
+}
+
+/* Asks for the memory of a column's values, the first of which is `value`, before they are stored: columns are too far
+ * apart for the processor to foresee, and each would wait for memory. */
+static void prefetch(const band *self, uint64_t value) {
+    const sl_dtype_info *to = sl_dtype_get(self->job->to);
+    uint8_t *memory = (uint8_t *)self->job->memory + sl_dtype_bytes(to, value);
+    uint64_t size = sl_dtype_bytes(to, self->rows);
+    for (uint64_t at = 0; at < size; at += 64) SL_PREFETCH_WRITE(memory + at);
+}
+
+/* Restores columns [column, end), which begin at a whole word. Values are complete before they leave the first-level
+ * cache: read again where they are stored, they would have to wait until they are there. */
+static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_error *error) {
+    const sl_packed *packed = self->job->packed;
+    work one = {self->job, &self->plan->conversion};
+    for (uint64_t some; column < end; column += some) {
+        some = sl_min_u64(end - column, TILE_COLUMNS);
+        if (some > 8) some -= some % 8; /* the columns of the last word may not fill it */
+        turn(self, column, some);
+        for (uint64_t k = 0; k < some; k++) {
+            uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
+            if (column + k + AHEAD < packed->columns) prefetch(self, value + AHEAD * packed->rows);
+            look_up_column(self, some, k);
+            scale_column(self, column + k);
+            int32_t status = store(&one, self->line, value, self->rows, error);
+            if (status != SL_OK) return status;
+        }
+    }
+    return SL_OK;
+}
+
+/* Reads columns [column, end) of the stored rows from byte `begin` on. */
+static int32_t read_columns(band *self, uint64_t begin, uint64_t column, uint64_t end, sl_error *error) {
+    const sl_job *job = self->job;
+    uint64_t skipped = column * self->line_bits / 8;
+    self->begin = column;
+    self->bytes = self->staging;
+    self->pitch = (end * self->line_bits + 7) / 8 - skipped;
+    for (uint64_t line = 0; line < self->lines; line++) {
+        uint64_t offset = job->offset + begin + line * job->packed->row_bytes + skipped;
+        int32_t status = sl_file_read(job->file, offset, self->staging + line * self->pitch, self->pitch, error);
+        if (status != SL_OK) return status;
+    }
+    return SL_OK;
+}
+
+static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
+    const sl_packed *packed = job->packed;
+    uint64_t bands = (packed->rows - 1) / plan->rows + 1;
+    band self = {.job = job, .plan = plan, .matrix = chunk / bands, .row = chunk % bands * plan->rows};
+    self.rows = sl_min_u64(plan->rows, packed->rows - self.row);
+    self.lines = lines_of(packed, self.rows);
+    self.line_bits = packed->layout == SL_LAYOUT_COLUMNS ? 32 : (uint64_t)packed->bits;
+    self.pitch = packed->row_bytes;
+    self.scaled_as = UINT64_MAX;
+    self.turned = scratch;
+    self.values = self.turned + TURNED;
+    self.line = self.values + TURNED;
+    self.gathered = (float *)(void *)(self.line + LINE);
+    self.staging = self.line + 4 * LINE;
+    uint64_t begin = (self.matrix * lines_of(packed, packed->rows) + lines_of(packed, self.row)) * packed->row_bytes;
+    uint64_t size = self.lines * packed->row_bytes, most = packed->columns;
+    bool at_once = job->file == SL_MEMORY || size <= TILE_READ;
+    if (!at_once) most = TILE_READ * 8 / (self.lines * self.line_bits) / TILE_COLUMNS * TILE_COLUMNS;
+    for (uint64_t column = 0; column < packed->columns; column += most) {
+        uint64_t end = sl_min_u64(column + most, packed->columns);
+        int32_t status = at_once ? sl_fetch(job, begin, size, self.staging, &self.bytes, error)
+                                 : read_columns(&self, begin, column, end, error);
+        if (status == SL_OK) status = restore_columns(&self, column, end, error);
+        if (status != SL_OK) return status;
+    }
+    return SL_OK;
+}
+
+static int32_t run_restore(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
+    return (sl_packed_in_tiles(job->packed) ? run_tiles : run_in_order)(job, plan, chunk, scratch, error);
+}
+
+const sl_op sl_op_restore = {"restore", SL_TAKES_NONE, SL_TAKES_NONE, SL_NEEDS, plan_restore, run_restore};

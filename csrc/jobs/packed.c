@@ -1,0 +1,304 @@
+/* Packed codes as the source of a job. */
+#include "jobs/packed.h"
+
+#include "kernels/scalar.h"
+#include "kernels/tier.h"
+
+/* Scratch: stored bytes, then scales, zeros and biases of one range of codes. */
+#define SCRATCH (SL_STAGING + 3 * SL_VALUES * sizeof(float))
+
+/* ---- checks ---- */
+
+#define REFUSE(...) return sl_fail(error, SL_E_ARGUMENT, -1, __VA_ARGS__)
+
+bool sl_packed_by_row(const sl_packed *packed) {
+    return packed->layout == SL_LAYOUT_COLUMNS || packed->layout == SL_LAYOUT_WORDS;
+}
+
+bool sl_packed_in_tiles(const sl_packed *packed) { return packed->transpose != 0 || sl_packed_by_row(packed); }
+
+/* Planes of a row of bytes. */
+static uint64_t planes_of(const sl_packed *packed) { return 8 / (uint64_t)packed->bits; }
+
+/* Rows of bytes of a matrix in planes. */
+static uint64_t byte_rows(const sl_packed *packed) { return packed->rows / planes_of(packed); }
+
+/* The bit of the bytes where the codes of a row begin. */
+static int plane_shift(const sl_packed *packed, uint64_t row) {
+    int plane = (int)(packed->interleaved != 0 ? row % planes_of(packed) : row / byte_rows(packed));
+    return packed->high_first != 0 ? 8 - packed->bits * (plane + 1) : packed->bits * plane;
+}
+
+/* Bytes of the codes of a stored row, and the number of stored rows. False if they do not fit in 64 bits or do not
+ * divide. */
+static bool stored_rows(const sl_packed *packed, uint64_t *bytes, uint64_t *rows) {
+    uint64_t bits = (uint64_t)packed->bits, per_word = (uint64_t)packed->word_codes, columns = packed->columns;
+    *rows = packed->rows;
+    switch (packed->layout) {
+    case SL_LAYOUT_ROWS:
+        if (per_word > 0) return sl_mul_u64(columns / per_word + (columns % per_word != 0), 4, bytes);
+        if (!sl_mul_u64(columns, bits, bytes)) return false;
+        *bytes = *bytes / 8 + (*bytes % 8 != 0);
+        return true;
+    case SL_LAYOUT_COLUMNS:
+        if (!sl_mul_u64(packed->rows, bits, rows) || *rows % 32 != 0) return false;
+        *rows /= 32;
+        return sl_mul_u64(columns, 4, bytes);
+    case SL_LAYOUT_WORDS: *bytes = columns / 2; return columns % 8 == 0;
+    default:
+        *bytes = columns;
+        *rows = packed->rows / planes_of(packed);
+        return packed->rows % planes_of(packed) == 0;
+    }
+}
+
+static int32_t check_layout(const sl_packed *packed, sl_error *error) {
+    int32_t layout = packed->layout, bits = packed->bits;
+    if (layout < 0 || layout >= SL_LAYOUT_COUNT) REFUSE("unknown layout %d of packed codes", layout);
+    if (bits < 1 || bits > 8) REFUSE("codes of %d bits: they have 1 to 8", bits);
+    if (packed->table == NULL && (bits != 8 || layout != SL_LAYOUT_ROWS || packed->word_codes != 0))
+        REFUSE("codes of %d bits in layout %d lack a table", bits, layout);
+    if (packed->table == NULL) {
+        const sl_dtype_info *codes = sl_dtype_get(packed->codes);
+        if (codes == NULL || codes->bits != 8 || sl_tier_convert(SL_TIER_SCALAR, packed->codes, SL_F32) == NULL)
+            REFUSE("codes cannot be numbers of dtype %d", packed->codes);
+    }
+    if (packed->word_codes < 0 || packed->word_codes > 32 / bits ||
+        (packed->word_codes > 0 && layout != SL_LAYOUT_ROWS))
+        REFUSE("%d codes of %d bits in a word", packed->word_codes, bits);
+    bool nibbles = layout == SL_LAYOUT_ROWS && bits == 4 && packed->word_codes == 0;
+    if (packed->high_first != 0 && layout != SL_LAYOUT_PLANES && !nibbles)
+        REFUSE("only streams of 4 bits and planes begin with the high bits");
+    if ((layout == SL_LAYOUT_WORDS && bits != 4) || (layout == SL_LAYOUT_PLANES && bits != 2 && bits != 4))
+        REFUSE("codes of %d bits in layout %d", bits, layout);
+    if (packed->forbidden >= 0 && (layout != SL_LAYOUT_PLANES || bits != 2 || packed->forbidden > 3))
+        REFUSE("only codes of 2 bits in planes can be forbidden");
+    if (packed->interleaved != 0 && layout != SL_LAYOUT_PLANES) REFUSE("only planes are interleaved");
+    return SL_OK;
+}
+
+static int32_t check_size(const sl_packed *packed, const sl_job *job, sl_error *error) {
+    uint64_t bytes = 0, rows = 0, matrix, stored, values, end;
+    if (!stored_rows(packed, &bytes, &rows) || !sl_mul_u64(rows, packed->row_bytes, &matrix) ||
+        !sl_mul_u64(matrix, packed->matrices, &stored))
+        REFUSE("%llu x %llu codes of %d bits do not fill whole words, or exceed 64 bits",
+               (unsigned long long)packed->rows, (unsigned long long)packed->columns, packed->bits);
+    if (packed->row_bytes < bytes)
+        REFUSE("a row of %llu bytes cannot hold %llu bytes of codes", (unsigned long long)packed->row_bytes,
+               (unsigned long long)bytes);
+    if (stored != packed->size)
+        REFUSE("packed codes have %llu bytes, but their rows need %llu", (unsigned long long)packed->size,
+               (unsigned long long)stored);
+    if (!sl_mul_u64(packed->rows, packed->columns, &values) || !sl_mul_u64(values, packed->matrices, &values) ||
+        !sl_mul_u64(values, 4, &values) || values != job->size)
+        REFUSE("%llu x %llu x %llu values are not %llu bytes of f32", (unsigned long long)packed->matrices,
+               (unsigned long long)packed->rows, (unsigned long long)packed->columns, (unsigned long long)job->size);
+    if (!sl_add_u64(job->offset, stored, &end))
+        REFUSE("%llu bytes at %llu end beyond 64 bits", (unsigned long long)stored, (unsigned long long)job->offset);
+    return SL_OK;
+}
+
+/* Whether blocks of `block` cover `count` rows or columns with `elements` of the grid. */
+static bool covers(uint64_t count, uint64_t block, uint64_t elements) {
+    return block > 0 && (count == 0 || (count - 1) / block < elements);
+}
+
+static int32_t check_grid(const sl_packed *packed, sl_error *error) {
+    bool grouped = packed->groups != NULL, by_row = sl_packed_by_row(packed);
+    uint64_t elements, all;
+    if (packed->scales == NULL) {
+        if (packed->zeros != NULL || packed->biases != NULL || grouped) REFUSE("packed codes lack scales");
+        return SL_OK;
+    }
+    if (!sl_mul_u64(packed->grid_rows, packed->grid_columns, &elements) ||
+        (packed->grid_step != 0 && packed->grid_step < elements) ||
+        !sl_mul_u64(packed->grid_step, packed->matrices, &all) || !sl_add_u64(all, elements, &all) ||
+        all > SIZE_MAX / sizeof(float))
+        REFUSE("grids of %llu x %llu scales, %llu apart", (unsigned long long)packed->grid_rows,
+               (unsigned long long)packed->grid_columns, (unsigned long long)packed->grid_step);
+    if (!((grouped && by_row) || covers(packed->rows, packed->row_block, packed->grid_rows)) ||
+        !((grouped && !by_row) || covers(packed->columns, packed->column_block, packed->grid_columns)))
+        REFUSE("%llu x %llu scales do not cover %llu x %llu codes in blocks of %llu x %llu",
+               (unsigned long long)packed->grid_rows, (unsigned long long)packed->grid_columns,
+               (unsigned long long)packed->rows, (unsigned long long)packed->columns,
+               (unsigned long long)packed->row_block, (unsigned long long)packed->column_block);
+    uint64_t count = by_row ? packed->rows : packed->columns, limit = by_row ? packed->grid_rows : packed->grid_columns;
+    for (uint64_t i = 0; grouped && i < count; i++)
+        if (packed->groups[i] >= limit)
+            REFUSE("group %llu of index %llu: there are %llu", (unsigned long long)packed->groups[i],
+                   (unsigned long long)i, (unsigned long long)limit);
+    return SL_OK;
+}
+
+int32_t sl_packed_check(const sl_job *job, bool tiles, sl_error *error) {
+    const sl_packed *packed = job->packed;
+    if (job->from != SL_F32) REFUSE("packed codes stand for f32, not for dtype %d", job->from);
+    int32_t status = check_layout(packed, error);
+    if (status == SL_OK) status = check_size(packed, job, error);
+    if (status == SL_OK && job->size > 0) status = check_grid(packed, error); /* none of nothing is looked at */
+    if (status == SL_OK && !tiles && sl_packed_in_tiles(packed))
+        REFUSE("this operation needs codes in the order of their values");
+    return status;
+}
+
+void sl_packed_plan(const sl_job *job, sl_plan *plan) {
+    plan->packed = plan->scratch;
+    plan->scratch += SCRATCH;
+    plan->restore = sl_tier_restore(plan->tier);
+    if (job->packed->table == NULL) plan->numbers = sl_tier_convert(plan->tier, job->packed->codes, SL_F32);
+}
+
+/* ---- values ---- */
+
+void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8_t *bytes, uint64_t column,
+                       uint64_t count, void *values) {
+    size_t some = (size_t)count;
+    int bits = packed->bits;
+    if (packed->table == NULL)
+        plan->numbers(bytes + column, values, some);
+    else if (packed->word_codes > 0) {
+        uint64_t per_word = (uint64_t)packed->word_codes;
+        sl_restore_words(bytes + column / per_word * 4, (size_t)(column % per_word), bits, (size_t)per_word, some,
+                         packed->table, values);
+    } else if (bits == 4)
+        plan->restore.nibbles(bytes + column / 2, column % 2, packed->high_first != 0, some, packed->table, values);
+    else {
+        uint64_t bit = column % 8 * (uint64_t)bits;
+        sl_restore_stream(bytes + column / 8 * (uint64_t)bits, (size_t)bit, bits, some, packed->table, values);
+    }
+}
+
+/* A range of the codes of one row, whose values are in the order of their codes. */
+typedef struct codes {
+    uint64_t matrix, row, column, count;
+    const uint8_t *bytes; /* where the stored row begins */
+} codes;
+
+/* The elements of `grid` for codes that are grouped by column. */
+static const float *gather(const float *grid, const uint32_t *groups, uint64_t count, float *out) {
+    for (uint64_t i = 0; grid != NULL && i < count; i++) out[i] = grid[groups[i]];
+    return grid == NULL ? NULL : out;
+}
+
+static const float *advanced(const float *grid, uint64_t by) { return grid == NULL ? NULL : grid + by; }
+
+static void scale(const sl_packed *packed, const sl_plan *plan, const codes *range, void *values, float *gathered) {
+    uint64_t column = range->column, count = range->count;
+    uint64_t at = range->matrix * packed->grid_step + range->row / packed->row_block * packed->grid_columns;
+    if (packed->groups != NULL) {
+        const uint32_t *groups = packed->groups + column;
+        const sl_scaling each = {1, 0, gather(packed->scales + at, groups, count, gathered),
+                                 gather(advanced(packed->zeros, at), groups, count, gathered + SL_VALUES),
+                                 gather(advanced(packed->biases, at), groups, count, gathered + 2 * SL_VALUES)};
+        plan->restore.scale(values, (size_t)count, &each);
+        return;
+    }
+    at += column / packed->column_block;
+    const sl_scaling blocks = {(size_t)packed->column_block, (size_t)(column % packed->column_block),
+                               packed->scales + at, advanced(packed->zeros, at), advanced(packed->biases, at)};
+    plan->restore.scale(values, (size_t)count, &blocks);
+}
+
+/* Restores such a range, at most SL_VALUES codes. */
+static void restore_range(const sl_packed *packed, const sl_plan *plan, const codes *range, void *values,
+                          uint8_t *scratch) {
+    if (packed->layout == SL_LAYOUT_PLANES)
+        plan->restore.plane(range->bytes + range->column, plane_shift(packed, range->row), packed->bits,
+                            (size_t)range->count, packed->table, values);
+    else
+        sl_packed_look_up(packed, plan, range->bytes, range->column, range->count, values);
+    if (packed->scales != NULL) scale(packed, plan, range, values, (float *)(void *)(scratch + SL_STAGING));
+    if (packed->factors == NULL) return;
+    const sl_scaling factors = {1, 0, packed->factors + range->column, NULL, NULL};
+    plan->restore.scale(values, (size_t)range->count, &factors);
+}
+
+/* The stored byte where a row begins. */
+static uint64_t row_offset(const sl_packed *packed, uint64_t matrix, uint64_t row) {
+    if (packed->layout != SL_LAYOUT_PLANES) return (matrix * packed->rows + row) * packed->row_bytes;
+    uint64_t rows = byte_rows(packed), own = packed->interleaved != 0 ? row / planes_of(packed) : row % rows;
+    return (matrix * rows + own) * packed->row_bytes;
+}
+
+/* The byte of a row where a column begins, and where the one before it ends. */
+static uint64_t column_begin(const sl_packed *packed, uint64_t column) {
+    if (packed->layout == SL_LAYOUT_PLANES) return column;
+    if (packed->word_codes > 0) return column / (uint64_t)packed->word_codes * 4;
+    return column / 8 * (uint64_t)packed->bits + column % 8 * (uint64_t)packed->bits / 8;
+}
+
+static uint64_t column_end(const sl_packed *packed, uint64_t column) {
+    if (packed->layout == SL_LAYOUT_PLANES) return column;
+    if (packed->word_codes > 0) return column_begin(packed, column - 1) + 4;
+    return column / 8 * (uint64_t)packed->bits + (column % 8 * (uint64_t)packed->bits + 7) / 8;
+}
+
+/* The values that one fetch covers: whole rows of a matrix (of a plane), or a part of one row. */
+typedef struct span {
+    uint64_t matrix, row, column, rows, count; /* rows of which the first begins at `column` */
+    uint64_t begin, end;                       /* stored bytes */
+} span;
+
+static span span_of(const sl_packed *packed, uint64_t element, uint64_t count) {
+    uint64_t columns = packed->columns, in_matrix = element % (packed->rows * columns);
+    uint64_t plane = packed->layout == SL_LAYOUT_PLANES ? byte_rows(packed) : packed->rows;
+    if (packed->interleaved != 0) plane = 1; /* the next row is in the same bytes */
+    span self = {.matrix = element / (packed->rows * columns),
+                 .row = in_matrix / columns,
+                 .column = in_matrix % columns,
+                 .rows = 1};
+    uint64_t rest = columns - self.column; /* of the first row */
+    /* Up to 8 codes may lie in bytes of their neighbours. */
+    uint64_t most = (SL_STAGING - 16) * 8 / (packed->word_codes > 0 ? 32 : (uint64_t)packed->bits);
+    if (self.column > 0 || count < columns || packed->row_bytes > SL_STAGING / 2)
+        self.count = sl_min_u64(sl_min_u64(rest, count), most);
+    else {
+        self.rows = sl_min_u64(sl_min_u64(count / columns, plane - self.row % plane), SL_STAGING / packed->row_bytes);
+        self.count = self.rows * columns;
+    }
+    uint64_t last = self.row + self.rows - 1, stop = self.rows > 1 ? columns : self.column + self.count;
+    self.begin = row_offset(packed, self.matrix, self.row) + column_begin(packed, self.column);
+    self.end = row_offset(packed, self.matrix, last) + column_end(packed, stop);
+    return self;
+}
+
+static int32_t check_codes(const sl_job *job, const codes *range, sl_error *error) {
+    const sl_packed *packed = job->packed;
+    size_t found = sl_restore_find_pair(range->bytes + range->column, plane_shift(packed, range->row),
+                                        (size_t)range->count, (uint8_t)packed->forbidden);
+    if (found == range->count) return SL_OK;
+    uint64_t byte = row_offset(packed, range->matrix, range->row) + range->column + found;
+    return sl_fail(error, SL_E_FORMAT, (int64_t)((job->file == SL_MEMORY ? 0 : job->offset) + byte),
+                   "row %llu, column %llu has code %d, which no value is stored as", (unsigned long long)range->row,
+                   (unsigned long long)(range->column + found), packed->forbidden);
+}
+
+int32_t sl_packed_restore(const sl_job *job, const sl_plan *plan, uint64_t element, uint64_t count, void *values,
+                          uint8_t *scratch, sl_error *error) {
+    const sl_packed *packed = job->packed;
+    uint8_t *out = values;
+    while (count > 0) {
+        span one = span_of(packed, element, count);
+        const uint8_t *bytes;
+        int32_t status = sl_fetch(job, one.begin, one.end - one.begin, scratch, &bytes, error);
+        if (status != SL_OK) return status;
+        codes range = {.matrix = one.matrix, .row = one.row, .column = one.column};
+        for (uint64_t left = one.count; left > 0; left -= range.count, out += 4 * range.count) {
+            range.count = sl_min_u64(sl_min_u64(packed->columns - range.column, left), SL_VALUES);
+            /* An integer, because a row that begins before the fetched bytes has no address. */
+            uint64_t skipped = row_offset(packed, one.matrix, range.row) - one.begin;
+            range.bytes = (const uint8_t *)((uintptr_t)bytes + skipped);
+            if (packed->forbidden >= 0) status = check_codes(job, &range, error);
+            if (status != SL_OK) return status;
+            restore_range(packed, plan, &range, out, scratch);
+            range.column += range.count;
+            if (range.column == packed->columns) {
+                range.column = 0;
+                range.row++;
+            }
+        }
+        element += one.count;
+        count -= one.count;
+    }
+    return SL_OK;
+}

@@ -1,0 +1,43 @@
+/* Kernels of dequantization: codes to the numbers of a table, and these times their scales. Scalar C is the reference;
+ * every other tier gives the same bits: each step is rounded to f32, and nothing is fused. */
+#ifndef SL_RESTORE_H
+#define SL_RESTORE_H
+
+#include "base/base.h"
+
+/* Scales of consecutive values: value i of a run belongs to element (first + i) / block of each array. */
+typedef struct sl_scaling {
+    size_t block, first;                  /* first < block */
+    const float *scales, *zeros, *biases; /* zeros and biases may be NULL */
+} sl_scaling;
+
+/* Codes are at any alignment; values are f32 at any alignment in the byte order of files. */
+typedef struct sl_restore {
+    /* table[code] of `count` codes of 4 bits, of which the first is the `first` nibble (0 or 1) of the first byte. */
+    void (*nibbles)(const uint8_t *codes, size_t first, bool high_first, size_t count, const float *table,
+                    void *values);
+    /* table[code] of the `bits` (2 or 4) bits of each of `count` bytes that begin at bit `shift`. */
+    void (*plane)(const uint8_t *bytes, int shift, int bits, size_t count, const float *table, void *values);
+    /* table[code] of the 4 bits of each of `count` 32-bit words that begin at bit `shift`. */
+    void (*words)(const uint8_t *words, int shift, size_t count, const float *table, void *values);
+    /* ((value - zero) * scale) + bias, in place. */
+    void (*scale)(void *values, size_t count, const sl_scaling *scaling);
+} sl_restore;
+
+extern const sl_restore sl_restore_scalar;
+extern const sl_restore sl_restore_avx2; /* each exists only where isa.h has it; NULL where the tier below is as fast */
+extern const sl_restore sl_restore_avx512;
+extern const sl_restore sl_restore_neon;
+
+/* table[code] of `count` codes of `bits` in a little-endian bit stream, of which the first begins at bit `first` of the
+ * first byte. Reads no byte that holds none of these codes. */
+void sl_restore_stream(const uint8_t *codes, size_t first, int bits, size_t count, const float *table, void *values);
+
+/* The same for 32-bit words of `word_codes` codes each; the first code is number `first` of the first word. */
+void sl_restore_words(const uint8_t *codes, size_t first, int bits, size_t word_codes, size_t count, const float *table,
+                      void *values);
+
+/* Index of the first of `count` bytes with `code` in the bits shift and shift + 1, or `count`. */
+size_t sl_restore_find_pair(const uint8_t *bytes, int shift, size_t count, uint8_t code);
+
+#endif

@@ -1,0 +1,92 @@
+/* Dequantization in scalar C: the definition. */
+#include "kernels/restore.h"
+#include "kernels/scalar.h"
+
+static void sl_nibbles_scalar(const uint8_t *codes, size_t first, bool high_first, size_t count, const float *table,
+                              void *values) {
+    size_t turned = high_first ? 1 : 0;
+    for (size_t i = 0; i < count; i++) {
+        size_t k = first + i;
+        store_float(values, i, table[codes[k / 2] >> (4 * ((k & 1) ^ turned)) & 15]);
+    }
+}
+
+static void sl_plane_scalar(const uint8_t *bytes, int shift, int bits, size_t count, const float *table, void *values) {
+    int mask = (1 << bits) - 1;
+    for (size_t i = 0; i < count; i++) store_float(values, i, table[bytes[i] >> shift & mask]);
+}
+
+static void sl_words_scalar(const uint8_t *words, int shift, size_t count, const float *table, void *values) {
+    for (size_t i = 0; i < count; i++) store_float(values, i, table[load32(words, i) >> shift & 15]);
+}
+
+/* Values [begin, end) with one scale. */
+static void scale_run(void *values, size_t begin, size_t end, float scale, const float *zero, const float *bias) {
+    for (size_t i = begin; i < end; i++) {
+        float value = float_of(load32(values, i));
+        if (zero != NULL) value -= *zero;
+        value *= scale;
+        if (bias != NULL) value += *bias;
+        store_float(values, i, value);
+    }
+}
+
+static void sl_scale_scalar(void *values, size_t count, const sl_scaling *scaling) {
+    size_t block = scaling->block, at = 0, end = block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += block, at++) {
+        const float *zero = scaling->zeros == NULL ? NULL : scaling->zeros + at;
+        const float *bias = scaling->biases == NULL ? NULL : scaling->biases + at;
+        scale_run(values, i, end < count ? end : count, scaling->scales[at], zero, bias);
+    }
+}
+
+void sl_restore_stream(const uint8_t *codes, size_t first, int bits, size_t count, const float *table, void *values) {
+    uint32_t mask = (1u << bits) - 1, held = 0;
+    int available = 0;
+    if (count == 0) return;
+    codes += first / 8;
+    if (first % 8 != 0) {
+        held = (uint32_t)*codes++ >> first % 8;
+        available = 8 - (int)(first % 8);
+    }
+    size_t i = 0;
+    /* Eight codes fill `bits` bytes, and are taken out of as many as one load has, if these are codes too. */
+    if (available == 0)
+        for (; i + 8 <= count && (count - i) * (size_t)bits >= 64; i += 8, codes += bits) {
+            uint64_t eight = sl_load_le64(codes);
+            for (size_t k = 0; k < 8; k++, eight >>= bits) store_float(values, i + k, table[eight & mask]);
+        }
+    for (; i < count; i++) {
+        if (available < bits) {
+            held |= (uint32_t)*codes++ << available;
+            available += 8;
+        }
+        store_float(values, i, table[held & mask]);
+        held >>= bits;
+        available -= bits;
+    }
+}
+
+void sl_restore_words(const uint8_t *codes, size_t first, int bits, size_t word_codes, size_t count, const float *table,
+                      void *values) {
+    uint32_t mask = (1u << bits) - 1;
+    for (size_t i = 0; i < count; i++) {
+        size_t k = first + i;
+        uint32_t word = load32(codes, k / word_codes);
+        store_float(values, i, table[word >> (size_t)bits * (k % word_codes) & mask]);
+    }
+}
+
+size_t sl_restore_find_pair(const uint8_t *bytes, int shift, size_t count, uint8_t code) {
+    const uint64_t ones = UINT64_C(0x0101010101010101);
+    uint64_t differing = (uint64_t)(code ^ 3) * ones; /* a pair of bits is `code` where pair ^ this is 3 */
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        uint64_t pair = (sl_load_le64(bytes + i) >> shift & 3 * ones) ^ differing;
+        if ((pair & pair >> 1 & ones) != 0) break;
+    }
+    while (i < count && (bytes[i] >> shift & 3) != code) i++;
+    return i;
+}
+
+const sl_restore sl_restore_scalar = {sl_nibbles_scalar, sl_plane_scalar, sl_words_scalar, sl_scale_scalar};

@@ -1,0 +1,162 @@
+"""Tables that are built in Python: of formats that are read in Python, and of packed tensors."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from math import prod
+from typing import Any, NamedTuple
+
+from . import dtypes
+from .packing import Packed
+from .table import Columns, Scale, Table
+
+
+class Listing(NamedTuple):
+    """One tensor of a `ListedTable`.
+
+    Attributes:
+        name: its name.
+        row: row of the dtype table.
+        shape: logical shape.
+        begin: first byte in the file.
+        end: one past its last byte in the file.
+        strides: bytes between neighbours along each axis; None for C order.
+        scale: scales of quantized int8.
+        packed: codes and scales of a packed tensor; row, begin and end are those of its codes.
+    """
+
+    name: str
+    row: dtypes.Dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    strides: tuple[int, ...] | None = None
+    scale: Scale | None = None
+    packed: Packed | None = None
+
+
+class ListedTable(Table):
+    """A table built in Python, for formats that are read in Python: in the order given; tensors may share bytes.
+
+    Args:
+        tensors: checked by the caller: names are unique, byte ranges are inside the file, shapes and strides stay
+            inside the byte ranges.
+        metadata: everything else in the file.
+        big_endian: whether elements are big-endian.
+        named_globals: see `Table`.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Listing],
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        big_endian: bool = False,
+        named_globals: Mapping[str, bool] | None = None,
+    ) -> None:
+        self._names, self._shapes, self._rows = [], [], []
+        self._index = None
+        # Numbers in compact arrays, strides and scales only where present: a file may have a tensor every 14 bytes.
+        self._begins, self._ends = array("Q"), array("Q")
+        self._strides: dict[int, tuple[int, ...]] = {}
+        self._scales: dict[int, Scale] = {}
+        self._packed: dict[int, Packed] = {}
+        for index, (name, row, shape, begin, end, strides, scale, packed) in enumerate(tensors):
+            self._names.append(name)
+            self._rows.append(row)
+            self._shapes.append(shape)
+            self._begins.append(begin)
+            self._ends.append(end)
+            if strides is not None:
+                self._strides[index] = strides
+            if scale is not None:
+                self._scales[index] = scale
+            if packed is not None:
+                self._packed[index] = packed
+        self.count = len(self._names)
+        self.big_endian = big_endian
+        self.quantized = bool(self._scales or self._packed) or any(row.blocked for row in self._rows)
+        self._metadata = metadata
+        self.named_globals = named_globals or {}
+        self._groups = _overlapping(self._begins, self._ends)
+        self.shaped = big_endian or bool(self._groups) or bool(self._strides)
+
+    def find(self, name: str) -> int:
+        """Index of a tensor, -1 when there is none."""
+        if self._index is None:
+            self._index = {known: index for index, known in enumerate(self.names)}
+        return self._index.get(name, -1)
+
+    def sorted_names(self) -> list[str]:
+        """Names in ascending order of their code points."""
+        return sorted(self.names)
+
+    @property
+    def numbers(self) -> bytes:
+        """Numbers of the dtypes."""
+        return bytes([row.number for row in self.rows])
+
+    def row(self, index: int) -> dtypes.Dtype:
+        """Row of the dtype table of one tensor."""
+        return self.rows[index]
+
+    def byte_range(self, index: int) -> tuple[int, int]:
+        """Bytes of one tensor in the file: [begin, end), including bytes of others between its elements."""
+        return self._begins[index], self._ends[index]
+
+    def byte_ranges(self) -> list[tuple[int, int]]:
+        """Bytes of each tensor in the file."""
+        return list(zip(self._begins, self._ends, strict=True))
+
+    def _all_columns(self) -> Columns:
+        return Columns(self.numbers, self.shapes, self._begins, self._ends)
+
+    def sizes(self) -> list[int]:
+        """Size of each tensor's elements in bytes, without gaps between them; a repeated element counts each time."""
+        sizes = [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
+        for index, packed in self._packed.items():
+            sizes[index] = packed.nbytes
+        return sizes
+
+    def strides(self, index: int) -> tuple[int, ...] | None:
+        """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
+        return self._strides.get(index)
+
+    def together(self, index: int) -> list[int]:
+        """One tensor and those that share bytes with it, in ascending order."""
+        return self._groups.get(index, [index])
+
+    def scale(self, index: int) -> Scale | None:
+        """The scales of one tensor where it is quantized int8, else None."""
+        return self._scales.get(index)
+
+    def packed(self, index: int) -> Packed | None:
+        """The codes and scales of one tensor where it is packed, else None."""
+        return self._packed.get(index)
+
+    def metadata(self) -> Mapping[str, Any] | None:
+        """Everything else in the file; None if there is nothing."""
+        return self._metadata
+
+
+def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
+    """Groups of ranges connected by overlaps: for each range that overlaps another, the sorted indices of its group."""
+    if all(end <= begin for end, begin in zip(ends, islice(begins, 1, None), strict=False)):
+        return {}
+    ranges = list(zip(begins, ends, strict=True))
+    groups: dict[int, list[int]] = {}
+    group: list[int] = []
+    reach = -1
+    for index in sorted((k for k, (begin, end) in enumerate(ranges) if begin < end), key=ranges.__getitem__):
+        begin, end = ranges[index]
+        if begin < reach:
+            group.append(index)
+            groups.update(dict.fromkeys(group[-2:] if len(group) == 2 else group[-1:], group))
+        else:
+            group = [index]
+        reach = max(reach, end)
+    for members in {id(members): members for members in groups.values()}.values():
+        members.sort()
+    return groups

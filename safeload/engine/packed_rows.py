@@ -1,0 +1,153 @@
+"""Ranges of the first axis of packed tensors, in memory and in files."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..base import dtypes, packing
+from ..base.arrays import Array
+from ..base.packing import Packed, Packing
+from . import jobs, restore
+from .slice import check_index
+
+
+def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[Packing, dict[str, Array]]:
+    """A range of the first axis of a packed tensor in memory.
+
+    Args:
+        packed: what its codes mean.
+        parts: its parts by role.
+        rows: start and stop.
+
+    Raises:
+        ValueError: the range is not whole blocks, or its values are not stored together.
+    """
+    count = rows.stop - rows.start
+    grid = packed.grid
+    several = len(packed.shape) > 2
+    apart = restore.rows_apart(packed) and len(packed.shape) == 2 and not packed.zero_bits
+    several_globals = packing.GLOBAL in parts and parts[packing.GLOBAL].size > 1
+    if not several and (not apart or several_globals):
+        raise ValueError(f"{packed.label} {list(packed.shape)} cannot be sliced: dequantize it and slice the values")
+    unit = 1 if several or grid is None else grid.row_block
+    if not several and grid is not None and grid.rows == 1:
+        unit = 1
+    if rows.start % unit or (rows.stop % unit and rows.stop != packed.shape[0]):
+        raise ValueError(
+            f"rows {rows.start} to {rows.stop} of {packed.label} are not whole blocks of {unit} rows: dequantize it, "
+            "and slice the values"
+        )
+    taken = dict(parts)
+    if packing.SHAPE in taken:
+        taken[packing.SHAPE] = _with_length(taken[packing.SHAPE], packed.shape, count)
+    if several:
+        each = packed.matrices // max(1, packed.shape[0])  # in an index of the first axis
+        for role, array in parts.items():
+            if role == packing.CODES or _is_apart(packed, role, array):
+                taken[role] = _along(array, rows, packed.shape[0])
+        return packed._replace(shape=(count, *packed.shape[1:]), matrices=count * each), taken
+    taken[packing.CODES] = parts[packing.CODES][rows]
+    if grid is not None and grid.rows > 1:
+        whole_blocks = slice(rows.start // unit, -(-rows.stop // unit))
+        for role in (packing.SCALE, packing.ZERO, packing.BIAS):
+            if role in parts:
+                taken[role] = _along(parts[role], whole_blocks, grid.rows)
+        grid = grid._replace(rows=whole_blocks.stop - whole_blocks.start)
+    elif grid is not None:
+        grid = grid._replace(row_block=max(1, count))
+    return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid), taken
+
+
+def _with_length(stored: Array, shape: tuple[int, ...], length: int) -> Array:
+    """The stored shape, with another length of the first axis."""
+    changed: Array = stored.copy()
+    if len(stored) == len(shape):
+        changed[0] = length
+    return changed
+
+
+def _is_apart(packed: Packing, role: str, array: Array) -> bool:
+    """Whether each index of the first axis has elements of a part of its own."""
+    shared = packed.grid is not None and packed.grid.shared
+    return not (role in (packing.GROUPS, packing.FACTORS, packing.SHAPE) or shared or array.size == 1)
+
+
+def _along(array: Array, rows: slice, length: int) -> Array:
+    """A range of the first axis of a part, which has this length, or is divided into as many."""
+    if array.shape[:1] != (length,):
+        array = array.reshape(length, array.size // max(1, length))
+    taken: Array = array[rows]
+    return taken
+
+
+def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
+    """Elements of a packed tensor of a file, dequantized: only the rows that an index selects along the first axis.
+
+    Raises:
+        IndexError: not a basic index of the tensor.
+        FormatError, OSError: the file cannot be read.
+    """
+    shape = packed.packing.shape
+    check_index(index, shape)
+    rows = _selected(index, shape)
+    part = _range_of(packed.packing, rows)
+    row = dtypes.BY_NAME[dtype.name]
+    each = part.rows * packed.packing.columns
+    before = (part.first * packed.packing.rows + part.row) * packed.packing.columns
+    flat = jobs.private_array((part.matrices * each,), dtype)
+    if flat.size:
+        batch = jobs.Batch()
+        memory = batch.into(flat) - row.nbytes(before)
+        for job in restore.restore_jobs(packed, memory, row.number, name, ranges=(part,)):
+            batch.add(job)
+        batch.run()
+    inner = math.prod(shape[1:])
+    values = flat.reshape(flat.size // inner if inner else shape[0], *shape[1:])
+    view: Array = values[_inside(index, shape, before // max(1, inner))]
+    return view if view.size == values.size and view.flags.c_contiguous else view.copy()
+
+
+def _inside(index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> tuple[Any, ...]:
+    """An index in the rows from the first that was read; it has an ellipsis, so that the result is always an array."""
+    if not any(item is Ellipsis for item in index):
+        index = (*index, Ellipsis)
+    item = index[0]
+    if item is Ellipsis or item is None:
+        return index
+    if not isinstance(item, slice):
+        return operator.index(item) % shape[0] - first, *index[1:]
+    chosen = range(*item.indices(shape[0]))
+    if not chosen:
+        return slice(0, 0), *index[1:]
+    stop = chosen[-1] - first + (1 if chosen.step > 0 else -1)
+    return slice(chosen[0] - first, None if stop < 0 else stop, chosen.step), *index[1:]
+
+
+def _selected(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
+    """First and last selected index of the first axis, as start and stop."""
+    item = index[0] if index else Ellipsis
+    if item is Ellipsis or item is None or not shape:
+        return 0, shape[0] if shape else 1
+    if isinstance(item, slice):
+        chosen = range(*item.indices(shape[0]))
+        return (min(chosen), max(chosen) + 1) if len(chosen) else (0, 0)
+    position = operator.index(item) % shape[0]
+    return position, position + 1
+
+
+def _range_of(packed: Packing, rows: tuple[int, int]) -> restore.Range:
+    """The smallest range that can be dequantized alone and holds these indices of the first axis."""
+    start, stop = rows
+    if len(packed.shape) > 2:
+        each = packed.matrices // max(1, packed.shape[0])
+        return restore.Range(start * each, (stop - start) * each, 0, packed.rows)
+    if len(packed.shape) == 2 and restore.rows_apart(packed):
+        block = packed.grid.row_block if packed.grid is not None and packed.grid.rows > 1 else 1
+        begin = start // block * block
+        return restore.Range(0, 1, begin, stop - begin)
+    return restore.whole(packed)

@@ -1,0 +1,327 @@
+"""Dequantizes packed tensors: reads and checks their scales, and describes their codes to the C core.
+
+The arithmetic is that of the libraries that write these checkpoints, in float32: each step is rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..base import dtypes, packing
+from ..base.arrays import Array, ArraySpec
+from ..base.native import ffi, lib
+from ..base.packing import Grid, Packed, Packing, Part
+from ..base.text import show
+from ..errors import FormatError
+from . import jobs
+from .cast import astype
+from .code_tables import table_of
+from .jobs import Job, Origin
+
+_F32 = dtypes.BY_CODE["F32"]
+
+# float32 scales, zeros and biases of one job: a tensor with more is restored in several ranges of rows, so that scales
+# do not double the memory of a load.
+_GRID_BYTES = 16 << 20
+
+# The code of ternary planes that no writer stores.
+_NOT_TERNARY = 3
+
+
+class Range(NamedTuple):
+    """Matrices of a packed tensor, all of their rows or, of a single one, some.
+
+    Attributes:
+        first: the first matrix.
+        matrices: their number.
+        row: first row, a multiple of the grid's ``row_block``.
+        rows: number of rows.
+    """
+
+    first: int
+    matrices: int
+    row: int
+    rows: int
+
+
+def whole(packed: Packing) -> Range:
+    """All of a tensor."""
+    return Range(0, packed.matrices, 0, packed.rows)
+
+
+def ranges_of(packed: Packing) -> Iterator[Range]:
+    """Divides a tensor into ranges whose scales take little memory."""
+    grid = packed.grid
+    if grid is None or grid.shared or packed.matrices * grid.rows * grid.columns * 4 <= _GRID_BYTES:
+        yield whole(packed)
+        return
+    matrices = max(1, _GRID_BYTES // (grid.rows * grid.columns * 4))
+    step = packed.rows
+    if matrices == 1 and rows_apart(packed):
+        step = max(1, _GRID_BYTES // (grid.columns * 4)) * grid.row_block
+    for first in range(0, packed.matrices, matrices):
+        for row in range(0, packed.rows, step):
+            yield Range(first, min(matrices, packed.matrices - first), row, min(step, packed.rows - row))
+
+
+def rows_apart(packed: Packing) -> bool:
+    """Whether a range of rows is a range of the stored bytes and of the values."""
+    return packed.layout == packing.ROWS and not packed.transpose
+
+
+class Prepared:
+    """The codes of a range, prepared when the job runs: its scales are read, checked and combined only then.
+
+    Args:
+        packed: what the codes mean, and where the parts are.
+        part: the range.
+        name: of the tensor, for errors.
+    """
+
+    def __init__(self, packed: Packed, part: Range, name: str) -> None:
+        self._packed, self._parts = packed
+        self._part, self._name = part, name
+
+    @property
+    def cost(self) -> int:
+        """About the bytes that `prepare` allocates."""
+        grid = self._packed.grid
+        kinds = sum(role in self._parts for role in (packing.SCALE, packing.ZERO, packing.BIAS))
+        return 0 if grid is None else 4 * kinds * self._part.matrices * grid.rows * grid.columns
+
+    def prepare(self) -> dict[str, Any]:
+        """The fields of an ``sl_packed``.
+
+        Raises:
+            FormatError: a scale is not finite, or a group does not exist; a file ends too early.
+            OSError: a file cannot be read.
+        """
+        packed, part = self._packed, self._part
+        fields: dict[str, Any] = {
+            "layout": packed.layout,
+            "bits": packed.bits,
+            "word_codes": packed.word_codes,
+            "high_first": packed.high_first,
+            "transpose": packed.transpose,
+            "interleaved": packed.interleaved,
+            "forbidden": _NOT_TERNARY if packed.numbers == "ternary" else -1,
+            "size": part.matrices * stored_rows(packed, part.rows) * packed.row_bytes,
+            "matrices": part.matrices,
+            "rows": part.rows,
+            "columns": packed.columns,
+            "row_bytes": packed.row_bytes,
+            "row_block": 1,
+            "column_block": 1,
+        }
+        row = dtypes.BY_CODE.get(packed.numbers)
+        if row is not None:
+            fields["codes"] = row.number
+        else:
+            fields["table"] = table_of(packed.numbers, packed.bits)
+        if packing.SHAPE in self._parts:
+            self._check_shape()
+        if packed.grid is not None:
+            self._add_grid(fields, packed.grid)
+        if packing.FACTORS in self._parts:
+            fields["factors"] = self._finite(packing.FACTORS, self._floats(packing.FACTORS, 0, packed.columns))
+        return fields
+
+    def _fail(self, message: str, role: str) -> FormatError:
+        file = self._parts[role].file
+        path = None if file is None else str(file.path)
+        return FormatError(f"tensor {show(self._name)}: {message}", path=path, tensor=self._name)
+
+    def _check_shape(self) -> None:
+        part = self._parts[packing.SHAPE]
+        raw = jobs.native_order(read_part(part).view(part.row.name))
+        if tuple(raw.tolist()) != self._packed.shape[-raw.size :]:
+            raise self._fail(
+                f"its stored shape is {show(raw.tolist())}, but its codes and scales have {list(self._packed.shape)}",
+                packing.SHAPE,
+            )
+
+    def _add_grid(self, fields: dict[str, Any], grid: Grid) -> None:
+        part = self._part
+        matrices, first = (1, 0) if grid.shared else (part.matrices, part.first)
+        rows = grid.rows if part.rows == self._packed.rows else -(-part.rows // grid.row_block)
+        begin = (first * grid.rows + part.row // grid.row_block) * grid.columns
+        count = matrices * rows * grid.columns
+        shape = matrices, rows, grid.columns
+        scales = self._scales(begin, count).reshape(shape)
+        fields.update(
+            scales=self._finite(packing.SCALE, scales, grid, first),
+            row_block=grid.row_block,
+            column_block=grid.column_block,
+            grid_rows=rows,
+            grid_columns=grid.columns,
+            grid_step=0 if grid.shared else rows * grid.columns,
+        )
+        if packing.BIAS in self._parts:
+            fields["biases"] = self._finite(packing.BIAS, self._floats(packing.BIAS, begin, count).reshape(shape), grid)
+        if packing.ZERO in self._parts:
+            zeros = self._packed_zeros(rows) if self._packed.zero_bits else self._floats(packing.ZERO, begin, count)
+            fields["zeros"] = self._finite(packing.ZERO, zeros.reshape(shape), grid, first)
+        if packing.GROUPS in self._parts:
+            fields["groups"] = self._groups(grid)
+
+    def _floats(self, role: str, begin: int, count: int) -> Array:
+        """Elements of a part as float32."""
+        part = self._parts[role]
+        row, size = part.row, math.prod(part.shape)
+        if role == packing.SCALE and self._packed.scale_dtype is not None:
+            row = dtypes.BY_CODE[self._packed.scale_dtype]
+        raw = read_part(part, begin * row.block_bytes, min(count, size) * row.block_bytes)
+        array = jobs.native_order(raw.view(np.uint8).view(dtypes.element_dtype(row.number)))
+        return array if row is _F32 else astype(array, np.float32, threads=1)
+
+    def _scales(self, begin: int, count: int) -> Array:
+        """The scales of elements [begin, begin + count) of the grid."""
+        packed = self._packed
+        scales = self._floats(packing.SCALE, begin, count)
+        rule = packed.scale_rule
+        if rule == packing.STORED:
+            return scales
+        with np.errstate(all="ignore"):  # what is not finite is refused afterwards
+            if rule == packing.INVERSE:
+                return np.reciprocal(scales)
+            size = math.prod(self._parts[packing.GLOBAL].shape)
+            shared = self._finite(packing.GLOBAL, self._floats(packing.GLOBAL, 0, size))
+            if rule == packing.MLX_GLOBAL:
+                shared = shared / np.float32(2688)
+            if size > 1:  # one for each expert, or for equal parts of its rows
+                assert packed.grid is not None
+                rows, columns = packed.grid.rows, packed.grid.columns
+                each = rows * packed.matrices // size * columns
+                shared = shared[np.arange(begin, begin + count) // each]
+            combined: Array = scales / shared if rule == packing.DIVIDED else scales * shared
+            return combined
+
+    def _finite(self, role: str, values: Array, grid: Grid | None = None, first: int = 0) -> Array:
+        """Refuses values that would make weights NaN or infinite."""
+        good = np.isfinite(values)
+        if not good.all() and self._packed.family != packing.OWN:
+            at = tuple(int(k) for k in np.argwhere(~good)[0])
+            if grid is not None:
+                at = (at[0] + first, at[1] + self._part.row // grid.row_block, at[2])
+                at = at if self._packed.matrices > 1 else at[1:]
+            value = values[~good].flat[0]
+            raise self._fail(
+                f"its {role} is {value} at {list(at)}, which makes every weight of the block meaningless", role
+            )
+        return np.ascontiguousarray(values)
+
+    def _packed_zeros(self, rows: int) -> Array:
+        """Zero points that are packed down the rows, as compressed-tensors stores them."""
+        packed, bits = self._packed, self._packed.zero_bits
+        assert packed.grid is not None
+        rows_in_all, columns, per_word = packed.grid.rows, packed.grid.columns, packed.word_codes
+        stored = -(-rows_in_all // per_word) if per_word else -(-rows_in_all * bits // 32)
+        words = (
+            read_part(self._parts[packing.ZERO]).view(np.uint8).view("<u4").reshape(packed.matrices, stored, columns)
+        )
+        words = words[self._part.first : self._part.first + self._part.matrices]
+        streams = np.unpackbits(words.swapaxes(1, 2).copy().view(np.uint8), axis=-1, bitorder="little")
+        if per_word:  # the upper bits of each word are unused
+            streams = streams.reshape(len(words), columns, stored, 32)[..., : per_word * bits]
+            streams = streams.reshape(len(words), columns, -1)
+        codes = streams[:, :, : rows_in_all * bits].reshape(len(words), columns, rows_in_all, bits)
+        values = (codes.astype(np.int32) << np.arange(bits)).sum(-1) - (1 << bits - 1)
+        first = self._part.row // packed.grid.row_block
+        zeros: Array = values[:, :, first : first + rows].swapaxes(1, 2).astype(np.float32)
+        return zeros
+
+    def _groups(self, grid: Grid) -> Array | None:
+        groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")
+        if (groups == -1).all():  # allotted by the writer, and not used
+            return None
+        bad = np.flatnonzero((groups < 0) | (groups >= grid.columns))
+        if bad.size:
+            raise self._fail(
+                f"column {int(bad[0])} is in group {int(groups[bad[0]])}, but there are {grid.columns} groups",
+                packing.GROUPS,
+            )
+        return np.ascontiguousarray(groups.astype(np.uint32))
+
+
+def stored_rows(packed: Packing, rows: int) -> int:
+    """Number of stored rows that hold some rows of codes."""
+    if packed.layout == packing.COLUMNS:
+        return rows * packed.bits // 32
+    return rows * packed.bits // 8 if packed.layout == packing.PLANES else rows
+
+
+def restore_jobs(
+    packed: Packed, memory: int, target: int, name: str, *, owner: Any = None, ranges: Iterable[Range] | None = None
+) -> Iterator[Job]:
+    """Jobs that dequantize a tensor into memory.
+
+    Args:
+        packed: what its codes mean, and where they and its other parts are.
+        memory: address of the values.
+        target: number of their dtype.
+        name: of the tensor.
+        owner: keeps the memory of the parts alive; None for a file.
+        ranges: what to dequantize; None for all.
+    """
+    means, codes = packed.packing, packed.parts[packing.CODES]
+    row = dtypes.of_number(target)
+    for part in ranges_of(means) if ranges is None else ranges:
+        before = (part.first * means.rows + part.row) * means.columns
+        begin = (part.first * stored_rows(means, means.rows) + stored_rows(means, part.row)) * means.row_bytes
+        yield Job(
+            codes.file,
+            codes.begin + begin,
+            memory + row.nbytes(before),
+            part.matrices * part.rows * means.columns * 4,
+            _F32.number,
+            target,
+            lib.SL_OP_RESTORE,
+            origin=Origin(name, means.shape, owner),
+            packed=Prepared(packed, part, name),
+        )
+
+
+def restore_job(packed: Packed, op: int, memory: int, name: str, *, owner: Any = None) -> Job:
+    """A job for an operation on all values of a tensor, which must be `in_order`."""
+    (job,) = restore_jobs(packed, memory, _F32.number, name, owner=owner, ranges=(whole(packed.packing),))
+    return job._replace(op=op)
+
+
+def in_order(packed: Packing) -> bool:
+    """Whether codes are stored in the order of the values."""
+    return not packed.transpose and packed.layout in (packing.ROWS, packing.PLANES)
+
+
+def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any]:
+    """A packed tensor whose parts are arrays, and what keeps their memory alive."""
+    stored = {role: np.ascontiguousarray(jobs.native_order(array)) for role, array in arrays.items()}
+    parts = {}
+    for role, array in stored.items():
+        begin = jobs.address_of(array) if array.size else 0
+        row = dtypes.BY_NAME[arrays[role].dtype.name]
+        parts[role] = Part(role, None, row, array.shape, begin, begin + array.nbytes)
+    return Packed(packed, parts), stored
+
+
+def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
+    """Bytes of a part in the byte order of files: of a file in private memory, of an array in place.
+
+    Args:
+        part: the part.
+        begin: the first byte.
+        size: number of bytes; None for all.
+    """
+    first = part.begin + begin
+    end = part.end if size is None else first + size
+    if part.file is None:
+        return np.frombuffer(ffi.buffer(ffi.cast("char *", first), end - first), np.uint8) if end > first else _NO_BYTES
+    number = dtypes.BY_CODE["U8"].number
+    spec = ArraySpec(np.dtype(np.uint8), (end - first,), first, end, number, number)
+    return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
+
+
+_NO_BYTES: Array = np.empty(0, np.uint8)

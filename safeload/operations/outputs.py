@@ -1,0 +1,77 @@
+"""Tensors that `convert` makes one at a time, when the writer reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array, ArraySpec
+from ..base.packing import Part
+from ..engine import jobs
+from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
+from .shards import Output
+
+
+class Scratch:
+    """Memory that is reused for one tensor after the other."""
+
+    def __init__(self) -> None:
+        self._memory: Array = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array over the memory, which is larger than before if it has to be."""
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        if size > self._memory.size:
+            self._memory = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
+            self._memory = jobs.private_array((size,), np.dtype(np.uint8))
+        array: Array = np.ndarray(shape, dtype, self._memory)
+        return array
+
+
+def itself(array: Array) -> Array:
+    """The array, contiguous: what a `Lazy` of an array that stands already makes."""
+    return np.ascontiguousarray(array)
+
+
+def not_none(array: Array | None) -> Array:
+    """The array, which is there."""
+    assert array is not None
+    return array
+
+
+def reporting(outputs: Mapping[str, Output], report: Callable[[int], object]) -> dict[str, Output]:
+    """Wraps outputs to report their bytes after they are made."""
+    done = 0
+
+    def wrap(lazy: Lazy) -> Lazy:
+        def make() -> Array:
+            nonlocal done
+            array = lazy.make()
+            done += array.nbytes
+            report(done)
+            return array
+
+        return Lazy(lazy.dtype, lazy.shape, make)
+
+    wrapped: dict[str, Output] = {}
+    for name, output in outputs.items():
+        if isinstance(output, Lazy):
+            wrapped[name] = wrap(output)
+        elif isinstance(output, LazyPacked):
+            parts = {role: wrap(part) for role, part in output.roles.items()}
+            wrapped[name] = LazyPacked(output.packing, output.names, parts)
+        else:
+            scale = None if output.scale is None else wrap(output.scale)
+            wrapped[name] = LazyQuantized(output.scheme, output.shape, wrap(output.data), scale, output.axis)
+    return wrapped
+
+
+def lazy_part(part: Part) -> Lazy:
+    """A stored tensor of a file, unchanged."""
+    dtype = dtypes.array_dtype(part.row.number)
+    shape = dtypes.array_shape(part.row, part.shape, part.end - part.begin)
+    spec = ArraySpec(dtype, shape, part.begin, part.end, part.row.number, part.row.number)
+    return Lazy(dtype, shape, lambda: jobs.read_small(part.file, spec))

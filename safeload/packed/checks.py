@@ -1,0 +1,64 @@
+"""Checks that hold for the packing of any family: that the stored parts are as many, and of such dtypes, as it says."""
+
+from __future__ import annotations
+
+import math
+
+from ..base import packing
+from ..base.packing import Packing
+from .grid import Misfit
+from .group import Group
+
+# Dtypes of the parts. U8 holds the bits of a float8, and only where a packing says of which.
+_SCALES = frozenset(("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"))
+_NUMBERS = frozenset(("F32", "F16", "BF16"))
+_DTYPES = {
+    packing.SCALE: _SCALES,
+    packing.GLOBAL: _NUMBERS,
+    packing.BIAS: _NUMBERS,
+    packing.FACTORS: _NUMBERS,
+    packing.ZERO: frozenset(("I8", "U8", "I32", "F8_E4M3", *_NUMBERS)),
+}
+# Most elements, counting empty axes as 1: numpy and the C core count bytes of float64 in 63 bits.
+_MOST = 1 << 59
+
+
+def check(group: Group, packed: Packing) -> Packing:
+    """The packing, if all parts fit it.
+
+    Raises:
+        Misfit: one does not.
+    """
+    for role, good in _DTYPES.items():
+        if group.has(role) and group.dtype(role) not in good:
+            raise Misfit(f"{group.names[role]} is {group.dtype(role)}, which is not a dtype of its kind")
+    if packed.scale_dtype is None and group.has(packing.SCALE) and group.dtype(packing.SCALE) == "U8":
+        raise Misfit("its scales are U8")
+    if math.prod(max(1, length) for length in (packed.matrices, packed.rows, packed.columns)) >= _MOST:
+        raise Misfit(f"shape {list(packed.shape)} has too many elements")
+    if _needed(packed) > group.nbytes():
+        raise Misfit(f"codes {list(group.shape())} are too few for {list(packed.shape)}")
+    if packed.grid is not None:
+        _check_grid(group, packed)
+    return packed
+
+
+def _needed(packed: Packing) -> int:
+    """Bytes of the codes."""
+    if packed.layout == packing.PLANES:
+        per_row, rows = packed.columns, packed.rows * packed.bits // 8
+    elif packed.word_codes:
+        per_row, rows = -(-packed.columns // packed.word_codes) * 4, packed.rows
+    else:
+        per_row, rows = -(-packed.columns * packed.bits // 8), packed.rows
+    return packed.matrices * rows * max(per_row, packed.row_bytes)
+
+
+def _check_grid(group: Group, packed: Packing) -> None:
+    grid = packed.grid
+    assert grid is not None
+    count = (1 if grid.shared else packed.matrices) * grid.rows * grid.columns
+    roles = [packing.SCALE, packing.BIAS] if packed.zero_bits else [packing.SCALE, packing.BIAS, packing.ZERO]
+    for role in roles:
+        if group.has(role) and math.prod(group.shape(role)) != count:
+            raise Misfit(f"{role} {list(group.shape(role))} has not the {count} elements that its codes need")

@@ -1,0 +1,136 @@
+"""The families of packed tensors that safeload dequantizes, one row each.
+
+A row says which stored tensors belong together, by the suffixes of their names, and has a function that turns their
+shapes and dtypes into a `Packing`, or says why they do not fit. Shapes decide, the configuration confirms.
+
+Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4,bitnet}.py``;
+compressed-tensors ``compressors/``; nvidia-modelopt ``torch/quantization/qtensor``; mlx ``ops.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ..base import packing
+from ..base.packing import Packing
+from . import floats, integers
+from .group import FP8, Group
+
+
+class Family(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        name: of the family.
+        main: suffix of the name of the codes.
+        logical: suffix that replaces it in the name of the packed tensor.
+        dtypes: codes of dtypes of the codes.
+        required: suffixes that replace ``main`` in names of parts, by role, in order of preference.
+        optional: the same for parts that may be missing.
+        describe: the packing of a group; raises `Misfit`.
+        method: the ``quant_method`` that the configuration must have; None for any or none.
+    """
+
+    name: str
+    main: str
+    logical: str
+    dtypes: frozenset[str]
+    required: Mapping[str, tuple[str, ...]]
+    optional: Mapping[str, tuple[str, ...]]
+    describe: Callable[[Group], Packing]
+    method: str | None = None
+
+
+# ---- the table ----
+
+_WEIGHT_SCALE = {packing.SCALE: ("_scale_inv", "_scale", "_weight_scale")}
+_NOTHING: Mapping[str, tuple[str, ...]] = {}
+
+
+def _scale(suffix: str) -> Mapping[str, tuple[str, ...]]:
+    return {packing.SCALE: (suffix,)}
+
+
+FAMILIES = (
+    Family("DeepSeek V4", ".weight", ".weight", FP8 | {"I8"}, _scale(".scale"), _NOTHING, floats.deepseek_v4),
+    Family(
+        "modelopt NVFP4",
+        ".weight",
+        ".weight",
+        frozenset(("U8",)),
+        {packing.SCALE: (".weight_scale",), packing.GLOBAL: (".weight_scale_2",)},
+        {packing.FACTORS: (".pre_quant_scale",)},
+        floats.modelopt_nvfp4,
+    ),
+    Family(
+        "modelopt NVFP4, experts",
+        "",
+        "",
+        frozenset(("U8",)),
+        {packing.SCALE: ("_weight_scale",), packing.GLOBAL: ("_weight_scale_2",)},
+        _NOTHING,
+        floats.modelopt_experts,
+    ),
+    Family(
+        "BitNet",
+        ".weight",
+        ".weight",
+        frozenset(("U8",)),
+        _scale(".weight_scale"),
+        _NOTHING,
+        integers.bitnet,
+        "bitnet",
+    ),
+    Family(
+        "MLX",
+        ".weight",
+        ".weight",
+        frozenset(("U32",)),
+        _scale(".scales"),
+        {packing.BIAS: (".biases",), packing.GLOBAL: (".global_scale",)},
+        integers.mlx,
+    ),
+    Family(
+        "compressed-tensors",
+        "_packed",
+        "",
+        frozenset(("I32",)),
+        _scale("_scale"),
+        {packing.ZERO: ("_zero_point",), packing.GROUPS: ("_g_idx",), packing.SHAPE: ("_shape",)},
+        integers.ct_packed,
+    ),
+    Family(
+        "compressed-tensors fp4",
+        "_packed",
+        "",
+        frozenset(("U8",)),
+        _scale("_scale"),
+        {packing.GLOBAL: ("_global_scale",)},
+        floats.ct_fp4,
+    ),
+    Family("gpt-oss", "_blocks", "", frozenset(("U8",)), _scale("_scales"), _NOTHING, floats.gpt_oss),
+    Family("gpt-oss, OpenAI's", ".blocks", "", frozenset(("U8",)), _scale(".scales"), _NOTHING, floats.gpt_oss),
+    Family("Mistral", ".weight", ".weight", FP8, _scale(".qscale_weight"), _NOTHING, floats.plain),
+    Family("ComfyUI", ".weight", ".weight", FP8, _scale(".scale_weight"), _NOTHING, floats.plain),
+    Family("fp8", "", "", FP8, _WEIGHT_SCALE, {packing.ZERO: ("_zero_point",)}, floats.plain),
+    Family(
+        "int8",
+        ".weight",
+        ".weight",
+        frozenset(("I8",)),
+        _scale(".weight_scale"),
+        {packing.ZERO: (".weight_zero_point",)},
+        floats.plain,
+    ),
+)
+
+# Last components of names of activation scales and the like, which no weight needs. A marker of ComfyUI among them.
+IGNORED = frozenset(
+    (
+        "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "input_global_scale",
+        "input_zero_point", "comfy_quant", "gate_up_proj_input_scale", "down_proj_input_scale",
+        "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
+        "gate_up_proj_activation_scale", "down_proj_activation_scale",
+    )
+)  # fmt: skip

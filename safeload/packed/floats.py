@@ -1,0 +1,158 @@
+"""Families whose codes are floats of 4, 6 or 8 bits, or plain int8: a number for each code, a scale for each block."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ..base import packing
+from ..base.packing import Grid, Packing
+from .config import is_length
+from .grid import Misfit, Refused, grid_of, has_halves, whole_grid
+from .group import FP8, Group, check_global, label_of, matrices_of, said_bits, said_group
+
+# How compressed-tensors writes the block of a grid as text.
+_STRUCTURE = re.compile("[0-9]{1,9}x[0-9]{1,9}", re.ASCII)
+
+# ---- fp8 and int8: a number for each code, a scale for each block ----
+
+
+def plain(group: Group) -> Packing:
+    """Codes of 8 bits, each a number, and scales that broadcast over blocks."""
+    shape, numbers = group.shape(), group.dtype()
+    block = _block_of(group)
+    scale = group.shape(packing.SCALE)
+    matrices, rows, columns = matrices_of(shape)
+    if has_halves(shape, scale, block):
+        matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
+    grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block)
+    prefix = "fp8" if numbers in FP8 else "int8"
+    zeros = group.has(packing.ZERO)
+    if zeros and group.shape(packing.ZERO) != group.shape(packing.SCALE):
+        raise Misfit(f"zero points {list(group.shape(packing.ZERO))} beside scales {list(group.shape(packing.SCALE))}")
+    exponents = group.dtype(packing.SCALE) in ("F8_E8M0", "U8")
+    label = label_of(prefix, grid, shape, zeros)
+    bits = said_bits(group) if prefix == "int8" else None
+    if bits is not None:  # naive-quantized: codes of fewer bits, each in a byte
+        label = label.replace("int8", f"int{bits}", 1)
+    if exponents and (grid.row_block, grid.column_block) == (1, 32):
+        label = "mxfp8"
+    return group.packing(
+        "fp8" if numbers in FP8 else "int8",
+        label,
+        shape,
+        8,
+        numbers,
+        matrices=matrices,
+        rows=rows,
+        grid=grid,
+        scale_dtype=group.scale_dtype("F8_E8M0"),
+    )
+
+
+def _block_of(group: Group) -> tuple[int, int]:
+    """Rows and columns of the blocks of a grid of scales, from the configuration."""
+    if group.config is None:
+        return 128, 128
+    scale, codes = group.shape(packing.SCALE), group.shape()
+    grouped = len(scale) == len(codes) > 1 and scale[:-1] == codes[:-1]
+    for weights in group.config.weights(group.module) if group.method == "compressed-tensors" else ():
+        structure, size = weights.get("block_structure"), weights.get("group_size")
+        if isinstance(structure, str) and _STRUCTURE.fullmatch(structure):
+            structure = [int(side) for side in structure.split("x")]
+        if isinstance(structure, list) and len(structure) == 2 and all(map(is_length, structure)):
+            return structure[0], structure[1]
+        if grouped and is_length(size) and scale[-1] * size == codes[-1]:
+            return 1, size
+    size = said_group(group)
+    if grouped and size is not None and scale[-1] > 1:
+        raise Misfit(f"scales {list(scale)} do not fit codes {list(codes)} in groups of {size} (group_size)")
+    if group.method == "mxfp8" or (grouped and scale[-1] * 32 == codes[-1]):
+        return 1, 32
+    return group.config.block((128, 128))
+
+
+def deepseek_v4(group: Group) -> Packing:
+    """``X.scale`` beside ``X.weight``: fp8 in blocks, or two E2M1 codes in a byte with a scale for 32 of them."""
+    shape, scale = group.shape(), group.shape(packing.SCALE)
+    if len(shape) < 2 or len(scale) != len(shape) or group.dtype(packing.SCALE) not in ("F8_E8M0", "U8", "F32"):
+        raise Misfit("no scale of a weight")
+    if group.dtype() == "I8":
+        return _fp4(group, "mxfp4", 32, "F8_E8M0")
+    return plain(group)
+
+
+# ---- rows of 4 bits: E2M1 ----
+
+
+def _fp4(group: Group, label: str, block: int, exponents: str) -> Packing:
+    """Two E2M1 codes in a byte, the first in the low bits, and a scale for each ``block``."""
+    stored = group.shape()
+    if len(stored) < 2:
+        raise Misfit(f"codes {list(stored)} are not a matrix")
+    if group.dtype(packing.SCALE) not in ("U8", exponents) and not (label == "mxfp4" and group.dtype() == "I8"):
+        raise Misfit(f"scales of {label} are {exponents}, not {group.dtype(packing.SCALE)}")
+    shape = (*stored[:-1], stored[-1] * 2)
+    if group.shape(packing.SCALE) != (*shape[:-1], -(-shape[-1] // block)) or shape[-1] % block:
+        raise Misfit(f"scales {list(group.shape(packing.SCALE))} do not fit rows of {shape[-1]} in blocks of {block}")
+    grid = whole_grid(shape, 1, block)
+    return group.packing("fp4", label, shape, 4, "e2m1", grid=grid, scale_dtype=group.scale_dtype(exponents))
+
+
+def modelopt_nvfp4(group: Group) -> Packing:
+    """NVFP4 with a global scale, which multiplies, and the factors of AWQ."""
+    algorithm = None if group.config is None else group.config.get("quant_algo")
+    if isinstance(algorithm, str) and algorithm.startswith("W4A"):
+        raise Refused(f"{algorithm} packs pairs of rows, which is not dequantized")
+    if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
+        raise Refused("NVFP4_SVD adds a product of two matrices, which is not computed")
+    packed = check_global(group, _fp4(group, "nvfp4", 16, "F8_E4M3"))
+    if group.has(packing.FACTORS) and group.shape(packing.FACTORS) != (packed.columns,):
+        raise Misfit(f"pre_quant_scale {list(group.shape(packing.FACTORS))} does not fit rows of {packed.columns}")
+    return packed._replace(scale_rule=packing.MULTIPLIED)
+
+
+def modelopt_experts(group: Group) -> Packing:
+    """Experts in one tensor; those of Llama 4 are stored as [in, out], and packed along ``in``."""
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    if len(stored) != 3 or len(scale) != 3 or scale[-1] != stored[-1] or scale[-2] * 8 != stored[-2]:
+        return modelopt_nvfp4(group)
+    if group.dtype(packing.SCALE) != "F8_E4M3":
+        raise Misfit(f"scales of nvfp4 are F8_E4M3, not {group.dtype(packing.SCALE)}")
+    shape = (stored[0], stored[1] * 2, stored[2])
+    packed = group.packing(
+        "fp4", "nvfp4", shape, 4, "e2m1", layout=packing.PLANES, interleaved=True, grid=whole_grid(shape, 16, 1)
+    )
+    return check_global(group, packed)._replace(scale_rule=packing.MULTIPLIED)
+
+
+def ct_fp4(group: Group) -> Packing:
+    """compressed-tensors: NVFP4 with a global scale, which divides; MXFP4; MXFP6 in 3 bytes for 4 codes."""
+    if group.has(packing.GLOBAL):
+        return check_global(group, _fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=packing.DIVIDED)
+    if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
+        raise Misfit(f"scales of MXFP4 and MXFP6 are exponents, not {group.dtype(packing.SCALE)}")
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    if stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
+        shape = (*stored[:-1], stored[-1] // 3 * 4)
+        grid = whole_grid(shape, 1, 32)
+        return group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=group.scale_dtype("F8_E8M0"))
+    return _fp4(group, "mxfp4", 32, "F8_E8M0")
+
+
+def gpt_oss(group: Group) -> Packing:
+    """Blocks of 16 bytes on an axis of their own; transformers' parameter is transposed, OpenAI's is not."""
+    stored = group.shape()
+    if len(stored) < 3 or stored[-1] != 16 or group.shape(packing.SCALE) != stored[:-1]:
+        raise Misfit(f"blocks {list(stored)} and scales {list(group.shape(packing.SCALE))}: blocks have 16 bytes")
+    if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
+        raise Misfit(f"scales of mxfp4 are F8_E8M0, not {group.dtype(packing.SCALE)}")
+    rows, columns = stored[-3], stored[-2] * 32
+    matrices = math.prod(stored[:-3])
+    transpose = group.codes.endswith("_blocks")
+    shape = (*stored[:-3], columns, rows) if transpose else (*stored[:-3], rows, columns)
+    grid = Grid(1, 32, rows, stored[-2])
+    scales = group.scale_dtype("F8_E8M0")
+    return group.packing("fp4", "mxfp4", shape, 4, "e2m1", grid=grid, scale_dtype=scales)._replace(
+        matrices=matrices, rows=rows, columns=columns, row_bytes=columns // 2, transpose=transpose
+    )

@@ -1,0 +1,159 @@
+"""The stored tensors of one packed tensor, for the functions that describe it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ..base import dtypes, packing
+from ..base.packing import Grid, Packing
+from .config import Quantization
+from .grid import Misfit
+
+FP8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+
+
+class Stored(NamedTuple):
+    """A tensor as a file stores it.
+
+    Attributes:
+        row: row of the dtype table.
+        shape: logical shape.
+    """
+
+    row: dtypes.Dtype
+    shape: tuple[int, ...]
+
+
+class Group:
+    """The stored tensors of one packed tensor.
+
+    Args:
+        codes: name of the codes.
+        logical: name of the packed tensor.
+        names: names of all parts by role.
+        tensors: all tensors of the checkpoint.
+        config: the quantization of ``config.json``; None without one.
+        config_text: the configuration as JSON, for `Packing.config`.
+        integers: reads a small tensor of integers.
+    """
+
+    def __init__(
+        self,
+        codes: str,
+        logical: str,
+        names: Mapping[str, str],
+        tensors: Mapping[str, Stored],
+        config: Quantization | None,
+        config_text: str,
+        integers: Callable[[str], tuple[int, ...]],
+    ) -> None:
+        self.codes, self.logical, self.names, self.config, self._integers = codes, logical, names, config, integers
+        self._tensors, self._config_text = tensors, config_text
+
+    @property
+    def module(self) -> str:
+        """Name of the module that the weight belongs to."""
+        return self.logical.removesuffix(".weight")
+
+    @property
+    def method(self) -> str | None:
+        """``quant_method`` of the configuration."""
+        return None if self.config is None else self.config.method
+
+    def has(self, role: str) -> bool:
+        """Whether there is such a part."""
+        return role in self.names
+
+    def has_beside(self, suffix: str) -> bool:
+        """Whether the module has another tensor with this suffix."""
+        return f"{self.module}{suffix}" in self._tensors
+
+    def shape(self, role: str = packing.CODES) -> tuple[int, ...]:
+        """Shape of a part."""
+        return self._tensors[self.names[role]].shape
+
+    def dtype(self, role: str = packing.CODES) -> str:
+        """Code of the dtype of a part."""
+        return self._tensors[self.names[role]].row.code
+
+    def nbytes(self) -> int:
+        """Bytes of the codes."""
+        stored = self._tensors[self.codes]
+        return stored.row.nbytes(math.prod(stored.shape))
+
+    def integers(self, role: str) -> tuple[int, ...]:
+        """Values of a small part."""
+        return self._integers(self.names[role])
+
+    def packing(
+        self, family: str, label: str, shape: tuple[int, ...], bits: int, numbers: str, **more: object
+    ) -> Packing:
+        """A `Packing` of rows; ``row_bytes`` are those of the stored tensor."""
+        matrices, rows, columns = matrices_of(shape)
+        stored = self.shape()
+        row_bytes = self._tensors[self.codes].row.nbytes(stored[-1]) if stored else 1
+        made = Packing(
+            family, label, shape, matrices, rows, columns, packing.ROWS, bits, numbers, row_bytes,
+            config=self._config_text,
+        )  # fmt: skip
+        return made._replace(**more)  # type: ignore[arg-type]
+
+    def scale_dtype(self, bits: str) -> str | None:
+        """The dtype of scales that are stored as U8: ``bits`` says which float8 they are."""
+        return bits if self.dtype(packing.SCALE) == "U8" else None
+
+
+def matrices_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Number, rows and columns of the matrices of a shape."""
+    if len(shape) < 2:
+        return 1, 1, math.prod(shape)
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def label_of(prefix: str, grid: Grid, shape: tuple[int, ...], zeros: bool = False, grouped: bool = False) -> str:
+    """The label of a scheme: "fp8 128x128", "int4 g32", "fp8 row", "int8 tensor asym"."""
+    if grid.row_block == 1 and grid.columns == 1 and grouped:
+        kind = f"g{shape[-1]}"
+    elif grid.rows == 1 and grid.columns == 1:
+        kind = "tensor"
+    elif grid.row_block == 1 and grid.columns == 1:
+        kind = "row"
+    elif grid.column_block == 1 and grid.rows == 1:
+        kind = "column"
+    elif grid.row_block == 1:
+        kind = f"g{grid.column_block}"
+    else:
+        kind = f"{grid.row_block}x{grid.column_block}"
+    return f"{prefix} {kind}{' asym' if zeros else ''}"
+
+
+def said_bits(group: Group) -> int | None:
+    """The ``num_bits`` of the configuration, if it has a single one."""
+    only = _only(group, "num_bits")
+    return only if only is not None and 1 <= only <= 8 else None
+
+
+def said_group(group: Group) -> int | None:
+    """The ``group_size`` of the configuration, if it has a single one."""
+    only = _only(group, "group_size", "group")
+    return only if only is not None and only > 0 else None
+
+
+def _only(group: Group, key: str, strategy: str | None = None) -> int | None:
+    """An integer of the descriptions of weights (of a strategy); None if it is missing, or they differ."""
+    said = [] if group.config is None else group.config.weights(group.module)
+    values = [weights.get(key) for weights in said if strategy is None or weights.get("strategy") == strategy]
+    first = values[0] if values else None
+    return first if type(first) is int and all(value == first for value in values) else None
+
+
+def check_global(group: Group, packed: Packing) -> Packing:
+    """The packing, if it has a global scale for the whole tensor, for each expert, or for equal parts of their rows."""
+    size = math.prod(group.shape(packing.GLOBAL))
+    if size == 0 or (size != 1 and not packed.matrices):
+        raise Misfit(f"global scales {list(group.shape(packing.GLOBAL))} do not fit {list(packed.shape)}")
+    if size != 1 and (size % packed.matrices or packed.matrices * packed.rows % size):
+        raise Misfit(f"global scales {list(group.shape(packing.GLOBAL))} do not fit {list(packed.shape)}")
+    return packed

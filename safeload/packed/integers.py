@@ -1,0 +1,155 @@
+"""Families whose codes are integers of 1 to 8 bits."""
+
+from __future__ import annotations
+
+import math
+
+from ..base import packing
+from ..base.packing import Grid, Packing
+from ..base.text import show
+from .config import is_length
+from .grid import Misfit, whole_grid
+from .group import Group, check_global, label_of, said_group
+
+# ---- integers of 1 to 8 bits ----
+
+
+def ct_packed(group: Group) -> Packing:
+    """compressed-tensors, pack-quantized: words of codes, scales by group, row or tensor."""
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    if len(stored) < 2:
+        raise Misfit(f"codes {list(stored)} are not a matrix")
+    shape, bits, words = _ct_shape(group)
+    rows = shape[-2]
+    if len(scale) == len(stored) and scale[:-1] == stored[:-1]:
+        size = said_group(group)
+        if not scale[-1] or shape[-1] % scale[-1]:
+            raise Misfit(f"rows of {shape[-1]} are not a whole number of {scale[-1]} groups")
+        if size is not None and scale[-1] > 1 and scale[-1] * size != shape[-1]:
+            raise Misfit(f"scales {list(scale)} do not fit rows of {shape[-1]} in groups of {size} (group_size)")
+        grid = Grid(1, max(1, shape[-1] // scale[-1]), rows, scale[-1])
+    elif math.prod(scale) == 1:
+        grid = Grid(max(1, rows), max(1, shape[-1]), 1, 1, shared=True)
+    else:
+        raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
+    zero_bits = 0
+    if group.has(packing.ZERO):
+        zero_bits = bits if group.dtype(packing.ZERO) == "I32" else 0
+        if zero_bits and grid.shared:
+            raise Misfit("zero points are packed beside a single scale")
+        words_down = -(-rows // words) if words else -(-rows * bits // 32)
+        wanted = (*stored[:-2], words_down, scale[-1]) if zero_bits else scale
+        if group.shape(packing.ZERO) != wanted:
+            raise Misfit(f"zero points {list(group.shape(packing.ZERO))}, wanted {list(wanted)}")
+    if group.has(packing.GROUPS) and (group.shape(packing.GROUPS), group.dtype(packing.GROUPS)) != (shape[-1:], "I32"):
+        found = f"{group.dtype(packing.GROUPS)} {list(group.shape(packing.GROUPS))}"
+        raise Misfit(f"g_idx is {found}, wanted I32 [{shape[-1]}]")
+    label = label_of(f"int{bits}", grid, shape, group.has(packing.ZERO), said_group(group) == shape[-1])
+    return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zero_bits=zero_bits)
+
+
+def _ct_shape(group: Group) -> tuple[tuple[int, ...], int, int]:
+    """Logical shape, bits of a code, and codes in a word of the layout before compressed-tensors 0.17, else 0."""
+    stored, width = group.shape(), group.shape()[-1]
+    scale = group.shape(packing.SCALE)
+    given = [] if group.config is None else group.config.weights(group.module)
+    fits: dict[tuple[int, int, int], None] = {}
+    columns = None
+    if group.has(packing.SHAPE):
+        logical = group.integers(packing.SHAPE)
+        if (
+            not 2 <= len(logical) <= len(stored)
+            or min(logical) < 0
+            or logical[-2] != stored[-2]
+            or (len(logical) == len(stored) and logical[:-1] != stored[:-1])
+        ):
+            raise Misfit(f"weight_shape {list(logical)} does not fit codes {list(stored)}")
+        columns = logical[-1]
+    for weights in given or ({},):
+        said, size = weights.get("num_bits"), weights.get("group_size")
+        count = columns
+        if count is None and is_length(size) and math.prod(scale) > 1:
+            count = scale[-1] * size
+        if count is None:
+            raise Misfit("there is neither weight_shape nor a group_size in config.json")
+        for bits in (said,) if type(said) is int and 1 <= said <= 8 else range(1, 9):
+            if -(-count * bits // 32) == width:
+                fits[count, bits, 0] = None
+            elif -(-count // (32 // bits)) == width:
+                fits[count, bits, 32 // bits] = None
+    if not fits:
+        bits_said = ", ".join(str(weights.get("num_bits")) for weights in given) or "1 to 8"
+        raise Misfit(f"words {list(stored)} do not hold rows of {columns} codes of {bits_said} bits (config_groups)")
+    if len(fits) > 1:
+        raise Misfit(f"words {list(stored)} may hold codes of {', '.join(str(bits) for _, bits, _ in fits)} bits")
+    count, bits, words = next(iter(fits))
+    return (*stored[:-1], count), bits, words
+
+
+# ---- MLX ----
+
+_MLX_MODES = {
+    "mxfp4": (4, 32, "e2m1", "F8_E8M0"),
+    "nvfp4": (4, 16, "e2m1", "F8_E4M3"),
+    "mxfp8": (8, 32, "F8_E4M3", "F8_E8M0"),
+}
+
+
+def mlx(group: Group) -> Packing:
+    """Words of unsigned codes with a scale and a bias for each group of columns, or the mx modes."""
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
+        raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
+    said = {} if group.config is None else group.config.of_module(group.module)
+    mode = said.get("mode")
+    if not group.has(packing.BIAS):
+        if mode == "affine" or group.dtype(packing.SCALE) != "U8":
+            raise Misfit("it has no biases, which codes with float scales need")
+        return _mlx_mode(group, mode if isinstance(mode, str) else "mxfp4")
+    if group.shape(packing.BIAS) != scale:
+        raise Misfit(f"biases {list(group.shape(packing.BIAS))} beside scales {list(scale)}")
+    bits, size = said.get("bits"), said.get("group_size")
+    if type(bits) is not int or bits not in (1, 2, 3, 4, 5, 6, 8) or not is_length(size):
+        fits = [(b, g) for b in (1, 2, 3, 4, 5, 6, 8) for g in (32, 64, 128) if scale[-1] * g * b == stored[-1] * 32]
+        if len(fits) != 1:
+            raise Misfit("config.json does not say the bits and group_size of its quantization")
+        bits, size = fits[0]
+    columns = scale[-1] * size
+    if columns * bits != stored[-1] * 32:
+        raise Misfit(
+            f"words {list(stored)} and scales {list(scale)} do not hold {bits} bits in groups of {size} (quantization)"
+        )
+    shape = (*stored[:-1], columns)
+    return group.packing(
+        "mlx", f"mlx{bits} g{size}", shape, bits, "U8" if bits == 8 else "unsigned", grid=whole_grid(shape, 1, size)
+    )
+
+
+def _mlx_mode(group: Group, mode: str) -> Packing:
+    if mode not in _MLX_MODES:
+        raise Misfit(f"unknown mode {show(mode)} of its quantization, expected one of affine, {', '.join(_MLX_MODES)}")
+    bits, block, numbers, exponents = _MLX_MODES[mode]
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    shape = (*stored[:-1], stored[-1] * 32 // bits)
+    if group.dtype(packing.SCALE) != "U8" or shape[-1] != scale[-1] * block:
+        raise Misfit(f"{group.dtype(packing.SCALE)} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")
+    rule = packing.MLX_GLOBAL if group.has(packing.GLOBAL) else packing.STORED
+    packed = group.packing("mlx", mode, shape, bits, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents)
+    return (check_global(group, packed) if group.has(packing.GLOBAL) else packed)._replace(scale_rule=rule)
+
+
+# ---- BitNet ----
+
+
+def bitnet(group: Group) -> Packing:
+    """Four planes of 2 bits; the scale multiplies or divides, as ``linear_class`` says."""
+    stored = group.shape()
+    if len(stored) != 2 or math.prod(group.shape(packing.SCALE)) != 1:
+        raise Misfit(f"codes {list(stored)} and scale {list(group.shape(packing.SCALE))}: a matrix has one scale")
+    shape = (stored[0] * 4, stored[1])
+    grid = Grid(max(1, shape[0]), max(1, shape[1]), 1, 1)
+    kind = None if group.config is None else group.config.get("linear_class")
+    rule = packing.STORED if kind == "autobitlinear" else packing.INVERSE
+    return group.packing(
+        "bitnet", "ternary", shape, 2, "ternary", layout=packing.PLANES, grid=grid, scale_rule=rule, row_bytes=stored[1]
+    )

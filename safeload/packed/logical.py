@@ -1,0 +1,348 @@
+"""Makes the tables of a checkpoint logical: each packed weight appears once, and its scales vanish into it.
+
+Groups are formed over all files: a scale may be in another shard than its weight.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..base import dtypes, packing
+from ..base.arrays import ArraySpec
+from ..base.listed_table import ListedTable, Listing
+from ..base.packing import CODES, Packed, Part
+from ..base.text import plural, show
+from ..engine import jobs
+from ..engine.weight_file import WeightFile
+from ..errors import FormatError, SafeloadError, UnsupportedError
+from ..stores.json_file import parse_json, read_json
+from .checks import check
+from .config import Quantization, quantization_of
+from .families import FAMILIES, IGNORED, Family
+from .grid import Misfit, Refused
+from .group import FP8, Group, Stored
+
+# Faults that one error lists.
+_LISTED = 5
+# Values of a part that is read to find out the shape of a tensor.
+_SHAPE_VALUES = 8
+
+# Methods that the table covers: under these, codes without a scale are a fault of the checkpoint.
+_COVERED = frozenset(("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitnet", "mlx", "modelopt"))
+# What they also write, and the table does not cover.
+_UNCOVERED = frozenset(("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD"))
+# Dtypes of the codes of weights whose names do not say that they are packed.
+_PACKING = frozenset(("U8", "I8", "U32"))
+# Markers of ComfyUI, whose 4-bit codes are in another order, and whose other codes may be rotated.
+_COMFY = ("_quantization_metadata", ".comfy_quant")
+
+# Location of a tensor: file and index in its table.
+Place = tuple[WeightFile, int]
+
+
+class Logical(NamedTuple):
+    """What `find` found.
+
+    Attributes:
+        packed: packed tensors by the name of their codes, each with its logical name.
+        hidden: names of parts and of ignored tensors, with the packed tensor that they belong to ("" for ignored ones).
+        faults: what is missing or does not fit.
+        refused: names of codes that are not dequantized, with the reason.
+    """
+
+    packed: dict[str, tuple[str, Packed]]
+    hidden: dict[str, str]
+    faults: list[str]
+    refused: dict[str, str]
+
+
+def find(places: Mapping[str, Place], config: Mapping[str, Any] | None, marks: Iterable[str] = ()) -> Logical:
+    """The packed tensors of a checkpoint.
+
+    Args:
+        places: all tensors by name.
+        config: parsed ``config.json``.
+        marks: keys of the metadata of its files.
+
+    Raises:
+        UnsupportedError: a pattern of the configuration is not supported.
+        OSError: a file cannot be read.
+    """
+    quantization = quantization_of(config)
+    tensors = {name: Stored(file.table.row(index), file.table.shape(index)) for name, (file, index) in places.items()}
+    found = Logical({}, {}, [], {})
+    if quantization is not None and quantization.get("transform_config"):
+        return found  # weights in a rotated basis
+    text = "" if quantization is None else quantization.text()
+    comfy = any(mark in marks for mark in _COMFY) or any(name.endswith(_COMFY[1]) for name in tensors)
+    for name, stored in tensors.items():
+        if comfy and stored.row.code not in FP8:
+            continue
+        _group(name, stored, tensors, places, quantization, text, found)
+    _settle(found)
+    if found.packed:
+        _hide_ignored(tensors, found)
+    if quantization is not None and _is_covered(quantization):
+        found.faults.extend(_without_scale(tensors, found, quantization))
+    return found
+
+
+def _is_covered(quantization: Quantization | None) -> bool:
+    """Whether codes that fit no row of the table are a fault of the checkpoint."""
+    if quantization is None or quantization.method not in _COVERED:
+        return False
+    said = (quantization.get("format"), quantization.get("quant_algo"))
+    return not any(isinstance(value, str) and value in _UNCOVERED for value in said)
+
+
+def _group(
+    name: str,
+    stored: Stored,
+    tensors: Mapping[str, Stored],
+    places: Mapping[str, Place],
+    quantization: Quantization | None,
+    text: str,
+    found: Logical,
+) -> None:
+    """Adds the group whose codes have this name, or the fault of one that does not fit."""
+    fault = None
+    for family in FAMILIES:
+        if stored.row.code not in family.dtypes or not name.endswith(family.main):
+            continue
+        if family.method is not None and (quantization is None or quantization.method != family.method):
+            continue
+        names = _names_of(family, name, tensors)
+        if names is None:
+            continue
+        logical = name.removesuffix(family.main) + family.logical if family.main else name
+        group = Group(name, logical, names, tensors, quantization, text, lambda part: _integers(places, part))
+        try:
+            packed = check(group, family.describe(group))
+        except Refused as refused:
+            found.refused[name] = str(refused)
+            return
+        except Misfit as misfit:
+            fault = fault or f"tensor {show(logical)}: {misfit}"
+            continue
+        if logical != name and logical in tensors:
+            fault = f"tensor {show(logical)}: it is stored twice, as itself, and as {show(name)}"
+            continue
+        parts = {role: _part(places, part) for role, part in names.items()}
+        if any(part is None for part in parts.values()):
+            continue
+        found.packed[name] = logical, Packed(packed, parts)  # type: ignore[arg-type]
+        return
+    if fault is not None and _is_covered(quantization):
+        found.faults.append(fault)
+
+
+def _settle(found: Logical) -> None:
+    """Hides the parts. A part of another tensor is not packed itself, and two packed tensors do not share a name."""
+    parts = {part.name for _, packed in found.packed.values() for role, part in packed.parts.items() if role != CODES}
+    for name in parts & found.packed.keys():
+        del found.packed[name]
+    owners: dict[str, str] = {}
+    for name, (logical, packed) in list(found.packed.items()):
+        if owners.setdefault(logical, name) != name:
+            found.faults.append(
+                f"tensor {show(logical)}: it is stored twice, as {show(owners[logical])} and as {show(name)}"
+            )
+            del found.packed[name]
+            continue
+        found.hidden.update((part.name, logical) for part in packed.parts.values() if part.name != logical)
+
+
+def _names_of(family: Family, name: str, tensors: Mapping[str, Stored]) -> dict[str, str] | None:
+    """Names of the parts by role; None if a required one is missing."""
+    stem = name.removesuffix(family.main) if family.main else name
+    names = {packing.CODES: name}
+    for role, suffixes in (*family.required.items(), *family.optional.items()):
+        part = next((stem + suffix for suffix in suffixes if stem + suffix in tensors), None)
+        if part is not None:
+            names[role] = part
+        elif role in family.required:
+            return None
+    return names
+
+
+def _part(places: Mapping[str, Place], name: str) -> Part | None:
+    """A stored tensor as a part; None if its bytes are not in C order and little-endian."""
+    file, index = places[name]
+    table = file.table
+    if table.strides(index) is not None or table.big_endian:
+        return None
+    return Part(name, file, table.row(index), table.shape(index), *table.byte_range(index))
+
+
+def _integers(places: Mapping[str, Place], name: str) -> tuple[int, ...]:
+    """Values of a small tensor of integers.
+
+    Raises:
+        Misfit: it has another dtype, or too many values.
+    """
+    part = _part(places, name)
+    if part is None or part.row.code not in ("I64", "I32") or len(part.shape) != 1 or part.shape[0] > _SHAPE_VALUES:
+        raise Misfit(f"{show(name)} is not a list of a few integers")
+    spec = ArraySpec(np.dtype(part.row.name), part.shape, part.begin, part.end, part.row.number, part.row.number)
+    return tuple(jobs.read_small(part.file, spec).tolist())
+
+
+def _hide_ignored(tensors: Mapping[str, Stored], found: Logical) -> None:
+    """Hides activation scales and the like."""
+    for name in tensors:
+        if name.rpartition(".")[2] in IGNORED and name not in found.packed:
+            found.hidden.setdefault(name, "")
+
+
+def _without_scale(tensors: Mapping[str, Stored], found: Logical, quantization: Quantization) -> list[str]:
+    """Faults: codes without a scale, under a configuration that says that there are scales."""
+    reported = {fault.split(": ", 1)[0] for fault in found.faults}
+    faults = []
+    for name, stored in tensors.items():
+        if name in found.packed or name in found.hidden or name in found.refused or len(stored.shape) < 2:
+            continue
+        packs = stored.row.code in _PACKING and name.endswith(("weight", "_proj"))
+        alone = packs or stored.row.code in FP8 or name.endswith(("_packed", "_blocks"))
+        if alone and f"tensor {show(name)}" not in reported and not _is_other_fault(name, reported):
+            faults.append(
+                f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
+                f"({quantization} in config.json)"
+            )
+    return faults
+
+
+def _is_other_fault(name: str, reported: set[str]) -> bool:
+    return any(f"tensor {show(name.removesuffix(suffix))}" in reported for suffix in ("_packed", "_blocks"))
+
+
+# ---- tables ----
+
+
+def make_logical(
+    files: Sequence[WeightFile],
+    where: Mapping[str, Place] | None,
+    config: Mapping[str, Any] | None,
+    title: str,
+    complete: bool,
+) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part]]:
+    """Gives open files tables in which each packed tensor appears once.
+
+    Args:
+        files: the files.
+        where: file and index of each tensor; None for a single file.
+        config: parsed ``config.json``; of the folder of a single file if it is None.
+        title: the checkpoint, for errors.
+        complete: whether the files are all of a checkpoint, so that a missing scale is an error.
+
+    Returns:
+        The new ``where``; the names that are no longer listed, with the tensor that they belong to ("" for activation
+        scales); activation scales by name.
+
+    Raises:
+        FormatError: parts of packed tensors are missing, or do not fit.
+    """
+    places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
+    if config is None or quantization_of(config) is None:
+        config = _config_of(files, config, title)
+    marks = [key for file in files for key in file.table.metadata() or ()]
+    try:
+        found = find(places, config, marks)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{title}: {error}; stored=True opens the tensors as they are stored", title) from None
+    if found.faults and complete:
+        for file in files:
+            file.close()
+        listed = "; ".join(found.faults[:_LISTED])
+        more = len(found.faults) - _LISTED
+        rest = f"; and {plural(more, 'more fault')}" if more > 0 else ""
+        raise FormatError(f"{listed}{rest}. stored=True opens the tensors as they are stored", title)
+    if not found.packed:
+        return None if where is None else places, {}, {}
+    changed = {packed.parts[role].file for _, packed in found.packed.values() for role in packed.parts}
+    changed |= {places[name][0] for name in found.hidden}
+    aside = {name: _part(places, name) for name, whole in found.hidden.items() if not whole}
+    ignored = {name: part for name, part in aside.items() if part is not None}
+    for file in changed:
+        file.table = ListedTable(_listings(file, found), file.table.metadata())
+    if where is None:
+        return None, found.hidden, ignored
+    result = {}
+    for name, (file, index) in places.items():
+        if name in found.hidden and name not in found.packed:
+            continue
+        logical = found.packed[name][0] if name in found.packed else name
+        result[logical] = (file, file.table.find(logical) if file in changed else index)
+    return result, found.hidden, ignored
+
+
+def _listings(file: WeightFile, found: Logical) -> Iterable[Listing]:
+    table = file.table
+    for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
+        if name in found.packed:
+            logical, packed = found.packed[name]
+            yield Listing(logical, row, packed.packing.shape, begin, end, packed=packed)
+        elif name not in found.hidden:
+            index = table.find(name)
+            yield Listing(name, row, shape, begin, end, table.strides(index), table.scale(index))
+
+
+def _config_of(files: Sequence[WeightFile], config: Mapping[str, Any] | None, title: str) -> Mapping[str, Any] | None:
+    """The configuration of files: what safeload stored in their metadata, else what stands beside them.
+
+    Raises:
+        UnsupportedError: several files with different quantizations.
+        FormatError: the metadata is malformed.
+    """
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    beside: dict[str, Mapping[str, Any] | None] = {}
+    for file in files:
+        if not dtypes.may_hold_codes(file.table.numbers):
+            continue
+        own = _config_inside(file)
+        if own is None:
+            folder = os.path.dirname(file.path)
+            if folder not in beside:
+                beside[folder] = _config_beside(folder)
+            own = beside[folder]
+        if own is not None:
+            found.append((file.path, own))
+    if not found:
+        return config
+    said = [quantization_of(one) for _, one in found]
+    for (path, _), quantization in zip(found, said, strict=True):
+        if quantization != said[0]:
+            raise UnsupportedError(
+                f"{title}: {show(found[0][0])} and {show(path)} have different quantization configurations: open them "
+                "apart, or with stored=True",
+                path=path,
+            )
+    return found[0][1]
+
+
+def _config_inside(file: WeightFile) -> Mapping[str, Any] | None:
+    """The quantization that safeload stores in the metadata of a file of packed tensors."""
+    text = (file.table.metadata() or {}).get(packing.CONFIG_KEY)
+    if text is None:
+        return None
+    found: Mapping[str, Any] = parse_json(text.encode(), packing.CONFIG_KEY, file.path)
+    return found
+
+
+def _config_beside(folder: str) -> Mapping[str, Any] | None:
+    """``config.json`` of a folder, or modelopt's older ``hf_quant_config.json``, if it has a quantization."""
+    for name in ("config.json", "hf_quant_config.json"):
+        beside = os.path.join(folder, name)
+        try:
+            read = read_json(beside, name) if os.path.exists(beside) else None
+        except (SafeloadError, OSError):  # ignored: the file was not requested
+            continue
+        if read is not None and name != "config.json" and isinstance(read.get("quantization"), Mapping):
+            return {"quantization_config": {"quant_method": "modelopt", **read["quantization"]}}
+        if read is not None and quantization_of(read) is not None:
+            found: Mapping[str, Any] = read
+            return found
+    return None
