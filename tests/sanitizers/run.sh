@@ -14,8 +14,10 @@ gcc "${flags[@]}" -fsanitize=address,undefined "$here/allocations.c" "$core"/*.c
     -lpthread "${wrapped[@]/#/-Wl,--wrap=}"
 ASAN_OPTIONS=detect_leaks=1 "$work/allocations"
 
-gcc "${flags[@]}" -fsanitize=address,undefined "$here/operations.c" "$core"/*.c "$core"/*/*.c -o "$work/operations" -lpthread
-ASAN_OPTIONS=detect_leaks=1 "$work/operations"
+for program in operations packed; do
+    gcc "${flags[@]}" -fsanitize=address,undefined "$here/$program.c" "$core"/*.c "$core"/*/*.c -o "$work/$program" -lpthread
+    ASAN_OPTIONS=detect_leaks=1 "$work/$program"
+done
 
 gcc "${flags[@]}" -fsanitize=thread "$here/races.c" "$core"/*.c "$core"/*/*.c -o "$work/races" -lpthread
 TSAN_OPTIONS=halt_on_error=1 "$work/races"
