@@ -155,6 +155,25 @@ def _quantized():
         yield json.dumps(described).encode()
 
 
+def _grouping():
+    from builders.quantized import FIXTURES
+
+    for fixture in FIXTURES.values():
+        described = {}
+        for path in sorted(fixture.folder.rglob("*.safetensors")):
+            with path.open("rb") as file:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+            described |= {name: [e["dtype"], e["shape"]] for name, e in header.items() if name != "__metadata__"}
+        config = fixture.folder / "config.json"
+        said = json.loads(config.read_text()) if config.exists() else None
+        kept = ("quantization_config", "quantization", "text_config")
+        trimmed = None if said is None else {key: said[key] for key in kept if key in said}
+        # The first module is enough: what is shorter is changed more often where it matters.
+        first = sorted(described, key=lambda name: "weight" not in name)[0].rpartition(".")[0]
+        chosen = {name: entry for name, entry in described.items() if name.startswith(first)} or described
+        yield json.dumps({"config": trimmed, "tensors": chosen}).encode()
+
+
 def _index():
     good = {"a": "one.safetensors", "b": "two.safetensors"}
     indexes = [
@@ -228,6 +247,7 @@ SEEDS = {
     "npy": _npy,
     "gguf_values": _gguf,
     "quantized": _quantized,
+    "grouping": _grouping,
     "index": _index,
     "gguf_split": _gguf_split,
     "schema": _schemas,

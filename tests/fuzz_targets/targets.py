@@ -26,6 +26,8 @@ from builders import gguf_build
 
 import safeload
 import safeload.operations.validate.run
+import safeload.packed.grouping  # imported when first needed, as the next, which counts as forbidden below
+import safeload.packed.logical
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.formats import folder, npy, npz, registry
 from safeload.models import choosing, schema
@@ -224,6 +226,76 @@ def quantized(data):
     open_file(struct.pack("<Q", len(text)) + text + bytes(124), ".safetensors", format="safetensors")
 
 
+# ---- packed tensors ----
+
+PACKED = FOLDER / "packed"
+PACKED.mkdir()
+# Of the data of such a file.
+MOST_PACKED = 1 << 16
+
+
+def _file_of(described):
+    """A safetensors file of these names, dtypes and shapes, with bytes of no meaning; None if they are none."""
+    header, begin = {}, 0
+    for name, entry in described.items():
+        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
+            return None
+        dtype, shape = entry
+        row = safeload.base.dtypes.BY_CODE.get(dtype) if isinstance(dtype, str) else None
+        if row is None or not all(type(length) is int and 0 <= length < 1 << 62 for length in shape):
+            return None
+        end = begin + -(-math.prod(shape) * row.bits // 8)
+        if end > MOST_PACKED:
+            return None
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    try:
+        text = json.dumps(header).encode()
+    except UnicodeEncodeError:
+        return None
+    data = bytes(k * 37 & 127 for k in range(begin))
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def grouping(data):
+    """A config and the names, dtypes and shapes of tensors: {"config": ..., "tensors": {name: [dtype, shape]}}."""
+    try:
+        given = json.loads(data)
+        content = _file_of(given["tensors"])
+        text = json.dumps(given.get("config"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return
+    if content is None:
+        return
+    (PACKED / "model.safetensors").write_bytes(content)
+    (PACKED / "config.json").write_text(text)
+    for path in (PACKED, PACKED / "model.safetensors"):
+        _open_packed(path)
+
+
+def _open_packed(path):
+    try:
+        with watched(), safeload.open(path) as checkpoint:
+            check_checkpoint(checkpoint)
+            _check_packed(checkpoint)
+    except SafeloadError as error:
+        check_refusal(error)
+
+
+def _check_packed(checkpoint):
+    for name, value in checkpoint.load().items():
+        if not isinstance(value, QuantizedTensor) or value.size * 8 > MOST_BYTES:
+            continue
+        require(value.shape == tuple(checkpoint.tensors[name].shape), "the shape that is said")
+        with contextlib.suppress(SafeloadError):  # values that are not numbers
+            values = value.dequantize()
+            require(values.shape == value.shape, "values of its shape")
+            read = checkpoint.load([name], dtype="float32")[name]
+            require(read.tobytes() == values.tobytes(), "the values that reading gives")
+            again = checkpoint.get_slice(name)[...]
+            require(again.tobytes() == values.tobytes(), "the values that a slice gives")
+
+
 # ---- JSON ----
 
 SHARDS = FOLDER / "index"
@@ -358,6 +430,7 @@ TARGETS = {
     "npy": npy_file,
     "gguf_values": gguf_values,
     "quantized": quantized,
+    "grouping": grouping,
     "index": index,
     "gguf_split": gguf_split,
     "schema": schema_file,
