@@ -39,6 +39,7 @@ SECTIONS = {
     "bench_save": "Saving",
     "bench_gguf": "GGUF",
     "bench_dequantize": "Restoring ggml's blocks",
+    "bench_restore": "Restoring packed tensors",
     "bench_torch": "Torch checkpoints",
     "bench_stack": "Stacking and converting files",
     "bench_import": "Importing",
