@@ -488,9 +488,11 @@ def test_a_folder_is_is_a_directory(tmp_path):
         assert caught.value.filename == str(tmp_path)
 
 
+# Imports come first, also those of the first use of a name: nobody may not read a Python that is in root's home.
 NOBODY = """
 import os, sys
 import numpy, ml_dtypes, safeload
+from safeload import safe_open
 from safeload.numpy import load_file
 def become_nobody():
     if os.getuid() == 0:
@@ -507,11 +509,12 @@ def test_a_permission_error_keeps_its_class(path):
         + """
 os.chdir(os.path.dirname(sys.argv[1]))
 name = os.path.basename(sys.argv[1])
+calls = safe_open, load_file, safeload.open
 become_nobody()
-for call in (safeload.safe_open, load_file, safeload.open):
+for call in calls:
     for framework in ("numpy", "pt"):
         try:
-            call(name, framework) if call is safeload.safe_open else call(name)
+            call(name, framework) if call is safe_open else call(name)
         except PermissionError as error:
             print(error.errno, error.filename)
 """
