@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeGuard
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeGuard
 
 from .patterns import compiled
 
@@ -19,7 +21,8 @@ _MLX = "quantization"
 _LONGEST_BLOCK = 1 << 31
 
 
-class Quantization(NamedTuple):
+@dataclass(frozen=True)
+class Quantization:
     """The description of quantized weights in a ``config.json``.
 
     Attributes:
@@ -60,20 +63,26 @@ class Quantization(NamedTuple):
         Raises:
             UnsupportedError: a target is a pattern outside the subset that `patterns` matches.
         """
+        described = [weights for weights, _ in self._weights]
+        if len(described) < 2:
+            return described
+        targeted = [
+            weights
+            for weights, targets in self._weights
+            if isinstance(targets, list) and any(_is_target(target, module) for target in targets)
+        ]
+        return targeted or described
+
+    @cached_property
+    def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:
+        """Descriptions of weights with their targets; a single one where all are alike, whatever their targets are."""
         groups = self.get("config_groups")
         found = [
             (group["weights"], group.get("targets"))
             for group in (groups.values() if isinstance(groups, Mapping) else ())
             if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
         ]
-        if all(weights == found[0][0] for weights, _ in found):  # then it does not matter what the targets are
-            return [weights for weights, _ in found[:1]]
-        targeted = [
-            weights
-            for weights, targets in found
-            if isinstance(targets, list) and any(_is_target(target, module) for target in targets)
-        ]
-        return targeted or [weights for weights, _ in found]
+        return found[:1] if all(weights == found[0][0] for weights, _ in found) else found
 
 
 def _is_target(target: Any, module: str) -> bool:

@@ -56,7 +56,7 @@ def _block_of(group: Group) -> tuple[int, int]:
         return 128, 128
     scale, codes = group.shape(packing.SCALE), group.shape()
     grouped = len(scale) == len(codes) > 1 and scale[:-1] == codes[:-1]
-    for weights in group.config.weights(group.module) if group.method == "compressed-tensors" else ():
+    for weights in group.weights() if group.method == "compressed-tensors" else ():
         structure, size = weights.get("block_structure"), weights.get("group_size")
         if isinstance(structure, str) and _STRUCTURE.fullmatch(structure):
             structure = [int(side) for side in structure.split("x")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..base import dtypes, packing
 from ..base.packing import Grid, Packing
@@ -51,6 +51,7 @@ class Group:
     ) -> None:
         self.codes, self.logical, self.names, self.config, self._integers = codes, logical, names, config, integers
         self._tensors, self._config_text = tensors, config_text
+        self._weights: list[Mapping[str, Any]] | None = None
 
     @property
     def module(self) -> str:
@@ -61,6 +62,16 @@ class Group:
     def method(self) -> str | None:
         """``quant_method`` of the configuration."""
         return None if self.config is None else self.config.method
+
+    def weights(self) -> list[Mapping[str, Any]]:
+        """What ``config_groups`` of the configuration says of the weights of the module.
+
+        Raises:
+            UnsupportedError: a target is a pattern that is not supported.
+        """
+        if self._weights is None:
+            self._weights = [] if self.config is None else self.config.weights(self.module)
+        return self._weights
 
     def has(self, role: str) -> bool:
         """Whether there is such a part."""
@@ -143,8 +154,9 @@ def said_group(group: Group) -> int | None:
 
 def _only(group: Group, key: str, strategy: str | None = None) -> int | None:
     """An integer of the descriptions of weights (of a strategy); None if it is missing, or they differ."""
-    said = [] if group.config is None else group.config.weights(group.module)
-    values = [weights.get(key) for weights in said if strategy is None or weights.get("strategy") == strategy]
+    values = [
+        weights.get(key) for weights in group.weights() if strategy is None or weights.get("strategy") == strategy
+    ]
     first = values[0] if values else None
     return first if type(first) is int and all(value == first for value in values) else None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from ..base import packing
 from ..base.packing import Grid, Packing
@@ -50,40 +52,61 @@ def ct_packed(group: Group) -> Packing:
 
 def _ct_shape(group: Group) -> tuple[tuple[int, ...], int, int]:
     """Logical shape, bits of a code, and codes in a word of the layout before compressed-tensors 0.17, else 0."""
-    stored, width = group.shape(), group.shape()[-1]
-    scale = group.shape(packing.SCALE)
-    given = [] if group.config is None else group.config.weights(group.module)
-    fits: dict[tuple[int, int, int], None] = {}
-    columns = None
-    if group.has(packing.SHAPE):
-        logical = group.integers(packing.SHAPE)
-        if (
-            not 2 <= len(logical) <= len(stored)
-            or min(logical) < 0
-            or logical[-2] != stored[-2]
-            or (len(logical) == len(stored) and logical[:-1] != stored[:-1])
-        ):
-            raise Misfit(f"weight_shape {list(logical)} does not fit codes {list(stored)}")
-        columns = logical[-1]
-    for weights in given or ({},):
-        said, size = weights.get("num_bits"), weights.get("group_size")
-        count = columns
-        if count is None and is_length(size) and math.prod(scale) > 1:
-            count = scale[-1] * size
-        if count is None:
-            raise Misfit("there is neither weight_shape nor a group_size in config.json")
-        for bits in (said,) if type(said) is int and 1 <= said <= 8 else range(1, 9):
-            if -(-count * bits // 32) == width:
-                fits[count, bits, 0] = None
-            elif -(-count // (32 // bits)) == width:
-                fits[count, bits, 32 // bits] = None
+    stored, scale = group.shape(), group.shape(packing.SCALE)
+    said = [(weights.get("num_bits"), weights.get("group_size")) for weights in group.weights()] or [(None, None)]
+    grouped = math.prod(scale) > 1
+    counts = [scale[-1] * size if grouped and is_length(size) else None for _, size in said]
+    fits = _ct_fits(stored[-1], counts, said)
+    # A checkpoint of experts has 100,000 groups: weight_shape is read here only if group sizes do not tell. Whatever
+    # reads the weights compares it.
+    if group.has(packing.SHAPE) and not (len(fits) == 1 and None not in counts and _is_usual_shape(group)):
+        counts = [_ct_columns(group)] * len(said)
+        fits = _ct_fits(stored[-1], counts, said)
+    elif None in counts:
+        raise Misfit("there is neither weight_shape nor a group_size in config.json")
     if not fits:
-        bits_said = ", ".join(str(weights.get("num_bits")) for weights in given) or "1 to 8"
-        raise Misfit(f"words {list(stored)} do not hold rows of {columns} codes of {bits_said} bits (config_groups)")
+        rows = " or ".join(str(count) for count in sorted({count for count in counts if count is not None}))
+        bits_said = ", ".join(str(bits) for bits, _ in said) if group.weights() else "1 to 8"
+        raise Misfit(f"words {list(stored)} do not hold rows of {rows} codes of {bits_said} bits (config_groups)")
     if len(fits) > 1:
         raise Misfit(f"words {list(stored)} may hold codes of {', '.join(str(bits) for _, bits, _ in fits)} bits")
     count, bits, words = next(iter(fits))
     return (*stored[:-1], count), bits, words
+
+
+def _is_usual_shape(group: Group) -> bool:
+    """Whether weight_shape has the form in which it is stored beside scales of more than one group."""
+    form = group.dtype(packing.SHAPE), group.shape(packing.SHAPE)
+    return form[0] in ("I32", "I64") and form[1] in ((2,), (len(group.shape()),)) and group.shape(packing.SCALE)[-1] > 1
+
+
+def _ct_columns(group: Group) -> int:
+    """Columns that weight_shape says."""
+    stored, logical = group.shape(), group.integers(packing.SHAPE)
+    if (
+        not 2 <= len(logical) <= len(stored)
+        or min(logical) < 0
+        or logical[-2] != stored[-2]
+        or (len(logical) == len(stored) and logical[:-1] != stored[:-1])
+    ):
+        raise Misfit(f"weight_shape {list(logical)} does not fit codes {list(stored)}")
+    return logical[-1]
+
+
+def _ct_fits(
+    width: int, counts: Sequence[int | None], said: Sequence[tuple[Any, Any]]
+) -> dict[tuple[int, int, int], None]:
+    """Columns, bits, and codes in a word of the old layout (else 0), for which a row has this many words."""
+    fits: dict[tuple[int, int, int], None] = {}
+    for count, (given, _) in zip(counts, said, strict=True):
+        for bits in (given,) if type(given) is int and 1 <= given <= 8 else range(1, 9):
+            if count is None:
+                continue
+            if -(-count * bits // 32) == width:
+                fits[count, bits, 0] = None
+            elif -(-count // (32 // bits)) == width:
+                fits[count, bits, 32 // bits] = None
+    return fits
 
 
 # ---- MLX ----

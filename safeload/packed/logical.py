@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +74,8 @@ def find(places: Mapping[str, Place], config: Mapping[str, Any] | None, marks: I
         OSError: a file cannot be read.
     """
     quantization = quantization_of(config)
-    tensors = {name: Stored(file.table.row(index), file.table.shape(index)) for name, (file, index) in places.items()}
+    columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
+    tensors = {name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()}
     found = Logical({}, {}, [], {})
     if quantization is not None and quantization.get("transform_config"):
         return found  # weights in a rotated basis
@@ -110,8 +112,8 @@ def _group(
 ) -> None:
     """Adds the group whose codes have this name, or the fault of one that does not fit."""
     fault = None
-    for family in FAMILIES:
-        if stored.row.code not in family.dtypes or not name.endswith(family.main):
+    for family in _families_of(stored.row.code):
+        if not name.endswith(family.main):
             continue
         if family.method is not None and (quantization is None or quantization.method != family.method):
             continue
@@ -140,6 +142,12 @@ def _group(
         found.faults.append(fault)
 
 
+@cache
+def _families_of(code: str) -> tuple[Family, ...]:
+    """The families whose codes have a dtype."""
+    return tuple(family for family in FAMILIES if code in family.dtypes)
+
+
 def _settle(found: Logical) -> None:
     """Hides the parts. A part of another tensor is not packed itself, and two packed tensors do not share a name."""
     parts = {part.name for _, packed in found.packed.values() for role, part in packed.parts.items() if role != CODES}
@@ -159,13 +167,16 @@ def _settle(found: Logical) -> None:
 def _names_of(family: Family, name: str, tensors: Mapping[str, Stored]) -> dict[str, str] | None:
     """Names of the parts by role; None if a required one is missing."""
     stem = name.removesuffix(family.main) if family.main else name
-    names = {packing.CODES: name}
-    for role, suffixes in (*family.required.items(), *family.optional.items()):
-        part = next((stem + suffix for suffix in suffixes if stem + suffix in tensors), None)
-        if part is not None:
-            names[role] = part
-        elif role in family.required:
-            return None
+    names = {CODES: name}
+    for kinds in (family.required, family.optional):
+        for role, suffixes in kinds.items():
+            for suffix in suffixes:
+                if stem + suffix in tensors:
+                    names[role] = stem + suffix
+                    break
+            else:
+                if kinds is family.required:
+                    return None
     return names
 
 

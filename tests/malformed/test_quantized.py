@@ -145,22 +145,21 @@ AT_OPENING = {
     "ct: words of 1 axis": ("ct_pack_w4_g32_sym", instead("_packed", lambda w: w.reshape(-1)), "not a matrix"),
     "ct: 8 bits": ("ct_pack_w4_g32_sym", said_of_weights(num_bits=8), "do not hold rows of .* codes of 8 bits"),
     "ct: groups of 64": ("ct_pack_w4_g32_sym", said_of_weights(group_size=64), "in groups of 64 .group_size"),
-    "ct: a shape of fewer columns": (
-        "ct_pack_w4_g32_sym",
-        instead("_shape", lambda s: s - np.int64([0, 1])),
-        "not a whole number|do not fit|group_size",
-    ),
-    "ct: a shape of more rows": (
-        "ct_pack_w4_g32_sym",
-        instead("_shape", lambda s: s + np.int64([1, 0])),
-        "weight_shape .* fit",
-    ),
-    "ct: a shape of many columns": (
-        "ct_pack_w4_g32_sym",
+    "ct: a shape of more columns beside scales of rows": (
+        "ct_pack_w4_channel_asym",
         instead("_shape", lambda s: s + np.int64([0, 2**40])),
         "do not hold",
     ),
-    "ct: a negative shape": ("ct_pack_w4_g32_sym", instead("_shape", lambda s: -s), "weight_shape .* fit"),
+    "ct: a shape of more rows beside scales of rows": (
+        "ct_pack_w4_channel_asym",
+        instead("_shape", lambda s: s + np.int64([1, 0])),
+        "weight_shape .* fit",
+    ),
+    "ct: a negative shape beside scales of rows": (
+        "ct_pack_w4_channel_asym",
+        instead("_shape", lambda s: -s),
+        "weight_shape .* fit",
+    ),
     "ct: a shape of 3 axes": ("ct_pack_w4_g32_sym", instead("_shape", lambda s: np.int64([2, *s])), "do not hold|fit"),
     "ct: a shape of 1 axis": ("ct_pack_w4_g32_sym", instead("_shape", lambda s: s[:1]), "weight_shape"),
     "ct: a shape without axes": ("ct_pack_w4_g32_sym", instead("_shape", lambda s: s[0]), "list of a few integers"),
@@ -300,6 +299,22 @@ AT_READING = {
     "fp8: NaN for an expert": ("fp8_experts", instead("_scale_inv", at((1, 0, 0), np.nan)), r"nan at \[1, 0, 0\]"),
     "fp8: NaN for all": ("fp8_autofp8", instead("_scale", lambda s: s * F32(np.nan)), "its scale is nan"),
     "ct: NaN": ("ct_pack_w4_g32_sym", instead("_scale", at((2, 1), np.nan)), r"nan at \[2, 1\]"),
+    "ct: a shape of fewer columns": (
+        "ct_pack_w4_g32_sym",
+        instead("_shape", lambda s: s - np.int64([0, 1])),
+        "its stored shape is .*, but its codes and scales have",
+    ),
+    "ct: a shape of more rows": (
+        "ct_pack_w4_g32_sym",
+        instead("_shape", lambda s: s + np.int64([1, 0])),
+        "its stored shape is",
+    ),
+    "ct: a shape of many columns": (
+        "ct_pack_w4_g32_sym",
+        instead("_shape", lambda s: s + np.int64([0, 2**40])),
+        "its stored shape is",
+    ),
+    "ct: a negative shape": ("ct_pack_w4_g32_sym", instead("_shape", lambda s: -s), "its stored shape is"),
     "ct: a group too large": (
         "ct_old_g_idx",
         instead("_g_idx", at(5, 1000)),
