@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * {"F32": 4, "F16": 2, "BF16": 2}[self.dtype]
+        return int(np.prod(self.shape, dtype=np.int64)) * {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}[self.dtype]
 
 
 def small(count: int, *, by_name: bool = True) -> list[Entry]:

@@ -197,7 +197,9 @@ class Prepared:
                 rows, columns = packed.grid.rows, packed.grid.columns
                 each = rows * packed.matrices // size * columns
                 shared = shared[np.arange(begin, begin + count) // each]
-            combined: Array = scales / shared if rule == packing.DIVIDED else scales * shared
+            combine = np.divide if rule == packing.DIVIDED else np.multiply
+            # In place: pages of a second array would cost more than the arithmetic. float32 may be the caller's own.
+            combined: Array = combine(scales, shared, out=None if self._parts[packing.SCALE].row is _F32 else scales)
             return combined
 
     def _finite(self, role: str, values: Array, grid: Grid | None = None, first: int = 0) -> Array:
@@ -215,23 +217,33 @@ class Prepared:
         return np.ascontiguousarray(values)
 
     def _packed_zeros(self, rows: int) -> Array:
-        """Zero points that are packed down the rows, as compressed-tensors stores them."""
-        packed, bits = self._packed, self._packed.zero_bits
-        assert packed.grid is not None
-        rows_in_all, columns, per_word = packed.grid.rows, packed.grid.columns, packed.word_codes
-        stored = -(-rows_in_all // per_word) if per_word else -(-rows_in_all * bits // 32)
-        words = (
-            read_part(self._parts[packing.ZERO]).view(np.uint8).view("<u4").reshape(packed.matrices, stored, columns)
+        """Zero points of some rows of the grid, which compressed-tensors packs down the rows."""
+        packed, part, bits = self._packed, self._part, self._packed.zero_bits
+        grid = packed.grid
+        assert grid is not None
+        stored = -(-grid.rows // packed.word_codes) if packed.word_codes else -(-grid.rows * bits // 32)
+        row = part.row // grid.row_block + np.arange(rows)
+        if packed.word_codes:  # the upper bits of each word are unused
+            word, shift = row // packed.word_codes, row % packed.word_codes * bits
+        else:
+            word, shift = row * bits // 32, row * bits % 32
+        last = min(int(word[-1]) + 2, stored) if rows else 0
+        low = int(word[0]) if rows and part.matrices == 1 else 0
+        high = last if part.matrices == 1 else stored
+        row_bytes = grid.columns * 4
+        raw = read_part(
+            self._parts[packing.ZERO],
+            (part.first * stored + low) * row_bytes,
+            part.matrices * (high - low) * row_bytes,
         )
-        words = words[self._part.first : self._part.first + self._part.matrices]
-        streams = np.unpackbits(words.swapaxes(1, 2).copy().view(np.uint8), axis=-1, bitorder="little")
-        if per_word:  # the upper bits of each word are unused
-            streams = streams.reshape(len(words), columns, stored, 32)[..., : per_word * bits]
-            streams = streams.reshape(len(words), columns, -1)
-        codes = streams[:, :, : rows_in_all * bits].reshape(len(words), columns, rows_in_all, bits)
-        values = (codes.astype(np.int32) << np.arange(bits)).sum(-1) - (1 << bits - 1)
-        first = self._part.row // packed.grid.row_block
-        zeros: Array = values[:, :, first : first + rows].swapaxes(1, 2).astype(np.float32)
+        words = raw.view("<u4").reshape(part.matrices, high - low, grid.columns)
+        codes = words[:, word - low] >> shift.astype(np.uint32)[:, None]
+        straddling = np.flatnonzero(shift + bits > 32)
+        if straddling.size:
+            left = (32 - shift[straddling]).astype(np.uint32)[:, None]
+            codes[:, straddling] |= words[:, word[straddling] + 1 - low] << left
+        zeros: Array = (codes & np.uint32((1 << bits) - 1)).astype(np.float32)
+        zeros -= np.float32(1 << bits - 1)
         return zeros
 
     def _groups(self, grid: Grid) -> Array | None:

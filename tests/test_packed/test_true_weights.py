@@ -15,6 +15,7 @@ from builders.quantized import FIXTURES, FOLDER
 
 import safeload
 from safeload import FormatError, TensorNotFoundError
+from safeload.engine import restore
 from safeload.numpy import load_file, save_file
 
 FP8, SHAPE = "model.layers.0.self_attn.o_proj.weight", (192, 136)
@@ -40,6 +41,13 @@ def test_the_weights_are_those_that_the_libraries_reader_finds(name):
             if len(info.parts) > 1:
                 assert checkpoint[key].scheme == info.dtype
                 assert checkpoint[key].parts.keys() == set(info.parts)
+
+
+@pytest.mark.parametrize("grid_bytes", [1, 100, 700])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_tensors_of_large_grids_are_restored_in_ranges_of_rows(name, grid_bytes, monkeypatch):
+    monkeypatch.setattr(restore, "_GRID_BYTES", grid_bytes)
+    assert_same(safeload.load(FOLDER / name, dtype="float32"), FIXTURES[name].expected())
 
 
 @pytest.mark.parametrize("name", FIXTURES)
