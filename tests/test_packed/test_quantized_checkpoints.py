@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -470,6 +471,7 @@ def test_files_of_a_folder_in_any_order_and_alone(name):
         safeload.load(codes, dtype="float32")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege there")
 def test_a_folder_of_links_and_of_files_that_cannot_be_written(tmp_path):
     fixture = FIXTURES["fp8_block"]
     folder = tmp_path / "snapshot"
