@@ -2,6 +2,7 @@
 
 import gc
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,18 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
     return None
 
 
-def pytest_collection_finish() -> None:
+def pass_over() -> None:
     """What was made so far stays to the end: collections of garbage, of which some tests ask for many, pass it over."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    pass_over()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pass_over_reports() -> Iterator[None]:
+    """pytest keeps a report of every test, and there are 15,000."""
+    yield
+    pass_over()

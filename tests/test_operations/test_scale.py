@@ -79,7 +79,8 @@ def check(found, nbytes, count):
     assert found["validate"][0] == [True, count]
     # Seconds, where reading all bytes would take minutes at best.
     assert sum(step[1] for name, step in found.items() if name != "memory") < 30
-    assert found["memory"] < 256 << 20
+    # 247 MiB for 100,000 tensors with Python 3.11, 259 with 3.10: half of it validate's, a sixth the descriptions.
+    assert found["memory"] < 300 << 20
 
 
 # 1.5 as BF16 in the last row, at its eighth element.
