@@ -21,15 +21,17 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .base.table import TensorInfo
-    from .checkpoint import Checkpoint, load, open
+    from .checkpoint import Checkpoint, open
     from .compat.safe_open import SafeSlice, _safe_open_handle, safe_open
     from .compat.serialize import TensorMeta, TensorSpec, deserialize, serialize, serialize_file
     from .engine.cast import astype
     from .engine.load import LoadStats
     from .engine.quantized_tensor import QuantizedTensor
+    from .loading import load
     from .models.layout import Layout, StackedTensor
     from .operations.convert import convert
     from .operations.diff import DiffReport, TensorDiff, diff
+    from .operations.nest import flatten, nest
     from .operations.quantization_error import QuantizationError, quantization_error
     from .operations.quantize import quantize
     from .operations.quantize_checkpoint import KEPT_NAMES, QuantizedDict, Summary, load_quantized
@@ -44,15 +46,17 @@ _LATER = {
     name: module
     for module, names in {
         "base.table": ("TensorInfo",),
-        "checkpoint": ("Checkpoint", "load", "open"),
+        "checkpoint": ("Checkpoint", "open"),
         "compat.safe_open": ("SafeSlice", "_safe_open_handle", "safe_open"),
         "compat.serialize": ("TensorMeta", "TensorSpec", "deserialize", "serialize", "serialize_file"),
         "engine.cast": ("astype",),
         "engine.load": ("LoadStats",),
         "engine.quantized_tensor": ("QuantizedTensor",),
+        "loading": ("load",),
         "models.layout": ("Layout", "StackedTensor"),
         "operations.convert": ("convert",),
         "operations.diff": ("DiffReport", "TensorDiff", "diff"),
+        "operations.nest": ("flatten", "nest"),
         "operations.quantization_error": ("QuantizationError", "quantization_error"),
         "operations.quantize": ("quantize",),
         "operations.quantize_checkpoint": ("KEPT_NAMES", "QuantizedDict", "Summary", "load_quantized"),
@@ -101,8 +105,10 @@ __all__ = [
     "convert",
     "deserialize",
     "diff",
+    "flatten",
     "load",
     "load_quantized",
+    "nest",
     "open",
     "quantization_error",
     "quantize",
@@ -151,7 +157,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_modules()})
+    # What is public: completion offers nothing else.
+    public = (name for name in __all__ if not name.startswith("_"))
+    return sorted({*public, *_modules(), *(name for name in globals() if name.startswith("__"))})
 
 
 def _modules() -> tuple[str, ...]:

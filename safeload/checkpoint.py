@@ -1,24 +1,25 @@
-"""One entry point for every format: a checkpoint is a mapping from names to arrays."""
+"""One noun for every format: a checkpoint is a mapping from names to arrays."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from .base import dtypes, log
 from .base.arrays import Array
+from .base.listing import TensorInfos, as_html
 from .base.packing import CONFIG_KEY
 from .base.packing import Part as StoredPart
+from .base.selecting import Patterns, check_exclusive, select
 from .base.table import TensorInfo, hidden, missing
-from .base.text import plural
-from .engine.delivery import Value
+from .base.text import plural, show
 from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, distinct, load_parts, parts_of
 from .engine.progress import Progress
 from .engine.views import Views
 from .engine.weight_file import WeightFile, quantization_in
 from .errors import FormatError
-from .formats.opening import Found, OpenOptions, Paths, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
+from .formats.opening import Found, Paths, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
     from .packed.grouping import Codes
 
-__all__ = ["Checkpoint", "TensorSlice", "load", "open"]
+__all__ = ["Checkpoint", "TensorSlice", "open"]
 
 # Formats of files that stand beside a config.json.
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 
 
-class Checkpoint(Mapping[str, Value]):
+class Checkpoint(Mapping[str, Any]):
     """The tensors of a file or a folder, by name. Made by `safeload.open`.
 
     ``ckpt[name]`` is a writable copy-on-write view of the mapped file, the same memory each time (as
@@ -132,7 +133,7 @@ class Checkpoint(Mapping[str, Value]):
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
-    def __getitem__(self, name: str) -> Value:
+    def __getitem__(self, name: str) -> Any:  # an array or a QuantizedTensor: a union makes correct code an error
         self._check_open()
         array = self._views.find(name)
         return self._views.make(name, self._aliases(name)) if array is None else array
@@ -158,7 +159,13 @@ class Checkpoint(Mapping[str, Value]):
 
     def __repr__(self) -> str:
         tensors, state = plural(len(self), "tensor"), ", closed" if self._closed else ""
-        return f"<Checkpoint {self.path!r}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
+        return f"<Checkpoint {show(self.path)}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self)[1:-1], self.tensors.values(), len(self))
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +186,7 @@ class Checkpoint(Mapping[str, Value]):
         """Description of each tensor, by name."""
         if self._tensors is None:
             known = {file: file.infos() for file in self.weight_files}
-            self._tensors = MappingProxyType({name: known[file][k] for name, file, k in self.entries()})
+            self._tensors = TensorInfos({name: known[file][k] for name, file, k in self.entries()})
         return self._tensors
 
     def get_slice(self, name: str, *, dtype: Any = None) -> TensorSlice:
@@ -203,16 +210,30 @@ class Checkpoint(Mapping[str, Value]):
 
     @overload
     def load(
-        self, names: Iterable[str] | None = None, *, dtype: None = None, **options: Unpack[LoadOptions]
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        only: Patterns = None,
+        drop: Patterns = None,
+        dtype: None = None,
+        **options: Unpack[LoadOptions],
     ) -> dict[str, Any]: ...
     @overload
     def load(
-        self, names: Iterable[str] | None = None, *, dtype: DtypeLike, **options: Unpack[LoadOptions]
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        only: Patterns = None,
+        drop: Patterns = None,
+        dtype: DtypeLike,
+        **options: Unpack[LoadOptions],
     ) -> dict[str, Array]: ...
     def load(
         self,
         names: Iterable[str] | None = None,
         *,
+        only: Patterns = None,
+        drop: Patterns = None,
         dtype: Any = None,
         backend: Backend = "mmap",
         out: Mapping[str, Array] | None = None,
@@ -223,6 +244,8 @@ class Checkpoint(Mapping[str, Value]):
 
         Args:
             names: exact names; None for all.
+            only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
+            drop: shell pattern, or several, of names to leave out.
             dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32,
                 float16, bfloat16, float8_e4m3fn or float8_e5m2 as numpy or ml_dtypes type, name or code. Integer, bool
                 and complex tensors are not converted. F4 and F6 tensors are decoded.
@@ -239,14 +262,17 @@ class Checkpoint(Mapping[str, Value]):
             dtypes; F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
 
         Raises:
-            TensorNotFoundError: an unknown name.
+            TensorNotFoundError: an unknown name, or a pattern that matches none.
             UnsupportedError: an unsupported conversion; ``dtype`` for codes of a family that is not dequantized, such
                 as GPTQ, or for stored ones.
-            ValueError: an array of ``out`` that does not fit.
+            ValueError: an array of ``out`` that does not fit; both ``names`` and ``only``.
             FormatError: a file ends too early, with path and offset.
             OSError: a file cannot be read.
         """
         self._check_open()
+        check_exclusive(names, only)
+        if only is not None or drop is not None:
+            names = select(self if names is None else list(distinct(names)), only, drop)
         parts = self.entries(names)
         if dtype is not None and (codes := self.codes()):
             from .packed import grouping
@@ -257,6 +283,17 @@ class Checkpoint(Mapping[str, Value]):
         )
         log.debug("loaded %s: %s", self.path, self.last_load)
         return arrays
+
+    @property
+    def folder(self) -> str | None:
+        """The folder that it was opened by, as itself or by its index; None for files. Internal.
+
+        :meta private:
+        """
+        if self._index is not None:
+            return os.path.dirname(self._index[0])
+        paths = () if self._recipe is None or self._recipe.listed else self._recipe.paths
+        return next((path for path in paths if os.path.isdir(path)), None)
 
     def close(self) -> None:
         """Closes the files. Arrays stay valid: a mapping lives as long as its last array."""
@@ -344,55 +381,3 @@ def open(
         ('F32', (128,))
     """
     return Checkpoint(find(path, format, root, unknown_globals, stored))
-
-
-@overload
-def load(
-    path: Paths, names: Iterable[str] | None = None, *, dtype: None = None, **options: Unpack[OpenOptions]
-) -> dict[str, Any]: ...
-@overload
-def load(
-    path: Paths, names: Iterable[str] | None = None, *, dtype: DtypeLike, **options: Unpack[OpenOptions]
-) -> dict[str, Array]: ...
-def load(
-    path: Paths,
-    names: Iterable[str] | None = None,
-    *,
-    format: str | None = None,
-    root: str | None = None,
-    unknown_globals: UnknownGlobals = "refuse",
-    stored: bool = False,
-    dtype: Any = None,
-    backend: Backend = "mmap",
-    out: Mapping[str, Array] | None = None,
-    threads: int | None = None,
-    progress: Progress = None,
-) -> dict[str, Any]:
-    """Opens a checkpoint, loads its tensors and closes it.
-
-    Args:
-        path: see `open`.
-        names: see `Checkpoint.load`.
-        format: see `open`.
-        root: see `open`.
-        unknown_globals: see `open`.
-        stored: see `open`.
-        dtype: see `Checkpoint.load`.
-        backend: see `Checkpoint.load`.
-        out: see `Checkpoint.load`.
-        threads: see `Checkpoint.load`.
-        progress: see `Checkpoint.load`.
-
-    Returns:
-        Name to array, see `Checkpoint.load`.
-
-    Raises:
-        SafeloadError, OSError, ValueError: see `open` and `Checkpoint.load`.
-
-    Example:
-        >>> import safeload
-        >>> safeload.load("tiny-llama", ["model.norm.weight"], dtype="float32")["model.norm.weight"].dtype
-        dtype('float32')
-    """
-    with open(path, format=format, root=root, unknown_globals=unknown_globals, stored=stored) as checkpoint:
-        return checkpoint.load(names, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress)

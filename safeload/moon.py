@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from .base.arrays import Array
 from .base.paths import PathLike
-from .checkpoint import load
 from .formats import moon
+from .loading import load
 
 __all__ = ["load_file", "save_file"]
 

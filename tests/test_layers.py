@@ -39,6 +39,7 @@ PYTHON_LAYERS = (
     ("packed", "models"),
     ("formats",),
     ("checkpoint",),
+    ("loading",),
     ("compat",),
     ("operations",),
     ("numpy", "gguf", "moon", "layouts"),

@@ -275,10 +275,22 @@ def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
     """The error for an unknown name, with suggestions."""
+    message = f"File does not contain tensor {clip(printable(name), _NAME)}"
+    close = similar(name, names)
+    if close:
+        message += f"; close to it: {', '.join(close)}"
+    return TensorNotFoundError(message, tensor=name)
+
+
+def similar(name: str, names: Sequence[str], cutoff: float = 0.6) -> list[str]:
+    """Up to three names that are similar to another one, for a message; none among very many.
+
+    Args:
+        name: the name that was asked for.
+        names: the existing names.
+        cutoff: ratio from which `difflib.get_close_matches` takes a name.
+    """
     import difflib  # only here: at the top it would add a millisecond to `import safeload`
 
-    message = f"File does not contain tensor {clip(printable(name), _NAME)}"
-    close = difflib.get_close_matches(name, names, n=3) if len(names) <= _SUGGEST_UP_TO else []
-    if close:
-        message += f"; close to it: {', '.join(clip(printable(known), _NAME) for known in close)}"
-    return TensorNotFoundError(message, tensor=name)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=cutoff) if len(names) <= _SUGGEST_UP_TO else []
+    return [clip(printable(known), _NAME) for known in close]

@@ -61,6 +61,14 @@ def add_opening(parser: Any) -> None:
     )
 
 
+def add_patterns(parser: Any) -> None:
+    """Adds --only and --drop."""
+    parser.add_argument(
+        "--only", metavar="PATTERN", action="append", help="only tensors whose names match; may be repeated"
+    )
+    parser.add_argument("--drop", metavar="PATTERN", action="append", help="leave out tensors; may be repeated")
+
+
 def add_threads(parser: Any) -> None:
     """Adds --threads."""
     parser.add_argument(

@@ -16,16 +16,19 @@ from ..formats.registry import SUFFIXES
 from ..models.layout import Layout, built_in
 from ..operations.convert import write
 from ..operations.quantize_checkpoint import Summary
-from .common import add_command, add_opening, add_threads, bar, open_path
+from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path
 
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
   safeload convert training.ckpt model.safetensors --root state_dict
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
+  safeload convert model.safetensors text.safetensors --drop 'vision.*' --rename '^language\\.' ''
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
 
-Names are unchanged: this does not convert between model architectures.
+Options apply in this order: --only and --drop choose tensors by their names in the source, --dtype and --quantize
+convert them, --rename changes their names. Names stay as they are otherwise: this does not convert between model
+architectures.
 
 Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""
 
@@ -45,7 +48,29 @@ def register(commands: Any) -> None:
     parser.add_argument("--dtype", help='dtype for floating tensors: "float32", "BF16", ...')
     parser.add_argument("--quantize", metavar="SCHEME", help=f"scheme for the matrices: {', '.join(SCHEMES)}")
     parser.add_argument("--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file")
-    parser.add_argument("--name", metavar="TENSOR", action="append", help="convert only this tensor; may be repeated")
+    add_patterns(parser)
+    parser.add_argument("--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS)  # exact; before --only
+    parser.add_argument(
+        "--keep", metavar="PATTERN", action="append", help="leave these tensors unquantized; may be repeated"
+    )
+    parser.add_argument(
+        "--rename",
+        metavar=("REGEX", "REPLACEMENT"),
+        nargs=2,
+        action="append",
+        help=r"replace what matches in each name, as Python's re.sub: \1 is the first group; may be repeated",
+    )
+    parser.add_argument(
+        "--metadata",
+        metavar="KEY[=VALUE]",
+        action="append",
+        help="set a key of the metadata, or remove it if there is no =; may be repeated",
+    )
+    parser.add_argument(
+        "--no-extras",
+        action="store_true",
+        help="leave out the tokenizer, chat template and generation_config.json of the source's folder",
+    )
     parser.add_argument("--max-shard-size", metavar="SIZE", help='write shards of at most this size: "500MB", "5GB"')
     parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
     add_opening(parser)
@@ -87,11 +112,23 @@ def _convert(options: argparse.Namespace) -> Summary | None:
             quantize=options.quantize,
             layout=_layout(options.layout),
             names=options.name,
+            only=options.only,
+            drop=options.drop,
+            keep=options.keep,
+            rename=None if options.rename is None else [tuple(pair) for pair in options.rename],
+            metadata=_metadata(options.metadata),
+            extras=not options.no_extras,
             max_shard_size=options.max_shard_size,
             overwrite=options.overwrite,
             threads=options.threads,
             progress=progress,
         )
+
+
+def _metadata(given: list[str] | None) -> dict[str, str | None]:
+    """Keys to set, and with None those to remove."""
+    pairs = (text.partition("=") for text in given or ())
+    return {key: value if sign else None for key, sign, value in pairs}
 
 
 def _layout(name: str | None) -> Layout | None:

@@ -40,6 +40,7 @@ class Format(NamedTuple):
         suffixes: usual suffixes of its files; if the format is written, they select it in `convert`.
         writes: whether it can be written.
         asks: whether the module must look into the file, because other rows have the same first bytes.
+        metadata: whether files that are written have room for metadata.
         nested: whether it has containers that ``root=`` selects.
         family: another value of ``format=``, which stands for all rows that have it.
         public: whether ``safeload.NAME`` is a module of functions for it.
@@ -54,6 +55,7 @@ class Format(NamedTuple):
     suffixes: tuple[str, ...] = ()
     writes: bool = False
     asks: bool = False
+    metadata: bool = False
     nested: bool = False
     family: str | None = None
     public: bool = False
@@ -74,14 +76,14 @@ _TORCH, _TORCH_SUFFIXES = "torch checkpoints", (".pt", ".pth", ".ckpt", ".bin")
 # fmt: off
 ROWS = (
     Format("safetensors", "safetensors", "a safetensors file", foreign.is_safetensors, "safetensors.file",
-           (".safetensors",), writes=True, peer="safetensors.numpy"),
+           (".safetensors",), writes=True, metadata=True, peer="safetensors.numpy"),
     Format("torch zip", _TORCH, _ZIP, foreign.is_zip, "torch.zip_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
     Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, "torch.legacy_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
     Format("pickle", "pickled arrays of numpy", _PICKLE, foreign.is_pickle, "unpickle.file", nested=True),
     Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), "gguf.file",
-           (".gguf",), writes=True, public=True, peer="gguf.GGUFReader"),
+           (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, asks=True, peer="numpy.load"),
     Format("npy", "npy", "a npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon", ".bin"), writes=True, public=True),

@@ -17,10 +17,11 @@ import numpy as np
 from ..base.arrays import Array, as_array
 from ..base.paths import PathLike
 from ..base.scheme import INT8
+from ..base.selecting import Patterns, check_exclusive, select
 from ..base.table import missing
 from ..base.text import show
 from ..checkpoint import Checkpoint, open
-from ..engine.load import Backend, Part
+from ..engine.load import Backend, Part, distinct
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.read import packed_of
 from ..engine.source import Source, of_array, of_numbers, of_packed
@@ -60,6 +61,7 @@ class Catalog:
         config: the first ``config.json`` that is not empty; None without one.
         files: paths of the files that hold the tensors.
         index: path of the ``index.json`` of a single origin, else None.
+        folder: the folder that a single origin was opened by, as itself or by its index; else None.
         weight_files: the open files.
         ignored: activation scales by name, which are in the files and not in the catalog.
     """
@@ -77,6 +79,7 @@ class Catalog:
         self.weight_files = [file for opened in checkpoints for file in opened.weight_files]
         self.ignored = {name: part for opened in checkpoints for name, part in opened.ignored.items()}
         self.index = None if single is None else single.index
+        self.folder = None if single is None else single.folder
         self._origins = tuple(origins)
         self._checkpoints = checkpoints
         self._where = "" if single is None else single.path
@@ -161,6 +164,27 @@ class Catalog:
         for name in names:
             if name not in self._places:
                 raise missing(name, [known for known in self._places if isinstance(known, str)])
+
+    def choose(
+        self, names: Iterable[str] | None, only: Patterns = None, drop: Patterns = None, more: Iterable[str] = ()
+    ) -> list[str]:
+        """The tensors that an operation works on.
+
+        Args:
+            names: exact names; None for all.
+            only: patterns of the names to take, instead of ``names``.
+            drop: patterns of the names to leave out.
+            more: names that patterns may match beside those of the tensors.
+
+        Raises:
+            TensorNotFoundError: an unknown name, or a pattern that matches none.
+            ValueError: both ``names`` and ``only``.
+        """
+        check_exclusive(names, only)
+        if names is not None:
+            names = list(distinct(names))
+            self.check(names)
+        return select([*self._places, *more] if names is None else names, only, drop)
 
     # ---- one tensor ----
 

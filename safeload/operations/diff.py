@@ -11,6 +11,7 @@ import numpy as np
 from ..base import log
 from ..base.arrays import Array
 from ..base.scheme import INT8
+from ..base.selecting import Patterns, select
 from ..base.text import clip, plural, printable, show, table
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
@@ -158,7 +159,15 @@ class DiffReport:
         }
 
 
-def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress = None) -> DiffReport:
+def diff(
+    a: Given,
+    b: Given,
+    *,
+    only: Patterns = None,
+    drop: Patterns = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> DiffReport:
     """Compares two checkpoints tensor by tensor, in the memory of a few pieces (or of one quantized tensor).
 
     Quantized tensors are dequantized, and those values are compared.
@@ -166,6 +175,8 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
     Args:
         a: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized tensors.
         b: what to compare it with, in the same forms.
+        only: shell pattern, or several, of the names to compare, such as ``"model.layers.0.*"``; None for all.
+        drop: shell pattern, or several, of names to leave out.
         threads: None: chosen automatically.
         progress: a callable that gets (bytes_done, bytes_total), counting values as float64.
 
@@ -173,6 +184,7 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
         The report. ``same`` and ``within`` summarize it.
 
     Raises:
+        TensorNotFoundError: a pattern matches no name of either.
         UnsupportedError: a tensor holds codes of a family that is not dequantized, such as GPTQ, or stored codes; or
             see `safeload.open`.
         FormatError, OSError: see `safeload.open`.
@@ -184,16 +196,17 @@ def diff(a: Given, b: Given, *, threads: int | None = None, progress: Progress =
     """
     check_threads(threads)
     with Catalog.of(a) as one, Catalog.of(b) as other:
-        return _diff(one, other, threads, progress)
+        chosen = set(select([*one, *(name for name in other if name not in one)], only, drop))
+        return _diff(one, other, chosen, threads, progress)
 
 
-def _diff(a: Catalog, b: Catalog, threads: int | None, progress: Progress) -> DiffReport:
+def _diff(a: Catalog, b: Catalog, chosen: set[str], threads: int | None, progress: Progress) -> DiffReport:
     report = DiffReport(a.title, b.title)
-    report.only_a = [name for name in a if name not in b]
-    report.only_b = [name for name in b if name not in a]
+    report.only_a = [name for name in a if name not in b and name in chosen]
+    report.only_b = [name for name in b if name not in a and name in chosen]
     alike = {}
     for name in a:
-        if name not in b:
+        if name not in b or name not in chosen:
             continue
         one, other = a.about(name), b.about(name)
         if _dtype(one) != _dtype(other):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
@@ -10,6 +11,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..base.listing import dict_repr
 from ..base.native import lib
 from ..base.scheme import INT8, SCHEMES, row_of, usual_axis
 from ..base.text import show, subject
@@ -83,6 +85,11 @@ class QuantizedDict(dict[str, QuantizedTensor | Array]):
 
     summary: Summary
 
+    def __repr__(self) -> str:
+        made = Counter(self.summary.quantized.values()) if hasattr(self, "summary") else {}
+        note = ", ".join(f"{count:,} quantized to {scheme}" for scheme, count in made.items())
+        return dict_repr("QuantizedDict", self, note)
+
 
 class Planned(NamedTuple):
     """The decision about one tensor.
@@ -114,9 +121,9 @@ class Model(NamedTuple):
     architecture: str = ""
 
     @classmethod
-    def of(cls, catalog: Catalog, names: Collection[str] | None = None) -> Model:
-        """The model of a catalog, or of only the tensors in ``names``."""
-        names = dict.fromkeys(catalog if names is None else names).keys()
+    def of(cls, catalog: Catalog) -> Model:
+        """The model of a catalog."""
+        names = dict.fromkeys(catalog).keys()
         choice = choose(catalog.config, catalog.format, names)
         architecture = str(catalog.metadata.get("general.architecture", ""))
         return cls(names, catalog.config, None if choice is None else choice.schema, architecture)

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,11 @@ import numpy as np
 from ..base import dtypes
 from ..base.text import show
 from ..engine import jobs
+from ..engine.atomic_file import AtomicFile
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
+from ..errors import FormatError
+from ..formats.safetensors.file import Writer
+from ..formats.safetensors.quantized import pack
 from ..packed.config import without_quantization
 
 # Keys of the dtype of the weights in config.json: before transformers 4.56, and since.
@@ -21,6 +26,17 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 # Powers of 1000, as Hugging Face writes them ("5GB"), and of 1024.
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+# Files of a model's folder that other libraries need beside its weights and config.json: tokenizers (also of
+# sentencepiece and tiktoken), chat templates, settings of generation and of processors.
+_EXTRAS = (
+    *("tokenizer*", "*.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+# The largest of them; tokenizers have up to 40 MB.
+_LARGEST_EXTRA = 1 << 30
+_COPY_BUFFER = 4 << 20
 
 # One tensor for a writer.
 Output = Lazy | LazyQuantized | LazyPacked
@@ -75,10 +91,24 @@ def config_with(
     return result
 
 
+def extras_of(folder: str) -> dict[str, str]:
+    """Files beside the weights that other libraries need: name to path."""
+    with os.scandir(folder) as entries:
+        found = sorted(
+            (entry.name, entry.path)
+            for entry in entries
+            if any(fnmatchcase(entry.name, pattern) for pattern in _EXTRAS)
+            and entry.is_file()
+            and entry.stat().st_size <= _LARGEST_EXTRA
+        )
+    return dict(found)
+
+
 def write_shards(
     outputs: dict[str, Output],
     texts: Mapping[str, str] | None,
     config: Mapping[str, Any] | None,
+    extras: Mapping[str, str],
     folder: str,
     limit: int,
     overwrite: bool,
@@ -92,15 +122,12 @@ def write_shards(
         outputs: the tensors by name.
         texts: metadata for each shard; None for none.
         config: content of ``config.json``; None to write none.
+        extras: other files to copy into the folder: name to path.
         folder: the destination; it is created, and removed again on an error if it is empty.
         limit: most bytes of a shard; a larger tensor gets a shard of its own.
         overwrite: False to refuse existing files.
     """
     import json
-
-    from ..engine.atomic_file import AtomicFile
-    from ..formats.safetensors.file import Writer
-    from ..formats.safetensors.quantized import pack
 
     shards: list[dict[str, Output]] = [{}]
     size = 0
@@ -127,6 +154,8 @@ def write_shards(
                 written = stack.enter_context(AtomicFile(os.path.join(folder, file), data.size, overwrite=overwrite))
                 written.write([(jobs.address_of(data), data.size)])
                 written.seal()
+            for file, path in extras.items():
+                _copy(stack, path, os.path.join(folder, file), overwrite=overwrite)
             for file, (shard, shard_texts) in zip(files, packed, strict=True):
                 writer = Writer(shard, shard_texts)
                 place = os.path.join(folder, file)
@@ -137,6 +166,23 @@ def write_shards(
         if made:
             _remove_if_empty(folder)
         raise
+
+
+def _copy(stack: ExitStack, path: str, place: str, *, overwrite: bool) -> None:
+    """Copies a file; leaving the stack puts the copy in place."""
+    if os.path.exists(place) and os.path.samefile(path, place):
+        return
+    buffer = np.empty(_COPY_BUFFER, np.uint8)
+    with open(path, "rb", buffering=0) as source:
+        size = os.fstat(source.fileno()).st_size
+        copy = stack.enter_context(AtomicFile(place, size, overwrite=overwrite))
+        while size > 0:
+            count = source.readinto(buffer[:size].data)
+            if not count:
+                raise FormatError("the file became shorter while it was copied", path)
+            copy.write([(jobs.address_of(buffer), count)])
+            size -= count
+        copy.seal()
 
 
 def _remove_if_empty(folder: str) -> None:

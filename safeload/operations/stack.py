@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.arrays import Array, check_mapping
+from ..base.listing import dict_repr
 from ..base.text import show
 from ..engine import jobs
 from ..engine.cast import target_array
@@ -35,6 +36,9 @@ class StackedDict(dict[str, Array]):
     """
 
     left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return dict_repr("StackedDict", self)
 
 
 class Stack(NamedTuple):

@@ -12,8 +12,8 @@ from ..base import dtypes
 from ..base.arrays import Array, as_array
 from ..base.native import lib, short
 from ..base.scheme import row_of
+from ..base.selecting import Patterns
 from ..engine.jobs import Batch, struct_dtype
-from ..engine.load import distinct
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, address, of_numbers, of_packed, of_reals
@@ -91,18 +91,29 @@ def stats(
     *,
     histogram: bool = False,
     names: Iterable[str] | None = None,
+    only: Patterns = None,
+    drop: Patterns = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, TensorStats]: ...
 @overload
 def stats(
-    x: Any, *, histogram: bool = False, names: None = None, threads: int | None = None, progress: Progress = None
+    x: Any,
+    *,
+    histogram: bool = False,
+    names: None = None,
+    only: None = None,
+    drop: None = None,
+    threads: int | None = None,
+    progress: Progress = None,
 ) -> TensorStats: ...
 def stats(
     x: Any,
     *,
     histogram: bool = False,
     names: Iterable[str] | None = None,
+    only: Patterns = None,
+    drop: Patterns = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> TensorStats | dict[str, TensorStats]:
@@ -119,7 +130,9 @@ def stats(
         x: an array (or anything that numpy converts to one) or a `QuantizedTensor`; or the path of a checkpoint, an
             open `Checkpoint`, or a dict of arrays and quantized tensors.
         histogram: whether to count values by binary exponent, see `HISTOGRAM_EDGES`.
-        names: names of the tensors of x to include; None for all.
+        names: exact names of the tensors of x to include; None for all.
+        only: shell pattern, or several, of the names to include, such as ``"*norm*"``; instead of ``names``.
+        drop: shell pattern, or several, of names to leave out.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
@@ -128,7 +141,7 @@ def stats(
         not hold real numbers (complex, text) or that cannot be dequantized (block types without a kernel).
 
     Raises:
-        TensorNotFoundError: one of ``names`` does not exist.
+        TensorNotFoundError: one of ``names`` does not exist, or a pattern matches none.
         UnsupportedError: a single tensor of complex numbers, or of a block type without a kernel; a tensor of a
             checkpoint that holds codes of a family that is not dequantized, such as GPTQ, or stored codes.
         TypeError: a single array that does not hold numbers.
@@ -143,9 +156,9 @@ def stats(
     check_threads(threads)
     if has_names(x):
         with Catalog.of(x) as catalog:
-            return _of_all(catalog, names, histogram, threads, progress)
-    if names is not None:
-        raise ValueError("names= is for checkpoints and dicts")
+            return _of_all(catalog, catalog.choose(names, only, drop), histogram, threads, progress)
+    if any(given is not None for given in (names, only, drop)):
+        raise ValueError("names=, only= and drop= are for checkpoints and dicts")
     part = _part("", x, threads)
     if part is None:
         raise _refusal(x)
@@ -154,7 +167,7 @@ def stats(
 
 def _of_all(
     catalog: Catalog,
-    names: Iterable[str] | None,
+    wanted: Sequence[str],
     histogram: bool,
     threads: int | None,
     progress: Progress,
@@ -164,9 +177,7 @@ def _of_all(
     Tensors that can be read in place share one run. Those that must be copied first run one by one, so that only one
     copy exists at a time.
     """
-    wanted = list(catalog if names is None else distinct(names))
     catalog.refuse_codes(wanted, "stats")
-    catalog.check(wanted)
     ready: dict[str, _Part] = {}
     to_copy: list[str] = []
     for name in wanted:

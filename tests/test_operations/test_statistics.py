@@ -445,7 +445,7 @@ def test_refusals():
             stats(x)
     with pytest.raises(ValueError, match="threads is 0"):
         stats([1.0], threads=0)
-    with pytest.raises(ValueError, match="names= is for checkpoints and dicts"):
+    with pytest.raises(ValueError, match="names=, only= and drop= are for checkpoints and dicts"):
         stats([1.0], names=["x"])
     with pytest.raises(TensorNotFoundError, match="does not contain tensor y"):
         stats({"x": np.ones(2)}, names=["y"])

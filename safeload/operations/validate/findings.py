@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...base.text import clip, plural, printable, show, size
@@ -155,6 +155,11 @@ class ValidationReport:
         lists = {ERROR: self.errors, WARNING: self.warnings, NOTE: self.notes}
         for finding in findings:
             lists[finding.severity].append(finding)
+
+    def keep(self, takes: Callable[[str], bool]) -> None:
+        """Leaves out the findings about tensors that a function of their names does not take."""
+        for listed in (self.errors, self.warnings, self.notes):
+            listed[:] = [finding for finding in listed if finding.tensor is None or takes(finding.tensor)]
 
     @property
     def ok(self) -> bool:

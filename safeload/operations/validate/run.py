@@ -14,6 +14,7 @@ from ... import checkpoint
 from ...base import log
 from ...base.arrays import Array, refuse_masked
 from ...base.paths import PathLike, native_path
+from ...base.selecting import Patterns, Selection
 from ...base.text import show
 from ...checkpoint import Checkpoint
 from ...engine.progress import Progress
@@ -62,6 +63,8 @@ def validate(
     shape: tuple[int | None, ...] | None = None,
     limits: Limits | Mapping[str, Any] | tuple[float, float] | None = None,
     values: bool = True,
+    only: Patterns = None,
+    drop: Patterns = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> ValidationReport:
@@ -85,6 +88,9 @@ def validate(
             name).
         values: False to read no tensor: only files, names, dtypes, shapes and sizes are checked, which takes as long
             as opening the checkpoint, and ``.stats`` of the report stays empty.
+        only: shell pattern, or several, of the tensors whose values are read; names and shapes are compared as a
+            whole, and what is found about other tensors is left out of the report.
+        drop: shell pattern, or several, of tensors to leave out in the same way.
         threads: None: chosen automatically.
         progress: a callable that gets (bytes_done, bytes_total).
 
@@ -93,6 +99,7 @@ def validate(
 
     Raises:
         ValueError, TypeError: wrong arguments.
+        TensorNotFoundError: a pattern matches no tensor.
         FormatError: the file of a schema or config does not hold one.
         OSError: the file cannot be opened: FileNotFoundError, PermissionError, ...
 
@@ -102,7 +109,7 @@ def validate(
         >>> report.ok, report.errors[0].code
         (False, 'value.nan')
     """
-    wanted = settings(config, schema, limits, values=values, threads=threads, progress=progress)
+    wanted = settings(config, schema, limits, values=values, only=only, drop=drop, threads=threads, progress=progress)
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         return _validate_array(source, shape, wanted)
     if shape is not None:
@@ -122,6 +129,7 @@ class Settings(NamedTuple):
         choose: whether to choose a schema.
         limits: limits for values.
         values: whether to read tensors.
+        selection: the tensors to report about.
         threads: None: chosen automatically.
         progress: see `validate`.
         histogram: whether the statistics include histograms.
@@ -132,6 +140,7 @@ class Settings(NamedTuple):
     choose: bool
     limits: Limits
     values: bool
+    selection: Selection
     threads: int | None
     progress: Progress
     histogram: bool
@@ -143,6 +152,8 @@ def settings(
     limits: Any = None,
     *,
     values: bool = True,
+    only: Patterns = None,
+    drop: Patterns = None,
     threads: int | None = None,
     progress: Progress = None,
     histogram: bool = False,
@@ -155,7 +166,10 @@ def settings(
     bounds = Limits.of(limits)
     asked = load_schema(schema) if schema is not None and schema != "auto" else None
     check_threads(threads)
-    return Settings(read_config(config), asked, schema == "auto", bounds, values, threads, progress, histogram)
+    selection = Selection(only, drop)
+    return Settings(
+        read_config(config), asked, schema == "auto", bounds, values, selection, threads, progress, histogram
+    )
 
 
 def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -215,16 +229,26 @@ def _validate_array(
 
 def _validate_tensors(report: ValidationReport, catalog: Catalog, wanted: Settings) -> ValidationReport:
     started = time.perf_counter()
+    chosen = frozenset(wanted.selection.of(list(catalog)))
     try:
-        return _check_tensors(report, catalog, wanted)
+        _check_tensors(report, catalog, chosen, wanted)
     finally:
         report.seconds = time.perf_counter() - started
+    if wanted.selection:
+        report.keep(lambda name: wanted.selection.takes(name) or wanted.selection.takes(f"{name}."))  # a layer
+    return report
 
 
-def _check_tensors(report: ValidationReport, catalog: Catalog, wanted: Settings) -> ValidationReport:
+def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset[str], wanted: Settings) -> None:
     """Runs all checks of the tensors of a catalog, and adds their findings to the report.
 
     A file that cannot be read any more ends the checks with a finding.
+
+    Args:
+        report: gets the findings.
+        catalog: the tensors.
+        chosen: those whose values are read.
+        wanted: the settings.
     """
     config, limits = wanted.config, wanted.limits
     known = {name: catalog.about(name) for name in catalog}
@@ -267,15 +291,14 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, wanted: Settings)
             report.add([finding])
             zero.update(in_it)
         if not wanted.values:
-            return report
+            return
         report.add(files.check_crc(catalog, threads=wanted.threads))
-        _check_contents(report, catalog, model, zero, wanted)
+        _check_contents(report, catalog, model, chosen, zero, wanted)
         if choice is not None:
             pairs = _tied_pairs(choice.schema, config, known)
-            report.add(values.check_tied(catalog, {a: b for a, b in pairs.items() if not {a, b} & zero}))
+            report.add(values.check_tied(catalog, {a: b for a, b in pairs.items() if {a, b} <= chosen - zero}))
     except (FormatError, OSError) as problem:
         report.add([error("file.read", None, one_line(problem))])
-    return report
 
 
 class _Model(NamedTuple):
@@ -302,6 +325,7 @@ def _check_contents(
     report: ValidationReport,
     catalog: Catalog,
     model: _Model,
+    chosen: frozenset[str],
     zero: set[str],
     wanted: Settings,
 ) -> None:
@@ -311,12 +335,13 @@ def _check_contents(
         report: gets the findings and the statistics.
         catalog: the tensors.
         model: description of the model.
+        chosen: the tensors whose values are read.
         zero: tensors already reported as zero.
         wanted: the settings.
     """
     bad = set()
     for name, tensor in model.known.items():
-        if tensor.quantized:
+        if tensor.quantized and name in chosen:
             value = catalog.value(name)
             assert isinstance(value, QuantizedTensor)
             found = list(values.check_scales(name, value, wanted.limits))
@@ -326,7 +351,7 @@ def _check_contents(
     found_stats = stats(
         catalog,
         histogram=wanted.histogram,
-        names=[name for name in model.known if name not in model.codes],
+        names=[name for name in model.known if name in chosen and name not in model.codes],
         threads=wanted.threads,
         progress=wanted.progress,
     )

@@ -1,0 +1,72 @@
+"""The descriptions of a checkpoint's tensors as callers get them: a read-only dict that shows itself in one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, NoReturn
+
+from . import html
+from .table import TensorInfo
+from .text import clip, plural, printable, size
+
+# Most rows that a notebook shows, and most lines of a repr.
+_ROWS, _LINES = 20, 8
+
+# Most characters of a name in a repr.
+_NAME = 60
+
+
+class TensorInfos(dict[str, TensorInfo]):
+    """Description of each tensor, by name: a read-only dict. ``dict(infos)`` is a copy that can be changed."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("the descriptions of tensors are read-only")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorInfos, (dict(self),)
+
+    def __repr__(self) -> str:
+        rows = [f"  {_row(info)}" for info in islice(self.values(), _LINES)]
+        left = len(self) - len(rows)
+        return "\n".join([f"<{plural(len(self), 'tensor')}>", *rows, *([f"  ... and {left:,} more"] if left else [])])
+
+    def _repr_html_(self) -> str:
+        return as_html(plural(len(self), "tensor"), self.values(), len(self))
+
+
+def _row(info: TensorInfo) -> str:
+    return f"{clip(printable(info.name), _NAME)}  {info.dtype} {list(info.shape)}"
+
+
+def as_html(title: str, infos: Iterable[TensorInfo], count: int) -> str:
+    """A table of the first tensors for a notebook.
+
+    Args:
+        title: a line above it.
+        infos: the tensors.
+        count: number of all of them.
+    """
+    rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos, _ROWS)]
+    more = f"... and {count - len(rows):,} more" if count > len(rows) else ""
+    return html.table(title, ("tensor", "dtype", "shape", "size"), rows, more)
+
+
+def dict_repr(kind: str, arrays: Mapping[str, Any], note: str = "") -> str:
+    """The repr of a dict of arrays: its first names with dtypes and shapes.
+
+    Args:
+        kind: name of its class.
+        arrays: name to anything with a shape, and a dtype or a scheme.
+        note: what else to say in the first line.
+    """
+    rows = []
+    for name, array in islice(arrays.items(), _LINES):
+        what = getattr(array, "scheme", None) or getattr(array, "dtype", type(array).__name__)
+        rows.append(f"  {clip(printable(str(name)), _NAME)}  {what} {list(getattr(array, 'shape', ()))}")
+    left = len(arrays) - len(rows)
+    head = f"<{kind}: {plural(len(arrays), 'tensor')}{f', {note}' if note else ''}>"
+    return "\n".join([head, *rows, *([f"  ... and {left:,} more"] if left else [])])

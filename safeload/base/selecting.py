@@ -1,0 +1,153 @@
+"""Some of the tensors: shell patterns of names to take and to leave out, and new names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import translate
+from typing import Any, TypeAlias
+
+from ..errors import TensorNotFoundError
+from .table import similar
+from .text import clip, plural, show
+
+# One shell pattern or several; None for no restriction.
+Patterns: TypeAlias = str | Iterable[str] | None
+
+# Pairs of a regular expression and its replacement, as `re.sub` takes them.
+Pair: TypeAlias = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]
+Renames: TypeAlias = Iterable[Pair] | Mapping[str, str] | Pair | None
+
+_Compiled: TypeAlias = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+
+
+class Selection:
+    """Tensors whose names match any pattern of ``only`` and none of ``drop``, as `fnmatch.fnmatchcase` matches.
+
+    Args:
+        only: patterns of the names to take; None for all.
+        drop: patterns of the names to leave out; None for none.
+
+    Raises:
+        TypeError: a pattern is not a str.
+    """
+
+    def __init__(self, only: Patterns = None, drop: Patterns = None) -> None:
+        self._only = None if only is None else _compiled("only", only)
+        self._drop = {} if drop is None else _compiled("drop", drop)
+
+    def __bool__(self) -> bool:
+        """Whether it may leave out a tensor."""
+        return self._only is not None or bool(self._drop)
+
+    def takes(self, name: str) -> bool:
+        """Whether it takes a tensor of this name."""
+        taken = self._only is None or any(match(name) for match in self._only.values())
+        return taken and not any(match(name) for match in self._drop.values())
+
+    def of(self, names: Collection[str]) -> list[str]:
+        """The names that it takes, in their order.
+
+        Raises:
+            TensorNotFoundError: a pattern matches none of them.
+        """
+        if not self:
+            return list(names)
+        texts = [name for name in names if isinstance(name, str)]  # a dict may have other keys, which match nothing
+        for what, patterns in (("only", self._only or {}), ("drop", self._drop)):
+            for pattern, match in patterns.items():
+                if not any(map(match, texts)):
+                    raise _matches_nothing(what, pattern, texts)
+        return list(filter(self.takes, texts))
+
+
+def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
+    """The names that a `Selection` of these patterns takes.
+
+    Raises:
+        TensorNotFoundError, TypeError: see `Selection`.
+    """
+    return Selection(only, drop).of(names)
+
+
+def check_exclusive(names: object, only: Patterns) -> None:
+    """Refuses exact names together with patterns.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if names is not None and only is not None:
+        raise ValueError("names= are exact names and only= are patterns of names: pass one of them")
+
+
+def _compiled(what: str, patterns: str | Iterable[str]) -> dict[str, Callable[[str], object]]:
+    several = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in several:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{what} must be a shell pattern or a list of these, found {show(pattern)}")
+    return {pattern: re.compile(translate(pattern)).match for pattern in several}
+
+
+def _matches_nothing(what: str, pattern: str, names: list[str]) -> TensorNotFoundError:
+    message = f"{what}={show(pattern)} matches none of {plural(len(names), 'name')}"
+    literal = re.sub(r"[*?\[\]]+", "", pattern)
+    close = similar(literal, names, cutoff=0.3) if literal else []
+    return TensorNotFoundError(message + (f"; close to it: {', '.join(close)}" if close else ""))
+
+
+def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
+    """The new name of each tensor; those that no expression matches keep theirs.
+
+    Args:
+        names: the names, which are distinct.
+        renames: pairs of a regular expression and its replacement, each applied with `re.sub` to the result of the
+            pair before; a dict, or a single pair.
+
+    Raises:
+        ValueError: an invalid expression or replacement, an empty name, or two tensors with one new name; the message
+            has both old names.
+        TypeError: something else than pairs.
+    """
+    pairs = _pairs(renames)
+    new: dict[str, str] = {}
+    origin: dict[str, str] = {}
+    for name in names:
+        to = _substituted(name, pairs)
+        if not to:
+            raise ValueError(f"rename leaves tensor {show(name)} without a name")
+        if to in origin:
+            raise ValueError(f"rename gives tensors {show(origin[to])} and {show(name)} the same name {show(to)}")
+        origin[to] = name
+        new[name] = to
+    return new
+
+
+def _substituted(name: str, pairs: list[_Compiled]) -> str:
+    replacement: object = None
+    try:
+        for pattern, replacement in pairs:
+            name = pattern.sub(replacement, name)
+    except (re.error, IndexError) as error:  # an unknown group
+        raise ValueError(f"rename: the replacement {show(replacement)} is not valid: {error}") from None
+    return name
+
+
+def _pairs(renames: Renames) -> list[_Compiled]:
+    if renames is None:
+        return []
+    several: list[Any] = list(renames.items()) if isinstance(renames, Mapping) else list(renames)
+    if len(several) == 2 and isinstance(several[0], (str, re.Pattern)):
+        several = [tuple(several)]
+    found: list[_Compiled] = []
+    for pair in several:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"rename must be pairs (expression, replacement), found {show(pair)}")
+        pattern, replacement = pair
+        if not isinstance(pattern, (str, re.Pattern)) or not (isinstance(replacement, str) or callable(replacement)):
+            raise TypeError(f"rename must be pairs of text (expression, replacement), found {show(pair)}")
+        try:
+            found.append((re.compile(pattern), replacement))
+        except re.error as error:
+            shown = clip(str(pattern), 200)
+            raise ValueError(f"rename: {show(shown)} is not a valid regular expression: {error}") from None
+    return found
