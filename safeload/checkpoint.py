@@ -19,7 +19,7 @@ from .engine.progress import Progress
 from .engine.views import Views
 from .engine.weight_file import WeightFile, quantization_in
 from .errors import FormatError
-from .formats.opening import Found, Paths, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
+from .formats.opening import FormatName, Found, Paths, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
@@ -337,7 +337,7 @@ def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Chec
 def open(
     path: Paths,
     *,
-    format: str | None = None,
+    format: FormatName | None = None,
     root: str | None = None,
     unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,

@@ -10,7 +10,7 @@ from .base.selecting import Patterns
 from .checkpoint import open
 from .engine.load import Backend, DtypeLike
 from .engine.progress import Progress
-from .formats.opening import OpenOptions, Paths, UnknownGlobals
+from .formats.opening import FormatName, OpenOptions, Paths, UnknownGlobals
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,7 +44,7 @@ def load(
     *,
     only: Patterns = None,
     drop: Patterns = None,
-    format: str | None = None,
+    format: FormatName | None = None,
     root: str | None = None,
     unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,

@@ -1,10 +1,17 @@
 """What mypy makes of calls: which overload is meant, and which text is no choice."""
 
+import json
+import shutil
+import subprocess
+import sys
 import typing
+from pathlib import Path
 
 import pytest
 
+import safeload
 from safeload.base import scheme
+from safeload.formats import opening, registry
 from safeload.operations import quantize
 
 PROGRAM = """
@@ -25,23 +32,11 @@ reveal_type(opened.load(dtype=None, threads=2))
 safeload.quantize(array, "int9")
 safeload.quantize(array, "q4_0", rounding="up")
 safeload.load_quantized("x", "q9")
-safeload.open("x", unknown_globals="run")
+safeload.open("x", unknown_globals="run", format="zip")
 opened.load(dtype="float32", backend="gpu")
 """
 
-# What a user of `load` writes, and a type checker has nothing to say about.
-LOADING = """
-import numpy as np, safeload
-from numpy.typing import NDArray
-
-def scaled(path: str, names: list[str], dtype: str | None) -> NDArray[np.float32]:
-    weights: dict[str, NDArray[np.float32]] = safeload.load([path], names, dtype="float32", progress=True)
-    with safeload.open(path) as opened:
-        more = opened.load(names, dtype=np.float32, threads=2, out=weights)
-        either = opened.load(dtype=dtype)
-    print(safeload.load(path)["q"].dequantize(), len(either))
-    return weights["w"] * more["w"].astype(np.float32)
-"""
+USER = Path(__file__).parent / "typing" / "user.py"
 
 
 def test_the_types_of_results_and_of_choices(tmp_path):
@@ -56,18 +51,33 @@ def test_the_types_of_results_and_of_choices(tmp_path):
     ], lines
     assert ["numpy" in kind for kind in kinds[-4:]] == [False, True, True, False], lines
     refused = [line.split(":")[1] for line in lines if "error:" in line]
-    assert refused == ["16", "17", "18", "19", "20"], lines
+    assert refused == ["16", "17", "18", "19", "19", "20"], lines
 
 
-def test_a_script_that_loads_is_accepted(tmp_path):
+def test_mypy_accepts_what_people_write(tmp_path):
     api = pytest.importorskip("mypy.api")
-    (tmp_path / "program.py").write_text(LOADING)
-    found, problems, status = api.run(
-        ["--strict", "--cache-dir", str(tmp_path / "cache"), str(tmp_path / "program.py")]
-    )
+    found, problems, status = api.run(["--strict", "--cache-dir", str(tmp_path / "cache"), str(USER)])
     assert status == 0, found + problems
+
+
+@pytest.mark.parametrize("mode", ["standard", "strict"])
+def test_pyright_accepts_what_people_write(mode, tmp_path):
+    pyright = next(filter(None, map(shutil.which, ("basedpyright", "pyright"))), None)
+    if pyright is None:
+        pytest.skip("pyright is not installed")
+    settings = {
+        "typeCheckingMode": mode,
+        "include": [str(USER)],
+        "extraPaths": [str(Path(safeload.__file__).parents[1])],
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [pyright, "-p", str(tmp_path), "--pythonpath", sys.executable], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_choices_of_types_are_the_rows():
     assert set(typing.get_args(quantize.SchemeName)) == set(scheme.SCHEMES)
     assert set(typing.get_args(quantize.Rounding)) == set(scheme.ROUNDINGS)
+    assert set(typing.get_args(opening.FormatName)) == set(registry.FORMATS)

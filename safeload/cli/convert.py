@@ -23,7 +23,8 @@ _EPILOG = """examples:
   safeload convert training.ckpt model.safetensors --root state_dict
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
-  safeload convert model.safetensors text.safetensors --drop 'vision.*' --rename '^language\\.' ''
+  safeload convert model.safetensors text.safetensors --drop 'vision.*'
+  safeload convert old.safetensors new.safetensors --rename '^model\\.' ''
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
 
 Options apply in this order: --only and --drop choose tensors by their names in the source, --dtype and --quantize

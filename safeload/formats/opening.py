@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 # What to do with a pickle that names classes or functions outside the list of harmless ones.
 UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
 
+# Values of ``format=``: those of `registry.FORMATS`.
+FormatName: TypeAlias = Literal[
+    "safetensors", "torch", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy", "moon"
+]
+
 # Absolute path of each file, and its identity when it was opened or the beginning of that.
 Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 
@@ -35,7 +40,7 @@ _UNKNOWN_GLOBALS = get_args(UnknownGlobals)
 class OpenOptions(LoadOptions, total=False):
     """Options of `safeload.load`: those of `safeload.open` and of `Checkpoint.load`."""
 
-    format: str | None
+    format: FormatName | None
     root: str | None
     unknown_globals: UnknownGlobals
     stored: bool
