@@ -77,24 +77,34 @@ class TensorNotFoundError(SafeloadError, KeyError):
 
 
 class _MissingFileError(FileNotFoundError):
-    """``FileNotFoundError`` with the message of safetensors, which its tests assert."""
+    """``FileNotFoundError`` with the message of safetensors, which its tests assert, and advice behind it.
+
+    Tracebacks show it by the name of its base class: it has no other methods.
+    """
+
+    __module__ = "builtins"
+    message: str
 
     def __str__(self) -> str:
-        return f"No such file or directory: {self.filename}"
+        return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.errno, self.strerror, self.filename)
+        return missing_file, (self.filename, self.message)
 
 
-def os_error(number: int, path: str | None) -> OSError:
-    """The ``OSError`` subclass for an errno, with its text and path."""
-    if number == errno.ENOENT:
-        return _MissingFileError(number, os.strerror(number), path)
-    return OSError(number, os.strerror(number), path)
+_MissingFileError.__name__ = _MissingFileError.__qualname__ = FileNotFoundError.__name__
+
+
+def missing_file(path: str | None, message: str) -> FileNotFoundError:
+    """The error for a path that leads nowhere."""
+    error = _MissingFileError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    error.message = message
+    return error
 
 
 def one_line(error: BaseException) -> str:
     """An error in one line. System errors appear without their number, but with the byte where they occurred."""
     if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
-        return "; ".join((f"{error.strerror}: {error.filename}", *getattr(error, "__notes__", ())))
+        what = str(error) if isinstance(error, _MissingFileError) else f"{error.strerror}: {error.filename}"
+        return "; ".join((what, *getattr(error, "__notes__", ())))
     return str(error) or type(error).__name__

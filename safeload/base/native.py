@@ -12,7 +12,8 @@ import ctypes
 import os
 from typing import Any
 
-from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError, os_error
+from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
+from .paths import os_error
 from .text import show
 
 try:

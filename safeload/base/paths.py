@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from ..errors import os_error
+from ..errors import missing_file
 from .text import show
 
 PathLike = str | os.PathLike[str]
@@ -14,6 +14,8 @@ PathLike = str | os.PathLike[str]
 _LONGEST_PATH = 65_536
 # PATH_MAX of Linux. Bytes are rarely a path, and sometimes the content of a file by mistake.
 _LONGEST_BYTES = 4096
+# What systems answer to a path that leads nowhere: a signed URL is too long, "owner/name" may have a file "owner".
+_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 def native_path(path: PathLike) -> tuple[str, bytes]:
@@ -41,6 +43,19 @@ def _refuse_content(path: bytes | bytearray | memoryview) -> None:
             f"a path, not the content of a file, is wanted (found {type(path).__name__} of length {len(path):,}): "
             "for content use safeload.numpy.load(data)"
         )
+
+
+def os_error(number: int, path: str | None) -> OSError:
+    """The ``OSError`` subclass for an errno, with its text and path; says what a path that leads nowhere may be."""
+    if number in _NOWHERE and path is not None:
+        from .missing import describe  # only here: most paths lead somewhere
+
+        known = describe(path)
+        if known is not None:
+            return missing_file(path, f"No such file or directory: {known[0]}; {known[1]}")
+    if number == errno.ENOENT:
+        return missing_file(path, f"No such file or directory: {path}")
+    return OSError(number, os.strerror(number), path)
 
 
 def absolute(path: str) -> str:

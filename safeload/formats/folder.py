@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..base.paths import absolute
+from ..base.paths import absolute, os_error
 from ..base.text import clip, printable, show
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
@@ -68,6 +69,8 @@ def open_path(path: str, wanted: Wanted) -> Shards:
     if place.is_dir():
         return open_folder(place, wanted)
     if path.endswith(".json"):
+        if not os.path.lexists(path):
+            raise os_error(errno.ENOENT, path)
         return open_index(place, wanted)
     return open_parts(open_file(path, wanted), wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
@@ -13,7 +14,7 @@ import numpy as np
 from ... import checkpoint
 from ...base import log
 from ...base.arrays import Array, refuse_masked
-from ...base.paths import PathLike, native_path
+from ...base.paths import PathLike, native_path, os_error
 from ...base.selecting import Patterns, Selection
 from ...base.text import show
 from ...checkpoint import Checkpoint
@@ -28,7 +29,6 @@ from ...errors import (
     SafeloadError,
     UnsupportedError,
     one_line,
-    os_error,
 )
 from ...models.choosing import Choice, choose, choose_inner, choose_prefix
 from ...models.schema import Schema
@@ -192,7 +192,7 @@ def validate_path(path: PathLike, open: Callable[[], Checkpoint], wanted: Settin
     text = native_path(path)[0]
     report = ValidationReport(text)
     if not os.path.lexists(text):
-        raise os_error(2, text)
+        raise os_error(errno.ENOENT, text)
     try:
         opened = open()
     except SafeloadError as problem:

@@ -1,0 +1,150 @@
+"""What a path that leads nowhere probably is: a URL, a repository of the Hugging Face Hub, a pattern, ``~``.
+
+Only a failed open asks, so that opening a file costs nothing more.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shlex
+
+# A scheme has two letters or more: one is a drive of Windows. `pathlib` makes "https:/host" of "https://host".
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
+# What downloads a URL of each scheme, "{}" being the URL.
+_DOWNLOADS = {
+    **dict.fromkeys(("http", "https", "ftp"), "curl -LO {}"),
+    "s3": "aws s3 cp {} . (--recursive for a folder)",
+    **dict.fromkeys(("gs", "gcs"), "gcloud storage cp {} . (-r for a folder)"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "azcopy"),
+}
+_SCHEMES = {"hf", "file", *_DOWNLOADS}
+
+# "owner/name" as the Hub allows it (huggingface_hub.utils.validate_repo_id); the old names have no owner.
+_REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+# The end of a file's name: a repository rarely has one.
+_FILE = re.compile(r"\.(?:safetensors|gguf|bin|pth?|ckpt|pkl|np[yz]|json|index|h5|keras|onnx|msgpack|moon|zip|txt)$")
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pth", ".pt", "model_index.json")
+
+
+def describe(path: str) -> tuple[str, str] | None:
+    """What a path that leads nowhere probably is.
+
+    Args:
+        path: as the caller gave it.
+
+    Returns:
+        The path as a message shows it, and what to do instead; None where nothing is known.
+    """
+    if (url := _of_url(path)) is not None:
+        return url
+    advice = _of_home(path) or _of_pattern(path) or _of_hub(path)
+    return None if advice is None else (path, advice)
+
+
+# ---- URLs ----
+
+
+def _of_url(path: str) -> tuple[str, str] | None:
+    """The answer to a URL: without user, password and query, which may be secrets."""
+    match = _URL.fullmatch(path.replace("\\", "/") if os.name == "nt" else path)
+    if match is None or not (match[2] or match[1].lower() in _SCHEMES):
+        return None
+    scheme, rest = match[1].lower(), match[3]
+    if scheme == "file":
+        local = rest if rest.startswith("/") or match[2] else f"/{rest}"
+        return path, f"this is a URL: pass the path itself, {local!r}"
+    public = rest.split("?")[0].split("#")[0]
+    host, slash, tail = public.partition("/")
+    place = f"{host if scheme == 'hf' else host.rpartition('@')[2]}{slash}{tail}"
+    url = f"{scheme}://{place}"
+    signed = rest != public
+    how = _of_hub_url(scheme, place) or _DOWNLOADS.get(scheme, "").format("URL" if signed else shlex.quote(url))
+    return url, "safeload opens local files: download it first" + (f", with {how}" if how else "")
+
+
+def _of_hub_url(scheme: str, place: str) -> str | None:
+    """How to download ``hf://owner/name[@revision][/file]`` or a page of huggingface.co; None for other URLs."""
+    names = place.rstrip("/").split("/")
+    kind = ""
+    if scheme != "hf" and names.pop(0) not in ("huggingface.co", "www.huggingface.co", "hf.co"):
+        return None
+    if names[:1] in (["datasets"], ["spaces"]):
+        kind = f', repo_type="{names.pop(0)[:-1]}"'
+    if len(names) < 2 or not all(names[:2]):
+        return None
+    name, at, revision = names[1].partition("@")
+    repository, inner = f"{names[0]}/{name}", names[2:]
+    if not at and len(inner) > 1 and inner[0] in ("resolve", "blob", "tree", "raw"):
+        revision, inner = inner[1], inner[2:]
+    options = kind + (f', revision="{revision}"' if revision not in ("", "main") else "")
+    if inner:
+        return f'huggingface_hub.hf_hub_download("{repository}", "{"/".join(inner)}"{options})'
+    return f'huggingface_hub.snapshot_download("{repository}"{options})'
+
+
+# ---- local paths ----
+
+
+def _of_home(path: str) -> str | None:
+    if not path.startswith("~"):
+        return None
+    expanded = os.path.expanduser(path)
+    there = "" if os.path.exists(expanded) else ", where there is nothing either"
+    return f"`~` is not expanded: os.path.expanduser gives {expanded!r}{there}" if expanded != path else None
+
+
+def _of_pattern(path: str) -> str | None:
+    if not glob.has_magic(path):
+        return None
+    if next(glob.iglob(path), None) is None:
+        return "patterns are not expanded, and nothing matches this one" if "*" in path else None
+    return "patterns are not expanded: safeload.open takes a list, as sorted(glob.glob(...)) gives it"
+
+
+def _of_hub(path: str) -> str | None:
+    path = (path.replace("\\", "/") if os.name == "nt" else path).removesuffix("/")
+    if _REPOSITORY.fullmatch(path) is None:
+        return None
+    snapshot = _cached(path)
+    if snapshot is not None:
+        return f"the cache of huggingface_hub has this repository: safeload.open({snapshot!r})"
+    owner, slash, _ = path.partition("/")
+    if not slash or os.path.exists(owner) or _FILE.search(path):
+        return None
+    return (
+        "if this is a repository of the Hugging Face Hub, "
+        f'download it first: safeload.open(huggingface_hub.snapshot_download("{path}"))'
+    )
+
+
+def _cached(repository: str) -> str | None:
+    """The folder of a repository in the local cache of huggingface_hub, if there are weights in it.
+
+    https://huggingface.co/docs/huggingface_hub/guides/manage-cache describes the cache.
+    """
+    cache = os.path.join(_hub_cache(), "models--" + repository.replace("/", "--"))
+    folders = os.path.join(cache, "snapshots")
+    try:
+        revisions = sorted(os.listdir(folders), key=lambda name: os.path.getmtime(os.path.join(folders, name)))
+        try:
+            with open(os.path.join(cache, "refs", "main"), encoding="ascii") as file:
+                revisions.append(file.read(100).strip())
+        except (OSError, ValueError):  # another revision is cached
+            pass
+        for name in reversed(revisions):
+            folder = os.path.join(folders, name)
+            if os.path.basename(name) == name and any(one.endswith(_WEIGHTS) for one in os.listdir(folder)):
+                return folder
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _hub_cache() -> str:
+    for variable, inner in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+        if folder := os.environ.get(variable):
+            return os.path.join(os.path.expanduser(folder), inner)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(caches, "huggingface", "hub")
