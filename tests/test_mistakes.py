@@ -2,8 +2,10 @@
 
 import os
 import pickle
+import struct
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -149,3 +151,170 @@ def test_the_content_of_a_file_is_not_a_path(kind, here):
         text = message(lambda way=way: way(data), TypeError)
         assert_says(text, "a path, not the content of a file", "safeload.numpy.load(data)")
         assert len(text) < 300
+
+
+# ---- files that are something else: real beginnings ----
+
+ONNX = bytes.fromhex("080e3a330a0c0a017812017922045265") + b"lu\x12\x01gZ\x0f"
+ONNX_NAMED = bytes.fromhex("080e12077079746f7263683a330a0c0a0178120179220452656c75")
+TFLITE = bytes.fromhex("1c00000054464c33140020001c001800140010000c0000000800040014000000")
+TF_INDEX = bytes.fromhex("00000608011a020801001c0e") + b"_CHECKPOINTABLE_OBJECT_GRAPH\x08\x07\x12\x00"
+SAVED_MODEL = bytes.fromhex("080112cb530a980d12e80c0a5e0a10") + b"AssignVariableOp\x12\x0c\x0a\x08resource"
+FLAX = b"\x81\xa6params\x81\xa7Dense_0\x81\xa6kernel\xc7\x3e\x01\x93\x92\x03\x04\xa7float32\xc4\x30" + W.tobytes()[:48]
+FLAX_LARGE = bytes.fromhex("de0014a26b30c715019391") + b"\x02\xa7float32\xc4\x08" + W.tobytes()[:8]
+LLAMA2 = struct.pack("<7i", 288, 768, 6, 6, 6, 32000, 256) + W.tobytes()[4:]
+LLAMA2_NEW = struct.pack("<II", 0x616B3432, 1) + W.tobytes()
+HDF5 = bytes.fromhex("894844460d0a1a0a000000000008080004001000000000000000000000000000ffffffffffffffff")
+RESTRICTED = b"Access to model meta-llama/Llama-3.2-1B is restricted and you are not in the authorized list. Visit\nit."
+GOOD = 300
+
+
+def large():
+    """A file with a header of more than 4,096 bytes."""
+    return {f"blocks.{k}.weight": W for k in range(GOOD)}
+
+
+CONTENTS = {
+    "ONNX": ("model.onnx", ONNX, ["this is an ONNX model", "onnx.load(path)"]),
+    "ONNX with a producer": ("model.onnx", ONNX_NAMED, ["this is an ONNX model", "onnx.load(path)"]),
+    "TFLite": ("model.tflite", TFLITE, ["this is a TensorFlow Lite model", "tf.lite.Interpreter(path)"]),
+    "an index of TensorFlow": (
+        "m.index",
+        TF_INDEX,
+        ["the index of a TensorFlow checkpoint", "tf.train.load_"],
+    ),
+    "data of TensorFlow": (
+        "m.data-00000-of-00001",
+        W.tobytes()[4:],
+        ["the data of a TensorFlow checkpoint", "tf.train.load_checkpoint"],
+    ),
+    "SavedModel": ("saved_model.pb", SAVED_MODEL, ["this is a TensorFlow SavedModel", "tf.saved_model", "not: ONNX"]),
+    "llama2.c": ("stories15M.bin", LLAMA2, ["this is a llama2.c checkpoint", "numpy.memmap"]),
+    "llama2.c with a magic": ("stories15M.bin", LLAMA2_NEW, ["this is a llama2.c checkpoint"]),
+    "Flax": ("flax_model.msgpack", FLAX, ["this is Flax weights in MessagePack", "flax.serialization.msgpack_restore"]),
+    "a large Flax": ("flax_model.msgpack", FLAX_LARGE, ["this is Flax weights in MessagePack"]),
+    "Keras": ("model.weights.h5", HDF5, ["this is an HDF5 file", "h5py.File(path)"]),
+    "GGML": ("ggml-base.bin", b"lmgg" + W.tobytes(), ["a GGML file from before GGUF", "llama.cpp or whisper.cpp"]),
+    "gzip": ("model.gz", b"\x1f\x8b\x08\0", ["gzip-compressed: decompress it first"]),
+    "zlib": ("model.joblib", b"x\x5e\xab\x56", ["zlib-compressed", "joblib.load"]),
+    "text that begins like zlib": ("a.txt", b"x^2 + 1", ["this is text: 'x^2 + 1'"]),
+    "Git LFS": ("model.gguf", b"version https://git-lfs.github.com/spec/v1\n", ["Git LFS pointer: run `git lfs pull`"]),
+    "HTML": ("model.gguf", b"<!DOCTYPE html><html>", ["this is an HTML page (a failed download?)"]),
+    "XML": ("model.gguf", b"<?xml version='1.0'?><Error/>", ["this is an XML page (a failed download?)"]),
+    "text": ("model.gguf", RESTRICTED, ["this is text: 'Access to model meta-llama/Llama-3.2-1B is", "Visit it.'"]),
+    "a long text": ("model.gguf", b"no " * 99999, ["this is text: 'no no", "...'"]),
+    "text of a terminal": ("model.gguf", b"\x1b[31mAccess", ["not: \x1b", "no known weight format starts with 1b 5b"]),
+    "text cut in a character": ("model.gguf", "é".encode() * 400, ["this is text: 'éé"]),
+    "text of PowerShell": ("model.gguf", "Not Found".encode("utf-16"), ["this is text: 'Not Found'"]),
+    "text with a mark": ("model.gguf", b"\xef\xbb\xbfNot Found", ["this is text: 'Not Found'"]),
+    "JSON": ("model.gguf", b'{"error":"Repository not found"}', ['this is JSON: \'{"error":"Repository not found"}\'']),
+    "zeros": ("model.gguf", bytes(10_000), ["zeros from byte 0 to the end: the download is not finished"]),
+    "many zeros": ("model.gguf", bytes(3 << 20), ["zeros from byte 0 on: the download is not finished"]),
+    "empty": ("model.gguf", b"", ["this is an empty file"]),
+    "none of these": ("model.xyz", b"\xff" * 99, ["no known weight format starts with ff ff"]),
+}
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_a_file_that_is_something_else(case, here, capsys):
+    name, content, parts = CONTENTS[case]
+    (here / name).write_bytes(content)
+    text = message(lambda: safeload.open(name), safeload.SafeloadError)
+    assert_says(text, name, *parts)
+    assert len(text) < 400
+    assert main(["info", name]) == 1
+    assert capsys.readouterr().err == f"safeload: {text}\n"
+
+
+BY_NAME_OR_UNKNOWN = ("data of TensorFlow", "none of these", "text of a terminal")
+
+
+@pytest.mark.parametrize("case", [case for case in CONTENTS if case not in BY_NAME_OR_UNKNOWN])
+def test_load_file_says_what_a_file_is_too(case, here):
+    _, content, parts = CONTENTS[case]
+    (here / "model.safetensors").write_bytes(content)
+    text = message(lambda: load_file("model.safetensors"), safeload.FormatError)
+    what, _, advice = parts[0].partition(": ")
+    assert_says(text, what, advice, "not: header too large")
+    assert what.startswith("zeros") or ", not a safetensors file" in text
+
+
+def test_another_format_is_not_for_load_file(here):
+    np.save("model.npy", W)
+    np.savez("model.npz", w=W)
+    safeload.gguf.save_file({"w": W}, "model.gguf")
+    for name, what in (("model.npy", "an npy file"), ("model.npz", "a zip archive"), ("model.gguf", "a GGUF file")):
+        text = message(lambda name=name: load_file(name), safeload.FormatError)
+        assert_says(text, f"this is {what}", "not a safetensors file: safeload.open reads other formats too")
+        np.testing.assert_array_equal(next(iter(safeload.open(name).values())), W)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
+@pytest.mark.parametrize("begin", [9, 513, 4096])
+def test_a_file_that_was_allocated_and_not_written(begin, name, here):
+    save_file(large(), name, durable=False)
+    content = (here / name).read_bytes()
+    (here / name).write_bytes(content[:begin] + bytes(len(content) - begin))
+    for way in (safeload.open, load_file):
+        with pytest.raises(safeload.FormatError) as caught:
+            way(name)
+        assert_says(str(caught.value), f"zeros from byte {begin} to the end: the download is not finished", name)
+        assert caught.value.offset == begin
+
+
+def test_zeros_in_a_header_alone_are_no_download(here):
+    save_file(large(), "model.safetensors", durable=False)
+    content = (here / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    (here / "model.safetensors").write_bytes(content[:4096] + bytes(8 + length - 4096) + content[8 + length :])
+    assert_says(message(lambda: load_file("model.safetensors")), "JSON", "byte 4096", "not: download")
+
+
+# ---- pickles ----
+
+
+@pytest.fixture
+def estimator(monkeypatch):
+    """A class that pickles as one of scikit-learn, and one that pickles as joblib's."""
+    made = []
+    classes = (("sklearn.linear_model._logistic", "LogisticRegression"), ("joblib.numpy_pickle", "Wrapper"))
+    for parent in ("sklearn", "sklearn.linear_model", "joblib"):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    for module, name in classes:
+        kind = type(name, (), {"__module__": module})
+        fake = types.ModuleType(module)
+        setattr(fake, name, kind)
+        monkeypatch.setitem(sys.modules, module, fake)
+        made.append(kind)
+    return made
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_of_scikit_learn(protocol, estimator, here):
+    model = estimator[0]()
+    model.coef_ = W
+    (here / "model.pkl").write_bytes(pickle.dumps(model, protocol))
+    text = message(lambda: safeload.open("model.pkl"), safeload.ForbiddenError)
+    assert_says(text, "this is a scikit-learn model (LogisticRegression), not weights", 'unknown_globals="inert"')
+    opened = safeload.open("model.pkl", unknown_globals="inert")  # as the message says
+    np.testing.assert_array_equal(opened["<state>.coef_"], W)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_file_of_joblib(protocol, estimator, here):
+    model = estimator[0]()
+    model.coef_ = estimator[1]()
+    (here / "model.joblib").write_bytes(pickle.dumps(model, protocol))
+    for option in ("refuse", "inert"):
+        text = message(lambda option=option: safeload.open("model.joblib", unknown_globals=option))
+        assert_says(text, "a file of joblib with a scikit-learn model (LogisticRegression)", "not: unknown_globals")
+
+
+def test_a_pickle_without_arrays_is_not_sent_on(estimator, here):
+    (here / "model.pkl").write_bytes(pickle.dumps({"model": estimator[0]()}))
+    assert_says(message(lambda: safeload.open("model.pkl")), "LogisticRegression", "not: inert")
+
+
+def test_pickled_arrays_open(here):
+    (here / "w.pkl").write_bytes(pickle.dumps({"w": W}))
+    np.testing.assert_array_equal(safeload.load("w.pkl")["w"], W)

@@ -23,8 +23,8 @@ _SCHEMES = {"hf", "file", *_DOWNLOADS}
 
 # "owner/name" as the Hub allows it (huggingface_hub.utils.validate_repo_id); the old names have no owner.
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-# The end of a file's name: a repository rarely has one.
-_FILE = re.compile(r"\.(?:safetensors|gguf|bin|pth?|ckpt|pkl|np[yz]|json|index|h5|keras|onnx|msgpack|moon|zip|txt)$")
+# The suffix of a file: a repository rarely has one.
+_FILE = re.compile(r"\.[a-z][a-z0-9]{1,10}$")
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pth", ".pt", "model_index.json")
 
 

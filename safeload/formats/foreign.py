@@ -3,33 +3,84 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import NamedTuple
 
-from ..engine.weight_file import open_without_table
+from ..base.text import show
+from ..engine.weight_file import WeightFile, open_without_table
 from ..errors import FormatError
 
 # Enough for tar's magic at 257.
 HEAD_SIZE = 512
+# Largest header of a safetensors file.
+_HEADER_LIMIT = 100_000_000
+# Fewer zeros at the end of a file do not mean an unfinished download.
+_ZEROS_AT_LEAST = 1024
+# Bytes at the beginning and at the end of many zeros that are checked.
+_ZEROS_CHECKED = 1 << 20
+# Characters of a text that a message shows.
+_EXCERPT = 160
 
-# (offset, bytes at that offset, description). Sources: the specifications of the formats; for LFS
-# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+
+class Kind(NamedTuple):
+    """What a file is.
+
+    Attributes:
+        what: a noun with its article, after "this is".
+        advice: what to do with it; "" where there is nothing to say.
+        damaged: whether it holds no weights in any format.
+    """
+
+    what: str
+    advice: str = ""
+    damaged: bool = False
+
+    def sentence(self, instead: str = "") -> str:
+        """What the file is, what it is not, and what to do with it."""
+        text = f"this is {self.what}"
+        if instead:
+            text += f", not {instead}"
+        return f"{text}: {self.advice}" if self.advice else text
+
+
+_OLD_GGML = Kind("a GGML file from before GGUF", "convert it with the scripts of llama.cpp or whisper.cpp")
+_OLD_TORCH = Kind("a torch checkpoint of before 2017, in a tar archive", "load it with torch and save it again")
+_LLAMA2 = Kind("a llama2.c checkpoint", "export.py of llama2.c has its layout, and numpy.memmap reads it")
+_DECOMPRESS = "decompress it first"
+_TENSORFLOW = "tf.train.load_checkpoint(prefix) reads it"
+
+# (offset, bytes at that offset, what it is).
 _FOREIGN = (
-    (0, b"version https://git-lfs", "a Git LFS pointer: run `git lfs pull` to get the file itself"),
-    (0, b"\x1f\x8b", "gzip-compressed: decompress it first"),
-    (0, b"\x28\xb5\x2f\xfd", "zstd-compressed: decompress it first"),
-    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
-    *(
-        (0, name, "a torch checkpoint of before 2017, in a tar archive: load it with torch and save it again")
-        for name in (b"sys_info\0", b"storages\0", b"tensors\0", b"pickle\0")
-    ),
-    (257, b"ustar", "a tar archive: unpack it first"),
-    (0, b"PK\x05\x06", "an empty zip archive"),
-)
+    # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+    (0, b"version https://git-lfs", Kind("a Git LFS pointer", "run `git lfs pull` to get the file itself")),
+    # RFC 1952 and 8878, and the files of bzip2, xz and lz4.
+    (0, b"\x1f\x8b", Kind("gzip-compressed", _DECOMPRESS)),
+    (0, b"\x28\xb5\x2f\xfd", Kind("zstd-compressed", _DECOMPRESS)),
+    (0, b"BZh", Kind("bzip2-compressed", _DECOMPRESS)),
+    (0, b"\xfd7zXZ\0", Kind("xz-compressed", _DECOMPRESS)),
+    (0, b"\x04\x22\x4d\x18", Kind("lz4-compressed", _DECOMPRESS)),
+    # The HDF5 file format specification, II.A.
+    (0, b"\x89HDF\r\n\x1a\n", Kind("an HDF5 file", "Keras writes such files, and h5py.File(path) reads them")),
+    *((0, name, _OLD_TORCH) for name in (b"sys_info\0", b"storages\0", b"tensors\0", b"pickle\0")),
+    (257, b"ustar", Kind("a tar archive", "unpack it first")),
+    (0, b"PK\x05\x06", Kind("an empty zip archive")),
+    # file_identifier of tensorflow/compiler/mlir/lite/schema/schema.fbs; a flatbuffer has it at byte 4.
+    (4, b"TFL3", Kind("a TensorFlow Lite model", "tf.lite.Interpreter(path) reads it")),
+    # BundleHeaderProto of tensorflow/core/protobuf/tensor_bundle.proto is the value of the key "", which comes first in
+    # a table of LevelDB: 0 bytes shared with the key before, 0 bytes of its own, 6 bytes of value.
+    (0, b"\0\0\x06\x08", Kind("the index of a TensorFlow checkpoint", _TENSORFLOW)),
+    # llama_file_magic of llama.cpp before GGUF: ggml, ggmf, ggjt, little-endian.
+    *((0, magic, _OLD_GGML) for magic in (b"lmgg", b"fmgg", b"tjgg")),
+    # version1_export of https://github.com/karpathy/llama2.c/blob/master/export.py: 0x616b3432.
+    (0, b"24ka", _LLAMA2),
+)  # fmt: skip
 
 
 def is_safetensors(head: bytes) -> bool:
     """Whether the first bytes could be those of a safetensors file: a size within the limit, then JSON."""
     return (
-        len(head) > 8 and int.from_bytes(head[:8], "little") <= 100_000_000 and head[8:].lstrip(b" \t\r\n")[:1] == b"{"
+        len(head) > 8
+        and int.from_bytes(head[:8], "little") <= _HEADER_LIMIT
+        and head[8:].lstrip(b" \t\r\n")[:1] == b"{"
     )
 
 
@@ -63,24 +114,93 @@ def is_text_pickle(head: bytes) -> bool:
     return re.match(rb"\([dlt]p[0-9]+\n|\((?:[dl][(VSIFgc(]|dp)|[}\]][q(.]|\(?" + globals_, head) is not None
 
 
-def describe(head: bytes) -> str | None:
+def describe(head: bytes, path: str = "") -> Kind | None:
     """Describes a file that no row of the registry recognises, or only less exactly; None where unknown."""
     if not head:
-        return "an empty file"
-    for offset, magic, what in _FOREIGN:
+        return Kind("an empty file", damaged=True)
+    for offset, magic, kind in _FOREIGN:
         if head[offset : offset + len(magic)] == magic:
-            return what
-    # A protobuf: field 1 a small integer (ir_version), field 2 text (producer_name), as in ModelProto of onnx.proto.
-    if len(head) > 3 and head[0] == 0x08 and head[1] < 32 and head[2] == 0x12:
-        return "an ONNX model"
+            return kind
+    if is_text_pickle(head):
+        return Kind("a pickle of protocol 0 or 1")
     text = head.lstrip()[:15].lower()
     if text.startswith((b"<!doctype html", b"<html")):
-        return "an HTML page (a failed download?)"
-    if is_text_pickle(head):
-        return "a pickle of protocol 0 or 1"
+        return Kind("an HTML page (a failed download?)")
     if text.startswith(b"<?xml"):
-        return "an XML page (a failed download?)"
-    return None
+        return Kind("an XML page (a failed download?)")
+    return _by_pattern(head, path)
+
+
+def _by_pattern(head: bytes, path: str) -> Kind | None:
+    """Formats without a magic number."""
+    import re  # only here: most files have a magic number
+
+    # ModelProto of onnx.proto: field 1 (ir_version) is a small integer; then a text of letters (field 2 or 3: the
+    # producer) or a message (field 7: the graph; field 8: opset_import).
+    if re.match(rb"\x08[\x01-\x1f](?:[\x12\x1a][\x01-\x7f][\w.+-]|[\x3a\x42])", head):
+        return Kind("an ONNX model", "onnx.load(path).graph.initializer has its weights")
+    if re.match(rb"x[\x01\x5e\x9c\xda]", head) and describe_text(head) is None:  # RFC 1950
+        return Kind("zlib-compressed", "joblib writes such files, and joblib.load reads them")
+    # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef with its field 1.
+    if re.match(rb"\x08\x01\x12[\x80-\xff]{0,4}[\x00-\x7f]\x0a", head):
+        return Kind("a TensorFlow SavedModel", "tf.saved_model.load(folder).variables gives its weights")
+    if re.search(r"\.data-\d{5}-of-\d{5}$", path):
+        return Kind("the data of a TensorFlow checkpoint", _TENSORFLOW)
+    # flax.serialization: a map of MessagePack whose arrays are of extension type 1, each an array of shape, dtype and
+    # bytes. https://github.com/msgpack/msgpack/blob/master/spec.md
+    if re.match(rb"[\x81-\x8f\xde\xdf]", head) and re.search(rb"(?s:\xc7.|\xc8..|\xc9....)\x01\x93[\x90-\x9f]", head):
+        return Kind("Flax weights in MessagePack", "flax.serialization.msgpack_restore(data) reads them")
+    return _LLAMA2 if _is_llama2(head) else None
+
+
+def _is_llama2(head: bytes) -> bool:
+    """Whether these are the seven sizes of a model at the beginning of legacy_export of llama2.c."""
+    if len(head) < 32:
+        return False
+    sizes = [int.from_bytes(head[k : k + 4], "little", signed=True) for k in range(0, 28, 4)]
+    dim, hidden, layers, heads, kv_heads, vocabulary, length = sizes
+    return (
+        32 <= dim < hidden <= 1 << 17
+        and 0 < layers <= 256
+        and 0 < kv_heads <= heads <= 256
+        and dim % heads == heads % kv_heads == 0
+        and 256 <= abs(vocabulary) <= 1 << 20
+        and 16 <= length <= 1 << 24
+    )
+
+
+def describe_text(head: bytes) -> Kind | None:
+    """Describes a file that is text, such as the answer of a server; None for anything else."""
+    import codecs
+
+    name = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    try:
+        text = codecs.getincrementaldecoder(name)().decode(head)
+    except UnicodeDecodeError:
+        return None
+    if not text.strip() or not all(c.isprintable() or c in "\t\n\f\r" for c in text):
+        return None
+    words = " ".join(text.split())
+    excerpt = show(words if len(words) <= _EXCERPT else f"{words[:_EXCERPT]}...")
+    return Kind("JSON" if words[0] in "{[" else "text", excerpt, damaged=True)
+
+
+def unfinished(file: WeightFile) -> FormatError | None:
+    """The error for a file whose header, or all of it, is cut off by zeros to the end; None for other files.
+
+    A downloader that allocates the file first leaves it so. The middle of a large file is not read.
+    """
+    length = int.from_bytes(file.read_at(0, 8), "little")
+    head = file.read_at(0, min(8 + length, file.size) if length <= _HEADER_LIMIT else HEAD_SIZE)
+    begin = len(head.rstrip(b"\0"))
+    if begin == len(head) or file.size - begin < _ZEROS_AT_LEAST:
+        return None
+    for at in (len(head), max(len(head), file.size - _ZEROS_CHECKED)):
+        piece = file.read_at(at, _ZEROS_CHECKED)
+        if piece.count(0) < len(piece):
+            return None
+    how_far = "to the end" if file.size - len(head) <= 2 * _ZEROS_CHECKED else "on"
+    return FormatError(f"zeros from byte {begin} {how_far}: the download is not finished", file.path, begin)
 
 
 def read_head(path: str) -> bytes:

@@ -85,7 +85,7 @@ ROWS = (
     Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), "gguf.file",
            (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, asks=True, peer="numpy.load"),
-    Format("npy", "npy", "a npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
+    Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon", ".bin"), writes=True, public=True),
 )
 # fmt: on
@@ -215,11 +215,11 @@ def open_file(path: str, wanted: Wanted) -> Opened:
         except FormatError:
             with closing(open_without_table(path)) as other:  # not `read_head`: a disk that fails is the error to show
                 head = other.read_at(0, foreign.HEAD_SIZE)
-            if wanted.formats is not None or foreign.is_safetensors(head):
-                raise
-            if not any(_told(head)):
-                _refuse(path, head)
-                raise
+                if wanted.formats is not None or foreign.is_safetensors(head):
+                    raise
+                if not any(_told(head)):
+                    _refuse(other, head)
+                    raise
         else:
             if wanted.root is not None:
                 file.close()
@@ -255,24 +255,35 @@ def _find(candidate: Candidate, wanted: Wanted) -> Format:
     row = next((row for row in _told(head) if not row.asks or row.load().claims(candidate)), None)
     if row is None:
         if not foreign.is_safetensors(head):
-            _refuse(path, head, whatever=True)
+            _refuse(candidate.file, head, whatever=True)
         row = BY_NAME[SAFETENSORS]
     if wanted.formats is not None and row.name not in wanted.formats:
-        raise FormatError(f"this is {_describe(head) or row.kind}, not {wanted.formats[0]}", path, 0)
+        kind = _describe(head, path) or foreign.Kind(row.kind)
+        raise FormatError(kind.sentence(wanted.formats[0]), path, 0)
     if wanted.root is not None and not row.nested:
         raise UnsupportedError(f"{path}: root= selects a nested container, and {row.name} has none")
     return row
 
 
-def _describe(head: bytes) -> str | None:
-    """Describes a file other than safetensors by its first bytes; None where they do not tell."""
-    return foreign.describe(head) or next((row.kind for row in _told(head)), None)
+def _describe(head: bytes, path: str) -> foreign.Kind | None:
+    """Describes a file other than safetensors by its first bytes and its name; None where they do not tell."""
+    told = (foreign.Kind(row.kind) for row in _told(head))
+    return foreign.describe(head, path) or next(told, None) or foreign.describe_text(head)
 
 
-def describe_path(path: str) -> str | None:
-    """Describes the file at ``path`` if it looks like a format other than safetensors, else None."""
-    head = foreign.read_head(path)
-    return None if foreign.is_safetensors(head) else _describe(head)
+def explain(path: str) -> FormatError | None:
+    """The error for a file that does not look like a sound safetensors file; None where its own error says more."""
+    try:
+        with closing(open_without_table(path)) as file:
+            head = file.read_at(0, foreign.HEAD_SIZE)
+            kind = None if foreign.is_safetensors(head) else _describe(head, path)
+            if kind is None:
+                return foreign.unfinished(file)
+    except (OSError, FormatError):  # the caller reports the error that led here
+        return None
+    if not kind.advice and any(_told(head)):
+        kind = kind._replace(advice="safeload.open reads other formats too")
+    return FormatError(kind.sentence("a safetensors file"), path, 0)
 
 
 def titles() -> str:
@@ -281,10 +292,16 @@ def titles() -> str:
     return f"{', '.join(most)} and {last}"
 
 
-def _refuse(path: str, head: bytes, *, whatever: bool = False) -> None:
+def _refuse(file: WeightFile, head: bytes, *, whatever: bool = False) -> None:
     """Raises for a file that is recognisably of another format; with ``whatever``, for any file."""
-    kind = _describe(head)
+    path, kind = file.path, _describe(head, file.path)
+    if kind is not None and kind.damaged:
+        raise FormatError(kind.sentence(), path, 0) from None
     if kind is not None:
-        raise UnsupportedError(f"{path}: this is {kind}; this version reads {titles()}") from None
+        what = kind.sentence() if kind.advice else f"{kind.sentence()}; this version reads {titles()}"
+        raise UnsupportedError(f"{path}: {what}") from None
+    error = foreign.unfinished(file)
+    if error is not None:
+        raise error from None
     if whatever or (head.strip() and not path.endswith(".safetensors")):
         raise FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0) from None

@@ -73,11 +73,11 @@ def test_the_content_counts_and_not_the_suffix(path, tmp_path):
     other = tmp_path / "weights.safetensors"
     path.rename(other)
     assert safeload.open(other).format == "npy"
-    with pytest.raises(safeload.FormatError, match="this is a npy file, not a safetensors file"):
+    with pytest.raises(safeload.FormatError, match="this is an npy file, not a safetensors file"):
         safeload.open(other, format="safetensors")
     with pytest.raises(safeload.UnsupportedError, match="npy has none"):
         safeload.open(other, root="model")
-    with pytest.raises(safeload.FormatError, match="a npy file, not a safetensors file"):
+    with pytest.raises(safeload.FormatError, match="an npy file, not a safetensors file"):
         safeload.numpy.load_file(other)
 
 

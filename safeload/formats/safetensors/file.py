@@ -17,9 +17,9 @@ from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.lazy import Lazy, materialize
 from ...engine.weight_file import WeightFile, layouts
-from ...errors import FormatError, SafetensorError
+from ...errors import SafetensorError
 from ...stores.local import LocalStore, make_room
-from ..registry import describe_path
+from ..registry import explain
 
 # ---- read ----
 
@@ -42,9 +42,9 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
     if status == lib.SL_E_OS and make_room(error.os_errno):
         status = short.sl_safetensors_open(*arguments)
     if status == lib.SL_E_FORMAT:
-        kind = describe_path(text)
-        if kind is not None:
-            raise FormatError(f"this is {kind}, not a safetensors file", text, 0)
+        known = explain(text)
+        if known is not None:
+            raise known
     check(status, error, text)
     return WeightFile(text, LocalStore(text, opened, brief=brief), Table(table[0]))
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 from ...base.text import clip, printable, show
 from ...engine.weight_file import WeightFile
 from ...errors import ForbiddenError, SafeloadError, UnsupportedError
+from ..foreign import HEAD_SIZE
 from ..registry import Candidate, Content, Wanted
 from ..torch.globals import Storage
 from ..torch.legacy_file import pickle_at
 from ..torch.tensors import Made, content_of, make_table
 from .machine import Foreign, Inert, describe
 from .run import check_foreign
+
+# What pickles of protocols 0 and 1 call to make an object, whose class is the first argument.
+_RECONSTRUCTORS = ("copy_reg._reconstructor", "copyreg._reconstructor")
+# The first class of scikit-learn that a pickle names: module and class are two strings, or two lines of protocol 0.
+_ESTIMATOR = re.compile(rb"sklearn\.[\w.]+(?:\x94\x8c.|\n)(\w+)", re.DOTALL)
 
 
 def _locate(storage: Storage) -> int:
@@ -35,9 +43,11 @@ def read_table(file: WeightFile, wanted: Wanted) -> Made:
         found = pickle_at(file, 0, None, inert=False)
     except ForbiddenError as error:
         if "joblib.numpy_pickle" in str(error):
+            model = _ESTIMATOR.search(file.read_at(0, HEAD_SIZE))
+            what = f" with a scikit-learn model ({model[1].decode()})" if model is not None else ""
             raise UnsupportedError(
-                f"{path}: this is a file of joblib, which puts the bytes of arrays between the opcodes of a pickle; "
-                "load it where it was made and save the arrays with numpy.savez or as safetensors"
+                f"{path}: this is a file of joblib{what}, which puts the bytes of arrays between the opcodes of a "
+                "pickle; load it where it was made and save the arrays with numpy.savez or as safetensors"
             ) from None
         try:
             found = pickle_at(file, 0, None, inert=True)
@@ -48,7 +58,12 @@ def read_table(file: WeightFile, wanted: Wanted) -> Made:
         root = found.value
         asks = "the pickle asks"
         if type(root) in (Inert, Foreign):
-            asks = f"this is a pickle of {clip(printable(root.name), 200)}, not of weights alone: it asks"
+            if root.name in _RECONSTRUCTORS and root.args and type(root.args[0]) is Foreign:  # protocols 0 and 1
+                root = root.args[0]
+            name = clip(printable(root.name), 200)
+            asks = f"this is a pickle of {name}, not of weights alone: it asks"
+            if name.startswith("sklearn."):
+                asks = f"this is a scikit-learn model ({name.rpartition('.')[2]}), not weights: it asks"
         check_foreign(found.foreign, path, wanted.inert, asks)
     made = make_table(found, wanted, path, _locate)
     if not made.names:
