@@ -123,7 +123,18 @@ __all__ = [
 
 
 def show_config() -> None:
-    """Prints versions, the instruction set in use, the number of threads and the compiler."""
+    """Prints versions, the instruction set in use, the number of threads and the compiler.
+
+    Example:
+        >>> import safeload
+        >>> safeload.show_config()
+        safeload         ...
+        python           CPython ...
+        numpy            ...
+        instruction set  ...
+        threads          ...
+        compiler         ...
+    """
     import platform
 
     import numpy

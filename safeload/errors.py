@@ -17,6 +17,17 @@ class SafeloadError(Exception):
         path: the file concerned; None for bytes in memory, or if no file is concerned.
         offset: byte of the error in the file; None if the error has no single position.
         tensor: name of the tensor concerned; None if the error does not concern a single tensor.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import safeload
+        >>> Path("page.safetensors").write_text("<!DOCTYPE html>")
+        15
+        >>> try:
+        ...     safeload.load("page.safetensors")
+        ... except safeload.SafeloadError as error:
+        ...     print(f"not loaded: {error}")
+        not loaded: page.safetensors: this is an HTML page...
     """
 
     def __init__(
@@ -35,7 +46,18 @@ SafetensorError = SafeloadError
 
 
 class FormatError(SafeloadError, ValueError):
-    """A file breaks its format. The message ends with path and offset."""
+    """A file breaks its format. The message ends with path and offset.
+
+    Example:
+        >>> import os
+        >>> import safeload
+        >>> os.truncate("model.safetensors", 1_000_000)
+        >>> try:
+        ...     safeload.open("model.safetensors")
+        ... except safeload.FormatError as error:
+        ...     print(error.path, error.offset)
+        model.safetensors 795
+    """
 
     def __init__(
         self, message: str, path: str | None = None, offset: int | None = None, *, tensor: str | None = None
@@ -54,23 +76,65 @@ class MissingShardError(FormatError):
 
 
 class UnsupportedError(SafeloadError):
-    """Valid input that safeload does not support; the message says what to do instead."""
+    """Valid input that safeload does not support; the message says what to do instead.
+
+    Example:
+        >>> import safeload
+        >>> safeload.convert("tiny-llama", "llama.npz")
+        Traceback (most recent call last):
+        safeload.errors.UnsupportedError: tensor 'lm_head.weight' is bfloat16, which npz does not have: ...
+    """
 
 
 class ForbiddenError(SafeloadError):
-    """A pickle asks for a global that is not on the list of harmless ones."""
+    """A pickle asks for a global that is not on the list of harmless ones.
+
+    Example:
+        >>> import safeload
+        >>> safeload.open("lightning.ckpt")
+        Traceback (most recent call last):
+        safeload.errors.ForbiddenError: lightning.ckpt: the pickle asks for ... my.module.Config. ...
+    """
 
 
 class LimitError(SafeloadError):
-    """One of safeload's named limits is exceeded."""
+    """One of safeload's named limits is exceeded.
+
+    Example:
+        >>> import pickle
+        >>> import safeload
+        >>> nested = []
+        >>> for _ in range(300):
+        ...     nested = [nested]
+        >>> with open("deep.pkl", "wb") as file:
+        ...     pickle.dump(nested, file)
+        >>> safeload.open("deep.pkl")
+        Traceback (most recent call last):
+        safeload.errors.LimitError: deep.pkl: the pickle has more than 200 levels of containers
+    """
 
 
 class RangeError(SafeloadError, ValueError):
-    """A value that the target cannot represent: NaN or infinity when quantizing, or a block scale beyond float16."""
+    """A value that the target cannot represent: NaN or infinity when quantizing, or a block scale beyond float16.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> safeload.quantize(np.float32([0.5, np.nan]), "int8")
+        Traceback (most recent call last):
+        safeload.errors.RangeError: element [1] is nan: only finite numbers can be quantized
+    """
 
 
 class TensorNotFoundError(SafeloadError, KeyError):
-    """No tensor has this name."""
+    """No tensor has this name.
+
+    Example:
+        >>> import safeload
+        >>> safeload.open("model.safetensors")["conv1.weights"]
+        Traceback (most recent call last):
+        safeload.errors.TensorNotFoundError: File does not contain tensor conv1.weights; close to it: conv1.weight, ...
+    """
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0])

@@ -52,5 +52,12 @@ def load_file(path: PathLike) -> dict[str, Array]:
     Raises:
         FormatError: the file breaks its format, with the byte where it does.
         OSError: the file does not exist, or cannot be read.
+
+    Example:
+        >>> import safeload
+        >>> from safeload import moon
+        >>> safeload.convert("model.safetensors", "model.moon", dtype="float16")
+        >>> moon.load_file("model.moon")["conv1.bias"].dtype
+        dtype('float16')
     """
     return load(path, format="moon")

@@ -62,6 +62,13 @@ def save_file(
         TypeError: a name is not a str, a value is not an array, or metadata is not text.
         SafetensorError: a dtype or a name that the format does not have.
         OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload.numpy import load_file, save_file
+        >>> save_file({"weight": np.ones((2, 2), np.float32)}, "ones.safetensors", {"made by": "hand"})
+        >>> load_file("ones.safetensors")["weight"].sum()
+        np.float32(4.0)
     """
     safetensors.Writer(*quantized.pack(tensor_dict, metadata)).to_file(filename, overwrite=overwrite, durable=durable)
 
@@ -78,6 +85,12 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
 
     Raises:
         FormatError: the bytes break the format.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from safeload.numpy import load
+        >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
+        (128,)
     """
     return safetensors.parse(data, copy=copy)
 
@@ -120,6 +133,12 @@ def load_file(
         UnsupportedError: an unsupported conversion; ``dtype`` for fp8 with a separate scale, which only `safeload.load`
             brings together.
         ValueError: an array of ``out`` that does not fit.
+
+    Example:
+        >>> from safeload.numpy import load_file
+        >>> weights = load_file("model.safetensors", dtype="float16", names=["conv1.bias", "conv1.weight"])
+        >>> weights["conv1.bias"].dtype
+        dtype('float16')
     """
     check_backend(backend)
     file = safetensors.open_file(filename, brief=True)

@@ -145,6 +145,23 @@ def test_every_public_name_says_what_it_takes_gives_and_raises(thing):
         assert "Returns:" in text or signature.return_annotation == "None"
 
 
+def _documented():
+    """The functions and classes of the reference, each with the sessions on its page."""
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        text = page.read_text("utf-8")
+        sessions = "".join(re.findall(r"^```pycon$(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+        for name in re.findall(r"^\.\. auto(?:function|class|exception):: ([\w.]+)", text, re.MULTILINE):
+            yield pytest.param(name, sessions, id=name)
+
+
+@pytest.mark.parametrize(("name", "sessions"), list(_documented()))
+def test_everything_in_the_reference_has_an_example(name, sessions):
+    """In its docstring or on its page: the tests above run both."""
+    module, _, last = name.rpartition(".")
+    docstring = inspect.getdoc(getattr(import_module(module), last))
+    assert ">>> " in docstring or re.search(rf"\b{re.escape(last)}\b", sessions)
+
+
 def test_the_reference_has_every_public_name():
     reference = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = set(re.findall(r"^\.\. \w+:: ([\w.]+)", reference, re.MULTILINE))

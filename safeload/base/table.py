@@ -35,6 +35,12 @@ class TensorInfo(NamedTuple):
         file: path of the file that holds it.
         offset: byte in that file where its data begins.
         parts: names in the files of the tensors that it is made of: its own, unless it is packed.
+
+    Example:
+        >>> import safeload
+        >>> info = safeload.open("tiny-llama").tensors["lm_head.weight"]
+        >>> info.dtype, info.shape, info.nbytes
+        ('BF16', (96, 64), 12288)
     """
 
     name: str

@@ -41,6 +41,14 @@ class safe_open:  # noqa: N801 - safetensors' name
     Raises:
         FileNotFoundError: the file does not exist.
         SafetensorError: the file breaks the format, or the framework or device is not numpy's.
+
+    Example:
+        >>> from safeload import safe_open
+        >>> with safe_open("model.safetensors", framework="np") as file:
+        ...     names = file.keys()
+        ...     bias = file.get_tensor("conv1.bias")
+        >>> len(names), bias.shape
+        (15, (128,))
     """
 
     def __init__(
@@ -233,6 +241,13 @@ class SafeSlice:
 
     Indexing follows numpy's basic indexing, except for four errors that safetensors raises and its tests assert: a
     bound or an index past the end, a list that is not empty, more indices than axes.
+
+    Example:
+        >>> from safeload import safe_open
+        >>> with safe_open("model.safetensors", framework="np") as file:
+        ...     rows = file.get_slice("conv1.weight")
+        ...     print(rows.get_shape(), rows.get_dtype(), rows[:2].shape)
+        [128, 129, 3] F32 (2, 129, 3)
     """
 
     def __init__(self, file: WeightFile, index: int) -> None:

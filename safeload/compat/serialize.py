@@ -21,6 +21,12 @@ class TensorMeta(NamedTuple):
         dtype: safetensors code, such as "F4".
         shape: logical shape, also for packed dtypes, whose arrays show bytes.
         data_offsets: byte range counted from the end of the header, as the header states it.
+
+    Example:
+        >>> from safeload import safe_open
+        >>> with safe_open("model.safetensors", framework="np") as file:
+        ...     file.get_tensor_meta("conv1.bias")
+        TensorMeta(dtype='F32', shape=(128,), data_offsets=(462336, 462848))
     """
 
     dtype: str
@@ -42,6 +48,14 @@ class TensorSpec:
 
     Raises:
         SafetensorError: an unknown dtype, or a shape that overflows.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload import TensorSpec
+        >>> x = np.zeros((2, 3), np.float32)
+        >>> spec = TensorSpec(dtype="float32", shape=x.shape, data_ptr=x.ctypes.data, data_len=x.nbytes)
+        >>> spec.dtype, spec.shape, spec.data_len
+        ('F32', [2, 3], 24)
     """
 
     __slots__ = ("_data_len", "_data_ptr", "_row", "_shape")
@@ -110,6 +124,13 @@ def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
 
     Raises:
         FormatError: the bytes break the format.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload import deserialize
+        >>> from safeload.numpy import save
+        >>> deserialize(save({"x": np.uint8([65, 66])}))
+        [('x', {'shape': [2], 'dtype': 'U8', 'data': bytearray(b'AB')})]
     """
     view, table = parse_table(bytes)
     return [
@@ -144,6 +165,14 @@ def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str]
     Raises:
         TypeError: a value is not a `TensorSpec`.
         SafetensorError: a length that does not fit its shape, or a name the format does not have.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload import TensorSpec, serialize
+        >>> x = np.zeros((2, 3), np.float32)
+        >>> spec = TensorSpec(dtype="float32", shape=x.shape, data_ptr=x.ctypes.data, data_len=x.nbytes)
+        >>> serialize({"x": spec}, {"step": "100"})[8:39]
+        b'{"__metadata__":{"step":"100"},'
     """
     return Writer(_entries(tensor_dict), metadata).to_bytes()
 
@@ -162,5 +191,15 @@ def serialize_file(
         TypeError: a value is not a `TensorSpec`.
         SafetensorError: a length that does not fit its shape, or a name the format does not have.
         OSError: the file cannot be written; a file that existed before is still there.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload import TensorSpec, serialize_file
+        >>> from safeload.numpy import load_file
+        >>> x = np.ones((2, 3), np.float32)
+        >>> spec = TensorSpec(dtype="float32", shape=x.shape, data_ptr=x.ctypes.data, data_len=x.nbytes)
+        >>> serialize_file({"x": spec}, "x.safetensors")
+        >>> load_file("x.safetensors")["x"].sum()
+        np.float32(6.0)
     """
     Writer(_entries(tensor_dict), metadata).to_file(filename)

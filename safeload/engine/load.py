@@ -50,6 +50,13 @@ class LoadStats(NamedTuple):
         tensors: number of tensors.
         seconds: wall-clock time.
         backend: "mmap" or "pread"; "pread" also if the system refused the requested mapping.
+
+    Example:
+        >>> import safeload
+        >>> with safeload.open("tiny-llama") as checkpoint:
+        ...     _ = checkpoint.load(backend="pread")
+        >>> checkpoint.last_load.tensors, checkpoint.last_load.bytes, checkpoint.last_load.backend
+        (30, 246656, 'pread')
     """
 
     bytes: int

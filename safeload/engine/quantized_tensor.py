@@ -51,6 +51,15 @@ class QuantizedTensor:
         TypeError: data or scale is not a numpy array.
 
     The blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> q = safeload.quantize(np.ones((2, 64), np.float32), "q8_0")
+        >>> q
+        <QuantizedTensor q8_0 [2, 64], 136 bytes>
+        >>> q.dequantize("float16").dtype, np.asarray(q).dtype
+        (dtype('float16'), dtype('float32'))
     """
 
     __hash__ = None  # type: ignore[assignment]

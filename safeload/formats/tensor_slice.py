@@ -26,6 +26,12 @@ class TensorSlice:
     Attributes:
         shape: of the array that loading the whole tensor returns.
         dtype: of that array.
+
+    Example:
+        >>> import safeload
+        >>> head = safeload.open("tiny-llama").get_slice("lm_head.weight")
+        >>> head.shape, head[-2:, ::16].shape
+        ((96, 64), (2, 4))
     """
 
     def __init__(self, file: WeightFile, index: int, wanted: Wanted) -> None:

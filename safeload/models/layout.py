@@ -31,6 +31,11 @@ class StackedTensor:
 
     Raises:
         ValueError: ``{}`` occurs more than once, a name is empty, or an attribute has the wrong type.
+
+    Example:
+        >>> from safeload import StackedTensor
+        >>> StackedTensor("up", "layers.{}.mlp.up_proj.weight", transpose=True).transpose
+        True
     """
 
     name: str

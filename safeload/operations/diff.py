@@ -38,6 +38,13 @@ class TensorDiff(NamedTuple):
         cosine: cosine of the angle between the two as vectors; 1 if they are equal, nan if one of them is zero.
         unequal: number of elements that differ.
         nonfinite: number of those that are NaN or infinite in only one of the two, or infinite with different signs.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> one, other = {"x": np.float32([1, 2])}, {"x": np.float32([1, 2.5])}
+        >>> safeload.diff(one, other).tensors["x"].max
+        0.5
     """
 
     max: float
@@ -59,6 +66,13 @@ class DiffReport:
         shapes: name to both shapes where they differ; values of these tensors are not compared.
         dtypes: name to both dtypes where they differ.
         tensors: name to `TensorDiff` for every tensor in both that has the same shape.
+
+    Example:
+        >>> import safeload
+        >>> safeload.convert("tiny-llama", "half.safetensors", dtype="float16")
+        >>> report = safeload.diff("tiny-llama", "half.safetensors")
+        >>> report.same, report.within(0.001)
+        (False, True)
     """
 
     def __init__(self, a: str, b: str) -> None:

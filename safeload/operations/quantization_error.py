@@ -23,6 +23,14 @@ class QuantizationError(NamedTuple):
         rms_error: root of the mean square of the differences.
         snr_db: 10 * log10(sum of squares of the original / sum of squares of the differences); infinite if there is no
             difference.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> x = np.float32([-1, -0.5, 0.3, 1])
+        >>> error = safeload.quantization_error({"x": x}, {"x": safeload.quantize(x, "int8")})["x"]
+        >>> error.max_error < 0.004
+        True
     """
 
     max_error: float
@@ -54,6 +62,13 @@ def quantization_error(
     Raises:
         TensorNotFoundError: the source lacks a quantized tensor.
         ValueError: shapes differ, or only one of the two is a single tensor.
+
+    Example:
+        >>> import safeload
+        >>> weights = safeload.load_quantized("tiny-llama", "q8_0")
+        >>> errors = safeload.quantization_error("tiny-llama", weights)
+        >>> len(errors), errors["lm_head.weight"].snr_db > 40
+        (22, True)
     """
     if isinstance(quantized, QuantizedTensor):
         if not isinstance(source, np.ndarray):

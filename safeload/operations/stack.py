@@ -33,6 +33,13 @@ class StackedDict(dict[str, Array]):
 
     Attributes:
         left_out: names of the tensors that no entry of the layout uses.
+
+    Example:
+        >>> import safeload
+        >>> norms = safeload.StackedTensor("norm", "model.layers.{}.input_layernorm.weight")
+        >>> stacked = safeload.stack("tiny-llama", safeload.Layout("norms", [norms]))
+        >>> stacked["norm"].shape, len(stacked.left_out)
+        ((3, 64), 27)
     """
 
     left_out: tuple[str, ...] = ()

@@ -55,6 +55,13 @@ class TensorStats(NamedTuple):
         first_inf: index of the first infinity, in the same form.
         histogram: int64 of shape [64], the number of finite nonzero values in each bin of `HISTOGRAM_EDGES`; None
             unless requested.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> found = safeload.stats(np.float32([0, 1, np.nan]))
+        >>> found.nan, found.first_nan, found.zeros, found.max
+        (1, (2,), 1, 1.0)
     """
 
     dtype: str

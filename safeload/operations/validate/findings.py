@@ -31,6 +31,12 @@ class Finding(NamedTuple):
         code: kind of the finding, for programs: "value.nan". Stable between versions.
         tensor: name of the tensor; for a whole layer the common prefix of its names; None for the file itself.
         message: description, with numbers.
+
+    Example:
+        >>> import safeload
+        >>> finding = safeload.validate("inf.safetensors").errors[0]
+        >>> finding.severity, finding.code, finding.tensor
+        ('error', 'value.inf', 'scores')
     """
 
     severity: Severity
@@ -70,6 +76,13 @@ class Limits(NamedTuple):
             number, or one for each name; None for any.
         norm: largest absolute value of the weights of a norm; None for ``low`` and ``high`` if these are given, else
             4096: norm weights scale normalized values, and reach some hundreds in good models (Gemma).
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> report = safeload.validate(np.float32([0.5, 3]), limits=safeload.Limits(low=-1, high=1))
+        >>> [warning.code for warning in report.warnings]
+        ['value.range']
     """
 
     low: float = _LOW
@@ -132,6 +145,12 @@ class ValidationReport:
         values: whether tensors were read; False if only the structure was checked.
         compared: number of tensors whose names and shapes were compared with the schema.
         seconds: duration of the checks.
+
+    Example:
+        >>> import safeload
+        >>> report = safeload.validate("tiny-llama")
+        >>> report.ok, report.schema, report.tensors, len(report.errors)
+        (True, 'llama', 30, 0)
     """
 
     def __init__(self, source: str) -> None:
