@@ -201,7 +201,7 @@ class Rules:
             return Planned(None, f"keep={show(kept)}")
         if self._keep is not None and self._keep(name):
             return Planned(None, "keep= said so")
-        usual = self._usual(name)
+        usual = self.usual(name)
         if usual is not None and found[0] == "*":  # an explicit pattern overrides the defaults
             return Planned(None, usual)
         if found[1] != INT8 and shape[-1] % 32:
@@ -210,13 +210,23 @@ class Rules:
             check_restorable(name, scheme)
         return Planned(found[1])
 
-    def _usual(self, name: str) -> str | None:
-        """Why a tensor is left unquantized by default; None if it is quantized."""
+    def usual(self, name: str) -> str | None:
+        """Why a matrix of this name is left unquantized by default; None if it is quantized."""
         role = None if self.schema is None else self.schema.role(name)
         if role is not None:
             return _KEPT_ROLES.get(role)
         pattern = next((p for p in KEPT_NAMES if fnmatchcase(name, p)), None)
         return None if pattern is None else f"matches {pattern}"
+
+
+def heads_to_quantize(model: Model, rules: Rules, about: Callable[[str], About]) -> dict[str, str]:
+    """Tied heads that are quantized although no file has them: name of the head to name of its embedding."""
+    found = {}
+    for head, embedding in model.tied_heads().items():
+        origin = about(embedding)
+        if not origin.quantized and origin.floating and rules.plan(head, origin).scheme is not None:
+            found[head] = embedding
+    return found
 
 
 def load_quantized(
@@ -326,10 +336,9 @@ class _Work:
         self._before = sum(tensor.about.nbytes for tensor in self._tensors.values())
         model = Model.of(catalog)
         rules.schema = model.schema
-        for head, embedding in model.tied_heads().items() if tie_lm_head else ():
-            about = self._tensors[embedding].about
-            if not about.quantized and about.floating and rules.plan(head, about).scheme is not None:
-                self._tensors[head] = self._find(embedding, head)
+        if tie_lm_head:
+            heads = heads_to_quantize(model, rules, lambda name: self._tensors[name].about)
+            self._tensors.update({head: self._find(embedding, head) for head, embedding in heads.items()})
 
     def _find(self, name: str, called: str | None = None) -> _Tensor:
         about = self._catalog.about(name)
