@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .engine.quantized_tensor import QuantizedTensor
     from .loading import load
     from .models.layout import Layout, StackedTensor
-    from .operations.convert import convert
+    from .operations.convert import ConvertReport, convert
     from .operations.diff import DiffReport, TensorDiff, diff
     from .operations.nest import flatten, nest
     from .operations.quantization_error import QuantizationError, quantization_error
@@ -54,7 +54,7 @@ _LATER = {
         "engine.quantized_tensor": ("QuantizedTensor",),
         "loading": ("load",),
         "models.layout": ("Layout", "StackedTensor"),
-        "operations.convert": ("convert",),
+        "operations.convert": ("ConvertReport", "convert"),
         "operations.diff": ("DiffReport", "TensorDiff", "diff"),
         "operations.nest": ("flatten", "nest"),
         "operations.quantization_error": ("QuantizationError", "quantization_error"),
@@ -73,6 +73,7 @@ __all__ = [
     "HISTOGRAM_EDGES",
     "KEPT_NAMES",
     "Checkpoint",
+    "ConvertReport",
     "DiffReport",
     "Finding",
     "ForbiddenError",

@@ -57,6 +57,7 @@ def load_file(path: PathLike) -> dict[str, Array]:
         >>> import safeload
         >>> from safeload import moon
         >>> safeload.convert("model.safetensors", "model.moon", dtype="float16")
+        <ConvertReport 'model.moon': moon, 15 tensors, 605 KiB>
         >>> moon.load_file("model.moon")["conv1.bias"].dtype
         dtype('float16')
     """

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import time
 from contextlib import ExitStack
 from typing import Any
 
-from .. import checkpoint
 from ..base.scheme import SCHEMES
-from ..base.text import plural, printable, size
 from ..formats.registry import SUFFIXES
 from ..models.layout import Layout, built_in
-from ..operations.convert import write
-from ..operations.quantize_checkpoint import Summary
+from ..operations.convert import ConvertReport, convert
 from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path
 
 _EPILOG = """examples:
@@ -82,31 +77,23 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Converts; returns the exit status."""
-    started = time.perf_counter()
     try:
-        summary = _convert(options)
+        report = _convert(options)
     except FileExistsError as error:
         raise FileExistsError(error.errno, "File exists, --overwrite replaces it", error.filename) from None
-    seconds = time.perf_counter() - started
-    with checkpoint.open(options.destination) as written:
-        nbytes = sum(os.path.getsize(path) for path in written.files)
-        if options.json:
-            result = {"files": written.files, "format": written.format, "tensors": len(written), "nbytes": nbytes}
-            if summary is not None:
-                result.update(quantized=summary.quantized, kept=summary.kept)
-            print(json.dumps({**result, "seconds": round(seconds, 3)}, indent=1))
-        else:
-            files = f" in {len(written.files)} files" if len(written.files) > 1 else ""
-            what = f"{written.format}, {plural(len(written), 'tensor')}, {size(nbytes)}{files}"
-            print(f"{printable(options.destination)}: {what}")
-            if summary is not None:
-                print("\n".join(printable(line) for line in str(summary).splitlines()))
+    if options.json:
+        result = {"files": report.files, "format": report.format, "tensors": report.tensors, "nbytes": report.nbytes}
+        if report.summary is not None:
+            result.update(quantized=report.summary.quantized, kept=report.summary.kept)
+        print(json.dumps({**result, "seconds": round(report.seconds, 3)}, indent=1))
+    else:
+        print(report)
     return 0
 
 
-def _convert(options: argparse.Namespace) -> Summary | None:
+def _convert(options: argparse.Namespace) -> ConvertReport:
     with ExitStack() as stack, bar("convert") as progress:
-        return write(
+        return convert(
             [stack.enter_context(open_path(path, options)) for path in options.source],
             options.destination,
             dtype=options.dtype,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.arrays import check_mapping
 from ..base.paths import PathLike, native_path
 from ..base.selecting import Patterns, Renames, renamed
-from ..base.text import show
+from ..base.text import plural, printable, show, size
 from ..engine.load import parse_target
 from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
@@ -23,6 +24,49 @@ from .conversion import Conversion, Some
 from .outputs import reporting
 from .quantize_checkpoint import Keep, Rules, Scheme, Summary
 from .shards import extras_of, parse_size, write_shards
+
+
+class ConvertReport(NamedTuple):
+    """What `convert` wrote. ``str()`` is what ``safeload convert`` prints.
+
+    Attributes:
+        destination: path of the file or the folder.
+        format: of the files.
+        files: paths of the files that hold the tensors.
+        tensors: number of tensors.
+        nbytes: bytes of the files.
+        seconds: how long it took.
+        summary: which tensors were quantized, and why the others were not; None without ``quantize``.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> print(safeload.convert({"w": np.ones((2, 64), np.float32)}, "w.safetensors", quantize="q8_0"))
+        w.safetensors: safetensors, 1 tensor, 312 B
+        512 bytes became 136 (3.76 times smaller)
+             1 quantized to q8_0: w
+    """
+
+    destination: str
+    format: str
+    files: list[str]
+    tensors: int
+    nbytes: int
+    seconds: float
+    summary: Summary | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.destination}: {self._what()}",
+            *([] if self.summary is None else str(self.summary).splitlines()),
+        ]
+        return "\n".join(map(printable, lines))
+
+    def __repr__(self) -> str:
+        return f"<ConvertReport {show(self.destination)}: {self._what()}>"
+
+    def _what(self) -> str:
+        files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
+        return f"{self.format}, {plural(self.tensors, 'tensor')}, {size(self.nbytes)}{files}"
 
 
 def convert(
@@ -43,7 +87,7 @@ def convert(
     overwrite: bool = False,
     threads: int | None = None,
     progress: Progress = None,
-) -> None:
+) -> ConvertReport:
     """Writes the tensors and metadata of checkpoints into a file of another format, in the memory of one tensor.
 
     Names stay as they are unless ``rename`` changes them: this does not convert between model architectures
@@ -82,6 +126,9 @@ def convert(
         threads: for reading and converting; None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
 
+    Returns:
+        What was written: files, tensors, bytes, seconds, and with ``quantize`` which tensors were quantized.
+
     Raises:
         FileExistsError: ``dst`` exists, and ``overwrite`` is not set.
         UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a tensor
@@ -94,50 +141,12 @@ def convert(
 
     Example:
         >>> import safeload
-        >>> safeload.convert("tiny-llama", "tiny.npz", dtype="float16", names=["model.norm.weight"])
+        >>> safeload.convert("tiny-llama", "tiny.npz", dtype="float16", only="model.norm.*").tensors
+        1
         >>> safeload.load("tiny.npz")["model.norm.weight"].dtype
         dtype('float16')
     """
-    write(
-        src,
-        dst,
-        dtype=dtype,
-        quantize=quantize,
-        layout=layout,
-        names=names,
-        only=only,
-        drop=drop,
-        keep=keep,
-        rename=rename,
-        metadata=metadata,
-        max_shard_size=max_shard_size,
-        extras=extras,
-        overwrite=overwrite,
-        threads=threads,
-        progress=progress,
-    )
-
-
-def write(
-    src: Given | Sequence[Given],
-    dst: PathLike,
-    *,
-    dtype: Any = None,
-    quantize: Scheme | None = None,
-    layout: Layout | None = None,
-    names: Iterable[str] | None = None,
-    only: Patterns = None,
-    drop: Patterns = None,
-    keep: Keep = None,
-    rename: Renames = None,
-    metadata: Mapping[str, Any] | None = None,
-    max_shard_size: int | str | None = None,
-    extras: bool = True,
-    overwrite: bool = False,
-    threads: int | None = None,
-    progress: Progress = None,
-) -> Summary | None:
-    """`convert`; returns the summary of quantization, None without ``quantize``."""
+    started = time.perf_counter()
     check_threads(threads)
     target = parse_target(dtype)
     if keep is not None and quantize is None:
@@ -151,6 +160,7 @@ def write(
         catalog = stack.enter_context(_catalog_of(src))
         work = Conversion(catalog, Some(names, only, drop), target, rules, format, threads)
         outputs = work.of_layout(layout) if layout is not None else work.of_tensors()
+        tensors = sum(name not in catalog.ignored for name in outputs)
         new_names = renamed(outputs, rename)
         outputs = {new_names[name]: output for name, output in outputs.items()}
         texts = _merged(catalog.metadata, metadata, format)
@@ -159,10 +169,13 @@ def write(
         outputs = reporting(outputs, report)
         if limit is not None:
             beside = extras_of(catalog.folder) if extras and catalog.folder is not None else {}
-            write_shards(outputs, as_texts(texts) or None, work.config(), beside, path, limit, overwrite)
+            files = write_shards(outputs, as_texts(texts) or None, work.config(), beside, path, limit, overwrite)
         else:
             BY_NAME[format].load().write(outputs, texts, path, overwrite=overwrite)
-    return work.summary(total)
+            files = [path]
+    nbytes = sum(map(os.path.getsize, files))
+    seconds = time.perf_counter() - started
+    return ConvertReport(path, format, files, tensors, nbytes, seconds, work.summary(total))
 
 
 def _format_of(path: str, max_shard_size: int | str | None) -> str:

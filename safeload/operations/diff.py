@@ -70,6 +70,7 @@ class DiffReport:
     Example:
         >>> import safeload
         >>> safeload.convert("tiny-llama", "half.safetensors", dtype="float16")
+        <ConvertReport 'half.safetensors': safetensors, 30 tensors, 244 KiB>
         >>> report = safeload.diff("tiny-llama", "half.safetensors")
         >>> report.same, report.within(0.001)
         (False, True)

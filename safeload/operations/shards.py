@@ -112,7 +112,7 @@ def write_shards(
     folder: str,
     limit: int,
     overwrite: bool,
-) -> None:
+) -> list[str]:
     """Writes shards, an index and the config.
 
     All files are written under temporary names first. The index is renamed into place last, so that a new folder has no
@@ -126,6 +126,9 @@ def write_shards(
         folder: the destination; it is created, and removed again on an error if it is empty.
         limit: most bytes of a shard; a larger tensor gets a shard of its own.
         overwrite: False to refuse existing files.
+
+    Returns:
+        Paths of the shards.
     """
     import json
 
@@ -166,6 +169,7 @@ def write_shards(
         if made:
             _remove_if_empty(folder)
         raise
+    return [os.path.join(folder, file) for file in files]
 
 
 def _copy(stack: ExitStack, path: str, place: str, *, overwrite: bool) -> None:

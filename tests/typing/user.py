@@ -58,7 +58,8 @@ def numbers(path: str, x: NDArray[np.float64]) -> tuple[float, int]:
 
 
 def change(path: str, done: Callable[[int, int], object]) -> bool:
-    safeload.convert(path, "x.safetensors", dtype="bfloat16", only=["model.*"], rename=[(r"^model\.", "")])
+    made = safeload.convert(path, "x.safetensors", dtype="bfloat16", only=["model.*"], rename=[(r"^model\.", "")])
+    print(made.nbytes, made.files[0], made.summary)
     safeload.convert([path, "y.gguf"], "z", max_shard_size="5GB", metadata={"license": None}, progress=done)
     safeload.convert({"x": np.ones(3)}, Path("x.npz"), rename={"x": "y"}, overwrite=True)
     report = safeload.validate(path, limits={"low": -1.0, "high": 1.0}, drop="*.bias")
