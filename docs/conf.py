@@ -1,6 +1,7 @@
 """Configuration of Sphinx. `docs/build.sh` builds the site; the safeload that is installed gives the API reference."""
 
 import re
+from importlib.metadata import metadata
 from typing import Any
 
 from sphinx.domains.python import PyObject
@@ -13,13 +14,23 @@ author = "The safeload authors"
 project_copyright = author
 release = version = safeload.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"safeload {release}"
 html_static_path = ["_static"]
 html_css_files = ["safeload.css"]
 html_copy_source = False
 html_show_sourcelink = False
+
+# "Edit this page", as soon as pyproject.toml has an address in place of the reserved name.
+_ADDRESS = dict(row.split(", ", 1) for row in metadata("safeload").get_all("Project-URL") or []).get("Repository", "")
+if ".example/" not in _ADDRESS:
+    html_theme_options = {"source_repository": _ADDRESS, "source_branch": "main", "source_directory": "docs/"}
+
+# The button copies what a reader types: no prompts, no output.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_line_continuation_character = "\\"
 
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
@@ -38,7 +49,8 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 _ALIASES = ("Array", "PathLike", "Progress", "Backend", "Scheme", "Keep", "Value", "Given", "Source")
 autodoc_type_aliases = {name: name for name in _ALIASES}
-python_maximum_signature_line_length = 88
+# Signatures wrap where the page ends: a parameter a line makes a screen of each.
+python_maximum_signature_line_length = None
 python_use_unqualified_type_names = True
 
 
@@ -69,6 +81,16 @@ def find_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, content)
 
 
+# Pages of the repository that the site includes, and what they are called there.
+_INCLUDED = {"(benches/README.md)": "(measuring.md)", "(../BENCHMARKS.md)": "(benchmarks.md)"}
+
+
+def link_included(app: Any, path: Any, docname: str, content: list[str]) -> None:
+    """Links between included pages are those of the site."""
+    for there, here in _INCLUDED.items():
+        content[0] = content[0].replace(there, here)
+
+
 def setup(app: Any) -> None:
     """Connects the above to Sphinx."""
     for field in PyObject.doc_field_types:
@@ -79,6 +101,7 @@ def setup(app: Any) -> None:
     checkpoint.analyze()
     for name in ("load", "Checkpoint.load"):
         del checkpoint.overloads[name]
+    app.connect("include-read", link_included)
     app.connect("missing-reference", find_short_name)
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-skip-member", skip_member)

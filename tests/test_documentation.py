@@ -18,6 +18,9 @@ import safeload
 # Languages of blocks that are not run; "sh" is for what needs a network or a large model.
 NOT_RUN = {"sh", "json", "text"}
 
+# Pages about packages that tests do not otherwise need.
+NEEDS = {"frameworks.md": ("torch", "jax")}
+
 as_numpy_2_prints = pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="written with numpy 2")
 
 
@@ -40,6 +43,8 @@ def _failure_of(example):
 @pytest.mark.skipif(shutil.which("bash") is None, reason="console examples are run by bash")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_examples_of_a_page_do_what_they_show(page, folder):
+    for package in NEEDS.get(page.name, ()):
+        pytest.importorskip(package)
     failures = [failure for example in examples_of(page) if (failure := _failure_of(example))]
     assert not failures, "\n\n".join(failures)
 
@@ -68,6 +73,20 @@ def test_examples_of_docstrings_do_what_they_show(test, folder):
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append)
     assert result.attempted
     assert not result.failed, "".join(said)
+
+
+# What readers type into the search of the site, which ranks titles and headings first.
+SEARCHED = """
+    conda cookbook duplicates faq fork gguf gpu hub install int8 jax llama.cpp lora merge metadata nested network
+    notebook offline pickle pin public quantized rename s3 shards sigbus threads torch url wheels windows
+"""
+
+
+@pytest.mark.parametrize("term", SEARCHED.split())
+def test_what_readers_search_for_is_in_a_heading(term):
+    pages = [page.read_text("utf-8") for page in PAGES if page.parent != ROOT]
+    text = re.sub(r"^```.*?^```$", "", "\n".join(pages), flags=re.MULTILINE | re.DOTALL)
+    assert re.search(rf"^#+ .*\b{re.escape(term)}\b", text, re.MULTILINE | re.IGNORECASE)
 
 
 def test_the_guide_lists_every_code_of_a_finding():

@@ -1,6 +1,7 @@
 """Runs the examples of a page: ``pycon`` and ``console`` blocks, in order, in one folder, output compared."""
 
 import doctest
+import json
 import os
 import shutil
 import subprocess
@@ -86,6 +87,23 @@ def examples_of(page: Path) -> list[Example]:
     return list(_SYBIL.parse(page).examples())
 
 
+def _write_adapter(folder: Path, base: dict[str, np.ndarray]) -> None:
+    """A LoRA adapter as PEFT writes it, for two projections of each layer."""
+    rank = 4
+    rng = np.random.default_rng(7)
+    tensors = {}
+    for name in base:
+        if name.endswith(("q_proj.weight", "v_proj.weight")):
+            rows, columns = base[name].shape
+            place = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{place}.lora_A.weight"] = rng.standard_normal((rank, columns), np.float32) * np.float32(0.02)
+            tensors[f"{place}.lora_B.weight"] = rng.standard_normal((rows, rank), np.float32) * np.float32(0.02)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", durable=False)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 def make_files(folder: Path) -> None:
     """The files that examples use; docs/index.md says what they are."""
     os.symlink(ROOT / "tests", folder / "tests")
@@ -103,6 +121,7 @@ def make_files(folder: Path) -> None:
     tensors["model.norm.weight"][63] = np.nan
     (folder / "broken-llama").mkdir()
     write_folder(folder / "broken-llama", config, tensors)
+    _write_adapter(folder / "tiny-lora", tensors)
     lightning = {
         "state_dict": {"w": tensor(Storage("0", np.ones(4, np.float32)))},
         "by": Call(Ref("my.module", "Config")),
