@@ -1,7 +1,9 @@
 """What pyproject.toml cannot say: the cffi extension, the wheel tag of the stable ABI, and what a build needs."""
 
+import re
 import shutil
 import sysconfig
+from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build import build
@@ -40,10 +42,19 @@ class Build(build):
     sub_commands = sorted(build.sub_commands, key=lambda command: command[0] != "build_ext")
 
 
+def long_description():
+    """README.md as a package index shows it: without the pictures and links that lead into a checkout."""
+    text = Path(__file__).with_name("README.md").read_text("utf-8")
+    text = re.sub(r"<picture>.*?</picture>\n\n", "", text, flags=re.DOTALL)
+    return re.sub(r"\[([^\]]+)\]\((?!https?://)[^)]+\)", r"\1", text)
+
+
 # One wheel for CPython 3.10 and later; a free-threaded interpreter has no stable ABI and gets its own.
 options = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"bdist_wheel": {"py_limited_api": "cp310"}}
 
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     cffi_modules=["csrc/ffi_build.py:ffibuilder"],
     cmdclass={"build": Build, "build_ext": BuildExtension},
     options=options,

@@ -9,9 +9,8 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from builders.doc_examples import FLAGS, PAGES, ROOT, examples_of, make_files
+from builders.doc_examples import FLAGS, PAGES, ROOT, examples_of, failure_of, make_files
 from builders.quantized import FIXTURES
-from sybil.example import SybilFailure
 
 import safeload
 
@@ -31,25 +30,17 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def _failure_of(example):
-    try:
-        example.evaluate()
-    except SybilFailure as failure:
-        return str(failure)
-    return None
-
-
 @as_numpy_2_prints
 @pytest.mark.skipif(shutil.which("bash") is None, reason="console examples are run by bash")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_examples_of_a_page_do_what_they_show(page, folder):
     for package in NEEDS.get(page.name, ()):
         pytest.importorskip(package)
-    failures = [failure for example in examples_of(page) if (failure := _failure_of(example))]
+    failures = [failure for example in examples_of(page) if (failure := failure_of(example))]
     assert not failures, "\n\n".join(failures)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_block_is_run_or_of_a_language_that_cannot_be(page):
     opened = re.findall(r"^```(.*)$", page.read_text("utf-8"), re.MULTILINE)[::2]
     assert set(opened) <= {"pycon", "console", *NOT_RUN} | {text for text in opened if text.startswith("{")}

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from sybil import Document, Example, Region, Sybil
 from sybil.evaluators.doctest import DocTestEvaluator, OutputChecker
+from sybil.example import SybilFailure
 from sybil.parsers.abstract.doctest import DocTestStringParser
 from sybil.parsers.markdown import CodeBlockParser
 
@@ -21,7 +22,8 @@ from builders.paths import ROOT
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 from safeload.numpy import save_file
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# README.md is run by test_readme.py, in the checkout.
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 # "..." stands for anything; lines are broken where the page needs it.
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -102,6 +104,15 @@ def _write_adapter(folder: Path, base: dict[str, np.ndarray]) -> None:
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", durable=False)
     (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def failure_of(example: Example) -> str | None:
+    """Runs an example; what is wrong with its output, None if nothing is."""
+    try:
+        example.evaluate()
+    except SybilFailure as failure:
+        return str(failure)
+    return None
 
 
 def make_files(folder: Path) -> None:

@@ -1,0 +1,76 @@
+"""README.md: its lines run in the checkout, its numbers are those of BENCHMARKS.md, its links live on an index too."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from importlib.metadata import metadata
+
+import numpy as np
+import pytest
+from builders.doc_examples import examples_of, failure_of
+from builders.paths import ROOT
+
+from safeload.formats.registry import ROWS
+
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_it_is_two_screens():
+    assert len(README.encode()) < 5_000
+
+
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="written with numpy 2")
+def test_its_lines_run_in_the_checkout_and_leave_nothing_there(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    before = sorted(ROOT.iterdir())
+    examples = examples_of(ROOT / "README.md")
+    assert len(examples) > 5
+    failures = [failure for example in examples if (failure := failure_of(example))]
+    assert not failures, "\n\n".join(failures)
+    assert sorted(ROOT.iterdir()) == before
+
+
+def test_its_first_command_lists_a_real_file():
+    command = re.search(r"&& safeload (.*)", README)[1].split()
+    done = subprocess.run(
+        [sys.executable, "-m", "safeload", *command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "15 tensors" in done.stdout
+
+
+def test_its_measured_rows_are_those_of_the_benchmarks():
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "benches" / "readme.py")
+    readme = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(readme)
+    benchmarks = (ROOT / "BENCHMARKS.md").read_text("utf-8")
+    assert readme.updated(README, benchmarks) == README, "run python benches/readme.py"
+    ratios = [float(row.rpartition("| ")[2][:-3]) for row in readme.table(benchmarks).splitlines()[2:]]
+    assert len(ratios) == 5
+    assert min(ratios) < 1, "a row that we lose belongs there"
+
+
+def test_its_table_has_every_format_and_says_what_is_written():
+    rows = [line for line in README.splitlines() if line.startswith("| ")]
+    for format in ROWS:
+        word = {"pickle": "pickles", "torch zip": "torch", "torch legacy": "before 1.6"}.get(format.name, format.name)
+        row = next(row for row in rows if word in row.lower())
+        written = row.split("|")[5].strip()
+        assert (written == "yes" or word in written) == format.writes, format.name
+
+
+def test_links_lead_to_files_of_the_checkout():
+    targets = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", README)
+    assert len(targets) > 8
+    for target in (first or second for first, second in targets):
+        assert (ROOT / target.partition("#")[0]).is_file(), target
+
+
+def test_a_package_index_gets_no_link_that_dies_there():
+    about = metadata("safeload")
+    assert about["Description-Content-Type"] == "text/markdown"
+    body = about["Description"] or about.get_payload()
+    assert body.startswith("# safeload")
+    assert "Threat model" in body
+    assert "<picture" not in body
+    assert not re.findall(r"\]\((?!https?://)[^)]+\)", body)
