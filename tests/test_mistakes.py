@@ -318,3 +318,85 @@ def test_a_pickle_without_arrays_is_not_sent_on(estimator, here):
 def test_pickled_arrays_open(here):
     (here / "w.pkl").write_bytes(pickle.dumps({"w": W}))
     np.testing.assert_array_equal(safeload.load("w.pkl")["w"], W)
+
+
+# ---- names of dtypes and schemes ----
+
+
+def dtype_and_name(values):
+    return {array.dtype.name for array in values.values()}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "BF16", "Bfloat16", "torch.bfloat16"])
+def test_dtypes_are_taken_as_people_write_them(dtype, here, capsys):
+    assert dtype_and_name(safeload.load("good.safetensors", dtype=dtype)) == {"bfloat16"}
+    assert dtype_and_name(load_file("good.safetensors", dtype=dtype)) == {"bfloat16"}
+    assert safeload.astype(W, dtype).dtype.name == "bfloat16"
+    assert main(["convert", "good.safetensors", "out.safetensors", "--dtype", dtype]) == 0
+    assert dtype_and_name(load_file("out.safetensors")) == {"bfloat16"}
+
+
+DTYPES = {
+    "flaot32": (TypeError, ["unknown dtype 'flaot32': did you mean 'float32'?", "not: expected"]),
+    "float8": (TypeError, ["did you mean 'float8_e4m3fn' or 'float8_e5m2'?"]),
+    "nonsense": (TypeError, ["expected one of float64, float32, bfloat16, float16, float8_e4m3fn, float8_e5m2"]),
+    "int8": (safeload.UnsupportedError, ["cannot load as int8; supported: float64, float32, bfloat16", "not: int16"]),
+    "q4_0": (TypeError, ["it is a quantization scheme, see safeload.load_quantized"]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_dtype_that_loading_does_not_take(dtype, here, capsys):
+    kind, parts = DTYPES[dtype]
+    ways = [lambda: safeload.load("good.safetensors", dtype=dtype), lambda: load_file("good.safetensors", dtype=dtype)]
+    for way in (*ways, lambda: safeload.convert("good.safetensors", "out.safetensors", dtype=dtype)):
+        text = message(way, kind)
+        assert_says(text, *parts)
+        listed = text.partition("expected one of ")[2].split(", ")
+        assert len(set(listed)) == len(listed)
+    assert main(["convert", "good.safetensors", "out.safetensors", "--dtype", dtype]) == (2 if kind is TypeError else 1)
+    assert_says(capsys.readouterr().err, f"safeload: {text}\n")
+
+
+@pytest.mark.parametrize("scheme", ["Q4_0", "q4_0", "Q8_0", "INT8", "Int8", "Q5_1"])
+def test_schemes_are_taken_in_any_case(scheme, here, capsys):
+    want = scheme.lower()
+    assert safeload.quantize(W, scheme) == safeload.quantize(W, want)
+    for given in (scheme, {"w": scheme, "*": None}):
+        made = safeload.load_quantized("good.safetensors", given)
+        assert (made["w"].scheme, made.summary.quantized) == (want, {"w": want})
+    assert set(safeload.quantization_error("good.safetensors", made)) == {"w"}
+    safeload.convert("good.safetensors", "out.safetensors", quantize=scheme)
+    assert safeload.load("out.safetensors")["w"] == made["w"]
+    assert main(["convert", "good.safetensors", "line.safetensors", "--quantize", scheme]) == 0
+    assert safeload.load("line.safetensors")["w"] == made["w"]
+
+
+WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1"
+SCHEMES = {
+    "Q4_K_M": [f"scheme 'Q4_K_M': Q4_K is read only; can be written: {WRITTEN}"],
+    "q6_k": [f"Q6_K is read only; can be written: {WRITTEN}"],
+    "int4": [f"unknown scheme 'int4', expected one of {WRITTEN}", "not: int8'?"],
+    "q40": ["unknown scheme 'q40': did you mean 'q4_0'?"],
+    "bf16": ["unknown scheme 'bf16': it is a dtype, for dtype= of safeload.load and convert"],
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_scheme_that_is_not_written(scheme, here, capsys):
+    ways = [
+        lambda: safeload.quantize(W, scheme),
+        lambda: safeload.load_quantized("good.safetensors", scheme),
+        lambda: safeload.load_quantized("good.safetensors", {"*": scheme}),
+        lambda: safeload.convert("good.safetensors", "out.safetensors", quantize=scheme),
+    ]
+    for way in ways:
+        assert_says(message(way, ValueError), *SCHEMES[scheme])
+    assert main(["convert", "good.safetensors", "out.safetensors", "--quantize", scheme]) == 2
+    assert_says(capsys.readouterr().err, *SCHEMES[scheme])
+
+
+def test_a_scheme_that_is_no_text_is_a_value_error(here):
+    for scheme in (None, 4, ["q4_0"]):
+        text = message(lambda scheme=scheme: safeload.load_quantized("good.safetensors", scheme), ValueError)
+        assert_says(text, "unknown scheme", WRITTEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,7 +11,10 @@ import numpy as np
 
 from ..errors import SafeloadError
 from .native import ffi, lib
-from .text import show
+from .text import nearest, show
+
+# Characters of a name that are compared with those known.
+_LONGEST_NAME = 40
 
 
 class Dtype(NamedTuple):
@@ -122,22 +126,67 @@ def element_dtype(number: int) -> np.dtype[Any]:
     return found
 
 
-def parse(dtype: Any) -> Dtype:
-    """The row for a dtype given as numpy dtype or type, ml_dtypes type, name ("float32") or safetensors code ("F32").
+# What people also type, in any case. Numpy's own names come first: "f4" and "f8" have 4 and 8 bytes there.
+_ALIASES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "fp8": "float8_e4m3fn",
+    "half": "float16",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+}
+
+
+def parse(dtype: Any, among: Sequence[Dtype] = TABLE) -> Dtype:
+    """The row for a dtype.
+
+    Args:
+        dtype: type or dtype of numpy, ml_dtypes, torch or JAX; name ("float32", "bf16", "torch.float16") in any case;
+            safetensors code ("F32").
+        among: the rows that the caller supports, for the message.
 
     Raises:
-        TypeError: an unknown dtype.
+        TypeError: an unknown dtype; the message names the nearest one.
     """
     if isinstance(dtype, str) and (found := BY_CODE.get(dtype) or BY_NAME.get(dtype)) is not None:
         return found
     try:
         name = np.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):  # text with a comma is parsed as a record
         name = None
     row = BY_NAME.get(name) if name is not None else None
+    if row is None and (isinstance(dtype, str) or type(dtype).__module__ == "torch"):
+        row = _named(str(dtype))
     if row is None:
-        raise TypeError(f"unknown dtype {show(dtype)}, expected one of {', '.join(r.name for r in TABLE)}")
+        raise TypeError(f"unknown dtype {show(dtype)}{_nearest(dtype, among)}")
     return row
+
+
+def _named(text: str) -> Dtype | None:
+    name = text.lower().removeprefix("torch.")
+    return BY_NAME.get(_ALIASES.get(name, name))
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is the name of a dtype."""
+    return _named(text) is not None
+
+
+def _nearest(dtype: Any, among: Sequence[Dtype]) -> str:
+    """The end of the message for an unknown dtype: what was meant, or what there is."""
+    text = dtype[:_LONGEST_NAME].lower() if isinstance(dtype, str) else ""
+    scheme = BLOCK_TYPES.get(text)
+    if scheme is not None:
+        written = lib.sl_convertible(BY_CODE["F32"].number, scheme.number)
+        return f": it is a quantization scheme{', see safeload.load_quantized' if written else ''}"
+    names = [row.name for row in among]
+    meant = [name for name in names if text and name.startswith(text)] or nearest(text, names)
+    return f": did you mean {' or '.join(map(repr, meant))}?" if meant else f", expected one of {', '.join(names)}"
 
 
 def of_array(array: Any, name: str) -> Dtype:

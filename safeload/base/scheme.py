@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .dtypes import BLOCK_TYPES, BY_CODE, Dtype
+from .dtypes import BLOCK_TYPES, BY_CODE, Dtype, is_name
 from .native import lib
-from .text import show
+from .text import nearest, show
 
 
 class Scheme(NamedTuple):
@@ -56,6 +56,8 @@ def _blocks(name: str, **roundings: int) -> Scheme:
     return Scheme(name, BLOCK_TYPES[name], roundings)
 
 
+# Characters of a name that are compared with those known.
+_LONGEST_NAME = 40
 INT8 = "int8"
 SCHEMES = {
     row.name: row
@@ -83,6 +85,31 @@ def row_of(scheme: str) -> Dtype:
     if row is None:
         raise ValueError(f"unknown scheme {show(scheme)}, expected one of {', '.join(_ROWS)}")
     return row
+
+
+def parse(scheme: object) -> str:
+    """The name of a scheme that can be written, in lower case.
+
+    Args:
+        scheme: its name in any case.
+
+    Raises:
+        ValueError: an unknown scheme, or one that is only read.
+    """
+    name = scheme.lower() if isinstance(scheme, str) else ""
+    if name in SCHEMES:
+        return name
+    can = ", ".join(SCHEMES)
+    # llama.cpp calls mixtures of schemes "Q4_K_M": S, M and L are their sizes.
+    row = _ROWS.get(name) or _ROWS.get(name[:-2] if name.endswith(("_s", "_m", "_l")) else name)
+    if row is not None:
+        raise ValueError(f"scheme {show(scheme)}: {row.code} is read only; can be written: {can}")
+    if is_name(name):
+        raise ValueError(f"unknown scheme {show(scheme)}: it is a dtype, for dtype= of safeload.load and convert")
+    meant = nearest(name[:_LONGEST_NAME], SCHEMES)
+    raise ValueError(
+        f"unknown scheme {show(scheme)}" + (f": did you mean {meant[0]!r}?" if meant else f", expected one of {can}")
+    )
 
 
 def usual_axis(scheme: str, shape: tuple[int, ...]) -> int | None:

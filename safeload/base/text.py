@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 # Characters of a value in a message: two lines of a terminal.
 _SHOWN = 200
+# Least likeness of a misspelling, as difflib measures it.
+_NEAR = 0.7
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -34,6 +36,28 @@ def show(value: Any) -> str:
     except Exception:  # an int with thousands of digits, or any error of a foreign __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def nearest(text: str, names: Iterable[str]) -> list[str]:
+    """The name that a text is a misspelling of, as a list of one; empty if none is near, or several are equally.
+
+    Digits are never misspelled: "int4" does not mean "int8".
+    """
+    import difflib  # only here: at the top it would add a millisecond to `import safeload`
+
+    near = difflib.SequenceMatcher(None, b=text)
+    ratios = {}
+    for name in names:
+        if _digits(name) == _digits(text):
+            near.set_seq1(name)
+            ratios[name] = near.ratio()
+    best = max(ratios.values(), default=0.0)
+    close = [name for name, ratio in ratios.items() if ratio == best]
+    return close if best >= _NEAR and len(close) == 1 else []
+
+
+def _digits(text: str) -> str:
+    return "".join(filter(str.isdigit, text))
 
 
 def subject(name: str | None) -> str:

@@ -24,6 +24,8 @@ from .weight_file import WeightFile
 Backend = Literal["mmap", "pread"]
 
 _F64 = dtypes.BY_CODE["F64"]
+# The dtypes that loading converts to, in the order of messages.
+_TARGETS = tuple(row for row in reversed(dtypes.TABLE) if lib.sl_convertible(_F64.number, row.number))
 
 # A tensor to load: its name, its file, its index there.
 Part = tuple[str, WeightFile, int]
@@ -80,10 +82,9 @@ def parse_target(dtype: Any) -> dtypes.Dtype | None:
     """
     if dtype is None:
         return None
-    row = dtypes.parse(dtype)
-    if not row.floating or not (row.code == "F32" or lib.sl_convertible(dtypes.BY_CODE["F32"].number, row.number)):
-        supported = [r.name for r in reversed(dtypes.TABLE) if lib.sl_convertible(_F64.number, r.number)]
-        raise UnsupportedError(f"cannot load as {row.name}; supported: {', '.join(supported)}")
+    row = dtypes.parse(dtype, _TARGETS)
+    if row not in _TARGETS:
+        raise UnsupportedError(f"cannot load as {row.name}; supported: {', '.join(r.name for r in _TARGETS)}")
     return row
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..base.arrays import Array
 from ..base.native import lib
-from ..base.scheme import INT8, SCHEMES
+from ..base.scheme import INT8, SCHEMES, parse
 from ..base.text import show
 from ..engine import jobs
 from ..engine.progress import Progress
@@ -146,22 +146,22 @@ def quantize(
         >>> safeload.quantize(np.float32([-0.5, -0.25, 0.1, 0.5]), "int8").data
         array([-127,  -64,   25,  127], dtype=int8)
     """
-    if scheme == BITNET:
+    if isinstance(scheme, str) and scheme.lower() == BITNET:
         if axis is not None or rounding is not None or out is not None:
             raise ValueError("bitnet takes neither axis=, rounding= nor out=")
         return quantize_bitnet("", x, threads)
-    check_scheme(scheme)
-    target = SCHEMES[scheme].target(rounding)
-    if scheme == INT8 and rounding is not None:
+    name = parse(scheme)
+    target = SCHEMES[name].target(rounding)
+    if name == INT8 and rounding is not None:
         raise ValueError("rounding is for q4_0: int8 has one")
     check_threads(threads)
     source = of_reals("", x, threads)
     if axis is not None and axis < 0:
         axis += len(source.shape)
-    storage_of(scheme, source.shape, axis)
+    storage_of(name, source.shape, axis)
     if out is not None:
-        _check_fitting(out, source, scheme, axis)
-    result = new_tensor(source, scheme, axis)
+        _check_fitting(out, source, name, axis)
+    result = new_tensor(source, name, axis)
     run_requests([Request(source, result, target)], threads=threads, progress=None)
     if out is None:
         return result
@@ -195,16 +195,6 @@ def quantize_source(
     result = new_tensor(given, scheme, axis, data)
     run_requests([Request(given, result, SCHEMES[scheme].target(rounding))], threads=threads, progress=None)
     return result
-
-
-def check_scheme(scheme: object) -> None:
-    """Refuses an unknown scheme.
-
-    Raises:
-        ValueError: the scheme is unknown.
-    """
-    if not isinstance(scheme, str) or scheme not in SCHEMES:
-        raise ValueError(f"unknown scheme {show(scheme)}, expected one of {', '.join(SCHEMES)}")
 
 
 def _check_fitting(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:

@@ -13,7 +13,7 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..base.listing import dict_repr
 from ..base.native import lib
-from ..base.scheme import INT8, SCHEMES, row_of, usual_axis
+from ..base.scheme import INT8, SCHEMES, parse, row_of, usual_axis
 from ..base.text import show, subject
 from ..engine import jobs
 from ..engine.progress import Progress
@@ -25,7 +25,7 @@ from ..models.choosing import choose
 from ..models.schema import Schema
 from .about import About
 from .catalog import Catalog, Given
-from .quantize import Request, Rounding, SchemeName, check_scheme, new_tensor, run_requests
+from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests
 
 #: Names of matrices that engines want in full precision: lookup tables, and tensors that are small or scale others.
 #: Used for models without a schema; a schema gives the role of each tensor.
@@ -173,10 +173,8 @@ class Rules:
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
         self.schema: Schema | None = None
-        self._schemes = {"*": scheme} if isinstance(scheme, str) else dict(scheme)
-        for known in self._schemes.values():
-            if known is not None:
-                check_scheme(known)
+        given = scheme if isinstance(scheme, Mapping) else {"*": parse(scheme)}
+        self._schemes = {pattern: None if one is None else parse(one) for pattern, one in given.items()}
         self._keep = keep if callable(keep) else None
         self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
 

@@ -2,11 +2,13 @@
 
 import gguf
 import gguf.quants
+import ml_dtypes
 import numpy as np
 import pytest
 
 from safeload.base import dtypes
 from safeload.base.native import ffi, lib
+from safeload.base.text import show
 
 rng = np.random.default_rng(11)
 
@@ -80,3 +82,86 @@ def test_the_first_block_with_a_bad_scale_is_found(row):
             assert lib.sl_blocks_finite(row.number, pointer, 9) == 5
     blocks[...] = 0xFF
     assert lib.sl_blocks_finite(row.number, pointer, 9) == (0 if row.scale_count else 9)
+
+
+# ---- what people type ----
+
+ALIASES = {
+    "float16": ["f16", "fp16", "half", "float16", "torch.float16"],
+    "bfloat16": ["bf16", "bfloat16", "torch.bfloat16"],
+    "float32": ["f32", "fp32", "float32", "torch.float32"],
+    "float64": ["f64", "fp64", "float64"],
+    "float8_e4m3fn": ["fp8", "e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"],
+    "float8_e5m2": ["e5m2", "float8_e5m2"],
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_dtypes_have_the_names_that_people_type_in_any_case(name):
+    for alias in ALIASES[name]:
+        for text in (alias, alias.upper(), alias.title()):
+            if text not in dtypes.BY_CODE:
+                assert dtypes.parse(text).name == name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        *((row.code, row.name) for row in dtypes.TABLE),
+        *((row.name, row.name) for row in dtypes.TABLE),
+        *[("float", "float64"), ("double", "float64"), ("single", "float32"), ("f2", "float16"), ("f4", "float32")],
+        *[("f8", "float64"), ("i8", "int64"), ("u8", "uint64"), ("i4", "int32"), ("e", "float16"), ("?", "bool")],
+        *[(float, "float64"), (np.float32, "float32"), (np.dtype(">f4"), "float32"), (ml_dtypes.bfloat16, "bfloat16")],
+    ],
+    ids=str,
+)
+def test_names_of_numpy_and_codes_keep_their_meaning(dtype, name):
+    assert dtypes.parse(dtype).name == name
+
+
+def test_a_dtype_of_torch_is_known_by_its_name():
+    class dtype:  # noqa: N801 - as torch calls it
+        __module__ = "torch"
+
+        def __init__(self, name):
+            self.name = name
+
+        def __str__(self):
+            return f"torch.{self.name}"
+
+    for name in ("float16", "bfloat16", "float32", "float8_e5m2", "int64"):
+        assert dtypes.parse(dtype(name)).name == name
+    with pytest.raises(TypeError, match="unknown dtype"):
+        dtypes.parse(dtype("qint8"))
+
+
+def test_a_scalar_type_of_jax_is_known_by_its_dtype():
+    class Scalar(type):  # as jax.numpy.bfloat16 is made
+        dtype = np.dtype(ml_dtypes.bfloat16)
+
+    assert dtypes.parse(Scalar("bfloat16", (), {"dtype": Scalar.dtype})).name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "end"),
+    [
+        ("flaot32", ": did you mean 'float32'?"),
+        ("Float_16", ": did you mean 'float16'?"),
+        ("bfloat", ": did you mean 'bfloat16'?"),
+        ("float8", ": did you mean 'float8_e5m2' or 'float8_e4m3fn'?"),
+        ("int4", ", expected one of float8_e5m2, float8_e4m3fn, float16, bfloat16"),
+        ("", ", expected one of float8_e5m2, float8_e4m3fn, float16, bfloat16"),
+        ("x" * 10**6, "..., expected one of float8_e5m2, float8_e4m3fn, float16, bfloat16"),
+        (7, ", expected one of float8_e5m2, float8_e4m3fn, float16, bfloat16"),
+        ("Q8_0", ": it is a quantization scheme, see safeload.load_quantized"),
+        ("q6_k", ": it is a quantization scheme"),
+    ],
+    ids=lambda value: show(value)[:20],
+)
+def test_an_unknown_dtype_is_answered_with_the_nearest_that_works(dtype, end):
+    among = [dtypes.BY_NAME[name] for name in ("float8_e5m2", "float8_e4m3fn", "float16", "bfloat16", "float32")]
+    with pytest.raises(TypeError) as caught:
+        dtypes.parse(dtype, among)
+    assert str(caught.value).startswith("unknown dtype ")
+    assert end in str(caught.value)
+    assert len(str(caught.value)) < 400

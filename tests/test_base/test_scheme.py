@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import safeload
+from safeload.base.dtypes import BLOCK_TYPES
 from safeload.base.scheme import ROUNDINGS, SCHEMES
 from safeload.cli import convert, report
 
@@ -49,10 +50,20 @@ def test_a_scheme_takes_its_own_roundings_only(scheme, rounding):
             safeload.quantize(x, scheme, rounding=rounding)
 
 
-@pytest.mark.parametrize("scheme", ["q3_0", "Q4_0 ", "", None, 4, ["q4_0"], {"q4_0"}, np.float32], ids=repr)
+@pytest.mark.parametrize("scheme", ["q3_0", "int4", "", None, 4, ["q4_0"], {"q4_0"}, np.float32], ids=repr)
 def test_what_is_no_scheme_is_refused_with_a_list_of_all(scheme):
     with pytest.raises(ValueError, match=f"expected one of {', '.join(SCHEMES)}$"):
         safeload.quantize(np.ones(32, np.float32), scheme)
+
+
+def test_a_scheme_that_is_only_read_is_called_that():
+    for name, row in BLOCK_TYPES.items():
+        if name not in SCHEMES:
+            for given in (name, row.code, f"{row.code}_M"):
+                with pytest.raises(
+                    ValueError, match=rf"{row.code} is read only; can be written: {', '.join(SCHEMES)}$"
+                ):
+                    safeload.quantize(np.ones(32, np.float32), given)
 
 
 @pytest.mark.parametrize("command", [convert, report], ids=["convert", "report"])
