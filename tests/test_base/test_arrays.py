@@ -167,8 +167,9 @@ def test_what_works_like_a_dict_is_taken():
 
     save_file(Like(), "new")
     npz.save(Like(), "new.npz")
-    for opened in (safeload.open("new.npz"), np.load("new.npz")):
-        save_file(opened, "new")
+    for way in (safeload.open, np.load):
+        with way("new.npz") as opened:
+            save_file(opened, "new")
         np.testing.assert_array_equal(load_file("new")["w"], W)
 
 
