@@ -400,3 +400,123 @@ def test_a_scheme_that_is_no_text_is_a_value_error(here):
     for scheme in (None, 4, ["q4_0"]):
         text = message(lambda scheme=scheme: safeload.load_quantized("good.safetensors", scheme), ValueError)
         assert_says(text, "unknown scheme", WRITTEN)
+
+
+# ---- names of tensors, slices ----
+
+
+def test_a_pattern_among_names(here):
+    safeload.convert({"model.layers.0.w": W, "model.norm": W}, "model.safetensors")
+    for names in (["model.layers.0.*"], ["model.layers.?.w"], ["model.norm", "*"]):
+        with safeload.open("model.safetensors") as opened:
+            ways = [
+                lambda names=names: load_file("model.safetensors", names=names),
+                lambda names=names: opened.load(names),
+            ]
+            for way in ways:
+                text = message(way, safeload.TensorNotFoundError)
+                assert_says(
+                    text,
+                    f"File does not contain tensor {names[-1]}: names are exact; only= of safeload.load takes patterns",
+                )
+    text = message(lambda: load_file("model.safetensors", names=["model.[norm"]), safeload.TensorNotFoundError)
+    assert_says(text, "close to it: model.norm", "not: patterns")
+
+
+@pytest.mark.parametrize("rows", [[1, 2], np.array([1, 2]), [True] * 4, 1.5, "a"], ids=repr)
+def test_a_slice_of_what_slices_do_not_take(rows, here):
+    with safeload.open("good.safetensors") as opened:
+        text = message(lambda: opened.get_slice("w")[rows], IndexError)
+        assert_says(text, "get_slice supports integers, slices, ... and None; got a", "as in checkpoint[name][rows]")
+        if not isinstance(rows, (float, str)):
+            assert opened["w"][rows].shape[1:] == (64,)  # as the message says
+    with safeload.safe_open("good.safetensors") as opened:
+        assert_says(message(lambda: opened.get_slice("w")[:, rows]), "as in get_tensor(name)[rows]")
+
+
+def test_a_slice_of_a_quantized_tensor(here):
+    for scheme in ("int8", "q4_0"):
+        made = {"w": safeload.quantize(W, scheme), "flat": safeload.quantize(W[0], scheme)}
+        safeload.convert(made, f"{scheme}.safetensors")
+        with safeload.open(f"{scheme}.safetensors") as opened:
+            text = message(lambda opened=opened: opened.get_slice("w"), safeload.UnsupportedError)
+            assert_says(text, "tensor 'w' is quantized: checkpoint['w'][2:5] gives rows of it")
+            assert opened["w"][2:5] == made["w"][2:5]
+            text = message(lambda opened=opened: opened.get_slice("flat"), safeload.UnsupportedError)
+            end = "[2:5] gives rows of it" if scheme == "int8" else ".dequantize() gives its values"
+            assert_says(text, f"tensor 'flat' is quantized: checkpoint['flat']{end}")
+            assert opened["flat"].dequantize().shape == (64,)
+
+
+FRAMEWORKS = {
+    "pt": ["torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)", "safetensors.torch"],
+    "torch": ["torch.from_numpy(array)"],
+    "flax": ["jax.numpy.asarray(array)"],
+    "tf": ["tf.convert_to_tensor(array)"],
+    "nonsense": ['framework nonsense is invalid: safeload gives numpy arrays, use "numpy"'],
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_another_framework(framework, here):
+    text = message(lambda: safeload.safe_open("good.safetensors", framework), safeload.SafetensorError)
+    assert_says(text, "safeload gives numpy arrays", *FRAMEWORKS[framework])
+
+
+# ---- saving ----
+
+
+def foreign_array(library, name, dtype):
+    """An array of another library, as far as messages look at it."""
+    return type(name, (), {"__module__": library, "dtype": dtype, "__array__": lambda self: W})()
+
+
+ARRAYS = {
+    "a nested dict": ({"b": W}, ["tensor 'a' is a dict, not a numpy array", "safeload.flatten(tree)"]),
+    "a list": ([1.0, 2.0], ["tensor 'a' is a list, not a numpy array", "numpy.asarray(x)"]),
+    "a ragged list": ([[1.0], [2.0, 3.0]], ["tensor 'a' is a list, not a numpy array", "not: asarray"]),
+    "a list of text": (["x"], ["tensor 'a' is a list", "not: asarray"]),
+    "an int": (1, ["tensor 'a' is an int, not a numpy array", "numpy.asarray(x)"]),
+    "a large int": (10**400, ["tensor 'a' is an int, not a numpy array", "not: asarray"]),
+    "text": ("x", ["tensor 'a' is a str, not a numpy array", "not: asarray"]),
+    "None": (None, ["tensor 'a' is None, not a numpy array", "not: asarray"]),
+    "JAX": (foreign_array("jaxlib._jax", "ArrayImpl", "float32"), ["tensor 'a' is an ArrayImpl", "numpy.asarray(x)"]),
+    "torch": (
+        foreign_array("torch", "Tensor", "torch.float32"),
+        ["tensor 'a' is a Tensor", "x.detach().cpu().numpy()"],
+    ),
+    "torch, bf16": (
+        foreign_array("torch", "Tensor", "torch.bfloat16"),
+        [".view(torch.int16).numpy().view(ml_dt"],
+    ),
+    "a parameter": (foreign_array("torch.nn.parameter", "Parameter", "torch.float16"), ["is a Parameter", ".detach()"]),
+}
+SAVERS = {
+    "safetensors": lambda tensors: save_file(tensors, "out.safetensors"),
+    "gguf": lambda tensors: safeload.gguf.save_file(tensors, "out.gguf"),
+    "moon": lambda tensors: safeload.moon.save_file(tensors, "out.moon"),
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+@pytest.mark.parametrize("format", SAVERS)
+def test_a_value_that_is_no_array(format, case, here):
+    value, parts = ARRAYS[case]
+    text = message(lambda: SAVERS[format]({"a": value}), TypeError)
+    assert_says(text, *(part if format != "gguf" else part.replace("numpy array", "numpy array or") for part in parts))
+    if "numpy.asarray(x)" in parts:  # leads no further
+        safeload.numpy.save({"a": np.asarray(value)})
+    assert not list(here.glob("out.*"))
+
+
+def test_convert_of_a_nested_dict(here):
+    for name in ("out.safetensors", "out.gguf", "out.npz"):
+        text = message(lambda name=name: safeload.convert({"a": {"b": W}}, name), TypeError)
+        assert_says(text, *ARRAYS["a nested dict"][1])
+
+
+@pytest.mark.parametrize(("array", "dtype"), [(np.array(["xy"]), "<U2"), (np.array([b"xyz"]), "|S3")], ids=["U", "S"])
+def test_text_is_called_by_its_code(array, dtype, here):
+    for way in (save_file, lambda tensors, path: safeload.convert(tensors, path)):
+        assert_says(message(lambda way=way: way({"a": array}, "out.safetensors")), f"dtype '{dtype}' cannot be saved")
+    assert_says(message(lambda: safeload.convert({"a": array}, "out.npz")), f"{dtype}", "not: pass dtype")

@@ -73,6 +73,45 @@ def refuse_masked(value: Any, subject: str) -> None:
         raise TypeError(f"{subject} is a masked array, and its mask would be lost: fill it first, with x.filled(...)")
 
 
+def with_article(noun: str) -> str:
+    """A noun with its indefinite article: "a list", "an ArrayImpl"."""
+    return f"{'an' if noun[:1] in tuple('AEIOaeio') else 'a'} {noun}"
+
+
+def not_an_array(subject: str, value: Any, wanted: str = "a numpy array") -> TypeError:
+    """The error for a value that is not an array, with what makes one of it.
+
+    Args:
+        subject: how messages name the value.
+        value: what was given.
+        wanted: what it should be.
+    """
+    kind = type(value)
+    library = kind.__module__.partition(".")[0]
+    if isinstance(value, Mapping):
+        advice = "safeload.flatten(tree) makes names with dots of nested dicts"
+    elif library == "torch":
+        advice = "x.detach().cpu().numpy() makes one"
+        if str(getattr(value, "dtype", "")) == "torch.bfloat16":
+            advice = "x.detach().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16) makes one"
+    elif hasattr(value, "__array__") or _is_numbers(value):
+        advice = "numpy.asarray(x) makes one"
+    else:
+        advice = ""
+    what = "None" if value is None else with_article(kind.__name__)
+    return TypeError(f"{subject} is {what}, not {wanted}" + (f": {advice}" if advice else ""))
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether numpy makes an array of numbers of a Python value."""
+    if not isinstance(value, (int, float, complex, list, tuple)):
+        return False
+    try:
+        return np.asarray(value).dtype.name in dtypes.BY_NAME
+    except (ValueError, OverflowError):
+        return False
+
+
 def check_mapping(value: Any, what: str, of: str = "names to arrays") -> None:
     """Refuses arguments that are neither a dict nor dict-like.
 

@@ -197,8 +197,13 @@ def of_array(array: Any, name: str) -> Dtype:
     """
     row = BY_NAME.get(array.dtype.name)
     if row is None or row.packed:
-        raise not_stored(array.dtype.name, name)
+        raise not_stored(shown(array.dtype), name)
     return row
+
+
+def shown(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype; of text its code, "<U2": numpy's name for that, "str64", is not one that numpy takes."""
+    return str(dtype.str if dtype.kind in "SU" else dtype.name)
 
 
 def not_stored(dtype: str, name: str) -> SafeloadError:

@@ -281,7 +281,11 @@ def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
     """The error for an unknown name, with suggestions."""
+    from fnmatch import fnmatchcase  # only here: it is needed by this message alone
+
     message = f"File does not contain tensor {clip(printable(name), _NAME)}"
+    if any(c in name for c in "*?[") and any(fnmatchcase(known, name) for known in names[:_SUGGEST_UP_TO]):
+        return TensorNotFoundError(f"{message}: names are exact; only= of safeload.load takes patterns", tensor=name)
     close = similar(name, names)
     if close:
         message += f"; close to it: {', '.join(close)}"

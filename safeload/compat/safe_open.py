@@ -213,9 +213,14 @@ def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str, see
     return opened
 
 
+# torch.from_numpy refuses the dtypes of ml_dtypes.
+_TORCH = (
+    "torch.from_numpy(array), for bfloat16 torch.from_numpy(array.view(np.int16)).view(torch.bfloat16), "
+    "or safetensors.torch"
+)
 # How to convert arrays for other frameworks, by upstream's names of these.
 _OTHERS = {
-    **dict.fromkeys(("pt", "torch", "pytorch"), "torch.from_numpy(array), or safetensors.torch"),
+    **dict.fromkeys(("pt", "torch", "pytorch"), _TORCH),
     **dict.fromkeys(("tf", "tensorflow"), "tf.convert_to_tensor(array), or safetensors.tensorflow"),
     **dict.fromkeys(("jax", "flax"), "jax.numpy.asarray(array), or safetensors.flax"),
     "mlx": "mlx.core.array(array), or safetensors.mlx",
@@ -290,7 +295,7 @@ class SafeSlice:
         items = index if isinstance(index, tuple) else (index,)
         _refuse(items, self.shape)
         try:
-            return read_slice(self._file, self._index, items)
+            return read_slice(self._file, self._index, items, "get_tensor(name)")
         except IndexError as error:
             raise SafetensorError(str(error)) from None
 

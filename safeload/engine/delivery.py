@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array, array_over, foreign_order, refuse_masked
+from ..base.arrays import Array, array_over, foreign_order, not_an_array, refuse_masked
 from ..base.packing import NAME, Packed
 from ..base.scheme import INT8
 from ..base.text import show
@@ -222,7 +222,7 @@ def _check_one(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Map
         raise ValueError(f"out: no array for tensor {show(name)}")
     refuse_masked(array, f"out: {show(name)}")
     if not isinstance(array, np.ndarray):
-        raise TypeError(f"out: {show(name)} is a {type(array).__name__}, not a numpy array")
+        raise not_an_array(f"out: {show(name)}", array)
     if array.dtype != dtype or array.shape != shape:
         raise ValueError(
             f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "

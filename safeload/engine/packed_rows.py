@@ -93,7 +93,7 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
         FormatError, OSError: the file cannot be read.
     """
     shape = packed.packing.shape
-    check_index(index, shape)
+    check_index(index, shape, "checkpoint[name].dequantize()")
     rows = _selected(index, shape)
     part = _range_of(packed.packing, rows)
     row = dtypes.BY_NAME[dtype.name]

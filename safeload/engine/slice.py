@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.arrays import Array, ArraySpec, array_over, c_strides
+from ..base.arrays import Array, ArraySpec, array_over, c_strides, with_article
 from . import jobs
 from .weight_file import WeightFile
 
@@ -36,12 +36,13 @@ def as_index(item: Any) -> int | None:
         return None
 
 
-def _axes(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[list[_Axis], tuple[Any, ...]]:
+def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[list[_Axis], tuple[Any, ...]]:
     """The positions to read along each axis, and the index that turns the elements read into the requested array.
 
     Args:
         index: the items of a basic index.
         shape: of the tensor.
+        whole: the expression that gives the tensor as an array, for messages.
 
     Raises:
         IndexError: too many indices, an index out of bounds, or not a basic index.
@@ -79,19 +80,19 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[list[_Axis], 
             after.append(0)
         else:
             raise IndexError(
-                f"{type(item).__name__} is not a basic index: a slice takes integers, slices, ... and None; "
-                "for anything else load the tensor and index the array"
+                f"get_slice supports integers, slices, ... and None; got {with_article(type(item).__name__)}: "
+                f"index the whole tensor, as in {whole}[rows]"
             )
     return axes, (*after, ...)
 
 
-def check_index(index: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-    """Refuses what is not a basic index of a tensor of this shape.
+def check_index(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> None:
+    """Refuses what is not a basic index of a tensor of this shape; see `_axes`.
 
     Raises:
         IndexError: too many indices, an index out of bounds, or not a basic index.
     """
-    _axes(index, shape)
+    _axes(index, shape, whole)
 
 
 class _Run(NamedTuple):
@@ -146,15 +147,15 @@ def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int) -> Iterator[
     yield from walk(0, (), 0)
 
 
-def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...]) -> Array:
-    """The selected elements in private memory, read through the descriptor.
+def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], whole: str) -> Array:
+    """The selected elements in private memory, read through the descriptor; see `_axes`.
 
     Raises:
         IndexError: see `_axes`.
         FormatError, OSError: the file ends too early, or cannot be read.
     """
     layout = file.layout(tensor)
-    axes, after = _axes(index, layout.shape)
+    axes, after = _axes(index, layout.shape, whole)
     origin = jobs.Origin(file.table.names[tensor], layout.shape)
     if layout.strides is None:
         result = _read_dense(file, layout.dtype, layout.shape, layout.begin, axes, origin)

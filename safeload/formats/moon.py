@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import array_fits, check_mapping, refuse_masked
+from ..base.arrays import array_fits, check_mapping, not_an_array, refuse_masked
 from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
 from ..base.text import show
@@ -184,9 +184,11 @@ def _entry(name: Any, value: Any) -> bytes:
     """
     if not isinstance(name, str):
         raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
+    if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
+        raise not_an_array(f"tensor {show(name)}", value)
     if not isinstance(value, (np.ndarray, Lazy)):
         raise UnsupportedError(
-            f'tensor {show(name)} is a {type(value).__name__}; MOON holds float16 arrays: pass dtype="float16"',
+            f'tensor {show(name)} is {value.scheme}; MOON holds float16 arrays: pass dtype="float16"',
             tensor=name,
         )
     refuse_masked(value, f"tensor {show(name)}")

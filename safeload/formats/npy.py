@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array, array_fits, c_strides, check_mapping, refuse_masked
+from ..base.arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
 from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
 from ..base.text import show
@@ -220,19 +220,21 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
     """The array to write, checked.
 
     Raises:
-        TypeError: the name is not a str, or the array is masked.
+        TypeError: the name is not a str, or the value is not an array, or a masked one.
         UnsupportedError: numpy's format cannot hold it.
     """
     if not isinstance(name, str):
         raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
     if isinstance(value, np.generic):
         value = np.asarray(value)
+    if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
+        raise not_an_array(f"tensor {show(name)}", value)
     if not isinstance(value, (np.ndarray, Lazy)):
-        what = getattr(value, "scheme", type(value).__name__)
-        message = f'tensor {show(name)} is {what}, which {format} does not have: pass dtype="float32"'
+        message = f'tensor {show(name)} is {value.scheme}, which {format} does not have: pass dtype="float32"'
         raise UnsupportedError(message, tensor=name)
     refuse_masked(value, f"tensor {show(name)}")
     if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
-        message = f'tensor {show(name)} is {value.dtype.name}, which {format} does not have: pass dtype="float32"'
+        advice = ': pass dtype="float32"' if value.dtype.name in dtypes.BY_NAME else ""
+        message = f"tensor {show(name)} is {dtypes.shown(value.dtype)}, which {format} does not have{advice}"
         raise UnsupportedError(message, tensor=name)
     return value

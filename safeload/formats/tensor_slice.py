@@ -54,7 +54,8 @@ class TensorSlice:
         return self.__copy__()
 
     def __getitem__(self, index: Any) -> Array:
-        return read_slice(self._file, self._index, index if isinstance(index, tuple) else (index,))
+        given = index if isinstance(index, tuple) else (index,)
+        return read_slice(self._file, self._index, given, "checkpoint[name]")
 
     def __len__(self) -> int:
         if not self.shape:
@@ -94,7 +95,9 @@ def slice_of(file: WeightFile, index: int, wanted: Wanted, dtype: Any, checkpoin
     if dtype is not None:
         what = "is not packed: dtype= is for packed tensors"
     elif file.table.is_quantized(index):
-        what = "is quantized: its parts are not read, only the whole"
+        what = f"is quantized: checkpoint[{show(name)}]"
+        sliced = file.table.scale(index) is not None or len(file.table.shape(index)) > 1
+        what += "[2:5] gives rows of it" if sliced else ".dequantize() gives its values"
     else:
         return TensorSlice(file, index, wanted)
     raise UnsupportedError(f"tensor {show(name)} {what}", path=file.path, tensor=name)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import as_array
+from ..base.arrays import as_array, not_an_array
 from ..base.scheme import row_of
+from ..base.text import show
 from ..engine.quantized_tensor import QuantizedTensor
 
 
@@ -66,7 +68,13 @@ def stored_as(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
 
 
 def about_value(name: str, value: Any) -> About:
-    """Describes a tensor in memory."""
+    """Describes a tensor in memory.
+
+    Raises:
+        TypeError: a dict.
+    """
+    if isinstance(value, Mapping):
+        raise not_an_array(f"tensor {show(name)}", value)
     if isinstance(value, QuantizedTensor):
         if value.packing is not None:
             row = dtypes.BY_NAME[value.data.dtype.name]
@@ -77,4 +85,5 @@ def about_value(name: str, value: Any) -> About:
     found = dtypes.BY_NAME.get(array.dtype.name)
     # Packed elements take a byte each in memory, unlike in any file.
     element = None if found is None or found.packed else found
-    return About(name, array.dtype.name, array.shape, array.nbytes, element, found is not None and found.floating)
+    floating = found is not None and found.floating
+    return About(name, dtypes.shown(array.dtype), array.shape, array.nbytes, element, floating)

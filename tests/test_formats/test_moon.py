@@ -89,8 +89,8 @@ def test_no_tensors(path):
     [
         ({"a": np.zeros(2, np.float32)}, safeload.UnsupportedError, r"'a' is float32; .* pass dtype=\"float16\""),
         ({"a": np.zeros(2, np.int16)}, safeload.UnsupportedError, r"int16; .* leave it out"),
-        ({"a": safeload.quantize(np.zeros(32), "q4_0")}, safeload.UnsupportedError, "QuantizedTensor"),
-        ({"a": [1.0]}, safeload.UnsupportedError, "list"),
+        ({"a": safeload.quantize(np.zeros(32), "q4_0")}, safeload.UnsupportedError, "'a' is q4_0; MOON"),
+        ({"a": [1.0]}, TypeError, "'a' is a list, not a numpy array"),
         ({3: np.zeros(2, np.float16)}, TypeError, "int"),
         ({"": np.zeros(2, np.float16)}, safeload.SafeloadError, "0 bytes"),
         ({"é" * 129: np.zeros(2, np.float16)}, safeload.SafeloadError, "258 bytes"),

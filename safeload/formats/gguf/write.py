@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, check_mapping, refuse_masked
+from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ...base.native import lib
 from ...base.paths import PathLike
 from ...base.scheme import INT8
@@ -140,7 +140,7 @@ def _plan(name: Any, value: Any) -> _Plan:
         refuse_masked(value, f"tensor {show(name)}")
         number, data = _element_type(name, value.dtype), value
     else:
-        raise TypeError(f"tensor {show(name)} is a {type(value).__name__}, not a numpy array or a QuantizedTensor")
+        raise not_an_array(f"tensor {show(name)}", value, "a numpy array or a QuantizedTensor")
     raw, shape = _encode(name, "a tensor name", tensor=name), value.shape
     if b"\0" in raw:
         raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which ggml ends it", tensor=name)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, array_over, check_mapping, refuse_masked
+from ...base.arrays import Array, array_over, check_mapping, not_an_array, refuse_masked
 from ...base.native import Error, check, ffi, lib, pointer, short
 from ...base.paths import PathLike, native_path
 from ...base.table import Table
@@ -131,7 +131,7 @@ def _source(name: str, value: Any) -> _Source:
         value = np.asarray(value)
     refuse_masked(value, f"tensor {show(name)}")
     if not isinstance(value, (np.ndarray, Lazy)):
-        raise TypeError(f"tensor {show(name)} is a {type(value).__name__}, not a numpy array")
+        raise not_an_array(f"tensor {show(name)}", value)
     return _Source(dtypes.of_array(value, name), value.shape, value)
 
 
