@@ -89,8 +89,9 @@ def _findings(found: Any) -> str:
 
     rows = []
     for listed in (found.errors, found.warnings, found.notes):
-        for finding, more in gather(listed):
-            message = finding.message + (f"; and {more:,} more like it" if more else "")
+        for group in gather(listed):
+            finding = group.first
+            message = finding.message + (f"; {group.others}" if group.more else "")
             rows.append((finding.severity, finding.code, finding.tensor or "file", message))
     return section("What check found", findings(rows))
 

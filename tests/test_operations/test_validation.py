@@ -198,7 +198,7 @@ def test_many_findings_of_a_kind_are_shown_once(llama):
     config, tensors = llama
     report = validate(tensors, config=config | {"num_key_value_heads": 4})
     assert len(report.errors) == 6
-    assert str(report).count("schema.shape") == 6
+    assert str(report).count("schema.shape") == 1  # of k_proj and v_proj in three layers
     report = validate({f"layers.{k}.w": np.full((2, 2), np.nan, np.float32) for k in range(20)})
     assert len(report.errors) == 20
     assert str(report).count("value.nan") == 1
@@ -1176,3 +1176,48 @@ def test_what_was_looked_at(llama, tmp_path, capsys):
     (path / "model-00001-of-00002.safetensors").write_bytes(b"bad")
     assert main(["check", str(path)]) == 1
     assert "checked:" not in capsys.readouterr().out
+
+
+# ---- findings that say the same ----
+
+
+def values_in(names, value=300.0):
+    return {name: np.full((2, 3), value, np.float32) + np.arange(3, dtype=np.float32) for name in names}
+
+
+def test_findings_that_say_the_same_of_several_kinds_are_shown_as_one():
+    kinds = ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
+    report = safeload.validate(values_in(f"model.layers.{k}.{kind}.weight" for k in range(3) for kind in kinds))
+    assert len(report.warnings) == len(report.to_json()["warnings"]) == 9
+    lines = report.lines(1000)
+    assert [line.split() for line in lines if line.startswith("warning")] == [
+        ["warning", "model.layers.0.mlp.up_proj.weight", "value.range"]
+    ]
+    assert lines[-1].endswith(
+        "outside [-128, 128]; and 8 more like it: model.layers.{}.mlp.down_proj.weight, "
+        "model.layers.{}.self_attn.q_proj.weight, model.layers.{}.mlp.up_proj.weight"
+    )
+
+
+def test_single_tensors_that_say_the_same_are_named_up_to_a_limit():
+    report = safeload.validate(values_in(["first", "x" * 300, *"abcdefgh"]))
+    tail = report.lines(1000)[-1].partition("like it: ")[2]
+    assert re.fullmatch(r"x{49}…x{50}, a, b, c and 5 other names", tail)
+
+
+def test_layers_that_say_the_same_of_one_kind_are_only_counted():
+    report = safeload.validate(values_in(f"h.{k}.w" for k in range(5)))
+    assert report.lines(1000)[-1].endswith("; and 4 more like it")
+
+
+def test_three_findings_and_different_messages_are_shown_one_by_one():
+    assert str(safeload.validate(values_in("abc"))).count("value.range") == 3
+    mixed = values_in("abc") | {name: np.full((2, 2), np.nan, np.float32) for name in "de"}
+    text = str(safeload.validate(mixed))
+    assert (text.count("value.range"), text.count("value.nan")) == (3, 2)
+
+
+def test_one_value_and_several_say_the_same():
+    bad = {name: np.float32([[np.nan] * (1 + k), [1.0] * (1 + k)]) for k, name in enumerate("abcd")}
+    text = str(safeload.validate(bad))
+    assert "1 of 2 values is NaN, the first at [0, 0]; and 3 more like it: b, c, d" in " ".join(text.split())

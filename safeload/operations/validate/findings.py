@@ -16,8 +16,18 @@ ERROR: Severity = "error"
 WARNING: Severity = "warning"
 NOTE: Severity = "note"
 
-# From this many on, findings of the same kind about the same tensor of several layers are shown as one.
+# From this many on, findings that say the same of different tensors are shown as one.
 _GATHERED_FROM = 4
+
+# Most names, and most characters of each, that stand after such a finding on a terminal.
+_NAMED, _NAME_LENGTH = 4, 100
+
+# What differs between two messages of one kind of finding: numbers, quoted names, lists, "is" and "are".
+_DETAILS = re.compile(
+    r"""'(?:[^'\\]|\\.)*'  |  "(?:[^"\\]|\\.)*"  |  \[ [^]]* ]  |  \b(?:is|are)\b
+    |  [-+]? (?: [0-9][0-9,]* (?:\.[0-9]+)? (?:e[-+]?[0-9]+)?  |  \b(?:inf|nan)\b )""",
+    re.ASCII | re.VERBOSE,
+)
 
 # Default limits for values of weights and of norms; values beyond them are a warning.
 _LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
@@ -217,14 +227,13 @@ class ValidationReport:
             what.append(f"schema {self.schema}")
         head = printable(self.source) + (f": {', '.join(what)}" if what else "")
         lines = [*textwrap.wrap(head, columns, subsequent_indent="  "), self.verdict]
-        rows = [
-            (finding, more) for found in (self.errors, self.warnings, self.notes) for finding, more in gather(found)
-        ]
-        if rows:
+        groups = [group for found in (self.errors, self.warnings, self.notes) for group in gather(found)]
+        if groups:
             lines.append("")
-        for finding, more in rows:
+        for group in groups:
+            finding = group.first
             lines.append(clip(f"{finding.severity:7}  {printable(finding.tensor or 'file')}  {finding.code}", columns))
-            text = printable(finding.message) + (f"; and {more:,} more like it" if more else "")
+            text = printable(finding.message) + (f"; {group.others}" if group.more else "")
             indent = " " * 9
             lines += textwrap.wrap(text, columns, initial_indent=indent, subsequent_indent=indent)
         return lines
@@ -257,18 +266,46 @@ def _values(count: int) -> str:
     return f"{millions:.3g} M values" if millions < 999.5 else f"{millions:,.0f} M values"
 
 
-def gather(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
-    """The findings to show, each with the number of omitted ones about the same tensor of other layers."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
+class Group(NamedTuple):
+    """Findings that say the same of different tensors: of the layers, and of several kinds of tensors.
+
+    Attributes:
+        first: the one to show.
+        more: the others.
+    """
+
+    first: Finding
+    more: Sequence[Finding] = ()
+
+    @property
+    def others(self) -> str:
+        """One line about the others: "and 6 more like it", with names unless only the layer differs."""
+        text = f"and {len(self.more):,} more like it"
+        names: dict[str, list[str]] = {}
+        for finding in self.more:
+            name = finding.tensor or ""
+            names.setdefault(pattern_of(name), []).append(name)
+        if set(names) <= {pattern_of(self.first.tensor or "")}:
+            return text
+        shown = [pattern if len(same) > 1 else same[0] for pattern, same in names.items()]
+        rest = len(shown) - _NAMED
+        listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in shown[:_NAMED])
+        return f"{text}: {listed}" + (f" and {rest:,} other names" if rest > 0 else "")
+
+
+def gather(findings: Sequence[Finding]) -> list[Group]:
+    """The findings to show, in order; four and more that say the same of different tensors are one group."""
+    alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        groups.setdefault((finding.code, pattern_of(finding.tensor or "")), []).append(finding)
-    shown: list[tuple[Finding, int]] = []
-    for group in groups.values():
-        if len(group) < _GATHERED_FROM:
-            shown += [(finding, 0) for finding in group]
+        said = "" if finding.tensor is None else _DETAILS.sub("#", finding.message)
+        alike.setdefault((finding.code, said), []).append(finding)
+    groups: list[Group] = []
+    for same in alike.values():
+        if len(same) < _GATHERED_FROM:
+            groups += map(Group, same)
         else:
-            shown.append((group[0], len(group) - 1))
-    return shown
+            groups.append(Group(same[0], same[1:]))
+    return groups
 
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])", re.ASCII)
