@@ -1,46 +1,23 @@
-"""The page of ``safeload report``: one HTML file without external resources."""
+"""The page of ``safeload report``: one HTML file without scripts and external resources, made of these parts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.resources import files
 
 from .._version import __version__
-from ..base.text import printable
+from ..base.text import plural, printable
 
-_STYLE = """
-:root { --ink: #1c2530; --soft: #5b6876; --line: #dde3ea; --paper: #fff; --ground: #f4f6f9; --bad: #b3261e;
-  --odd: #8a5a00; --good: #1d6b3a; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto,
-  "DejaVu Sans", sans-serif; }
-main { max-width: 62rem; margin: 0 auto; padding: 1.2rem 1rem 3rem; }
-h1 { font-size: 1.45rem; margin: 0 0 .2rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 0 0 .6rem; }
-p { margin: .2rem 0 .6rem; }
-.soft { color: var(--soft); }
-section { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 1rem;
-  margin: 1rem 0; }
-.verdict { display: inline-block; font-weight: 600; border-radius: 99px; padding: .15rem .8rem; color: #fff; }
-.good { background: var(--good); } .odd { background: var(--odd); } .bad { background: var(--bad); }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .6rem 1.2rem; margin: 1rem 0 0; }
-dt { color: var(--soft); font-size: .82rem; } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; -webkit-overflow-scrolling: touch; }
-.wide svg { display: block; width: 100%; min-width: 30rem; height: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .86rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--soft); font-weight: 600; white-space: nowrap; }
-td.number, th.number { text-align: right; white-space: nowrap; }
-td.name { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .82rem; overflow-wrap: anywhere;
-  min-width: 11rem; }
-ul.findings { list-style: none; margin: 0; padding: 0; }
-.findings li { padding: .5rem 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
-.findings b { display: inline-block; min-width: 9.5rem; }
-.error b { color: var(--bad); } .warning b { color: var(--odd); }
-code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .86em; }
-summary { cursor: pointer; font-weight: 600; }
-footer { color: var(--soft); font-size: .82rem; }
-"""
+# What the browser may use: the page's own style, nothing else.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+# A list with at most this many rows is printed although it is closed on the screen; a table with few is open.
+_PRINTED = 50
+_OPEN = 20
+
+_MARKS = {"good": "✓", "calm": "✓", "odd": "!", "bad": "✗"}
 
 
 def text(value: str) -> str:
@@ -48,25 +25,60 @@ def text(value: str) -> str:
     return escape(printable(value))
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: frozenset[int]) -> str:
-    """A table; the columns in ``left`` hold names, the others numbers."""
-
-    def cell(tag: str, column: int, value: str) -> str:
-        kind = "" if tag == "th" and column in left else "name" if column in left else "number"
-        return f'<{tag} class="{kind}">{text(value)}</{tag}>' if kind else f"<{tag}>{text(value)}</{tag}>"
-
-    head = "".join(cell("th", k, title) for k, title in enumerate(header))
-    lines = [f"<tr>{''.join(cell('td', k, value) for k, value in enumerate(row))}</tr>" for row in rows]
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+def breakable(name: str) -> str:
+    """A name from a file, escaped, that a line may break after its dots and underscores."""
+    return re.sub(r"([._])(?=.)", r"\1<wbr>", text(name))
 
 
-def findings(rows: Iterable[tuple[str, str, str, str]]) -> str:
-    """A list of findings: severity, code, subject and message of each."""
-    items = [
-        f'<li class="{escape(severity)}"><b>{text(code)}</b> <code>{text(subject)}</code><br>{text(message)}</li>'
-        for severity, code, subject, message in rows
-    ]
-    return f'<ul class="findings">{"".join(items)}</ul>' if items else ""
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, label: str, words: int = 1) -> str:
+    """A wide table in a box that scrolls; a long one is hidden until its title is clicked.
+
+    Args:
+        title: what is listed, with the number of rows.
+        header: titles of the columns.
+        rows: the first cell of each is a name.
+        label: what the table shows, for screen readers.
+        words: number of columns at the left that hold words; the others hold numbers.
+    """
+    kinds = ["name mono", *["word"] * (words - 1), *["number"] * (len(header) - words)]
+
+    def row(cells: Sequence[str]) -> str:
+        others = (f'<td class="{k}">{text(cell)}</td>' for k, cell in zip(kinds[1:], cells[1:], strict=True))
+        return f'<tr><th scope="row" class="{kinds[0]}">{breakable(cells[0])}</th>{"".join(others)}</tr>'
+
+    heads = "".join(
+        f'<th scope="col" class="{kind.partition(" ")[0]}">{text(title)}</th>'
+        for title, kind in zip(header, kinds, strict=True)
+    )
+    inside = (
+        '<p class="hint">Scroll the table sideways to see all of its columns.</p>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>'
+        f"{heads}</tr></thead><tbody>{''.join(map(row, rows))}</tbody></table></div>"
+    )
+    return collapsible(title, inside, rows=len(rows), closed=len(rows) > _OPEN)
+
+
+def finding(severity: str, code: str, subject: str, message: str, others: Sequence[tuple[str, str]], more: int) -> str:
+    """One finding.
+
+    Args:
+        severity: "error", "warning" or "note".
+        code: its code.
+        subject: the tensor, or the file.
+        message: what was found.
+        others: subject and message of each that says the same of another tensor.
+        more: number of further ones that are not listed.
+    """
+    count = 1 + len(others) + more
+    many = f'<span class="soft small">{plural(count, "tensor")}</span>' if count > 1 else ""
+    items = [f"<li><code>{text(name)}</code> {text(said)}</li>" for name, said in others]
+    if more:
+        items.append(f"<li>and {more:,} more; safeload check --json lists every one</li>")
+    listed = collapsible(f"{count - 1:,} more like it", f"<ul>{''.join(items)}</ul>", rows=len(items)) if items else ""
+    return (
+        f'<li class="{escape(severity)}"><p class="what"><b>{escape(severity)}</b> <code>{text(code)}</code>{many}</p>'
+        f"<p><code>{text(subject)}</code> {text(message)}</p>{listed}</li>"
+    )
 
 
 def section(title: str, *parts: str, note: str = "") -> str:
@@ -74,32 +86,58 @@ def section(title: str, *parts: str, note: str = "") -> str:
     inside = "".join(parts)
     if not inside:
         return ""
-    explained = f'<p class="soft">{escape(note)}</p>' if note else ""
+    explained = f'<p class="soft small">{escape(note)}</p>' if note else ""
     return f"<section><h2>{escape(title)}</h2>{explained}{inside}</section>"
 
 
-def picture(svg: str) -> str:
-    """A drawing that scrolls horizontally on a narrow screen."""
-    return f'<div class="wide">{svg}</div>' if svg else ""
+def part(title: str, inside: str) -> str:
+    """A part of a section with a title of its own; empty if it has nothing inside."""
+    return f"<h3>{escape(title)}</h3>{inside}" if inside else ""
 
 
-def collapsible(title: str, inside: str) -> str:
-    """Long content that is hidden until its title is clicked."""
-    return f"<details><summary>{escape(title)}</summary>{inside}</details>"
+def collapsible(title: str, inside: str, *, rows: int, closed: bool = True) -> str:
+    """A list that is hidden until its title is clicked; on paper a short one is shown, and a long one is named."""
+    state = "" if closed else " open"
+    short = ' class="short"' if rows <= _PRINTED else ""
+    missing = "" if short else f'<p class="printed soft">Not printed: {escape(title)}.</p>'
+    return f"<details{short}{state}><summary>{escape(title)}</summary>{inside}</details>{missing}"
 
 
-def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """A list of names and values."""
-    return f"<dl>{''.join(f'<div><dt>{escape(k)}</dt><dd>{text(v)}</dd></div>' for k, v in pairs)}</dl>"
+def facts(pairs: Iterable[tuple[str, str]], kind: str) -> str:
+    """Names and values, as "tiles", as the "meta" data of the head or as "pairs" of long texts."""
+    items = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in pairs)
+    return f'<dl class="{kind}">{items}</dl>' if items else ""
 
 
-def page(title: str, verdict: str, mood: str, sections: Iterable[str]) -> str:
+def head(title: str, verdict: str, mood: str, checked: str, about: str) -> str:
+    """The head of the page.
+
+    Args:
+        title: name of the file or folder.
+        verdict: "sound", and the number of findings.
+        mood: "good", "calm" (not everything was checked), "odd" or "bad".
+        checked: what the verdict rests on.
+        about: path, date, size, digest.
+    """
+    return (
+        f'<header><p class="brand"><b>safeload</b> report</p><h1>{text(title)}</h1>'
+        f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> {text(verdict)}</strong>'
+        f'<span class="soft">{text(checked)}</span></div>{about}</header>'
+    )
+
+
+def page(title: str, header: str, sections: Iterable[str]) -> str:
     """The whole page."""
+    style = files(__package__).joinpath("report.css").read_text("utf-8")
+    style = re.sub(r"\s+", " ", re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)).strip()
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{text(title)}</title><style>{_STYLE}</style></head><body><main>"
-        f'<h1>{text(title)}</h1><span class="verdict {mood}">{escape(verdict)}</span>'
-        f"{''.join(sections)}<footer>safeload {__version__}</footer></main></body></html>\n"
+        '<meta name="color-scheme" content="light dark">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta name="generator" content="safeload {__version__}">'
+        f"<title>{text(title)}: safeload report</title><style>{style}</style></head>"
+        f'<body><div class="page">{header}<main>{"".join(sections)}</main>'
+        f"<footer>Written by safeload {__version__}. This page holds all it needs: it loads nothing and runs no "
+        "script.</footer></div></body></html>\n"
     )

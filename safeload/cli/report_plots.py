@@ -1,232 +1,335 @@
-"""The plots of ``safeload report``: SVG by matplotlib, to be embedded in a page."""
+"""The charts of ``safeload report``.
+
+Their text is HTML, so that it keeps its size on a phone; only marks are SVG, stretched to the width that there is.
+Colours are classes of report.css, where both modes have theirs.
+"""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from ..base.text import clip, printable, size, unit
-from ..operations.validate.findings import pattern_of
+from ..base.text import plural, size, unit
+from .report_kinds import KINDS, Content, Tensor, by_kind, by_size, labels
+from .report_page import breakable, text
 
-# Most kinds of tensors with a bar or a line of their own; the others share one.
-_KINDS = 12
+# Most layers in a chart.
+LAYERS = 512
 
-# Width in inches of 72 points.
-_WIDTH = 8.4
+# Most rows of the heat map.
+_ROWS = 16
 
-_COLOURS = (
-    *("#3b6fb6", "#e08a2c", "#4f9d69", "#c44e52", "#8172b3", "#937860"),
-    *("#da8bc3", "#64b5cd", "#8c8c8c", "#ccb974", "#2f4858", "#b0413e"),
+# Shades of the heat map, as opacity; the palest must still be seen.
+_SHADES = (0.16, 0.32, 0.5, 0.72, 1.0)
+
+# Up to this many layers, each point of a line has a dot.
+_DOTS = 40
+
+# Height of a drawing in its own units; the page stretches it.
+_HEIGHT = 1000
+
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+_BARS_HEAD = (
+    '<th scope="col" class="name">tensors</th><td></td><th scope="col" class="number">size</th>'
+    '<th scope="col" class="number share">share</th>'
 )
 
-_FIRST_NUMBER = re.compile(r"(?:^|\.)([0-9]+)(?=\.|$)", re.ASCII)
 
-# The text before an id in SVG.
-_IDS = re.compile(r'((?<= )id="|href="#|url\(#)')
-
-_STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: smaller, and searchable
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
-    "font.size": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
-}
-
-
-class Tensor(NamedTuple):
-    """One tensor in a plot.
+class Line(NamedTuple):
+    """One line of a panel.
 
     Attributes:
-        name: its name.
-        kind: its name with ``{}`` for numbers.
-        layer: the first number in its name, None without one.
-        nbytes: size in bytes.
-        stats: `safeload.TensorStats`, None without statistics.
+        title: what it shows.
+        colour: number of its colour.
+        value: its value for a tensor.
     """
 
-    name: str
-    kind: str
-    layer: int | None
-    nbytes: int
-    stats: Any
+    title: str
+    colour: int
+    value: Callable[[Tensor], float]
 
 
-def tensor(name: str, nbytes: int, stats: Any) -> Tensor:
-    """Makes a `Tensor`, with its kind and layer from its name."""
-    number = _FIRST_NUMBER.search(name)
-    return Tensor(name, pattern_of(name), None if number is None else int(number[1]), nbytes, stats)
+def bars(shown: Content) -> str:
+    """Bar chart: bytes of each kind of tensor, in the colours that the kinds of the layers have in `stacks`."""
+    totals = by_size(shown.tensors)
+    whole = max(1, sum(totals.values()))
+    largest = max(1, max(totals.values(), default=1))
+    names = labels(totals)
+    rows = [(names[kind], shown.colours.get(kind), total) for kind, total in list(totals.items())[:KINDS]]
+    rest = len(totals) - len(rows)
+    if rest:
+        others = sum(totals.values()) - sum(total for *_, total in rows)
+        rows.append((f"{rest:,} other{'' if rest == 1 else 's'}", None, others))
+        largest = max(largest, others)
+    plain = "o" if shown.colours else 0
+    lines = [
+        _bar("name mono", breakable(name), plain if colour is None else colour, total, largest, _share(total / whole))
+        for name, colour, total in rows
+    ]
+    return f'<table class="bars"><thead><tr>{_BARS_HEAD}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
-def label(kind: str) -> str:
-    """A short label of a kind for a legend."""
-    short = kind.rpartition("{}.")[2] or kind
-    return clip(printable(short.removesuffix(".weight")), 34).replace("$", r"\$")
+def _share(part: float) -> str:
+    return "< 0.1 %" if 0 < part < 0.001 else f"{100 * part:.1f} %"
 
 
-def _svg(name: str, height: float, draw: Callable[[Figure], None]) -> str:
-    """One plot; ``name`` makes its ids unique on the page."""
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        draw(figure)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    return _IDS.sub(rf"\g<1>{name}-", text)  # matplotlib numbers groups from 1 in every plot
+def measures(rows: Sequence[tuple[str, int]]) -> str:
+    """Bar chart of sizes; the first is what the others are compared with."""
+    first = max(1, rows[0][1])
+    largest = max(1, *(total for _, total in rows))
+    lines = [
+        _bar("name", escape(name), 0 if k else "o", total, largest, f"{total / first:.2f}x")
+        for k, (name, total) in enumerate(rows)
+    ]
+    return f'<table class="bars"><tbody>{"".join(lines)}</tbody></table>'
 
 
-def _top_kinds(tensors: Sequence[Tensor]) -> list[str]:
-    """Kinds by their bytes, largest first."""
-    totals: dict[str, int] = {}
-    for one in tensors:
-        totals[one.kind] = totals.get(one.kind, 0) + one.nbytes
-    return sorted(totals, key=lambda kind: -totals[kind])
+def _bar(kind: str, title: str, colour: int | str, total: int, largest: int, remark: str) -> str:
+    drawn = f'<span class="f{colour}" style="width:{100 * total / largest:.2f}%"></span>' if total else ""
+    return (
+        f'<tr><th scope="row" class="{kind}">{title}</th><td class="bar">{drawn}</td>'
+        f'<td class="number">{size(total)}</td><td class="number share soft">{text(remark)}</td></tr>'
+    )
 
 
-def bytes_by_kind(tensors: Sequence[Tensor]) -> str:
-    """Bar chart: bytes of each kind of tensor."""
-    kinds = _top_kinds(tensors)
-    totals = {kind: sum(one.nbytes for one in tensors if one.kind == kind) for kind in kinds[:_KINDS]}
-    bars = [(label(kind), total) for kind, total in totals.items()]
-    if len(kinds) > _KINDS:
-        bars.append((f"{len(kinds) - _KINDS} other kinds", sum(t.nbytes for t in tensors) - sum(totals.values())))
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        rows = axes.barh(range(len(bars)), [total for _, total in bars], color=_COLOURS[0])
-        axes.bar_label(rows, [size(total) for _, total in bars], padding=3)
-        axes.set_yticks(range(len(bars)), [text for text, _ in bars])
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.set_xticks([])
-        axes.grid(visible=False)
-        axes.spines["bottom"].set_visible(False)
-
-    return _svg("kinds", 0.6 + 0.27 * len(bars), draw)
-
-
-def layered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of the family of layers with the most bytes; empty without layers."""
-    families: dict[str, list[Tensor]] = {}
-    for one in tensors:
-        if one.layer is not None:
-            families.setdefault(one.kind.partition("{}")[0], []).append(one)
-    best = max(families.values(), key=lambda family: sum(one.nbytes for one in family), default=[])
-    return best if len({one.layer for one in best}) > 1 else []
-
-
-def bytes_by_layer(tensors: Sequence[Tensor]) -> str:
+def stacks(shown: Content) -> str:
     """Stacked bar chart: bytes of each layer, by kind."""
-    layers = sorted({one.layer for one in tensors if one.layer is not None})
+    layers = _layers(shown.layered)
     place = {layer: k for k, layer in enumerate(layers)}
-    kinds = _top_kinds(tensors)
-    shown = kinds[:_KINDS]
-    sums: Counter[int] = Counter()
-    for one in tensors:
-        if one.layer is not None:
-            sums[one.layer] += one.nbytes
-    per_unit, unit_name = unit(max(sums.values(), default=0))
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        bottom = np.zeros(len(layers))
-        for k, kind in enumerate([*shown, None] if len(kinds) > _KINDS else shown):
-            heights = np.zeros(len(layers))
-            for one in tensors:
-                if one.layer is not None and (one.kind == kind or (kind is None and one.kind not in shown)):
-                    heights[place[one.layer]] += one.nbytes / per_unit
-            text = "others" if kind is None else label(kind)
-            axes.bar(layers, heights, bottom=bottom, label=text, color=_COLOURS[k % len(_COLOURS)], width=0.85)
-            bottom += heights
-        _layer_axis(axes)
-        axes.set_ylabel(unit_name)
-        axes.grid(visible=False, axis="x")
-        figure.legend(loc="outside lower center", ncols=3)
-
-    return _svg("layers", 3.6, draw)
-
-
-def curves(tensors: Sequence[Tensor]) -> str:
-    """Line charts: largest absolute value and standard deviation of each kind over the layers."""
-
-    def draw(figure: Figure) -> None:
-        upper, lower = figure.subplots(2, 1, sharex=True)
-        for axes, field, title in ((upper, "absmax", "largest absolute value"), (lower, "std", "standard deviation")):
-            _lines(axes, tensors, lambda one, field=field: getattr(one.stats, field))  # type: ignore[misc]
-            axes.set_title(title, loc="left")
-        _layer_axis(lower)
-        figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-
-    return _svg("curves", 5.6, draw)
+    sums = np.zeros(len(layers))
+    drawn = []
+    kinds: dict[str | None, list[Tensor]] = {}
+    for one in shown.layered:
+        kinds.setdefault(one.kind if one.kind in shown.colours else None, []).append(one)
+    names = labels(by_size(shown.layered))
+    gap = 0.1 if len(layers) <= 128 else 0
+    for kind in [*shown.colours, None]:
+        heights = np.zeros(len(layers))
+        for one in kinds.get(kind, ()):
+            if one.layer in place:
+                heights[place[one.layer]] += one.nbytes
+        if heights.any():
+            drawn.append((kind, sums.copy(), heights))
+            sums += heights
+    top = max(1.0, float(sums.max(initial=0)))
+    marks = []
+    for kind, bottoms, heights in drawn:
+        boxes = [
+            f"M{k + gap:g} {_HEIGHT * (1 - low / top):.0f}h{1 - 2 * gap:g}v{-_HEIGHT * height / top:.1f}H{k + gap:g}z"
+            for k, (low, height) in enumerate(zip(bottoms, heights, strict=True))
+            if height
+        ]
+        colour = "o" if kind is None else shown.colours[kind]
+        title = text("others" if kind is None else names[kind])
+        marks.append(f'<path class="f{colour}" d="{"".join(boxes)}"><title>{title}</title></path>')
+    per_unit, unit_name = unit(int(top))
+    ticks = [(tick / top * per_unit, f"{tick:g} {unit_name}") for tick in _steps(top / per_unit, 4)]
+    said = f"Bytes of {plural(len(layers), 'layer')}: {size(int(sums.min(initial=top)))} to {size(int(top))} each."
+    return _plot("", said, len(layers), ticks, "".join(marks), _layer_axis(layers, 12), "layer")
 
 
-def _layer_axis(axes: Any) -> None:
-    axes.set_xlabel("layer")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _lines(axes: Any, tensors: Sequence[Tensor], value: Callable[[Tensor], float], *, log: bool = True) -> None:
-    positive = False
-    for k, kind in enumerate(_top_kinds(tensors)[:_KINDS]):
-        points = sorted((one.layer, value(one)) for one in tensors if one.kind == kind and one.layer is not None)
-        heights = [y if math.isfinite(y) and (y > 0 or not log) else math.nan for _, y in points]
-        positive = positive or any(not math.isnan(y) for y in heights)
-        colour = _COLOURS[k % len(_COLOURS)]
-        axes.plot([x for x, _ in points], heights, ".-", label=label(kind), color=colour, lw=1.2, ms=4)
-    if log and positive:
-        axes.set_yscale("log")
-
-
-def histograms(tensors: Sequence[Tensor], edges: Any) -> str:
-    """Heat map: number of values of each kind by binary order of magnitude."""
-    kinds = _top_kinds(tensors)[:24]
-    rows = np.zeros((len(kinds), len(edges) - 1))
-    for one in tensors:
-        if one.kind in kinds and one.stats is not None and one.stats.histogram is not None:
-            rows[kinds.index(one.kind)] += np.asarray(one.stats.histogram, np.float64)
-    filled = np.flatnonzero(rows.sum(axis=0))
-    if filled.size == 0:
+def panels(tensors: Sequence[Tensor], lines: Sequence[Line], *, log: bool) -> str:
+    """Line charts on the same scale, one for each kind: values over the layers."""
+    layers = _layers(tensors)
+    place = {layer: k for k, layer in enumerate(layers)}
+    groups = by_kind([one for one in tensors if one.layer in place])
+    series = [(kind, [_points(same, line, place, log=log) for line in lines]) for kind, same in groups.items()]
+    every = [y for _, drawn in series for points in drawn for _, y in points]
+    if not every:
         return ""
+    bottom, top, ticks = _scale(min(every), max(every), log=log)
+    names = labels(groups)
+    figures = []
+    for kind, drawn in series:
+        marks, said = [], []
+        for line, points in zip(lines, drawn, strict=True):
+            marks.append(_line(points, line.colour, lambda y: _HEIGHT * (top - y) / (top - bottom)))
+            values = [10**y if log else y for _, y in points]
+            said.append(f"{line.title} {min(values):.3g} to {max(values):.3g}" if values else f"no {line.title}")
+        label = f"{names[kind]}, {plural(len(layers), 'layer')}: {', '.join(said)}"
+        axis = _layer_axis(layers, 3)
+        figures.append(_plot(names[kind], label, len(layers), ticks, "".join(marks), axis, ""))
+    return f'<div class="panels">{"".join(figures)}</div>'
+
+
+def legend(lines: Iterable[Line]) -> str:
+    """What the lines of `panels` show."""
+    items = "".join(f'<span><i class="f{line.colour}"></i>{escape(line.title)}</span>' for line in lines)
+    return f'<p class="legend">{items}</p>'
+
+
+def _layers(tensors: Iterable[Tensor]) -> list[int]:
+    return sorted({one.layer for one in tensors if one.layer is not None})[:LAYERS]
+
+
+def _points(tensors: Iterable[Tensor], line: Line, place: Mapping[int, int], *, log: bool) -> list[tuple[int, float]]:
+    """Places and heights of one line, without values that the scale does not have."""
+    found = []
+    for one in tensors:
+        value = line.value(one)
+        if one.layer is not None and math.isfinite(value) and (value > 0 or not log):
+            found.append((place[one.layer], math.log10(value) if log else value))
+    return sorted(found)
+
+
+def _line(points: Sequence[tuple[int, float]], colour: int, height: Callable[[float], float]) -> str:
+    at = [(k + 0.5, height(y)) for k, y in points]
+    steps = "".join(
+        f"{'L' if k and points[k][0] - points[k - 1][0] <= 1 else 'M'}{x:g} {y:.0f}" for k, (x, y) in enumerate(at)
+    )
+    drawn = f'<path class="line s{colour}" d="{steps}"/>' if at else ""
+    if len(at) <= _DOTS:
+        drawn += f'<path class="dots s{colour}" d="{"".join(f"M{x:g} {y:.0f}h0" for x, y in at)}"/>'
+    return drawn
+
+
+def _plot(
+    title: str, label: str, width: int, ticks: Sequence[tuple[float, str]], marks: str, axis: str, caption: str
+) -> str:
+    """A chart with its axes.
+
+    Args:
+        title: caption above it.
+        label: what it shows, in words.
+        width: width of the drawing in its own units.
+        ticks: places of the vertical axis between 0 and 1, and their texts.
+        marks: the drawing.
+        axis: texts of the horizontal axis.
+        caption: name of the horizontal axis.
+    """
+    rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{width}"/>' for at, _ in ticks)
+    scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{text(said)}</span>' for at, said in ticks)
+    return (
+        f'<figure class="plot">{f"<figcaption class=mono>{breakable(title)}</figcaption>" if title else ""}'
+        f'<div class="y">{scale}</div><div class="area">'
+        f'<svg role="img" aria-label="{text(label)}" viewBox="0 0 {width} {_HEIGHT}" preserveAspectRatio="none">'
+        f"<title>{text(label)}</title>{rules}{marks}</svg></div>"
+        f"{axis}{f'<p class=caption>{text(caption)}</p>' if caption else ''}</figure>"
+    )
+
+
+def _layer_axis(layers: Sequence[int], most: int) -> str:
+    """Numbers of some layers, the first and the last among them."""
+    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(layers) <= n * most or n == 500)
+    last = len(layers) - 1
+    shown = [k for k in range(0, len(layers), step) if k == 0 or last - k >= 0.8 * step]
+    places = [*shown, *([last] if last and last not in shown else [])]
+    return _axis([((k + 0.5) / len(layers), str(layers[k])) for k in places], edges=len(layers) > _DOTS)
+
+
+def _axis(ticks: Iterable[tuple[float, str]], *, edges: bool = False) -> str:
+    """Texts below a chart, every second of which a phone leaves out where there are many.
+
+    With ``edges`` the first and the last do not stick out of the chart.
+    """
+    listed = list(ticks)
+    last = len(listed) - 1
+
+    def span(k: int, at: float, said: str) -> str:
+        kinds = ["between"] if last > 3 and k % 2 and not (edges and k == last) else []
+        if edges and k in (0, last):
+            at, kind = (0, "first") if k == 0 else (1, "last")
+            kinds.append(kind)
+        chosen = f' class="{" ".join(kinds)}"' if kinds else ""
+        return f'<span{chosen} style="left:{100 * at:.2f}%">{text(said)}</span>'
+
+    return f'<div class="x">{"".join(span(k, at, said) for k, (at, said) in enumerate(listed))}</div>'
+
+
+def _steps(top: float, most: int) -> list[float]:
+    """At most ``most`` round numbers from 0 to ``top``, and 0."""
+    power = 10.0 ** (math.log10(top) // 1)
+    step = next(n * power / 10 for n in (1, 2, 2.5, 5, 10, 20, 25, 50, 100) if top <= most * n * power / 10)
+    return [k * step for k in range(int(top / step + 1e-9) + 1)]
+
+
+def _scale(low: float, high: float, *, log: bool) -> tuple[float, float, list[tuple[float, str]]]:
+    """Ends of the vertical axis of values, and ticks as places between 0 and 1 with texts.
+
+    On a logarithmic scale values and ends are powers of ten, and ticks are at 1, 10, 100; at 1, 2, 5, 10 if those would
+    be fewer than two.
+    """
+    room = max(0.06 * (high - low), 0.05 if log else 1e-3 * max(abs(low), abs(high), 1e-3))
+    bottom, top = low - room, high + room
+    if log:
+        decades = range(math.ceil(bottom), int(top // 1) + 1)
+        step = -(-len(decades) // 4) or 1
+        at = [float(power) for power in decades if power % step == 0]
+        if len(at) < 2:
+            fine = range(int(bottom // 1), math.ceil(top))
+            at = [power + math.log10(n) for power in fine for n in (1, 2, 5)]
+            at = [tick for tick in at if bottom <= tick <= top] or [(bottom + top) / 2]
+        shown = [(tick, _power(int(tick)) if tick.is_integer() else f"{10**tick:.3g}") for tick in at]
+    else:
+        apart = _steps(top - bottom, 4)[1]
+        shown = [(k * apart, f"{k * apart:g}") for k in range(math.ceil(bottom / apart), int(top // apart) + 1)]
+    return bottom, top, [((tick - bottom) / (top - bottom), said) for tick, said in shown]
+
+
+def _power(exponent: int) -> str:
+    """A power of ten: "0.01", "10⁻⁶"."""
+    if -3 <= exponent <= 4:
+        return f"{10.0**exponent:g}"
+    return f"10{str(exponent).translate(_RAISED)}"
+
+
+# ---- heat map ----
+
+
+def heat(tensors: Sequence[Tensor], lowest: int) -> str:
+    """Heat map: share of the values of each kind by binary order of magnitude.
+
+    Args:
+        tensors: tensors with statistics.
+        lowest: power of two where the first bin of the histograms begins.
+    """
+    groups = by_kind([one for one in tensors if one.stats.histogram is not None], _ROWS)
+    counts = {kind: np.sum([one.stats.histogram for one in same], axis=0, dtype=float) for kind, same in groups.items()}
+    counts = {kind: bins for kind, bins in counts.items() if bins.any()}
+    if not counts:
+        return ""
+    filled = np.flatnonzero(np.sum(list(counts.values()), axis=0))
     first, last = int(filled[0]), int(filled[-1]) + 1
-    part = rows[:, first:last] / np.maximum(rows.sum(axis=1, keepdims=True), 1)
-    lowest = round(math.log2(edges[0]))
+    names = labels(counts)
+    rows = []
+    for kind, bins in counts.items():
+        middle = np.searchsorted(np.cumsum(bins) / bins.sum(), (0.1, 0.9))
+        low, high = (f"{2.0 ** (lowest + int(k)):.3g}" for k in (middle[0], middle[1] + 1))
+        said = text(f"{names[kind]}: most absolute values lie between {low} and {high}")
+        rows.append(
+            f'<tr><th scope="row" class="name mono">{breakable(names[kind])}</th><td class="map"><svg role="img" '
+            f'aria-label="{said}" viewBox="0 0 {last - first} 1" preserveAspectRatio="none" '
+            f'shape-rendering="crispEdges"><title>{said}</title>{_cells(bins[first:last])}</svg></td></tr>'
+        )
+    axis = f'<tr class="axis"><td></td><td>{_axis(_powers(first + lowest, last + lowest))}</td></tr>'
+    return f'<table class="heat"><tbody>{"".join(rows)}{axis}</tbody></table>'
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        shown = np.ma.masked_equal(part, 0)
-        bounds = np.arange(first, last + 1) + lowest, np.arange(len(kinds) + 1)
-        axes.pcolormesh(*bounds, shown, cmap="Blues", vmin=0)
-        axes.invert_yaxis()
-        axes.set_yticks(np.arange(len(kinds)) + 0.5, [label(kind) for kind in kinds])
-        axes.set_xlabel("log2 of the absolute value")
-        axes.grid(visible=False)
 
-    return _svg("histograms", 1.2 + 0.24 * len(kinds), draw)
+def _cells(bins: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
+    """The bins of a row in a few shades; the strongest is that of its fullest bin."""
+    levels = np.ceil(np.sqrt(bins / bins.max()) * len(_SHADES)).astype(int)
+    return "".join(
+        f'<path fill-opacity="{shade:g}" d="{"".join(f"M{k} 0h1v1h-1z" for k in places)}"/>'
+        for level, shade in enumerate(_SHADES, 1)
+        if (places := np.flatnonzero(levels == level)).size
+    )
 
 
-def noise(tensors: Sequence[Tensor], errors: Mapping[str, Any], scheme: str) -> str:
-    """Line chart: signal-to-noise ratio of each quantized kind over the layers."""
-    quantized = [one for one in tensors if one.name in errors]
+def _powers(low: int, high: int) -> list[tuple[float, str]]:
+    """Powers of ten between two powers of two, as places between 0 and 1 with texts."""
+    tens = range(math.ceil(low * math.log10(2)), int(high * math.log10(2) // 1) + 1)
+    step = -(-len(tens) // 6) or 1
+    at = [(power / math.log10(2) - low) / (high - low) for power in tens]
+    return [(place, _power(power)) for power, place in zip(tens, at, strict=True) if power % step == 0]
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        _lines(axes, quantized, lambda one: float(errors[one.name].snr_db), log=False)
-        _layer_axis(axes)
-        axes.set_ylabel(f"SNR in dB, {scheme}")
-        figure.legend(loc="outside lower center", ncols=3)
 
-    return _svg("noise", 3.4, draw)
+def shades() -> str:
+    """The shades of the heat map."""
+    steps = "".join(f'<i class="step" style="opacity:{shade:g}"></i>' for shade in _SHADES)
+    return f'<p class="legend"><span>few values {steps} many</span></p>'

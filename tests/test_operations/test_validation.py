@@ -1217,6 +1217,13 @@ def test_three_findings_and_different_messages_are_shown_one_by_one():
     assert (text.count("value.range"), text.count("value.nan")) == (3, 2)
 
 
+def test_whole_numbers_and_others_say_the_same():
+    report = safeload.validate(
+        {name: np.float32([[-top, top]]) for name, top in zip("abcd", (300, 300.5, 1e9, 2e3), strict=True)}
+    )
+    assert str(report).count("value.range") == 1
+
+
 def test_one_value_and_several_say_the_same():
     bad = {name: np.float32([[np.nan] * (1 + k), [1.0] * (1 + k)]) for k, name in enumerate("abcd")}
     text = str(safeload.validate(bad))

@@ -25,7 +25,7 @@ _NAMED, _NAME_LENGTH = 4, 100
 # What differs between two messages of one kind of finding: numbers, quoted names, lists, "is" and "are".
 _DETAILS = re.compile(
     r"""'(?:[^'\\]|\\.)*'  |  "(?:[^"\\]|\\.)*"  |  \[ [^]]* ]  |  \b(?:is|are)\b
-    |  [-+]? (?: [0-9][0-9,]* (?:\.[0-9]+)? (?:e[-+]?[0-9]+)?  |  \b(?:inf|nan)\b )""",
+    |  [-+]? (?: [0-9]+ (?:,[0-9]{3})* (?:\.[0-9]+)? (?:e[-+]?[0-9]+)?  |  \b(?:inf|nan)\b )""",
     re.ASCII | re.VERBOSE,
 )
 
