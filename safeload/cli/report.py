@@ -68,6 +68,9 @@ def run(options: argparse.Namespace) -> int:
     if found.files:
         with open_path(options.path, options) as opened:
             parts += sections(opened, found, options.quantize, options.threads)
+    for source in (options.path, *found.files):
+        if os.path.exists(options.output) and os.path.exists(source) and os.path.samefile(options.output, source):
+            raise ValueError(f"--output {options.output} is a file of the source, choose another")
     files = files_of(found.files or [options.path], digest=options.digest, threads=options.threads)
     parts.append(digest_section(files))
     title = os.path.basename(os.path.abspath(options.path)) or options.path

@@ -34,10 +34,8 @@ _HEAT = (
     "Zeros, NaN and infinity are left out."
 )
 _BARS = "Colours are those of the layers below."
-_SIZES = (
-    "Memory for all arrays when they are loaded with this dtype, or with load_quantized and this scheme. Embeddings, "
-    "norms and biases stay float32 when weights are quantized."
-)
+_SIZES = "Memory for all arrays when they are loaded with this dtype, or by load_quantized with this scheme."
+_QUANTIZED = "There embeddings, norms, biases and what does not fit the scheme stay float32."
 
 _SPREAD = (
     Line("largest absolute value", 1, lambda one: float(one.stats.absmax)),
@@ -154,10 +152,13 @@ def _sizes(opened: Checkpoint) -> str:
     from ..operations.sizes import sizes
 
     found = sizes(opened)
-    rows = [*found.dtypes.items(), *found.schemes.items()]
-    return (
-        section("Size when loaded", plots.measures([("as stored", found.stored), *rows]), note=_SIZES) if rows else ""
-    )
+    whole = found.dtypes.get("float32")
+    schemes = {
+        name: total for name, total in found.schemes.items() if total != whole
+    }  # or there is nothing to quantize
+    note = f"{_SIZES} {_QUANTIZED}" if schemes else _SIZES
+    rows = [*found.dtypes.items(), *schemes.items()]
+    return section("Size when loaded", plots.measures([("as stored", found.stored), *rows]), note=note) if rows else ""
 
 
 def _table(opened: Checkpoint, found: Any) -> str:

@@ -19,6 +19,8 @@ COLOURS = 9
 # A larger number in a name is not that of a layer, and Python refuses to parse thousands of digits.
 _FIRST_NUMBER = re.compile(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", re.ASCII)
 
+_DIGITS = re.compile(r"[0-9]+", re.ASCII)
+
 # Characters of a kind in a chart.
 _LABEL = 48
 
@@ -114,10 +116,15 @@ def _layered(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _modules(names: Sequence[str]) -> dict[str, str]:
-    """The module of each tensor: as much of the names as makes at most `KINDS` of them, at least the first part."""
+    """The module of each tensor: as much of the names as makes at most `KINDS` of them.
+
+    That is at least the first part; ``{}`` stands for the digits in it where these would be too many: "t{}" of "t1234".
+    """
     modules = {name: name for name in names}
     depth = min(_DEPTH, max((name.count(".") for name in names), default=0))
     while len(set(modules.values())) > KINDS and depth > 0:
         modules = {name: ".".join(name.split(".", depth)[:depth]) for name in names}
         depth -= 1
+    if len(set(modules.values())) > KINDS:
+        return {name: _DIGITS.sub("{}", module) for name, module in modules.items()}
     return modules

@@ -275,7 +275,9 @@ def test_tensors_without_layers_are_shown_by_module_if_they_are_many():
     assert kinds_of(["a.weight", "a.bias", "b"]) == {"a.weight", "a.bias", "b"}
     many = [f"encoder.{name}.{last}" for name in "abcdefg" for last in ("weight", "bias")]
     assert kinds_of(many) == {f"encoder.{name}" for name in "abcdefg"}
-    assert len(kinds_of([f"tensor{k}" for k in range(20)])) == 20
+    assert kinds_of([f"conv{k}.weight" for k in range(12)]) == {f"conv{k}.weight" for k in range(12)}
+    assert kinds_of([f"tensor{k}_{k}.{last}" for k in range(20) for last in "ab"]) == {"tensor{}_{}"}
+    assert len(kinds_of([letter * 3 for letter in "abcdefghijklmnopqrst"])) == 20
 
 
 @pytest.mark.parametrize(
@@ -311,6 +313,19 @@ def test_sizes_as_dtypes_and_schemes(folder, capsys):
     assert ("as stored", "8 KiB", "1.00x") in rows
     assert ("float32", "16 KiB", "2.00x") in rows
     assert ("q8_0", "4.25 KiB", "0.53x") in rows
+    save_file({"w": np.ones((64, 3), np.float16)}, "x.safetensors")  # rows are shorter than blocks
+    report(capsys, "x.safetensors")
+    assert "int8" in text_of(folder)
+    assert "q8_0" not in text_of(folder)
+
+
+def test_the_page_does_not_replace_the_file_that_it_is_about(folder, capsys):
+    shard = "tiny/model-00001-of-00002.safetensors"
+    before = (folder.parent / shard).read_bytes()
+    for path in ("tiny", shard):
+        status, _, err = report(capsys, path, "-o", shard)
+        assert (status, err) == (2, f"safeload: --output {shard} is a file of the source, choose another\n")
+    assert (folder.parent / shard).read_bytes() == before
 
 
 def test_help(capsys, monkeypatch):
