@@ -4,14 +4,12 @@ Needs Debian's chromium and chromium-driver, and selenium. Where CI sets SAFELOA
 A folder in SAFELOAD_SCREENSHOTS gets the pictures.
 """
 
-import base64
-import importlib.util
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.browser import missing, screenshot, set_media, set_window, start
 from builders.models import small, write_folder
 from builders.paths import DATA
 
@@ -117,26 +115,13 @@ return [marks.length, found];
 """
 
 
-def missing():
-    """What is needed and not there; empty if all of it is."""
-    programs = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-    return programs + ([] if importlib.util.find_spec("selenium") else ["selenium"])
-
-
 @pytest.fixture(scope="module")
 def browser():
     lacking = missing()
     if lacking:
         assert not os.environ.get("SAFELOAD_BROWSER"), f"not installed: {', '.join(lacking)}"
         pytest.skip(f"not installed: {', '.join(lacking)}")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    driver = start()
     yield driver
     driver.quit()
 
@@ -162,20 +147,14 @@ def pages(tmp_path_factory):
 
 def show(browser, path, mode, width):
     """Opens a page with all its lists."""
-    features = [{"name": "prefers-color-scheme", "value": mode}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "screen", "features": features})
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    set_media(browser, mode)
+    set_window(browser, width, 900)
     browser.get(path.as_uri())
-    picture(browser, f"{path.stem}-{mode}-{width}.png")
-    browser.execute_script("for (const e of document.querySelectorAll('details')) e.open = true")
-
-
-def picture(browser, name):
     folder = os.environ.get("SAFELOAD_SCREENSHOTS")
     if folder:
-        taken = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
-        Path(folder, name.replace(" ", "-")).write_bytes(base64.b64decode(taken["data"]))
+        name = f"{path.stem}-{mode}-{width}.png".replace(" ", "-")
+        Path(folder, name).write_bytes(screenshot(browser, whole=True))
+    browser.execute_script("for (const e of document.querySelectorAll('details')) e.open = true")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -203,8 +182,7 @@ def test_a_page_can_be_read(browser, pages, name, mode, width):
 def test_dark_pages_are_printed_on_white_paper_with_short_lists_open(browser, pages):
     show(browser, pages / "layers.html", "dark", 1200)
     browser.get((pages / "layers.html").as_uri())
-    features = [{"name": "prefers-color-scheme", "value": "dark"}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})
+    set_media(browser, "dark", "print")
     assert browser.execute_script(SHARED + "return ground(document.querySelector('section'))") == [255, 255, 255, 1]
     assert browser.execute_script(SHARED + PALE_TEXTS)[1] == []
     cells = browser.execute_script(

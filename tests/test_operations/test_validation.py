@@ -1200,9 +1200,9 @@ def test_findings_that_say_the_same_of_several_kinds_are_shown_as_one():
 
 
 def test_single_tensors_that_say_the_same_are_named_up_to_a_limit():
-    report = safeload.validate(values_in(["first", "x" * 300, *"abcdefgh"]))
+    report = safeload.validate(values_in(["first", "x" * 300, *"abcdefghijkl"]))
     tail = report.lines(1000)[-1].partition("like it: ")[2]
-    assert re.fullmatch(r"x{49}…x{50}, a, b, c and 5 other names", tail)
+    assert re.fullmatch(r"x{49}…x{50}, a, b, c, d, e, f, g and 5 other names", tail)
 
 
 def test_layers_that_say_the_same_of_one_kind_are_only_counted():

@@ -20,7 +20,7 @@ NOTE: Severity = "note"
 _GATHERED_FROM = 4
 
 # Most names, and most characters of each, that stand after such a finding on a terminal.
-_NAMED, _NAME_LENGTH = 4, 100
+_NAMED, _NAME_LENGTH = 8, 100
 
 # What differs between two messages of one kind of finding: numbers, quoted names, lists, "is" and "are".
 _DETAILS = re.compile(
