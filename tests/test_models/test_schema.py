@@ -104,6 +104,7 @@ def test_names_of_published_models():
 def test_moondream_has_the_names_of_its_layout():
     wanted = schema.built_in()["moondream2"].expand(None, ())
     assert list(wanted) == [tensor.name for tensor in layouts.MOONDREAM2.tensors]
+    assert list(wanted)[-4:] == ["v_proj_fc1_w", "v_proj_fc1_b", "v_proj_fc2_w", "v_proj_fc2_b"]
     assert wanted["t_Wqkv_w"].shape == (24, 6144, 2048)
     assert wanted["v_pos_embedding"].shape == (1, 729, 1152)
     assert wanted["v_patch_embedding_linear_w"].shape == (588, 1152)
