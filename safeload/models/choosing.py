@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from .schema import PREFIX, Entry, Schema, built_in, names_pattern
+from .reading import built_in
+from .schema import PREFIX, Entry, Schema
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" is of the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
@@ -15,6 +17,8 @@ _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|Wi
 _CLASS_LENGTH = 200
 # Keys of the language model's config in that of a multi-modal model; other keys are tried after these.
 _LANGUAGE = ("text_config", "llm_config", "language_config")
+# A nested object with one of these keys is the config of a model.
+_WIDTHS = ("hidden_size", "dim", "encoder_args")
 # Most levels of nested objects of a config that are searched for it.
 _NESTED = 3
 # Most nested configs, and most prefixes of an embedding, that are tried: no real model has more.
@@ -36,7 +40,7 @@ class Choice(NamedTuple):
 
 
 def choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
-    """Chooses by the config's architectures, else by its model_type; without a config, by the file's format.
+    """Chooses by the config's architectures, else by its model_type, else by its keys; without a config, by the format.
 
     An architecture that no schema lists belongs to the family that its name begins with, and has a head of its own or
     none: "LlamaForSequenceClassification", "LlamaModel". A format's schema is chosen if the model has at least half of
@@ -51,12 +55,17 @@ def choose(config: Mapping[str, Any] | None, format: str | None, names: Collecti
         return None
     architectures = config.get("architectures")
     listed = architectures if isinstance(architectures, list) else []
+    model_type = config.get("model_type")
     for schema in built_in().values():
         if any(architecture in schema.architectures for architecture in listed):
             return Choice(schema, True)
     for schema in built_in().values():
-        if config.get("model_type") in schema.model_types:
+        if model_type is not None and model_type in schema.model_types:
             return Choice(schema, not listed)
+    if not listed and model_type is None:
+        for schema in built_in().values():
+            if schema.keys and all(key in config for key in schema.keys):
+                return Choice(schema, not any(map(_is_model, config.values())))
     if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
         return None  # several models in one, see `choose_inner`
     families = {_family(architecture) for architecture in listed} - {None}
@@ -64,6 +73,11 @@ def choose(config: Mapping[str, Any] | None, format: str | None, names: Collecti
         if any(_family(architecture) in families for architecture in schema.architectures):
             return Choice(schema, False)
     return None
+
+
+def _is_model(value: Any) -> bool:
+    """Whether a value of a config is the config of a model inside it, such as a vision encoder."""
+    return isinstance(value, Mapping) and any(key in value for key in _WIDTHS)
 
 
 def _family(architecture: Any) -> str | None:
@@ -151,4 +165,4 @@ def _with_prefix(schema: Schema, prefix: str) -> Schema:
         return entry._replace(also=(*entry.also, *(text + entry.name for text in before)))
 
     entries = tuple(map(placed, schema.entries))
-    return schema._replace(prefixes=(prefix,), entries=entries, pattern=names_pattern(entries, (prefix,)))
+    return replace(schema, prefixes=(prefix,), entries=entries)

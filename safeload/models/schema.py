@@ -6,50 +6,59 @@ A schema is data, see ``safeload/models/schemas``::
      "prefixes": ["model.", ""], "defaults": {"head_dim": "hidden_size // num_attention_heads"},
      "tensors": {"{prefix}layers.{}.attn.weight": {"shape": ["3 * hidden_size", "hidden_size"]}, ...}}
 
-- ``{}`` in a name is the layer number, ``{prefix}`` one of ``prefixes``: the one that matches the most names.
-- A shape is a list of `safeload.models.expressions` over config keys, "?" for any size; null for any shape.
+- ``{}`` in a name is the layer number, from 0 up to ``layers``; ``{expert}`` is a number up to ``counts["expert"]``.
+  The first number of a name is that of its layer. ``{prefix}`` is one of ``prefixes``: the one that matches the most
+  names.
+- A shape is a list of `safeload.models.expressions` over config keys, "?" for any size; null for any shape. A size that
+  ends in "?" is any size if the config lacks a key of it, or if it is negative.
 - ``defaults``: values of keys that the config omits or has as null: a number or an expression.
 - ``role`` is "embedding", "norm", "bias", "head" or "buffer"; a tensor without one is a weight.
-- ``optional``: the tensor may be absent. ``when``: an expression; the tensor exists if its value is not 0.
+- ``optional``: the tensor may be absent. ``when``: an expression; the tensor exists if its value is not 0. In it
+  ``layer`` is the number of the layer.
+- ``architectures`` of a tensor: class names, or shell patterns of them: it exists in these only, and with ``optional``
+  it may be in others. The first of the schema's ``architectures`` is that of a config without any.
 - ``tied``: the tensor that this one is tied to if ``tied_when`` is not 0; then it may be absent.
-- ``also``: alternative names. ``formats``: file formats that the schema applies to if there is no config.
+- ``also``: alternative names.
+- ``more_layers``: number of layers after the others, each of which may be absent with all its tensors.
+- ``extends``: another schema, with whose tensors, ``defaults``, ``counts`` and other fields this one begins, except for
+  ``about``, ``architectures``, ``model_types``, ``formats`` and ``keys``. Fields of a tensor replace those of the same
+  name, where null removes one; ``without`` is a list of names, or shell patterns of them, that are left out.
+- ``formats``: file formats that the schema applies to if there is no config. ``keys``: a config without
+  ``architectures`` and ``model_type`` that has all of these keys selects the schema. ``config``: the name of its file.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Collection, Iterable, Mapping
-from functools import cache
-from pathlib import Path
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..base.paths import PathLike
-from ..base.text import show
-from ..errors import FormatError
-from .expressions import ExpressionError, evaluate, names_in
+from .config import Config, ConfigError
+from .expressions import names_in
 
 ROLES = ("embedding", "norm", "bias", "head", "buffer")
 WEIGHT = "weight"
 
-# More layers than this are a mistake in a config; expanding them would exhaust memory.
-MAX_LAYERS = 100_000
+# More layers or experts than this are a mistake in a config, and so are more tensors: expanding them would exhaust
+# memory. Published models have at most 100,000 tensors.
+MAX_LAYERS = 10_000
+MAX_TENSORS = 500_000
 
 # A layer number: at most 4300 digits, the limit of ``int``.
 NUMBER = "0|[1-9][0-9]{0,4299}"
+_DIGITS = 4300
 
-# Placeholders in names for the layer number and for one of the prefixes.
-_LAYER, PREFIX = "{}", "{prefix}"
-_FOLDER = Path(__file__).parent / "schemas"
-_FIELDS = {
-    *("name", "about", "architectures", "model_types", "formats"),
-    *("prefixes", "layers", "defaults", "tensors"),
-}
-_ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also"}
-
-
-class ConfigError(ValueError):
-    """A config lacks a key that a schema needs, or has a wrong value there."""
+# Placeholders in names for one of the prefixes, for the layer number, and for any number.
+PREFIX, LAYER = "{prefix}", "{}"
+PLACEHOLDER = re.compile(r"\{([a-z_]*)\}", re.ASCII)
+# Any size, and the end of one that may be.
+ANY = "?"
+_NUMBERS = re.compile(r"([0-9]+)", re.ASCII)
+_SLOTS = re.compile(r"(\{[a-z_]*\}|[0-9]+)", re.ASCII)
 
 
 class Entry(NamedTuple):
@@ -63,6 +72,7 @@ class Entry(NamedTuple):
     tied: str | None
     tied_when: str | None
     also: tuple[str, ...]
+    architectures: tuple[str, ...]
 
 
 class Wanted(NamedTuple):
@@ -71,6 +81,7 @@ class Wanted(NamedTuple):
     Attributes:
         name: its name.
         shape: its shape; None for any shape, or in it for any size.
+        stack: its name up to its layer number; "" outside of layers.
         layer: its layer number, None outside of layers.
         required: whether it must be present.
         entry: the entry of the schema.
@@ -79,37 +90,88 @@ class Wanted(NamedTuple):
 
     name: str
     shape: tuple[int | None, ...] | None
+    stack: str
     layer: int | None
     required: bool
     entry: Entry
     tied: str | None
 
 
-class Schema(NamedTuple):
-    """The tensors of an architecture. Made by `parse` and `load`."""
+class Found(NamedTuple):
+    """The entry of a name.
+
+    Attributes:
+        entry: the entry.
+        prefix: the prefix of the name, None if its entry has none.
+        stack: the name up to its layer number; all of it outside of layers.
+        numbers: the numbers in it: first that of the layer.
+    """
+
+    entry: Entry
+    prefix: str | None
+    stack: str
+    numbers: tuple[int, ...]
+
+    @property
+    def layer(self) -> int | None:
+        """The layer number; None outside of layers."""
+        return self.numbers[0] if self.numbers else None
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The tensors of an architecture. Made by `safeload.models.reading`; the module docstring describes the fields."""
 
     name: str
+    about: str
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
     formats: tuple[str, ...]
+    keys: tuple[str, ...]
     prefixes: tuple[str, ...]
     layers: str | None
+    more_layers: str | None
+    counts: Mapping[str, str]
     defaults: Mapping[str, int | str]
+    config: str
     entries: tuple[Entry, ...]
-    pattern: re.Pattern[str]
 
-    def find(self, name: str) -> tuple[Entry, int | None] | None:
-        """The entry that matches a name, and its layer number; None if the architecture does not have the name."""
-        found = self.pattern.fullmatch(name)
-        if found is None or found.lastgroup is None:
-            return None
-        number = found[f"l{found.lastgroup[1:]}"] if f"l{found.lastgroup[1:]}" in self.pattern.groupindex else None
-        return self.entries[int(found.lastgroup[1:].partition("_")[0])], None if number is None else int(number)
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[Entry, str | None, tuple[str, ...]]]]:
+        """Names without their numbers, to entry, prefix, and what stands for the numbers."""
+        places: dict[str, list[tuple[Entry, str | None, tuple[str, ...]]]] = {}
+        for entry in self.entries:
+            for text in (entry.name, *entry.also):
+                for prefix in self.prefixes if PREFIX in text else (None,):
+                    parts = _SLOTS.split(text.replace(PREFIX, prefix or ""))
+                    places.setdefault("#".join(parts[::2]), []).append((entry, prefix, tuple(parts[1::2])))
+        return places
+
+    def find(self, name: str) -> Found | None:
+        """The entry that matches a name; None if the architecture does not have the name."""
+        parts = _NUMBERS.split(name)
+        numbers = parts[1::2]
+        for entry, prefix, slots in self._places.get("#".join(parts[::2]), ()):
+            if len(numbers) == len(slots) and all(map(_fits, numbers, slots)):
+                own = [k for k, slot in enumerate(slots) if slot[0] == "{"]
+                stack = "".join(parts[: 2 * own[0] + 1]) if own else name
+                return Found(entry, prefix, stack, tuple(int(numbers[k]) for k in own))
+        return None
 
     def role(self, name: str) -> str | None:
         """The role of a tensor, "weight" by default; None for an unknown name."""
         found = self.find(name)
-        return None if found is None else found[0].role
+        return None if found is None else found.entry.role
+
+    def architecture(self, config: Mapping[str, Any] | None) -> str | None:
+        """The architecture of a model: the first of the config that the schema lists, None if it lists none of them.
+
+        The first of the schema for a config without architectures.
+        """
+        listed = None if config is None else config.get("architectures")
+        if not isinstance(listed, list) or not listed:
+            return next(iter(self.architectures), None)
+        return next((text for text in listed if isinstance(text, str) and text in self.architectures), None)
 
     def tied(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
         """Absent tensors that are tied to another: name of the head to name of the embedding.
@@ -117,12 +179,13 @@ class Schema(NamedTuple):
         Raises:
             ConfigError, ExpressionError: the condition cannot be evaluated.
         """
-        keys = Config(config, self.defaults)
+        keys = Config(config, self.defaults, self.config)
+        architecture = self.architecture(config)
         result = {}
         for entry in self.entries:
-            if entry.tied is None or entry.optional or _LAYER in entry.name:
+            if entry.tied is None or entry.optional or not _in(entry, architecture) or PLACEHOLDER.search(_bare(entry)):
                 continue
-            if entry.tied_when is not None and evaluate(entry.tied_when, keys) == 0:
+            if entry.tied_when is not None and keys.evaluate(entry.tied_when) == 0:
                 continue
             for prefix in self.prefixes:
                 name, other = entry.name.replace(PREFIX, prefix), entry.tied.replace(PREFIX, prefix)
@@ -136,231 +199,170 @@ class Schema(NamedTuple):
 
         Args:
             config: parsed config.json; None for defaults only.
-            names: names of the tensors of the model; they select the prefix and alternative names.
+            names: names of the tensors of the model; they select the prefix, alternative names and ``more_layers``.
 
         Raises:
-            ConfigError: a required key is missing or not an integer.
+            ConfigError: a required key is missing or not an integer, or there are more than `MAX_TENSORS`.
             ExpressionError: an expression cannot be evaluated.
         """
-        keys = Config(config, self.defaults)
-        count = 0
-        if self.layers is not None:
-            count = evaluate(self.layers, keys)
+        known = names if isinstance(names, (Set, Mapping)) else set(names)
+        return _Expansion(self, config, known).run()
+
+    def prefix_of(self, names: Iterable[str]) -> str:
+        """The prefix that matches the most names, or the first."""
+        if len(self.prefixes) == 1:
+            return self.prefixes[0]
+        found = Counter(one.prefix for one in map(self.find, names) if one is not None)
+        return max(self.prefixes, key=lambda prefix: found[prefix])
+
+
+def _fits(number: str, slot: str) -> bool:
+    """Whether the number in a name is the one in a schema, or one for its placeholder."""
+    if slot[0] != "{":
+        return number == slot
+    return number[0] != "0" or number == "0" if len(number) <= _DIGITS else False
+
+
+def _bare(entry: Entry) -> str:
+    """The name of an entry without its prefix."""
+    return entry.name.removeprefix(PREFIX)
+
+
+def _in(entry: Entry, architecture: str | None) -> bool:
+    """Whether an architecture has an entry."""
+    if not entry.architectures:
+        return True
+    return architecture is not None and any(fnmatchcase(architecture, text) for text in entry.architectures)
+
+
+class _Expansion:
+    """One expansion of a schema, see `Schema.expand`."""
+
+    def __init__(self, schema: Schema, config: Mapping[str, Any] | None, known: Collection[str]) -> None:
+        self._schema = schema
+        self._keys = Config(config, schema.defaults, schema.config)
+        self._known = known
+        self._architecture = schema.architecture(config)
+        self._prefix = schema.prefix_of(known)
+        self._counts: dict[str, int] = {}
+        self._held: dict[str, bool | dict[int, bool]] = {}
+        self._total = 0
+
+    def run(self) -> dict[str, Wanted]:
+        result: dict[str, Wanted] = {}
+        first = next(iter(self._schema.architectures), None)
+        for entry in self._schema.entries:
+            optional = entry.optional
+            if entry.architectures and not _in(entry, self._architecture):
+                # An architecture that the schema does not list may have the usual head.
+                usual = self._architecture is None and _in(entry, first)
+                if not optional and not usual:
+                    continue
+                optional = True
+            elif entry.architectures:
+                optional = False
+            for wanted in self._tensors(entry, optional=optional):
+                result[wanted.name] = wanted
+        return self._without_absent(result)
+
+    def _tensors(self, entry: Entry, *, optional: bool) -> Iterator[Wanted]:
+        slots = PLACEHOLDER.findall(entry.name.replace(PREFIX, self._prefix))
+        layers = self._layers(entry, slots)
+        inner = self._count(slots[1]) if len(slots) > 1 and layers else 1
+        self._total += len(layers) * inner
+        if self._total > MAX_TENSORS:
+            counts = " and ".join(f"{self._text(slot)} is {self._counts[slot]}" for slot in slots) or "the schema"
+            raise ConfigError(f"{counts}: more than {MAX_TENSORS:,} tensors are not supported")
+        if not layers:
+            return
+        shape = None if entry.shape is None else tuple(map(self._size, entry.shape))
+        tied = None if entry.tied is None else entry.tied.replace(PREFIX, self._prefix)
+        if tied is not None and entry.tied_when is not None and self._keys.evaluate(entry.tied_when) == 0:
+            tied = None
+        required = not optional and tied is None
+        spellings = [PLACEHOLDER.split(text.replace(PREFIX, self._prefix)) for text in (entry.name, *entry.also)]
+        stack = spellings[0][0] if slots else ""
+        for layer in layers:
+            for number in range(inner):
+                names = [_spell(parts, layer, number) for parts in spellings]
+                name = names[0] if len(names) == 1 else next((text for text in names if text in self._known), names[0])
+                yield Wanted(name, shape, stack, layer, required, entry, tied)
+
+    def _layers(self, entry: Entry, slots: list[str]) -> list[int | None]:
+        """The layers that have an entry; [None] if it is outside of them and exists."""
+        layers = range(self._count(slots[0]) + (self._more() if slots[0] == "" else 0)) if slots else (None,)
+        when = entry.when
+        if when is None:
+            return list(layers)
+        return [layer for layer in layers if self._holds(when, layer)]
+
+    def _holds(self, when: str, layer: int | None) -> bool:
+        if layer is None:
+            return self._keys.evaluate(when) != 0
+        held = self._held.get(when)
+        if isinstance(held, bool):
+            return held
+        if held is None or layer not in held:
+            here, depends = self._keys.holds(when, layer)
+            if not depends:
+                self._held[when] = here
+                return here
+            held = {} if held is None else held
+            held[layer] = here
+            self._held[when] = held
+        return held[layer]
+
+    def _text(self, slot: str) -> str:
+        return (self._schema.layers or "") if slot == "" else self._schema.counts[slot]
+
+    def _count(self, slot: str) -> int:
+        if slot not in self._counts:
+            count = self._keys.evaluate(self._text(slot))
             if not 0 <= count <= MAX_LAYERS:
-                raise ConfigError(f"{self.layers} is {count}, but a model has 0 to {MAX_LAYERS} layers")
-        known = names if isinstance(names, (set, frozenset, dict, Mapping)) else set(names)
-        choices = [self._expand_with(prefix, keys, count, known) for prefix in self.prefixes]
-        return max(choices, key=lambda wanted: sum(name in known for name in wanted))
+                what = f"a model has 0 to {MAX_LAYERS} layers" if slot == "" else f"expected 0 to {MAX_LAYERS}"
+                raise ConfigError(f"{self._text(slot)} is {count}, but {what}")
+            self._counts[slot] = count
+        return self._counts[slot]
 
-    def _expand_with(self, prefix: str, keys: Config, count: int, known: Collection[str]) -> dict[str, Wanted]:
-        result = {}
-        for entry in self.entries:
-            if entry.when is not None and evaluate(entry.when, keys) == 0:
-                continue
-            shape = None
-            if entry.shape is not None:
-                shape = tuple(None if size == "?" else _size(size, keys) for size in entry.shape)
-            tied = None if entry.tied is None else entry.tied.replace(PREFIX, prefix)
-            if tied is not None and entry.tied_when is not None and evaluate(entry.tied_when, keys) == 0:
-                tied = None
-            required = not entry.optional and tied is None
-            for layer in range(count) if _LAYER in entry.name else (None,):
-                spellings = [_spell(text, prefix, layer) for text in (entry.name, *entry.also)]
-                name = next((text for text in spellings if text in known), spellings[0])
-                result[name] = Wanted(name, shape, layer, required, entry, tied)
-        return result
+    def _more(self) -> int:
+        text = self._schema.more_layers
+        count = 0 if text is None else self._keys.evaluate(text)
+        if not 0 <= count <= MAX_LAYERS:
+            raise ConfigError(f"{text} is {count}, but a model has 0 to {MAX_LAYERS} layers")
+        return count
 
+    def _size(self, text: str) -> int | None:
+        if text == ANY:
+            return None
+        bare = text.removesuffix(ANY)
+        if bare != text and any(self._keys.value(name) is None for name in names_in(bare)):
+            return None
+        value = self._keys.evaluate(bare)
+        if value < 0:
+            if bare != text:
+                return None
+            raise ConfigError(f"{text} is {value}, but a size is at least 0")
+        return value
 
-def _spell(text: str, prefix: str, layer: int | None) -> str:
-    text = text.replace(PREFIX, prefix)
-    return text if layer is None else text.replace(_LAYER, str(layer))
-
-
-def _size(text: str, keys: Config) -> int:
-    value = evaluate(text, keys)
-    if value < 0:
-        raise ConfigError(f"{text} is {value}, but a size is at least 0")
-    return value
-
-
-class Config:
-    """The values of a config as integers, with a schema's defaults for missing keys.
-
-    Args:
-        values: parsed config.json; None without one.
-        defaults: name to number or expression.
-    """
-
-    def __init__(self, values: Mapping[str, Any] | None, defaults: Mapping[str, int | str]) -> None:
-        self._values = values
-        self._defaults = defaults
-        self._open: list[str] = []
-
-    def __call__(self, name: str) -> int:
-        """The value of a key; "text.dim" is the key "dim" in the object "text".
-
-        Raises:
-            ConfigError: the key is missing, or its value is not an integer.
-        """
-        value: Any = self._values
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is None and name in self._defaults:
-            value = self._defaults[name]
-            if isinstance(value, str):
-                if name in self._open:
-                    raise ConfigError(
-                        f"the default of {show(name)} depends on itself: {' -> '.join([*self._open, name])}"
-                    )
-                self._open.append(name)
-                value = evaluate(value, self)
-                self._open.pop()
-        if value is None:
-            where = "there is no config.json" if self._values is None else "config.json lacks it"
-            raise ConfigError(f"{show(name)} is required, but {where}")
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if not isinstance(value, int):
-            raise ConfigError(f"{show(name)} in config.json is {str(value)[:60]!r}, expected an integer")
-        return int(value)
+    def _without_absent(self, result: dict[str, Wanted]) -> dict[str, Wanted]:
+        """Without those of ``more_layers`` of which the model has no tensor."""
+        if self._schema.more_layers is None:
+            return result
+        usual = self._counts.get("", 0)
+        beyond = [one for one in result.values() if one.layer is not None and one.layer >= usual and _in_layers(one)]
+        absent = {one.layer for one in beyond} - {one.layer for one in beyond if one.name in self._known}
+        return {name: one for name, one in result.items() if not (one.layer in absent and _in_layers(one))}
 
 
-# ---- reading ----
+def _in_layers(wanted: Wanted) -> bool:
+    """Whether the layer number of a tensor is one of ``layers``."""
+    return _bare(wanted.entry).find(LAYER) == _bare(wanted.entry).find("{")
 
 
-def parse(content: Mapping[str, Any], path: str | None = None) -> Schema:
-    """Makes a schema from the parsed content of its JSON file.
-
-    Raises:
-        FormatError: the content is not a schema; the message says what is wrong.
-    """
-
-    def texts(field: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-        value = content.get(field, default)
-        if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
-            raise FormatError(f"schema: {field} must be a list of strings", path)
-        return tuple(value)
-
-    if not isinstance(content, Mapping) or not isinstance(content.get("name"), str):
-        raise FormatError('a schema must be {"name": string, "tensors": {...}, ...}', path)
-    unknown = sorted(content.keys() - _FIELDS)
-    if unknown:
-        raise FormatError(
-            f"schema: unknown field {show(unknown[0])}, expected one of {', '.join(sorted(_FIELDS))}", path
-        )
-    tensors, defaults, layers = content.get("tensors"), content.get("defaults", {}), content.get("layers")
-    if not isinstance(tensors, Mapping) or not tensors:
-        raise FormatError("schema: tensors must be a nonempty object", path)
-    if not isinstance(defaults, Mapping) or not all(isinstance(value, (int, str)) for value in defaults.values()):
-        raise FormatError("schema: defaults must be an object of integers and expressions", path)
-    entries = tuple(_entry(name, entry, path) for name, entry in tensors.items())
-    for text in (layers, *(value for value in defaults.values() if isinstance(value, str))):
-        if text is not None:
-            _check_expression(text, "layers or defaults", path)
-    if layers is None and any(_LAYER in entry.name for entry in entries):
-        raise FormatError("schema: names have {}, but layers does not give their number", path)
-    prefixes = texts("prefixes", ("",)) or ("",)
-    if any(_LAYER in prefix for prefix in prefixes):
-        raise FormatError("schema: prefixes must not have {}, which belongs in names", path)
-    pattern = names_pattern(entries, prefixes)
-    return Schema(
-        content["name"],
-        texts("architectures"),
-        texts("model_types"),
-        texts("formats"),
-        prefixes,
-        layers,
-        dict(defaults),
-        entries,
-        pattern,
-    )
-
-
-def _entry(name: str, entry: Any, path: str | None) -> Entry:
-    """Makes an entry from its JSON.
-
-    Raises:
-        FormatError: it is not an entry of a schema; the message says what is wrong.
-    """
-    if not isinstance(entry, Mapping) or entry.keys() - _ENTRY_FIELDS or "shape" not in entry:
-        fields = ", ".join(sorted(_ENTRY_FIELDS))
-        raise FormatError(f"schema: {show(name)} must be an object with shape, and no fields other than {fields}", path)
-    shape, role, also = entry["shape"], entry.get("role", WEIGHT), entry.get("also", ())
-    if shape is not None and not isinstance(shape, (list, tuple)):
-        raise FormatError(f"schema: the shape of {show(name)} must be a list of expressions or null", path)
-    if role not in (*ROLES, WEIGHT):
-        raise FormatError(f"schema: the role of {show(name)} is {show(role)}, expected one of {', '.join(ROLES)}", path)
-    if not isinstance(entry.get("optional", False), bool):
-        raise FormatError(f"schema: optional of {show(name)} must be true or false", path)
-    if not isinstance(also, (list, tuple)) or not all(isinstance(text, str) for text in (name, *also)):
-        raise FormatError(f"schema: also of {show(name)} must be a list of names", path)
-    if not isinstance(entry.get("tied"), (str, type(None))):
-        raise FormatError(f"schema: tied of {show(name)} must be a name", path)
-    if any(text.count(_LAYER) != name.count(_LAYER) or text.count(_LAYER) > 1 for text in (name, *also)):
-        raise FormatError(
-            f"schema: {show(name)} and its other names must have the same number of {{}}, at most one", path
-        )
-    sizes = None if shape is None else tuple(str(size) if type(size) is int else size for size in shape)
-    for text in (*(sizes or ()), entry.get("when"), entry.get("tied_when")):
-        if text not in (None, "?"):
-            _check_expression(text, repr(name), path)
-    return Entry(
-        name,
-        sizes,
-        role,
-        entry.get("optional", False),
-        entry.get("when"),
-        entry.get("tied"),
-        entry.get("tied_when"),
-        tuple(also),
-    )
-
-
-def _check_expression(text: Any, what: str, path: str | None) -> None:
-    if not isinstance(text, str):
-        raise FormatError(f"schema: {what}: {show(text)} is not an expression", path)
-    try:
-        names_in(text)
-    except ExpressionError as error:
-        raise FormatError(f"schema: {what}: {error}", path) from None
-
-
-def names_pattern(entries: Iterable[Entry], prefixes: Iterable[str]) -> re.Pattern[str]:
-    """One regex for all names: group ``e<entry>_<spelling>``, inside it ``l<entry>_<spelling>`` for the layer."""
-    prefix = f"(?:{'|'.join(map(re.escape, prefixes))})"
-    parts = []
-    for k, entry in enumerate(entries):
-        for n, text in enumerate((entry.name, *entry.also)):
-            escaped = re.escape(text).replace(re.escape(PREFIX), prefix)
-            escaped = escaped.replace(re.escape(_LAYER), f"(?P<l{k}_{n}>{NUMBER})")
-            parts.append(f"(?P<e{k}_{n}>{escaped})")
-    return re.compile("|".join(parts), re.ASCII)
-
-
-def load(source: str | PathLike | Mapping[str, Any]) -> Schema:
-    """Loads a schema: a built-in one by name, from a JSON file, or from its parsed content.
-
-    Raises:
-        ValueError: the name is unknown.
-        FormatError: the file does not hold a schema.
-        OSError: the file cannot be read.
-    """
-    if isinstance(source, Mapping):
-        return parse(source)
-    text = os.fspath(source)
-    if text in built_in():
-        return built_in()[text]
-    if not text.endswith(".json") and os.sep not in text:
-        raise ValueError(f"schema {show(text)} is neither a file.json nor one of {', '.join(built_in())}")
-    from ..stores.json_file import read_json
-
-    return parse(read_json(text, "the schema"), text)
-
-
-@cache
-def built_in() -> dict[str, Schema]:
-    """The built-in schemas, by name."""
-    import json
-
-    paths = sorted(_FOLDER.glob("*.json"))
-    return {path.stem: parse(json.loads(path.read_text("utf-8")), str(path)) for path in paths}
+def _spell(parts: list[str], layer: int | None, number: int) -> str:
+    """A name from its parts: texts with the names of placeholders between them."""
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) == 3:
+        return f"{parts[0]}{layer}{parts[2]}"
+    return f"{parts[0]}{layer}{parts[2]}{number}{parts[4]}"

@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 
-from safeload.models import schema
+from safeload.models import reading
 from safeload.numpy import save_file
 
 # Schema, config, tensors that must be there, and parameters as the model's publisher or its framework counts them.
@@ -165,7 +165,33 @@ _SMALL = {
     "num_attention_heads": 4,
 }
 _GROUPED = {**_SMALL, "num_key_value_heads": 2}
-_ARCHITECTURES = {name: found.architectures[0] for name, found in schema.built_in().items() if found.architectures}
+_EXPERTS = {**_GROUPED, "head_dim": 32, "moe_intermediate_size": 32, "num_experts": 4}
+_MLA = {
+    **_SMALL,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_PATCHES = {**_SMALL, "image_size": 8, "patch_size": 4}
+_CLIP = {"text_config": {**_SMALL, "max_position_embeddings": 32}, "vision_config": _PATCHES, "projection_dim": 32}
+_WHISPER = {
+    "vocab_size": 96,
+    "d_model": 64,
+    "num_mel_bins": 8,
+    "max_source_positions": 32,
+    "max_target_positions": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+}
+_ARCHITECTURES = {name: found.architectures[0] for name, found in reading.built_in().items() if found.architectures}
 
 # Schema and config of small models, one for each schema and for what a config may change.
 SMALL = {
@@ -182,6 +208,22 @@ SMALL = {
     "gpt2": ("gpt2", {"vocab_size": 96, "n_positions": 32, "n_embd": 64, "n_layer": 3, "n_inner": None}),
     "bert": ("bert", {**_SMALL, "max_position_embeddings": 32}),
     "bitnet": ("bitnet", _SMALL),
+    "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS),
+    "deepseek_v2": ("deepseek_v2", {**_MLA, "q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", _MLA),
+    "gpt_oss": ("gpt_oss", {**_GROUPED, "head_dim": 32, "num_local_experts": 4}),
+    "t5": ("t5", {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}),
+    "vit": ("vit", _PATCHES),
+    "clip": ("clip", _CLIP),
+    "clip_text": ("clip_text", _CLIP["text_config"]),
+    "clip_vision": ("clip_vision", _PATCHES),
+    "whisper": ("whisper", _WHISPER),
+    "llama_original": (
+        "llama_original",
+        {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32, "vocab_size": 96},
+    ),
     "moondream2": (
         "moondream2",
         {
@@ -203,8 +245,10 @@ SMALL = {
 def small(kind, dtype=ml_dtypes.bfloat16):
     """Config and tensors of a small model: what must be there, with values as trained ones are."""
     name, sizes = SMALL[kind]
-    found = schema.built_in()[name]
-    config = {**sizes, "model_type": next(iter(found.model_types), name)}
+    found = reading.built_in()[name]
+    config = dict(sizes)
+    if not found.keys:
+        config["model_type"] = next(iter(found.model_types), name)
     if name in _ARCHITECTURES:
         config["architectures"] = [_ARCHITECTURES[name]]
     rng = np.random.default_rng(5)

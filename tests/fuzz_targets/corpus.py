@@ -212,9 +212,10 @@ def _schemas():
 
 def _expression():
     texts = {"(a + 1) * -b // 3", "text.dim", "((((1))))", "9223372036854775807 + 1", "1 // 0", "a a", "1 +"}
+    texts |= {"a < b + 1", "a % b == 0 and not b", "times(a, b)", "item(a, 0) >= 2", "len(a, 1)", "contains(a, 1)"}
     for schema in map(json.loads, _schemas()):
         texts.update(str(value) for value in schema.get("defaults", {}).values())
-        for entry in schema["tensors"].values():
+        for entry in schema.get("tensors", {}).values():
             texts.update(str(size) for size in entry.get("shape") or ())
     return [text.encode() for text in sorted(texts)]
 

@@ -30,7 +30,8 @@ import safeload.packed.grouping  # imported when first needed, as the next, whic
 import safeload.packed.logical
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.formats import folder, npy, npz, registry
-from safeload.models import choosing, schema
+from safeload.models import choosing, reading
+from safeload.models.config import Config, ConfigError
 from safeload.models.expressions import LIMIT, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
 
@@ -307,7 +308,7 @@ save_file({"b": np.ones(3, np.int8)}, SHARDS / "two.safetensors")
 codecs.lookup("cp437")
 codecs.lookup("raw_unicode_escape")
 safeload.load(SHARDS / "one.safetensors", backend="pread")
-BUILT_IN = schema.built_in()
+BUILT_IN = reading.built_in()
 
 
 def index(data):
@@ -360,7 +361,7 @@ def schema_file(data):
     path.write_bytes(data)
     try:
         with watched():
-            made = schema.load(path)
+            made = reading.load(path)
     except SafeloadError as error:
         check_refusal(error, len(data))
         return
@@ -384,9 +385,11 @@ def config(data):
 
 def _expand(made, values):
     names = ["lm_head.weight", "model.layers.0.input_layernorm.weight", "h.1.ln_1.bias"]
-    # 100,000 layers are allowed, and take seconds.
-    with watched(), contextlib.suppress(schema.ConfigError, ExpressionError):
-        if made.layers is not None and evaluate(made.layers, schema.Config(values, made.defaults)) > 100:
+    # 500,000 tensors are allowed, and take seconds.
+    with watched(), contextlib.suppress(ConfigError, ExpressionError):
+        keys = Config(values, made.defaults)
+        counts = [text for text in (made.layers, made.more_layers, *made.counts.values()) if text is not None]
+        if any(keys.evaluate(text) > 100 for text in counts):
             return
         wanted = made.expand(values, names)
         for name, entry in wanted.items():
@@ -396,6 +399,7 @@ def _expand(made, values):
         made.tied(names, values)
 
 
+_LAZY = re.compile(r"\b(?:and|or|not|contains|item|len|starts|times)\b", re.ASCII)
 NAMES = {"a": 3, "b": -7, "hidden_size": 4096, "text.dim": 12, "zero": 0}
 
 
@@ -415,6 +419,8 @@ def expression(data):
     except ExpressionError:
         return
     require(-LIMIT < value < LIMIT, "within 64 bits")
+    if _LAZY.search(text):
+        return  # names that are not evaluated, and values that Python gives as another number
     require(set(names) <= NAMES.keys(), "every name was looked up")
     plain = re.sub(r"[A-Za-z_][\w.]*", lambda found: f"({NAMES[found[0]]})", " ".join(text.split()), flags=re.ASCII)
     plain = re.sub(r"\b0+(?=[0-9])", "", plain)

@@ -9,11 +9,27 @@ from builders.models import PUBLISHED, SMALL, small
 
 import safeload
 from safeload import layouts
-from safeload.models import choosing, schema
+from safeload.models import choosing, reading
+from safeload.models.config import ConfigError
 from safeload.models.expressions import ExpressionError, evaluate, names_in
-from safeload.models.schema import ConfigError
 
-VALUES = {"a": 6, "b": 4, "zero": 0, "text.dim": 64, "big": (1 << 63) - 1}
+VALUES = {
+    "a": 6,
+    "b": 4,
+    "zero": 0,
+    "text.dim": 64,
+    "big": (1 << 63) - 1,
+    "none": None,
+    "list": [5, 7, 9],
+    "object": {"x": 1, "y": 2},
+    "many": [0] * 10_001,
+    "texts": ["x"],
+    "text": "gated-gelu",
+    "half": 1.5,
+    "nan": float("nan"),
+    "infinite": float("inf"),
+    "huge": 1e300,
+}
 
 
 @pytest.mark.parametrize(
@@ -31,10 +47,36 @@ VALUES = {"a": 6, "b": 4, "zero": 0, "text.dim": 64, "big": (1 << 63) - 1}
         ("3*text.dim", 192),
         ("big", (1 << 63) - 1),
         ("a - b * 2", -2),
+        ("a % b", 2),
+        ("a > b", 1),
+        ("a <= b", 0),
+        ("a == 6 and b != 6", 1),
+        ("a < b or b < a", 1),
+        ("not a", 0),
+        ("not not a", 1),
+        ("not a == b", 1),
+        ("(a > b) * 10 + 1", 11),
+        ("zero and 1 // zero", 0),
+        ("1 or 1 // zero", 1),
+        ("len(list, 2)", 3),
+        ("len(object, 9)", 2),
+        ("len(none, 9)", 9),
+        ("item(list, 1)", 7),
+        ("item(a, 1)", 6),
+        ("contains(list, a + 1)", 1),
+        ("contains(list, 1)", 0),
+        ("contains(none, 1)", 0),
+        ("starts(text, gated)", 1),
+        ("starts(text, relu)", 0),
+        ("starts(none, gated)", 0),
+        ("times(half, 2 * a + 1)", 19),
+        ("times(a, 2)", 12),
+        ("a + len(list, 0) * 2", 12),
+        ("+".join(["a"] * 500), 3000),
     ],
 )
 def test_expressions(text, value):
-    assert evaluate(text, VALUES.__getitem__) == value
+    assert evaluate(text, VALUES.__getitem__, VALUES.get) == value
 
 
 @pytest.mark.parametrize(
@@ -51,7 +93,30 @@ def test_expressions(text, value):
         ("a ** b", "'*' stands where"),
         ("a.b.", "'.' is neither"),
         ("-a", "'-' stands where"),
-        ("a % b", "'%' is neither"),
+        ("a % zero", "division by zero"),
+        ("a < b < a", "'<' is not expected there"),
+        ("a ! b", "'!' is neither"),
+        ("and a", "'and' stands where a value is expected"),
+        ("a and", "ends where a value is expected"),
+        ("a not b", "'not' is not expected there"),
+        ("len(list, 2", "not closed"),
+        ("len()", "takes the name of a key"),
+        ("contains(list)", "contains takes two arguments"),
+        ("len(list, 1, 2)", "a parenthesis is not closed"),
+        ("starts(text, 5)", "takes the name of a key"),
+        ("eval(text, 5)", "unknown function 'eval', expected one of contains, item, len, starts, times"),
+        ("len(a, 2)", "'a' in the config is 6, expected a list or an object"),
+        ("contains(text, 1)", "expected a list of at most 10000 items"),
+        ("contains(many, 1)", "expected a list of at most 10000 items"),
+        ("item(list, 3)", "expected an integer, or a list of integers with item 3"),
+        ("item(texts, 0)", "expected an integer, or a list"),
+        ("starts(list, x)", "expected a text"),
+        ("times(text, 1)", "expected a number"),
+        ("times(nan, 1)", "expected a number"),
+        ("times(infinite, 1)", "expected a number"),
+        ("times(none, 1)", "'none' in the config is None, expected a number"),
+        ("times(huge, 1)", "beyond 64 bits"),
+        ("times(half, big)", "beyond 64 bits"),
         ("__import__('os')", '"\'" is neither'),
         ("a // zero", "division by zero"),
         ("a // (b - 4)", "division by zero"),
@@ -65,7 +130,7 @@ def test_expressions(text, value):
 )
 def test_expressions_that_have_no_value(text, reason):
     with pytest.raises(ExpressionError) as caught:
-        evaluate(text, VALUES.__getitem__)
+        evaluate(text, VALUES.__getitem__, VALUES.get)
     assert reason in str(caught.value)
 
 
@@ -76,7 +141,7 @@ def test_names_in_an_expression():
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_models(model):
     name, config, count, parameters = PUBLISHED[model]
-    wanted = schema.built_in()[name].expand(config, ())
+    wanted = reading.built_in()[name].expand(config, ())
     required = [w for w in wanted.values() if w.required]
     assert len(required) == count
     if parameters is not None:
@@ -84,25 +149,25 @@ def test_published_models(model):
 
 
 def test_names_of_published_models():
-    gpt2 = schema.built_in()["gpt2"].expand(PUBLISHED["GPT-2"][1], ["h.0.ln_1.weight", "wte.weight"])
+    gpt2 = reading.built_in()["gpt2"].expand(PUBLISHED["GPT-2"][1], ["h.0.ln_1.weight", "wte.weight"])
     assert gpt2["h.11.attn.c_attn.weight"].shape == (768, 2304)
     assert gpt2["h.11.mlp.c_fc.weight"].shape == (768, 3072)
     assert not gpt2["h.0.attn.bias"].required
     names = {"bert.embeddings.LayerNorm.gamma", "bert.encoder.layer.0.output.LayerNorm.beta"}
-    bert = schema.built_in()["bert"].expand(PUBLISHED["BERT-base"][1], names)
+    bert = reading.built_in()["bert"].expand(PUBLISHED["BERT-base"][1], names)
     assert names <= bert.keys()
     assert "bert.embeddings.LayerNorm.weight" not in bert
     assert "cls.predictions.decoder.weight" in bert
-    llama = schema.built_in()["llama"].expand(PUBLISHED["Llama-3.2-1B"][1], ())
+    llama = reading.built_in()["llama"].expand(PUBLISHED["Llama-3.2-1B"][1], ())
     assert llama["model.layers.15.self_attn.k_proj.weight"].shape == (512, 2048)
     assert llama["lm_head.weight"].tied == "model.embed_tokens.weight"
-    bare = schema.built_in()["qwen3"].expand(PUBLISHED["Qwen3-0.6B"][1], ["embed_tokens.weight", "norm.weight"])
+    bare = reading.built_in()["qwen3"].expand(PUBLISHED["Qwen3-0.6B"][1], ["embed_tokens.weight", "norm.weight"])
     assert bare["layers.27.self_attn.q_norm.weight"].shape == (128,)
     assert "model.norm.weight" not in bare
 
 
 def test_moondream_has_the_names_of_its_layout():
-    wanted = schema.built_in()["moondream2"].expand(None, ())
+    wanted = reading.built_in()["moondream2"].expand(None, ())
     assert list(wanted) == [tensor.name for tensor in layouts.MOONDREAM2.tensors]
     assert list(wanted)[-4:] == ["v_proj_fc1_w", "v_proj_fc1_b", "v_proj_fc2_w", "v_proj_fc2_b"]
     assert wanted["t_Wqkv_w"].shape == (24, 6144, 2048)
@@ -111,7 +176,7 @@ def test_moondream_has_the_names_of_its_layout():
 
 
 def test_roles():
-    llama = schema.built_in()["llama"]
+    llama = reading.built_in()["llama"]
     roles = {
         "model.embed_tokens.weight": "embedding",
         "model.layers.31.input_layernorm.weight": "norm",
@@ -124,36 +189,44 @@ def test_roles():
         "visual.conv1.weight": None,
     }
     assert {name: llama.role(name) for name in roles} == roles
-    assert schema.built_in()["moondream2"].role("t_out_proj_bias") == "bias"
-    assert schema.built_in()["gpt2"].role("transformer.wpe.weight") == "embedding"
+    assert reading.built_in()["moondream2"].role("t_out_proj_bias") == "bias"
+    assert reading.built_in()["gpt2"].role("transformer.wpe.weight") == "embedding"
 
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_the_schema_is_found_by_the_config(kind):
     config, tensors = small(kind)
     name = SMALL[kind][0]
+    found = reading.built_in()[name]
     if name == "moondream2":
         assert choosing.choose(None, "moon", tensors.keys()).schema.name == name
         assert choosing.choose(None, "moon", ["a"]) is None
         assert choosing.choose(None, "safetensors", tensors.keys()) is None
         return
-    assert choosing.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], True)
+    assert choosing.choose(config, "safetensors", tensors.keys()) == (found, True)
+    if found.keys:
+        assert choosing.choose({**config, "vision_encoder": {"hidden_size": 4}}, None, ()) == (found, False)
+        assert choosing.choose({**config, "moe": {"num_experts": 4}}, None, ()) == (found, True)
+        assert choosing.choose({**config, "model_type": "something"}, None, ()) is None
+        del config["dim"]
+        assert choosing.choose(config, None, ()) is None
+        return
     config.pop("architectures")
-    assert choosing.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], True)
+    assert choosing.choose(config, "safetensors", tensors.keys()) == (found, True)
     config["architectures"] = ["SomethingForSequenceClassification"]
-    assert choosing.choose(config, "safetensors", tensors.keys()) == (schema.built_in()[name], False)
+    assert choosing.choose(config, "safetensors", tensors.keys()) == (found, False)
     config["model_type"] = "something"
     assert choosing.choose(config, "safetensors", tensors.keys()) is None
 
 
 def test_no_architecture_is_in_two_schemas():
     for field in ("architectures", "model_types"):
-        all_of_them = [text for found in schema.built_in().values() for text in getattr(found, field)]
+        all_of_them = [text for found in reading.built_in().values() for text in getattr(found, field)]
         assert len(all_of_them) == len(set(all_of_them))
 
 
 def test_defaults_and_configs():
-    llama = schema.built_in()["llama"]
+    llama = reading.built_in()["llama"]
     config = dict(PUBLISHED["Llama-2-7B"][1])
     assert llama.expand({**config, "num_key_value_heads": None}, ())[
         "model.layers.0.self_attn.k_proj.weight"
@@ -166,8 +239,8 @@ def test_defaults_and_configs():
         ({"hidden_size": "many"}, "'hidden_size' in config.json is 'many', expected an integer"),
         ({"hidden_size": [1]}, "expected an integer"),
         ({"hidden_size": 1.5}, "expected an integer"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, but a model has 0 to 100000 layers"),
-        ({"num_hidden_layers": 10**9}, "0 to 100000 layers"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, but a model has 0 to 10000 layers"),
+        ({"num_hidden_layers": 10**9}, "0 to 10000 layers"),
         ({"vocab_size": -5}, "vocab_size is -5, but a size is at least 0"),
         ({"vocab_size": None}, "'vocab_size' is required, but config.json lacks it"),
     ):
@@ -175,7 +248,7 @@ def test_defaults_and_configs():
             llama.expand({**config, **change}, ())
     with pytest.raises(ExpressionError, match="division by zero"):
         llama.expand({**config, "num_attention_heads": 0}, ())
-    with pytest.raises(ConfigError, match=r"'num_hidden_layers' is required, but there is no config\.json"):
+    with pytest.raises(ConfigError, match=r"'vocab_size' is required, but there is no config\.json"):
         llama.expand(None, ())
 
 
@@ -191,18 +264,21 @@ def test_a_schema_of_ones_own(tmp_path):
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(TINY))
     for source in (path, str(path), TINY):
-        wanted = schema.load(source).expand({"n": 2, "d": 5}, ())
+        wanted = reading.load(source).expand({"n": 2, "d": 5}, ())
         assert {name: w.shape for name, w in wanted.items()} == {"h.0.w": (10, 5), "h.1.w": (10, 5), "b": (3, None)}
-    assert schema.load("llama") is schema.built_in()["llama"]
-    with pytest.raises(ValueError, match=r"schema 'lama' is neither a file.json nor one of bert, bitnet"):
-        schema.load("lama")
+    assert reading.load("llama") is reading.built_in()["llama"]
+    with pytest.raises(
+        ValueError,
+        match=r"'lama' is unknown, did you mean 'llama'\?; use a file.json, or one of bert, bert_mult",
+    ):
+        reading.load("lama")
     with pytest.raises(FileNotFoundError):
-        schema.load(tmp_path / "missing.json")
+        reading.load(tmp_path / "missing.json")
     with pytest.raises(ConfigError, match="the default of 'a' depends on itself: m -> a -> b -> a"):
-        schema.load({**TINY, "defaults": {"a": "b", "b": "a", "m": "a"}}).expand({"n": 1, "d": 1}, ())
+        reading.load({**TINY, "defaults": {"a": "b", "b": "a", "m": "a"}}).expand({"n": 1, "d": 1}, ())
     chain = {f"a{k}": f"a{k + 1}" for k in range(1000)}
     with pytest.raises(ExpressionError, match="too deep"):
-        schema.load({**TINY, "defaults": {**chain, "m": "a0"}}).expand({"n": 1, "d": 1}, ())
+        reading.load({**TINY, "defaults": {**chain, "m": "a0"}}).expand({"n": 1, "d": 1}, ())
 
 
 @pytest.mark.parametrize(
@@ -213,7 +289,7 @@ def test_a_schema_of_ones_own(tmp_path):
         ({"tensors": {}}, "must be a nonempty object"),
         ({"tensors": []}, "must be a nonempty object"),
         ({"layers": None}, "layers does not give their number"),
-        ({"layers": "n +"}, "layers or defaults: 'n \\+': it ends"),
+        ({"layers": "n +"}, "layers, counts or defaults: 'n \\+': it ends"),
         ({"defaults": {"m": 1.5}}, "integers and expressions"),
         ({"defaults": {"m": "2 d"}}, "'d' is not expected there"),
         ({"prefixes": "model."}, "prefixes must be a list of strings"),
@@ -229,30 +305,41 @@ def test_a_schema_of_ones_own(tmp_path):
         ({"tensors": {"w": {"shape": [], "when": "("}}}, "'w'"),
         ({"tensors": {"w": {"shape": [], "also": "x"}}}, "also of 'w'"),
         ({"tensors": {"w": {"shape": [], "tied": ["v"]}}}, "tied of 'w'"),
-        ({"tensors": {"w.{}.{}": {"shape": []}}}, "at most one"),
+        ({"tensors": {"w.{}.{}.{}": {"shape": []}}}, "at most 2"),
+        ({"tensors": {"w.{expert}": {"shape": []}}}, "'w.{expert}' has {expert}, but counts has no expert"),
+        ({"tensors": {"w.{}0": {"shape": []}}}, "'w.{}0' has a number beside another one"),
+        ({"tensors": {"w.1{}": {"shape": []}}}, "a number beside another one"),
+        ({"tensors": {"w.{}{}": {"shape": []}}}, "a number beside another one"),
+        ({"counts": {"expert": "("}}, "layers, counts or defaults: '\\(': it ends"),
+        ({"counts": {"expert": 5}}, "5 is not an expression"),
+        ({"counts": []}, "counts must be an object"),
+        ({"more_layers": "1 +"}, "'1 \\+': it ends"),
+        ({"keys": "dim"}, "keys must be a list of strings"),
+        ({"config": 5}, "config must be a string"),
+        ({"tensors": {"w": {"shape": ["a? ?"]}}}, "'w': 'a\\? ': '\\?' is neither"),
+        ({"tensors": {"w": {"shape": [], "architectures": "A"}}}, "architectures of 'w' must be a list"),
         ({"tensors": {"w.{}": {"shape": [], "also": ["v"]}}}, "the same number"),
     ],
 )
 def test_what_is_no_schema(change, reason):
     with pytest.raises(safeload.FormatError, match=reason):
-        schema.parse({**TINY, **change})
+        reading.parse({**TINY, **change})
 
 
 def test_the_installed_package_has_the_schemas():
     there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "models" / "schemas").iterdir()}
-    assert there == set(schema.built_in())
-    assert len(there) == 11
+    assert there == set(reading.built_in())
+    assert len(there) == 25
 
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [
-        ("LlamaForSequenceClassification", "llama"),
-        ("LlamaModel", "llama"),
+        ("LlamaForRewardModel", "llama"),
         ("Qwen2ForRewardModel", "qwen2"),
-        ("GPT2DoubleHeadsModel", "gpt2"),
         ("BertForSomethingNew", "bert"),
-        ("Phi3ForTokenClassification", "phi3"),
+        ("T5ForSomethingNew", "t5"),
+        ("DeepseekV3ForQuestionAnswering", "deepseek_v3"),
         ("Phi3VForCausalLM", None),
         ("Qwen2VLForConditionalGeneration", None),
         ("LlamaFormer", None),
@@ -262,7 +349,7 @@ def test_the_installed_package_has_the_schemas():
 )
 def test_the_family_of_an_architecture(architecture, name):
     choice = choosing.choose({"architectures": [architecture]}, None, ())
-    assert choice == (None if name is None else (schema.built_in()[name], False))
+    assert choice == (None if name is None else (reading.built_in()[name], False))
     inner = {"architectures": [architecture], "text_config": {"model_type": "llama"}}
     assert choosing.choose(inner, None, ()) is None
 

@@ -15,6 +15,7 @@ from builders.torch_build import Storage, tensor, zip_file
 import safeload
 from safeload import QuantizedTensor, validate
 from safeload.cli import main
+from safeload.models import reading
 from safeload.numpy import save_file
 from safeload.operations.validate.holes import tail_of
 
@@ -216,14 +217,33 @@ def test_a_tied_head_that_is_the_same(tmp_path):
     assert "from [95, 63] on" in report.warnings[0].message
 
 
-def test_another_head_than_the_schema_has(llama):
+def test_the_head_of_an_architecture(llama):
     config, tensors = llama
-    config["architectures"] = ["LlamaForSequenceClassification"]
-    del tensors["lm_head.weight"]
-    tensors["score.weight"] = np.ones((2, 64), np.float32) * [[0.1] * 32 + [0.2] * 32]
+    config |= {"architectures": ["LlamaForTokenClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}
+    head = tensors.pop("lm_head.weight")
     report = validate(tensors, config=config)
-    assert codes(report) == [("note", "head.unchecked", "score.weight")]
-    assert report.notes[0].message == "architecture LlamaForSequenceClassification: head 'score.weight' was not checked"
+    assert codes(report) == [("error", "schema.missing", name) for name in ("score.weight", "score.bias")]
+    tensors |= {"score.weight": head[:3], "score.bias": np.float32([1, 2, 3])}
+    assert codes(validate(tensors, config=config)) == []
+    report = validate({**tensors, "score.weight": head[:2]}, config=config)
+    assert codes(report) == [("error", "schema.shape", "score.weight")]
+    assert "[num_labels, hidden_size] is [3, 64] by the config" in report.errors[0].message
+    # Of another architecture, in which the bias and a language model's head are not used.
+    config["architectures"] = ["LlamaForSequenceClassification"]
+    report = validate({**tensors, "lm_head.weight": head}, config=config)
+    assert codes(report) == [("note", "head.unchecked", "score.bias")]
+    assert "'score.bias', 'lm_head.weight' were not checked" in report.notes[0].message
+    # The labels are 2 where the config does not name them.
+    del config["id2label"]
+    assert codes(validate({**tensors, "score.weight": head[:2]}, config=config))[0][1] != "schema.shape"
+
+
+def test_a_tensor_of_another_architecture():
+    config, tensors = small("whisper")
+    tensors["layer_weights"] = np.float32([1, 2, 3])
+    report = validate(tensors, config=config)
+    assert codes(report) == [("error", "schema.unexpected", "layer_weights")]
+    assert "belongs to WhisperForAudioClassification, but the config names another" in report.errors[0].message
 
 
 def test_names_of_another_kind(llama):
@@ -961,9 +981,6 @@ def test_a_config_that_says_quantized_of_what_is_not(llama):
 # ---- models with other heads, and models in models ----
 
 HEADS = {
-    "ForSequenceClassification": ("score.weight",),
-    "ForTokenClassification": ("score.weight", "score.bias"),
-    "ForQuestionAnswering": ("qa_outputs.weight", "qa_outputs.bias"),
     "ForProcessRewardModel": ("score.0.weight", "score.0.bias", "score.2.weight", "score.2.bias"),
     "ForRewardModel": ("v_head.summary.weight",),
     "Model": (),
@@ -987,8 +1004,6 @@ def test_a_model_with_another_head(kind, head):
     config, whole = small(kind)
     config["architectures"] = [family + head]
     extra = {name: np.float32([[1, 2]] * 3) for name in HEADS[head]}
-    if kind == "bert" and "qa_outputs.weight" in extra:
-        extra = {"qa_outputs.weight": np.full((2, 64), 0.5, np.float32) + np.eye(2, 64, dtype=np.float32)}
     base = {name: x for name, x in whole.items() if not name.startswith(("lm_head.", "cls."))}
     for tensors in (base, {re.sub(r"^(model|transformer|bert)\.", "", name): x for name, x in base.items()}):
         for more in ({"model_type": model_type}, {}):
@@ -996,11 +1011,10 @@ def test_a_model_with_another_head(kind, head):
             assert report.schema == model_type
             assert report.ok
             assert not report.warnings
-            unknown = [name for name in extra if kind != "bert" or not name.startswith("qa_")]
-            assert [f.code for f in report.notes] == ["head.unchecked"] * bool(unknown)
-            if unknown:
+            assert [f.code for f in report.notes] == ["head.unchecked"] * bool(extra)
+            if extra:
                 assert f"architecture {family}{head}: head" in report.notes[0].message
-                assert f"{unknown[0]!r}" in report.notes[0].message
+                assert f"{next(iter(extra))!r}" in report.notes[0].message
     name = next(name for name in base if ".1." in name)
     broken = {key: x for key, x in base.items() if key != name}
     assert ("error", "schema.missing", name) in codes(validate({**broken, **extra}, config=config))
@@ -1009,18 +1023,27 @@ def test_a_model_with_another_head(kind, head):
 @pytest.mark.parametrize(
     ("kind", "class_name", "added"),
     [
-        ("bert", "BertLMHeadModel", "bert.encoder.layer.{}.crossattention.self.query.weight"),
+        ("bert", "BertModel", "bert.encoder.layer.{}.crossattention.self.query.weight"),
         ("gpt2", "GPT2LMHeadModel", "transformer.h.{}.ln_cross_attn.weight"),
     ],
 )
 def test_a_decoder_with_cross_attention(kind, class_name, added):
     config, tensors = small(kind)
     config["architectures"] = [class_name]
-    tensors |= {added.format(k): np.float32([[1, 2], [3, k]]) for k in range(2)}
-    assert not validate(tensors, config=config).ok
-    report = validate(tensors, config={**config, "add_cross_attention": True})
-    assert codes(report) == [("note", "schema.unchecked", added.format(0))]
-    assert "2 tensors of the cross-attention were not checked" in report.notes[0].message
+    whole = {**config, "add_cross_attention": True}
+    wanted = reading.built_in()[kind].expand(whole, tensors)
+    crossing = [one for one in wanted.values() if one.required and "cross" in one.name]
+    rng = np.random.default_rng(5)
+    tensors |= {one.name: rng.standard_normal(one.shape, np.float32) for one in crossing}
+    assert codes(validate(tensors, config=whole)) == []
+    report = validate(tensors, config=config)
+    assert codes(report) == [("error", "schema.unexpected", one.name) for one in crossing]
+    assert report.errors[0].message == "is present, but add_cross_attention in the config excludes it"
+    for k in range(3):
+        del tensors[added.format(k)]
+    report = validate(tensors, config=whole)
+    assert codes(report) == [("error", "schema.missing", added.format(0))]
+    assert report.errors[0].message == "is missing, in each of the 3 layers"
 
 
 def test_heads_beside_a_whole_model(llama):

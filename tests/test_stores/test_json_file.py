@@ -90,12 +90,12 @@ try:
     if "asan" not in os.environ.get("LD_PRELOAD", ""):  # AddressSanitizer maps terabytes
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 except ImportError: pass
-from safeload.models import schema
+from safeload.models import reading
 from safeload.operations import manifest
 calls = {
     "open": lambda path, name: safeload.open(path),
     "index": lambda path, name: safeload.open(f"{path}/{name}"),
-    "schema": lambda path, name: schema.load(f"{path}/{name}"),
+    "schema": lambda path, name: reading.load(f"{path}/{name}"),
     "layout": lambda path, name: safeload.Layout.from_json(f"{path}/{name}"),
     "manifest": lambda path, name: manifest.read(f"{path}/{name}"),
     "config": lambda path, name: safeload.validate(path + "/model.safetensors", config=f"{path}/{name}"),

@@ -6,7 +6,8 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,12 +32,12 @@ from ...errors import (
     one_line,
 )
 from ...models.choosing import Choice, choose, choose_inner, choose_prefix
+from ...models.reading import load as load_schema
 from ...models.schema import Schema
-from ...models.schema import load as load_schema
 from ..about import About
 from ..catalog import Catalog, Given
 from ..stats import stats
-from . import files, holes, names, values
+from . import files, holes, names, schemas, values
 from .findings import Limits, ValidationReport, error
 from .names import Quantized
 
@@ -51,6 +52,9 @@ _REFUSALS = (
 
 # Name of a single array in a report.
 ARRAY = "array"
+
+# What the publishers of Llama and Mistral call their weights, and the config beside them.
+_CONSOLIDATED, _PARAMS = "consolidated", "params.json"
 
 Source = Given | Array | QuantizedTensor
 
@@ -79,7 +83,8 @@ def validate(
 
     Args:
         source: path of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single array.
-        config: parsed config.json or its path; None for the one of a folder.
+        config: parsed config.json or its path; None for the one of a folder, or for the params.json beside
+            consolidated.00.pth or consolidated.safetensors.
         schema: the expected names and shapes: "auto" to choose by the config's architectures and model_type, the name
             of a schema, the path or the content of one (see `safeload.models.schema`), None for none.
         shape: expected shape of a single array; None in it for any size.
@@ -187,6 +192,24 @@ def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any
     return found
 
 
+def _params_beside(paths: Sequence[str]) -> Mapping[str, Any] | None:
+    """The parsed params.json beside the only file, if that holds weights under Meta's or Mistral's own names.
+
+    None without one, and for a slice of a model-parallel checkpoint, whose shapes are not those of the model.
+
+    Raises:
+        FormatError, OSError: see `read_config`.
+    """
+    if len(paths) != 1 or not os.path.basename(paths[0]).startswith(_CONSOLIDATED):
+        return None
+    folder = os.path.dirname(paths[0])
+    params = os.path.join(folder, _PARAMS)
+    if not os.path.isfile(params):
+        return None
+    slices = [name for name in os.listdir(folder or ".") if fnmatchcase(name, f"{_CONSOLIDATED}*.pth")]
+    return read_config(params) if len(slices) < 2 else None
+
+
 def validate_path(path: PathLike, open: Callable[[], Checkpoint], wanted: Settings) -> ValidationReport:
     """`validate` for a path, which ``open`` opens."""
     text = native_path(path)[0]
@@ -221,7 +244,7 @@ def _validate_array(
     if shape is not None:
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
             raise TypeError(f"shape must be a tuple of whole numbers and None, not {show(shape)}")
-        if not names.fits(known.shape, tuple(shape)):
+        if not schemas.fits(known.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             report.add([error("array.shape", ARRAY, f"has shape {list(known.shape)}, expected [{sizes}]")])
     return _validate_tensors(report, catalog, wanted._replace(choose=False, schema=None))
@@ -254,10 +277,13 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
     known = {name: catalog.about(name) for name in catalog}
     report.tensors = len(known)
     report.parameters = sum(math.prod(tensor.shape) for tensor in known.values())
-    config = catalog.config if config is None else config
+    if config is None:
+        try:
+            config = _params_beside(catalog.files) or catalog.config
+        except (FormatError, OSError) as problem:
+            report.add([error("schema.config", None, one_line(problem))])
     report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
     report.add(files.check_index(catalog))
-    report.add(names.check_sizes(known))
     choice = Choice(wanted.schema, True) if wanted.schema is not None else None
     inner = None
     if wanted.choose:
@@ -268,6 +294,7 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
     if inner is not None:
         choice, config = inner.choice, inner.config
     schema = None if choice is None else choice.schema
+    report.add(names.check_sizes(known, schema))
     codes = catalog.find_codes(whole)
     quantized = names.quantized_parts(whole, schema, known, codes)
     if quantized is not None:
@@ -276,7 +303,7 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
         report.add(names.check_layers(known, frozenset() if quantized is None else quantized.modules))
     elif known:
         report.schema = choice.schema.name
-        compared = names.check_schema(choice, config, known, quantized=quantized, inner=inner)
+        compared = schemas.check_schema(choice, config, known, quantized=quantized, inner=inner)
         report.compared = compared.compared
         report.add(compared.findings)
     if limits.parameters is not None and report.parameters != limits.parameters:
