@@ -138,13 +138,14 @@ class Schema:
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[Entry, str | None, tuple[str, ...]]]]:
-        """Names without their numbers, to entry, prefix, and what stands for the numbers."""
+        """Names without their numbers, to entry, prefix, and the numbers; "" for those of a placeholder."""
         places: dict[str, list[tuple[Entry, str | None, tuple[str, ...]]]] = {}
         for entry in self.entries:
             for text in (entry.name, *entry.also):
                 for prefix in self.prefixes if PREFIX in text else (None,):
                     parts = _SLOTS.split(text.replace(PREFIX, prefix or ""))
-                    places.setdefault("#".join(parts[::2]), []).append((entry, prefix, tuple(parts[1::2])))
+                    slots = tuple("" if slot[0] == "{" else slot for slot in parts[1::2])
+                    places.setdefault("#".join(parts[::2]), []).append((entry, prefix, slots))
         return places
 
     def find(self, name: str) -> Found | None:
@@ -152,10 +153,10 @@ class Schema:
         parts = _NUMBERS.split(name)
         numbers = parts[1::2]
         for entry, prefix, slots in self._places.get("#".join(parts[::2]), ()):
-            if len(numbers) == len(slots) and all(map(_fits, numbers, slots)):
-                own = [k for k, slot in enumerate(slots) if slot[0] == "{"]
-                stack = "".join(parts[: 2 * own[0] + 1]) if own else name
-                return Found(entry, prefix, stack, tuple(int(numbers[k]) for k in own))
+            own = _own_numbers(numbers, slots)
+            if own is not None:
+                stack = name if not own else "".join(parts[: 2 * slots.index("") + 1])
+                return Found(entry, prefix, stack, own)
         return None
 
     def role(self, name: str) -> str | None:
@@ -216,11 +217,20 @@ class Schema:
         return max(self.prefixes, key=lambda prefix: found[prefix])
 
 
-def _fits(number: str, slot: str) -> bool:
-    """Whether the number in a name is the one in a schema, or one for its placeholder."""
-    if slot[0] != "{":
-        return number == slot
-    return number[0] != "0" or number == "0" if len(number) <= _DIGITS else False
+def _own_numbers(numbers: list[str], slots: tuple[str, ...]) -> tuple[int, ...] | None:
+    """The numbers of a name that stand for placeholders; None if the others are not those of the schema."""
+    if len(numbers) != len(slots):  # a name may have the character that stands for numbers
+        return None
+    own = []
+    for number, slot in zip(numbers, slots, strict=True):
+        if slot:
+            if number != slot:
+                return None
+        elif (number[0] == "0" and number != "0") or len(number) > _DIGITS:
+            return None
+        else:
+            own.append(int(number))
+    return tuple(own)
 
 
 def _bare(entry: Entry) -> str:
@@ -284,8 +294,10 @@ class _Expansion:
         stack = spellings[0][0] if slots else ""
         for layer in layers:
             for number in range(inner):
-                names = [_spell(parts, layer, number) for parts in spellings]
-                name = names[0] if len(names) == 1 else next((text for text in names if text in self._known), names[0])
+                name = _spell(spellings[0], layer, number)
+                if len(spellings) > 1:
+                    names = (_spell(parts, layer, number) for parts in spellings)
+                    name = next((text for text in names if text in self._known), name)
                 yield Wanted(name, shape, stack, layer, required, entry, tied)
 
     def _layers(self, entry: Entry, slots: list[str]) -> list[int | None]:

@@ -68,8 +68,7 @@ def check_schema(
             return unchecked(f"{inner.key}, schema {schema.name}: {problem}")
         return Comparison([error("schema.config", None, f"schema {schema.name}: {problem}")], 0)
     found = [name for name in tensors if name in wanted and name not in parts]
-    required = [w for w in wanted.values() if w.required and module_of(w.name) not in modules]
-    if inner is not None and 2 * sum(w.name in tensors for w in required) < len(required):
+    if inner is not None and _mostly_absent(wanted, tensors, modules):
         return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
     if tensors and (len(found) + len(parts)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
         if quantized is not None and quantized.configured:
@@ -86,7 +85,7 @@ def check_schema(
     findings += _check_unexpected(choice, config, wanted, tensors, quantized, inner)
     for name in found:
         shape = wanted[name].shape
-        if shape is not None and not fits(tensors[name].shape, shape):
+        if shape is not None and tensors[name].shape != shape and not fits(tensors[name].shape, shape):
             said = ", ".join(wanted[name].entry.shape or ())
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             findings.append(
@@ -97,6 +96,12 @@ def check_schema(
                 )
             )
     return Comparison(findings, len(found))
+
+
+def _mostly_absent(wanted: Mapping[str, Wanted], tensors: Mapping[str, About], modules: frozenset[str]) -> bool:
+    """Whether more than half of the required tensors are missing."""
+    required = [w.name for w in wanted.values() if w.required and module_of(w.name) not in modules]
+    return 2 * sum(name in tensors for name in required) < len(required)
 
 
 def fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
@@ -110,6 +115,8 @@ def _check_missing(
     """Missing tensors; a layer that lacks all of them, and a tensor that all layers lack, are reported once."""
     required = [w for w in wanted.values() if w.required and (choice.complete or w.entry.role != "head")]
     missing = [w for w in required if w.name not in tensors and module_of(w.name) not in modules]
+    if not missing:
+        return
     whole, lost = Counter(map(_layer_of, required)), Counter(map(_layer_of, missing))
     gone = {layer for layer in lost if layer is not None and lost[layer] == whole[layer]}
     layers = Counter(layer.stack for layer in whole if layer is not None)
@@ -168,13 +175,14 @@ def _check_unexpected(
 ) -> Iterator[Finding]:
     """Tensors that the schema does not expect; heads and other parts are noted as unchecked."""
     report = error if choice.complete else warning
+    unexpected = [name for name in tensors if name not in wanted]
+    if not unexpected:
+        return
     counts = Counter(layer.stack for layer in {_layer_of(w) for w in wanted.values()} if layer is not None)
     beyond: Counter[_Layer] = Counter()
     is_head = _heads_of(choice, wanted)
     heads, others, unknown = [], [], []
-    for name in tensors:
-        if name in wanted:
-            continue
+    for name in unexpected:
         if quantized is not None and (name in quantized.names or module_of(name) in quantized.modules):
             continue
         known = choice.schema.find(name)
