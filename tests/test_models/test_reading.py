@@ -1,8 +1,10 @@
 """Schemas that extend others: what they take over, and what is wrong with one."""
 
 import json
+import re
 
 import pytest
+from builders.paths import ROOT
 
 import safeload
 from safeload.models import reading
@@ -167,3 +169,10 @@ def test_a_name_that_is_not_one_of_a_schema(name, near):
     with pytest.raises(ValueError, match=r"; use a file.json, or one of bert, .*, llama, .*, whisper$") as caught:
         reading.load(name)
     assert (f", did you mean {near!r}?" if near else "unknown;") in str(caught.value)
+
+
+def test_the_guide_lists_every_schema():
+    page = (ROOT / "docs" / "guide" / "validating.md").read_text("utf-8")
+    table = page.partition("| models | schemas |")[2].partition("\n\n")[0]
+    listed = [name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z0-9_]+)`", row.split("|")[2])]
+    assert sorted(listed) == sorted(reading.names())
