@@ -240,6 +240,14 @@ def test_experts_in_mxfp4():
     }
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "moondream2"])
+def test_any_model_may_have_its_names_after_a_prefix(kind):
+    config, tensors = small(kind)
+    report = validate({f"module.{name}": x for name, x in tensors.items()}, config=config, values=False)
+    assert [f.code for f in (*report.errors, *report.warnings)] == ["schema.prefix"]
+    assert report.compared == len(tensors)
+
+
 # ---- hostile configs ----
 
 HOSTILE = (
