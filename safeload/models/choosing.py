@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from .reading import built_in
-from .schema import PREFIX, Entry, Schema
+from .schema import MAX_LISTED, PREFIX, Entry, Schema
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" is of the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
@@ -54,7 +54,7 @@ def choose(config: Mapping[str, Any] | None, format: str | None, names: Collecti
                     return Choice(schema, True)
         return None
     architectures = config.get("architectures")
-    listed = architectures if isinstance(architectures, list) else []
+    listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
     model_type = config.get("model_type")
     for schema in built_in().values():
         if any(architecture in schema.architectures for architecture in listed):

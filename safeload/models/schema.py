@@ -48,6 +48,9 @@ WEIGHT = "weight"
 MAX_LAYERS = 10_000
 MAX_TENSORS = 500_000
 
+# Most architectures of a config that are compared: models have one.
+MAX_LISTED = 100
+
 # A layer number: at most 4300 digits, the limit of ``int``.
 NUMBER = "0|[1-9][0-9]{0,4299}"
 _DIGITS = 4300
@@ -172,7 +175,9 @@ class Schema:
         listed = None if config is None else config.get("architectures")
         if not isinstance(listed, list) or not listed:
             return next(iter(self.architectures), None)
-        return next((text for text in listed if isinstance(text, str) and text in self.architectures), None)
+        return next(
+            (text for text in listed[:MAX_LISTED] if isinstance(text, str) and text in self.architectures), None
+        )
 
     def tied(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
         """Absent tensors that are tied to another: name of the head to name of the embedding.

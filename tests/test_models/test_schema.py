@@ -354,7 +354,9 @@ def test_the_family_of_an_architecture(architecture, name):
     assert choosing.choose(inner, None, ()) is None
 
 
-@pytest.mark.parametrize("listed", [None, 5, "LlamaForCausalLM", [], [None], [5, {}], ["ForA" * 200_000 + "!"]])
+@pytest.mark.parametrize(
+    "listed", [None, 5, "LlamaForCausalLM", [], [None], [5, {}], ["ForA" * 200_000 + "!"], ["x"] * 10**6]
+)
 def test_architectures_that_are_none(listed):
     assert choosing.choose({"architectures": listed}, None, ()) is None
 
