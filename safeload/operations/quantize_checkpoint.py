@@ -56,12 +56,6 @@ class Summary(NamedTuple):
         bytes_after: bytes of the result.
         quantized: name to scheme of each tensor that was quantized.
         kept: name to reason of each tensor that was left unquantized.
-
-    Example:
-        >>> import safeload
-        >>> summary = safeload.load_quantized("tiny-llama", "q8_0").summary
-        >>> summary.bytes_before, summary.bytes_after, len(summary.quantized), len(summary.kept)
-        (246656, 150400, 22, 8)
     """
 
     bytes_before: int
@@ -87,12 +81,6 @@ class QuantizedDict(dict[str, QuantizedTensor | Array]):
 
     Attributes:
         summary: which tensors were quantized, and why the others were not.
-
-    Example:
-        >>> import safeload
-        >>> weights = safeload.load_quantized("tiny-llama", {"*.mlp.*": "q4_0"})
-        >>> weights["model.layers.0.mlp.up_proj.weight"].scheme, weights["lm_head.weight"].dtype
-        ('q4_0', dtype('float32'))
     """
 
     summary: Summary
