@@ -47,7 +47,20 @@ napoleon_use_rtype = False
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
-_ALIASES = ("Array", "PathLike", "Progress", "Backend", "Scheme", "Keep", "Value", "Given", "Source")
+_ALIASES = (
+    "Array",
+    "PathLike",
+    "Paths",
+    "Progress",
+    "Backend",
+    "Scheme",
+    "Keep",
+    "Patterns",
+    "Renames",
+    "Value",
+    "Given",
+)
+_ALIASES += ("Source", "FormatName", "UnknownGlobals", "Rounding")
 autodoc_type_aliases = {name: name for name in _ALIASES}
 # Signatures wrap where the page ends: a parameter a line makes a screen of each.
 python_maximum_signature_line_length = None
@@ -97,10 +110,10 @@ def setup(app: Any) -> None:
         if field.name == "variable":
             field.label = "Attributes"
     # The overloads of `load` tell type checkers what `dtype` decides; a reader wants all options in one signature.
-    checkpoint = ModuleAnalyzer.for_module("safeload.checkpoint")
-    checkpoint.analyze()
-    for name in ("load", "Checkpoint.load"):
-        del checkpoint.overloads[name]
+    for module, name in (("safeload.loading", "load"), ("safeload.checkpoint", "Checkpoint.load")):
+        analyzed = ModuleAnalyzer.for_module(module)
+        analyzed.analyze()
+        del analyzed.overloads[name]
     app.connect("include-read", link_included)
     app.connect("missing-reference", find_short_name)
     app.connect("autodoc-process-signature", shorten_signature)

@@ -112,8 +112,8 @@ def convert(
         only: shell pattern, or several, of the names to convert, such as ``"model.layers.0.*"``; instead of ``names``.
         drop: shell pattern, or several, of names to leave out.
         keep: shell pattern, or several, of tensors that ``quantize`` leaves unquantized, or a function of the name.
-        rename: pairs (regular expression, replacement) that `re.sub` applies to each name of the result, one after the
-            other; or a dict of these.
+        rename: pairs (regular expression, replacement) that ``re.sub`` applies to each name of the result, in order;
+            or a dict of these.
         metadata: text for the header, merged with that of the source; the value None removes a key. Values for
             ".gguf" may also be numbers and lists.
         max_shard_size: bytes, or text such as "500MB" or "5GB"; a larger tensor gets a shard of its own. The index is
