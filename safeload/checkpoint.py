@@ -19,8 +19,8 @@ from .engine.progress import Progress
 from .engine.views import Views
 from .engine.weight_file import WeightFile, quantization_in
 from .errors import FormatError
-from .formats.opening import FormatName, Found, Paths, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
-from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
+from .formats.opening import Found, Paths, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
+from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, FormatName, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 

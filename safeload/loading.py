@@ -10,7 +10,8 @@ from .base.selecting import Patterns
 from .checkpoint import open
 from .engine.load import Backend, DtypeLike
 from .engine.progress import Progress
-from .formats.opening import FormatName, OpenOptions, Paths, UnknownGlobals
+from .formats.opening import OpenOptions, Paths, UnknownGlobals
+from .formats.registry import FormatName
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,7 +11,7 @@ import pytest
 
 import safeload
 from safeload.base import scheme
-from safeload.formats import opening, registry
+from safeload.formats import registry
 from safeload.operations import quantize
 
 PROGRAM = """
@@ -80,4 +80,4 @@ def test_pyright_accepts_what_people_write(mode, tmp_path):
 def test_the_choices_of_types_are_the_rows():
     assert set(typing.get_args(quantize.SchemeName)) == set(scheme.SCHEMES)
     assert set(typing.get_args(quantize.Rounding)) == set(scheme.ROUNDINGS)
-    assert set(typing.get_args(opening.FormatName)) == set(registry.FORMATS)
+    assert set(typing.get_args(registry.FormatName)) == set(registry.FORMATS)

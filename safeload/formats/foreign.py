@@ -173,9 +173,10 @@ def describe_text(head: bytes) -> Kind | None:
     """Describes a file that is text, such as the answer of a server; None for anything else."""
     import codecs
 
-    name = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    wide = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    decode = codecs.utf_16_decode if wide else codecs.utf_8_decode  # functions of C: nothing is imported for a file
     try:
-        text = codecs.getincrementaldecoder(name)().decode(head)
+        text = decode(head.removeprefix(codecs.BOM_UTF8), "strict", False)[0]  # the end of the head may cut a character
     except UnicodeDecodeError:
         return None
     if not text.strip() or not all(c.isprintable() or c in "\t\n\f\r" for c in text):

@@ -13,18 +13,13 @@ from ..engine.weight_file import WeightFile
 from ..errors import FormatError
 from ..stores.local import Identity, check_unchanged, compare
 from . import foreign, registry
-from .registry import Wanted
+from .registry import FormatName, Wanted
 
 if TYPE_CHECKING:
     from . import folder
 
 # What to do with a pickle that names classes or functions outside the list of harmless ones.
 UnknownGlobals: TypeAlias = Literal["refuse", "inert"]
-
-# Values of ``format=``: those of `registry.FORMATS`.
-FormatName: TypeAlias = Literal[
-    "safetensors", "torch", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy", "moon"
-]
 
 # Absolute path of each file, and its identity when it was opened or the beginning of that.
 Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cache, cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ..engine.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
@@ -89,6 +89,11 @@ ROWS = (
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon", ".bin"), writes=True, public=True),
 )
 # fmt: on
+
+# The values of ``format=`` for type checkers: the names and families of the rows.
+FormatName: TypeAlias = Literal[
+    "safetensors", "torch", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy", "moon"
+]
 
 BY_NAME = {row.name: row for row in ROWS}
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "torch legacy", "gguf", "npz"
