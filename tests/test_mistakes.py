@@ -1,5 +1,6 @@
 """What a user gets wrong, and what the message then says: one row for each mistake."""
 
+import json
 import os
 import pickle
 import struct
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import gguf_build
 
 import safeload
 from safeload.cli import main
@@ -520,3 +522,119 @@ def test_text_is_called_by_its_code(array, dtype, here):
     for way in (save_file, lambda tensors, path: safeload.convert(tensors, path)):
         assert_says(message(lambda way=way: way({"a": array}, "out.safetensors")), f"dtype '{dtype}' cannot be saved")
     assert_says(message(lambda: safeload.convert({"a": array}, "out.npz")), f"{dtype}", "not: pass dtype")
+
+
+# ---- folders, and the JSON files in them ----
+
+
+def filled(folder, files):
+    """A folder with these files: JSON for a dict, else bytes."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
+
+
+ORBAX = {"_CHECKPOINT_METADATA": b"{}", "_METADATA": b"{}", "manifest.ocdbt": b"", "d/1f01": b""}
+SAVED = {"saved_model.pb": SAVED_MODEL, "variables/variables.index": TF_INDEX}
+FOLDERS = {
+    "Orbax": (ORBAX, ["this is an Orbax checkpoint: orbax.checkpoint reads it"]),
+    "SavedModel": (SAVED, ["this is a TensorFlow SavedModel: tf.saved_model.load(folder)"]),
+    "TensorFlow": (
+        {"checkpoint": b"", "ckpt-1.index": TF_INDEX, "ckpt-1.data-00000-of-00001": b""},
+        ["this is a TensorFlow checkpoint: tf.train.load_checkpoint(folder)"],
+    ),
+    "Flax": ({"config.json": {}, "flax_model.msgpack": FLAX}, ["this is a Flax model", "msgpack_restore"]),
+    "Keras": ({"config.json": {}, "tf_model.h5": HDF5}, ["this is a Keras model", "h5py.File(path)"]),
+    "diffusers": (
+        {"model_index.json": {}, "unet/model.safetensors": b"", "vae/model.safetensors": b"", "scheduler/x.json": {}},
+        ["a diffusers pipeline, its weights are in unet, vae: open one of them"],
+    ),
+    "variants": (
+        {"diffusion.safetensors": b"", "diffusion.fp16.safetensors": b""},
+        ["They look like variants of one model: open one of them by its path"],
+    ),
+    "nothing": ({"README.md": b"", "config.json": {}}, ["no weights here; found README.md, config.json"]),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_does_not_open(case, here, capsys):
+    files, parts = FOLDERS[case]
+    filled(here / "model", files)
+    text = message(lambda: safeload.open("model"), safeload.UnsupportedError)
+    assert_says(text, "model: ", *parts)
+    assert main(["info", "model"]) == 1
+    assert capsys.readouterr().err == f"safeload: {text}\n"
+
+
+JSONS = {
+    "config.json": ({"model_type": "llama"}, "a model's config.json"),
+    "tokenizer.json": ({"version": "1.0"}, "a tokenizer"),
+    "generation_config.json": ({}, "a model's generation_config.json"),
+    "adapter_config.json": ({}, "the configuration of an adapter"),
+    "my.json": ({"architectures": ["LlamaForCausalLM"]}, "a model's config.json"),
+}
+
+
+@pytest.mark.parametrize("name", JSONS)
+def test_a_json_file_that_is_no_index(name, here):
+    content, what = JSONS[name]
+    filled(here / "model", {name: content})
+    text = message(lambda: safeload.open(f"model/{name}"), safeload.FormatError)
+    assert_says(text, f"this is {what}, not an index: there are no weights beside it", f"model/{name}")
+    save_file({"w": W}, "model/model.safetensors", durable=False)
+    text = message(lambda: safeload.open(f"model/{name}"), safeload.FormatError)
+    assert_says(text, f"this is {what}, not an index: open the folder that it is in")
+    assert list(safeload.open("model")) == ["w"]
+
+
+ADAPTERS = {
+    "LoRA": (
+        {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "meta-llama/Llama-3.2-1B"},
+        "a LORA adapter (PEFT, r 8) of meta-llama/Llama-3.2-1B: changes to the weights of a base model",
+    ),
+    "nothing said": ({}, "an adapter (PEFT): changes to the weights"),
+    "hostile": (
+        {"peft_type": "\x1b[31m", "r": "8", "base_model_name_or_path": "x" * 1000},
+        "a \\x1b[31m adapter (PEFT) of x",
+    ),
+    "no JSON": (b"{", "an adapter (PEFT): changes to the weights"),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_an_adapter_is_called_that(case, here, capsys):
+    config, note = ADAPTERS[case]
+    filled(here / "adapter", {"adapter_config.json": config})
+    save_file({"base_model.model.q.lora_A.weight": W}, "adapter/adapter_model.safetensors", durable=False)
+    (said,) = safeload.open("adapter").notes
+    assert said.startswith(note)
+    assert len(said) < 300
+    assert main(["info", "adapter"]) == 0
+    assert said[:60] in capsys.readouterr().out
+
+
+def test_variants_beside_the_model_are_passed_over(here):
+    filled(here / "model", {"model.fp16.safetensors": b""})
+    save_file({"w": W}, "model/model.safetensors", durable=False)
+    assert safeload.open("model").notes == ["passed over: model.fp16.safetensors"]
+
+
+def test_a_part_of_a_split_gguf_opens_all(here):
+    parts = [f"model/model-0000{k}-of-00002.gguf" for k in (1, 2)]
+    filled(here, {name: gguf_build.part(k, 2, 2, [f"w{k}"]) for k, name in enumerate(parts)})
+    for path in (*parts, "model"):
+        assert sorted(safeload.open(path)) == ["w0", "w1"]
+    (here / parts[0]).unlink()
+    for path in (parts[1], "model"):
+        assert_says(message(lambda path=path: safeload.open(path), safeload.FormatError), "model-00001-of-00002.gguf")
+
+
+def test_codes_of_awq_are_not_weights(here):
+    config = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
+    filled(here / "model", {"config.json": config})
+    codes = {"w.qweight": np.zeros((64, 4), np.int32), "w.qzeros": np.zeros((2, 4), np.int32)}
+    save_file({**codes, "w.scales": np.ones((2, 32), np.float16)}, "model/model.safetensors", durable=False)
+    text = message(lambda: safeload.load("model", dtype="float32"), safeload.UnsupportedError)
+    assert_says(text, "w.qweight", "codes", "quant_method awq")

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..base.paths import absolute, os_error
-from ..base.text import clip, printable, show
+from ..base.text import show
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
 from ..stores.json_file import read_json
 from ..stores.local import Identity, identity_of
+from .folder_messages import listed, no_weights, not_an_index, notes_of
 from .gguf import split as gguf_split
-from .registry import GGUF, ROWS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
+from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
@@ -24,17 +25,7 @@ SINGLE = "model.safetensors"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 
-# Files that mark a diffusers pipeline and a PEFT adapter.
-_PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
-
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
-# Suffixes of files that hold weights: messages and notes list these files.
-_SUFFIXES = {*(suffix for row in ROWS for suffix in row.suffixes), ".h5", ".msgpack"}
-_WEIGHTS = re.compile(rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)", re.DOTALL)
-# Prefixes of files that trainers leave beside weights.
-_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
-# Most names that a message lists, and most characters of each.
-_LISTED, _NAME = 20, 100
 
 
 class Shards(NamedTuple):
@@ -161,7 +152,8 @@ def open_index(path: Path, wanted: Wanted) -> Shards:
     index = read_json(path, "index.json")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
-        raise FormatError(f"weight_map must be an object, found {type(weight_map).__name__}", str(path))
+        message = f"weight_map must be an object, found {type(weight_map).__name__}"
+        raise FormatError(message if "weight_map" in index else not_an_index(path, index) or message, str(path))
     metadata = index.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise FormatError(f"metadata must be an object, found {type(metadata).__name__}", str(path))
@@ -261,7 +253,7 @@ def open_folder(path: Path, wanted: Wanted) -> Shards:
     if chosen is None and GGUF in formats:
         chosen = _choose_gguf(names, path)
     if chosen is None:
-        raise UnsupportedError(_no_weights(path, names, folders))
+        raise UnsupportedError(no_weights(path, names, folders))
     if chosen[0].endswith(".json"):
         shards = open_index(path / chosen[0], wanted)
     elif len(chosen) == 1 or chosen[0].endswith(".gguf"):
@@ -269,7 +261,7 @@ def open_folder(path: Path, wanted: Wanted) -> Shards:
     else:
         opened = [open_file(str(path / name), wanted) for name in chosen]
         shards = _union(opened[0].format, [file for one in opened for file in one.files], _metadata(opened))
-    notes = _notes(names, folders, {*chosen, *(os.path.basename(file.path) for file in shards.files)}, path)
+    notes = notes_of(names, folders, {*chosen, *(os.path.basename(file.path) for file in shards.files)}, path)
     return shards._replace(config=read_config(path) if shards.config is None else shards.config, notes=notes)
 
 
@@ -279,7 +271,7 @@ def _choose_safetensors(names: Sequence[str], path: Path) -> list[str] | None:
     if INDEX in indexes:
         return [INDEX]
     if len(indexes) > 1:
-        raise FormatError(f"several indexes: {_list(indexes)}; open one of them", str(path))
+        raise FormatError(f"several indexes: {listed(indexes)}; open one of them", str(path))
     if indexes:
         return indexes
     if SINGLE in names:
@@ -297,7 +289,7 @@ def _choose_safetensors(names: Sequence[str], path: Path) -> list[str] | None:
     variants = len({name.split(".")[0] for name in files}) == 1
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
     raise UnsupportedError(
-        f"{path}: {len(files)} .safetensors files and no index: {_list(files)}. {advice}, "
+        f"{path}: {len(files)} .safetensors files and no index: {listed(files)}. {advice}, "
         f"or the tensors of several together with safeload.open([{shown}])"
     )
 
@@ -312,7 +304,7 @@ def _refuse_incomplete(sets: Sequence[_Set], path: Path) -> None:
             total = int(one.total)
             there = sum(1 <= number <= total for number in one.files)
             raise MissingShardError(
-                f"{there:,} of {total:,} shards are there, {total - there:,} missing: {_list(one.missing, 5)}"
+                f"{there:,} of {total:,} shards are there, {total - there:,} missing: {listed(one.missing, 5)}"
                 + (", ..." if total - there > 5 else ""),
                 str(path),
             )
@@ -332,7 +324,7 @@ def _choose_torch(names: Sequence[str], path: Path) -> list[str] | None:
     parts = [name for name in names if Path(name).match("consolidated.*.pth")]
     if len(parts) > 1:
         raise UnsupportedError(
-            f"{path}: {len(parts)} files {_list(parts[:1])} to {_list(parts[-1:])} are model-parallel: each holds a "
+            f"{path}: {len(parts)} files {listed(parts[:1])} to {listed(parts[-1:])} are model-parallel: each holds a "
             "slice of every tensor. Open them one by one, or convert them to a single file first"
         )
     return parts or None
@@ -345,50 +337,9 @@ def _choose_gguf(names: Sequence[str], path: Path) -> list[str] | None:
     single = set(files) - {name for one in sets for name in one.files.values()}
     firsts = sorted([*single, *(one.files[min(one.files)] for one in sets)])
     if len(firsts) > 1:
-        raise UnsupportedError(f"{path}: {len(firsts)} GGUF files: {_list(firsts)}; open one of them")
+        raise UnsupportedError(f"{path}: {len(firsts)} GGUF files: {listed(firsts)}; open one of them")
     _refuse_incomplete(sets, path)
     return firsts or None
-
-
-def _list(names: Sequence[str], most: int = _LISTED) -> str:
-    """Names of files for a message."""
-    return ", ".join(clip(printable(name), _NAME) for name in names[:most]) + (" ..." if len(names) > most else "")
-
-
-def _with_weights(path: Path, folders: Sequence[str]) -> list[str]:
-    """The subfolders that contain weights."""
-    return [name for name in folders[:1000] if _has_weights(path / name)]
-
-
-def _has_weights(folder: Path) -> bool:
-    try:
-        with os.scandir(folder) as entries:
-            return any(_WEIGHTS.fullmatch(entry.name) for entry in entries)
-    except OSError:
-        return False
-
-
-def _no_weights(path: Path, names: Sequence[str], folders: Sequence[str]) -> str:
-    inner = _with_weights(path, folders)
-    if _PIPELINE in names and inner:
-        return f"{path}: a diffusers pipeline, its weights are in {_list(inner)}: open one of them"
-    there = f"{path}: no weights here; found {_list(sorted([*names, *folders])) or 'nothing'}"
-    return f"{there}. There are weights in {_list(inner)}: open one of them" if inner else there
-
-
-def _notes(names: Sequence[str], folders: Sequence[str], used: set[str], path: Path) -> list[str]:
-    notes = []
-    if _ADAPTER in names:
-        notes.append("an adapter (PEFT): changes to the weights of a base model, not a model of its own")
-    if _PIPELINE in names:
-        notes.append(f"a diffusers pipeline, with more weights in {_list(_with_weights(path, folders)) or 'no folder'}")
-    others = (name for name in names if name not in used and not name.startswith(_STATE))
-    over = [name for name in others if _WEIGHTS.fullmatch(name)]
-    if over:
-        notes.append(f"passed over: {_list(over)}")
-    if any(name.startswith("consolidated") for name in over):
-        notes.append("consolidated files hold the same weights under their publisher's own names: open them by path")
-    return notes
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
