@@ -113,8 +113,8 @@ def load_file(
             when it is first touched, and writing into an array changes no file. "pread" to read everything now, on all
             cores, into private memory that later changes to the file cannot affect.
         dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32, float16,
-            bfloat16, float8_e4m3fn or float8_e5m2 as numpy or ml_dtypes type, name or code. Integer, bool and complex
-            tensors are not converted; F4 and F6 tensors are decoded.
+            bfloat16, float8_e4m3fn or float8_e5m2, as type of numpy, ml_dtypes, torch or JAX, name ("bf16") or code.
+            Integer, bool and complex tensors are not converted; F4 and F6 tensors are decoded.
         names: exact names of the tensors to load; None for all.
         out: arrays to fill, by name, each C-contiguous and of the dtype and shape of its tensor: a service can reload
             weights without allocating memory. All are checked before the first byte is written; if reading fails they

@@ -24,7 +24,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
 
     Args:
         x: array of any layout, or anything that numpy converts to one.
-        dtype: numpy or ml_dtypes type, name ("bfloat16") or safetensors code ("BF16").
+        dtype: type of numpy, ml_dtypes, torch or JAX; name ("bfloat16", "bf16") or safetensors code ("BF16").
         out: C-contiguous array of that dtype and of x's shape to fill; None for a new one.
         threads: None: chosen automatically.
 
