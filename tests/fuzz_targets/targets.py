@@ -25,6 +25,7 @@ import numpy as np
 from builders import gguf_build
 
 import safeload
+import safeload.base.missing
 import safeload.operations.validate.run
 import safeload.packed.grouping  # imported when first needed, as the next, which counts as forbidden below
 import safeload.packed.logical
