@@ -412,6 +412,9 @@ def test_validate_reports_scales_that_no_writer_stores(tmp_path):
         found = [one for one in report.errors if one.code == "quantization.scale"]
         assert [one.tensor for one in found] == [packed]
         assert "the first is" in found[0].message
+        assert report.errors == found  # once, and the other tensors are read
+        assert packed not in report.stats
+        assert len(report.stats) == report.tensors - 1
 
 
 # ---- configurations of any content ----

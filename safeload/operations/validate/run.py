@@ -320,10 +320,10 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
         if not wanted.values:
             return
         report.add(files.check_crc(catalog, threads=wanted.threads))
-        _check_contents(report, catalog, model, chosen, zero, wanted)
+        skip = zero | _check_contents(report, catalog, model, chosen, zero, wanted)
         if choice is not None:
             pairs = _tied_pairs(choice.schema, config, known)
-            report.add(values.check_tied(catalog, {a: b for a, b in pairs.items() if {a, b} <= chosen - zero}))
+            report.add(values.check_tied(catalog, {a: b for a, b in pairs.items() if {a, b} <= chosen - skip}))
     except (FormatError, OSError) as problem:
         report.add([error("file.read", None, one_line(problem))])
 
@@ -355,8 +355,8 @@ def _check_contents(
     chosen: frozenset[str],
     zero: set[str],
     wanted: Settings,
-) -> None:
-    """Checks scales and values, and stores the statistics in the report.
+) -> set[str]:
+    """Checks scales and values, and stores the statistics in the report. Returns the names of tensors with bad scales.
 
     Args:
         report: gets the findings and the statistics.
@@ -375,10 +375,12 @@ def _check_contents(
             report.add(found)
             if found:
                 bad.add(name)
+    unreadable = {name for name in bad if model.known[name].packed}  # a second error would say the same
+    readable = chosen - unreadable - model.codes
     found_stats = stats(
         catalog,
         histogram=wanted.histogram,
-        names=[name for name in model.known if name in chosen and name not in model.codes],
+        names=[name for name in model.known if name in readable],
         threads=wanted.threads,
         progress=wanted.progress,
     )
@@ -387,6 +389,7 @@ def _check_contents(
     report.add(
         values.check_values(found_stats, model.known, wanted.limits, bad, role=model.role, codes=codes, zero=zero)
     )
+    return bad
 
 
 def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, About]) -> dict[str, str]:
