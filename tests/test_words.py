@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PHRASES = (
     (r"\bthere twice\b", "the name is there twice", "duplicate"),
     (r"\bgiven twice\b", "dtype is given twice", "duplicate"),
+    (r"\bgiven often\b", "may be given often", "may be repeated"),
     (r"\bable are\b", "able are float64 and float32", "supported are"),
     (r"\b(?:what|as many as) helps?\b", "as many as help", "chosen automatically"),
     (r"\bno \w+ to (?:load|save) as\b", "int8 is no dtype to load as", "cannot load as"),

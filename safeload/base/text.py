@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,17 @@ import numpy as np
 _SHOWN = 200
 # Least likeness of a misspelling, as difflib measures it.
 _NEAR = 0.7
+
+# Widest that columns are padded to where lines have no limit, so that one long name does not widen every line.
+_PADDED = 100
+
+# A name column narrower than this gets a line of its own.
+_NARROW = 20
+
+# Most parts of a name that `shorten` chooses from, and most characters of it.
+_PARTS = 64
+_LONGEST = 2000
+_BETWEEN_PARTS = re.compile(r"(?<=[./])(?<!\.\.)(?!\.)")  # not in {0..31}
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -105,27 +119,105 @@ def width() -> int:
     return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 
-def clip(text: str, columns: int) -> str:
-    """Text shortened in the middle: names differ at both ends."""
-    if len(text) <= columns:
+def clip(text: str, columns: int | None) -> str:
+    """Text shortened in the middle: names differ at both ends. None leaves it whole."""
+    if columns is None or len(text) <= columns:
         return text
     left = (columns - 1) // 2
     return f"{text[:left]}…{text[len(text) - (columns - 1 - left) :]}"
 
 
+def shorten(names: Sequence[str], columns: int | None) -> list[str]:
+    """Names of at most this width: of long ones the parts are left out that most names have.
+
+    Of "model.layers.3.self_attn.q_proj.weight" remains "model.…self_attn.q_proj.weight" where other layers and other
+    matrices are among the names. A width of None leaves them whole.
+    """
+    if columns is None or all(len(name) <= columns for name in names):
+        return list(names)
+    parts = [_BETWEEN_PARTS.split(name[:_LONGEST], _PARTS) for name in names]
+    count = Counter(part for one in parts for part in set(one))
+    return [_shorten(name, one, count, len(names), columns) for name, one in zip(names, parts, strict=True)]
+
+
+def _shorten(name: str, parts: Sequence[str], count: Mapping[str, int], total: int, columns: int) -> str:
+    excess = len(name) + 1 - columns
+    if excess <= 1:
+        return name
+    begins = [0, *accumulate(map(len, parts))]
+    lost = [0.0, *accumulate(math.log(total / count[part]) for part in parts)]
+    best, end = None, 0
+    for first in range(len(parts)):
+        while end < len(parts) and begins[end] - begins[first] < excess:
+            end += 1
+        if begins[end] - begins[first] < excess:
+            break
+        off_centre = abs(begins[first] + begins[end] - len(name))
+        found = lost[end] - lost[first], off_centre, begins[first], begins[end]
+        best = found if best is None or found < best else best
+    if best is None or best[3] - best[2] == len(name):
+        return clip(name, columns)
+    _, _, begin, stop = best
+    return f"{name[: begin + stop - begin - excess]}…{name[stop:]}"
+
+
+def wrap(text: str, columns: int | None, indent: str = "", hanging: str | None = None) -> list[str]:
+    """Lines of prose. Without a width they have 80 columns, or more where a word, such as a name, is longer.
+
+    Args:
+        text: the prose.
+        columns: width; None where nothing may be cut.
+        indent: begins every line.
+        hanging: begins the lines after the first, if they begin otherwise.
+    """
+    import textwrap  # only here: most callers of this module do not need it
+
+    wrapper = textwrap.TextWrapper(columns or 80, indent, indent if hanging is None else hanging)
+    wrapper.break_long_words = columns is not None
+    wrapper.break_on_hyphens = columns is not None
+    return wrapper.wrap(text)
+
+
 def table(
-    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: frozenset[int], columns: int
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: frozenset[int], columns: int | None
 ) -> list[str]:
-    """Lines of a table. The first column is shortened if the table would be wider than ``columns``."""
-    widths = [max(len(row[k]) for row in (header, *rows)) for k in range(len(header))]
-    others = sum(widths[1:]) + 2 * (len(header) - 1)
-    widths[0] = max(len(header[0]), min(widths[0], columns - others))
-    lines = []
-    for row in (header, *rows):
-        cells = [clip(row[0], widths[0]), *row[1:]]
-        padded = [c.rjust(w) if k in right else c.ljust(w) for k, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        lines.append("  ".join(padded).rstrip())
-    return lines
+    """A table: its header and its rows, each of two lines where the other columns leave the names too little room.
+
+    Args:
+        header: titles of the columns.
+        rows: the cells. Those of the first column are names, which are shortened if the table is too wide.
+        right: numbers of the columns that are aligned at the right.
+        columns: width; None where nothing may be cut.
+    """
+    rows = [header, *rows]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
+    names, apart = [row[0] for row in rows], False
+    if columns is None:
+        widths = [min(width, _PADDED) for width in widths]
+    else:
+        room = columns - sum(widths[1:]) - 2 * (len(header) - 1)
+        apart = room < min(widths[0], _NARROW)
+        widths[0] = min(widths[0], columns if apart else room)
+        names[1:] = shorten(names[1:], widths[0])
+
+    def line(cells: Sequence[str]) -> str:
+        """The last cells of a row."""
+        places = range(len(header) - len(cells), len(header))
+        aligned = (c.rjust(widths[k]) if k in right else c.ljust(widths[k]) for k, c in zip(places, cells, strict=True))
+        return "  ".join(aligned).rstrip()
+
+    if apart:
+        return [f"{name}\n  {line(row[1:])}" for name, row in zip(names, rows, strict=True)]
+    return [line((name, *row[1:])) for name, row in zip(names, rows, strict=True)]
+
+
+def quantity(count: int, noun: str) -> str:
+    """A large number of things with three digits: "8,192 values", "42.1 M values", "1.24 B parameters"."""
+    for unit_size, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        amount = count / unit_size
+        if amount >= 1:
+            return f"{amount:.3g} {name} {noun}s" if amount < 999.5 else f"{amount:,.0f} {name} {noun}s"
+    return plural(count, noun)
 
 
 def plural(count: int, noun: str) -> str:

@@ -12,17 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ..base import dtypes
-from ..base.text import printable, size, table, width
+from ..base.text import clip, plural, printable, size, table
 from ..checkpoint import Checkpoint
 from ..formats.registry import BY_NAME
-from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter, positive
+from .common import STATUS, add_command, add_json, add_opening, add_path, columns, open_path, painter, positive
 
 _EPILOG = f"""examples:
   safeload bench model.safetensors
   safeload bench Llama-3.2-1B/ --rounds 9
   safeload bench model.pth --json
 
-Times are medians. Every round runs all libraries in random order, with a warm page cache.
+Times are medians, and a ratio is the time of another library divided by that of safeload. Every round runs all
+libraries in random order, with a warm page cache.
 
 {STATUS}"""
 
@@ -30,6 +31,7 @@ Side = Callable[[], Any]
 
 # The side that must never fail.
 OURS = "safeload"
+RATIO = "ratio (>1: safeload is faster)"
 
 
 def register(commands: Any) -> None:
@@ -68,18 +70,18 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"path": options.path, "format": format, "nbytes": nbytes, "rows": rows}, indent=1))
         return 0
     paint = painter()
-    print(f"{printable(options.path)}: {format}, {size(nbytes)}, {options.rounds} rounds, page cache warm")
+    print(f"{printable(options.path)}: {format}, {size(nbytes)}, {plural(options.rounds, 'round')}, page cache warm")
     cells = []
     for job, sides in results:
         ours = statistics.median(sides[OURS])
         for side, taken in sides.items():
             other = statistics.median(taken)
-            ratio = "" if side == OURS else f"{other / ours:.3g}x"
+            ratio = "" if side == OURS else f"{other / ours:.3g}"
             cells.append((job if side == OURS else "", side, _seconds(other), ratio))
-    header = ("job", "with", "median", "ours is faster")
-    lines = table(header, cells, right=frozenset((2, 3)), columns=width())
+    header = ("job", "with", "median", RATIO)
+    lines = table(header, cells, right=frozenset((2,)), columns=None)
     print()
-    print(paint(lines[0], "head"))
+    print(paint(clip(lines[0], columns()), "head"))
     for line in lines[1:]:
         print(line)
     if all(len(taken) == 1 for _, taken in results):
@@ -246,4 +248,4 @@ def _seconds(value: float) -> str:
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
-    return f"{value * 1e6:.3g} us"
+    return f"{value * 1e6:.3g} µs"

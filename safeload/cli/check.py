@@ -8,10 +8,10 @@ import os
 import sys
 from typing import Any
 
-from ..base.text import printable, width
+from ..base.text import printable
 from ..engine.atomic_file import write_text
 from ..errors import FormatError
-from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
+from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, columns, open_path, painter
 
 _EPILOG = f"""examples:
   safeload check Llama-3.2-1B/
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(report.to_json(), indent=1))
     else:
         paint = painter()
-        for line in report.lines(width()):
+        for line in report.lines(columns()):
             kind, rest = line[:7], line[7:]
             if kind.rstrip() in ("error", "warning", "note") and rest.startswith("  "):
                 line = paint(kind, "dim" if kind.startswith("note") else kind.rstrip()) + rest

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from .. import checkpoint
-from ..base.text import width
+from ..base import log
+from ..base.text import plural, printable, width
 from ..checkpoint import Checkpoint
 from ..engine import progress
 from ..engine.progress import Report
+from ..errors import one_line
 
 STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
 
@@ -23,13 +27,15 @@ _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": 
 
 def add_command(commands: Any, name: str, *, help: str, description: str, epilog: str) -> Any:
     """Adds the parser of a subcommand; ``epilog`` begins with its examples."""
-    return commands.add_parser(
+    parser = commands.add_parser(
         name,
         help=help,
         description=textwrap.fill(description, width()),
         epilog="\n\n".join(_wrapped(part) for part in epilog.split("\n\n")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_verbose(parser)
+    return parser
 
 
 def _wrapped(paragraph: str) -> str:
@@ -37,9 +43,42 @@ def _wrapped(paragraph: str) -> str:
     return paragraph if paragraph.startswith("examples:") else textwrap.fill(paragraph, width())
 
 
-def add_path(parser: Any, name: str = "path") -> None:
-    """Adds the path of a checkpoint."""
-    parser.add_argument(name, metavar=name.upper(), help="a weight file, a folder of them or an index.json")
+def add_verbose(parser: Any) -> None:
+    """Adds --verbose, which stands before or after the command."""
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="print what is done, on stderr"
+    )
+
+
+def add_path(parser: Any, name: str = "path", *, several: bool = False) -> None:
+    """Adds the path of a checkpoint, or ``paths`` of one or more."""
+    text = "a weight file, a folder of them or an index.json"
+    if several:
+        parser.add_argument("paths", metavar="PATH", nargs="+", help=f"{text}; may be repeated")
+    else:
+        parser.add_argument(name, metavar=name.upper(), help=text)
+
+
+def add_selection(parser: Any, keys: Sequence[str], rows: int, *, order: str = "the order of the file") -> None:
+    """Adds the options that select, sort and limit the tensors that are listed.
+
+    Args:
+        parser: of the command.
+        keys: what can be sorted by.
+        rows: the most rows on a terminal.
+        order: the order by default, for the help.
+    """
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        help="only tensors whose names match, as in '*.mlp.*'; may be repeated",
+    )
+    parser.add_argument("--sort", choices=keys, help=f"sort by this, numbers from the largest; by default {order}")
+    parser.add_argument("--limit", metavar="N", type=positive, help="show N rows at most")
+    parser.add_argument(
+        "--all", action="store_true", help=f"show every tensor, even on a terminal and above {rows} rows"
+    )
 
 
 def add_opening(parser: Any) -> None:
@@ -76,9 +115,9 @@ def add_threads(parser: Any) -> None:
     )
 
 
-def add_json(parser: Any) -> None:
+def add_json(parser: Any, help: str = "print everything as one JSON object") -> None:
     """Adds --json."""
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.add_argument("--json", action="store_true", help=help)
 
 
 def positive(text: str) -> int:
@@ -94,7 +133,87 @@ def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
     return checkpoint.open(path, root=options.root, unknown_globals=options.unknown_globals, stored=options.stored)
 
 
-# ---- colours ----
+# ---- tensors ----
+
+
+def select(names: Iterable[str], patterns: Sequence[str] | None) -> list[str]:
+    """The names that match one of the patterns of --only; all without patterns.
+
+    Raises:
+        ValueError: a pattern matches no name.
+    """
+    names = list(names)
+    if not patterns:
+        return names
+    matching = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
+    unmatched = [p for p, match in zip(patterns, matching, strict=True) if not any(map(match, names))]
+    if unmatched:
+        raise ValueError(f"--only: none of {plural(len(names), 'name')} matches {' or '.join(unmatched)}")
+    return [name for name in names if any(match(name) for match in matching)]
+
+
+def most_rows(options: argparse.Namespace, rows: int) -> int | None:
+    """The most rows to show, ``rows`` by default; None for all, as always where stdout is not a terminal."""
+    limit: int | None = options.limit
+    return limit if limit is not None or options.all or columns() is None else rows
+
+
+def rest(hidden: int, noun: str, options: argparse.Namespace) -> str:
+    """The line that says how much is not shown."""
+    return f"... and {plural(hidden, noun)} more" + ("" if options.limit else "; --all shows every one")
+
+
+# ---- the terminal ----
+
+
+def columns() -> int | None:
+    """Width of the terminal; None where stdout is not one: nothing is cut there, whatever COLUMNS says."""
+    return width() if _is_terminal(sys.stdout) else None
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def complain(error: Exception) -> None:
+    """Prints an error on stderr, after what was printed on stdout before it."""
+    sys.stdout.flush()
+    print(f"safeload: {printable(one_line(error))}", file=sys.stderr)
+
+
+# Symbols of ours that a terminal with another encoding shows otherwise; everything else is escaped.
+_PLAIN = {"…": "~", "µ": "u", **dict(zip("▁▂▃▄▅▆▇█", "12345678", strict=True))}
+
+
+def plain(error: UnicodeError) -> tuple[str, int]:
+    """Replaces characters that a stream cannot encode, as error handler of its codec."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in text), error.end
+
+
+@contextmanager
+def verbose(wanted: bool) -> Iterator[None]:
+    """Prints what the logger "safeload" gets, on stderr."""
+    if not wanted:
+        yield
+        return
+    import logging  # only here: it would add milliseconds to every command
+
+    class Escaped(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(f"safeload: {record.levelname.lower()}: {record.getMessage()}")
+
+    logger, handler = logging.getLogger(log.NAME), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Escaped())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
@@ -103,13 +222,7 @@ def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
     It colours only on a terminal, unless NO_COLOR is set (https://no-color.org) or TERM is "dumb".
     """
     stream = sys.stdout if stream is None else stream
-    if (
-        stream is None
-        or stream.closed
-        or not stream.isatty()
-        or os.environ.get("NO_COLOR")
-        or os.environ.get("TERM") == "dumb"
-    ):
+    if not _is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda text, kind: text
     return lambda text, kind: f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if text else text
 

@@ -6,15 +6,30 @@ import argparse
 import json
 from typing import Any
 
-from ..base.text import width
-from .common import add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
+from .common import (
+    add_command,
+    add_json,
+    add_opening,
+    add_path,
+    add_selection,
+    add_threads,
+    bar,
+    columns,
+    most_rows,
+    open_path,
+    painter,
+    select,
+)
 
-# Most rows of each list; --all shows every one.
+# Most rows of each list on a terminal.
 _ROWS = 40
+
+# What the tensors with other values can be sorted by.
+_KEYS = ("name", "max", "rms", "cosine", "unequal")
 
 _EPILOG = """examples:
   safeload diff old.safetensors new.safetensors
-  safeload diff Llama-3.2-1B/ llama-q4_0.gguf
+  safeload diff Llama-3.2-1B/ llama-q4_0.safetensors --only '*.mlp.*' --sort rms
   safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close
 
 Exit status: 0 equal (with --tolerance: equal names and shapes, and values within it), 1 they differ or one is bad,
@@ -37,7 +52,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--tolerance", metavar="X", type=float, help="ignore differences up to this, and different dtypes"
     )
-    parser.add_argument("--all", action="store_true", help=f"show every row, even if a list has more than {_ROWS}")
+    add_selection(parser, _KEYS, _ROWS, order="non-finite values, then the largest difference")
     add_opening(parser)
     add_threads(parser)
     add_json(parser)
@@ -49,13 +64,14 @@ def run(options: argparse.Namespace) -> int:
     from ..operations.diff import diff  # imported here: it would add milliseconds to other commands
 
     with open_path(options.a, options) as a, open_path(options.b, options) as b, bar("diff") as progress:
-        report = diff(a, b, threads=options.threads, progress=progress)
+        names = select(dict.fromkeys([*a, *b]), options.only) if options.only else None
+        report = diff(a, b, names=names, threads=options.threads, progress=progress)
     good = report.same if options.tolerance is None else report.within(options.tolerance)
     if options.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
         paint = painter()
-        *lines, verdict = report.lines(width(), None if options.all else _ROWS)
+        *lines, verdict = report.lines(columns(), most_rows(options, _ROWS), options.sort)
         for line in lines:
             print(line)
         print(paint(verdict, "good" if good else "error"))

@@ -1,4 +1,4 @@
-"""``safeload info``: lists the content of a file or a folder."""
+"""``safeload info``: lists the content of files and folders."""
 
 from __future__ import annotations
 
@@ -6,30 +6,54 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..base.table import TensorInfo
-from ..base.text import clip, jsonable, plural, printable, size, table, width
+from ..base.text import clip, jsonable, plural, printable, quantity, shorten, size, table, wrap
 from ..checkpoint import Checkpoint
+from ..errors import SafeloadError
 from ..packed.config import quantization_of
-from .common import STATUS, add_command, add_json, add_opening, add_path, open_path, painter
+from . import description, listing
+from .common import (
+    STATUS,
+    add_command,
+    add_json,
+    add_opening,
+    add_path,
+    add_selection,
+    columns,
+    complain,
+    most_rows,
+    open_path,
+    painter,
+    positive,
+    rest,
+    select,
+)
 
-# With more tensors than this the table shows the first ones; --all shows every row.
+# Most rows on a terminal.
 _ROWS = 100
 # Most values of a list in the metadata, such as a vocabulary, that are shown; --json has all.
 _ITEMS = 8
 
-# Beginnings of the lines that are headings.
-_HEADS = ("metadata", "globals that", "dtype  ", "tensor  ")
+# Formats whose header is all that comes before the first tensor.
+_WITH_HEADER = ("safetensors", "gguf")
 
 _EPILOG = f"""examples:
   safeload info model.safetensors
-  safeload info Llama-3.2-1B/
+  safeload info Llama-3.2-1B/ --tree --depth 2
+  safeload info Llama-3.2-1B/ --only '*.mlp.*' --sort size
+  safeload info Llama-3.2-1B/ --all | grep layers.5.
+  safeload info *.safetensors --limit 5
   safeload info lightning.ckpt --unknown-globals inert --root state_dict
   safeload info model.safetensors --json | jq '.tensors[0]'
+
+Layers that are alike share one row: model.layers.{{0..31}}.mlp.up_proj.weight. --json has a line for each tensor,
+or with several paths a line for each path.
 
 {STATUS}"""
 
@@ -40,94 +64,231 @@ def register(commands: Any) -> None:
         commands,
         "info",
         help="list tensors and metadata",
-        description="Lists the tensors of a weight file, a folder or an index.json without reading them: name, dtype, "
-        "shape and size, totals per dtype, metadata; for a torch checkpoint also the classes and functions that its "
-        "pickle names, none of which is imported or called.",
+        description="Lists the tensors of weight files, folders or an index.json without reading them: name, dtype, "
+        "shape and size, totals per dtype, metadata, the memory they take when loaded; for a torch checkpoint also the "
+        "classes and functions that its pickle names, none of which is imported or called.",
         epilog=_EPILOG,
     )
-    add_path(parser)
-    parser.add_argument("--all", action="store_true", help=f"show every tensor, even if there are more than {_ROWS}")
+    add_path(parser, several=True)
+    add_selection(parser, tuple(listing.KEYS), _ROWS)
+    parser.add_argument("--tree", action="store_true", help="show modules with the sums of their tensors")
+    parser.add_argument("--depth", metavar="N", type=positive, help="show N levels of the tree at most")
     add_opening(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the content of ``options.path``; returns the exit status."""
-    with open_path(options.path, options) as opened:
+    """Prints the content of ``options.paths``; returns the exit status."""
+    if options.depth is not None:
+        options.tree = True
+    if len(options.paths) == 1:
+        _show(options.paths[0], options)
+        return 0
+    status = 0
+    for number, path in enumerate(options.paths):
+        if number and not options.json:
+            print()
+        try:
+            _show(path, options)
+        except BrokenPipeError:
+            raise
+        except (SafeloadError, OSError, MemoryError, ValueError) as error:
+            complain(error)
+            status = 1
+    return status
+
+
+def _show(path: str, options: argparse.Namespace) -> None:
+    with open_path(path, options) as opened:
+        infos = opened.tensors
+        if options.only:
+            infos = {name: infos[name] for name in select(infos, options.only)}
         if options.json:
-            print(json.dumps(_as_json(opened), indent=1))
-        else:
-            paint = painter()
-            for line in _as_text(opened, every_row=options.all):
-                print(paint(line, "head") if line.startswith(_HEADS) else line)
-    return 0
+            _print_json(path, opened, list(infos.values()), options)
+            return
+        paint = painter()
+        for line, kind in _as_text(path, opened, list(infos.values()), options):
+            print(paint(line, kind) if kind else line)
 
 
-def _per_dtype(opened: Checkpoint) -> dict[str, tuple[int, int, int]]:
+def _title(path: str, options: argparse.Namespace) -> str:
+    """A folder by its name alone, unless there are several paths; a file as it was given."""
+    if len(options.paths) == 1 and os.path.isdir(path):
+        return os.path.basename(os.path.abspath(path)) or path
+    return path
+
+
+def _per_dtype(infos: Sequence[TensorInfo]) -> dict[str, tuple[int, int, int]]:
     """Tensors, elements and bytes per dtype, most bytes first."""
     totals: dict[str, tuple[int, int, int]] = {}
-    for info in opened.tensors.values():
+    for info in infos:
         count, elements, nbytes = totals.get(info.dtype, (0, 0, 0))
         totals[info.dtype] = count + 1, elements + math.prod(info.shape), nbytes + info.nbytes
     return dict(sorted(totals.items(), key=lambda item: (-item[1][2], item[0])))
 
 
-def _as_json(opened: Checkpoint) -> dict[str, Any]:
-    totals = _per_dtype(opened)
+def _parameters(infos: Sequence[TensorInfo]) -> int:
+    return sum(math.prod(info.shape) for info in infos)
+
+
+def _headers(opened: Checkpoint) -> dict[str, int]:
+    """Bytes of each file before its first tensor, of formats that have a header there."""
+    begins: dict[str, int] = {}
+    if opened.format in _WITH_HEADER:
+        for file in opened.weight_files:
+            begins[file.path] = min((begin for begin, _ in file.table.byte_ranges()), default=file.size)
+    return begins
+
+
+def _memory(opened: Checkpoint) -> dict[str, int]:
+    """Bytes of all tensors once loaded, by dtype or scheme; without schemes if no tensor would be quantized."""
+    from ..operations.sizes import sizes  # imported here: it would add milliseconds to other commands
+
+    found = sizes(opened)
+    schemes = {name: nbytes for name, nbytes in found.schemes.items() if nbytes != found.dtypes.get("float32")}
+    return {**found.dtypes, **schemes}
+
+
+# ---- JSON ----
+
+
+def _print_json(path: str, opened: Checkpoint, infos: Sequence[TensorInfo], options: argparse.Namespace) -> None:
+    """Prints one object: on one line if there are several, else with a line for each tensor."""
+    whole = _as_json(path, opened)
+    if options.only:
+        nbytes = sum(info.nbytes for info in infos)
+        whole["selected"] = {"tensor_count": len(infos), "parameters": _parameters(infos), "nbytes": nbytes}
+    if options.sort:
+        alone = {info.name: info for info in infos}
+        infos = [alone[row.name] for row in listing.ordered(listing.rows_of(infos, alone=True), options.sort)]
+    tensors = [{**info._asdict(), "stored_nbytes": info.nbytes} for info in infos[: options.limit]]
+    if len(options.paths) > 1:
+        print(json.dumps({**whole, "tensors": tensors}))
+        return
+    lines = ",\n  ".join(map(json.dumps, tensors))
+    listed = f"[\n  {lines}\n ]" if tensors else "[]"
+    sys.stdout.write(f'{json.dumps(whole, indent=1)[:-2]},\n "tensors": {listed}\n}}\n')
+
+
+def _as_json(path: str, opened: Checkpoint) -> dict[str, Any]:
+    infos = list(opened.tensors.values())
+    headers = _headers(opened)
     return {
+        "path": path,
         "format": opened.format,
-        "files": [{"path": path, "nbytes": os.path.getsize(path)} for path in opened.files],
+        "files": [{"path": file, "nbytes": os.path.getsize(file)} for file in opened.files],
+        "header_nbytes": sum(headers.values()) if headers else None,
+        "notes": opened.notes,
+        "model": description.model(opened.config, opened.metadata) or None,
+        "adapter": description.adapter(path) or None,
         "metadata": jsonable(opened.metadata),
         "globals": opened.named_globals,
-        "tensor_count": len(opened),
-        "parameters": sum(elements for _, elements, _ in totals.values()),
+        "tensor_count": len(infos),
+        "parameters": _parameters(infos),
         "nbytes": opened.nbytes,
+        "memory": _memory(opened),
         "dtypes": {
             code: {"tensors": count, "elements": elements, "nbytes": nbytes}
-            for code, (count, elements, nbytes) in totals.items()
+            for code, (count, elements, nbytes) in _per_dtype(infos).items()
         },
-        "tensors": [{**info._asdict(), "stored_nbytes": info.nbytes} for info in opened.tensors.values()],
     }
 
 
-def _as_text(opened: Checkpoint, *, every_row: bool) -> Iterator[str]:
-    """The lines of the listing: files, notes, metadata, globals of a pickle, totals per dtype, tensors."""
-    columns = width()
-    infos = list(opened.tensors.values())
-    file_bytes = sum(os.path.getsize(path) for path in opened.files)
-    files = printable(opened.files[0]) if len(opened.files) == 1 else f"{len(opened.files)} files"
-    yield f"{files}: {opened.format}, {plural(len(infos), 'tensor')}, {size(file_bytes)}"
-    if len(opened.files) > 1:
-        for path in opened.files[:_ROWS]:
-            yield f"  {clip(printable(os.path.basename(path)), columns - 16)}  {size(os.path.getsize(path))}"
-    for note in (*opened.notes, *_quantization(opened)):
-        yield clip(note, 4 * columns)
+# ---- text ----
+
+
+def _as_text(
+    path: str, opened: Checkpoint, infos: Sequence[TensorInfo], options: argparse.Namespace
+) -> Iterator[tuple[str, str]]:
+    """The lines of the listing, each with its colour or ""."""
+    width = columns()
+    for line in _head(path, opened, width, options):
+        yield line, ""
+    if options.only:
+        count = f"{len(infos):,} of {plural(len(opened), 'tensor')}"
+        nbytes = sum(info.nbytes for info in infos)
+        yield f"selected: {count}, {quantity(_parameters(infos), 'parameter')}, {size(nbytes)}", ""
+    inner = None if width is None else width - 2
     if opened.metadata:
-        yield ""
-        yield "metadata"
+        yield from (("", ""), ("metadata", "head"))
         for key, value in opened.metadata.items():
-            yield "  " + clip(printable(f"{key}: {_brief(value)}"), columns - 2)
+            yield "  " + clip(printable(f"{key}: {_brief(value)}"), inner), ""
     if opened.named_globals:
-        yield ""
-        yield "globals that the pickle names (nothing is imported or called)"
-        for name, harmless in list(opened.named_globals.items())[:_ROWS]:
-            yield "  " + clip(printable(name), columns - 30) + ("" if harmless else "  off the list, kept inert")
-    totals = _per_dtype(opened)
+        yield from (("", ""), ("globals that the pickle names (nothing is imported or called)", "head"))
+        named = list(opened.named_globals.items())[: None if width is None else _ROWS]
+        for name, harmless in named:
+            room = None if width is None else width - 30
+            yield "  " + clip(printable(name), room) + ("" if harmless else "  off the list, kept inert"), ""
+    totals = _per_dtype(infos)
     if totals:
-        yield ""
+        yield "", ""
         rows = [(c, f"{n:,}", f"{e:,}", size(b)) for c, (n, e, b) in totals.items()]
         if len(rows) > 1:
             parts = totals.values()
             rows.append(("total", f"{len(infos):,}", f"{sum(p[1] for p in parts):,}", size(sum(p[2] for p in parts))))
-        yield from table(("dtype", "tensors", "elements", "size"), rows, right=frozenset((1, 2, 3)), columns=columns)
-        yield ""
-        shown = infos if every_row else infos[:_ROWS]
-        yield from table(
-            ("tensor", "dtype", "shape", "size"), [_row(info) for info in shown], right=frozenset((3,)), columns=columns
-        )
-        if len(shown) < len(infos):
-            yield f"... and {plural(len(infos) - len(shown), 'tensor')} more; --all shows every one"
+        head, *lines = table(("dtype", "tensors", "elements", "size"), rows, right=frozenset((1, 2, 3)), columns=width)
+        yield from ((head, "head"), *((line, "") for line in lines), ("", ""))
+        yield from _listing(infos, width, options)
+
+
+def _listing(infos: Sequence[TensorInfo], width: int | None, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The tensors as a table or as a tree."""
+    rows = listing.rows_of(infos, alone=options.all)
+    show: Callable[[Sequence[listing.Row], int | None], list[str]]
+    if options.tree:
+        rows, show = listing.as_tree(rows, options.sort, options.depth), listing.tree_table
+    else:
+        rows, show = listing.ordered(rows, options.sort), listing.as_table
+    shown = rows[: most_rows(options, _ROWS)]
+    head, *lines = show(shown, width)
+    yield head, "head"
+    for line in lines:
+        yield line, ""
+    if len(shown) < len(rows):
+        if options.tree:
+            yield rest(len(rows) - len(shown), "row", options), ""
+        else:
+            yield rest(len(infos) - sum(row.number for row in shown), "tensor", options), ""
+
+
+def _head(path: str, opened: Checkpoint, width: int | None, options: argparse.Namespace) -> Iterator[str]:
+    """What it is: files, parameters, model, quantization, memory."""
+    infos = list(opened.tensors.values())
+    sizes = [os.path.getsize(file) for file in opened.files]
+    what = [opened.format, plural(len(infos), "tensor")]
+    if len(opened.files) > 1:
+        what.insert(0, plural(len(opened.files), "file"))
+    if infos:
+        what.append(quantity(_parameters(infos), "parameter"))
+    what.append(size(sum(sizes)))
+    yield from _fit(f"{_title(path, options)}: {', '.join(what)}", width)
+    if len(opened.files) > 1:
+        room = None if width is None else width - 16
+        files = [printable(os.path.basename(file)) for file in opened.files][: most_rows(options, _ROWS)]
+        for name, nbytes in zip(shorten(files, room), sizes, strict=False):
+            yield f"  {name}  {size(nbytes)}"
+        if len(files) < len(opened.files):
+            yield f"  ... and {plural(len(opened.files) - len(files), 'file')} more"
+    headers = _headers(opened) if infos else {}
+    memory = _memory(opened) if infos else {}
+    lines = [
+        description.adapter(path),
+        *opened.notes,
+        description.model(opened.config, opened.metadata),
+        *_quantization(opened),
+        f"header: {size(sum(headers.values()))}" if headers else "",
+        f"memory: as {', '.join(f'{name} {size(n)}' for name, n in memory.items() if name != 'bfloat16')}"
+        if memory
+        else "",
+    ]
+    for line in filter(None, lines):
+        yield from _fit(line, width)
+
+
+def _fit(line: str, width: int | None) -> list[str]:
+    """A line of prose, wrapped on a terminal and of four lines there at most."""
+    return [printable(line)] if width is None else wrap(clip(printable(line), 4 * width), width, hanging="  ")
 
 
 def _quantization(opened: Checkpoint) -> Iterator[str]:
@@ -139,11 +300,11 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
         labels = ", ".join(sorted({info.dtype for info in packed}))
         stored, restored = sum(info.nbytes for info in packed), sum(4 * math.prod(info.shape) for info in packed)
         count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
-        yield printable(f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32")
+        yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
     codes = opened.codes()
     if codes:
         count = plural(len(codes), "tensor")
-        yield printable(f"codes without their values{config}: {count} of a quantization that is not dequantized")
+        yield f"codes without their values{config}: {count} of a quantization that is not dequantized"
 
 
 def _brief(value: Any) -> str:
@@ -153,7 +314,3 @@ def _brief(value: Any) -> str:
     if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:
         return f"{len(value):,} values, {json.dumps(jsonable(value[:_ITEMS]))[:-1]}, ..."
     return json.dumps(jsonable(value))
-
-
-def _row(info: TensorInfo) -> tuple[str, ...]:
-    return printable(info.name), info.dtype, str(list(info.shape)), size(info.nbytes)

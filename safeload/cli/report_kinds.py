@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..base.names import pattern_of
 from ..base.text import clip
-from ..operations.validate.findings import pattern_of
 
 # Most kinds of tensors with a bar or a panel of their own; the others share one.
 KINDS = 12

@@ -5,14 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from fnmatch import fnmatchcase
 from typing import Any
 
-from ..base.text import plural, printable, table, width
-from ..checkpoint import Checkpoint
-from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, painter
+from ..base.names import natural_key
+from ..base.text import printable, table, width
+from .common import (
+    STATUS,
+    add_command,
+    add_json,
+    add_opening,
+    add_path,
+    add_selection,
+    add_threads,
+    bar,
+    columns,
+    most_rows,
+    open_path,
+    painter,
+    rest,
+    select,
+)
 
-# With more tensors than this the table shows the first ones; --all shows every row.
+# Most rows on a terminal.
 _ROWS = 100
 
 # At this width and above the table has more columns.
@@ -42,14 +56,10 @@ def register(commands: Any) -> None:
         epilog=_EPILOG,
     )
     add_path(parser)
-    parser.add_argument(
-        "--only", metavar="PATTERN", action="append", help="only tensors whose names match; may be repeated"
-    )
-    parser.add_argument("--sort", choices=_KEYS, help="sort by this, largest first, or by name; file order by default")
+    add_selection(parser, _KEYS, _ROWS)
     parser.add_argument(
         "--histogram", action="store_true", help="also show the distribution of absolute values by powers of two"
     )
-    parser.add_argument("--all", action="store_true", help=f"show every tensor, even if there are more than {_ROWS}")
     add_opening(parser)
     add_threads(parser)
     add_json(parser)
@@ -61,39 +71,27 @@ def run(options: argparse.Namespace) -> int:
     from ..operations.stats import stats  # imported here: it would add milliseconds to other commands
 
     with open_path(options.path, options) as opened, bar("stats") as progress:
-        names = _names(opened, options.only) if options.only else None
+        names = select(opened, options.only) if options.only else None
         found = stats(opened, histogram=options.histogram, names=names, threads=options.threads, progress=progress)
     rows = _sorted(found, options.sort)
     if options.json:
         from ..operations.validate.findings import stats_json
 
         tensors = [{"name": name, "dtype": s.dtype, "shape": list(s.shape), **stats_json(s)} for name, s in rows]
-        print(json.dumps({"path": options.path, "tensors": tensors}, indent=1))
+        print(json.dumps({"path": options.path, "tensors": tensors[: options.limit]}, indent=1))
         return 0
-    shown = rows if options.all else rows[:_ROWS]
-    for line in _lines(shown, width(), options.histogram):
+    shown = rows[: most_rows(options, _ROWS)]
+    for line in _lines(shown, columns(), options.histogram):
         print(line)
     if len(shown) < len(rows):
-        print(f"... and {plural(len(rows) - len(shown), 'tensor')} more; --all shows every one")
+        print(rest(len(rows) - len(shown), "tensor", options))
     return 0
-
-
-def _names(opened: Checkpoint, patterns: list[str]) -> list[str]:
-    """Names that match a pattern.
-
-    Raises:
-        ValueError: no name matches.
-    """
-    names = [name for name in opened if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if not names:
-        raise ValueError(f"--only: none of {plural(len(opened), 'name')} matches {' or '.join(patterns)}")
-    return names
 
 
 def _sorted(found: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
     rows = list(found.items())
     if key == "name":
-        return sorted(rows)
+        return sorted(rows, key=lambda row: natural_key(row[0]))
     if key is None:
         return rows
 
@@ -104,14 +102,15 @@ def _sorted(found: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
     return sorted(rows, key=order)
 
 
-def _lines(rows: list[tuple[str, Any]], columns: int, histogram: bool) -> list[str]:
+def _lines(rows: list[tuple[str, Any]], columns: int | None, histogram: bool) -> list[str]:
     paint = painter()
     header: tuple[str, ...] = ("tensor", "min", "max", "mean", "std", "bad")
-    if columns >= _WIDE:
+    wide = width() >= _WIDE
+    if wide:
         header = ("tensor", "dtype", "shape", "min", "max", "absmax", "mean", "std", "zeros", "NaN", "Inf")
-    left = {0, 1, 2} if columns >= _WIDE else {0}
+    left = {0, 1, 2} if wide else {0}
     right = frozenset(set(range(len(header))) - left)
-    lines = table(header, [_cells(name, s, columns) for name, s in rows], right=right, columns=columns)
+    lines = table(header, [_cells(name, s, wide) for name, s in rows], right=right, columns=columns)
     result = [paint(lines[0], "head")]
     for line, (_, s) in zip(lines[1:], rows, strict=True):
         result.append(paint(line, "error") if s.nan + s.inf else line)
@@ -120,9 +119,9 @@ def _lines(rows: list[tuple[str, Any]], columns: int, histogram: bool) -> list[s
     return result
 
 
-def _cells(name: str, s: Any, columns: int) -> tuple[str, ...]:
+def _cells(name: str, s: Any, wide: bool) -> tuple[str, ...]:
     numbers = (_number(s.min), _number(s.max), _number(s.mean), _number(s.std))
-    if columns < _WIDE:
+    if not wide:
         return printable(name), *numbers, f"{s.nan + s.inf:,}" if s.nan + s.inf else ""
     counts = tuple(f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf))
     return printable(name), s.dtype, str(list(s.shape)), *numbers[:2], _number(s.absmax), *numbers[2:], *counts

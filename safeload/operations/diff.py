@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base import log
 from ..base.arrays import Array
+from ..base.names import natural_key
 from ..base.scheme import INT8
-from ..base.selecting import Patterns, select
-from ..base.text import clip, plural, printable, show, table
+from ..base.selecting import Patterns, check_exclusive, select
+from ..base.text import clip, plural, printable, shorten, show, table
+from ..engine.load import distinct
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
@@ -53,6 +55,16 @@ class TensorDiff(NamedTuple):
     cosine: float
     unequal: int
     nonfinite: int
+
+
+# Keys that sort names and differences.
+_ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
+    "name": lambda row: natural_key(row[0]),
+    "max": lambda row: -row[1].max,
+    "rms": lambda row: -row[1].rms,
+    "cosine": lambda row: -2.0 if math.isnan(row[1].cosine) else row[1].cosine,
+    "unequal": lambda row: -row[1].unequal,
+}
 
 
 class DiffReport:
@@ -101,12 +113,14 @@ class DiffReport:
         found = [(name, d) for name, d in self.tensors.items() if d.unequal]
         return dict(sorted(found, key=lambda item: (-item[1].nonfinite, -item[1].max)))
 
-    def lines(self, columns: int = 80, rows: int | None = None) -> list[str]:
+    def lines(self, columns: int | None = 80, rows: int | None = None, sort: str | None = None) -> list[str]:
         """The report as text.
 
         Args:
-            columns: width in characters.
+            columns: width in characters; None where names must not be cut.
             rows: the most rows of each list; the rest are only counted. None for all.
+            sort: "name", "max", "rms", "cosine" or "unequal": orders the tensors whose values differ, numbers from the
+                worst. None for the order of `unequal`.
 
         Returns:
             Lines without line ends.
@@ -116,7 +130,8 @@ class DiffReport:
         def block(title: str, entries: list[str]) -> None:
             if entries:
                 lines.extend(("", title))
-                lines.extend(clip(f"  {entry}", columns) for entry in entries[:rows])
+                room = None if columns is None else columns - 2
+                lines.extend(f"  {entry}" for entry in shorten(entries[:rows], room))
                 if rows is not None and len(entries) > rows:
                     lines.append(f"  ... and {len(entries) - rows:,} more")
 
@@ -131,6 +146,8 @@ class DiffReport:
             [f"{a} and {b}: {plural(len(names), 'tensor')}, {printable(names[0])}" for (a, b), names in pairs.items()],
         )
         unequal = self.unequal
+        if sort is not None:
+            unequal = dict(sorted(unequal.items(), key=_ORDERS[sort]))
         if unequal:
             shown = list(unequal.items())[:rows]
             cells: list[tuple[str, ...]] = [
@@ -178,6 +195,7 @@ def diff(
     a: Given,
     b: Given,
     *,
+    names: Iterable[str] | None = None,
     only: Patterns = None,
     drop: Patterns = None,
     threads: int | None = None,
@@ -190,6 +208,7 @@ def diff(
     Args:
         a: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized tensors.
         b: what to compare it with, in the same forms.
+        names: exact names of the tensors to compare; None for all.
         only: shell pattern, or several, of the names to compare, such as ``"model.layers.0.*"``; None for all.
         drop: shell pattern, or several, of names to leave out.
         threads: None: chosen automatically.
@@ -199,7 +218,8 @@ def diff(
         The report. ``same`` and ``within`` summarize it.
 
     Raises:
-        TensorNotFoundError: a pattern matches no name of either.
+        TensorNotFoundError: one of ``names`` is in neither, or a pattern matches no name of either.
+        ValueError: both ``names`` and ``only``.
         UnsupportedError: a tensor holds codes of a family that is not dequantized, such as GPTQ, or stored codes; or
             see `safeload.open`.
         FormatError, OSError: see `safeload.open`.
@@ -211,17 +231,30 @@ def diff(
     """
     check_threads(threads)
     with Catalog.of(a) as one, Catalog.of(b) as other:
-        chosen = set(select([*one, *(name for name in other if name not in one)], only, drop))
+        chosen = _chosen(one, other, names, only, drop)
         return _diff(one, other, chosen, threads, progress)
+
+
+def _chosen(a: Catalog, b: Catalog, names: Iterable[str] | None, only: Patterns, drop: Patterns) -> set[str]:
+    """The tensors to compare: those of both, or of either."""
+    check_exclusive(names, only)
+    if names is None:
+        return set(select([*a, *(name for name in b if name not in a)], only, drop))
+    wanted = list(distinct(names))
+    for name in wanted:
+        if name not in b:
+            a.check([name])
+    return set(select(wanted, None, drop))
 
 
 def _diff(a: Catalog, b: Catalog, chosen: set[str], threads: int | None, progress: Progress) -> DiffReport:
     report = DiffReport(a.title, b.title)
-    report.only_a = [name for name in a if name not in b and name in chosen]
-    report.only_b = [name for name in b if name not in a and name in chosen]
+    in_a, in_b = ([name for name in catalog if name in chosen] for catalog in (a, b))
+    report.only_a = [name for name in in_a if name not in b]
+    report.only_b = [name for name in in_b if name not in a]
     alike = {}
-    for name in a:
-        if name not in b or name not in chosen:
+    for name in in_a:
+        if name not in b:
             continue
         one, other = a.about(name), b.about(name)
         if _dtype(one) != _dtype(other):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple, cast
 
-from ..base import dtypes as table
+from ..base import dtypes
+from ..base.names import NUMBER
 from ..base.scheme import SCHEMES, usual_axis
 from ..engine.quantized_tensor import storage_of
 from ..errors import UnsupportedError
@@ -21,8 +21,6 @@ from .quantize_checkpoint import Model, Rules, check_restorable, heads_to_quanti
 #: The dtypes that sizes are given for.
 DTYPES = ("float32", "float16", "bfloat16")
 _F32_BYTES = 4
-# A number that is a whole part of a name, as those of layers and experts are.
-_WHOLE_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]*)(?=\.)")
 
 
 class Sizes(NamedTuple):
@@ -83,7 +81,7 @@ def sizes(source: Given) -> Sizes:
             return Sizes(stored, {}, {})
 
         def converted(dtype: str) -> int:
-            width = table.BY_NAME[dtype].bits // 8
+            width = dtypes.BY_NAME[dtype].bits // 8
             return sum(kind.number * _converted(kind, width) for kind in kinds)
 
         def quantized(scheme: str) -> int:
@@ -106,22 +104,24 @@ def _totals(names: Iterable[str], total: Callable[[str], int]) -> dict[str, int]
 
 def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
     """The tensors in few groups: the rules decide about 100,000 names of experts as about those of one."""
-    alike = _WHOLE_NUMBER if schema is None or not _has_whole_number(schema) else None
-    found: dict[tuple[str, About], int] = {}
-    first: dict[tuple[str, About], str] = {}
+    alike = schema is None or not _has_number(schema)
+    plain = {
+        name: (table.row(index).number, table.shapes[index])
+        for name, file, index in catalog.entries()
+        if not (table := file.table).quantized
+    }
+    found: dict[tuple[str, Hashable], list[str]] = {}
     for name in catalog:
-        about = catalog.about(name)
-        text = name if alike is None or not isinstance(name, str) else alike.sub("0", name)
-        key = text, about._replace(name="")
-        found[key] = found.get(key, 0) + 1
-        first.setdefault(key, name)
-    return [_Kind(first[key], key[1], count) for key, count in found.items()]
+        text = NUMBER.sub("0", name) if alike and isinstance(name, str) else name
+        kind = plain.get(name) or catalog.about(name)._replace(name="")
+        found.setdefault((text, kind), []).append(name)
+    return [_Kind(names[0], catalog.about(names[0]), len(names)) for names in found.values()]
 
 
-def _has_whole_number(schema: Schema) -> bool:
-    """Whether a name of the schema has a number between dots, which is not that of a layer."""
-    texts = [text for entry in schema.entries for text in (entry.name, *entry.also)]
-    return any(_WHOLE_NUMBER.search(f".{text}.") for text in (*texts, *schema.prefixes))
+def _has_number(schema: Schema) -> bool:
+    """Whether a name of the schema has a number that is not that of a layer."""
+    texts = (text for entry in schema.entries for text in (entry.name, *entry.also))
+    return any(NUMBER.search(text) for text in (*texts, *schema.prefixes))
 
 
 def _converted(kind: _Kind, width: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 import safeload
 from safeload import safe_open
-from safeload.base.text import show
+from safeload.base.text import quantity, shorten, show, table
 from safeload.numpy import load_file, save_file
 
 
@@ -181,3 +181,57 @@ def test_no_message_holds_a_long_value(call, tmp_path):
     with pytest.raises((safeload.SafeloadError, ValueError, TypeError, OSError, KeyError)) as caught:
         call(path, tmp_path)
     assert len(str(caught.value)) < 1000
+
+
+def test_shortened_names_keep_what_tells_them_apart():
+    kinds = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
+    names = [*(f"model.layers.{{0..31}}.{kind}.weight" for kind in kinds), "model.norm.weight"]
+    for columns in range(22, 50):
+        shown = shorten(names, columns)
+        assert all(len(name) <= columns for name in shown)
+        assert len(set(shown)) == len(names)
+        assert all(kind.partition(".")[2] in name for kind, name in zip(kinds, shown, strict=False))
+    assert shorten(names, None) == shorten(names, 100) == names
+
+
+@pytest.mark.parametrize("columns", [1, 2, 6, 20])
+def test_names_of_any_kind_fit(columns):
+    names = ["", "a" * 100, "." * 100, "a." * 100_000, "{0..31}." * 9, "x.weight", "x.bias"]
+    assert [len(name) <= columns for name in shorten(names, columns)] == [True] * len(names)
+
+
+def test_a_table_without_a_width_is_not_cut():
+    rows = [("n" * 500, "1"), ("m", "2" * 300)]
+    head, *lines = table(("name", "value"), rows, right=frozenset((1,)), columns=None)
+    assert [line.split() for line in lines] == [list(row) for row in rows]
+    assert len(head) < 250
+    assert len(lines[1]) < 500
+
+
+def test_a_narrow_table_gives_names_a_line():
+    rows = [(f"model.layers.{k}.self_attn.q_proj.weight", "BF16", "[14336, 4096]") for k in range(3)]
+    lines = table(("tensor", "dtype", "shape"), rows, right=frozenset(), columns=40)
+    assert lines[0] == "tensor\n  dtype  shape"
+    assert [line.splitlines()[1] for line in lines[1:]] == ["  BF16   [14336, 4096]"] * 3
+    assert len({line.splitlines()[0] for line in lines[1:]}) == 3
+    assert all(len(part) <= 40 for line in lines for part in line.splitlines())
+    assert table(("tensor",), [], right=frozenset(), columns=40) == ["tensor"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 values"),
+        (1, "1 value"),
+        (999_999, "999,999 values"),
+        (1_000_000, "1 M values"),
+        (42_123_456, "42.1 M values"),
+        (999_999_999, "1,000 M values"),
+        (1_235_814_400, "1.24 B values"),
+        (671_026_419_200, "671 B values"),
+        (1_040_000_000_000, "1.04 T values"),
+        (10**20, "100,000,000 T values"),
+    ],
+)
+def test_quantities(count, text):
+    assert quantity(count, "value") == text

@@ -1,10 +1,8 @@
 """Golden tests: stdout, stderr and exit status of each command on a good, a bad and a missing file."""
 
-import importlib
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 
@@ -12,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.models import small, write_folder
+from builders.terminal import on_terminal
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 
 import safeload
@@ -315,9 +314,10 @@ def test_stats_with_histograms_and_on_a_wide_terminal(folder, capsys, monkeypatc
 
 def test_stats_of_many_tensors(folder, capsys):
     save_file({f"t{i:03}": np.ones(1) for i in range(150)}, "x.safetensors")
-    _, out, _ = run(capsys, "stats", "x.safetensors")
-    assert out.endswith("... and 50 tensors more; --all shows every one\n")
-    assert len(run(capsys, "stats", "x.safetensors", "--all")[1].splitlines()) == 151
+    assert len(run(capsys, "stats", "x.safetensors")[1].splitlines()) == 151
+    _, out, _ = run(capsys, "stats", "x.safetensors", "--limit", "3", "--sort", "name")
+    assert [line.split()[0] for line in out.splitlines()] == ["tensor", "t000", "t001", "t002", "..."]
+    assert out.endswith("... and 147 tensors more\n")
 
 
 # ---- diff ----
@@ -385,8 +385,8 @@ def test_bench(folder, capsys):
     status, out, err = run(capsys, "bench", "good.safetensors", "--rounds", "1")
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == "good.safetensors: safetensors, 40 B, 1 rounds, page cache warm"
-    assert lines[2].split() == ["job", "with", "median", "ours", "is", "faster"]
+    assert lines[0] == "good.safetensors: safetensors, 40 B, 1 round, page cache warm"
+    assert lines[2].split() == ["job", "with", "median", "ratio", "(>1:", "safeload", "is", "faster)"]
     assert [line for line in lines if line.startswith("load  ")]
     assert "safetensors.numpy" in out
     status, out, _ = run(capsys, "bench", "good.safetensors", "--rounds", "2", "--json")
@@ -413,7 +413,7 @@ def test_bench_leaves_out_what_cannot_read_the_file(tmp_path, capsys):
 # ---- all of them ----
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "report", "completion"])
 def test_help_has_an_example_and_fits(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = run(capsys, command, "--help")
@@ -424,36 +424,34 @@ def test_help_has_an_example_and_fits(command, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["info", "check", "stats", "diff"])
-def test_names_are_escaped_and_lines_fit(command, folder, capsys):
+def test_names_are_escaped_and_whole_in_a_pipe_and_lines_fit_a_terminal(command, folder, capsys, monkeypatch):
     name = "evil\x1b[2J\n" + "very.long." * 20
     save_file({name: np.float32([np.nan, 500])}, "x.safetensors")
     save_file({name: np.float32([1, 2])}, "y.safetensors")
-    _, out, _ = run(capsys, command, "x.safetensors", *(["y.safetensors"] if command == "diff" else []))
+    arguments = command, "x.safetensors", *(["y.safetensors"] if command == "diff" else [])
+    _, out, _ = run(capsys, *arguments)
     assert "\x1b" not in out
-    assert r"evil\x1b[2J\n" in out
-    assert all(len(line) <= 80 for line in out.splitlines())
+    assert r"evil\x1b[2J\n" + name[9:] in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    for columns in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        _, out, _ = run(capsys, *arguments)
+        assert "\x1b" not in out
+        assert r"evil\x1b[2J\n" in out or columns == 40
+        if columns > 40 or command in ("info", "check"):
+            assert all(len(line) <= columns for line in out.splitlines())
 
 
-def on_terminal(*arguments, **environment):
-    """What a command writes to a terminal, stdout and stderr together, and its status."""
-    fcntl, pty, termios = (importlib.import_module(name) for name in ("fcntl", "pty", "termios"))
-    pid, descriptor = pty.fork()
-    if pid == 0:
-        settings = {**os.environ, "TERM": "xterm", "COLUMNS": "80", **environment}
-        settings = {name: value for name, value in settings.items() if value is not None}
-        os.execve(sys.executable, [sys.executable, "-I", "-m", "safeload", *map(str, arguments)], settings)
-    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    chunks = []
-    while True:
-        try:
-            chunk = os.read(descriptor, 65536)
-        except OSError:
-            break
-        if not chunk:
-            break
-        chunks.append(chunk)
-    os.close(descriptor)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), b"".join(chunks).decode()
+@pytest.mark.skipif(os.name == "nt", reason="no pseudoterminals")
+def test_a_symbol_that_a_terminal_does_not_have_is_a_plain_one(folder):
+    save_file({f"layer{k}.{'part.' * 20}weight": np.float32([k, 500]) for k in range(3)}, "x.safetensors")
+    program = (sys.executable, "-m", "safeload", "stats", "x.safetensors", "--histogram")
+    for encoding, ellipsis, bars in (("ascii", "~", "2^1 8      8 2^9"), ("utf-8", "…", "2^1 █      █ 2^9")):
+        status, shown = on_terminal(program=program, PYTHONIOENCODING=encoding)
+        assert status == 0
+        assert bars in shown
+        assert ellipsis in shown
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no pseudoterminals")

@@ -37,7 +37,9 @@ def run(capsys, *arguments):
 
 
 GOOD = """\
-model.safetensors: safetensors, 3 tensors, 126 KiB
+model.safetensors: safetensors, 3 tensors, 64,065 parameters, 126 KiB
+header: 256 B
+memory: as float32 250 KiB, float16 125 KiB
 
 metadata
   format: np
@@ -115,7 +117,7 @@ def test_info_of_a_folder_lists_the_files(path, capsys):
     path.rename(path.parent / "model-1-of-2.safetensors")
     status, out, _ = run(capsys, "info", path.parent)
     assert status == 0
-    assert out.startswith("2 files: safetensors, 4 tensors, ")
+    assert out.startswith(f"{path.parent.name}: 2 files, safetensors, 4 tensors, 64,068 parameters, ")
     assert "  model-1-of-2.safetensors  126 KiB\n  model-2-of-2.safetensors  " in out
 
 
@@ -159,29 +161,6 @@ def test_no_streams_at_all_in_process(missing, path, monkeypatch, tmp_path):
     monkeypatch.undo()
 
 
-def test_a_long_list_is_cut_unless_all_is_asked_for(tmp_path, capsys):
-    save_file({f"t{i:03}": np.zeros(1) for i in range(150)}, tmp_path / "x", durable=False)
-    _, short, _ = run(capsys, "info", tmp_path / "x")
-    assert short.endswith("... and 50 tensors more; --all shows every one\n")
-    assert "t099" in short
-    assert "t100" not in short
-    _, whole, _ = run(capsys, "info", tmp_path / "x", "--all")
-    assert "t149" in whole
-    assert "more; --all" not in whole
-
-
-def test_lines_fit_80_columns_and_widen_with_the_terminal(tmp_path, capsys, monkeypatch):
-    name = "model.layers.0." + "very_long_part." * 8 + "weight"
-    save_file({name: np.zeros((3, 4))}, tmp_path / "x", {"note": "n" * 300}, durable=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = run(capsys, "info", tmp_path / "x")
-    assert all(len(line) <= 80 for line in out.splitlines()[1:])
-    assert name not in out
-    monkeypatch.setenv("COLUMNS", "200")
-    _, out, _ = run(capsys, "info", tmp_path / "x")
-    assert name in out
-
-
 def test_names_and_metadata_are_escaped(tmp_path, capsys):
     save_file({"a\x1b[31m\n\u202eb": np.zeros(1)}, tmp_path / "x", {"k\x07": "v\x9b"}, durable=False)
     _, out, _ = run(capsys, "info", tmp_path / "x")
@@ -194,6 +173,86 @@ def test_an_empty_file_of_no_tensors(tmp_path, capsys):
     save_file({}, tmp_path / "x", durable=False)
     status, out, _ = run(capsys, "info", tmp_path / "x")
     assert (status, out.splitlines()) == (0, [f"{tmp_path / 'x'}: safetensors, 0 tensors, 16 B"])
+
+
+@pytest.mark.parametrize("command", ["info", "check", "stats", "convert", "diff", "report", "bench", "completion"])
+def test_every_argument_is_explained(command):
+    """One line of plain words for each option and argument; the lists of words are in test_words.py."""
+    from safeload.cli import _parsers
+
+    for action in _parsers()[1][command]._actions:
+        assert action.help
+        assert not action.help.endswith(".") or action.help.endswith("...")
+        assert action.metavar is None or str(action.metavar).isupper() or isinstance(action.metavar, tuple)
+
+
+# ---- commands that are mistyped or left out ----
+
+
+def wrong(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        main([str(a) for a in arguments])
+    assert caught.value.code == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_path_alone_means_info(path, capsys):
+    assert run(capsys, path.name) == (0, GOOD, "")
+    for arguments in (["--json", path.name], [path.name, "--json"], ["--", path.name], [path.parent]):
+        assert run(capsys, *arguments)[0] == 0
+    (path.parent / "weights").mkdir()
+    assert run(capsys, "weights") == (1, "", "safeload: weights: no weights here; found nothing\n")
+    for gone in ("gone.safetensors", "gone/", "~/gone"):
+        status, out, err = run(capsys, gone)
+        assert (status, out) == (1, "")
+        assert err.startswith("safeload: No such file or directory: ")
+    (path.parent / "check").write_bytes(path.read_bytes())
+    assert wrong(capsys, "check")[0].startswith("usage: safeload check")  # the name of a command stays one
+    assert run(capsys, f".{os.sep}check")[0] == 0
+
+
+def test_a_mistyped_command_is_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    usage = "usage: safeload [-h] [--version] [-v] COMMAND ..."
+    assert wrong(capsys, "chek", "x") == [usage, "safeload: error: unknown command 'chek', did you mean 'check'?"]
+    assert wrong(capsys, "x\x1b")[1].startswith(
+        r"safeload: error: unknown command 'x\x1b', expected one of info, check, "
+    )
+    assert wrong(capsys)[0] == usage
+    assert "commands:" in wrong(capsys)
+    assert wrong(capsys, "-v")[0] == usage
+
+
+def test_a_mistyped_option_shows_the_usage_of_its_command(capsys):
+    *usage, error = wrong(capsys, "info", "x", "--tre=1", "y")
+    assert usage[0].startswith("usage: safeload info [-h]")
+    assert error.startswith("safeload info: error: ")
+    assert wrong(capsys, "stats", "x", "--sotr")[-1].endswith("unrecognized arguments: --sotr, did you mean '--sort'?")
+    assert wrong(capsys, "stats", "x", "y\x1b")[-1] == r"safeload stats: error: unrecognized arguments: y\x1b"
+    assert wrong(capsys, "--nonsense", "info")[0].startswith("usage: safeload [-h]")
+
+
+def test_options_stand_anywhere(path, capsys):
+    _, plain, _ = run(capsys, "info", path, "--all", "--limit", "2")
+    for arguments in (
+        ["--limit", "2", path, "--all"],
+        ["--all", "--limit=2", path],
+        ["--all", "--limit", "2", "--", path],
+    ):
+        assert run(capsys, "info", *arguments) == (0, plain, "")
+    assert run(capsys, "info", path, "--all", path)[0] == 0
+
+
+def test_verbose_prints_what_the_logger_gets(path, capsys):
+    folder = path.parent
+    for arguments in (["-v", "info", folder], ["info", folder, "--verbose"], ["-v", folder], [folder, "-v"]):
+        status, _, err = run(capsys, *arguments)
+        assert status == 0
+        assert err == f"safeload: debug: opened {folder}: 1 file\n"
+    assert run(capsys, "info", folder)[2] == ""
+    path.rename(folder / "a.safetensors")
+    save_file(TENSORS, folder / "model.safetensors", durable=False)
+    assert "safeload: debug: validate " in run(capsys, "-v", "check", folder)[2]
 
 
 def test_version(capsys):

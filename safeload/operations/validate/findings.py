@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ...base.text import clip, plural, printable, show, size
+from ...base.names import pattern_of
+from ...base.text import clip, plural, printable, quantity, shorten, show, size, wrap
 from ..stats import TensorStats
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
@@ -212,30 +212,39 @@ class ValidationReport:
     def checked(self) -> str:
         """What was checked: "111 names and shapes against schema llama, 42.1 M values"."""
         names = plural(self.tensors, "name")
-        if self.schema is not None:
+        if self.schema is not None and self.compared:
             shapes = "name and shape" if self.compared == 1 else "names and shapes"
             names = f"{self.compared:,} {shapes} against schema {self.schema}"
         count = sum(stats.count for stats in self.stats.values())
-        return f"{names}, {_values(count) if self.values else 'no values'}"
+        return f"{names}, {quantity(count, 'value') if self.values else 'no values'}"
 
-    def lines(self, columns: int = 80) -> list[str]:
-        """The report as lines of at most ``columns`` characters."""
+    def lines(self, columns: int | None = 80) -> list[str]:
+        """The report as text.
+
+        Args:
+            columns: width in characters; None where names must not be cut.
+
+        Returns:
+            Lines without line ends.
+        """
         what = [] if self.format is None else [self.format]
         if self.tensors:
             what += [plural(self.tensors, "tensor"), plural(self.parameters, "parameter"), size(self.nbytes)]
         if self.schema is not None:
             what.append(f"schema {self.schema}")
         head = printable(self.source) + (f": {', '.join(what)}" if what else "")
-        lines = [*textwrap.wrap(head, columns, subsequent_indent="  "), self.verdict]
+        lines = [*wrap(head, columns, hanging="  "), self.verdict]
         groups = [group for found in (self.errors, self.warnings, self.notes) for group in gather(found)]
         if groups:
             lines.append("")
-        for group in groups:
+        others = 11 + max((len(group.first.code) for group in groups), default=0)
+        names = [printable(group.first.tensor or "file") for group in groups]
+        names = shorten(names, None if columns is None else columns - others)
+        for name, group in zip(names, groups, strict=True):
             finding = group.first
-            lines.append(clip(f"{finding.severity:7}  {printable(finding.tensor or 'file')}  {finding.code}", columns))
+            lines.append(f"{finding.severity:7}  {name}  {finding.code}")
             text = printable(finding.message) + (f"; {group.others}" if group.more else "")
-            indent = " " * 9
-            lines += textwrap.wrap(text, columns, initial_indent=indent, subsequent_indent=indent)
+            lines += wrap(text, columns, " " * 9)
         return lines
 
     def __str__(self) -> str:
@@ -256,14 +265,6 @@ class ValidationReport:
             "notes": [finding._asdict() for finding in self.notes],
             "stats": {name: stats_json(stats) for name, stats in self.stats.items()},
         }
-
-
-def _values(count: int) -> str:
-    """A readable number of values: "8,192 values", "42.1 M values"."""
-    millions = count / 1e6
-    if millions < 1:
-        return plural(count, "value")
-    return f"{millions:.3g} M values" if millions < 999.5 else f"{millions:,.0f} M values"
 
 
 class Group(NamedTuple):
@@ -306,14 +307,6 @@ def gather(findings: Sequence[Finding]) -> list[Group]:
         else:
             groups.append(Group(same[0], same[1:]))
     return groups
-
-
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])", re.ASCII)
-
-
-def pattern_of(name: str) -> str:
-    """A tensor's name with ``{}`` for its numbers, which is the same in all layers."""
-    return _NUMBER.sub("{}", name)
 
 
 def stats_json(stats: TensorStats) -> dict[str, Any]:

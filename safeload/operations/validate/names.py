@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ...base import dtypes
+from ...base.names import pattern_of
 from ...base.text import plural
 from ...models.schema import NUMBER, Schema
 from ...packed.config import quantization_of
 from ...packed.grouping import Codes
 from ..about import About
-from .findings import Finding, error, note, pattern_of, warning
+from .findings import Finding, error, note, warning
 
 # Parts of a name that precede a layer number, for models without a schema. Other numbers, as in torch's Sequential,
 # skip modules without weights.
@@ -191,8 +192,7 @@ def check_dtypes(
         return
     said = said.removeprefix("torch.")
     there = Counter(known.dtype for known in tensors.values() if known.floating)
-    row = dtypes.BY_NAME.get(said)
-    floating = row is not None and row.floating
+    floating = (row := dtypes.BY_NAME.get(said)) is not None and row.floating
     if there and floating and said not in there and not (parts or any(known.quantized for known in tensors.values())):
         usual, often = there.most_common(1)[0]
         message = f"config.json says {said}, but no tensor has it; {often} of {len(tensors)} are {usual}"

@@ -1,0 +1,77 @@
+"""Names of tensors: their numbers, natural order, layers that are alike in one name."""
+
+import time
+
+import pytest
+
+from safeload.base.names import families, natural_key, pattern_of
+
+
+def spelled(names, kinds=None):
+    return [family.name for family in families(names, kinds or [0] * len(names))]
+
+
+def test_layers_in_any_order_are_one_range():
+    names = [f"model.layers.{k}.mlp.w" for k in (0, 1, 10, 11, *range(2, 10))]
+    assert spelled(names) == ["model.layers.{0..11}.mlp.w"]
+
+
+def test_layers_and_experts_are_two_ranges():
+    names = [f"h.{layer}.experts.{expert}.w" for layer in range(3) for expert in range(12)]
+    (found,) = families(names, [0] * 36)
+    assert found == ("h.{0..2}.experts.{0..11}.w", 0, 36)
+
+
+def test_layers_that_differ_have_ranges_of_their_own():
+    names = [f"h.{k}.w" for k in range(6)]
+    assert spelled(names, ["small" if k == 1 else "large" for k in range(6)]) == ["h.{0,2..5}.w", "h.1.w"]
+
+
+def test_combinations_that_are_missing_are_not_claimed():
+    names = [f"h.{layer}.{expert}.w" for layer in range(4) for expert in range(2 if layer == 2 else 3)]
+    assert spelled(names) == ["h.{0..1,3}.{0..2}.w", "h.2.{0..1}.w"]
+    assert sum(family.number for family in families(names, [0] * len(names))) == len(names)
+    assert spelled(["0.0", "1.1"]) == ["0.0", "1.1"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "w", "conv1.weight", "fc2", "ln_1.w", "01.w", "a.{}.b", "h.1e5.w", "h.-1.w", "h.٣.w", f"h.{10**9}.w"],
+)
+def test_other_numbers_are_text(name):
+    assert pattern_of(name) == name
+    assert spelled([name, f"{name}x"]) == [name, f"{name}x"]
+
+
+def test_names_of_flax_and_names_that_are_numbers():
+    assert spelled(["enc/layers_0/w", "enc/layers_1/w"]) == ["enc/layers_{0..1}/w"]
+    assert spelled(["0", "2", "1"]) == ["{0..2}"]
+    assert spelled(["a.0.{}", "a.1.{}", "a.{}.0"]) == ["a.{0..1}.{}", "a.{}.0"]
+
+
+def test_families_stand_in_the_order_of_their_first_tensor():
+    names = ["embed", "h.1.b", "h.0.a", "h.0.b", "h.1.a", "norm"]
+    found = families(names, [0] * 6)
+    assert [(family.name, names[family.first]) for family in found] == [
+        ("embed", "embed"),
+        ("h.{0..1}.b", "h.1.b"),
+        ("h.{0..1}.a", "h.0.a"),
+        ("norm", "norm"),
+    ]
+
+
+def test_names_made_to_be_slow_are_not():
+    started = time.perf_counter()
+    deep = ".".join("0" * 1000)
+    names = [deep, "." * 100_000, "1" * 100_000, *(f"{k}.{k * k % 997}.{k % 7}.w" for k in range(20_000))]
+    found = families(names, [0] * len(names))
+    assert sum(family.number for family in found) == len(names)
+    sorted(names, key=natural_key)
+    assert time.perf_counter() - started < 2
+
+
+def test_natural_order():
+    names = ["h.10.w", "h.9.w", "h.2.w", "h.2.b", "h", "h.02.b", "a9", "a10", f"h.{'9' * 5000}", ""]
+    assert sorted(names, key=natural_key) == [
+        *("", "a9", "a10", "h", "h.02.b", "h.2.b", "h.2.w", "h.9.w", "h.10.w", f"h.{'9' * 5000}")
+    ]
