@@ -58,11 +58,13 @@ def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[Family]:
         parts = NUMBER.split(name, _MOST_NUMBERS)
         texts = parts[::2]
         groups.setdefault((*texts, kind), (index, texts, []))[2].append(tuple(map(int, parts[1::2])))
-    return [
-        Family(_spell(texts, product), first, _count(product))
-        for first, texts, numbers in groups.values()
-        for product in _products(numbers)
-    ]
+    found = []
+    for first, texts, numbers in groups.values():
+        if len(numbers) == 1:
+            found.append(Family(names[first], first, 1))
+        else:
+            found += [Family(_spell(texts, product), first, _count(product)) for product in _products(numbers)]
+    return found
 
 
 _Product = tuple[tuple[int, ...], ...]

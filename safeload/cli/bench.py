@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..base import dtypes
-from ..base.text import clip, plural, printable, size, table
+from ..base.text import plural, printable, size, table
 from ..checkpoint import Checkpoint
 from ..formats.registry import BY_NAME
 from .common import STATUS, add_command, add_json, add_opening, add_path, columns, open_path, painter, positive
@@ -80,10 +80,14 @@ def run(options: argparse.Namespace) -> int:
             cells.append((job if side == OURS else "", side, _seconds(other), ratio))
     header = ("job", "with", "median", RATIO)
     lines = table(header, cells, right=frozenset((2,)), columns=None)
+    room = columns()
+    fits = room is None or len(lines[0]) <= room
     print()
-    print(paint(clip(lines[0], columns()), "head"))
+    print(paint(lines[0] if fits else lines[0].replace(RATIO, "ratio"), "head"))
     for line in lines[1:]:
         print(line)
+    if not fits:
+        print(f"\n{RATIO}")
     if all(len(taken) == 1 for _, taken in results):
         print("\nnothing else that reads this format is installed")
     return 0

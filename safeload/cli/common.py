@@ -22,6 +22,9 @@ from ..errors import one_line
 
 STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
 
+# Whether the shell replaces patterns by the files they match before a program sees them.
+SHELL_EXPANDS = os.name != "nt"
+
 _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": "2"}
 
 
@@ -57,6 +60,19 @@ def add_path(parser: Any, name: str = "path", *, several: bool = False) -> None:
         parser.add_argument("paths", metavar="PATH", nargs="+", help=f"{text}; may be repeated")
     else:
         parser.add_argument(name, metavar=name.upper(), help=text)
+
+
+def expanded(paths: Iterable[str]) -> list[str]:
+    """Paths, with patterns such as ``*.safetensors`` replaced by the files they match where the shell does not."""
+    return [path for given in paths for path in _matching(given)]
+
+
+def _matching(path: str) -> list[str]:
+    if SHELL_EXPANDS or os.path.lexists(path):
+        return [path]
+    import glob  # only here: it is needed on Windows alone
+
+    return sorted(glob.glob(path)) or [path]
 
 
 def add_selection(parser: Any, keys: Sequence[str], rows: int, *, order: str = "the order of the file") -> None:

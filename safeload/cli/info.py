@@ -27,6 +27,7 @@ from .common import (
     add_selection,
     columns,
     complain,
+    expanded,
     most_rows,
     open_path,
     painter,
@@ -80,6 +81,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the content of ``options.paths``; returns the exit status."""
+    options.paths = expanded(options.paths)
     if options.depth is not None:
         options.tree = True
     if len(options.paths) == 1:

@@ -105,17 +105,17 @@ def _totals(names: Iterable[str], total: Callable[[str], int]) -> dict[str, int]
 def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
     """The tensors in few groups: the rules decide about 100,000 names of experts as about those of one."""
     alike = schema is None or not _has_number(schema)
-    plain = {
-        name: (table.row(index).number, table.shapes[index])
-        for name, file, index in catalog.entries()
-        if not (table := file.table).quantized
-    }
+    columns = {f: (f.table.numbers, f.table.shapes) for f in catalog.weight_files if not f.table.quantized}
     found: dict[tuple[str, Hashable], list[str]] = {}
-    for name in catalog:
-        text = NUMBER.sub("0", name) if alike and isinstance(name, str) else name
-        kind = plain.get(name) or catalog.about(name)._replace(name="")
+    entries = catalog.entries()
+    for name, file, index in entries:
+        text = NUMBER.sub("0", name) if alike else name
+        plain = columns.get(file)
+        kind = catalog.about(name)._replace(name="") if plain is None else (plain[0][index], plain[1][index])
         found.setdefault((text, kind), []).append(name)
-    return [_Kind(names[0], catalog.about(names[0]), len(names)) for names in found.values()]
+    kinds = [_Kind(names[0], catalog.about(names[0]), len(names)) for names in found.values()]
+    in_files = {name for name, _, _ in entries} if len(entries) < len(catalog) else catalog
+    return kinds + [_Kind(name, catalog.about(name), 1) for name in catalog if name not in in_files]
 
 
 def _has_number(schema: Schema) -> bool:

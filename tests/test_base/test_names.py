@@ -61,13 +61,13 @@ def test_families_stand_in_the_order_of_their_first_tensor():
 
 
 def test_names_made_to_be_slow_are_not():
-    started = time.perf_counter()
+    started = time.process_time()
     deep = ".".join("0" * 1000)
     names = [deep, "." * 100_000, "1" * 100_000, *(f"{k}.{k * k % 997}.{k % 7}.w" for k in range(20_000))]
     found = families(names, [0] * len(names))
     assert sum(family.number for family in found) == len(names)
     sorted(names, key=natural_key)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_natural_order():

@@ -358,6 +358,20 @@ def test_diff(folder, capsys):
     assert json.loads(out)["tensors"]["a.weight"]["nonfinite"] == 1
 
 
+def test_diff_of_some_tensors(folder, capsys):
+    save_file({**GOOD, "a.weight": X + 1, "step": np.array([5, 6]), "new": X}, "other.safetensors")
+    files = "good.safetensors", "other.safetensors"
+    assert run(capsys, "diff", *files, "--only", "b")[0] == 0
+    _, out, _ = run(capsys, "diff", *files, "--only", "[as]*", "--sort", "name", "--limit", "1")
+    assert "a.weight" in out
+    assert "step" not in out
+    assert "only in b" not in out
+    assert "... and 1 more" in out
+    assert run(capsys, "diff", *files, "--only", "new")[0] == 1
+    status, _, err = run(capsys, "diff", *files, "--only", "nothing*")
+    assert (status, err) == (2, "safeload: --only: none of 4 names matches nothing*\n")
+
+
 # ---- convert, bench ----
 
 

@@ -231,6 +231,18 @@ def test_json_has_a_line_for_each_tensor(path, capsys):
     assert (found["tensors"], found["parameters"]) == ([], 0)
 
 
+def test_patterns_of_paths_are_expanded_where_the_shell_does_not(path, capsys, monkeypatch):
+    from safeload.cli import common
+
+    monkeypatch.setattr(common, "SHELL_EXPANDS", False)
+    save_file({"w": np.zeros(3)}, "[y].safetensors", durable=False)
+    _, out, _ = run(capsys, "*.safetensors", "gone.*", "--limit", "1")
+    assert "[y].safetensors: safetensors, 1 tensor, " in out
+    assert "x.safetensors: safetensors, 22 tensors, " in out
+    assert run(capsys, "[y].safetensors")[1].startswith("[y].safetensors: ")  # it exists
+    assert run(capsys, "gone.*") == (1, "", "safeload: No such file or directory: gone.*\n")
+
+
 # ---- what else is said ----
 
 
@@ -261,9 +273,7 @@ def test_a_folder_is_titled_by_its_name_and_described_by_its_config(tmp_path, ca
     ids=["types", "sizes", "nested", "empty"],
 )
 def test_a_config_of_any_kind_is_no_failure(config, tmp_path, capsys):
-    sys.set_int_max_str_digits(0)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    sys.set_int_max_str_digits(4300)
     save_file({"w": np.zeros(3)}, tmp_path / "model.safetensors", durable=False)
     status, out, err = run(capsys, "info", tmp_path)
     assert (status, err) == (0, "")

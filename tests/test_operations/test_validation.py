@@ -1201,6 +1201,13 @@ def test_what_was_looked_at(llama, tmp_path, capsys):
     assert "checked:" not in capsys.readouterr().out
 
 
+def test_a_schema_that_nothing_was_compared_with_is_not_said_to_be_checked(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
+    report = validate(tmp_path)
+    assert (report.schema, report.checked) == ("llama", "1 name, 4 values")
+
+
 # ---- findings that say the same ----
 
 
