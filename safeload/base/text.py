@@ -19,8 +19,8 @@ _NEAR = 0.7
 # Widest that columns are padded to where lines have no limit, so that one long name does not widen every line.
 _PADDED = 100
 
-# A name column narrower than this gets a line of its own.
-_NARROW = 20
+#: Names that have less room than this beside other columns get a line of their own.
+NARROW = 20
 
 # Most parts of a name that `shorten` chooses from, and most characters of it.
 _PARTS = 64
@@ -189,14 +189,15 @@ def table(
         right: numbers of the columns that are aligned at the right.
         columns: width; None where nothing may be cut.
     """
-    rows = [header, *rows]
+    most = None if columns is None else max(NARROW, columns // 2)
+    rows = [header, *((name, *(clip(cell, most) for cell in cells)) for name, *cells in rows)]
     widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
     names, apart = [row[0] for row in rows], False
     if columns is None:
         widths = [min(width, _PADDED) for width in widths]
     else:
         room = columns - sum(widths[1:]) - 2 * (len(header) - 1)
-        apart = room < min(widths[0], _NARROW)
+        apart = room < min(widths[0], NARROW)
         widths[0] = min(widths[0], columns if apart else room)
         names[1:] = shorten(names[1:], widths[0])
 

@@ -216,6 +216,8 @@ def test_a_narrow_table_gives_names_a_line():
     assert len({line.splitlines()[0] for line in lines[1:]}) == 3
     assert all(len(part) <= 40 for line in lines for part in line.splitlines())
     assert table(("tensor",), [], right=frozenset(), columns=40) == ["tensor"]
+    _, line = table(("tensor", "shape"), [("w", str([1] * 60))], right=frozenset(), columns=60)
+    assert len(line) < 40
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...base.names import pattern_of
-from ...base.text import clip, plural, printable, quantity, shorten, show, size, wrap
+from ...base.text import NARROW, clip, plural, printable, quantity, shorten, show, size, wrap
 from ..stats import TensorStats
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
@@ -239,10 +239,13 @@ class ValidationReport:
             lines.append("")
         others = 11 + max((len(group.first.code) for group in groups), default=0)
         names = [printable(group.first.tensor or "file") for group in groups]
-        names = shorten(names, None if columns is None else columns - others)
+        apart = columns is not None and columns - others < min(NARROW, max(map(len, names), default=0))
+        names = shorten(names, None if columns is None else columns - (9 if apart else others))
         for name, group in zip(names, groups, strict=True):
             finding = group.first
-            lines.append(f"{finding.severity:7}  {name}  {finding.code}")
+            lines.append(f"{finding.severity:7}  {name}" + ("" if apart else f"  {finding.code}"))
+            if apart:
+                lines.append(f"{'':9}{finding.code}")
             text = printable(finding.message) + (f"; {group.others}" if group.more else "")
             lines += wrap(text, columns, " " * 9)
         return lines

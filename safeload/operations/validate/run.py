@@ -375,19 +375,18 @@ def _check_contents(
             report.add(found)
             if found:
                 bad.add(name)
-    unreadable = {name for name in bad if model.known[name].packed}  # a second error would say the same
-    readable = chosen - unreadable - model.codes
-    found_stats = stats(
+    # A second error about a packed tensor would say the same.
+    readable = chosen - model.codes - {name for name in bad if model.known[name].packed}
+    report.stats = stats(
         catalog,
         histogram=wanted.histogram,
         names=[name for name in model.known if name in readable],
         threads=wanted.threads,
         progress=wanted.progress,
     )
-    report.stats = found_stats
     codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
     report.add(
-        values.check_values(found_stats, model.known, wanted.limits, bad, role=model.role, codes=codes, zero=zero)
+        values.check_values(report.stats, model.known, wanted.limits, bad, role=model.role, codes=codes, zero=zero)
     )
     return bad
 
