@@ -592,7 +592,7 @@ def test_a_json_file_that_is_no_index(name, here):
 ADAPTERS = {
     "LoRA": (
         {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "meta-llama/Llama-3.2-1B"},
-        "a LORA adapter (PEFT, r 8) of meta-llama/Llama-3.2-1B: changes to the weights of a base model",
+        "a LoRA adapter (PEFT, r 8) of meta-llama/Llama-3.2-1B: changes to the weights of a base model",
     ),
     "nothing said": ({}, "an adapter (PEFT): changes to the weights"),
     "hostile": (

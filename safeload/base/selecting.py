@@ -21,6 +21,10 @@ Renames: TypeAlias = Iterable[Pair] | Mapping[str, str] | Pair | None
 _Compiled: TypeAlias = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 
 
+class NoMatchError(TensorNotFoundError):
+    """A pattern that the caller chose matches no name."""
+
+
 class Selection:
     """Tensors whose names match any pattern of ``only`` and none of ``drop``, as `fnmatch.fnmatchcase` matches.
 
@@ -88,11 +92,11 @@ def _compiled(what: str, patterns: str | Iterable[str]) -> dict[str, Callable[[s
     return {pattern: re.compile(translate(pattern)).match for pattern in several}
 
 
-def _matches_nothing(what: str, pattern: str, names: list[str]) -> TensorNotFoundError:
+def _matches_nothing(what: str, pattern: str, names: list[str]) -> NoMatchError:
     message = f"{what}={show(pattern)} matches none of {plural(len(names), 'name')}"
     literal = re.sub(r"[*?\[\]]+", "", pattern)
     close = similar(literal, names, cutoff=0.3) if literal else []
-    return TensorNotFoundError(message + (f"; close to it: {', '.join(close)}" if close else ""))
+    return NoMatchError(message + (f"; close to it: {', '.join(close)}" if close else ""))
 
 
 def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from .._version import __version__
+from ..base.selecting import NoMatchError
 from ..base.text import printable
 from ..errors import SafeloadError
 from . import bench, check, completion, convert, diff, info, report, stats
@@ -132,6 +133,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130  # the exit status of a shell for SIGINT
+    except NoMatchError as error:
+        complain(error)
+        return 2
     except (SafeloadError, OSError, MemoryError) as error:
         complain(error)
         return 1

@@ -11,7 +11,19 @@ from typing import Any
 from ..base.text import printable
 from ..engine.atomic_file import write_text
 from ..errors import FormatError
-from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, columns, open_path, painter
+from .common import (
+    STATUS,
+    add_command,
+    add_json,
+    add_opening,
+    add_path,
+    add_patterns,
+    add_threads,
+    bar,
+    columns,
+    open_path,
+    painter,
+)
 
 _EPILOG = f"""examples:
   safeload check Llama-3.2-1B/
@@ -59,6 +71,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--structure", action="store_true", help="check only files, names, shapes and sizes; read no values"
     )
+    add_patterns(parser)
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     manifest = parser.add_mutually_exclusive_group()
     manifest.add_argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file")
@@ -85,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
             schema,
             limits,
             values=not options.structure,
+            only=options.only,
+            drop=options.drop,
             threads=options.threads,
             progress=progress,
         )

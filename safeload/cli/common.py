@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,12 +82,7 @@ def add_selection(parser: Any, keys: Sequence[str], rows: int, *, order: str = "
         rows: the most rows on a terminal.
         order: the order by default, for the help.
     """
-    parser.add_argument(
-        "--only",
-        metavar="PATTERN",
-        action="append",
-        help="only tensors whose names match, as in '*.mlp.*'; may be repeated",
-    )
+    add_patterns(parser)
     parser.add_argument("--sort", choices=keys, help=f"sort by this, numbers from the largest; by default {order}")
     parser.add_argument("--limit", metavar="N", type=positive, help="show N rows at most")
     parser.add_argument(
@@ -119,9 +112,14 @@ def add_opening(parser: Any) -> None:
 def add_patterns(parser: Any) -> None:
     """Adds --only and --drop."""
     parser.add_argument(
-        "--only", metavar="PATTERN", action="append", help="only tensors whose names match; may be repeated"
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        help="only tensors whose names match, as in '*.mlp.*'; may be repeated",
     )
-    parser.add_argument("--drop", metavar="PATTERN", action="append", help="leave out tensors; may be repeated")
+    parser.add_argument(
+        "--drop", metavar="PATTERN", action="append", help="leave out tensors whose names match; may be repeated"
+    )
 
 
 def add_threads(parser: Any) -> None:
@@ -149,23 +147,7 @@ def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
     return checkpoint.open(path, root=options.root, unknown_globals=options.unknown_globals, stored=options.stored)
 
 
-# ---- tensors ----
-
-
-def select(names: Iterable[str], patterns: Sequence[str] | None) -> list[str]:
-    """The names that match one of the patterns of --only; all without patterns.
-
-    Raises:
-        ValueError: a pattern matches no name.
-    """
-    names = list(names)
-    if not patterns:
-        return names
-    matching = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
-    unmatched = [p for p, match in zip(patterns, matching, strict=True) if not any(map(match, names))]
-    if unmatched:
-        raise ValueError(f"--only: none of {plural(len(names), 'name')} matches {' or '.join(unmatched)}")
-    return [name for name in names if any(match(name) for match in matching)]
+# ---- rows ----
 
 
 def most_rows(options: argparse.Namespace, rows: int) -> int | None:

@@ -1,18 +1,11 @@
-"""What the JSON files beside weights say of the model, in one line."""
+"""What config.json or the metadata of a GGUF file say of the model, in one line."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..base.text import clip
-from ..errors import SafeloadError
-from ..stores.json_file import read_json
-
-_ADAPTER = "adapter_config.json"
-# Names of adapters whose writers do not spell them in capitals.
-_SPELLED = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
 
 # Where the config of a multi-modal model has that of its language model.
 _INNER = ("text_config", "llm_config", "language_config")
@@ -69,21 +62,6 @@ def _line(
             yield clip(dtype, _TEXT)
 
     return ", ".join(parts())
-
-
-def adapter(path: str) -> str:
-    """The adapter in a folder: "LoRA adapter (r 8) of meta-llama/Llama-3.2-1B"; "" where there is none."""
-    file = os.path.join(path, _ADAPTER)
-    if not os.path.isfile(file):
-        return ""
-    try:
-        config = read_json(file, _ADAPTER)
-    except (SafeloadError, OSError):
-        return f"adapter, whose {_ADAPTER} cannot be read"
-    kind = _text(config, "peft_type") or ""
-    rank, base = _number(config, "r"), _text(config, "base_model_name_or_path")
-    words = [clip(_SPELLED.get(kind, kind), _TEXT), "adapter", f"(r {rank:,})" if rank is not None else ""]
-    return " ".join(filter(None, words)) + (f" of {clip(base, 2 * _TEXT)}" if base else "")
 
 
 def _text(values: Mapping[Any, Any], *keys: str) -> str | None:

@@ -18,7 +18,6 @@ from .common import (
     most_rows,
     open_path,
     painter,
-    select,
 )
 
 # Most rows of each list on a terminal.
@@ -64,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
     from ..operations.diff import diff  # imported here: it would add milliseconds to other commands
 
     with open_path(options.a, options) as a, open_path(options.b, options) as b, bar("diff") as progress:
-        names = select(dict.fromkeys([*a, *b]), options.only) if options.only else None
-        report = diff(a, b, names=names, threads=options.threads, progress=progress)
+        report = diff(a, b, only=options.only, drop=options.drop, threads=options.threads, progress=progress)
     good = report.same if options.tolerance is None else report.within(options.tolerance)
     if options.json:
         print(json.dumps(report.to_json(), indent=1))

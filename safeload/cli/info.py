@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.selecting import select
 from ..base.table import TensorInfo
 from ..base.text import clip, jsonable, plural, printable, quantity, shorten, size, table, wrap
 from ..checkpoint import Checkpoint
@@ -33,7 +34,6 @@ from .common import (
     painter,
     positive,
     rest,
-    select,
 )
 
 # Most rows on a terminal.
@@ -104,8 +104,7 @@ def run(options: argparse.Namespace) -> int:
 def _show(path: str, options: argparse.Namespace) -> None:
     with open_path(path, options) as opened:
         infos = opened.tensors
-        if options.only:
-            infos = {name: infos[name] for name in select(infos, options.only)}
+        infos = {name: infos[name] for name in select(infos, options.only, options.drop)}
         if options.json:
             _print_json(path, opened, list(infos.values()), options)
             return
@@ -183,7 +182,6 @@ def _as_json(path: str, opened: Checkpoint) -> dict[str, Any]:
         "header_nbytes": sum(headers.values()) if headers else None,
         "notes": opened.notes,
         "model": description.model(opened.config, opened.metadata) or None,
-        "adapter": description.adapter(path) or None,
         "metadata": jsonable(opened.metadata),
         "globals": opened.named_globals,
         "tensor_count": len(infos),
@@ -275,7 +273,6 @@ def _head(path: str, opened: Checkpoint, width: int | None, options: argparse.Na
     headers = _headers(opened) if infos else {}
     memory = _memory(opened) if infos else {}
     lines = [
-        description.adapter(path),
         *opened.notes,
         description.model(opened.config, opened.metadata),
         *_quantization(opened),

@@ -23,7 +23,6 @@ from .common import (
     open_path,
     painter,
     rest,
-    select,
 )
 
 # Most rows on a terminal.
@@ -71,8 +70,14 @@ def run(options: argparse.Namespace) -> int:
     from ..operations.stats import stats  # imported here: it would add milliseconds to other commands
 
     with open_path(options.path, options) as opened, bar("stats") as progress:
-        names = select(opened, options.only) if options.only else None
-        found = stats(opened, histogram=options.histogram, names=names, threads=options.threads, progress=progress)
+        found = stats(
+            opened,
+            histogram=options.histogram,
+            only=options.only,
+            drop=options.drop,
+            threads=options.threads,
+            progress=progress,
+        )
     rows = _sorted(found, options.sort)
     if options.json:
         from ..operations.validate.findings import stats_json

@@ -15,6 +15,8 @@ from .registry import ROWS
 
 # Files that mark a diffusers pipeline and a PEFT adapter.
 _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
+# How adapters are spelled that PEFT writes in capitals.
+_SPELLED = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
 
 # Suffixes of files that hold weights: messages and notes list these files.
 _SUFFIXES = {*(suffix for row in ROWS for suffix in row.suffixes), ".h5", ".msgpack"}
@@ -91,7 +93,7 @@ def _adapter(config: Path) -> str:
     except (FormatError, OSError):
         return "an adapter (PEFT)"
     kind, rank, base = said.get("peft_type"), said.get("r"), said.get("base_model_name_or_path")
-    name = f"a {_shown(kind)} adapter (PEFT" if isinstance(kind, str) else "an adapter (PEFT"
+    name = f"a {_shown(_SPELLED.get(kind, kind))} adapter (PEFT" if isinstance(kind, str) else "an adapter (PEFT"
     name += f", r {rank})" if isinstance(rank, int) and 0 < rank < 1 << 20 else ")"
     return f"{name} of {_shown(base)}" if isinstance(base, str) and base else name
 

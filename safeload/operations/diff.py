@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,8 @@ from ..base import log
 from ..base.arrays import Array
 from ..base.names import natural_key
 from ..base.scheme import INT8
-from ..base.selecting import Patterns, check_exclusive, select
+from ..base.selecting import Patterns, select
 from ..base.text import clip, plural, printable, shorten, show, table
-from ..engine.load import distinct
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
@@ -195,7 +194,6 @@ def diff(
     a: Given,
     b: Given,
     *,
-    names: Iterable[str] | None = None,
     only: Patterns = None,
     drop: Patterns = None,
     threads: int | None = None,
@@ -208,7 +206,6 @@ def diff(
     Args:
         a: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized tensors.
         b: what to compare it with, in the same forms.
-        names: exact names of the tensors to compare; None for all.
         only: shell pattern, or several, of the names to compare, such as ``"model.layers.0.*"``; None for all.
         drop: shell pattern, or several, of names to leave out.
         threads: None: chosen automatically.
@@ -218,8 +215,7 @@ def diff(
         The report. ``same`` and ``within`` summarize it.
 
     Raises:
-        TensorNotFoundError: one of ``names`` is in neither, or a pattern matches no name of either.
-        ValueError: both ``names`` and ``only``.
+        TensorNotFoundError: a pattern matches no name of either.
         UnsupportedError: a tensor holds codes of a family that is not dequantized, such as GPTQ, or stored codes; or
             see `safeload.open`.
         FormatError, OSError: see `safeload.open`.
@@ -231,20 +227,8 @@ def diff(
     """
     check_threads(threads)
     with Catalog.of(a) as one, Catalog.of(b) as other:
-        chosen = _chosen(one, other, names, only, drop)
+        chosen = set(select([*one, *(name for name in other if name not in one)], only, drop))
         return _diff(one, other, chosen, threads, progress)
-
-
-def _chosen(a: Catalog, b: Catalog, names: Iterable[str] | None, only: Patterns, drop: Patterns) -> set[str]:
-    """The tensors to compare: those of both, or of either."""
-    check_exclusive(names, only)
-    if names is None:
-        return set(select([*a, *(name for name in b if name not in a)], only, drop))
-    wanted = list(distinct(names))
-    for name in wanted:
-        if name not in b:
-            a.check([name])
-    return set(select(wanted, None, drop))
 
 
 def _diff(a: Catalog, b: Catalog, chosen: set[str], threads: int | None, progress: Progress) -> DiffReport:

@@ -127,15 +127,6 @@ def test_odd_tensors():
     assert (flags.max, flags.index) == (1.0, (1,))
 
 
-def test_only_some_names_are_compared():
-    a = {"x": np.zeros(2), "y": np.zeros(2), "a": np.zeros(1)}
-    b = {"x": np.ones(2), "y": np.ones(2), "b": np.zeros(1)}
-    report = diff(a, b, names=["y", "b"])
-    assert (list(report.tensors), report.only_a, report.only_b) == (["y"], [], ["b"])
-    with pytest.raises(safeload.TensorNotFoundError, match="z"):
-        diff(a, b, names=["y", "z"])
-
-
 def test_lines_are_in_the_order_asked_for():
     a = {f"t{k}": np.ones(4) for k in (1, 2, 10)}
     b = {"t1": np.float64([1, 1, 1, 4]), "t2": np.full(4, 2.0), "t10": np.float64([1, 1, -1, 3])}
