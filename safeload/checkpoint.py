@@ -247,8 +247,9 @@ class Checkpoint(Mapping[str, Any]):
             only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
             drop: shell pattern, or several, of names to leave out.
             dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32,
-                float16, bfloat16, float8_e4m3fn or float8_e5m2 as numpy or ml_dtypes type, name or code. Integer, bool
-                and complex tensors are not converted. F4 and F6 tensors are decoded.
+                float16, bfloat16, float8_e4m3fn or float8_e5m2 as a name ("bf16"), a code or a type of numpy,
+                ml_dtypes, torch or JAX. Integer, bool and complex tensors are not converted. F4 and F6 tensors are
+                decoded.
             backend: "mmap" for new copy-on-write views of tensors that are not converted, "pread" to read into private
                 memory on all cores.
             out: arrays to fill, by name, each C-contiguous and of the dtype and shape of its tensor; all are checked

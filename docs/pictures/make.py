@@ -24,7 +24,7 @@ ROOT = HERE.parent.parent
 DATA = ROOT / "tests" / "data"
 
 # Columns of the terminal; size of a character and of the frame in pixels.
-COLUMNS, WIDTH, HEIGHT, FRAME = 84, 8.4, 20, 16
+COLUMNS, WIDTH, HEIGHT, FRAME = 90, 8.4, 20, 16
 
 # Largest size of a picture, and of all of them.
 LARGEST, TOTAL = 150 << 10, 600 << 10

@@ -37,6 +37,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument(
         "--quantize",
+        type=str.lower,
         choices=tuple(SCHEMES),
         help="also show the error of each tensor when quantized to this scheme",
     )

@@ -8,7 +8,8 @@ from html import escape
 from importlib.resources import files
 
 from .._version import __version__
-from ..base.text import plural, printable
+from ..base.html import escaped
+from ..base.text import plural
 
 # What the browser may use: the page's own style, nothing else.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -20,14 +21,9 @@ _OPEN = 20
 _MARKS = {"good": "✓", "calm": "✓", "odd": "!", "bad": "✗"}
 
 
-def text(value: str) -> str:
-    """Text from a file, escaped for HTML and without control characters."""
-    return escape(printable(value))
-
-
 def breakable(name: str) -> str:
     """A name from a file, escaped, that a line may break after its dots and underscores."""
-    return re.sub(r"([._])(?=.)", r"\1<wbr>", text(name))
+    return re.sub(r"([._])(?=.)", r"\1<wbr>", escaped(name))
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, label: str, words: int = 1) -> str:
@@ -43,11 +39,11 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, l
     kinds = ["name mono", *["word"] * (words - 1), *["number"] * (len(header) - words)]
 
     def row(cells: Sequence[str]) -> str:
-        others = (f'<td class="{k}">{text(cell)}</td>' for k, cell in zip(kinds[1:], cells[1:], strict=True))
+        others = (f'<td class="{k}">{escaped(cell)}</td>' for k, cell in zip(kinds[1:], cells[1:], strict=True))
         return f'<tr><th scope="row" class="{kinds[0]}">{breakable(cells[0])}</th>{"".join(others)}</tr>'
 
     heads = "".join(
-        f'<th scope="col" class="{kind.partition(" ")[0]}">{text(title)}</th>'
+        f'<th scope="col" class="{kind.partition(" ")[0]}">{escaped(title)}</th>'
         for title, kind in zip(header, kinds, strict=True)
     )
     inside = (
@@ -71,13 +67,14 @@ def finding(severity: str, code: str, subject: str, message: str, others: Sequen
     """
     count = 1 + len(others) + more
     many = f'<span class="soft small">{plural(count, "tensor")}</span>' if count > 1 else ""
-    items = [f"<li><code>{text(name)}</code> {text(said)}</li>" for name, said in others]
+    items = [f"<li><code>{escaped(name)}</code> {escaped(said)}</li>" for name, said in others]
     if more:
         items.append(f"<li>and {more:,} more; safeload check --json lists every one</li>")
     listed = collapsible(f"{count - 1:,} more like it", f"<ul>{''.join(items)}</ul>", rows=len(items)) if items else ""
     return (
-        f'<li class="{escape(severity)}"><p class="what"><b>{escape(severity)}</b> <code>{text(code)}</code>{many}</p>'
-        f"<p><code>{text(subject)}</code> {text(message)}</p>{listed}</li>"
+        f'<li class="{escape(severity)}"><p class="what"><b>{escape(severity)}</b> '
+        f"<code>{escaped(code)}</code>{many}</p>"
+        f"<p><code>{escaped(subject)}</code> {escaped(message)}</p>{listed}</li>"
     )
 
 
@@ -105,7 +102,7 @@ def collapsible(title: str, inside: str, *, rows: int, closed: bool = True) -> s
 
 def facts(pairs: Iterable[tuple[str, str]], kind: str) -> str:
     """Names and values, as "tiles", as the "meta" data of the head or as "pairs" of long texts."""
-    items = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in pairs)
+    items = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in pairs)
     return f'<dl class="{kind}">{items}</dl>' if items else ""
 
 
@@ -120,9 +117,10 @@ def head(title: str, verdict: str, mood: str, checked: str, about: str) -> str:
         about: path, date, size, digest.
     """
     return (
-        f'<header><p class="brand"><b>safeload</b> report</p><h1>{text(title)}</h1>'
-        f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> {text(verdict)}</strong>'
-        f'<span class="soft">{text(checked)}</span></div>{about}</header>'
+        f'<header><p class="brand"><b>safeload</b> report</p><h1>{escaped(title)}</h1>'
+        f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> '
+        f"{escaped(verdict)}</strong>"
+        f'<span class="soft">{escaped(checked)}</span></div>{about}</header>'
     )
 
 
@@ -136,7 +134,7 @@ def page(title: str, header: str, sections: Iterable[str]) -> str:
         '<meta name="color-scheme" content="light dark">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="generator" content="safeload {__version__}">'
-        f"<title>{text(title)}: safeload report</title><style>{style}</style></head>"
+        f"<title>{escaped(title)}: safeload report</title><style>{style}</style></head>"
         f'<body><div class="page">{header}<main>{"".join(sections)}</main>'
         f"<footer>Written by safeload {__version__}. This page holds all it needs: it loads nothing and runs no "
         "script.</footer></div></body></html>\n"

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..base.html import escaped
 from ..base.text import plural, size, unit
 from .report_kinds import KINDS, Content, Tensor, by_kind, by_size, labels
-from .report_page import breakable, text
+from .report_page import breakable
 
 # Most layers in a chart.
 LAYERS = 512
@@ -94,7 +95,7 @@ def _bar(kind: str, title: str, colour: int | str, total: int, largest: int, rem
     drawn = f'<span class="f{colour}" style="width:{100 * total / largest:.2f}%"></span>' if total else ""
     return (
         f'<tr><th scope="row" class="{kind}">{title}</th><td class="bar">{drawn}</td>'
-        f'<td class="number">{size(total)}</td><td class="number share soft">{text(remark)}</td></tr>'
+        f'<td class="number">{size(total)}</td><td class="number share soft">{escaped(remark)}</td></tr>'
     )
 
 
@@ -126,7 +127,7 @@ def stacks(shown: Content) -> str:
             if height
         ]
         colour = "o" if kind is None else shown.colours[kind]
-        title = text("others" if kind is None else names[kind])
+        title = escaped("others" if kind is None else names[kind])
         marks.append(f'<path class="f{colour}" d="{"".join(boxes)}"><title>{title}</title></path>')
     per_unit, unit_name = unit(int(top))
     ticks = [(tick / top * per_unit, f"{tick:g} {unit_name}") for tick in _steps(top / per_unit, 4)]
@@ -204,13 +205,13 @@ def _plot(
         caption: name of the horizontal axis.
     """
     rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{width}"/>' for at, _ in ticks)
-    scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{text(said)}</span>' for at, said in ticks)
+    scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{escaped(said)}</span>' for at, said in ticks)
     return (
         f'<figure class="plot">{f"<figcaption class=mono>{breakable(title)}</figcaption>" if title else ""}'
         f'<div class="y">{scale}</div><div class="area">'
-        f'<svg role="img" aria-label="{text(label)}" viewBox="0 0 {width} {_HEIGHT}" preserveAspectRatio="none">'
-        f"<title>{text(label)}</title>{rules}{marks}</svg></div>"
-        f"{axis}{f'<p class=caption>{text(caption)}</p>' if caption else ''}</figure>"
+        f'<svg role="img" aria-label="{escaped(label)}" viewBox="0 0 {width} {_HEIGHT}" preserveAspectRatio="none">'
+        f"<title>{escaped(label)}</title>{rules}{marks}</svg></div>"
+        f"{axis}{f'<p class=caption>{escaped(caption)}</p>' if caption else ''}</figure>"
     )
 
 
@@ -237,7 +238,7 @@ def _axis(ticks: Iterable[tuple[float, str]], *, edges: bool = False) -> str:
             at, kind = (0, "first") if k == 0 else (1, "last")
             kinds.append(kind)
         chosen = f' class="{" ".join(kinds)}"' if kinds else ""
-        return f'<span{chosen} style="left:{100 * at:.2f}%">{text(said)}</span>'
+        return f'<span{chosen} style="left:{100 * at:.2f}%">{escaped(said)}</span>'
 
     return f'<div class="x">{"".join(span(k, at, said) for k, (at, said) in enumerate(listed))}</div>'
 
@@ -301,7 +302,7 @@ def heat(tensors: Sequence[Tensor], lowest: int) -> str:
     for kind, bins in counts.items():
         middle = np.searchsorted(np.cumsum(bins) / bins.sum(), (0.1, 0.9))
         low, high = (f"{2.0 ** (lowest + int(k)):.3g}" for k in (middle[0], middle[1] + 1))
-        said = text(f"{names[kind]}: most absolute values lie between {low} and {high}")
+        said = escaped(f"{names[kind]}: most absolute values lie between {low} and {high}")
         rows.append(
             f'<tr><th scope="row" class="name mono">{breakable(names[kind])}</th><td class="map"><svg role="img" '
             f'aria-label="{said}" viewBox="0 0 {last - first} 1" preserveAspectRatio="none" '
