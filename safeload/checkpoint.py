@@ -119,6 +119,12 @@ class Checkpoint(Mapping[str, Any]):
             )
         return self._found_codes
 
+    def _refuse_codes(self, names: Iterable[str]) -> None:
+        if codes := self.codes():
+            from .packed import grouping
+
+            grouping.refuse(codes, names, "dtype=", self.path)
+
     def _locate(self, name: str) -> tuple[WeightFile, int]:
         if self._hidden and name in self._hidden and name not in self:
             raise hidden(name, self._hidden[name], self.path)
@@ -194,17 +200,21 @@ class Checkpoint(Mapping[str, Any]):
 
         Args:
             name: of the tensor.
-            dtype: floating dtype that a packed tensor is dequantized to; None for float32.
+            dtype: floating dtype that a floating tensor is converted to, and a packed one dequantized; None to convert
+                nothing, and for a packed one float32.
 
         Returns:
             The slice. Of a packed tensor it reads the selected range of the first axis.
 
         Raises:
             TensorNotFoundError: an unknown name.
-            UnsupportedError: the tensor is in int8 or in blocks; ``dtype`` for one that is not packed.
+            UnsupportedError: the tensor is in int8 or in blocks, and the message says how to get its rows; or ``dtype``
+                for codes of a family that is not dequantized, or for elements of less than a byte.
         """
         self._check_open()
         file, index = self._locate(name)
+        if dtype is not None:
+            self._refuse_codes([name])
         options = Wanted() if self._recipe is None else self._recipe.options
         return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
 
@@ -275,10 +285,8 @@ class Checkpoint(Mapping[str, Any]):
         if only is not None or drop is not None:
             names = select(self if names is None else list(distinct(names)), only, drop)
         parts = self.entries(names)
-        if dtype is not None and (codes := self.codes()):
-            from .packed import grouping
-
-            grouping.refuse(codes, (part[0] for part in parts), "dtype=", self.path)
+        if dtype is not None:
+            self._refuse_codes(part[0] for part in parts)
         arrays, self.last_load = load_parts(
             parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
         )

@@ -682,3 +682,24 @@ def test_a_truncated_shard_is_named(folder):
         assert caught.value.path == str(shard)
         assert caught.value.offset == checkpoint.tensors["d"].offset + 1000
         assert_same(checkpoint.load(["a", "b"], backend="pread"), {name: ALL[name] for name in "ab"})
+
+
+def test_a_description_says_how_large_a_tensor_is_and_what_array_it_becomes(tmp_path):
+    matrix = np.ones((2, 32), np.float32)
+    tensors = {
+        "b": matrix.astype(ml_dtypes.bfloat16),
+        "int8": safeload.quantize(matrix, "int8"),
+        "q8_0": safeload.quantize(matrix, "q8_0"),
+        "scalar": np.zeros((), np.int16),
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    with safeload.open(tmp_path / "x.safetensors") as opened:
+        infos = opened.tensors
+        assert {name: (info.dtype, info.size, info.ndim) for name, info in infos.items()} == {
+            "b": ("BF16", 64, 2),
+            "int8": ("int8", 64, 2),
+            "q8_0": ("Q8_0", 64, 2),
+            "scalar": ("I16", 1, 0),
+        }
+        for name, value in opened.items():
+            assert infos[name].np_dtype == getattr(value, "dtype", None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..errors import TensorNotFoundError
 from . import dtypes
@@ -29,7 +32,7 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         name: its name.
-        dtype: its code, such as "BF16", or the label of its scheme if it is packed, such as "fp8 128x128".
+        dtype: its code, such as "BF16", or the label of its scheme if it is quantized, such as "fp8 128x128" or "int8".
         shape: logical shape, outermost axis first.
         nbytes: bytes of its elements, as in the file; of all parts of a packed tensor.
         file: path of the file that holds it.
@@ -50,6 +53,22 @@ class TensorInfo(NamedTuple):
     file: str
     offset: int
     parts: tuple[str, ...] = ()
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def np_dtype(self) -> np.dtype[Any] | None:
+        """Dtype of the array that loading it gives; None for a `QuantizedTensor`. F4 and F6 are raw uint8."""
+        row = dtypes.BY_CODE.get(self.dtype)
+        return None if row is None else dtypes.array_dtype(row.number)
 
 
 class Columns(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, NoReturn
 from ..base.arrays import ArraySpec, array_spec
 from ..base.listed_table import ListedTable
 from ..base.paths import PathLike
+from ..base.scheme import INT8
 from ..base.table import Table, TensorInfo
 from ..errors import UnsupportedError
 from ..stores.local import Descriptor, LocalStore, compare, descriptor_of, open_local
@@ -106,6 +107,8 @@ class WeightFile:
             if packed is not None:
                 parts = tuple(part.name for part in packed.parts.values())
                 infos[k] = info._replace(dtype=packed.packing.label, parts=parts)
+            elif table.scale(k) is not None:
+                infos[k] = info._replace(dtype=INT8)
         return infos
 
     def tensor_at(self, position: int) -> str | None:

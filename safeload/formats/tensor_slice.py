@@ -8,6 +8,7 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..base.packing import Packed
 from ..base.text import show
+from ..engine.cast import astype
 from ..engine.load import parse_target
 from ..engine.packed_rows import read_index
 from ..engine.slice import read_slice
@@ -34,15 +35,19 @@ class TensorSlice:
         ((96, 64), (2, 4))
     """
 
-    def __init__(self, file: WeightFile, index: int, wanted: Wanted) -> None:
+    def __init__(self, file: WeightFile, index: int, wanted: Wanted, target: dtypes.Dtype | None = None) -> None:
         self._file = file
         self._index = index
         self._wanted = wanted
+        self._target = target
         self.dtype, self.shape, *_ = file.layout(index)
+        if target is not None:
+            self.dtype = dtypes.array_dtype(target.number)
 
-    def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...]]:
+    def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...], str | None]:
         _ = self._file.descriptor  # raises if the file is closed
-        return self._file.place, tuple(self._wanted), self._file.table.names[self._index], seen
+        dtype = None if self._target is None else self._target.name
+        return self._file.place, tuple(self._wanted), self._file.table.names[self._index], seen, dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen_slice, self._copied(tuple(self._file.identity[:2]))
@@ -55,7 +60,8 @@ class TensorSlice:
 
     def __getitem__(self, index: Any) -> Array:
         given = index if isinstance(index, tuple) else (index,)
-        return read_slice(self._file, self._index, given, "checkpoint[name]")
+        values = read_slice(self._file, self._index, given, "checkpoint[name]")
+        return values if self._target is None else astype(values, self.dtype)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -66,14 +72,16 @@ class TensorSlice:
         return f"<TensorSlice {self.dtype} {list(self.shape)}>"
 
 
-def _reopen_slice(path: str, wanted: tuple[Any, ...], name: str, seen: tuple[int, ...]) -> TensorSlice:
+def _reopen_slice(
+    path: str, wanted: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
+) -> TensorSlice:
     """Opens the slice of the same file again."""
     options = Wanted(*wanted)
     check_unchanged(path, seen)
     files = registry.open_file(path, options).files
     files[0].check_identity(seen)
     file = next((file for file in files if file.table.find(name) >= 0), files[0])
-    return TensorSlice(file, file.table.index(name), options)
+    return TensorSlice(file, file.table.index(name), options, parse_target(dtype))
 
 
 def slice_of(file: WeightFile, index: int, wanted: Wanted, dtype: Any, checkpoint: Any) -> TensorSlice:
@@ -83,23 +91,25 @@ def slice_of(file: WeightFile, index: int, wanted: Wanted, dtype: Any, checkpoin
         file: the file that holds it.
         index: its index in the file's table.
         wanted: how the file was opened.
-        dtype: floating dtype that a packed tensor is dequantized to; None for float32.
+        dtype: floating dtype that a floating tensor is converted to, and a packed one dequantized; None to convert
+            nothing, and for a packed one float32.
         checkpoint: what it belongs to.
 
     Raises:
-        UnsupportedError: it is int8 or in blocks; ``dtype`` for one that is not packed.
+        UnsupportedError: it is int8 or in blocks; ``dtype`` for elements of less than a byte.
     """
-    name, packed = file.table.names[index], file.table.packed(index)
+    name, packed, target = file.table.names[index], file.table.packed(index), parse_target(dtype)
     if packed is not None:
-        return PackedSlice(name, packed, parse_target("float32" if dtype is None else dtype), checkpoint)
-    if dtype is not None:
-        what = "is not packed: dtype= is for packed tensors"
-    elif file.table.is_quantized(index):
+        return PackedSlice(name, packed, target or parse_target("float32"), checkpoint)
+    row = file.table.row(index)
+    if file.table.is_quantized(index):
         what = f"is quantized: checkpoint[{show(name)}]"
         sliced = file.table.scale(index) is not None or len(file.table.shape(index)) > 1
         what += "[2:5] gives rows of it" if sliced else ".dequantize() gives its values"
+    elif target is not None and row.packed:
+        what = f"is {row.code}, whose elements share bytes: load it with dtype= and slice the array"
     else:
-        return TensorSlice(file, index, wanted)
+        return TensorSlice(file, index, wanted, target if row.floating else None)
     raise UnsupportedError(f"tensor {show(name)} {what}", path=file.path, tensor=name)
 
 

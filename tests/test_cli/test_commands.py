@@ -359,7 +359,7 @@ def test_diff(folder, capsys):
 
 
 def test_diff_of_some_tensors(folder, capsys):
-    save_file({**GOOD, "a.weight": X + 1, "step": np.array([5, 6]), "new": X}, "other.safetensors")
+    save_file({**GOOD, "a.weight": X + 1, "step": np.array([5, 6], np.int64), "new": X}, "other.safetensors")
     files = "good.safetensors", "other.safetensors"
     assert run(capsys, "diff", *files, "--only", "b")[0] == 0
     _, out, _ = run(capsys, "diff", *files, "--only", "[as]*", "--sort", "name", "--limit", "1")

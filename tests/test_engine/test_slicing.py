@@ -1,8 +1,10 @@
 """Slices read from files: numpy's basic indexing, upstream's refusals, no byte outside the range that is selected."""
 
+import copy
 import importlib
 import json
 import os
+import pickle
 import struct
 import tempfile
 from pathlib import Path
@@ -385,6 +387,31 @@ def test_packed_dtypes_are_sliced_as_the_bytes_they_load_as(code, shape, nbytes,
             assert same(checkpoint.get_slice("m")[index], array[index])
             if not past_the_end(index, array.shape):
                 assert same(file.get_slice("m")[index], array[index])
+
+
+def test_slices_are_converted_as_the_whole_is(tmp_path):
+    values = np.linspace(-4, 4, 24, dtype=np.float32).reshape(4, 6)
+    tensors = {"f": values, "b": values.astype(ml_dtypes.bfloat16), "i": np.arange(6)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    with safeload.open(tmp_path / "x.safetensors") as opened:
+        for dtype in ("float16", "float32", "fp8"):
+            whole = opened.load(dtype=dtype)
+            for name in tensors:
+                part = opened.get_slice(name, dtype=dtype)
+                assert (part.dtype, part.shape) == (whole[name].dtype, whole[name].shape)
+                for again in (part, pickle.loads(pickle.dumps(part)), copy.copy(part)):
+                    assert again[1:3].tobytes() == whole[name][1:3].tobytes()
+        with pytest.raises(safeload.UnsupportedError, match="cannot load as int8"):
+            opened.get_slice("f", dtype="int8")
+
+
+def test_elements_of_half_a_byte_are_converted_as_a_whole_only(tmp_path):
+    header = json.dumps({"p": {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\x21\x43")
+    with safeload.open(tmp_path / "x.safetensors") as opened:
+        with pytest.raises(safeload.UnsupportedError, match="'p' is F4, whose elements share bytes"):
+            opened.get_slice("p", dtype="float32")
+        assert opened.load(dtype="float32")["p"].shape == (2, 2)
 
 
 def test_zero_size_and_zero_dimensional_tensors_are_sliced(tmp_path):

@@ -17,7 +17,7 @@ from safeload.numpy import load_file, save_file
 def look(path: Path) -> int:
     with safeload.open(path) as opened:
         for name, info in opened.tensors.items():
-            print(name, info.dtype, info.shape, info.nbytes, info.parts)
+            print(name, info.dtype, info.shape, info.size, info.np_dtype, info.nbytes, info.parts)
         first = opened["model.norm.weight"].astype("float32")
         scaled = opened["model.norm.weight"] * 2
         rows = opened.get_slice("model.embed_tokens.weight")[:4]
