@@ -1,4 +1,10 @@
-"""safeload loads model weights into numpy: a drop-in for ``safetensors.numpy`` on a C core.
+"""safeload opens any file or folder of model weights as numpy arrays, on a C core, without torch.
+
+- `open`, `load`: safetensors, torch checkpoints, GGUF, npz, npy; folders and shards; true weights with ``dtype=``
+- `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's blocks
+- `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
+- `validate`, `stats`, `diff`: whether a checkpoint is sound, and what is in it
+- `safe_open`, `safeload.numpy`: drop-ins for ``safetensors``
 
 >>> from safeload.numpy import load_file, save_file
 """
@@ -163,7 +169,8 @@ def __getattr__(name: str) -> Any:
     if module is None and name in _modules():
         return import_module(f".{name}", __name__)
     if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        here = "; it is in safeload.numpy" if name in ("load_file", "save", "save_file") else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{here}")
     value = globals()[name] = getattr(import_module(f".{module}", __name__), name)
     return value
 

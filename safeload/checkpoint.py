@@ -1,4 +1,4 @@
-"""One noun for every format: a checkpoint is a mapping from names to arrays."""
+"""An open checkpoint of any format: a mapping from names to arrays."""
 
 from __future__ import annotations
 

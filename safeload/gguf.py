@@ -59,3 +59,7 @@ def save_file(
         'llama'
     """
     gguf_writing.save(tensors, path, metadata, overwrite=overwrite, durable=durable)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -62,3 +62,7 @@ def load_file(path: PathLike) -> dict[str, Array]:
         dtype('float16')
     """
     return load(path, format="moon")
+
+
+def __dir__() -> list[str]:
+    return __all__

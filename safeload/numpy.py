@@ -151,3 +151,7 @@ def load_file(
         return load_parts(parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -157,7 +157,7 @@ def parse(dtype: Any, among: Sequence[Dtype] = TABLE) -> Dtype:
         return found
     try:
         name = np.dtype(dtype).name
-    except (TypeError, ValueError):  # text with a comma is parsed as a record
+    except (TypeError, ValueError, SyntaxError):  # text with a comma is parsed as a record
         name = None
     row = BY_NAME.get(name) if name is not None else None
     if row is None and (isinstance(dtype, str) or type(dtype).__module__ == "torch"):

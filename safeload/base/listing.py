@@ -34,6 +34,9 @@ class TensorInfos(dict[str, TensorInfo]):
         left = len(self) - len(rows)
         return "\n".join([f"<{plural(len(self), 'tensor')}>", *rows, *([f"  ... and {left:,} more"] if left else [])])
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def _repr_html_(self) -> str:
         return as_html(plural(len(self), "tensor"), self.values(), len(self))
 

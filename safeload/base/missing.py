@@ -98,6 +98,8 @@ def _of_home(path: str) -> str | None:
 def _of_pattern(path: str) -> str | None:
     if not glob.has_magic(path):
         return None
+    if glob.has_magic(os.path.dirname(path)):  # looking for a match might take long
+        return "patterns are not expanded: pass a list of paths" if "*" in path else None
     if next(glob.iglob(path), None) is None:
         return "patterns are not expanded, and nothing matches this one" if "*" in path else None
     return "patterns are not expanded: safeload.open takes a list, as sorted(glob.glob(...)) gives it"

@@ -37,32 +37,42 @@ class Selection:
     """
 
     def __init__(self, only: Patterns = None, drop: Patterns = None) -> None:
-        self._only = None if only is None else _compiled("only", only)
-        self._drop = {} if drop is None else _compiled("drop", drop)
+        given = {"only": only, "drop": drop}
+        self._patterns = {what: _listed(what, patterns) for what, patterns in given.items() if patterns is not None}
+        self._only, self._drop = (_any_of(self._patterns.get(what, [])) for what in given)
 
     def __bool__(self) -> bool:
         """Whether it may leave out a tensor."""
-        return self._only is not None or bool(self._drop)
+        return "only" in self._patterns or bool(self._patterns.get("drop"))
 
     def takes(self, name: str) -> bool:
         """Whether it takes a tensor of this name."""
-        taken = self._only is None or any(match(name) for match in self._only.values())
-        return taken and not any(match(name) for match in self._drop.values())
+        return ("only" not in self._patterns or self._only(name)) and not self._drop(name)
 
     def of(self, names: Collection[str]) -> list[str]:
         """The names that it takes, in their order.
 
         Raises:
-            TensorNotFoundError: a pattern matches none of them.
+            NoMatchError: a pattern matches none of them.
         """
         if not self:
             return list(names)
-        texts = [name for name in names if isinstance(name, str)]  # a dict may have other keys, which match nothing
-        for what, patterns in (("only", self._only or {}), ("drop", self._drop)):
-            for pattern, match in patterns.items():
-                if not any(map(match, texts)):
-                    raise _matches_nothing(what, pattern, texts)
-        return list(filter(self.takes, texts))
+        for what, patterns in self._patterns.items():
+            check_matches(what, patterns, names)
+        return [name for name in names if isinstance(name, str) and self.takes(name)]
+
+
+def check_matches(what: str, patterns: Patterns, names: Collection[str]) -> None:
+    """Refuses patterns that match none of the names.
+
+    Raises:
+        NoMatchError: for the first such pattern; the message has ``what``, the argument that it is from.
+        TypeError: a pattern is not a str.
+    """
+    texts = dict.fromkeys(name for name in names if isinstance(name, str))  # a dict may have other keys
+    for pattern in () if patterns is None else _listed(what, patterns):
+        if not any(map(re.compile(translate(pattern)).match, texts)) if _is_pattern(pattern) else pattern not in texts:
+            raise _matches_nothing(what, pattern, list(texts))
 
 
 def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
@@ -84,12 +94,24 @@ def check_exclusive(names: object, only: Patterns) -> None:
         raise ValueError("names= are exact names and only= are patterns of names: pass one of them")
 
 
-def _compiled(what: str, patterns: str | Iterable[str]) -> dict[str, Callable[[str], object]]:
-    several = [patterns] if isinstance(patterns, str) else list(patterns)
+def _listed(what: str, patterns: Patterns) -> list[str]:
+    single = isinstance(patterns, (str, bytes)) or not isinstance(patterns, Iterable)
+    several: list[Any] = [patterns] if single else list(patterns)  # type: ignore[arg-type]
     for pattern in several:
         if not isinstance(pattern, str):
             raise TypeError(f"{what} must be a shell pattern or a list of these, found {show(pattern)}")
-    return {pattern: re.compile(translate(pattern)).match for pattern in several}
+    return several
+
+
+def _is_pattern(text: str) -> bool:
+    return any(mark in text for mark in "*?[")
+
+
+def _any_of(patterns: list[str]) -> Callable[[str], bool]:
+    """Whether a name matches any pattern: exact names are looked up, the others are one regular expression."""
+    exact = {text for text in patterns if not _is_pattern(text)}
+    match = re.compile("|".join(translate(text) for text in patterns if _is_pattern(text)) or r"(?!)").match
+    return lambda name: name in exact or match(name) is not None
 
 
 def _matches_nothing(what: str, pattern: str, names: list[str]) -> NoMatchError:
@@ -139,6 +161,8 @@ def _substituted(name: str, pairs: list[_Compiled]) -> str:
 def _pairs(renames: Renames) -> list[_Compiled]:
     if renames is None:
         return []
+    if isinstance(renames, (str, bytes)):
+        raise TypeError(f"rename must be pairs (expression, replacement), found {show(renames)}")
     several: list[Any] = list(renames.items()) if isinstance(renames, Mapping) else list(renames)
     if len(several) == 2 and isinstance(several[0], (str, re.Pattern)):
         several = [tuple(several)]

@@ -25,7 +25,8 @@ NARROW = 20
 # Most parts of a name that `shorten` chooses from, and most characters of it.
 _PARTS = 64
 _LONGEST = 2000
-_BETWEEN_PARTS = re.compile(r"(?<=[./])(?<!\.\.)(?!\.)")  # not in {0..31}
+#: Where the parts of a name are divided; not in {0..31}.
+BETWEEN_PARTS = re.compile(r"(?<=[./])(?<!\.\.)(?!\.)")
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -135,7 +136,7 @@ def shorten(names: Sequence[str], columns: int | None) -> list[str]:
     """
     if columns is None or all(len(name) <= columns for name in names):
         return list(names)
-    parts = [_BETWEEN_PARTS.split(name[:_LONGEST], _PARTS) for name in names]
+    parts = [BETWEEN_PARTS.split(name[:_LONGEST], _PARTS) for name in names]
     count = Counter(part for one in parts for part in set(one))
     return [_shorten(name, one, count, len(names), columns) for name, one in zip(names, parts, strict=True)]
 

@@ -9,6 +9,7 @@ import argparse
 import codecs
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,7 +70,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """The options of one command; what it does not take is an error with the usage of this command."""
-    options, extra = parser.parse_known_intermixed_args(arguments)
+    # Intermixed parsing forgets what "--" has separated (https://github.com/python/cpython/issues/60346).
+    parse = parser.parse_known_args if "--" in arguments else parser.parse_known_intermixed_args
+    options, extra = parse(arguments)
     if extra:
         known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
         near = _near(extra[0].partition("=")[0], known)
@@ -117,12 +120,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _main(arguments)
 
 
+def _stop(number: int, frame: object) -> None:
+    sys.exit(128 + number)  # the exit status of a shell
+
+
 def _main(arguments: Sequence[str] | None) -> int:
     codecs.register_error("safeload", plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names may contain characters that the terminal cannot encode
             stream.reconfigure(errors="safeload")
     options = _parse(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        signal.signal(signal.SIGTERM, _stop)  # a half-written file is removed, as after Ctrl-C
     try:
         with verbose(getattr(options, "verbose", False)):
             status: int = options.run(options)

@@ -179,7 +179,7 @@ def complain(error: Exception) -> None:
     print(f"safeload: {printable(one_line(error))}", file=sys.stderr)
 
 
-# Symbols of ours that a terminal with another encoding shows otherwise; everything else is escaped.
+# Symbols of safeload itself, and what a terminal that cannot encode them shows instead; everything else is escaped.
 _PLAIN = {"…": "~", "µ": "u", **dict(zip("▁▂▃▄▅▆▇█", "12345678", strict=True))}
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..base.text import clip
+from ..models.choosing import LANGUAGE
 
-# Where the config of a multi-modal model has that of its language model.
-_INNER = ("text_config", "llm_config", "language_config")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -32,7 +31,7 @@ def model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
             for key in ("block_count", "embedding_length", "vocab_size", "expert_count")
         )
         return _line(name, layers, experts, hidden, vocabulary, None)
-    inner = next((found for key in _INNER if isinstance(found := config.get(key), Mapping)), {})
+    inner = next((found for key in LANGUAGE if isinstance(found := config.get(key), Mapping)), {})
     both = {**inner, **config}
     return _line(
         _text(config, "model_type"),

@@ -157,7 +157,7 @@ def _memory(opened: Checkpoint) -> dict[str, int]:
 def _print_json(path: str, opened: Checkpoint, infos: Sequence[TensorInfo], options: argparse.Namespace) -> None:
     """Prints one object: on one line if there are several, else with a line for each tensor."""
     whole = _as_json(path, opened)
-    if options.only:
+    if options.only or options.drop:
         nbytes = sum(info.nbytes for info in infos)
         whole["selected"] = {"tensor_count": len(infos), "parameters": _parameters(infos), "nbytes": nbytes}
     if options.sort:
@@ -205,7 +205,7 @@ def _as_text(
     width = columns()
     for line in _head(path, opened, width, options):
         yield line, ""
-    if options.only:
+    if options.only or options.drop:
         count = f"{len(infos):,} of {plural(len(opened), 'tensor')}"
         nbytes = sum(info.nbytes for info in infos)
         yield f"selected: {count}, {quantity(_parameters(infos), 'parameter')}, {size(nbytes)}", ""

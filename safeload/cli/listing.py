@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..base.names import families, natural_key
 from ..base.table import TensorInfo
-from ..base.text import printable, size, table
+from ..base.text import BETWEEN_PARTS, printable, size, table
 
 # After each module of a name, not in the {0..31} of layers.
-_BETWEEN = re.compile(r"(?<=[./])(?<!\.\.)(?!\.)")
 # Most levels of modules; what is deeper stays in one name. The tree is walked by functions that call themselves.
 _LEVELS = 32
 
@@ -143,7 +141,7 @@ def as_tree(rows: Iterable[Row], key: str | None, depth: int | None) -> list[Row
     """
     root = _Module("")
     for row in rows:
-        root.add(_BETWEEN.split(row.name, _LEVELS), row)
+        root.add(BETWEEN_PARTS.split(row.name, _LEVELS), row)
     return list(_walk(root, key, depth, 0))
 
 

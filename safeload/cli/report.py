@@ -62,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
     from .report_source import about, files_of, now
 
     date = now()
+    _check_output(options.output, options.path)
     with bar("report") as progress:
         wanted = settings(threads=options.threads, progress=progress, histogram=True)
         found = validate_path(options.path, lambda: open_path(options.path, options), wanted)
@@ -69,9 +70,6 @@ def run(options: argparse.Namespace) -> int:
     if found.files:
         with open_path(options.path, options) as opened:
             parts += sections(opened, found, options.quantize, options.threads)
-    for source in (options.path, *found.files):
-        if os.path.exists(options.output) and os.path.exists(source) and os.path.samefile(options.output, source):
-            raise ValueError(f"--output {options.output} is a file of the source, choose another")
     files = files_of(found.files or [options.path], digest=options.digest, threads=options.threads)
     parts.append(digest_section(files))
     title = os.path.basename(os.path.abspath(options.path)) or options.path
@@ -85,3 +83,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"{printable(options.output)}: {size(nbytes)}; {printable(options.path)} is {found.verdict}")
     return 0 if found.ok else 1
+
+
+def _check_output(output: str, path: str) -> None:
+    """Refuses to replace a file of the source: any in its folder but a page.
+
+    Raises:
+        ValueError: the output is such a file.
+    """
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    beside = os.path.realpath(os.path.dirname(output)) == os.path.realpath(folder)
+    page = os.path.splitext(output)[1].lower() in (".html", ".htm")
+    same = os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path)
+    if same or (beside and os.path.isfile(output) and not page):
+        raise ValueError(f"--output {output} is a file of the source, choose another")

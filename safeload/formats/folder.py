@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..base.paths import absolute, os_error
 from ..base.text import show
 from ..engine.weight_file import WeightFile
-from ..errors import FormatError, MissingShardError, UnsupportedError
+from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file
 from ..stores.json_file import read_json
 from ..stores.local import Identity, identity_of
 from .folder_messages import listed, no_weights, not_an_index, notes_of
@@ -165,7 +165,12 @@ def open_index(path: Path, wanted: Wanted) -> Shards:
     shards: list[Opened] = []
     where: dict[str, tuple[WeightFile, int]] = {}
     for file_name, tensors in sorted(names.items()):
-        shards.append(open_file(str(path.parent / file_name), wanted))
+        try:
+            shards.append(open_file(str(path.parent / file_name), wanted))
+        except FileNotFoundError as error:
+            place = error.filename
+            message = f"No such file or directory: {place}; {path.name} lists it: was the download finished?"
+            raise missing_file(place, message) from None
         missing = set(tensors)
         for file in shards[-1].files:
             found = sorted((at, tensor) for tensor in missing if (at := file.table.find(tensor)) >= 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ..base import log
@@ -107,9 +108,10 @@ def find(
     recipe = Recipe((absolute(text),), False, format, root, unknown_globals, stored)
     if text.endswith(".json") and not foreign.is_safetensors(foreign.read_head(text)):
         return _find_shards(text, recipe)
-    try:
+    opened = None
+    with suppress(IsADirectoryError):  # what a folder raises has nothing to do with this
         opened = registry.open_file(text, recipe.options)
-    except IsADirectoryError:
+    if opened is None:
         return _find_shards(text, recipe)
     if opened.format == registry.GGUF:
         from .gguf.split import is_part

@@ -180,7 +180,8 @@ class Archive:
             what = show(str(error)) if str(error) else type(error).__name__
             # Where the directory should begin; without an end record, the end of the file.
             at = file.size if end is None else min(end.offset, file.size)
-            raise FormatError(f"the zip archive's directory cannot be read: {what}", file.path, at) from None
+            cut = "" if end is not None else ": the file is truncated, or its end was never written"
+            raise FormatError(f"the zip archive's directory cannot be read: {what}{cut}", file.path, at) from None
         for info in infos:
             if info.orig_filename in self.entries:
                 at = min(max(0, info.header_offset), file.size)

@@ -16,13 +16,13 @@ _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|Wi
 # Most characters of a class name: matching takes quadratic time.
 _CLASS_LENGTH = 200
 # Keys of the language model's config in that of a multi-modal model; other keys are tried after these.
-_LANGUAGE = ("text_config", "llm_config", "language_config")
+LANGUAGE = ("text_config", "llm_config", "language_config")
 # A nested object with one of these keys is the config of a model.
 _WIDTHS = ("hidden_size", "dim", "encoder_args")
 # Most levels of nested objects of a config that are searched for it.
 _NESTED = 3
 # Most nested configs, and most prefixes of an embedding, that are tried: no real model has more.
-_CONFIGS, _MODELS = 1000, 16
+_CONFIGS, _MODELS = 16, 16
 # A prefix that the schema lacks is accepted if at least one in this many names is in the schema after it.
 _PLACED_OF = 4
 
@@ -137,7 +137,7 @@ def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Colle
 
 def _inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     found = [(key, value) for key, value in config.items() if isinstance(value, Mapping)]
-    for key, value in sorted(found, key=lambda item: item[0] not in _LANGUAGE):
+    for key, value in sorted(found, key=lambda item: item[0] not in LANGUAGE):
         yield key, value
         if depth > 1:
             yield from _inner_configs(value, depth - 1)

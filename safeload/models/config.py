@@ -34,6 +34,7 @@ class Config:
         self._open: list[str] = []
         self._layer: int | None = None
         self._depends = False
+        self._found: dict[tuple[str, int | None], tuple[int, bool]] = {}
 
     def evaluate(self, text: str) -> int:
         """The value of an expression over the config.
@@ -55,6 +56,19 @@ class Config:
             return self.evaluate(text) != 0, self._depends
         finally:
             self._layer = None
+
+    def _default(self, name: str, text: str) -> int:
+        """The value of a default; each is found once in a layer, however many others need it."""
+        key = name, self._layer
+        if key not in self._found:
+            self._open.append(name)
+            depends, self._depends = self._depends, False
+            self._found[key] = self.evaluate(text), self._depends
+            self._depends |= depends
+            self._open.pop()
+        value, depends = self._found[key]
+        self._depends |= depends
+        return value
 
     def value(self, name: str) -> Any:
         """The value of a key as it is, or its default; None for neither."""
@@ -89,9 +103,7 @@ class Config:
                     raise ConfigError(
                         f"the default of {show(name)} depends on itself: {' -> '.join([*self._open, name])}"
                     )
-                self._open.append(name)
-                value = self.evaluate(value)
-                self._open.pop()
+                value = self._default(name, value)
         if value is None:
             where = f"there is no {self._file}" if self._values is None else f"{self._file} lacks it"
             raise ConfigError(f"{show(name)} is required, but {where}")

@@ -291,7 +291,7 @@ def _contains(value: Any, number: int) -> int:
 
 
 def _times(value: Any, number: int) -> int:
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
         raise _WrongKindError("a number")
     if not -LIMIT < value < LIMIT:
         return LIMIT  # refused as a value beyond 64 bits
@@ -302,7 +302,7 @@ def _starts(value: Any, word: str) -> int:
     if value is None:
         return 0
     if not isinstance(value, str):
-        raise _WrongKindError("a text")
+        raise _WrongKindError("a string")
     return int(value.startswith(word))
 
 

@@ -114,7 +114,7 @@ def _extended(content: Any, path: str | None, chain: tuple[str, ...] = ()) -> _C
     chain = (*chain, file)
     if file in chain[:-1] or len(chain) > _MAX_BASES:
         bases = " -> ".join(show(os.path.basename(one)) for one in chain)
-        reason = "goes round" if file in chain[:-1] else f"is longer than {_MAX_BASES}"
+        reason = "is a cycle" if file in chain[:-1] else f"is longer than {_MAX_BASES}"
         raise FormatError(f"schema: extends: {bases} {reason}", path)
     above = _extended(found, file, chain)
     tensors = dict(above["tensors"])

@@ -76,7 +76,7 @@ class Conversion:
         tied = {} if rules is None or some.names is not None else model.tied_heads()
         chosen = dict.fromkeys(catalog.choose(some.names, some.only, some.drop, [*tied, *catalog.ignored]))
         self._abouts = {name: catalog.about(name) for name in chosen if name in catalog}
-        self._heads = {head: tied[head] for head in tied if head in chosen and tied[head] in self._abouts}
+        self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
         self._ignored = {name: part for name, part in catalog.ignored.items() if name in chosen}
         self._before = sum(about.nbytes for about in self._abouts.values())
         self._target = target
@@ -92,6 +92,11 @@ class Conversion:
         if target is not None or rules is not None or format != "safetensors":
             what = "quantize=" if rules is not None else "dtype=" if target is not None else f"the format {format}"
             grouping.refuse(catalog.codes, self._abouts, f"convert with {what}")
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors to convert, by their names in the source, and the heads that are made."""
+        return [*self._abouts, *self._heads]
 
     def config(self) -> dict[str, Any] | None:
         """The ``config.json`` of the result; None without one."""
@@ -115,11 +120,14 @@ class Conversion:
         if self._rules is None and self._target is None and self._format == "safetensors":
             outputs.update((name, lazy_part(part)) for name, part in self._ignored.items())
         for head, embedding in self._heads.items():
-            about = self._abouts[embedding]
-            if not about.quantized and about.floating:
-                scheme = self._planned(head, about).scheme
-                if scheme is not None:
-                    outputs[head] = self._quantized(scheme, about.shape, partial(self._catalog.source, embedding, head))
+            about = self._catalog.about(embedding)
+            if about.quantized or not about.floating:
+                continue
+            scheme = self._planned(head, about).scheme
+            if scheme is not None:
+                outputs[head] = self._quantized(scheme, about.shape, partial(self._catalog.source, embedding, head))
+            elif embedding not in self._abouts:  # the embedding that a reader would tie it to is not in the result
+                outputs[head] = self._output(embedding, about)
         return outputs
 
     def _planned(self, name: str, about: About) -> Planned:

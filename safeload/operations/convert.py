@@ -11,19 +11,22 @@ from typing import Any, NamedTuple
 
 from ..base.arrays import check_mapping
 from ..base.paths import PathLike, native_path
-from ..base.selecting import Patterns, Renames, renamed
+from ..base.selecting import Patterns, Renames, check_matches, renamed
 from ..base.text import plural, printable, show, size
+from ..engine.lazy import LazyPacked
 from ..engine.load import parse_target
 from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
+from ..errors import UnsupportedError
 from ..formats.metadata import as_texts
-from ..formats.registry import BY_NAME, SAFETENSORS, SUFFIXES
+from ..formats.registry import BY_NAME, SUFFIXES
 from ..models.layout import Layout
+from ..packed.config import is_kept_by
 from .catalog import Catalog, Given, has_names
 from .conversion import Conversion, Some
 from .outputs import reporting
 from .quantize_checkpoint import Keep, Rules, Scheme, Summary
-from .shards import extras_of, parse_size, write_shards
+from .shards import Output, extras_of, parse_size, write_shards
 
 
 class ConvertReport(NamedTuple):
@@ -159,9 +162,13 @@ def convert(
     with ExitStack() as stack:
         catalog = stack.enter_context(_catalog_of(src))
         work = Conversion(catalog, Some(names, only, drop), target, rules, format, threads)
+        if not callable(keep):
+            check_matches("keep", keep, work.names)
         outputs = work.of_layout(layout) if layout is not None else work.of_tensors()
         tensors = sum(name not in catalog.ignored for name in outputs)
         new_names = renamed(outputs, rename)
+        for name, output in outputs.items():
+            _check_rename(name, new_names[name], output)
         outputs = {new_names[name]: output for name, output in outputs.items()}
         texts = _merged(catalog.metadata, metadata, format)
         total = sum(output.nbytes for output in outputs.values())
@@ -205,6 +212,23 @@ def _catalog_of(src: Given | Sequence[Given]) -> Catalog:
     return Catalog.of(given)
 
 
+def _check_rename(name: str, new: str, output: Output) -> None:
+    """Refuses a new name of a packed tensor under which its configuration would describe it in another way.
+
+    Raises:
+        UnsupportedError: the configuration has an entry for its module.
+    """
+    if new == name or not isinstance(output, LazyPacked):
+        return
+    module, renamed_module = name.removesuffix(".weight"), new.removesuffix(".weight")
+    if not is_kept_by(output.packing.config, module, renamed_module):
+        raise UnsupportedError(
+            f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
+            f"{show(module)}: pass dtype= to dequantize it",
+            tensor=name,
+        )
+
+
 def _merged(own: Mapping[Any, Any], given: Mapping[str, Any] | None, format: str) -> Mapping[Any, Any]:
     """The metadata of the result: that of the sources, with what the caller adds, replaces and removes.
 
@@ -223,8 +247,8 @@ def _merged(own: Mapping[Any, Any], given: Mapping[str, Any] | None, format: str
             merged.pop(key, None)
         elif not BY_NAME[format].metadata:
             raise ValueError(f"{format} files have no metadata, but metadata= has {show(key)}")
-        elif format == SAFETENSORS and not as_texts({key: value}):
-            raise TypeError(f"metadata: {show(key)} is a {type(value).__name__}, but safetensors holds text")
+        elif not as_texts({key: value}):
+            raise TypeError(f"metadata: {show(key)} is of type {type(value).__name__}, which {format} does not hold")
         else:
             merged[key] = value
     return merged

@@ -79,27 +79,32 @@ def flatten(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
     _check_separator(sep)
     flat: dict[str, Any] = {}
     # A stack instead of recursion: a tree may be deeper than Python's limit.
-    walked: list[tuple[str, int, Iterator[tuple[Any, Any]]]] = [("", id(tree), iter(tree.items()))]
+    walked: list[tuple[int, Iterator[tuple[Any, Any]]]] = [(id(tree), iter(tree.items()))]
     inside = {id(tree)}
+    path: list[str] = []
     while walked:
-        prefix, own, items = walked[-1]
+        own, items = walked[-1]
         found = next(items, None)
         if found is None:
             walked.pop()
             inside.discard(own)
+            if path:
+                path.pop()
             continue
-        name = prefix + _part(found[0], prefix)
-        value = found[1]
+        key, value = found
+        path.append(key if isinstance(key, str) else _part(key, sep.join(path)))
         children = _children(value)
-        if children is None:
-            if name in flat:
-                raise ValueError(f"two values have the name {show(name)}")
-            flat[name] = value
+        if children is not None:
+            if id(value) in inside:
+                raise ValueError(f"{show(sep.join(path))} contains itself")
+            inside.add(id(value))
+            walked.append((id(value), children))
             continue
-        if id(value) in inside:
-            raise ValueError(f"{show(name)} contains itself")
-        inside.add(id(value))
-        walked.append((name + sep, id(value), children))
+        name = sep.join(path)
+        path.pop()
+        if name in flat:
+            raise ValueError(f"two values have the name {show(name)}")
+        flat[name] = value
     return flat
 
 
@@ -111,8 +116,6 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]] | None:
 
 
 def _part(key: Any, prefix: str) -> str:
-    if isinstance(key, str):
-        return key
     if isinstance(key, int) and not isinstance(key, bool):
         return str(key)
     inside = f" in {show(prefix)}" if prefix else ""

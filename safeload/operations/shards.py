@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from fnmatch import fnmatchcase
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from ..base.text import show
 from ..engine import jobs
 from ..engine.atomic_file import AtomicFile
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
-from ..errors import FormatError
+from ..errors import FormatError, SafetensorError
+from ..formats.registry import ROWS
 from ..formats.safetensors.file import Writer
 from ..formats.safetensors.quantized import pack
 from ..packed.config import without_quantization
@@ -34,6 +36,7 @@ _EXTRAS = (
     *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
     *("preprocessor_config.json", "processor_config.json"),
 )
+_WEIGHTS = {suffix for row in ROWS for suffix in row.suffixes}
 # The largest of them; tokenizers have up to 40 MB.
 _LARGEST_EXTRA = 1 << 30
 _COPY_BUFFER = 4 << 20
@@ -52,7 +55,7 @@ def parse_size(size: int | str) -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f'max_shard_size {show(size)} is not a size such as "500MB" or "5GB"')
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
+        size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
         raise ValueError(f"max_shard_size is {size}, but a shard has at least one byte")
     return size
@@ -98,6 +101,7 @@ def extras_of(folder: str) -> dict[str, str]:
             (entry.name, entry.path)
             for entry in entries
             if any(fnmatchcase(entry.name, pattern) for pattern in _EXTRAS)
+            and os.path.splitext(entry.name)[1] not in _WEIGHTS
             and entry.is_file()
             and entry.stat().st_size <= _LARGEST_EXTRA
         )
@@ -142,7 +146,12 @@ def write_shards(
         size += output.nbytes
     files = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
     packed = [pack(shard, texts) for shard in shards]
-    weight_map = {name: file for file, (shard, _) in zip(files, packed, strict=True) for name in shard}
+    weight_map: dict[str, str] = {}
+    for file, (shard, _) in zip(files, packed, strict=True):
+        for name in shard:
+            if name in weight_map:  # within a shard `pack` has refused it
+                raise SafetensorError(f"two tensors would be stored as {show(name)}: one is a part of a quantized one")
+            weight_map[name] = file
     total = sum(output.nbytes for output in outputs.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     made = not os.path.isdir(folder)

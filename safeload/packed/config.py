@@ -102,6 +102,12 @@ def is_length(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 < value < _LONGEST_BLOCK
 
 
+def is_kept_by(text: str | None, module: str, new: str) -> bool:
+    """Whether a description as `Quantization.text` gives it says the same of a module under another name."""
+    said = None if text is None else quantization_of(json.loads(text))
+    return said is None or (said.of_module(module) == said.of_module(new) and said.weights(module) == said.weights(new))
+
+
 def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
     """The quantization in a ``config.json``, including nested configurations; None without one."""
     level = [] if config is None else [config]

@@ -3,13 +3,16 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 from builders.models import small, write_folder
+from builders.paths import DATA
 from builders.terminal import on_terminal
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 
@@ -518,3 +521,44 @@ def test_control_c(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(validation, "validate_path", interrupted)
     assert run(capsys, "check", "good.safetensors") == (130, "", "")
+
+
+# ---- what a shell does ----
+
+
+def test_two_dashes_end_the_options(folder, capsys):
+    save_file(GOOD, "-x.safetensors")
+    status, out, err = run(capsys, "info", "--", "-x.safetensors")
+    assert (status, err) == (0, "")
+    assert out.startswith("-x.safetensors: safetensors, 3 tensors")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no SIGTERM")
+def test_a_conversion_that_is_terminated_leaves_no_file(tmp_path):
+    with open(tmp_path / "big.safetensors", "wb") as file:
+        size = 4 << 30
+        header = json.dumps({"x": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    command = [sys.executable, "-m", "safeload", "convert", "big.safetensors", "half.safetensors", "--dtype", "float16"]
+    process = subprocess.Popen(command, cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and process.poll() is None and len(os.listdir(tmp_path)) == 1:
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == ["big.safetensors"]
+
+
+def test_a_shard_that_is_missing_is_called_that(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "convert", str(DATA / "silero_vad_16k.safetensors"), "m", "--max-shard-size", "500KB")[0] == 0
+    shard = sorted(name for name in os.listdir("m") if name.endswith(".safetensors"))[1]
+    os.unlink(f"m/{shard}")
+    status, _, err = run(capsys, "info", "m")
+    assert status == 1
+    assert f"m{os.sep}{shard}; model.safetensors.index.json lists it: was the download finished?" in err
+    with pytest.raises(FileNotFoundError) as caught:
+        safeload.open("m")
+    assert caught.value.filename == f"m{os.sep}{shard}"
+    assert caught.value.__suppress_context__

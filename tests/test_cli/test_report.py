@@ -364,3 +364,18 @@ def test_what_was_not_checked(tmp_path, monkeypatch, capsys):
     text = (tmp_path / "report.html").read_text("utf-8")
     assert "head.unchecked" in text
     assert 'class="verdict calm"' in text
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
+def test_no_file_of_the_source_is_replaced_by_the_page(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, tensors = small("llama")
+    os.mkdir("model")
+    write_folder(tmp_path / "model", config, tensors)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    before = (tmp_path / "model" / name).read_bytes()
+    assert main(["report", "model", "-o", f"model/{name}"]) == 2
+    assert "is a file of the source, choose another" in capsys.readouterr().err
+    assert (tmp_path / "model" / name).read_bytes() == before
+    for _ in range(2):
+        assert main(["report", "model", "-o", "model/report.html"]) == 0

@@ -8,6 +8,7 @@ from builders.paths import ROOT
 
 import safeload
 from safeload.models import reading
+from safeload.models.config import Config
 
 BASE = {
     "name": "base",
@@ -120,8 +121,8 @@ def test_numbers_in_names():
         ({"extends": "C:base.json"}, "extends is 'C:base.json', expected"),
         ({"extends": 5}, "extends is 5, expected"),
         ({"extends": "x\x1b[31m"}, r"extends is 'x\\x1b\[31m', expected"),
-        ({"extends": "me.json"}, "extends: 'me.json' -> 'me.json' goes round"),
-        ({"extends": "one.json"}, "extends: 'one.json' -> 'two.json' -> 'one.json' goes round"),
+        ({"extends": "me.json"}, "extends: 'me.json' -> 'me.json' is a cycle"),
+        ({"extends": "one.json"}, "extends: 'one.json' -> 'two.json' -> 'one.json' is a cycle"),
         ({"extends": "long0.json"}, "'long8.json' is longer than 8"),
         (
             {"extends": "base.json", "without": ["{prefix}h.{}.q"]},
@@ -176,3 +177,13 @@ def test_the_guide_lists_every_schema():
     table = page.partition("| models | schemas |")[2].partition("\n\n")[0]
     listed = [name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z0-9_]+)`", row.split("|")[2])]
     assert sorted(listed) == sorted(reading.names())
+
+
+def test_defaults_that_need_each_other_twice_take_linear_time():
+    defaults = {f"k{n}": f"k{n + 1} + k{n + 1}" for n in range(50)} | {"k50": 1}
+    assert Config({}, defaults).evaluate("k0 // k1") == 2
+
+
+def test_a_number_of_400_digits_is_a_wrong_value():
+    with pytest.raises(ValueError, match="64 bits"):
+        Config({"big": 10**400}, {}).evaluate("times(big, 3)")

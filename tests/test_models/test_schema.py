@@ -110,7 +110,7 @@ def test_expressions(text, value):
         ("contains(many, 1)", "expected a list of at most 10000 items"),
         ("item(list, 3)", "expected an integer, or a list of integers with item 3"),
         ("item(texts, 0)", "expected an integer, or a list"),
-        ("starts(list, x)", "expected a text"),
+        ("starts(list, x)", "expected a string"),
         ("times(text, 1)", "expected a number"),
         ("times(nan, 1)", "expected a number"),
         ("times(infinite, 1)", "expected a number"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import ml_dtypes
 import numpy as np
@@ -78,8 +79,18 @@ def test_findings_about_other_tensors_are_left_out(tmp_path):
     assert [found.tensor for found in safeload.validate(tmp_path, drop="*norm*").errors] == [
         "model.layers.1.mlp.up_proj.weight"
     ]
-    assert [found.code for found in safeload.validate(tmp_path, only="model.norm.weight").errors] == ["value.nan"]
-    assert safeload.validate(tmp_path, only="model.layers.0.*").ok
+    missing = safeload.validate(tmp_path, only="model.layers.0.*")
+    assert [found.tensor for found in missing.errors] == ["model.layers.1.mlp.up_proj.weight"]
+    assert all(name.startswith("model.layers.0.") for name in missing.stats)
+
+
+def test_what_is_missing_is_said_whatever_is_selected(tmp_path):
+    config, tensors = small("llama")
+    write_folder(tmp_path, config, {name: x for name, x in tensors.items() if ".up_proj." not in name})
+    for some in ({"only": "model.layers.1.*"}, {"drop": "model.layers.0.*"}, {"only": "model.norm.weight"}):
+        assert not safeload.validate(tmp_path, **some).ok
+    wrong = {f"q{k}.w": x for k, x in enumerate(tensors.values())}
+    assert not safeload.validate(wrong, config=config, only="q3.w").ok
 
 
 @pytest.fixture
@@ -153,7 +164,7 @@ def test_metadata_is_merged_and_removed(source, tmp_path):
     assert metadata() == metadata(metadata={}) == {"origin": "here", "license": "none"}
     changed = metadata(metadata={"license": "MIT", "origin": None, "absent": None, "layers": 2})
     assert changed == {"license": "MIT", "layers": "2"}
-    with pytest.raises(TypeError, match="metadata: 'x' is a object, but safetensors holds text"):
+    with pytest.raises(TypeError, match="metadata: 'x' is of type object, which safetensors does not hold"):
         metadata(metadata={"x": object()})
     with pytest.raises(TypeError, match="metadata: a key is text, found 1"):
         metadata(metadata={1: "x"})
@@ -244,3 +255,78 @@ def test_extras_can_be_left_out_by_the_command(folder, tmp_path):
         assert main(["convert", str(folder), str(made), "--max-shard-size", "1GB", *more]) == 0
         assert (made / "tokenizer.json").exists() == there
         assert json.loads((made / "config.json").read_text())["model_type"] == "llama"
+
+
+# ---- what must not be lost or taken for something else ----
+
+
+def test_a_new_name_under_which_a_module_has_another_quantization_is_refused(tmp_path):
+    """MLX may give a module bits of its own, by its name."""
+    with pytest.raises(safeload.UnsupportedError, match=r"the quantization in its config.json names module '.*': pass"):
+        safeload.convert(PACKED / "mlx_experts", tmp_path / "x.safetensors", rename=("^model", "language.model"))
+    assert not (tmp_path / "x.safetensors").exists()
+    safeload.convert(
+        PACKED / "mlx_experts", tmp_path / "x.safetensors", rename=("^model", "language.model"), dtype="float32"
+    )
+    before, after = safeload.load(PACKED / "mlx_experts", dtype="float32"), safeload.load(tmp_path / "x.safetensors")
+    assert [x.tobytes() for _, x in sorted(after.items())] == [x.tobytes() for _, x in sorted(before.items())]
+
+
+def test_a_part_and_a_tensor_of_one_name_in_two_shards_are_refused(tmp_path):
+    weights = {"x": np.ones((40, 32), np.float32), "w": np.ones((64, 32), np.float32)}
+    with pytest.raises(safeload.SafetensorError, match="two tensors would be stored as 'w_scale'"):
+        safeload.convert(
+            weights, tmp_path / "made", quantize={"w": "int8"}, max_shard_size=5000, rename=[("^x$", "w_scale")]
+        )
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_head_is_chosen_apart_from_its_embedding(tmp_path):
+    config, tensors = small("llama")
+    config["tie_word_embeddings"] = True
+    tensors.pop("lm_head.weight", None)
+    (tmp_path / "model").mkdir()
+    write_folder(tmp_path / "model", config, tensors)
+    target = tmp_path / "x.safetensors"
+    safeload.convert(tmp_path / "model", target, quantize="q8_0", only="lm_head*")
+    assert [value.scheme for value in safeload.load(target).values()] == ["q8_0"]
+    safeload.convert(tmp_path / "model", target, quantize="q8_0", drop="*embed*", overwrite=True)
+    assert "lm_head.weight" in safeload.open(target)
+    safeload.convert(
+        tmp_path / "model", target, quantize="q8_0", only="lm_head*", keep="lm_head*", dtype="float32", overwrite=True
+    )
+    head = safeload.load(target)["lm_head.weight"]
+    np.testing.assert_array_equal(head, tensors["model.embed_tokens.weight"].astype(np.float32))
+
+
+def test_a_typo_of_keep_is_an_error(source, tmp_path):
+    with pytest.raises(safeload.TensorNotFoundError, match=r"keep='h\.0\.atn\*' matches none of 5 names; close to it"):
+        safeload.convert(source, tmp_path / "x.safetensors", quantize="q8_0", keep=["h.*", "h.0.atn*"])
+    for keep in ([3], b"h.*"):
+        with pytest.raises(TypeError, match="keep must be"):
+            safeload.convert(source, tmp_path / "x.safetensors", quantize="q8_0", keep=keep)
+
+
+def test_weights_are_no_extras(folder, tmp_path):
+    (folder / "tokenizer_weights.safetensors").write_bytes(b"")
+    (folder / "tokenizer.model").write_bytes(b"x")
+    safeload.convert(folder, tmp_path / "made", max_shard_size="1GB")
+    assert "tokenizer_weights.safetensors" not in os.listdir(tmp_path / "made")
+    assert "tokenizer.model" in os.listdir(tmp_path / "made")
+
+
+@pytest.mark.parametrize("size", ["9" * 400 + "GB", "1e5", "0MB"])
+def test_sizes_of_shards_are_sizes(size, folder, tmp_path):
+    if size.startswith("9"):
+        safeload.convert(folder, tmp_path / "made", max_shard_size=size)
+        return
+    with pytest.raises(ValueError, match="max_shard_size"):
+        safeload.convert(folder, tmp_path / "made", max_shard_size=size)
+
+
+def test_a_thousand_names_are_as_fast_as_one():
+    weights = dict.fromkeys((f"h.{k}.w" for k in range(50_000)), np.zeros(1, np.float32))
+    started = time.process_time()
+    found = safeload.stats(weights, only=[f"h.{k}.w" for k in range(1000)])
+    assert len(found) == 1000
+    assert time.process_time() - started < 5  # 9 s where each pattern is compared with each name

@@ -127,7 +127,13 @@ def other_dtype(tensors, config):
 
 
 FAULTS = [
-    (lose_layer, "error", "schema.layer_missing", "model.layers.1", "layer 1 of 3 is missing, with all its 9 tensors"),
+    (
+        lose_layer,
+        "error",
+        "schema.layer_missing",
+        "model.layers.1",
+        "layer 1 of 3 is missing, and all 9 of its tensors",
+    ),
     (lose_tensor, "error", "schema.missing", MATRIX, "is missing"),
     (
         lose_everywhere,

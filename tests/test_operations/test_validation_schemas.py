@@ -95,7 +95,7 @@ def test_layers_of_an_encoder_and_a_decoder(kind, stack, count):
     config, tensors = small(kind)
     report = validate(without(tensors, f"{stack}1."), config=config)
     assert codes(report) == [("error", "schema.layer_missing", f"{stack}1")]
-    assert f"layer 1 of {count} is missing, with all its" in report.errors[0].message
+    assert f"layer 1 of {count} is missing, and all" in report.errors[0].message
     lost = next(name for name in tensors if name.startswith(f"{stack}1."))
     part = lost.removeprefix(f"{stack}1.")
     report = validate({name: x for name, x in tensors.items() if not name.endswith(part)}, config=config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...base.names import pattern_of
@@ -15,6 +15,9 @@ Severity: TypeAlias = Literal["error", "warning", "note"]
 ERROR: Severity = "error"
 WARNING: Severity = "warning"
 NOTE: Severity = "note"
+
+# Beginnings of the codes of findings about one tensor.
+_OF_ONE = ("value.", "tensor.", "quantization.scale", "schema.shape")
 
 # From this many on, findings that say the same of different tensors are shown as one.
 _GATHERED_FROM = 4
@@ -185,10 +188,10 @@ class ValidationReport:
         for finding in findings:
             lists[finding.severity].append(finding)
 
-    def keep(self, takes: Callable[[str], bool]) -> None:
-        """Leaves out the findings about tensors that a function of their names does not take."""
+    def leave_out(self, names: Collection[str]) -> None:
+        """Leaves out what was found about single tensors; a finding about several names one as an example."""
         for listed in (self.errors, self.warnings, self.notes):
-            listed[:] = [finding for finding in listed if finding.tensor is None or takes(finding.tensor)]
+            listed[:] = [found for found in listed if not found.code.startswith(_OF_ONE) or found.tensor not in names]
 
     @property
     def ok(self) -> bool:

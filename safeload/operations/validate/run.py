@@ -93,8 +93,8 @@ def validate(
             name).
         values: False to read no tensor: only files, names, dtypes, shapes and sizes are checked, which takes as long
             as opening the checkpoint, and ``.stats`` of the report stays empty.
-        only: shell pattern, or several, of the tensors whose values are read; names and shapes are compared as a
-            whole, and what is found about other tensors is left out of the report.
+        only: shell pattern, or several, of the tensors whose values are read; what is found about the values and the
+            shapes of others is left out of the report. Names are compared as a whole: what is missing is always said.
         drop: shell pattern, or several, of tensors to leave out in the same way.
         threads: None: chosen automatically.
         progress: a callable that gets (bytes_done, bytes_total).
@@ -258,7 +258,7 @@ def _validate_tensors(report: ValidationReport, catalog: Catalog, wanted: Settin
     finally:
         report.seconds = time.perf_counter() - started
     if wanted.selection:
-        report.keep(lambda name: wanted.selection.takes(name) or wanted.selection.takes(f"{name}."))  # a layer
+        report.leave_out(frozenset(catalog) - chosen)
     return report
 
 

@@ -73,10 +73,8 @@ def check_schema(
     if tensors and (len(found) + len(parts)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
         if quantized is not None and quantized.configured:
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
-        example = next(iter(wanted))
-        message = (
-            f"is not in schema {schema.name}, whose first name is {show(example)}; only {len(found)} of {len(tensors)}"
-        )
+        first = next((f", whose first name is {show(name)}" for name in wanted), ", which has no tensors by the config")
+        message = f"is not in schema {schema.name}{first}; only {len(found)} of {len(tensors)}"
         return Comparison([error("schema.names", next(iter(tensors)), f"{message} names are")], 0)
     findings = list(_check_missing(choice, wanted, tensors, modules))
     if inner is not None and inner.whole:
@@ -128,7 +126,7 @@ def _check_missing(
             if layer not in said:
                 said.add(layer)
                 message = (
-                    f"layer {layer.number} of {layers[layer.stack]} is missing, with all its {whole[layer]} tensors"
+                    f"layer {layer.number} of {layers[layer.stack]} is missing, and all {whole[layer]} of its tensors"
                 )
                 yield error("schema.layer_missing", f"{layer.stack}{layer.number}", message)
         elif layer is not None and len(usual[name]) > 1 and everywhere[name] == usual[name]:
