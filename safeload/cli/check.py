@@ -23,6 +23,7 @@ from .common import (
     columns,
     open_path,
     painter,
+    suggest,
 )
 
 _EPILOG = f"""examples:
@@ -49,12 +50,13 @@ def register(commands: Any) -> None:
     )
     add_path(parser)
     parser.add_argument("--config", metavar="FILE", help="use this config.json instead of the folder's own")
-    parser.add_argument(
+    schema = parser.add_argument(
         "--schema",
         metavar="NAME",
         default="auto",
         help='the expected tensors: "auto" (by the config), "none", the name of a schema, or a JSON file',
     )
+    suggest(schema, _schemas)
     parser.add_argument(
         "--range",
         metavar=("LOW", "HIGH"),
@@ -80,6 +82,12 @@ def register(commands: Any) -> None:
     add_threads(parser)
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _schemas() -> list[str]:
+    from ..models.reading import names  # only here: completion alone needs it
+
+    return ["auto", "none", *names()]
 
 
 def run(options: argparse.Namespace) -> int:

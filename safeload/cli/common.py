@@ -23,6 +23,9 @@ STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong u
 # Whether the shell replaces patterns by the files they match before a program sees them.
 SHELL_EXPANDS = os.name != "nt"
 
+# Attribute of the actions of a parser that `suggest` sets.
+SUGGESTED = "suggested"
+
 _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": "2"}
 
 
@@ -120,6 +123,11 @@ def add_patterns(parser: Any) -> None:
     parser.add_argument(
         "--drop", metavar="PATTERN", action="append", help="leave out tensors whose names match; may be repeated"
     )
+
+
+def suggest(action: argparse.Action, values: Callable[[], Iterable[str]]) -> None:
+    """Sets what completion offers for an option that also takes other values; asked only by `safeload completion`."""
+    vars(action)[SUGGESTED] = values
 
 
 def add_threads(parser: Any) -> None:

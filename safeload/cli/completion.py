@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from .common import add_command
+from .common import SUGGESTED, add_command
 
 _EPILOG = """examples:
   safeload completion bash >> ~/.bashrc
@@ -92,7 +92,8 @@ def _options(parser: Any) -> Iterator[_Option]:
     for action in parser._actions:
         if action.option_strings:
             repeated = isinstance(action, argparse._AppendAction)
-            values, files = tuple(map(str, action.choices or ())), action.metavar in _FILES
+            suggested = vars(action).get(SUGGESTED, tuple)()
+            values, files = tuple(map(str, action.choices or suggested)), action.metavar in _FILES
             flag, several = action.nargs == 0, action.nargs if isinstance(action.nargs, int) else 1
             yield _Option(tuple(action.option_strings), action.help, flag, values, files, several, repeated)
 

@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..base.scheme import SCHEMES
+from ..engine.load import targets
 from ..formats.registry import SUFFIXES
 from ..models.layout import Layout, built_in
 from ..operations.convert import ConvertReport, convert
-from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path
+from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path, suggest
 
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
@@ -41,9 +42,14 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")
     parser.add_argument("destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size")
-    parser.add_argument("--dtype", help='dtype for floating tensors: "float32", "BF16", ...')
-    parser.add_argument("--quantize", metavar="SCHEME", help=f"scheme for the matrices: {', '.join(SCHEMES)}")
-    parser.add_argument("--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file")
+    dtype = parser.add_argument("--dtype", help='dtype for floating tensors: "float32", "BF16", ...')
+    suggest(dtype, targets)
+    scheme = parser.add_argument("--quantize", metavar="SCHEME", help=f"scheme for the matrices: {', '.join(SCHEMES)}")
+    suggest(scheme, lambda: SCHEMES)
+    layout = parser.add_argument(
+        "--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file"
+    )
+    suggest(layout, built_in)
     add_patterns(parser)
     parser.add_argument("--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS)  # exact; before --only
     parser.add_argument(

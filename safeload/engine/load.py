@@ -84,8 +84,13 @@ def parse_target(dtype: Any) -> dtypes.Dtype | None:
         return None
     row = dtypes.parse(dtype, _TARGETS)
     if row not in _TARGETS:
-        raise UnsupportedError(f"cannot load as {row.name}; supported: {', '.join(r.name for r in _TARGETS)}")
+        raise UnsupportedError(f"cannot load as {row.name}; supported: {', '.join(targets())}")
     return row
+
+
+def targets() -> list[str]:
+    """Names of the dtypes that `parse_target` takes."""
+    return [row.name for row in _TARGETS]
 
 
 def distinct(names: Iterable[str]) -> Iterable[str]:

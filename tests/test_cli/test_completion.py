@@ -22,6 +22,9 @@ CASES = [
     (["check", "x", "--strict", "--man"], {"--manifest"}),
     (["completion", ""], {"bash", "zsh", "fish"}),
     (["report", "--quantize", "q4"], {"q4_0", "q4_1"}),
+    (["convert", "--quantize", "q8"], {"q8_0"}),
+    (["convert", "--dtype", "bf"], {"bfloat16"}),
+    (["check", "--schema", "mix"], {"mixtral"}),
 ]
 
 
