@@ -1,6 +1,6 @@
 """safeload opens any file or folder of model weights as numpy arrays, on a C core, without torch.
 
-- `open`, `load`: safetensors, torch checkpoints, GGUF, npz, npy; folders and shards; true weights with ``dtype=``
+- `open`, `load`: safetensors, torch checkpoints, GGUF, files of numpy; folders, shards; true weights with ``dtype=``
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's blocks
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
 - `validate`, `stats`, `diff`: whether a checkpoint is sound, and what is in it
