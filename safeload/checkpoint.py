@@ -200,16 +200,16 @@ class Checkpoint(Mapping[str, Any]):
 
         Args:
             name: of the tensor.
-            dtype: floating dtype that a floating tensor is converted to, and a packed one dequantized; None to convert
-                nothing, and for a packed one float32.
+            dtype: floating dtype that a floating tensor is converted to, and a quantized one dequantized; None to
+                convert nothing, and for a quantized one float32.
 
         Returns:
-            The slice. Of a packed tensor it reads the selected range of the first axis.
+            The slice. Of a quantized tensor it reads the selected range of the first axis.
 
         Raises:
             TensorNotFoundError: an unknown name.
-            UnsupportedError: the tensor is in int8 or in blocks, and the message says how to get its rows; or ``dtype``
-                for codes of a family that is not dequantized, or for elements of less than a byte.
+            UnsupportedError: ``dtype`` for codes of a family that is not dequantized, or for elements of less than a
+                byte.
         """
         self._check_open()
         file, index = self._locate(name)

@@ -436,20 +436,6 @@ def test_a_slice_of_what_slices_do_not_take(rows, here):
         assert_says(message(lambda: opened.get_slice("w")[:, rows]), "as in get_tensor(name)[rows]")
 
 
-def test_a_slice_of_a_quantized_tensor(here):
-    for scheme in ("int8", "q4_0"):
-        made = {"w": safeload.quantize(W, scheme), "flat": safeload.quantize(W[0], scheme)}
-        safeload.convert(made, f"{scheme}.safetensors")
-        with safeload.open(f"{scheme}.safetensors") as opened:
-            text = message(lambda opened=opened: opened.get_slice("w"), safeload.UnsupportedError)
-            assert_says(text, "tensor 'w' is quantized: checkpoint['w'][2:5] gives rows of it")
-            assert opened["w"][2:5] == made["w"][2:5]
-            text = message(lambda opened=opened: opened.get_slice("flat"), safeload.UnsupportedError)
-            end = "[2:5] gives rows of it" if scheme == "int8" else ".dequantize() gives its values"
-            assert_says(text, f"tensor 'flat' is quantized: checkpoint['flat']{end}")
-            assert opened["flat"].dequantize().shape == (64,)
-
-
 FRAMEWORKS = {
     "pt": ["torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)", "safetensors.torch"],
     "torch": ["torch.from_numpy(array)"],

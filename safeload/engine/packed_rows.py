@@ -94,7 +94,7 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
     """
     shape = packed.packing.shape
     check_index(index, shape, "checkpoint[name].dequantize()")
-    rows = _selected(index, shape)
+    rows = selected(index, shape)
     part = _range_of(packed.packing, rows)
     row = dtypes.BY_NAME[dtype.name]
     each = part.rows * packed.packing.columns
@@ -108,11 +108,11 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
         batch.run()
     inner = math.prod(shape[1:])
     values = flat.reshape(flat.size // inner if inner else shape[0], *shape[1:])
-    view: Array = values[_inside(index, shape, before // max(1, inner))]
+    view: Array = values[inside(index, shape, before // max(1, inner))]
     return view if view.size == values.size and view.flags.c_contiguous else view.copy()
 
 
-def _inside(index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> tuple[Any, ...]:
+def inside(index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> tuple[Any, ...]:
     """An index in the rows from the first that was read; it has an ellipsis, so that the result is always an array."""
     if not any(item is Ellipsis for item in index):
         index = (*index, Ellipsis)
@@ -128,7 +128,7 @@ def _inside(index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> tuple
     return slice(chosen[0] - first, None if stop < 0 else stop, chosen.step), *index[1:]
 
 
-def _selected(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
+def selected(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
     """First and last selected index of the first axis, as start and stop."""
     item = index[0] if index else Ellipsis
     if item is Ellipsis or item is None or not shape:

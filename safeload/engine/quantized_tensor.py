@@ -16,6 +16,7 @@ from ..base.scheme import INT8, row_of
 from ..errors import UnsupportedError
 from . import jobs, packed_rows, restore
 from .cast import target_array
+from .slice import check_index
 from .threads import check_threads
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -258,6 +259,21 @@ class QuantizedTensor:
         if self._packing is not None:
             return _of_parts, (self._packing, dict(self._names), dict(self._roles))
         return type(self), (self.scheme, self.shape, self.data, self.scale, self.axis)
+
+
+def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any]) -> Array:
+    """Elements of a quantized tensor: only the rows that an index selects along the first axis are dequantized.
+
+    Raises:
+        IndexError: not a basic index of the tensor.
+        UnsupportedError: see `QuantizedTensor.dequantize`.
+    """
+    shape = tensor.shape
+    check_index(index, shape, "checkpoint[name].dequantize()")
+    start, stop = packed_rows.selected(index, shape) if len(shape) > 1 else (0, None)
+    values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
+    view: Array = values[packed_rows.inside(index, shape, start)]
+    return view if view.size == values.size and view.flags.c_contiguous else view.copy()
 
 
 def _of_parts(packing: Packing, names: Mapping[str, str], arrays: Mapping[str, Array]) -> QuantizedTensor:

@@ -11,6 +11,7 @@ from ..base.text import show
 from ..engine.cast import astype
 from ..engine.load import parse_target
 from ..engine.packed_rows import read_index
+from ..engine.quantized_tensor import dequantize_index
 from ..engine.slice import read_slice
 from ..engine.weight_file import WeightFile
 from ..errors import UnsupportedError
@@ -96,50 +97,51 @@ def slice_of(file: WeightFile, index: int, wanted: Wanted, dtype: Any, checkpoin
         checkpoint: what it belongs to.
 
     Raises:
-        UnsupportedError: it is int8 or in blocks; ``dtype`` for elements of less than a byte.
+        UnsupportedError: ``dtype`` for elements of less than a byte.
     """
     name, packed, target = file.table.names[index], file.table.packed(index), parse_target(dtype)
-    if packed is not None:
-        return PackedSlice(name, packed, target or parse_target("float32"), checkpoint)
+    if packed is not None or file.table.is_quantized(index):
+        shape = file.table.shape(index) if packed is None else packed.packing.shape
+        return QuantizedSlice(name, shape, packed, target or parse_target("float32"), checkpoint)
     row = file.table.row(index)
-    if file.table.is_quantized(index):
-        what = f"is quantized: checkpoint[{show(name)}]"
-        sliced = file.table.scale(index) is not None or len(file.table.shape(index)) > 1
-        what += "[2:5] gives rows of it" if sliced else ".dequantize() gives its values"
-    elif target is not None and row.packed:
+    if target is not None and row.packed:
         what = f"is {row.code}, whose elements share bytes: load it with dtype= and slice the array"
-    else:
-        return TensorSlice(file, index, wanted, target if row.floating else None)
-    raise UnsupportedError(f"tensor {show(name)} {what}", path=file.path, tensor=name)
+        raise UnsupportedError(f"tensor {show(name)} {what}", path=file.path, tensor=name)
+    return TensorSlice(file, index, wanted, target if row.floating else None)
 
 
-class PackedSlice(TensorSlice):
-    """A lazy packed tensor: indexing it dequantizes the rows that the first index selects.
+class QuantizedSlice(TensorSlice):
+    """A lazy quantized tensor: indexing it dequantizes the rows that the first index selects.
 
     Args:
         name: of the tensor.
-        packed: what its codes mean, and where they are.
+        shape: of the tensor.
+        packed: what its codes mean, and where they are; None for int8 and blocks.
         row: the dtype of the arrays.
         checkpoint: what it belongs to; it is copied with the slice.
     """
 
-    def __init__(self, name: str, packed: Packed, row: dtypes.Dtype | None, checkpoint: Any) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, ...], packed: Packed | None, row: dtypes.Dtype | None, checkpoint: Any
+    ) -> None:
         assert row is not None
         self._name, self._packed, self._row, self._checkpoint = name, packed, row, checkpoint
-        self.shape = packed.packing.shape
+        self.shape = shape
         self.dtype = dtypes.array_dtype(row.number)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _slice_of, (self._checkpoint, self._name, self._row.name)
 
-    def __copy__(self) -> PackedSlice:
-        return PackedSlice(self._name, self._packed, self._row, self._checkpoint)
+    def __copy__(self) -> QuantizedSlice:
+        return QuantizedSlice(self._name, self.shape, self._packed, self._row, self._checkpoint)
 
     def __getitem__(self, index: Any) -> Array:
         given = index if isinstance(index, tuple) else (index,)
+        if self._packed is None:
+            return dequantize_index(self._checkpoint[self._name], given, self.dtype)
         return read_index(self._packed, given, self.dtype, self._name)
 
 
-def _slice_of(checkpoint: Any, name: str, dtype: str) -> PackedSlice:
-    found: PackedSlice = checkpoint.get_slice(name, dtype=dtype)
+def _slice_of(checkpoint: Any, name: str, dtype: str) -> QuantizedSlice:
+    found: QuantizedSlice = checkpoint.get_slice(name, dtype=dtype)
     return found

@@ -3,10 +3,12 @@
 import copy
 import importlib
 import json
+import math
 import os
 import pickle
 import struct
 import tempfile
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import safeload
-from safeload import SafetensorError, safe_open
+from safeload import QuantizedTensor, SafetensorError, gguf, safe_open
 from safeload.numpy import load_file, save_file
 
 jobs = importlib.import_module("safeload.engine.jobs")
@@ -403,6 +405,38 @@ def test_slices_are_converted_as_the_whole_is(tmp_path):
                     assert again[1:3].tobytes() == whole[name][1:3].tobytes()
         with pytest.raises(safeload.UnsupportedError, match="cannot load as int8"):
             opened.get_slice("f", dtype="int8")
+
+
+ROWS = [1, -1, slice(1, 3), slice(None, None, -2), (slice(2), 1), (..., slice(3)), None, slice(9), (2, slice(1, 2))]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "q4_0", "q8_0"])
+@pytest.mark.parametrize("shape", [(4, 64), (3, 2, 32), (64,)], ids=str)
+def test_rows_of_quantized_tensors_are_dequantized_alone(scheme, shape, tmp_path):
+    x = np.linspace(-2, 3, math.prod(shape), dtype=np.float32).reshape(shape)
+    save_file({"w": safeload.quantize(x, scheme)}, tmp_path / "x.safetensors")
+    with safeload.open(tmp_path / "x.safetensors") as opened:
+        for dtype in (None, "float16"):
+            part = opened.get_slice("w", dtype=dtype)
+            whole = opened["w"].dequantize(dtype or "float32")
+            assert (part.dtype, part.shape) == (whole.dtype, whole.shape)
+            for index in ROWS[: None if len(shape) > 1 else 4]:
+                want = np.asarray(whole[index])
+                for again in (part, pickle.loads(pickle.dumps(part)), copy.copy(part)):
+                    got = again[index]
+                    assert (got.shape, got.dtype, got.tobytes()) == (want.shape, want.dtype, want.tobytes()), index
+        with pytest.raises(IndexError):
+            part[99]
+
+
+def test_a_row_of_a_large_gguf_tensor_touches_little(tmp_path):
+    rows = 200_000
+    tensors = {"w": QuantizedTensor("q8_0", (rows, 1024), np.zeros((rows, 1024 // 32 * 34), np.uint8))}
+    gguf.save_file(tensors, tmp_path / "x.gguf", durable=False)
+    started = time.process_time()
+    with safeload.open(tmp_path / "x.gguf") as opened:
+        assert opened.get_slice("w")[rows - 2 :, :3].tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert time.process_time() - started < 0.1
 
 
 def test_elements_of_half_a_byte_are_converted_as_a_whole_only(tmp_path):
