@@ -34,7 +34,7 @@ def test_its_lines_run_in_the_checkout_and_leave_nothing_there(monkeypatch):
 def test_its_first_command_lists_a_real_file():
     command = re.search(r"&& safeload (.*)", README)[1].split()
     done = subprocess.run(
-        [sys.executable, "-m", "safeload", *command], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-I", "-m", "safeload", *command], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "15 tensors" in done.stdout
 
