@@ -67,7 +67,7 @@ def test_names_made_to_be_slow_are_not():
     found = families(names, [0] * len(names))
     assert sum(family.number for family in found) == len(names)
     sorted(names, key=natural_key)
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 10
 
 
 def test_natural_order():

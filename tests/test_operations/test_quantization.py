@@ -470,8 +470,7 @@ def test_saved_and_opened_again_bit_for_bit(folder, tmp_path, scheme):
                 np.testing.assert_array_equal(restored[name], value.dequantize())
                 np.testing.assert_array_equal(out[name], value.dequantize())
                 assert opened.tensors[name].shape == value.shape
-                with pytest.raises(safeload.UnsupportedError, match="is quantized"):
-                    opened.get_slice(name)
+                np.testing.assert_array_equal(opened.get_slice(name)[1:3], value.dequantize()[1:3])
         assert load_quantized(opened, "q8_0").keys() == result.keys()
     raw = load_file(file)
     assert all(isinstance(value, np.ndarray) for value in raw.values())
@@ -573,6 +572,7 @@ print(peak() - before, sum(v.nbytes for v in result.values()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak RSS is read from /proc")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer's own memory counts too")
 @pytest.mark.parametrize("scheme", ["q4_0", "int8"])
 def test_memory_is_the_result_and_little_more(tmp_path, scheme):
     """The line of 256 MiB is for 2.5 GB (benches/bench_quantize.py); these 240 MB would show any copy as f32."""
