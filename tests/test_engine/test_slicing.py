@@ -79,7 +79,7 @@ def tensor_and_index(draw):
     return numbered(shape, dtype), index
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(tensor_and_index())
 @example((numbered((3, 4)), ()))
 @example((numbered(()), ...))
@@ -117,7 +117,7 @@ SLICES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7),
     st.lists(SLICES | st.integers(-9, 9) | st.none() | st.just(...), max_size=6).map(tuple),
