@@ -11,10 +11,10 @@ from .base.arrays import Array
 from .base.listing import TensorInfos, as_html
 from .base.packing import CONFIG_KEY
 from .base.packing import Part as StoredPart
-from .base.selecting import Patterns, check_exclusive, select
+from .base.selecting import Patterns, choose, distinct
 from .base.table import TensorInfo, hidden, missing
 from .base.text import plural, show
-from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, distinct, load_parts, parts_of
+from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, load_parts, parts_of
 from .engine.progress import Progress
 from .engine.views import Views
 from .engine.weight_file import WeightFile, quantization_in
@@ -223,8 +223,6 @@ class Checkpoint(Mapping[str, Any]):
         self,
         names: Iterable[str] | None = None,
         *,
-        only: Patterns = None,
-        drop: Patterns = None,
         dtype: None = None,
         **options: Unpack[LoadOptions],
     ) -> dict[str, Any]: ...
@@ -233,8 +231,6 @@ class Checkpoint(Mapping[str, Any]):
         self,
         names: Iterable[str] | None = None,
         *,
-        only: Patterns = None,
-        drop: Patterns = None,
         dtype: DtypeLike,
         **options: Unpack[LoadOptions],
     ) -> dict[str, Array]: ...
@@ -281,9 +277,8 @@ class Checkpoint(Mapping[str, Any]):
             OSError: a file cannot be read.
         """
         self._check_open()
-        check_exclusive(names, only)
         if only is not None or drop is not None:
-            names = select(self if names is None else list(distinct(names)), only, drop)
+            names = choose(self, names, only, drop)
         parts = self.entries(names)
         if dtype is not None:
             self._refuse_codes(part[0] for part in parts)

@@ -24,8 +24,6 @@ def load(
     path: Paths,
     names: Iterable[str] | None = None,
     *,
-    only: Patterns = None,
-    drop: Patterns = None,
     dtype: None = None,
     **options: Unpack[OpenOptions],
 ) -> dict[str, Any]: ...
@@ -34,8 +32,6 @@ def load(
     path: Paths,
     names: Iterable[str] | None = None,
     *,
-    only: Patterns = None,
-    drop: Patterns = None,
     dtype: DtypeLike,
     **options: Unpack[OpenOptions],
 ) -> dict[str, Array]: ...

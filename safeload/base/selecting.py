@@ -84,14 +84,29 @@ def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
     return Selection(only, drop).of(names)
 
 
-def check_exclusive(names: object, only: Patterns) -> None:
-    """Refuses exact names together with patterns.
+def distinct(names: Iterable[str]) -> Iterable[str]:
+    """Exact names, without duplicates; TypeError for a single str, whose characters would count as names."""
+    if isinstance(names, str):
+        raise TypeError("names must be an iterable of names, not one str")
+    return dict.fromkeys(names)
+
+
+def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, drop: Patterns) -> list[str]:
+    """The tensors that a function works on.
+
+    Args:
+        known: all names.
+        names: exact names, which are not looked up; None for all.
+        only: patterns of the names to take, instead of ``names``.
+        drop: patterns of the names to leave out.
 
     Raises:
-        ValueError: both are given.
+        ValueError: both ``names`` and ``only``.
+        TensorNotFoundError, TypeError: see `Selection`.
     """
     if names is not None and only is not None:
         raise ValueError("names= are exact names and only= are patterns of names: pass one of them")
+    return select(known if names is None else list(distinct(names)), only, drop)
 
 
 def _listed(what: str, patterns: Patterns) -> list[str]:

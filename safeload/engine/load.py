@@ -13,6 +13,7 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, check_mapping
 from ..base.native import lib
+from ..base.selecting import Patterns, distinct
 from ..base.text import show
 from ..errors import SafeloadError, UnsupportedError
 from .delivery import deliver
@@ -38,6 +39,8 @@ DtypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
 class LoadOptions(TypedDict, total=False):
     """Options of every function that loads; see `Checkpoint.load`."""
 
+    only: Patterns
+    drop: Patterns
     backend: Backend
     out: Mapping[str, Array] | None
     threads: int | None
@@ -91,13 +94,6 @@ def parse_target(dtype: Any) -> dtypes.Dtype | None:
 def targets() -> list[str]:
     """Names of the dtypes that `parse_target` takes."""
     return [row.name for row in _TARGETS]
-
-
-def distinct(names: Iterable[str]) -> Iterable[str]:
-    """Names to load, without duplicates; TypeError for a single str, whose characters would count as names."""
-    if isinstance(names, str):
-        raise TypeError("names must be an iterable of names, not one str")
-    return dict.fromkeys(names)
 
 
 class Parts(Sequence[Part]):

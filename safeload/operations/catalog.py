@@ -17,11 +17,11 @@ import numpy as np
 from ..base.arrays import Array, as_array
 from ..base.paths import PathLike
 from ..base.scheme import INT8
-from ..base.selecting import Patterns, check_exclusive, select
+from ..base.selecting import Patterns, choose, select
 from ..base.table import missing
 from ..base.text import show
 from ..checkpoint import Checkpoint, open
-from ..engine.load import Backend, Part, distinct
+from ..engine.load import Backend, Part
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.read import packed_of
 from ..engine.source import Source, of_array, of_numbers, of_packed
@@ -180,11 +180,11 @@ class Catalog:
             TensorNotFoundError: an unknown name, or a pattern that matches none.
             ValueError: both ``names`` and ``only``.
         """
-        check_exclusive(names, only)
-        if names is not None:
-            names = list(distinct(names))
-            self.check(names)
-        return select([*self._places, *more] if names is None else names, only, drop)
+        if names is None:
+            return choose([*self._places, *more], None, only, drop)
+        wanted = choose((), names, only, None)
+        self.check(wanted)
+        return select(wanted, None, drop)
 
     # ---- one tensor ----
 
