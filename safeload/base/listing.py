@@ -30,9 +30,7 @@ class TensorInfos(dict[str, TensorInfo]):
         return TensorInfos, (dict(self),)
 
     def __repr__(self) -> str:
-        rows = [f"  {_row(info)}" for info in islice(self.values(), _LINES)]
-        left = len(self) - len(rows)
-        return "\n".join([f"<{plural(len(self), 'tensor')}>", *rows, *([f"  ... and {left:,} more"] if left else [])])
+        return _screen(f"<{plural(len(self), 'tensor')}>", self)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
@@ -41,8 +39,15 @@ class TensorInfos(dict[str, TensorInfo]):
         return as_html(plural(len(self), "tensor"), self.values(), len(self))
 
 
-def _row(info: TensorInfo) -> str:
-    return f"{clip(printable(info.name), _NAME)}  {info.dtype} {list(info.shape)}"
+def _screen(head: str, tensors: Mapping[str, Any]) -> str:
+    """A heading, the first tensors with dtype and shape, and how many are left out."""
+    lines = [head]
+    for name, one in islice(tensors.items(), _LINES):
+        what = getattr(one, "scheme", None) or getattr(one, "dtype", type(one).__name__)
+        lines.append(f"  {clip(printable(str(name)), _NAME)}  {what} {list(getattr(one, 'shape', ()))}")
+    if len(tensors) > _LINES:
+        lines.append(f"  ... and {len(tensors) - _LINES:,} more")
+    return "\n".join(lines)
 
 
 def as_html(title: str, infos: Iterable[TensorInfo], count: int) -> str:
@@ -66,10 +71,4 @@ def dict_repr(kind: str, arrays: Mapping[str, Any], note: str = "") -> str:
         arrays: name to anything with a shape, and a dtype or a scheme.
         note: what else to say in the first line.
     """
-    rows = []
-    for name, array in islice(arrays.items(), _LINES):
-        what = getattr(array, "scheme", None) or getattr(array, "dtype", type(array).__name__)
-        rows.append(f"  {clip(printable(str(name)), _NAME)}  {what} {list(getattr(array, 'shape', ()))}")
-    left = len(arrays) - len(rows)
-    head = f"<{kind}: {plural(len(arrays), 'tensor')}{f', {note}' if note else ''}>"
-    return "\n".join([head, *rows, *([f"  ... and {left:,} more"] if left else [])])
+    return _screen(f"<{kind}: {plural(len(arrays), 'tensor')}{f', {note}' if note else ''}>", arrays)

@@ -17,6 +17,7 @@ from typing import Any
 
 from .._version import __version__
 from ..base.selecting import NoMatchError
+from ..base.table import similar
 from ..base.text import printable
 from ..errors import SafeloadError
 from . import bench, check, completion, convert, diff, info, report, stats
@@ -91,9 +92,7 @@ def _unknown(word: str, commands: Mapping[str, Any]) -> str:
 
 
 def _near(word: str, known: Sequence[str]) -> str:
-    import difflib  # only here: most runs do not need it
-
-    close = difflib.get_close_matches(word, known, 1)
+    close = similar(word, known)
     return f", did you mean {close[0]!r}?" if close else ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -125,12 +124,12 @@ def _per_dtype(infos: Sequence[TensorInfo]) -> dict[str, tuple[int, int, int]]:
     totals: dict[str, tuple[int, int, int]] = {}
     for info in infos:
         count, elements, nbytes = totals.get(info.dtype, (0, 0, 0))
-        totals[info.dtype] = count + 1, elements + math.prod(info.shape), nbytes + info.nbytes
+        totals[info.dtype] = count + 1, elements + info.size, nbytes + info.nbytes
     return dict(sorted(totals.items(), key=lambda item: (-item[1][2], item[0])))
 
 
 def _parameters(infos: Sequence[TensorInfo]) -> int:
-    return sum(math.prod(info.shape) for info in infos)
+    return sum(info.size for info in infos)
 
 
 def _headers(opened: Checkpoint) -> dict[str, int]:
@@ -297,7 +296,7 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
     packed = [info for info in opened.tensors.values() if len(info.parts) > 1]
     if packed:
         labels = ", ".join(sorted({info.dtype for info in packed}))
-        stored, restored = sum(info.nbytes for info in packed), sum(4 * math.prod(info.shape) for info in packed)
+        stored, restored = sum(info.nbytes for info in packed), sum(4 * info.size for info in packed)
         count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
         yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
     codes = opened.codes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ from ..base.names import families, natural_key
 from ..base.table import TensorInfo
 from ..base.text import BETWEEN_PARTS, printable, size, table
 
-# After each module of a name, not in the {0..31} of layers.
 # Most levels of modules; what is deeper stays in one name. The tree is walked by functions that call themselves.
 _LEVELS = 32
 
@@ -58,7 +56,7 @@ def rows_of(infos: Iterable[TensorInfo], *, alone: bool) -> list[Row]:
     """
     infos = list(infos)
     if alone:
-        rows = [Row(i.name, i.dtype, i.shape, 1, math.prod(i.shape), i.nbytes) for i in infos]
+        rows = [Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos]
         return sorted(rows, key=_by_name)
     found = families([info.name for info in infos], [(i.dtype, i.shape, i.nbytes) for i in infos])
     return [
@@ -67,7 +65,7 @@ def rows_of(infos: Iterable[TensorInfo], *, alone: bool) -> list[Row]:
             info.dtype,
             info.shape,
             family.number,
-            family.number * math.prod(info.shape),
+            family.number * info.size,
             family.number * info.nbytes,
         )
         for family in found

@@ -108,11 +108,23 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
         batch.run()
     inner = math.prod(shape[1:])
     values = flat.reshape(flat.size // inner if inner else shape[0], *shape[1:])
-    view: Array = values[inside(index, shape, before // max(1, inner))]
-    return view if view.size == values.size and view.flags.c_contiguous else view.copy()
+    return part_of(values, index, shape, before // max(1, inner))
 
 
-def inside(index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> tuple[Any, ...]:
+def part_of(rows: Array, index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> Array:
+    """What an index selects, as an array of its own.
+
+    Args:
+        rows: a range of the first axis that holds it.
+        index: a basic index of the whole tensor.
+        shape: of the whole tensor.
+        first: where the range begins.
+    """
+    view: Array = rows[_inside(index, shape, first)]
+    return view if view.size == rows.size and view.flags.c_contiguous else view.copy()
+
+
+def _inside(index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> tuple[Any, ...]:
     """An index in the rows from the first that was read; it has an ellipsis, so that the result is always an array."""
     if not any(item is Ellipsis for item in index):
         index = (*index, Ellipsis)

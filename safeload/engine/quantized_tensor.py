@@ -272,8 +272,7 @@ def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.
     check_index(index, shape, "checkpoint[name].dequantize()")
     start, stop = packed_rows.selected(index, shape) if len(shape) > 1 else (0, None)
     values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
-    view: Array = values[packed_rows.inside(index, shape, start)]
-    return view if view.size == values.size and view.flags.c_contiguous else view.copy()
+    return packed_rows.part_of(values, index, shape, start)
 
 
 def _of_parts(packing: Packing, names: Mapping[str, str], arrays: Mapping[str, Array]) -> QuantizedTensor:

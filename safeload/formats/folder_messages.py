@@ -11,7 +11,7 @@ from typing import Any
 from ..base.text import clip, printable
 from ..errors import FormatError
 from ..stores.json_file import read_json
-from .registry import ROWS
+from .registry import WEIGHT_SUFFIXES
 
 # Files that mark a diffusers pipeline and a PEFT adapter.
 _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
@@ -19,7 +19,7 @@ _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 _SPELLED = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
 
 # Suffixes of files that hold weights: messages and notes list these files.
-_SUFFIXES = {*(suffix for row in ROWS for suffix in row.suffixes), ".h5", ".msgpack"}
+_SUFFIXES = {*WEIGHT_SUFFIXES, ".h5", ".msgpack"}
 _WEIGHTS = re.compile(rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)", re.DOTALL)
 # Prefixes of files that trainers leave beside weights.
 _STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")

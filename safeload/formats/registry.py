@@ -111,6 +111,9 @@ def _choices() -> dict[str, tuple[str, ...]]:
 
 FORMATS = _choices()
 
+# Usual suffixes of files that hold weights.
+WEIGHT_SUFFIXES = frozenset(suffix for row in ROWS for suffix in row.suffixes)
+
 # The format that `convert` writes for a suffix.
 SUFFIXES = {suffix: row.name for row in ROWS if row.writes for suffix in row.suffixes}
 

@@ -18,7 +18,7 @@ from ..engine import jobs
 from ..engine.atomic_file import AtomicFile
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
 from ..errors import FormatError, SafetensorError
-from ..formats.registry import ROWS
+from ..formats.registry import WEIGHT_SUFFIXES
 from ..formats.safetensors.file import Writer
 from ..formats.safetensors.quantized import pack
 from ..packed.config import without_quantization
@@ -36,7 +36,6 @@ _EXTRAS = (
     *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
     *("preprocessor_config.json", "processor_config.json"),
 )
-_WEIGHTS = {suffix for row in ROWS for suffix in row.suffixes}
 # The largest of them; tokenizers have up to 40 MB.
 _LARGEST_EXTRA = 1 << 30
 _COPY_BUFFER = 4 << 20
@@ -101,7 +100,7 @@ def extras_of(folder: str) -> dict[str, str]:
             (entry.name, entry.path)
             for entry in entries
             if any(fnmatchcase(entry.name, pattern) for pattern in _EXTRAS)
-            and os.path.splitext(entry.name)[1] not in _WEIGHTS
+            and os.path.splitext(entry.name)[1] not in WEIGHT_SUFFIXES
             and entry.is_file()
             and entry.stat().st_size <= _LARGEST_EXTRA
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeGuard
 
 from .patterns import compiled
@@ -102,9 +102,14 @@ def is_length(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 < value < _LONGEST_BLOCK
 
 
+@lru_cache(maxsize=4)  # of one checkpoint all packed tensors have the same text
+def _of_text(text: str) -> Quantization | None:
+    return quantization_of(json.loads(text))
+
+
 def is_kept_by(text: str | None, module: str, new: str) -> bool:
     """Whether a description as `Quantization.text` gives it says the same of a module under another name."""
-    said = None if text is None else quantization_of(json.loads(text))
+    said = None if text is None else _of_text(text)
     return said is None or (said.of_module(module) == said.of_module(new) and said.weights(module) == said.weights(new))
 
 

@@ -102,15 +102,20 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_a_tied_head_is_made_if_it_is_wanted(tmp_path):
+@pytest.fixture
+def tied(tmp_path):
+    """A small llama whose head is its embedding."""
     config, tensors = small("llama")
     config["tie_word_embeddings"] = True
     tensors.pop("lm_head.weight", None)
-    (tmp_path / "model").mkdir()
-    write_folder(tmp_path / "model", config, tensors)
+    (tmp_path / "tied").mkdir()
+    write_folder(tmp_path / "tied", config, tensors)
+    return tmp_path / "tied"
 
+
+def test_a_tied_head_is_made_if_it_is_wanted(tied, tmp_path):
     def heads(**options):
-        safeload.convert(tmp_path / "model", tmp_path / "x.safetensors", quantize="q8_0", overwrite=True, **options)
+        safeload.convert(tied, tmp_path / "x.safetensors", quantize="q8_0", overwrite=True, **options)
         return "lm_head.weight" in safeload.open(tmp_path / "x.safetensors")
 
     assert heads()
@@ -281,22 +286,15 @@ def test_a_part_and_a_tensor_of_one_name_in_two_shards_are_refused(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_head_is_chosen_apart_from_its_embedding(tmp_path):
-    config, tensors = small("llama")
-    config["tie_word_embeddings"] = True
-    tensors.pop("lm_head.weight", None)
-    (tmp_path / "model").mkdir()
-    write_folder(tmp_path / "model", config, tensors)
+def test_a_head_is_chosen_apart_from_its_embedding(tied, tmp_path):
     target = tmp_path / "x.safetensors"
-    safeload.convert(tmp_path / "model", target, quantize="q8_0", only="lm_head*")
+    safeload.convert(tied, target, quantize="q8_0", only="lm_head*")
     assert [value.scheme for value in safeload.load(target).values()] == ["q8_0"]
-    safeload.convert(tmp_path / "model", target, quantize="q8_0", drop="*embed*", overwrite=True)
+    safeload.convert(tied, target, quantize="q8_0", drop="*embed*", overwrite=True)
     assert "lm_head.weight" in safeload.open(target)
-    safeload.convert(
-        tmp_path / "model", target, quantize="q8_0", only="lm_head*", keep="lm_head*", dtype="float32", overwrite=True
-    )
+    safeload.convert(tied, target, quantize="q8_0", only="lm_head*", keep="lm_head*", dtype="float32", overwrite=True)
     head = safeload.load(target)["lm_head.weight"]
-    np.testing.assert_array_equal(head, tensors["model.embed_tokens.weight"].astype(np.float32))
+    np.testing.assert_array_equal(head, small("llama")[1]["model.embed_tokens.weight"].astype(np.float32))
 
 
 def test_a_typo_of_keep_is_an_error(source, tmp_path):
