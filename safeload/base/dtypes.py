@@ -13,9 +13,6 @@ from ..errors import SafeloadError
 from .native import ffi, lib
 from .text import nearest, show
 
-# Characters of a name that are compared with those known.
-_LONGEST_NAME = 40
-
 
 class Dtype(NamedTuple):
     """One row of the table.
@@ -179,7 +176,7 @@ def is_name(text: str) -> bool:
 
 def _nearest(dtype: Any, among: Sequence[Dtype]) -> str:
     """The end of the message for an unknown dtype: what was meant, or what there is."""
-    text = dtype[:_LONGEST_NAME].lower() if isinstance(dtype, str) else ""
+    text = dtype.lower() if isinstance(dtype, str) else ""
     scheme = BLOCK_TYPES.get(text)
     if scheme is not None:
         written = lib.sl_convertible(BY_CODE["F32"].number, scheme.number)

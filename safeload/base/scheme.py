@@ -56,8 +56,6 @@ def _blocks(name: str, **roundings: int) -> Scheme:
     return Scheme(name, BLOCK_TYPES[name], roundings)
 
 
-# Characters of a name that are compared with those known.
-_LONGEST_NAME = 40
 INT8 = "int8"
 SCHEMES = {
     row.name: row
@@ -106,7 +104,7 @@ def parse(scheme: object) -> str:
         raise ValueError(f"scheme {show(scheme)}: {row.code} is read only; can be written: {can}")
     if is_name(name):
         raise ValueError(f"unknown scheme {show(scheme)}: it is a dtype, for dtype= of safeload.load and convert")
-    meant = nearest(name[:_LONGEST_NAME], SCHEMES)
+    meant = nearest(name, SCHEMES)
     raise ValueError(
         f"unknown scheme {show(scheme)}" + (f": did you mean {meant[0]!r}?" if meant else f", expected one of {can}")
     )

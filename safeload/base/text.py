@@ -15,6 +15,8 @@ import numpy as np
 _SHOWN = 200
 # Least likeness of a misspelling, as difflib measures it.
 _NEAR = 0.7
+# Characters of it that are compared: no name of a dtype or scheme has more.
+_COMPARED = 40
 
 # Widest that columns are padded to where lines have no limit, so that one long name does not widen every line.
 _PADDED = 100
@@ -60,6 +62,7 @@ def nearest(text: str, names: Iterable[str]) -> list[str]:
     """
     import difflib  # only here: at the top it would add a millisecond to `import safeload`
 
+    text = text[:_COMPARED]
     near = difflib.SequenceMatcher(None, b=text)
     ratios = {}
     for name in names:

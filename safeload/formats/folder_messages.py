@@ -48,7 +48,7 @@ _JSON = (
 
 def listed(names: Sequence[str], most: int = _LISTED) -> str:
     """Names of files for a message."""
-    return ", ".join(clip(printable(name), _NAME) for name in names[:most]) + (" ..." if len(names) > most else "")
+    return ", ".join(map(_shown, names[:most])) + (" ..." if len(names) > most else "")
 
 
 def _with_weights(path: Path, folders: Sequence[str]) -> list[str]:
