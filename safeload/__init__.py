@@ -27,13 +27,13 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .base.table import TensorInfo
-    from .checkpoint import Checkpoint, open
+    from .checkpoint import Checkpoint
     from .compat.safe_open import SafeSlice, _safe_open_handle, safe_open
     from .compat.serialize import TensorMeta, TensorSpec, deserialize, serialize, serialize_file
     from .engine.cast import astype
     from .engine.load import LoadStats
     from .engine.quantized_tensor import QuantizedTensor
-    from .loading import load
+    from .loading import load, open
     from .models.layout import Layout, StackedTensor
     from .operations.convert import ConvertReport, convert
     from .operations.diff import DiffReport, TensorDiff, diff
@@ -52,13 +52,13 @@ _LATER = {
     name: module
     for module, names in {
         "base.table": ("TensorInfo",),
-        "checkpoint": ("Checkpoint", "open"),
+        "checkpoint": ("Checkpoint",),
         "compat.safe_open": ("SafeSlice", "_safe_open_handle", "safe_open"),
         "compat.serialize": ("TensorMeta", "TensorSpec", "deserialize", "serialize", "serialize_file"),
         "engine.cast": ("astype",),
         "engine.load": ("LoadStats",),
         "engine.quantized_tensor": ("QuantizedTensor",),
-        "loading": ("load",),
+        "loading": ("load", "open"),
         "models.layout": ("Layout", "StackedTensor"),
         "operations.convert": ("ConvertReport", "convert"),
         "operations.diff": ("DiffReport", "TensorDiff", "diff"),

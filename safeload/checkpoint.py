@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 from .base import dtypes, log
 from .base.arrays import Array
@@ -13,14 +13,15 @@ from .base.packing import CONFIG_KEY
 from .base.packing import Part as StoredPart
 from .base.selecting import Patterns, choose, distinct
 from .base.table import TensorInfo, hidden, missing
-from .base.text import plural, show
-from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, load_parts, parts_of
+from .base.text import parse_size, plural, show
+from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, load_parts, parse_target, parts_of
 from .engine.progress import Progress
+from .engine.stream import Order, Out, TensorStream, stream
 from .engine.views import Views
 from .engine.weight_file import WeightFile, quantization_in
 from .errors import FormatError
-from .formats.opening import Found, Paths, Recipe, Seen, UnknownGlobals, find, reopen, seen_of
-from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, FormatName, Wanted
+from .formats.opening import Found, Recipe, Seen, reopen, seen_of
+from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from .packed.grouping import Codes
 
-__all__ = ["Checkpoint", "TensorSlice", "open"]
+__all__ = ["Checkpoint", "TensorSlice", "TensorStream"]
 
 # Formats of files that stand beside a config.json.
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
@@ -124,6 +125,16 @@ class Checkpoint(Mapping[str, Any]):
             from .packed import grouping
 
             grouping.refuse(codes, names, "dtype=", self.path)
+
+    def _chosen(self, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any) -> Sequence[Part]:
+        """The tensors to load; refuses those that ``dtype`` would convert without their scales."""
+        self._check_open()
+        if only is not None or drop is not None:
+            names = choose(self, names, only, drop)
+        parts = self.entries(names)
+        if dtype is not None:
+            self._refuse_codes(part[0] for part in parts)
+        return parts
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:
         if self._hidden and name in self._hidden and name not in self:
@@ -220,19 +231,11 @@ class Checkpoint(Mapping[str, Any]):
 
     @overload
     def load(
-        self,
-        names: Iterable[str] | None = None,
-        *,
-        dtype: None = None,
-        **options: Unpack[LoadOptions],
+        self, names: Iterable[str] | None = None, *, dtype: None = None, **options: Unpack[LoadOptions]
     ) -> dict[str, Any]: ...
     @overload
     def load(
-        self,
-        names: Iterable[str] | None = None,
-        *,
-        dtype: DtypeLike,
-        **options: Unpack[LoadOptions],
+        self, names: Iterable[str] | None = None, *, dtype: DtypeLike, **options: Unpack[LoadOptions]
     ) -> dict[str, Array]: ...
     def load(
         self,
@@ -276,12 +279,7 @@ class Checkpoint(Mapping[str, Any]):
             FormatError: a file ends too early, with path and offset.
             OSError: a file cannot be read.
         """
-        self._check_open()
-        if only is not None or drop is not None:
-            names = choose(self, names, only, drop)
-        parts = self.entries(names)
-        if dtype is not None:
-            self._refuse_codes(part[0] for part in parts)
+        parts = self._chosen(names, only, drop, dtype)
         arrays, self.last_load = load_parts(
             parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
         )
@@ -298,6 +296,66 @@ class Checkpoint(Mapping[str, Any]):
             return os.path.dirname(self._index[0])
         paths = () if self._recipe is None or self._recipe.listed else self._recipe.paths
         return next((path for path in paths if os.path.isdir(path)), None)
+
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        only: Patterns = None,
+        drop: Patterns = None,
+        dtype: Any = None,
+        ahead: int | str = 256 << 20,
+        order: Order = "file",
+        out: Out = None,
+        threads: int | None = None,
+        progress: Progress = None,
+    ) -> TensorStream:
+        """Tensors one after the other, while the next ones are read: ``for name, array in ckpt.stream(): ...``.
+
+        Nothing is read before the first tensor is taken, nor after an error or ``close()`` of the iterator.
+
+        Args:
+            names: see `load`, as for ``only``, ``drop``, ``dtype`` and ``threads``.
+            only: patterns instead of ``names``.
+            drop: patterns of names to leave out.
+            dtype: dtype to convert floating tensors to.
+            ahead: most bytes of tensors that are read and not yet taken, as a number or text such as "1GiB"; a larger
+                tensor is read alone.
+            order: "file" for the order of the bytes, file after file; "given" for that of ``names``; "ready" for
+                whichever is there first, which for local files is the order of the bytes.
+            out: arrays to fill, by name, or a function that gets a name and returns one, each C-contiguous and of the
+                dtype and shape of its tensor. The function is called in the caller's thread, ahead of time.
+            threads: for reading.
+            progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the tensors taken.
+
+        Returns:
+            Iterator of (name, array). Each array is new memory of the caller's: writable, C-contiguous, aligned to 64
+            bytes (repeated elements of a torch tensor stay repeated). A quantized tensor is a `QuantizedTensor` unless
+            ``dtype`` dequantizes it.
+
+        Raises:
+            TensorNotFoundError, UnsupportedError, ValueError: see `load`.
+            FormatError, OSError: a tensor cannot be read; it is raised in its turn, after all tensors before it.
+            RuntimeError: the iterator was made before a fork.
+
+        Example:
+            >>> import safeload
+            >>> with safeload.open("tiny-llama") as checkpoint:
+            ...     {name: float(array.max()) for name, array in checkpoint.stream(only="model.norm.*")}
+            {'model.norm.weight': 1.0546875}
+        """
+        if order not in get_args(Order):
+            raise ValueError(f'order is {show(order)}, but "file", "given" or "ready" is wanted')
+        return stream(
+            self._chosen(names, only, drop, dtype),
+            self.weight_files,
+            target=parse_target(dtype),
+            limit=parse_size(ahead, "ahead"),
+            sort=order != "given",
+            out=out,
+            threads=threads,
+            progress=progress,
+        )
 
     def close(self) -> None:
         """Closes the files. Arrays stay valid: a mapping lives as long as its last array."""
@@ -336,52 +394,3 @@ def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Chec
         made.close()
         raise FormatError("the quantization in config.json has changed since it was opened", made.path)
     return made
-
-
-def open(
-    path: Paths,
-    *,
-    format: FormatName | None = None,
-    root: str | None = None,
-    unknown_globals: UnknownGlobals = "refuse",
-    stored: bool = False,
-) -> Checkpoint:
-    """Opens a weight file, a folder of them, an ``index.json`` or a list of files; no tensor is read.
-
-    No code in a file is executed: an interpreter that builds only plain values and descriptions of tensors reads the
-    pickle of a torch checkpoint. Nested containers give names with dots: ``{"model": {"w": ...}}`` gives "model.w", the
-    third item of a list is "2". An array that is the whole content is named "tensor", whatever the format.
-
-    Args:
-        path: what to open. The format is recognised by the content, not by the suffix. A list opens the union of its
-            files; a name that two of them have is an error. Any part of a split GGUF file opens all of them.
-        format: requires a format, such as "safetensors", "gguf" or "torch" (either of "torch zip" and "torch legacy");
-            the guide lists all values, as does the error for an unknown one.
-        root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is omitted from
-            their names. For torch checkpoints.
-        unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
-            "refuse" it with an error that names them all, or keep them "inert", as placeholders, and read the tensors
-            around them. They are neither imported nor called. In the names of tensors inside a placeholder its state
-            appears as ``<state>``, its arguments as ``<args>``.
-        stored: whether to show the tensors as the files name them. Otherwise tensors are what they mean: a packed
-            weight of a quantized checkpoint appears once, under its logical name, as a `QuantizedTensor`, and its
-            scales vanish into it.
-
-    Returns:
-        The open checkpoint; ``with safeload.open(path) as checkpoint:`` closes it.
-
-    Raises:
-        FormatError: the file breaks its format, or an index does not match its folder.
-        ForbiddenError: a pickle names globals off the list of harmless ones.
-        UnsupportedError: a format or a tensor that this version does not read, or a folder without weights.
-        LimitError: a named limit is exceeded.
-        TensorNotFoundError: an unknown ``root``; the message lists the existing ones.
-        OSError: a system error, such as FileNotFoundError or PermissionError.
-
-    Example:
-        >>> import safeload
-        >>> with safeload.open("model.safetensors") as checkpoint:
-        ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
-        ('F32', (128,))
-    """
-    return Checkpoint(find(path, format, root, unknown_globals, stored))

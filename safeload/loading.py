@@ -1,4 +1,4 @@
-"""`load`: the entry point from a path to a dict of arrays."""
+"""`open` and `load`: the entry points from a path to a checkpoint, or to a dict of arrays."""
 
 from __future__ import annotations
 
@@ -7,16 +7,65 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .base.arrays import Array
 from .base.selecting import Patterns
-from .checkpoint import open
+from .checkpoint import Checkpoint
 from .engine.load import Backend, DtypeLike
 from .engine.progress import Progress
-from .formats.opening import OpenOptions, Paths, UnknownGlobals
+from .formats.opening import OpenOptions, Paths, UnknownGlobals, find
 from .formats.registry import FormatName
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["load"]
+__all__ = ["load", "open"]
+
+
+def open(
+    path: Paths,
+    *,
+    format: FormatName | None = None,
+    root: str | None = None,
+    unknown_globals: UnknownGlobals = "refuse",
+    stored: bool = False,
+) -> Checkpoint:
+    """Opens a weight file, a folder of them, an ``index.json`` or a list of files; no tensor is read.
+
+    No code in a file is executed: an interpreter that builds only plain values and descriptions of tensors reads the
+    pickle of a torch checkpoint. Nested containers give names with dots: ``{"model": {"w": ...}}`` gives "model.w", the
+    third item of a list is "2". An array that is the whole content is named "tensor", whatever the format.
+
+    Args:
+        path: what to open. The format is recognised by the content, not by the suffix. A list opens the union of its
+            files; a name that two of them have is an error. Any part of a split GGUF file opens all of them.
+        format: requires a format, such as "safetensors", "gguf" or "torch" (either of "torch zip" and "torch legacy");
+            the guide lists all values, as does the error for an unknown one.
+        root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is omitted from
+            their names. For torch checkpoints.
+        unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
+            "refuse" it with an error that names them all, or keep them "inert", as placeholders, and read the tensors
+            around them. They are neither imported nor called. In the names of tensors inside a placeholder its state
+            appears as ``<state>``, its arguments as ``<args>``.
+        stored: whether to show the tensors as the files name them. Otherwise tensors are what they mean: a packed
+            weight of a quantized checkpoint appears once, under its logical name, as a `QuantizedTensor`, and its
+            scales vanish into it.
+
+    Returns:
+        The open checkpoint; ``with safeload.open(path) as checkpoint:`` closes it.
+
+    Raises:
+        FormatError: the file breaks its format, or an index does not match its folder.
+        ForbiddenError: a pickle names globals off the list of harmless ones.
+        UnsupportedError: a format or a tensor that this version does not read, or a folder without weights.
+        LimitError: a named limit is exceeded.
+        TensorNotFoundError: an unknown ``root``; the message lists the existing ones.
+        OSError: a system error, such as FileNotFoundError or PermissionError.
+
+    Example:
+        >>> import safeload
+        >>> with safeload.open("model.safetensors") as checkpoint:
+        ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
+        ('F32', (128,))
+    """
+    return Checkpoint(find(path, format, root, unknown_globals, stored))
 
 
 @overload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ _LONGEST = 2000
 BETWEEN_PARTS = re.compile(r"(?<=[./])(?<!\.\.)(?!\.)")
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+# Powers of 1000, as Hugging Face writes them ("5GB"), and of 1024.
+_BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def printable(text: str) -> str:
@@ -107,6 +110,30 @@ def unit(nbytes: float) -> tuple[int, str]:
         nbytes /= 1024
         power += 1
     return 1024**power, _UNITS[power]
+
+
+def parse_size(value: int | str, what: str) -> int:
+    """Parses a size in bytes: "500MB", "5GB", "2GiB" or a number.
+
+    Args:
+        value: the size.
+        what: how messages name it.
+
+    Raises:
+        TypeError: it is neither a number nor text.
+        ValueError: it is not a size, or not positive.
+    """
+    if isinstance(value, str):
+        from fractions import Fraction  # only here: it takes milliseconds
+
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _BYTES:
+            raise ValueError(f'{what} {show(value)} is not a size such as "500MB" or "5GB"')
+        value = int(Fraction(match[1]) * _BYTES[match[2].upper()])
+    value = operator.index(value)
+    if value < 1:
+        raise ValueError(f"{what} is {show(value)}, but at least one byte is needed")
+    return value
 
 
 def size(nbytes: int) -> str:

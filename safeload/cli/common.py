@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from .. import checkpoint
+from .. import loading
 from ..base import log
 from ..base.text import plural, printable, width
 from ..checkpoint import Checkpoint
@@ -152,7 +152,7 @@ def positive(text: str) -> int:
 
 def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
     """Opens a checkpoint with the options of `add_opening`."""
-    return checkpoint.open(path, root=options.root, unknown_globals=options.unknown_globals, stored=options.stored)
+    return loading.open(path, root=options.root, unknown_globals=options.unknown_globals, stored=options.stored)
 
 
 # ---- rows ----

@@ -60,7 +60,7 @@ def deliver(
             return {selections[0].names[0]: array}, True
     packed: dict[str, Packed] = {}
     if any(selection.file.table.quantized for selection in selections):
-        selections, packed = _without_packed(selections)
+        selections, packed = without_packed(selections)
     plans = [decide(selection, target, view) for selection in selections]
     if out is not None:
         for plan in plans:
@@ -103,7 +103,7 @@ def deliver(
     return delivered, allowed
 
 
-def _without_packed(selections: Sequence[Selection]) -> tuple[list[Selection], dict[str, Packed]]:
+def without_packed(selections: Sequence[Selection]) -> tuple[list[Selection], dict[str, Packed]]:
     """Selections without the packed tensors, and these by name."""
     packed: dict[str, Packed] = {}
     plain = []
@@ -203,20 +203,28 @@ def _wrap(plan: Plan, delivered: dict[str, Any]) -> None:
 def _check_out(plan: Plan, out: Mapping[str, Array]) -> None:
     """Refuses arrays of ``out`` that are missing or do not fit."""
     for k, (name, shape) in enumerate(zip(plan.names, plan.shapes, strict=True)):
-        _check_one(name, plan.dtype(k), shape, out)
+        check_given(name, plan.dtype(k), shape, out)
 
 
 def _check_out_packed(packed: Mapping[str, Packed], target: dtypes.Dtype | None, out: Mapping[str, Array]) -> None:
     """The same for packed tensors, which are several arrays unless they are dequantized."""
     for name, tensor in packed.items():
         if target is None:
-            raise ValueError(
-                f"out: tensor {show(name)} is stored as {tensor.packing.label}: pass dtype= to dequantize it"
-            )
-        _check_one(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
+            raise stored_in_parts(name, tensor)
+        check_given(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
 
 
-def _check_one(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
+def stored_in_parts(name: str, packed: Packed) -> ValueError:
+    """The error for an array to fill with a packed tensor that is not dequantized."""
+    return ValueError(f"out: tensor {show(name)} is stored as {packed.packing.label}: pass dtype= to dequantize it")
+
+
+def check_given(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
+    """Refuses an array of ``out`` that is missing or does not fit.
+
+    Raises:
+        ValueError, TypeError: which it is, and why.
+    """
     array = out.get(name)
     if array is None:
         raise ValueError(f"out: no array for tensor {show(name)}")

@@ -310,8 +310,8 @@ def address_of(array: Array) -> int:
 
 
 def aligned_bytes(size: int) -> Array:
-    """New memory aligned to `ALIGNMENT`."""
-    raw = np.empty(size + ALIGNMENT, np.uint8)
+    """New memory aligned to `ALIGNMENT`, in huge pages if it is large."""
+    raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
     start = -address_of(raw) % ALIGNMENT
     return raw[start : start + size]
 

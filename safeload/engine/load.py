@@ -169,7 +169,7 @@ def load_parts(
     check_threads(threads)
     target = parse_target(dtype)
     started = time.perf_counter()
-    selections = _selections(parts)
+    selections = selections_of(parts)
     names = selections[0].names if len(selections) == 1 else [name for name, _, _ in parts]
     if out is not None:
         check_mapping(out, "out")
@@ -192,7 +192,7 @@ def load_parts(
     return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend if allowed else "pread")
 
 
-def _selections(parts: Sequence[Part]) -> list[Selection]:
+def selections_of(parts: Sequence[Part]) -> list[Selection]:
     """The tensors grouped by file."""
     if isinstance(parts, Parts):
         return [parts.selection]

@@ -70,9 +70,10 @@ class Reads:
                 self._batch.add(job)
 
     def stored(self, part: Part) -> Array:
-        """An array that will hold the bytes of a stored tensor unchanged."""
+        """An aligned array that will hold the bytes of a stored tensor unchanged."""
         size = part.end - part.begin
-        array = jobs.private_array(dtypes.array_shape(part.row, part.shape, size), dtypes.array_dtype(part.row.number))
+        dtype, shape = dtypes.array_dtype(part.row.number), dtypes.array_shape(part.row, part.shape, size)
+        array = array_over(jobs.aligned_bytes(size), dtype, shape, 0)
         if size:
             number = part.row.number
             self._batch.add(Job(part.file, part.begin, self._batch.into(array), size, number, number))

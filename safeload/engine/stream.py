@@ -1,156 +1,319 @@
-"""Reads bytes and values of tensors in pieces: on several threads, in bounded memory, never through a mapping."""
+"""Streams tensors of open files: one after the other, while the next ones are read, in bounded memory."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from threading import Lock
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array
+from ..base.arrays import Array, array_over, check_mapping
+from ..base.packing import Packed
+from ..base.text import plural, show
 from . import jobs
-from .jobs import Batch, Job
-from .progress import Progress, bar
-from .source import Source
-from .threads import thread_count
+from .ahead import Ahead, Check, Task
+from .delivery import check_given, deliver, stored_in_parts, without_packed
+from .load import Part, selections_of
+from .pieces import Meter
+from .plan import Selection, decide
+from .progress import Progress
+from .recycled import Recycler
+from .threads import check_threads
 from .weight_file import WeightFile
 
-# Bytes read at a time by each thread: enough to amortize the cost of a read, little compared with any machine's memory.
-PIECE = 4 << 20
-# Bytes of float64 values that are processed at a time, several times over: they stay in a core's cache.
-VALUES = 1 << 20
+# Arrays to fill: by name, or a function that gives the one for a name.
+Out = Mapping[str, Array] | Callable[[str], Array] | None
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+# Which tensor comes next.
+Order = Literal["file", "given", "ready"]
+
+# Bytes of tensors that are read together: enough for all threads to have work, and little compared with any limit.
+_UNIT = 16 << 20
+# A unit takes at most this part of the limit, so that others are read while its tensors are taken.
+_SHARE = 4
 
 
-def in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], threads: int | None, nbytes: int
-) -> Iterator[Result]:
-    """Results of a function that releases the GIL, called on several threads, in the order of its arguments.
+# Dtype and shape.
+_Array: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
 
-    Only a few calls run ahead of the consumer, and none outlives this generator.
 
-    Args:
-        function: called in any thread.
-        items: its arguments.
-        threads: None: chosen automatically from ``nbytes``.
-        nbytes: bytes that all calls together read.
+# Names and arrays of tensors, and the error of the tensor after them.
+_Found: TypeAlias = tuple[deque[tuple[str, Any]], Exception | None]
+
+
+class _Entry(NamedTuple):
+    """A tensor to read.
+
+    Attributes:
+        name: of the tensor.
+        file: the file that holds it.
+        at: its index in the file's table.
+        begin: its first byte.
+        nbytes: bytes of its array, or of its parts.
+        array: dtype and shape of its array; None where `deliver` makes it: for packed codes that stay as they are
+            stored, and for repeated elements, which have no bytes of their own.
     """
-    count = thread_count(nbytes, threads)
-    if count == 1:
-        yield from map(function, items)
-        return
-    from concurrent.futures import Future, ThreadPoolExecutor  # only here: it takes milliseconds
 
-    waiting: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(count) as pool:
+    name: str
+    file: WeightFile
+    at: int
+    begin: int
+    nbytes: int
+    array: _Array | None
+
+
+class TensorStream(Iterator[tuple[str, Any]]):
+    """Names and arrays of tensors, in turn, while the next ones are read; made by `Checkpoint.stream`.
+
+    `close` stops reading, and so do an error, the end of the program and the last reference to the stream. It belongs
+    to the process that made it: after a fork, the child's copy raises RuntimeError.
+    """
+
+    def __init__(self, entries: Sequence[_Entry], reader: _Reader, limit: int, progress: Progress) -> None:
+        share = max(1, min(_UNIT, limit // _SHARE))
+        self._memory = memory = Recycler(limit)
+        units = (_Unit(part, reader, memory) for part in _units(entries, share))
+        tasks = (Task(unit.nbytes, unit.run, unit.start if reader.out is not None else None) for unit in units)
+        self._ahead: Ahead[_Found] = Ahead(tasks, limit - limit // _SHARE - share)
+        self._ready: deque[tuple[str, Any]] = deque()
+        self._error: Exception | None = None
+        self._left = {entry.name: entry.nbytes for entry in entries}
+        self._count = len(entries)
+        self._meter = Meter(progress, sum(self._left.values()))
+
+    def __next__(self) -> tuple[str, Any]:
+        self._ahead.check_process()
         try:
-            for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > 2 * count:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+            while not self._ready:
+                if self._error is not None:
+                    raise self._error
+                self._ready, self._error = next(self._ahead)
+                self._memory.used = self._ahead.pending
+            name, value = self._ready.popleft()
+            self._meter.add(self._left.pop(name))
+        except BaseException:
+            self.close()
+            raise
+        return name, value
+
+    def __length_hint__(self) -> int:
+        return len(self._left)
+
+    def __repr__(self) -> str:
+        return f"<TensorStream: {len(self._left)} of {plural(self._count, 'tensor')} left>"
+
+    def close(self) -> None:
+        """Stops reading and waits until it has stopped. Arrays that were taken stay valid."""
+        self._ahead.close()
+        self._memory.close()
+        self._ready.clear()
+        self._error = None
+        self._left.clear()
+        self._meter.close()
 
 
-class Meter:
-    """Counts bytes for a progress report; any thread may add to it.
+class _Reader(NamedTuple):
+    """How tensors are read.
+
+    Attributes:
+        target: dtype that floating tensors are converted to and packed ones dequantized to; None to convert nothing.
+        out: gives the arrays to fill; None for new ones.
+        threads: None: chosen automatically.
+    """
+
+    target: dtypes.Dtype | None
+    out: Callable[[str], Any] | None
+    threads: int | None
+
+    def read(self, entries: Sequence[_Entry], given: Mapping[str, Array], check: Check) -> dict[str, Any]:
+        """Reads tensors into the arrays given, those that are stored in parts into new ones."""
+        if not entries:
+            return {}
+        arrays, _ = deliver(
+            selections_of([entry[:3] for entry in entries]),
+            target=self.target,
+            out=None if entries[0].array is None else given,
+            threads=self.threads,
+            progress=lambda done, total: check(),
+        )
+        return arrays
+
+
+class _Unit:
+    """Tensors that are read together.
 
     Args:
-        progress: a callable that gets (bytes_done, bytes_total), True for a bar, or None.
-        total: bytes in all.
+        entries: the tensors.
+        reader: how they are read.
+        memory: for new arrays.
     """
 
-    def __init__(self, progress: Progress, total: int) -> None:
-        # The bar is closed when all bytes are done, or with the meter if that never happens.
-        self._bar = None if callable(progress) or not progress else bar("safeload", leave=True)
-        self._report = progress if callable(progress) else None if self._bar is None else self._bar.__enter__()
-        self._total = total
-        self._done = 0
-        self._lock = Lock()
+    def __init__(self, entries: Sequence[_Entry], reader: _Reader, memory: Recycler) -> None:
+        self._memory = memory
+        self.nbytes = sum(entry.nbytes for entry in entries)
+        self._entries = entries
+        self._reader = reader
+        self._given: dict[str, Array] = {}
+        self._error: Exception | None = None
 
-    def add(self, nbytes: int) -> None:
-        """Adds to the number of bytes done."""
-        with self._lock:
-            if self._report is not None:
-                self._done += nbytes
-                self._report(self._done, self._total)
-                if self._bar is not None and self._done >= self._total:
-                    self._bar.__exit__(None, None, None)
-                    self._bar = self._report = None
+    def start(self) -> None:
+        """Asks the caller for the arrays to fill, up to an error."""
+        for k, entry in enumerate(self._entries):
+            error = self._ask(entry)
+            if error is not None:
+                self._entries, self._error = self._entries[:k], error
+                return
 
+    def _ask(self, entry: _Entry) -> Exception | None:
+        assert self._reader.out is not None
+        assert entry.array is not None
+        try:
+            self._given[entry.name] = self._reader.out(entry.name)
+            check_given(entry.name, *entry.array, self._given)
+        except Exception as error:
+            return error
+        return None
 
-def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
-    """The bytes [begin, end) of a file, in pieces; each is overwritten by the next.
+    def run(self, check: Check) -> _Found:
+        """The tensors with their arrays, up to the first that cannot be read, and its error."""
+        if self._reader.out is None and self._entries and self._entries[0].array is not None:
+            self._given = _new_arrays(self._entries, self._memory)
+        found, error = self._read(self._entries, check)
+        if error is None:
+            return found, self._error
+        if len(self._entries) > 1:
+            for entry in self._entries:  # once more, to find out which cannot be read
+                one, error = self._read([entry], check)
+                found += one
+                if error is not None:
+                    break
+        return found, error or self._error
 
-    Raises:
-        FormatError: the file ends too early.
-        OSError: the file cannot be read.
-    """
-    memory = np.empty(min(PIECE, max(1, end - begin)), np.uint8) if buffer is None else buffer
-    for at in range(begin, end, PIECE):
-        size = min(PIECE, end - at)
-        Batch([Job(file, at, jobs.address_of(memory), size)]).run(threads=1)
-        yield memory[:size].data
-
-
-def source_pieces(source: Source) -> Iterator[memoryview]:
-    """The bytes of a tensor, in pieces; each is overwritten by the next.
-
-    Raises:
-        FormatError, OSError: see `file_pieces`.
-    """
-    if source.file is not None:
-        yield from file_pieces(source.file, source.offset, source.offset + source.size)
-    elif source.size:
-        yield from (piece.data for piece in _cut(memory_of(source)))
-
-
-def memory_of(source: Source) -> Array:
-    """The bytes of a source that is in memory."""
-    array: Array = np.asarray(source.owner)
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    def _read(self, entries: Sequence[_Entry], check: Check) -> _Found:
+        try:
+            arrays = self._reader.read(entries, self._given, check)
+        except Exception as error:
+            return deque(), error
+        return deque((entry.name, arrays[entry.name]) for entry in entries), None
 
 
-def _cut(raw: Array) -> Iterator[Array]:
-    for at in range(0, raw.size, PIECE):
-        yield raw[at : at + PIECE]
+def _units(entries: Sequence[_Entry], share: int) -> Iterator[list[_Entry]]:
+    """Divides tensors into those that are read together."""
+    unit: list[_Entry] = []
+    size = 0
+    for entry in entries:
+        if unit and (size + entry.nbytes > share or (entry.array is None) != (unit[0].array is None)):
+            yield unit
+            unit, size = [], 0
+        unit.append(entry)
+        size += entry.nbytes
+    if unit:
+        yield unit
 
 
-def values(source: Source, begin: int, count: int) -> Array:
-    """Elements of a tensor in C order, as float64; bool as 0 and 1.
+def _new_arrays(entries: Sequence[_Entry], memory: Recycler) -> dict[str, Array]:
+    """New arrays, each aligned to `jobs.ALIGNMENT`; small ones share memory that is allocated at once."""
+    places, size = [], 0
+    for entry in entries:
+        places.append(size)
+        if entry.nbytes < jobs.POOLED_BELOW:
+            size += -(-entry.nbytes // jobs.ALIGNMENT) * jobs.ALIGNMENT
+    pool = memory.array((size,), np.dtype(np.uint8))
+    arrays = {}
+    for entry, place in zip(entries, places, strict=True):
+        assert entry.array is not None
+        dtype, shape = entry.array
+        alone = entry.nbytes >= jobs.POOLED_BELOW
+        arrays[entry.name] = memory.array(shape, dtype) if alone else array_over(pool, dtype, shape, place)
+    return arrays
+
+
+def stream(
+    parts: Sequence[Part],
+    files: Sequence[WeightFile],
+    *,
+    target: dtypes.Dtype | None,
+    limit: int,
+    sort: bool,
+    out: Out,
+    threads: int | None,
+    progress: Progress,
+) -> TensorStream:
+    """Reads tensors one after the other; `Checkpoint.stream` describes it.
 
     Args:
-        source: a tensor of real numbers, not packed.
-        begin: the first element.
-        count: number of elements.
+        parts: the tensors.
+        files: all files, in order.
+        target: dtype that floating tensors are converted to and packed ones dequantized to; None to convert nothing.
+        limit: most bytes that are read and not taken.
+        sort: whether to read in the order of the bytes instead of that of ``parts``.
+        out: arrays to fill; None for new ones.
+        threads: None: chosen automatically.
+        progress: reports in the consumer's thread.
+    """
+    check_threads(threads)
+    entries = _entries(parts, target, given=out is not None)
+    if sort:
+        rank = {file: k for k, file in enumerate(files)}
+        entries.sort(key=lambda entry: (rank[entry.file], entry.begin))
+    if out is not None and not callable(out):
+        _check_out(out, entries)
+    give = out if out is None or callable(out) else out.__getitem__
+    return TensorStream(entries, _Reader(target, give, threads), limit, progress)
+
+
+def _check_out(out: Mapping[str, Array], entries: Sequence[_Entry]) -> None:
+    """Refuses arrays of ``out`` that are missing, do not fit, or are of no tensor that is read."""
+    check_mapping(out, "out")
+    names = {entry.name for entry in entries}
+    unknown = sorted(name for name in out if name not in names)
+    if unknown:
+        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this stream")
+    for entry in entries:
+        assert entry.array is not None
+        check_given(entry.name, *entry.array, out)
+
+
+def _entries(parts: Sequence[Part], target: dtypes.Dtype | None, *, given: bool) -> list[_Entry]:
+    """Describes tensors, in their order.
+
+    Args:
+        parts: the tensors.
+        target: dtype that they are converted to.
+        given: whether the caller gives the arrays.
 
     Raises:
-        FormatError, OSError: see `file_pieces`.
+        UnsupportedError: an unsupported conversion.
+        ValueError: an array is given for packed codes that are not dequantized.
     """
-    row = source.row
-    item = row.block_bytes
-    dtype: np.dtype[Any] = np.dtype(np.float64) if row.floating else dtypes.element_dtype(row.number)
-    target = dtypes.BY_CODE["F64"].number if row.floating else row.number
-    result = np.empty(count, dtype)
-    if count:
-        batch = Batch()
-        job = source.job(batch.into(result), target)
-        batch.add(job._replace(offset=source.offset + begin * item, size=count * item))
-        batch.run(threads=1)
-    return result.astype(np.float64, copy=False)
-
-
-def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of each piece of a tensor; as float64 a piece has at most `VALUES` bytes."""
-    total, step = math.prod(shape), VALUES // 8
-    for begin in range(0, total, step):
-        yield begin, min(step, total - begin)
+    found: dict[str, _Entry] = {}
+    selections = selections_of(parts)
+    for selection in selections:
+        file = selection.file
+        plain: list[Selection] = [selection]
+        packed: dict[str, Packed] = {}
+        if file.table.quantized:
+            plain, packed = without_packed(plain)
+        for plan in (decide(one, target, False) for one in plain):
+            for k, name in enumerate(plan.names):
+                dtype, shape = plan.dtype(k), plan.shapes[k]
+                nbytes, stored = dtype.itemsize * math.prod(shape), plan.ends[k] - plan.begins[k]
+                array: _Array | None = (dtype, shape)
+                repeated = file.table.shaped and plan.sources[k] == plan.targets[k] and nbytes > stored
+                if repeated and not given:
+                    nbytes, array = stored, None
+                found[name] = _Entry(name, file, plan.indices[k], plan.begins[k], nbytes, array)
+        indices = dict(zip(selection.names, selection.indices, strict=True)) if packed else {}
+        for name, one in packed.items():
+            if target is None and given:
+                raise stored_in_parts(name, one)
+            array = None if target is None else (dtypes.array_dtype(target.number), one.packing.shape)
+            nbytes = one.nbytes if array is None else array[0].itemsize * math.prod(array[1])
+            index = indices[name]
+            found[name] = _Entry(name, file, index, file.table.byte_range(index)[0], nbytes, array)
+    if len(selections) == 1:
+        return [found[name] for name in selections[0].names]
+    return [found[name] for name, _, _ in parts]

@@ -20,13 +20,14 @@ from ..base.scheme import INT8
 from ..base.selecting import Patterns, choose, select
 from ..base.table import missing
 from ..base.text import show
-from ..checkpoint import Checkpoint, open
+from ..checkpoint import Checkpoint
 from ..engine.load import Backend, Part
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.read import packed_of
 from ..engine.source import Source, of_array, of_numbers, of_packed
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError
+from ..loading import open
 from ..packed import grouping
 from ..packed.group import Stored
 from ..packed.grouping import Codes

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..base.arrays import check_mapping
 from ..base.paths import PathLike, native_path
 from ..base.selecting import Patterns, Renames, check_matches, renamed
-from ..base.text import plural, printable, show, size
+from ..base.text import parse_size, plural, printable, show, size
 from ..engine.lazy import LazyPacked
 from ..engine.load import parse_target
 from ..engine.progress import Progress, reporter
@@ -26,7 +26,7 @@ from .catalog import Catalog, Given, has_names
 from .conversion import Conversion, Some
 from .outputs import reporting
 from .quantize_checkpoint import Keep, Rules, Scheme, Summary
-from .shards import Output, extras_of, parse_size, write_shards
+from .shards import Output, extras_of, write_shards
 
 
 class ConvertReport(NamedTuple):
@@ -157,7 +157,7 @@ def convert(
     rules = None if quantize is None else Rules(quantize, keep)
     path = native_path(dst)[0]
     format = _format_of(path, max_shard_size)
-    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    limit = None if max_shard_size is None else parse_size(max_shard_size, "max_shard_size")
     _check_free(path, limit is not None, overwrite)
     with ExitStack() as stack:
         catalog = stack.enter_context(_catalog_of(src))

@@ -14,10 +14,10 @@ from ..base.names import natural_key
 from ..base.scheme import INT8
 from ..base.selecting import Patterns, select
 from ..base.text import clip, plural, printable, shorten, show, table
+from ..engine.pieces import Meter, in_order, source_pieces, spans, values
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
-from ..engine.stream import Meter, in_order, source_pieces, spans, values
 from ..engine.threads import check_threads
 from .about import About
 from .catalog import Catalog, Given

@@ -18,10 +18,10 @@ from ..base import log
 from ..base.paths import PathLike, native_path
 from ..base.text import show
 from ..engine.jobs import native_order
+from ..engine.pieces import Meter, in_order, source_pieces
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
-from ..engine.stream import Meter, in_order, source_pieces
 from ..errors import FormatError
 from .catalog import Catalog, Given
 from .validate.findings import Finding, error

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from fnmatch import fnmatchcase
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -26,9 +24,6 @@ from ..packed.config import without_quantization
 # Keys of the dtype of the weights in config.json: before transformers 4.56, and since.
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 
-# Powers of 1000, as Hugging Face writes them ("5GB"), and of 1024.
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
 # Files of a model's folder that other libraries need beside its weights and config.json: tokenizers (also of
 # sentencepiece and tiktoken), chat templates, settings of generation and of processors.
 _EXTRAS = (
@@ -42,22 +37,6 @@ _COPY_BUFFER = 4 << 20
 
 # One tensor for a writer.
 Output = Lazy | LazyQuantized | LazyPacked
-
-
-def parse_size(size: int | str) -> int:
-    """Parses a size in bytes: "500MB", "5GB", "2GiB" or a number.
-
-    Raises:
-        ValueError: it is not a size, or not positive.
-    """
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f'max_shard_size {show(size)} is not a size such as "500MB" or "5GB"')
-        size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
-    if size < 1:
-        raise ValueError(f"max_shard_size is {size}, but a shard has at least one byte")
-    return size
 
 
 def config_with(

@@ -9,7 +9,7 @@ import pytest
 
 import safeload
 from safeload.engine import jobs, progress
-from safeload.engine import stream as reading
+from safeload.engine import pieces as reading
 from safeload.numpy import load_file, save_file
 
 

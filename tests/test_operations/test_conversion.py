@@ -19,7 +19,6 @@ from safeload.formats import npz
 from safeload.formats.gguf.file import values_of
 from safeload.layouts import MOONDREAM2
 from safeload.numpy import load_file, save_file
-from safeload.operations.convert import parse_size
 
 rng = np.random.default_rng(14)
 
@@ -230,12 +229,6 @@ def test_wrong_arguments(source, tmp_path, arguments, kind, fragment):
     with pytest.raises(kind, match=fragment):
         convert(arguments.pop("src"), tmp_path / arguments.pop("dst"), **arguments)
     assert [p.name for p in tmp_path.iterdir()] == ["source.safetensors"]
-
-
-def test_sizes():
-    assert parse_size("500MB") == 500_000_000
-    assert parse_size("1.5 GiB") == 3 << 29
-    assert parse_size(7) == 7
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not replace mapped files")

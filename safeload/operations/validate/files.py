@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ...base.text import show
+from ...engine.pieces import Meter, file_pieces, in_order
 from ...engine.progress import Progress
-from ...engine.stream import Meter, file_pieces, in_order
 from ...engine.weight_file import WeightFile, open_without_table
 from ...errors import SafeloadError, one_line
 from ...formats.foreign import is_zip

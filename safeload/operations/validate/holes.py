@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...base.text import plural, show
-from ...engine.stream import PIECE, file_pieces
+from ...engine.pieces import PIECE, file_pieces
 from ...engine.weight_file import WeightFile
 from ...formats.foreign import is_zip
 from ...formats.registry import NPZ

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import checkpoint
+from ... import loading
 from ...base import log
 from ...base.arrays import Array, refuse_masked
 from ...base.paths import PathLike, native_path, os_error
@@ -122,7 +122,7 @@ def validate(
     if isinstance(source, (Mapping, Catalog)):
         with Catalog.of(source) as catalog:
             return _validate_tensors(ValidationReport(catalog.title), catalog, wanted)
-    return validate_path(source, lambda: checkpoint.open(source), wanted)
+    return validate_path(source, lambda: loading.open(source), wanted)
 
 
 class Settings(NamedTuple):

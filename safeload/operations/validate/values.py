@@ -13,9 +13,9 @@ from ...base.arrays import Array
 from ...base.packing import Packing
 from ...base.scheme import INT8
 from ...base.text import show
+from ...engine.pieces import source_pieces
 from ...engine.quantized_tensor import QuantizedTensor
 from ...engine.source import Source
-from ...engine.stream import source_pieces
 from ..about import About
 from ..catalog import Catalog
 from ..stats import TensorStats
