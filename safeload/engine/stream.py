@@ -70,6 +70,12 @@ class TensorStream(Iterator[tuple[str, Any]]):
 
     `close` stops reading, and so do an error, the end of the program and the last reference to the stream. It belongs
     to the process that made it: after a fork, the child's copy raises RuntimeError.
+
+    Example:
+        >>> import safeload
+        >>> stream = safeload.open("tiny-llama").stream(dtype="float32")
+        >>> name, array = next(stream)
+        >>> stream.close()
     """
 
     def __init__(self, entries: Sequence[_Entry], reader: _Reader, limit: int, progress: Progress) -> None:
