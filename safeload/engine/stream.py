@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -11,14 +10,13 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, check_mapping
-from ..base.packing import Packed
 from ..base.text import plural, show
 from . import jobs
 from .ahead import Ahead, Check, Task
-from .delivery import check_given, deliver, stored_in_parts, without_packed
+from .delivery import check_given, deliver, stored_in_parts
+from .entries import Entry, entries_of
 from .load import Part, selections_of
 from .pieces import Meter
-from .plan import Selection, decide
 from .progress import Progress
 from .recycled import Recycler
 from .threads import check_threads
@@ -36,33 +34,8 @@ _UNIT = 16 << 20
 _SHARE = 4
 
 
-# Dtype and shape.
-_Array: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
-
-
 # Names and arrays of tensors, and the error of the tensor after them.
 _Found: TypeAlias = tuple[deque[tuple[str, Any]], Exception | None]
-
-
-class _Entry(NamedTuple):
-    """A tensor to read.
-
-    Attributes:
-        name: of the tensor.
-        file: the file that holds it.
-        at: its index in the file's table.
-        begin: its first byte.
-        nbytes: bytes of its array, or of its parts.
-        array: dtype and shape of its array; None where `deliver` makes it: for packed codes that stay as they are
-            stored, and for repeated elements, which have no bytes of their own.
-    """
-
-    name: str
-    file: WeightFile
-    at: int
-    begin: int
-    nbytes: int
-    array: _Array | None
 
 
 class TensorStream(Iterator[tuple[str, Any]]):
@@ -78,7 +51,7 @@ class TensorStream(Iterator[tuple[str, Any]]):
         >>> stream.close()
     """
 
-    def __init__(self, entries: Sequence[_Entry], reader: _Reader, limit: int, progress: Progress) -> None:
+    def __init__(self, entries: Sequence[Entry], reader: _Reader, limit: int, progress: Progress) -> None:
         share = max(1, min(_UNIT, limit // _SHARE))
         self._memory = memory = Recycler(limit)
         units = (_Unit(part, reader, memory) for part in _units(entries, share))
@@ -134,14 +107,14 @@ class _Reader(NamedTuple):
     out: Callable[[str], Any] | None
     threads: int | None
 
-    def read(self, entries: Sequence[_Entry], given: Mapping[str, Array], check: Check) -> dict[str, Any]:
+    def read(self, entries: Sequence[Entry], given: Mapping[str, Array], check: Check) -> dict[str, Any]:
         """Reads tensors into the arrays given, those that are stored in parts into new ones."""
         if not entries:
             return {}
         arrays, _ = deliver(
             selections_of([entry[:3] for entry in entries]),
             target=self.target,
-            out=None if entries[0].array is None else given,
+            out=given or None,
             threads=self.threads,
             progress=lambda done, total: check(),
         )
@@ -157,7 +130,7 @@ class _Unit:
         memory: for new arrays.
     """
 
-    def __init__(self, entries: Sequence[_Entry], reader: _Reader, memory: Recycler) -> None:
+    def __init__(self, entries: Sequence[Entry], reader: _Reader, memory: Recycler) -> None:
         self._memory = memory
         self.nbytes = sum(entry.nbytes for entry in entries)
         self._entries = entries
@@ -173,19 +146,18 @@ class _Unit:
                 self._entries, self._error = self._entries[:k], error
                 return
 
-    def _ask(self, entry: _Entry) -> Exception | None:
+    def _ask(self, entry: Entry) -> Exception | None:
         assert self._reader.out is not None
-        assert entry.array is not None
         try:
             self._given[entry.name] = self._reader.out(entry.name)
-            check_given(entry.name, *entry.array, self._given)
+            check_given(entry.name, entry.dtype, entry.shape, self._given)
         except Exception as error:
             return error
         return None
 
     def run(self, check: Check) -> _Found:
         """The tensors with their arrays, up to the first that cannot be read, and its error."""
-        if self._reader.out is None and self._entries and self._entries[0].array is not None:
+        if self._reader.out is None and self._entries and _has_array(self._entries[0]):
             self._given = _new_arrays(self._entries, self._memory)
         found, error = self._read(self._entries, check)
         if error is None:
@@ -198,7 +170,7 @@ class _Unit:
                     break
         return found, error or self._error
 
-    def _read(self, entries: Sequence[_Entry], check: Check) -> _Found:
+    def _read(self, entries: Sequence[Entry], check: Check) -> _Found:
         try:
             arrays = self._reader.read(entries, self._given, check)
         except Exception as error:
@@ -206,12 +178,12 @@ class _Unit:
         return deque((entry.name, arrays[entry.name]) for entry in entries), None
 
 
-def _units(entries: Sequence[_Entry], share: int) -> Iterator[list[_Entry]]:
+def _units(entries: Sequence[Entry], share: int) -> Iterator[list[Entry]]:
     """Divides tensors into those that are read together."""
-    unit: list[_Entry] = []
+    unit: list[Entry] = []
     size = 0
     for entry in entries:
-        if unit and (size + entry.nbytes > share or (entry.array is None) != (unit[0].array is None)):
+        if unit and (size + entry.nbytes > share or _has_array(entry) != _has_array(unit[0])):
             yield unit
             unit, size = [], 0
         unit.append(entry)
@@ -220,7 +192,7 @@ def _units(entries: Sequence[_Entry], share: int) -> Iterator[list[_Entry]]:
         yield unit
 
 
-def _new_arrays(entries: Sequence[_Entry], memory: Recycler) -> dict[str, Array]:
+def _new_arrays(entries: Sequence[Entry], memory: Recycler) -> dict[str, Array]:
     """New arrays, each aligned to `jobs.ALIGNMENT`; small ones share memory that is allocated at once."""
     places, size = [], 0
     for entry in entries:
@@ -230,10 +202,10 @@ def _new_arrays(entries: Sequence[_Entry], memory: Recycler) -> dict[str, Array]
     pool = memory.array((size,), np.dtype(np.uint8))
     arrays = {}
     for entry, place in zip(entries, places, strict=True):
-        assert entry.array is not None
-        dtype, shape = entry.array
         alone = entry.nbytes >= jobs.POOLED_BELOW
-        arrays[entry.name] = memory.array(shape, dtype) if alone else array_over(pool, dtype, shape, place)
+        arrays[entry.name] = (
+            memory.array(entry.shape, entry.dtype) if alone else array_over(pool, entry.dtype, entry.shape, place)
+        )
     return arrays
 
 
@@ -261,7 +233,10 @@ def stream(
         progress: reports in the consumer's thread.
     """
     check_threads(threads)
-    entries = _entries(parts, target, given=out is not None)
+    entries = entries_of(parts, target)
+    for entry in entries if out is not None else ():
+        if entry.packed is not None and entry.target is None:
+            raise stored_in_parts(entry.name, entry.packed)
     if sort:
         rank = {file: k for k, file in enumerate(files)}
         entries.sort(key=lambda entry: (rank[entry.file], entry.begin))
@@ -271,7 +246,7 @@ def stream(
     return TensorStream(entries, _Reader(target, give, threads), limit, progress)
 
 
-def _check_out(out: Mapping[str, Array], entries: Sequence[_Entry]) -> None:
+def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
     """Refuses arrays of ``out`` that are missing, do not fit, or are of no tensor that is read."""
     check_mapping(out, "out")
     names = {entry.name for entry in entries}
@@ -279,47 +254,15 @@ def _check_out(out: Mapping[str, Array], entries: Sequence[_Entry]) -> None:
     if unknown:
         raise ValueError(f"out: {show(unknown[0])} is not a tensor of this stream")
     for entry in entries:
-        assert entry.array is not None
-        check_given(entry.name, *entry.array, out)
+        check_given(entry.name, entry.dtype, entry.shape, out)
 
 
-def _entries(parts: Sequence[Part], target: dtypes.Dtype | None, *, given: bool) -> list[_Entry]:
-    """Describes tensors, in their order.
+def _has_array(entry: Entry) -> bool:
+    """Whether its array can be made before it is read.
 
-    Args:
-        parts: the tensors.
-        target: dtype that they are converted to.
-        given: whether the caller gives the arrays.
-
-    Raises:
-        UnsupportedError: an unsupported conversion.
-        ValueError: an array is given for packed codes that are not dequantized.
+    Not so for packed codes that stay as they are stored, which are several arrays; nor for repeated elements, which
+    have no memory of their own and may be more than any memory holds.
     """
-    found: dict[str, _Entry] = {}
-    selections = selections_of(parts)
-    for selection in selections:
-        file = selection.file
-        plain: list[Selection] = [selection]
-        packed: dict[str, Packed] = {}
-        if file.table.quantized:
-            plain, packed = without_packed(plain)
-        for plan in (decide(one, target, False) for one in plain):
-            for k, name in enumerate(plan.names):
-                dtype, shape = plan.dtype(k), plan.shapes[k]
-                nbytes, stored = dtype.itemsize * math.prod(shape), plan.ends[k] - plan.begins[k]
-                array: _Array | None = (dtype, shape)
-                repeated = file.table.shaped and plan.sources[k] == plan.targets[k] and nbytes > stored
-                if repeated and not given:
-                    nbytes, array = stored, None
-                found[name] = _Entry(name, file, plan.indices[k], plan.begins[k], nbytes, array)
-        indices = dict(zip(selection.names, selection.indices, strict=True)) if packed else {}
-        for name, one in packed.items():
-            if target is None and given:
-                raise stored_in_parts(name, one)
-            array = None if target is None else (dtypes.array_dtype(target.number), one.packing.shape)
-            nbytes = one.nbytes if array is None else array[0].itemsize * math.prod(array[1])
-            index = indices[name]
-            found[name] = _Entry(name, file, index, file.table.byte_range(index)[0], nbytes, array)
-    if len(selections) == 1:
-        return [found[name] for name in selections[0].names]
-    return [found[name] for name, _, _ in parts]
+    if entry.target is None:
+        return False
+    return not (entry.strided and entry.source == entry.target and entry.nbytes > entry.end - entry.begin)

@@ -1,0 +1,138 @@
+"""Fills a ring of staging buffers with tensors, for what copies them on, such as to the memory of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..base import dtypes
+from ..base.arrays import Array
+from . import jobs
+from .ahead import Ahead, Check, Task
+from .chunks import Chunk, chunks_of
+from .delivery import deliver
+from .entries import Entry
+from .jobs import Batch
+from .load import selections_of
+
+# A chunk takes at most this part of a buffer: what does not fit at its end is less than that.
+_PER_BUFFER = 4
+
+
+class Piece(NamedTuple):
+    """Bytes of a tensor's array in a staging buffer.
+
+    Attributes:
+        name: of the tensor.
+        begin: the first byte in the array.
+        nbytes: their number.
+        at: where they are in the buffer, a multiple of 64.
+    """
+
+    name: str
+    begin: int
+    nbytes: int
+    at: int
+
+
+class Filled(NamedTuple):
+    """A staging buffer that has been filled, or a tensor that cannot be divided.
+
+    Attributes:
+        buffer: its number; None for a tensor on its own.
+        pieces: what is in it.
+        name: of the tensor on its own, "" for a buffer.
+        array: that tensor, else None.
+    """
+
+    buffer: int | None
+    pieces: Sequence[Piece]
+    name: str = ""
+    array: Any = None
+
+
+def staged(
+    entries: Iterable[Entry], buffers: Sequence[Array], wait: Callable[[int], object], threads: int | None
+) -> Ahead[Filled]:
+    """Fills buffers one after the other, round and round, while the caller copies from those before.
+
+    Args:
+        entries: the tensors, none of which stays in parts; empty ones are left out.
+        buffers: bytes, aligned to 64, all of one size; at least two.
+        wait: called with the number of a buffer before it is filled again, in another thread: it returns when nothing
+            is copied from it any longer.
+        threads: None: chosen automatically.
+
+    Returns:
+        Iterator of what is filled. A buffer belongs to the caller until the next step.
+    """
+    size = buffers[0].size
+    return Ahead(_tasks(entries, buffers, wait, threads), (len(buffers) - 1) * size)
+
+
+def _tasks(
+    entries: Iterable[Entry], buffers: Sequence[Array], wait: Callable[[int], object], threads: int | None
+) -> Iterator[Task]:
+    size = buffers[0].size
+    batch: list[tuple[Chunk, int]] = []
+    end = number = 0
+    for entry in entries:
+        if not entry.nbytes:
+            continue
+        chunks = chunks_of(entry, size // _PER_BUFFER)
+        if chunks is None:
+            yield Task(entry.nbytes, partial(_make, entry, threads))
+            continue
+        for chunk in chunks:
+            at = -(-end // jobs.ALIGNMENT) * jobs.ALIGNMENT
+            if at + chunk.nbytes > size:
+                yield Task(size, partial(_fill, number, buffers[number], batch, wait, threads))
+                number = (number + 1) % len(buffers)
+                batch, at = [], 0
+            batch.append((chunk, at))
+            end = at + chunk.nbytes
+    if batch:
+        yield Task(size, partial(_fill, number, buffers[number], batch, wait, threads))
+
+
+def _fill(
+    number: int,
+    buffer: Array,
+    batch: Sequence[tuple[Chunk, int]],
+    wait: Callable[[int], object],
+    threads: int | None,
+    check: Check,
+) -> Filled:
+    wait(number)
+    base = jobs.address_of(buffer)
+    work = Batch(job for chunk, at in batch for job in chunk.jobs(base + at))
+    work.run(threads=threads, progress=lambda done, total: check())
+    return Filled(number, _joined(batch))
+
+
+def _joined(batch: Iterable[tuple[Chunk, int]]) -> list[Piece]:
+    """The chunks in a buffer as pieces; neighbours of one tensor make one piece."""
+    pieces: list[Piece] = []
+    for chunk, at in batch:
+        name, begin, size = chunk.entry.name, chunk.begin, 0
+        if pieces:
+            last = pieces[-1]
+            if (last.name, last.begin + last.nbytes, last.at + last.nbytes) == (name, begin, at):
+                _, begin, size, at = pieces.pop()
+        pieces.append(Piece(name, begin, size + chunk.nbytes, at))
+    return pieces
+
+
+def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
+    """A tensor that cannot be divided, C-contiguous."""
+    assert entry.target is not None
+    out = {entry.name: jobs.private_array(entry.shape, entry.dtype)}
+    deliver(
+        selections_of([entry[:3]]),
+        target=None if entry.source == entry.target and entry.packed is None else dtypes.BY_NUMBER[entry.target],
+        out=out,
+        threads=threads,
+        progress=lambda done, total: check(),
+    )
+    return Filled(None, (), entry.name, out[entry.name])

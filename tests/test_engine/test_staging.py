@@ -1,0 +1,142 @@
+"""Tensors in chunks through a ring of staging buffers: the same bytes as whole, in any size of buffer."""
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders.paths import DATA
+from builders.quantized import FIXTURES, FOLDER
+
+import safeload
+from safeload.engine import jobs
+from safeload.engine.chunks import chunks_of
+from safeload.engine.entries import entries_of
+from safeload.engine.load import parse_target
+from safeload.engine.staging import staged
+from safeload.numpy import save_file
+
+MIB = 1 << 20
+PLAIN = [path for path in (*DATA.glob("*.safetensors"), *DATA.glob("torch/*.pt*")) if path.name != "broken.pt"]
+PLAIN.sort()
+
+
+def buffers(size, count=3):
+    return [jobs.aligned_bytes(size) for _ in range(count)]
+
+
+def entries(checkpoint, dtype):
+    found = entries_of(checkpoint.entries(), parse_target(dtype))
+    return [entry for entry in found if entry.target is not None]
+
+
+def collected(found, ring, threads=2):
+    """The bytes of each tensor as they come out of the ring, and what did not go through it."""
+    got = {entry.name: np.full(entry.nbytes, 0xAA, np.uint8) for entry in found}
+    alone = []
+    for filled in staged(found, ring, lambda number: None, threads):
+        if filled.buffer is None:
+            assert filled.array.flags.c_contiguous
+            got[filled.name][:] = filled.array.reshape(-1).view(np.uint8)
+            alone.append(filled.name)
+        for piece in filled.pieces:
+            assert piece.at % jobs.ALIGNMENT == 0
+            bytes_ = ring[filled.buffer][piece.at : piece.at + piece.nbytes]
+            got[piece.name][piece.begin : piece.begin + piece.nbytes] = bytes_
+    return got, alone
+
+
+def values(value):
+    return (value.data if isinstance(value, safeload.QuantizedTensor) else value).tobytes()
+
+
+def assert_staged_as_loaded(path, dtype, size):
+    with safeload.open(path, unknown_globals="inert") as checkpoint:
+        want = checkpoint.load(dtype=dtype)
+        found = entries(checkpoint, dtype)
+        got, alone = collected(found, buffers(size))
+    assert {name: array.tobytes() for name, array in got.items()} == {e.name: values(want[e.name]) for e in found}
+    return alone
+
+
+@pytest.mark.parametrize("size", [4096, 1 << 16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_packed_tensors(name, dtype, size):
+    assert_staged_as_loaded(FOLDER / name, dtype, size)
+
+
+@pytest.mark.parametrize("size", [4096, MIB])
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.name)
+def test_plain_tensors(path, dtype, size):
+    assert_staged_as_loaded(path, dtype, size)
+
+
+def test_blocks_of_ggml(tmp_path):
+    path = tmp_path / "blocks.gguf"
+    weights = {"w": np.random.default_rng(0).standard_normal((70, 256), np.float32)}
+    for scheme in ("q4_0", "q5_1", "q8_0"):
+        safeload.convert(weights, path, quantize=scheme, overwrite=True)
+        assert assert_staged_as_loaded(path, "float32", 4096) == []
+
+
+def test_only_what_is_strided_in_the_file_is_made_as_a_whole(tmp_path):
+    torch = pytest.importorskip("torch")
+    base = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
+    torch.save({"plain": base, "view": base[3:7], "transposed": base.t(), "empty": base[:0]}, tmp_path / "x.pt")
+    assert assert_staged_as_loaded(tmp_path / "x.pt", None, 4096) == ["transposed"]
+    assert_staged_as_loaded(tmp_path / "x.pt", "float16", 4096)
+
+
+def test_a_row_that_does_not_fit_a_buffer_is_made_as_a_whole():
+    with safeload.open(FOLDER / next(iter(FIXTURES))) as checkpoint:
+        packed = [entry for entry in entries(checkpoint, "float32") if entry.packed is not None]
+    assert packed
+    assert all(chunks_of(entry, 8) is None for entry in packed)
+    assert all(chunks_of(entry, entry.nbytes) is not None for entry in packed)
+
+
+def test_neighbours_in_a_buffer_are_one_piece(tmp_path):
+    save_file({"w": np.arange(10_000, dtype=np.float32)}, tmp_path / "x.safetensors")
+    with safeload.open(tmp_path / "x.safetensors") as checkpoint:
+        ring = buffers(16384)
+        pieces = [
+            [(p.begin, p.nbytes, p.at) for p in f.pieces]
+            for f in staged(entries(checkpoint, None), ring, lambda number: None, 1)
+        ]
+    assert pieces == [[(0, 16384, 0)], [(16384, 16384, 0)], [(32768, 7232, 0)]]
+
+
+def test_a_buffer_is_filled_again_only_after_its_wait(tmp_path):
+    """The caller copies from a buffer until `wait` returns: nothing may change in it before."""
+    save_file({"w": np.arange(100_000, dtype=np.float32)}, tmp_path / "x.safetensors")
+    ring, free = buffers(32768), [threading.Event() for _ in range(3)]
+    for event in free:
+        event.set()
+
+    def wait(number):
+        assert threading.current_thread() is not threading.main_thread()
+        assert free[number].wait(10)
+        free[number].clear()
+
+    got = np.empty(400_000, np.uint8)
+    with safeload.open(tmp_path / "x.safetensors") as checkpoint:
+        for filled in staged(entries(checkpoint, None), ring, wait, 1):
+            for piece in filled.pieces:
+                got[piece.begin : piece.begin + piece.nbytes] = ring[filled.buffer][piece.at : piece.at + piece.nbytes]
+            free[filled.buffer].set()
+    np.testing.assert_array_equal(got.view(np.float32), np.arange(100_000, dtype=np.float32))
+
+
+def test_an_error_names_the_tensor(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({f"t{k}": np.ones(5000, ml_dtypes.bfloat16) for k in range(8)}, path)
+    with safeload.open(path) as checkpoint:
+        found = entries(checkpoint, "float32")
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 25_000)
+        with pytest.raises(safeload.FormatError) as caught:
+            collected(found, buffers(16384))
+    assert caught.value.tensor == "t5"
+    assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
