@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base.arrays import Array
 from ..base.packing import Packing
+from .entries import Entry
+
+
+class Staged(NamedTuple):
+    """A tensor of a file whose bytes are those of a `Lazy`: writers read many of them ahead, in chunks.
+
+    Attributes:
+        entry: the tensor.
+        threads: for reading; None: chosen automatically.
+        written: called when its bytes have been handed over; None for nothing to do.
+    """
+
+    entry: Entry
+    threads: int | None
+    written: Callable[[], object] | None = None
 
 
 class Lazy:
@@ -19,12 +34,16 @@ class Lazy:
         dtype: of the array.
         shape: of the array.
         make: creates it, C-contiguous; a call may overwrite the array that it returned before.
+        staged: how a writer gets its bytes without `make`; None if only `make` knows.
     """
 
-    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...], make: Callable[[], Array]) -> None:
+    def __init__(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], make: Callable[[], Array], staged: Staged | None = None
+    ) -> None:
         self.dtype = dtype
         self.shape = shape
         self.make = make
+        self.staged = staged
 
     @property
     def nbytes(self) -> int:

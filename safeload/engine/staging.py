@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,10 @@ from .entries import Entry
 from .jobs import Batch
 from .load import selections_of
 
+# Bytes of a buffer, and the number of buffers: more makes nothing faster. A buffer has work for all threads; to copy it
+# to a device takes 0.6 ms over PCIe 4 x16, which hides what starting a copy costs. To pin memory takes 0.5 s per GB.
+BUFFER, BUFFERS = 16 << 20, 4
+SMALLEST_BUFFER = 64 << 10
 # A chunk takes at most this part of a buffer: what does not fit at its end is less than that.
 _PER_BUFFER = 4
 
@@ -50,6 +55,11 @@ class Filled(NamedTuple):
     pieces: Sequence[Piece]
     name: str = ""
     array: Any = None
+
+
+def buffer_size(total: int) -> int:
+    """Bytes of each of `BUFFERS` buffers for tensors of ``total`` bytes."""
+    return max(SMALLEST_BUFFER, min(BUFFER, -(-total // BUFFERS)))
 
 
 def staged(
@@ -136,3 +146,45 @@ def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
         progress=lambda done, total: check(),
     )
     return Filled(None, (), entry.name, out[entry.name])
+
+
+class StagedBytes:
+    """The bytes of tensors, read ahead of what writes them.
+
+    Args:
+        entries: the tensors, in the order in which they are asked for.
+        threads: None: chosen automatically.
+    """
+
+    def __init__(self, entries: Sequence[Entry], threads: int | None) -> None:
+        total = sum(entry.nbytes for entry in entries)
+        self._buffers = [jobs.aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
+        self._filled = staged(entries, self._buffers, lambda number: None, threads)
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._array: Any = None
+
+    def of_next(self, nbytes: int) -> Iterator[tuple[int, int, bool]]:
+        """The bytes of the next tensor, in order.
+
+        Yields:
+            Address and size of a range, and whether all yielded so far must be used before the next step.
+        """
+        while nbytes:
+            if not self._waiting:
+                self._take()
+            address, size = self._waiting.popleft()
+            nbytes -= size
+            yield address, size, not self._waiting
+
+    def _take(self) -> None:
+        filled = next(self._filled)
+        self._array = filled.array
+        if filled.buffer is None:
+            self._waiting.append((jobs.address_of(self._array), self._array.nbytes))
+        else:
+            base = jobs.address_of(self._buffers[filled.buffer])
+            self._waiting.extend((base + piece.at, piece.nbytes) for piece in filled.pieces)
+
+    def close(self) -> None:
+        """Stops reading, and waits until it has stopped."""
+        self._filled.close()

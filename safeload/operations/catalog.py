@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
+from ..base import dtypes
 from ..base.arrays import Array, as_array
 from ..base.paths import PathLike
 from ..base.scheme import INT8
@@ -21,6 +22,7 @@ from ..base.selecting import Patterns, choose, select
 from ..base.table import missing
 from ..base.text import show
 from ..checkpoint import Checkpoint
+from ..engine.entries import Entry, entries_of
 from ..engine.load import Backend, Part
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.read import packed_of
@@ -256,6 +258,16 @@ class Catalog:
                 return value
             source = of_array(name, np.ascontiguousarray(value) if file is not None else value)
         return source if called is None else source._replace(name=called)
+
+    def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
+        """What a read delivers of those tensors that are in files, converted to a dtype.
+
+        Raises:
+            UnsupportedError: an unsupported conversion.
+        """
+        places = ((name, self._places[name]) for name in names)
+        parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
+        return {entry.name: entry for entry in entries_of(parts, target)}
 
     def in_place(self, name: str) -> Source | None:
         """A tensor's values in place, or restored by the jobs that read them; None if they must be copied first.

@@ -15,7 +15,8 @@ from ..base.scheme import usual_axis
 from ..base.selecting import Patterns
 from ..base.text import show
 from ..engine import jobs
-from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
+from ..engine.entries import Entry
+from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
 from ..engine.quantized_tensor import QuantizedTensor, storage_of
 from ..engine.source import Source
 from ..errors import UnsupportedError
@@ -87,6 +88,7 @@ class Conversion:
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
         self._scratch = Scratch()
+        self._entries: dict[str, Entry] | None = None
         self._quantized_to: dict[str, str] = {}
         self._kept_because: dict[str, str] = {}
         if target is not None or rules is not None or format != "safetensors":
@@ -177,11 +179,21 @@ class Conversion:
         if row.packed:
             raise UnsupportedError(f"tensor {show(name)} is {row.code}, which numpy does not support: pass dtype=")
         dtype = dtypes.array_dtype(row.number)
-        return Lazy(dtype, shape, lambda: self._read(name, dtype, shape, row))
+        return Lazy(dtype, shape, lambda: self._read(name, dtype, shape, row), self._staged(name, row))
 
     def _values(self, name: str) -> Source | QuantizedTensor:
         """A tensor's values; packed ones are dequantized by the jobs that read them."""
         return self._catalog.restoring(name) or self._catalog.source(name)
+
+    def _staged(self, name: str, row: dtypes.Dtype) -> Staged | None:
+        """How the writer of safetensors reads a tensor of a file as another dtype."""
+        if self._format != "safetensors":
+            return None
+        if self._entries is None:  # together: one by one would take longer than reading small tensors
+            plain = (name for name, about in self._abouts.items() if about.scheme is None)
+            self._entries = self._catalog.described(plain, self._target)
+        entry = self._entries.get(name) or self._catalog.described([name], self._target).get(name)
+        return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
 
     def _read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], row: dtypes.Dtype) -> Array:
         value = self._values(name)

@@ -47,14 +47,18 @@ def reporting(outputs: Mapping[str, Output], report: Callable[[int], object]) ->
     done = 0
 
     def wrap(lazy: Lazy) -> Lazy:
-        def make() -> Array:
+        def written() -> None:
             nonlocal done
-            array = lazy.make()
-            done += array.nbytes
+            done += lazy.nbytes
             report(done)
+
+        def make() -> Array:
+            array = lazy.make()
+            written()
             return array
 
-        return Lazy(lazy.dtype, lazy.shape, make)
+        staged = None if lazy.staged is None else lazy.staged._replace(written=written)
+        return Lazy(lazy.dtype, lazy.shape, make, staged)
 
     wrapped: dict[str, Output] = {}
     for name, output in outputs.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ from ...base.table import Table
 from ...base.text import show
 from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
-from ...engine.lazy import Lazy, materialize
+from ...engine.lazy import Lazy, Staged, materialize
+from ...engine.staging import StagedBytes
 from ...engine.weight_file import WeightFile, layouts
 from ...errors import SafetensorError
 from ...stores.local import LocalStore, make_room
@@ -117,6 +119,11 @@ class _Source(NamedTuple):
         yield from pieces_of(materialize(self.data))
 
     @property
+    def staged(self) -> Staged | None:
+        """How its bytes are read ahead; None for what `pieces` gives."""
+        return self.data.staged if isinstance(self.data, Lazy) else None
+
+    @property
     def streamed(self) -> bool:
         """Whether each of `pieces` is a buffer that must be written before the next one is made."""
         if isinstance(self.data, Memory):
@@ -205,23 +212,33 @@ class Writer:
                 _check_memory(name, source.data, size)
         self.size: int = self._header_size + int(sizes.sum())
 
-    def pieces(self) -> Iterator[tuple[Any, int, int, bool]]:
-        """All bytes in order as (owner, address, bytes, whether they must be used before the next step)."""
+    def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
+        """All bytes in order as (owner, address, bytes, whether all so far must be used before the next step)."""
         yield self._header, int(ffi.cast("uintptr_t", self._header)), self._header_size, False
-        for index in self._order:
-            source = self._sources[index]
-            streamed = source.streamed
-            for owner, address, size in source.pieces():
-                yield owner, address, size, streamed
+        sources = [self._sources[index] for index in self._order]
+        ahead = [source.staged for source in sources if source.staged is not None]
+        with closing(StagedBytes([one.entry for one in ahead], ahead[0].threads)) if ahead else nullcontext() as staged:
+            for source in sources:
+                one = source.staged
+                if one is None or staged is None:
+                    streamed = source.streamed
+                    for owner, address, size in source.pieces():
+                        yield owner, address, size, streamed
+                    continue
+                for address, size, last in staged.of_next(one.entry.nbytes):
+                    yield staged, address, size, last
+                if one.written is not None:
+                    one.written()
 
     def to_bytes(self) -> bytes:
         """The whole file."""
         out = bytearray(self.size)
         position = 0
-        for _owner, address, size, _streamed in self.pieces():
-            if size:
-                out[position : position + size] = ffi.buffer(ffi.cast("char *", address), size)
-            position += size
+        with closing(self.pieces()) as pieces:
+            for _owner, address, size, _streamed in pieces:
+                if size:
+                    out[position : position + size] = ffi.buffer(ffi.cast("char *", address), size)
+                position += size
         return bytes(out)
 
     def to_file(self, path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
@@ -232,12 +249,13 @@ class Writer:
     def write_to(self, file: AtomicFile) -> None:
         """Writes all bytes into a file under construction."""
         waiting: list[tuple[int, int]] = []
-        for _owner, address, size, streamed in self.pieces():
-            waiting.append((address, size))
-            if streamed:
-                file.write(waiting)
-                waiting.clear()
-        file.write(waiting)
+        with closing(self.pieces()) as pieces:
+            for _owner, address, size, streamed in pieces:
+                waiting.append((address, size))
+                if streamed:
+                    file.write(waiting)
+                    waiting.clear()
+            file.write(waiting)
 
 
 class _Columns:
