@@ -6,9 +6,10 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread, current_thread
+from threading import Thread, get_ident
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 Result = TypeVar("Result")
@@ -16,7 +17,7 @@ Result = TypeVar("Result")
 # Called between the time slices of a task: it raises when the result is not wanted, since the iterator is closed.
 Check = Callable[[], object]
 
-# Seconds after which a wait looks for signals: on Windows a wait for another thread does not end at Ctrl-C.
+# Seconds after which a wait looks again: on Windows a wait for another thread does not end at Ctrl-C.
 _POLL = 0.1
 
 
@@ -62,20 +63,26 @@ class Ahead(Iterator[Result], Generic[Result]):
         self._next: Task | None = None
         self._sizes: deque[int] = deque()  # of the tasks that are handed over and not taken
         self.pending = 0  # their sum
-        self._worker: _Worker | None = None
-        self._stop: Callable[[], object] | None = None
-        self._process = os.getpid()
+        self._worker = _Worker()
+        self._stop = weakref.finalize(self, self._worker.stop)  # which is also called at exit
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child process, which has a copy of the iterator but no thread."""
+        return self._worker.process != os.getpid()
 
     def check_process(self) -> None:
-        """Raises RuntimeError after a fork, in the process that has no thread."""
-        if self._process != os.getpid():
-            raise RuntimeError("this iterator was made before a fork, and its thread is in the parent process")
+        """Raises RuntimeError after a fork, in the child process."""
+        if self.forked:
+            raise RuntimeError("this iterator was made before a fork, and belongs to the parent process")
 
     def __next__(self) -> Result:
         self.check_process()
+        if self._worker.stopped:
+            raise StopIteration
         try:
             self._submit()
-            if self._worker is None or not self._sizes:
+            if not self._sizes:
                 raise StopIteration
             result: Result = self._worker.take()
             self.pending -= self._sizes.popleft()
@@ -98,21 +105,19 @@ class Ahead(Iterator[Result], Generic[Result]):
                     task.start()
                 except Exception as error:  # it is raised when it is this task's turn
                     run = partial(_fail, error)
-            if self._worker is None:
-                self._worker = _Worker()
-                self._stop = weakref.finalize(self, self._worker.stop)  # which is also called at exit
             self._next = None
             self._sizes.append(task.nbytes)
             self.pending += task.nbytes
             self._worker.put(run)
 
     def close(self) -> None:
-        """Stops the thread, within a time slice, and waits for it. Further results are dropped."""
+        """Stops the thread, within a time slice, and waits for it. Further results are dropped.
+
+        It leaves to the thread that takes results what that thread may be using.
+        """
         self._next, self._tasks = None, iter(())
-        self._sizes.clear()
-        stop, self._stop, self._worker = self._stop, None, None
-        if stop is not None:
-            stop()
+        self._worker.stop()
+        self._stop.detach()
 
 
 def _fail(error: Exception, check: Check) -> NoReturn:
@@ -120,59 +125,85 @@ def _fail(error: Exception, check: Check) -> NoReturn:
 
 
 class _Worker:
-    """The thread. It has no reference to the `Ahead`, which can be collected while the thread runs."""
+    """The thread. It has no reference to the `Ahead`, which can be collected while the thread runs.
+
+    Attributes:
+        process: that it belongs to.
+        stopped: whether `stop` was called.
+    """
 
     def __init__(self) -> None:
+        self.process = os.getpid()
+        self.stopped = False
+        self._ended = False
         self._tasks: SimpleQueue[Callable[[Check], Any] | None] = SimpleQueue()
         self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._stopped = False
-        self._process = os.getpid()
-        # A daemon: the interpreter would wait for any other thread before it calls what stops this one.
-        self._thread = Thread(target=self._work, name="safeload", daemon=True)
-        self._thread.start()
+        self._thread: Thread | None = None
 
     def _work(self) -> None:
-        while (run := self._tasks.get()) is not None:
-            try:
+        try:
+            while (run := self._tasks.get()) is not None:
                 self._check()
-                result = run(self._check)
-            except Unwanted:
-                return
-            except BaseException as error:
-                self._results.put((None, error))
-                return
-            self._results.put((result, None))
-            del run, result  # so that a thread that waits keeps nothing alive
+                self._results.put((run(self._check), None))
+                del run  # so that a thread that waits keeps nothing alive
+        except Unwanted:
+            pass
+        except BaseException as error:
+            self._results.put((None, error))
+        finally:
+            self._ended = True
 
     def _check(self) -> None:
-        if self._stopped:
+        if self.stopped:
             raise Unwanted
 
     def put(self, run: Callable[[Check], Any]) -> None:
-        """Adds a task."""
+        """Adds a task. If `stop` is called meanwhile, the thread ends at the task."""
+        if self.stopped:
+            return
         self._tasks.put(run)
+        if self._thread is None:
+            # A daemon: the interpreter would wait for any other thread before it calls what stops this one.
+            thread = Thread(target=self._work, name="safeload", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def take(self) -> Any:
         """The next result.
 
         Raises:
-            ValueError: another thread has closed the iterator meanwhile.
+            ValueError: the iterator was closed meanwhile, by another thread or by what was called.
             Exception: the error that the task has raised.
         """
-        while True:
-            try:
-                result, error = self._results.get(timeout=_POLL)
-            except Empty:
-                if self._stopped:
-                    raise ValueError("another thread has closed this iterator") from None
-                continue
-            if error is not None:
-                raise error
+        found = None
+        while found is None and not self.stopped:
+            with suppress(Empty):
+                found = self._results.get(timeout=_POLL)
+        if found is None or self.stopped:
+            raise ValueError("this iterator was closed while its next item was awaited")
+        result, error = found
+        if error is None:
             return result
+        try:
+            raise error
+        finally:
+            del found, error  # which refers to this frame
 
     def stop(self) -> None:
         """Ends the thread and waits for it; not in the thread itself, nor after a fork, which it has not survived."""
-        self._stopped = True
-        if self._process == os.getpid() and current_thread() is not self._thread:
-            self._tasks.put(None)
-            self._thread.join()
+        self.stopped = True
+        if self.process != os.getpid():
+            return
+        self._tasks.put(None)
+        thread = self._thread
+        while thread is not None and thread.ident != get_ident() and thread.is_alive():
+            ended = self._ended
+            thread.join(_POLL)
+            if ended:
+                # Its last steps may need a lock of the interpreter's that this thread has: garbage may be collected,
+                # and an iterator with it, in the middle of threading.enumerate().
+                break
+        with suppress(Empty):
+            while True:
+                self._results.get_nowait()
+        self._results.put((None, None))  # for a thread that waits
