@@ -7,8 +7,9 @@ that uses the memory of dropped arrays again is 1.5 times as fast.
 from __future__ import annotations
 
 import math
+from collections import deque
 from functools import partial
-from threading import RLock
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ _WASTE = 4
 class Recycler:
     """Makes arrays, and keeps the memory of those that are dropped for the next ones.
 
-    Any thread may use it, and drop the arrays.
+    Any thread may use it, and drop the arrays. Its owner closes it: the arrays refer to it, so that it may outlive its
+    owner by far.
 
     Args:
         limit: most bytes that are kept, less what is used.
@@ -37,11 +39,17 @@ class Recycler:
         self.used = 0
         self._limit = limit
         self._kept: list[tuple[int, int]] = []  # size and address, the oldest first
+        self._returned: deque[tuple[int, int]] = deque()  # those of arrays dropped since
         self._closed = False
-        self._lock = RLock()  # dropping an array may end others in the same thread
+        self._lock = Lock()  # of what is kept
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array with undefined values, aligned to a page; a small one is always new."""
+        """An array with undefined values, aligned to a page; a small one is always new, and aligned to a cache line.
+
+        Raises:
+            MemoryError: the memory cannot be allocated.
+            UnsupportedError: numpy does not support an array of this shape.
+        """
         size = dtype.itemsize * math.prod(shape)
         if size < jobs.POOLED_BELOW:
             return array_over(jobs.aligned_bytes(size), dtype, shape, 0)
@@ -51,37 +59,48 @@ class Recycler:
 
     def _take(self, size: int) -> tuple[int, int]:
         """Size and address of memory for ``size`` bytes."""
+        best = None
         with self._lock:
             fitting = [one for one in self._kept if size <= one[0] <= size + size // _WASTE]
             if fitting:
                 best = min(fitting)
                 self._kept.remove(best)
-                return best
-            self._trim()
+        self._settle(True)
+        if best is not None:
+            return best
         address = short.sl_memory_alloc(size)
         if not address:
             raise MemoryError(f"cannot allocate {size} bytes")
         return size, address
 
     def _give_back(self, size: int, memory: Any) -> None:
-        address = pointer(memory)
-        with self._lock:
-            if not self._closed:
-                self._kept.append((size, address))
-                self._trim()
-                return
-        short.sl_memory_free(address, size)
+        self._returned.append((size, pointer(memory)))
+        self._settle()
 
-    def _trim(self) -> None:
-        """Frees the oldest memory that there is no room for."""
-        while self._kept and self.used + sum(size for size, _ in self._kept) > self._limit:
-            size, address = self._kept.pop(0)
-            short.sl_memory_free(address, size)
+    def _settle(self, trim: bool = False) -> None:
+        """Keeps what was returned, and frees the oldest memory that there is no room for.
+
+        It never waits. An array may be dropped anywhere, even by a collection of garbage in the middle of these lines,
+        or after a fork while a thread that the child does not have was in them. Whoever has the lock looks again.
+
+        Args:
+            trim: whether to look although nothing was returned.
+        """
+        while (trim or self._returned) and self._lock.acquire(blocking=False):
+            trim = False
+            try:
+                while self._returned:
+                    self._kept.append(self._returned.popleft())
+                room = 0 if self._closed else max(0, self._limit - self.used)
+                excess = sum(size for size, _ in self._kept) - room
+                while excess > 0:
+                    size, address = self._kept.pop(0)
+                    short.sl_memory_free(address, size)
+                    excess -= size
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Frees what is kept; arrays stay valid, and their memory is freed with them."""
-        with self._lock:
-            self._closed = True
-            kept, self._kept = self._kept, []
-        for size, address in kept:
-            short.sl_memory_free(address, size)
+        self._closed = True
+        self._settle(True)
