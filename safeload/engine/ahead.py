@@ -36,7 +36,10 @@ class Task(NamedTuple):
 
 
 class Unwanted(BaseException):
-    """Ends a task after `Ahead.close`; not an Exception, so that no task catches it."""
+    """Ends a task and the thread after `Ahead.close`, or in a task whose turn never comes.
+
+    It is not an Exception, so that no task catches it.
+    """
 
 
 class Ahead(Iterator[Result], Generic[Result]):

@@ -18,6 +18,7 @@ from .plan import EMPTY, VIEW, Plan, Selection, decide
 from .progress import Progress, reporter
 from .quantized_tensor import QuantizedTensor
 from .read import Reads, over, read_scale
+from .recycled import Recycler
 from .threads import thread_count
 from .weight_file import WeightFile
 
@@ -32,6 +33,7 @@ def deliver(
     view: bool = False,
     mappings: dict[WeightFile, Any] | None = None,
     out: Mapping[str, Array] | None = None,
+    memory: Recycler | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> tuple[dict[str, Any], bool]:
@@ -45,6 +47,7 @@ def deliver(
         view: whether to return views of mapped files where possible.
         mappings: mappings to use; new ones are added. None for new mappings.
         out: arrays to fill, by name; all of them are checked before the first byte is written.
+        memory: of new arrays that are read, see `Reads`.
         threads: for reading.
         progress: for reading; if everything is mapped, which takes no time, only the end is reported.
 
@@ -79,7 +82,7 @@ def deliver(
         if plan.ways.count(VIEW) < len(plan.ways):
             to_read.append(plan)
     if to_read or packed:
-        reads = Reads(out)
+        reads = Reads(out, memory)
         for plan in to_read:
             reads.add(plan)
         mapped = {} if mappings is None else mappings

@@ -58,6 +58,11 @@ class Entry(NamedTuple):
             return self.packed.nbytes
         return self.dtype.itemsize * math.prod(self.shape)
 
+    @property
+    def repeated(self) -> bool:
+        """Whether some of its elements are the same bytes of the file, and it is not converted."""
+        return self.strided and self.source == self.target and self.nbytes > self.end - self.begin
+
 
 def entries_of(parts: Sequence[Part], target: dtypes.Dtype | None) -> list[Entry]:
     """Describes tensors, in their order.

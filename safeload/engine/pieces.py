@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from threading import Lock
+from threading import RLock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,7 +75,7 @@ class Meter:
         self._report = progress if callable(progress) else None if self._bar is None else self._bar.__enter__()
         self._total = total
         self._done = 0
-        self._lock = Lock()
+        self._lock = RLock()  # a report may close what this belongs to
 
     def add(self, nbytes: int) -> None:
         """Adds to the number of bytes done."""

@@ -16,6 +16,7 @@ from . import jobs, restore, strided
 from .jobs import Batch, Job
 from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
 from .progress import Progress
+from .recycled import Recycler
 from .weight_file import WeightFile
 
 # Size of the largest pool, which is what one surviving small tensor can keep alive.
@@ -29,21 +30,24 @@ class Reads:
 
     Args:
         out: arrays to fill, by name; None for new ones.
+        memory: of new arrays, each of which is then C-contiguous, aligned to `jobs.ALIGNMENT`, and shares no bytes with
+            others; None for `jobs.private_array`.
 
     Attributes:
         arrays: the arrays of all tensors added, by name; `run` fills them.
     """
 
-    def __init__(self, out: Mapping[str, Array] | None) -> None:
+    def __init__(self, out: Mapping[str, Array] | None, memory: Recycler | None = None) -> None:
         self.arrays: dict[str, Array] = {}
         self._out = out
+        self._memory = memory
         self._batch = Batch()
         self._shared: list[tuple[Plan, strided.Block]] = []
 
     def add(self, plan: Plan) -> None:
         """Adds the tensors of a plan that are not views."""
         for k in plan.of_way(EMPTY):
-            self.arrays[plan.names[k]] = self._array(plan, k)
+            self.arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
         plain, converted = plan.of_way(READ), plan.of_way(CONVERT)
         if STRIDED in plan.ways:
             alone, blocks = strided.plan(plan.file, {k: plan.spec(k) for k in plan.of_way(STRIDED)}, self._batch)
@@ -64,7 +68,7 @@ class Reads:
     def restore(self, name: str, packed: Packed, target: dtypes.Dtype) -> None:
         """Adds a packed tensor, dequantized to a dtype."""
         shape, dtype = packed.packing.shape, dtypes.array_dtype(target.number)
-        array = self.arrays[name] = jobs.private_array(shape, dtype) if self._out is None else self._out[name]
+        array = self.arrays[name] = self._array(name, shape, dtype)
         if array.size:
             for job in restore.restore_jobs(packed, self._batch.into(array), target.number, name):
                 self._batch.add(job)
@@ -79,13 +83,15 @@ class Reads:
             self._batch.add(Job(part.file, part.begin, self._batch.into(array), size, number, number))
         return array
 
-    def _array(self, plan: Plan, k: int) -> Array:
+    def _array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """The array for one tensor: the caller's, or a new one."""
-        return jobs.private_array(plan.shapes[k], plan.dtype(k)) if self._out is None else self._out[plan.names[k]]
+        if self._out is not None:
+            return self._out[name]
+        return jobs.private_array(shape, dtype) if self._memory is None else self._memory.array(shape, dtype)
 
     def _read(self, plan: Plan, k: int) -> None:
         """Adds the job that reads one tensor into an array of its own."""
-        array = self.arrays[plan.names[k]] = self._array(plan, k)
+        array = self.arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
         begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
         place = plan.file, begin, self._batch.into(array), plan.ends[k] - begin
         self._batch.add(Job(*place, source, target, jobs.moving(source, target)))
@@ -101,7 +107,8 @@ class Reads:
         if len(which) < 2:
             return
         sources, begins, ends = plan.sources, plan.begins, plan.ends
-        steps = {source: _step(source, target) for source, target in set(zip(sources, plan.targets, strict=True))}
+        least = 1 if self._memory is None else jobs.ALIGNMENT
+        steps = {source: _step(source, to, least) for source, to in set(zip(sources, plan.targets, strict=True))}
         pool = _Pool([], [], [])
         at, previous, kind = 0, -1, -1
         for k in which:
@@ -129,7 +136,7 @@ class Reads:
 
     def _fill(self, plan: Plan, pool: _Pool, size: int) -> None:
         """Adds the jobs that read small tensors into a shared pool, and the arrays over it."""
-        memory = jobs.aligned_bytes(size)
+        memory = jobs.aligned_bytes(size) if self._memory is None else self._memory.array((size,), np.dtype(np.uint8))
         base = jobs.address_of(memory)
         for k, begin, end, at in pool.runs:
             source, target = plan.sources[k], plan.targets[k]
@@ -147,7 +154,8 @@ class Reads:
         for plan, block in self._shared:
             block.swap()
             for k, spec in block.members.items():
-                given = None if self._out is None else self._out[plan.names[k]]
+                shared = self._out is None and self._memory is None
+                given = None if shared else self._array(plan.names[k], spec.shape, spec.dtype)
                 self.arrays[plan.names[k]] = block.finish(spec, given, threads)
 
 
@@ -165,13 +173,20 @@ class _Pool(NamedTuple):
     runs: list[list[int]]
 
 
-def _step(source: int, target: int) -> tuple[int, int, int]:
-    """Bits that must be zero in the address of an array; bytes of one block in the file; their size in memory."""
+def _step(source: int, target: int, least: int) -> tuple[int, int, int]:
+    """Bits that must be zero in the address of an array; bytes of one block in the file; their size in memory.
+
+    Args:
+        source: number of the dtype in the file.
+        target: number of the dtype of the array.
+        least: the least alignment.
+    """
     dtype = dtypes.array_dtype(target)
+    mask = max(dtype.alignment, least) - 1
     if source == target:
-        return dtype.alignment - 1, 1, 1
+        return mask, 1, 1
     row = dtypes.BY_NUMBER[source]
-    return dtype.alignment - 1, row.block_bytes, row.block * dtype.itemsize
+    return mask, row.block_bytes, row.block * dtype.itemsize
 
 
 def over(

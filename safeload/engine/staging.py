@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 from ..base import dtypes
@@ -65,7 +66,7 @@ def buffer_size(total: int) -> int:
 def staged(
     entries: Iterable[Entry], buffers: Sequence[Array], wait: Callable[[int], object], threads: int | None
 ) -> Ahead[Filled]:
-    """Fills buffers one after the other, round and round, while the caller copies from those before.
+    """Fills buffers one after the other, round and round, in the order of the tensors, while the caller uses others.
 
     Args:
         entries: the tensors, none of which stays in parts; empty ones are left out.
@@ -85,25 +86,35 @@ def _tasks(
     entries: Iterable[Entry], buffers: Sequence[Array], wait: Callable[[int], object], threads: int | None
 ) -> Iterator[Task]:
     size = buffers[0].size
+    numbers = cycle(range(len(buffers)))
     batch: list[tuple[Chunk, int]] = []
-    end = number = 0
+    end = 0
+
+    def fill() -> Task:
+        nonlocal batch, end
+        number = next(numbers)
+        task = Task(size, partial(_fill, number, buffers[number], batch, wait, threads))
+        batch, end = [], 0
+        return task
+
     for entry in entries:
         if not entry.nbytes:
             continue
         chunks = chunks_of(entry, size // _PER_BUFFER)
         if chunks is None:
+            if batch:  # the order of the tensors is that of the results
+                yield fill()
             yield Task(entry.nbytes, partial(_make, entry, threads))
             continue
         for chunk in chunks:
             at = -(-end // jobs.ALIGNMENT) * jobs.ALIGNMENT
             if at + chunk.nbytes > size:
-                yield Task(size, partial(_fill, number, buffers[number], batch, wait, threads))
-                number = (number + 1) % len(buffers)
-                batch, at = [], 0
+                yield fill()
+                at = 0
             batch.append((chunk, at))
             end = at + chunk.nbytes
     if batch:
-        yield Task(size, partial(_fill, number, buffers[number], batch, wait, threads))
+        yield fill()
 
 
 def _fill(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import RLock
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-
 from ..base import dtypes
-from ..base.arrays import Array, array_over, check_mapping
+from ..base.arrays import Array, check_mapping
 from ..base.text import plural, show
-from . import jobs
-from .ahead import Ahead, Check, Task
+from .ahead import Ahead, Check, Task, Unwanted
 from .delivery import check_given, deliver, stored_in_parts
 from .entries import Entry, entries_of
 from .load import Part, selections_of
 from .pieces import Meter
+from .plan import Selection
 from .progress import Progress
 from .recycled import Recycler
 from .threads import check_threads
@@ -34,15 +34,17 @@ _UNIT = 16 << 20
 _SHARE = 4
 
 
-# Names and arrays of tensors, and the error of the tensor after them.
-_Found: TypeAlias = tuple[deque[tuple[str, Any]], Exception | None]
+# Names and arrays of tensors, and the error of the tensor after them, if any: in a list, from which it is popped. A
+# variable that still had it would be in a frame of its traceback, and the arrays there would live until a collection.
+_Found: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
 
 
 class TensorStream(Iterator[tuple[str, Any]]):
     """Names and arrays of tensors, in turn, while the next ones are read; made by `Checkpoint.stream`.
 
-    `close` stops reading, and so do an error, the end of the program and the last reference to the stream. It belongs
-    to the process that made it: after a fork, the child's copy raises RuntimeError.
+    `close` stops reading, and so do an error, the end of the program and the last reference to the stream. Threads may
+    share it: each tensor goes to one of them. It belongs to the process that made it: after a fork, the child's copy
+    raises RuntimeError.
 
     Example:
         >>> import safeload
@@ -54,29 +56,35 @@ class TensorStream(Iterator[tuple[str, Any]]):
     def __init__(self, entries: Sequence[Entry], reader: _Reader, limit: int, progress: Progress) -> None:
         share = max(1, min(_UNIT, limit // _SHARE))
         self._memory = memory = Recycler(limit)
-        units = (_Unit(part, reader, memory) for part in _units(entries, share))
+        weakref.finalize(self, memory.close)
+        units = (_Unit(part, reader, memory) for part in _units(entries, reader, share))
         tasks = (Task(unit.nbytes, unit.run, unit.start if reader.out is not None else None) for unit in units)
         self._ahead: Ahead[_Found] = Ahead(tasks, limit - limit // _SHARE - share)
         self._ready: deque[tuple[str, Any]] = deque()
-        self._error: Exception | None = None
-        self._left = {entry.name: entry.nbytes for entry in entries}
+        self._failed: list[Exception] = []
+        self._left = {entry.name: reader.nbytes(entry) for entry in entries}
         self._count = len(entries)
+        self._lock = RLock()  # what a progress report does may come back to this object
         self._meter = Meter(progress, sum(self._left.values()))
 
     def __next__(self) -> tuple[str, Any]:
-        self._ahead.check_process()
-        try:
-            while not self._ready:
-                if self._error is not None:
-                    raise self._error
-                self._ready, self._error = next(self._ahead)
-                self._memory.used = self._ahead.pending
-            name, value = self._ready.popleft()
-            self._meter.add(self._left.pop(name))
-        except BaseException:
-            self.close()
-            raise
-        return name, value
+        self._ahead.check_process()  # before the lock, which another thread may have had when this process was forked
+        with self._lock:
+            try:
+                while not self._ready:
+                    if self._failed:
+                        raise self._failed.pop()
+                    self._ready, self._failed = next(self._ahead)
+                    self._memory.used = self._ahead.pending
+                name, value = self._ready.popleft()
+                try:
+                    self._meter.add(self._left.pop(name))
+                except StopIteration as error:  # it would end the stream as if it were complete
+                    raise RuntimeError("progress: the function raised StopIteration") from error
+            except BaseException:
+                self.close()
+                raise
+            return name, value
 
     def __length_hint__(self) -> int:
         return len(self._left)
@@ -88,10 +96,13 @@ class TensorStream(Iterator[tuple[str, Any]]):
         """Stops reading and waits until it has stopped. Arrays that were taken stay valid."""
         self._ahead.close()
         self._memory.close()
-        self._ready.clear()
-        self._error = None
-        self._left.clear()
-        self._meter.close()
+        if self._ahead.forked:
+            return
+        with self._lock:  # of a thread that takes a tensor, whose wait is over now
+            self._ready.clear()
+            self._failed = []
+            self._left.clear()
+            self._meter.close()
 
 
 class _Reader(NamedTuple):
@@ -101,20 +112,42 @@ class _Reader(NamedTuple):
         target: dtype that floating tensors are converted to and packed ones dequantized to; None to convert nothing.
         out: gives the arrays to fill; None for new ones.
         threads: None: chosen automatically.
+        failed: filled with the first error, after which nothing is read.
     """
 
     target: dtypes.Dtype | None
     out: Callable[[str], Any] | None
     threads: int | None
+    failed: list[bool]
 
-    def read(self, entries: Sequence[Entry], given: Mapping[str, Array], check: Check) -> dict[str, Any]:
-        """Reads tensors into the arrays given, those that are stored in parts into new ones."""
+    def makes(self, entry: Entry) -> bool:
+        """Whether it reads a tensor into one array of its own.
+
+        Not so packed codes that stay as they are stored, which are several arrays, nor repeated elements, which have no
+        bytes of their own: an array of them all might be larger than any memory.
+        """
+        return entry.target is not None and not (entry.repeated and self.out is None)
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of what it reads a tensor into."""
+        return entry.end - entry.begin if entry.repeated and self.out is None else entry.nbytes
+
+    def cost(self, entry: Entry) -> int:
+        """Bytes of memory that reading a tensor takes: also of the range of the file that a strided one lies in."""
+        return self.nbytes(entry) + (entry.end - entry.begin if entry.strided and self.makes(entry) else 0)
+
+    def read(
+        self, entries: Sequence[Entry], given: Mapping[str, Array], memory: Recycler, check: Check
+    ) -> dict[str, Any]:
+        """Reads tensors into the arrays given or new ones."""
         if not entries:
             return {}
+        made = self.makes(entries[0])
         arrays, _ = deliver(
-            selections_of([entry[:3] for entry in entries]),
+            _selections(entries),
             target=self.target,
-            out=given or None,
+            out=given if made and self.out is not None else None,
+            memory=memory if made else None,
             threads=self.threads,
             progress=lambda done, total: check(),
         )
@@ -132,81 +165,78 @@ class _Unit:
 
     def __init__(self, entries: Sequence[Entry], reader: _Reader, memory: Recycler) -> None:
         self._memory = memory
-        self.nbytes = sum(entry.nbytes for entry in entries)
+        self.nbytes = sum(map(reader.cost, entries))
         self._entries = entries
         self._reader = reader
         self._given: dict[str, Array] = {}
-        self._error: Exception | None = None
+        self._failed: list[Exception] = []
 
     def start(self) -> None:
         """Asks the caller for the arrays to fill, up to an error."""
         for k, entry in enumerate(self._entries):
-            error = self._ask(entry)
-            if error is not None:
-                self._entries, self._error = self._entries[:k], error
+            self._ask(entry)
+            if self._failed:
+                self._entries = self._entries[:k]
                 return
 
-    def _ask(self, entry: Entry) -> Exception | None:
+    def _ask(self, entry: Entry) -> None:
         assert self._reader.out is not None
         try:
-            self._given[entry.name] = self._reader.out(entry.name)
+            try:
+                self._given[entry.name] = self._reader.out(entry.name)
+            except StopIteration as error:  # of a `next` there: it would end the stream as if it were complete
+                raise RuntimeError(f"out: the function raised StopIteration for tensor {show(entry.name)}") from error
             check_given(entry.name, entry.dtype, entry.shape, self._given)
         except Exception as error:
-            return error
-        return None
+            self._failed.append(error)
 
     def run(self, check: Check) -> _Found:
         """The tensors with their arrays, up to the first that cannot be read, and its error."""
-        if self._reader.out is None and self._entries and _has_array(self._entries[0]):
-            self._given = _new_arrays(self._entries, self._memory)
-        found, error = self._read(self._entries, check)
-        if error is None:
-            return found, self._error
-        if len(self._entries) > 1:
-            for entry in self._entries:  # once more, to find out which cannot be read
-                one, error = self._read([entry], check)
-                found += one
-                if error is not None:
-                    break
-        return found, error or self._error
+        if self._reader.failed:
+            raise Unwanted
+        found, failed = self._read(self._entries, check)
+        failed = failed or self._failed
+        if failed:
+            self._reader.failed.append(True)
+        return found, failed
 
     def _read(self, entries: Sequence[Entry], check: Check) -> _Found:
         try:
-            arrays = self._reader.read(entries, self._given, check)
+            arrays = self._reader.read(entries, self._given, self._memory, check)
         except Exception as error:
-            return deque(), error
-        return deque((entry.name, arrays[entry.name]) for entry in entries), None
+            if len(entries) < 2:
+                return deque(), [error]
+        else:
+            return deque((entry.name, arrays[entry.name]) for entry in entries), []
+        half = len(entries) // 2  # once more, in halves, to find out which cannot be read
+        found, failed = self._read(entries[:half], check)
+        if not failed:
+            more, failed = self._read(entries[half:], check)
+            found += more
+        return found, failed
 
 
-def _units(entries: Sequence[Entry], share: int) -> Iterator[list[Entry]]:
+def _selections(entries: Sequence[Entry]) -> list[Selection]:
+    """The tensors grouped by file."""
+    if any(entry.file is not entries[0].file for entry in entries):
+        return selections_of([entry[:3] for entry in entries])
+    return [Selection(entries[0].file, [entry.name for entry in entries], [entry.at for entry in entries])]
+
+
+def _units(entries: Sequence[Entry], reader: _Reader, share: int) -> Iterator[list[Entry]]:
     """Divides tensors into those that are read together."""
     unit: list[Entry] = []
     size = 0
     for entry in entries:
-        if unit and (size + entry.nbytes > share or _has_array(entry) != _has_array(unit[0])):
+        cost, made = reader.cost(entry), reader.makes(entry)
+        alone = entry.repeated and not made  # or `deliver` would let tensors of one storage share memory
+        if unit and (alone or size + cost > share or made != reader.makes(unit[0])):
             yield unit
             unit, size = [], 0
         unit.append(entry)
-        size += entry.nbytes
+        size += cost
     if unit:
         yield unit
-
-
-def _new_arrays(entries: Sequence[Entry], memory: Recycler) -> dict[str, Array]:
-    """New arrays, each aligned to `jobs.ALIGNMENT`; small ones share memory that is allocated at once."""
-    places, size = [], 0
-    for entry in entries:
-        places.append(size)
-        if entry.nbytes < jobs.POOLED_BELOW:
-            size += -(-entry.nbytes // jobs.ALIGNMENT) * jobs.ALIGNMENT
-    pool = memory.array((size,), np.dtype(np.uint8))
-    arrays = {}
-    for entry, place in zip(entries, places, strict=True):
-        alone = entry.nbytes >= jobs.POOLED_BELOW
-        arrays[entry.name] = (
-            memory.array(entry.shape, entry.dtype) if alone else array_over(pool, entry.dtype, entry.shape, place)
-        )
-    return arrays
 
 
 def stream(
@@ -235,7 +265,7 @@ def stream(
     check_threads(threads)
     entries = entries_of(parts, target)
     for entry in entries if out is not None else ():
-        if entry.packed is not None and entry.target is None:
+        if entry.target is None and entry.packed is not None:
             raise stored_in_parts(entry.name, entry.packed)
     if sort:
         rank = {file: k for k, file in enumerate(files)}
@@ -243,7 +273,7 @@ def stream(
     if out is not None and not callable(out):
         _check_out(out, entries)
     give = out if out is None or callable(out) else out.__getitem__
-    return TensorStream(entries, _Reader(target, give, threads), limit, progress)
+    return TensorStream(entries, _Reader(target, give, threads, []), limit, progress)
 
 
 def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
@@ -255,14 +285,3 @@ def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
         raise ValueError(f"out: {show(unknown[0])} is not a tensor of this stream")
     for entry in entries:
         check_given(entry.name, entry.dtype, entry.shape, out)
-
-
-def _has_array(entry: Entry) -> bool:
-    """Whether its array can be made before it is read.
-
-    Not so for packed codes that stay as they are stored, which are several arrays; nor for repeated elements, which
-    have no memory of their own and may be more than any memory holds.
-    """
-    if entry.target is None:
-        return False
-    return not (entry.strided and entry.source == entry.target and entry.nbytes > entry.end - entry.begin)

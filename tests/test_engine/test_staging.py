@@ -97,6 +97,20 @@ def test_a_row_that_does_not_fit_a_buffer_is_made_as_a_whole():
     assert all(chunks_of(entry, entry.nbytes) is not None for entry in packed)
 
 
+def test_the_order_is_that_of_the_tensors(tmp_path):
+    """Also where some are made as a whole between others."""
+    torch = pytest.importorskip("torch")
+    base = torch.arange(600, dtype=torch.float32).reshape(20, 30)
+    torch.save({f"{k:02}": base.t() if k % 3 == 1 else base.clone() for k in range(12)}, tmp_path / "x.pt")
+    with safeload.open(tmp_path / "x.pt") as checkpoint:
+        names = [
+            filled.name or [piece.name for piece in filled.pieces]
+            for filled in staged(entries(checkpoint, None), buffers(1 << 16), lambda number: None, 1)
+        ]
+    flat = [name for one in names for name in ([one] if isinstance(one, str) else one)]
+    assert flat == [f"{k:02}" for k in range(12)]
+
+
 def test_neighbours_in_a_buffer_are_one_piece(tmp_path):
     save_file({"w": np.arange(10_000, dtype=np.float32)}, tmp_path / "x.safetensors")
     with safeload.open(tmp_path / "x.safetensors") as checkpoint:
