@@ -40,6 +40,7 @@ PYTHON_LAYERS = (
     ("formats",),
     ("checkpoint",),
     ("loading",),
+    ("frameworks",),
     ("compat",),
     ("operations",),
     ("numpy", "gguf", "moon", "layouts"),

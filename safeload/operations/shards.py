@@ -19,10 +19,8 @@ from ..errors import FormatError, SafetensorError
 from ..formats.registry import WEIGHT_SUFFIXES
 from ..formats.safetensors.file import Writer
 from ..formats.safetensors.quantized import pack
+from ..models.config_dtype import with_dtype
 from ..packed.config import without_quantization
-
-# Keys of the dtype of the weights in config.json: before transformers 4.56, and since.
-_DTYPE_KEYS = ("torch_dtype", "dtype")
 
 # Files of a model's folder that other libraries need beside its weights and config.json: tokenizers (also of
 # sentencepiece and tiktoken), chat templates, settings of generation and of processors.
@@ -53,23 +51,7 @@ def config_with(
         return None
     if restored:
         config = without_quantization(config)
-    if target is None:
-        return dict(config)
-
-    def changed(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: target.name
-            if key in _DTYPE_KEYS and isinstance(value, str)
-            else changed(value)
-            if isinstance(value, Mapping) and key.endswith("config")
-            else value
-            for key, value in part.items()
-        }
-
-    result = changed(config)
-    if not any(isinstance(result.get(key), str) for key in _DTYPE_KEYS):
-        result[_DTYPE_KEYS[0]] = target.name
-    return result
+    return dict(config) if target is None else with_dtype(config, target)
 
 
 def extras_of(folder: str) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Arrays of other libraries: nothing else in safeload imports torch or JAX."""

@@ -1,0 +1,131 @@
+"""What `load_checkpoint` of every framework has in common: which tensors are loaded, and with which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ..base import dtypes
+from ..base.selecting import Patterns, choose
+from ..base.text import show
+from ..checkpoint import Checkpoint
+from ..engine.load import parse_target
+from ..engine.progress import Progress
+from ..errors import UnsupportedError
+from ..formats.opening import Paths
+from ..loading import open
+from ..models.config_dtype import dtype_in
+
+
+class Group(NamedTuple):
+    """Tensors that one call of `Checkpoint.load` loads.
+
+    Attributes:
+        names: their names, in the order of the result.
+        dtype: what floating tensors are converted to and packed ones dequantized to; None to convert nothing.
+    """
+
+    names: Sequence[str]
+    dtype: dtypes.Dtype | None
+
+
+class Selected(NamedTuple):
+    """The tensors that `load_checkpoint` loads.
+
+    Attributes:
+        names: all names, in the order of the result.
+        groups: the same tensors, by the dtype that they are loaded with.
+    """
+
+    names: Sequence[str]
+    groups: Sequence[Group]
+
+
+def open_checkpoint(path: Paths, *, stored: bool, adapters: Any, storage_options: Any) -> Checkpoint:
+    """Opens what `load_checkpoint` was given.
+
+    Args:
+        path: see `safeload.open`.
+        stored: see `safeload.open`.
+        adapters: LoRA adapters, which this version cannot apply.
+        storage_options: options of a remote store, which this version cannot read.
+
+    Raises:
+        UnsupportedError: adapters or options of a store; also what `safeload.open` raises.
+    """
+    if adapters is not None:
+        raise UnsupportedError(
+            "adapters= is not supported in this version: load the base model, and apply the adapter with PEFT"
+        )
+    if storage_options is not None:
+        raise UnsupportedError(
+            "storage_options= is not supported in this version, which reads local files: download the checkpoint first"
+        )
+    return open(path, stored=stored)
+
+
+def select(
+    checkpoint: Checkpoint, *, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any
+) -> Selected:
+    """The tensors to load, by the dtype that they are loaded with.
+
+    Without ``dtype`` plain tensors keep theirs, and packed ones get the dtype that the config names.
+
+    Args:
+        checkpoint: an open one.
+        names: exact names; None for all.
+        only: patterns of the names to take, instead of ``names``.
+        drop: patterns of the names to leave out.
+        dtype: floating dtype; None for that of each tensor.
+
+    Raises:
+        TensorNotFoundError: an unknown name, or a pattern that matches none.
+        ValueError: both ``names`` and ``only``.
+        TypeError: an unknown dtype.
+        UnsupportedError: an unsupported dtype, or a packed tensor whose dtype neither ``dtype`` nor the config gives.
+    """
+    target = parse_target(dtype)
+    if only is not None or drop is not None:
+        names = choose(checkpoint, names, only, drop)
+    entries = checkpoint.entries(names)
+    every = [name for name, _, _ in entries]
+    if target is not None or not any(file.table.quantized for file in checkpoint.weight_files):
+        return Selected(every, [Group(every, target)])
+    plain: list[str] = []
+    packed: list[str] = []
+    for name, file, index in entries:
+        (packed if file.table.is_quantized(index) else plain).append(name)
+    if not packed:
+        return Selected(every, [Group(every, None)])
+    target = dtype_in(checkpoint.config)
+    if target is None:
+        label = checkpoint.tensors[packed[0]].dtype
+        raise UnsupportedError(
+            f"tensor {show(packed[0])} is stored as {label}, and no config.json says which dtype its values have: "
+            'pass dtype=, such as dtype="bfloat16"',
+            path=checkpoint.path,
+            tensor=packed[0],
+        )
+    return Selected(every, [Group(plain, None), Group(packed, target)] if plain else [Group(packed, target)])
+
+
+def load_arrays(
+    checkpoint: Checkpoint, selected: Selected, *, threads: int | None, progress: Progress
+) -> dict[str, Any]:
+    """The arrays by name. F4 and F6 tensors that are not converted are raw uint8.
+
+    Args:
+        checkpoint: an open one.
+        selected: see `select`.
+        threads: for reading.
+        progress: of the last group, which takes the time: others are views.
+
+    Raises:
+        SafeloadError, OSError: see `Checkpoint.load`.
+    """
+    arrays: dict[str, Any] = {}
+    for group in selected.groups:
+        dtype = None if group.dtype is None else group.dtype.name
+        shown = progress if group is selected.groups[-1] else None
+        arrays.update(checkpoint.load(group.names, dtype=dtype, threads=threads, progress=shown))
+    return arrays if len(selected.groups) == 1 else {name: arrays[name] for name in selected.names}
