@@ -4,7 +4,7 @@
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's blocks
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
 - `validate`, `stats`, `diff`: whether a checkpoint is sound, and what is in it
-- `safe_open`, `safeload.numpy`: drop-ins for ``safetensors``
+- `safe_open`, `safeload.numpy`, `safeload.torch`: drop-ins for ``safetensors``; tensors of torch from any format
 
 >>> from safeload.numpy import load_file, save_file
 """
@@ -28,7 +28,8 @@ from .errors import (
 if TYPE_CHECKING:
     from .base.table import TensorInfo
     from .checkpoint import Checkpoint
-    from .compat.safe_open import SafeSlice, _safe_open_handle, safe_open
+    from .compat.safe_open import _safe_open_handle, safe_open
+    from .compat.safe_slice import SafeSlice
     from .compat.serialize import TensorMeta, TensorSpec, deserialize, serialize, serialize_file
     from .engine.cast import astype
     from .engine.load import LoadStats
@@ -53,7 +54,8 @@ _LATER = {
     for module, names in {
         "base.table": ("TensorInfo",),
         "checkpoint": ("Checkpoint",),
-        "compat.safe_open": ("SafeSlice", "_safe_open_handle", "safe_open"),
+        "compat.safe_open": ("_safe_open_handle", "safe_open"),
+        "compat.safe_slice": ("SafeSlice",),
         "compat.serialize": ("TensorMeta", "TensorSpec", "deserialize", "serialize", "serialize_file"),
         "engine.cast": ("astype",),
         "engine.load": ("LoadStats",),
@@ -73,7 +75,7 @@ _LATER = {
     }.items()
     for name in names
 }
-_MODULES = ("layouts", "numpy")
+_MODULES = ("layouts", "numpy", "torch")
 
 __all__ = [
     "HISTOGRAM_EDGES",

@@ -6,6 +6,7 @@ import pkgutil
 import re
 import shutil
 from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ import safeload
 NOT_RUN = {"sh", "json", "text"}
 
 # Pages about packages that tests do not otherwise need.
-NEEDS = {"frameworks.md": ("torch", "jax")}
+NEEDS = {"frameworks.md": ("torch", "jax"), "torch.md": ("torch",)}
+# Modules whose examples need a package; those of safeload.frameworks cannot even be imported without it.
+FRAMEWORKS = ("torch",)
 
 as_numpy_2_prints = pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="written with numpy 2")
 
@@ -46,11 +49,21 @@ def test_every_block_is_run_or_of_a_language_that_cannot_be(page):
     assert set(opened) <= {"pycon", "console", *NOT_RUN} | {text for text in opened if text.startswith("{")}
 
 
+def framework_of(module):
+    """The package that a module of safeload needs, None for most."""
+    last = module.split(".")[-1]
+    return next((name for name in FRAMEWORKS if last == name or last.startswith(f"{name}_")), None)
+
+
+def installed():
+    return [name for name in FRAMEWORKS if find_spec(name) is not None]
+
+
 def _tests_of_docstrings():
     finder = doctest.DocTestFinder(exclude_empty=True)
     names = ["safeload", *sorted(module.name for module in pkgutil.walk_packages(safeload.__path__, "safeload."))]
     for name in names:
-        if not name.endswith(("__main__", "_core")):
+        if not name.endswith(("__main__", "_core")) and framework_of(name) in (None, *installed()):
             yield from (test for test in finder.find(import_module(name)) if test.examples)
 
 
@@ -129,7 +142,7 @@ def test_the_threat_model_has_the_limits_of_the_code():
 
 def _public():
     """Every public function and class, and the public methods of these, by name."""
-    modules = [safeload, safeload.numpy, safeload.gguf, safeload.moon]
+    modules = [safeload, safeload.numpy, safeload.torch, safeload.gguf, safeload.moon]
     for place, name in [(module, name) for module in modules for name in module.__all__]:
         value = getattr(place, name)
         if callable(value):
@@ -176,6 +189,6 @@ def test_the_reference_has_every_public_name():
     reference = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = set(re.findall(r"^\.\. \w+:: ([\w.]+)", reference, re.MULTILINE))
     names = {f"safeload.{name}" for name in safeload.__all__ if not name.startswith("_")}
-    for module in (safeload.numpy, safeload.gguf, safeload.moon, safeload.layouts):
+    for module in (safeload.numpy, safeload.torch, safeload.gguf, safeload.moon, safeload.layouts):
         names |= {f"{module.__name__}.{name}" for name in module.__all__}
     assert names <= listed

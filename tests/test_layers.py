@@ -43,7 +43,7 @@ PYTHON_LAYERS = (
     ("frameworks",),
     ("compat",),
     ("operations",),
-    ("numpy", "gguf", "moon", "layouts"),
+    ("numpy", "torch", "gguf", "moon", "layouts"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -22,6 +22,10 @@ MAX_ARRAY = (1 << 63) - 1
 _METHODS = ("keys", "values", "items", "__getitem__", "__contains__", "__len__")
 
 
+# Modules of safeload that save the arrays of a library as safetensors, by the package of their class.
+_FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+
+
 class ArraySpec(NamedTuple):
     """How a tensor becomes an array.
 
@@ -78,18 +82,21 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[:1] in tuple('AEIOaeio') else 'a'} {noun}"
 
 
-def not_an_array(subject: str, value: Any, wanted: str = "a numpy array") -> TypeError:
+def not_an_array(subject: str, value: Any, wanted: str = "a numpy array", *, safetensors: bool = False) -> TypeError:
     """The error for a value that is not an array, with what makes one of it.
 
     Args:
         subject: how messages name the value.
         value: what was given.
         wanted: what it should be.
+        safetensors: whether it was to be saved as safetensors, for which frameworks have a module of their own.
     """
     kind = type(value)
     library = kind.__module__.partition(".")[0]
     if isinstance(value, Mapping):
         advice = "safeload.flatten(tree) makes names with dots of nested dicts"
+    elif safetensors and library in _FRAMEWORKS:
+        advice = f"safeload.{_FRAMEWORKS[library]} has save and save_file for these"
     elif library == "torch":
         advice = "x.detach().cpu().numpy() makes one"
         if str(getattr(value, "dtype", "")) == "torch.bfloat16":

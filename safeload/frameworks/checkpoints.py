@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.selecting import Patterns, choose
+from ..base.table import Table
 from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..engine.load import parse_target
@@ -107,6 +108,13 @@ def select(
             tensor=packed[0],
         )
     return Selected(every, [Group(plain, None), Group(packed, target)] if plain else [Group(packed, target)])
+
+
+def unconverted(checkpoint: Checkpoint, selected: Selected) -> Iterator[tuple[str, Table, int]]:
+    """Name, table and index there of the tensors that are not converted."""
+    for group in selected.groups:
+        if group.dtype is None:
+            yield from ((name, file.table, index) for name, file, index in checkpoint.entries(group.names))
 
 
 def load_arrays(

@@ -308,7 +308,7 @@ def test_no_descriptor_is_left_open(path, tmp_path):
         safe_open(path)
         for call in (
             lambda: safe_open(tmp_path / "bad"),
-            lambda: safe_open(path, "pt"),
+            lambda: safe_open(path, "tf"),
             lambda: safe_open(path, "np", "cuda"),
             lambda: safe_open(path, backend="x"),
         ):
@@ -441,9 +441,6 @@ def test_a_bad_file_is_judged_before_the_framework(tmp_path):
 @pytest.mark.parametrize(
     ("framework", "instead"),
     [
-        ("pt", "torch"),
-        ("torch", "torch"),
-        ("pytorch", "torch"),
         ("tf", "tensorflow"),
         ("tensorflow", "tensorflow"),
         ("jax", "jax"),
@@ -471,8 +468,8 @@ def test_another_device_is_refused(device, path):
 
 
 def test_the_framework_is_judged_before_the_device_and_that_before_the_backend(path):
-    with pytest.raises(SafetensorError, match="framework pt"):
-        safe_open(path, "pt", "cuda", backend="x")
+    with pytest.raises(SafetensorError, match="framework tf"):
+        safe_open(path, "tf", "cuda", backend="x")
     with pytest.raises(SafetensorError, match="Device cuda"):
         safe_open(path, "np", "cuda", backend="x")
     with pytest.raises(SafetensorError) as caught:
@@ -512,7 +509,7 @@ name = os.path.basename(sys.argv[1])
 calls = safe_open, load_file, safeload.open
 become_nobody()
 for call in calls:
-    for framework in ("numpy", "pt"):
+    for framework in ("numpy", "tf"):
         try:
             call(name, framework) if call is safe_open else call(name)
         except PermissionError as error:

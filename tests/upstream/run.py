@@ -1,9 +1,10 @@
-"""Runs upstream's own tests of the numpy path with safeload standing in for safetensors.
+"""Runs upstream's own tests of numpy, or of torch, with safeload standing in for safetensors.
 
-    python tests/upstream/run.py SDIST [safetensors]
+    python tests/upstream/run.py SDIST [safeload|safetensors] [numpy|torch]
 
 SDIST is the .tar.gz of safetensors 0.8.0 or its unpacked folder. With "safetensors" as second argument upstream itself
-is run, under the same mocks, for comparison. torch is absent: it and safetensors.torch are mocked.
+is run, in the same way, for comparison. For numpy torch is absent: it and safetensors.torch are mocked. For torch it is
+the real one, and no test is left out.
 """
 
 import os
@@ -16,7 +17,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-FILES = ("test_simple", "test_handle", "test_multithreaded", "test_threadable", "test_pread_backend")
+COMMON = ("test_simple", "test_handle", "test_multithreaded", "test_threadable", "test_pread_backend")
+FILES = {"numpy": COMMON, "torch": ("test_pt_comparison", "test_pt_model", *COMMON)}
 
 # Tests of torch's path, which mocks cannot stand in for. Upstream itself fails these, since no file is written or the
 # tensors that come back are mocks.
@@ -47,32 +49,34 @@ PASS_UNDER_MOCKS = (
 def stand_in() -> None:
     import safeload
     import safeload.numpy
+    import safeload.torch
 
     sys.modules["safetensors"] = safeload
     sys.modules["safetensors.numpy"] = safeload.numpy
+    sys.modules["safetensors.torch"] = safeload.torch
 
 
 def main() -> int:
     sdist = Path(sys.argv[1]).resolve()
+    module, framework = [*sys.argv[2:], *("safeload", "numpy")[len(sys.argv) - 2 :]]
     with tempfile.TemporaryDirectory() as folder:
         if sdist.is_file():
             with tarfile.open(sdist) as archive:
                 archive.extractall(Path(folder) / "sdist", filter="data")
             sdist = next((Path(folder) / "sdist").iterdir())
         tests = Path(folder) / "tests"
-        tests.mkdir()
-        for name in FILES:
+        (tests / "tests" / "data").mkdir(parents=True)  # they write files here too
+        for name in FILES[framework]:
             shutil.copy(sdist / "bindings/python/tests" / f"{name}.py", tests)
-        if sys.argv[2:] != ["safetensors"]:
+        if module != "safetensors":
             stand_in()
-        sys.modules["torch"] = sys.modules["safetensors.torch"] = MagicMock()
+        left_out: tuple[str, ...] = ()
+        if framework == "numpy":
+            sys.modules["torch"] = sys.modules["safetensors.torch"] = MagicMock()
+            left_out = FAIL_UNDER_MOCKS + PASS_UNDER_MOCKS
         os.chdir(tests)  # they write files where they stand
         arguments = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", str(tests), "-c", os.devnull]
-        return int(
-            pytest.main(
-                [*arguments, *(f"--deselect={name}" for name in FAIL_UNDER_MOCKS + PASS_UNDER_MOCKS), str(tests)]
-            )
-        )
+        return int(pytest.main([*arguments, *(f"--deselect={name}" for name in left_out), str(tests)]))
 
 
 if __name__ == "__main__":

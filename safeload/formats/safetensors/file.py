@@ -74,7 +74,11 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
         data: any C-contiguous bytes-like object.
         copy: False for views, read-only where ``data`` is; unaligned tensors are copied all the same.
     """
-    view, table = parse_table(data)
+    return arrays_of(*parse_table(data), copy=copy)
+
+
+def arrays_of(view: memoryview, table: Table, *, copy: bool) -> dict[str, Array]:
+    """The tensors of a file in memory, see `parse`."""
     arrays = {}
     for name, (dtype, shape, begin, end, *_) in zip(table.names, layouts(table, range(table.count)), strict=True):
         if begin == end:
@@ -138,7 +142,7 @@ def _source(name: str, value: Any) -> _Source:
         value = np.asarray(value)
     refuse_masked(value, f"tensor {show(name)}")
     if not isinstance(value, (np.ndarray, Lazy)):
-        raise not_an_array(f"tensor {show(name)}", value)
+        raise not_an_array(f"tensor {show(name)}", value, safetensors=True)
     return _Source(dtypes.of_array(value, name), value.shape, value)
 
 

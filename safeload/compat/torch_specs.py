@@ -1,0 +1,49 @@
+"""Functions of ``safetensors.torch`` over the raw interface, which some libraries use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..base import dtypes
+from ..engine import jobs
+from ..formats.safetensors.file import Memory
+from ..frameworks import torch_arrays, torch_files
+from .serialize import TensorSpec
+
+
+def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
+    """The memory of tensors, as `safeload.serialize` takes it.
+
+    Args:
+        tensors: see `torch_files.to_write`, for errors too.
+        keep_alive_buffer: gets what must live until the memory has been written.
+    """
+    specs = {}
+    for name, entry in torch_files.to_write(tensors, keep_alive_buffer).items():
+        tensor = tensors[name]
+        if not isinstance(entry, Memory):  # of the other byte order
+            entry = np.ascontiguousarray(entry.byteswap())
+            keep_alive_buffer.append(entry)
+        address = entry.address if isinstance(entry, Memory) else jobs.address_of(entry)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        specs[name] = TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=address, data_len=entry.nbytes)
+    return specs
+
+
+def getdtype(code: str) -> Any:
+    """Torch's dtype for a safetensors code; KeyError for one that it does not have."""
+    return torch_arrays.TYPES[code]
+
+
+def view2torch(tensors: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Tensors of what `safeload.deserialize` returns, over its memory."""
+    found = {}
+    for name, entry in tensors:
+        row, shape = dtypes.BY_CODE[entry["dtype"]], tuple(entry["shape"])
+        array = np.frombuffer(entry["data"], dtypes.array_dtype(row.number))
+        array = jobs.native_order(array.reshape(torch_arrays.shape_of(name, row, shape)))
+        found[name] = torch_arrays.from_array(array, name, row if row.packed else None)
+    return found

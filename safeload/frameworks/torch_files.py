@@ -1,0 +1,184 @@
+"""Files and checkpoints as tensors of torch, and tensors as files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from os import PathLike as OsPathLike
+from typing import Any
+
+from ..base import dtypes
+from ..base.paths import PathLike
+from ..base.selecting import Patterns
+from ..base.table import Table
+from ..base.text import clip, printable, show
+from ..checkpoint import Checkpoint
+from ..engine.load import Part, check_backend, load_parts, parse_target, parts_of
+from ..engine.progress import Progress
+from ..formats.opening import Found, Paths, Recipe
+from ..formats.registry import SAFETENSORS
+from ..formats.safetensors import file as safetensors
+from . import torch_arrays, torch_devices
+from .checkpoints import Group, Selected, load_arrays, open_checkpoint, select, unconverted
+from .torch_arrays import torch
+from .torch_shared import check_not_shared
+
+# Most names that a message lists. Messages that upstream's tests assert have its words.
+_NAMED = 10
+
+
+def load_file(
+    filename: PathLike,
+    device: Any = "cpu",
+    *,
+    backend: Any = "mmap",
+    dtype: Any = None,
+    names: Iterable[str] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """Loads the tensors of a safetensors file; see `safeload.torch.load_file`."""
+    file = safetensors.open_file(filename, brief=device is None or device == "cpu")
+    try:
+        place = torch_arrays.device_of(device)
+        check_backend(backend)
+        parts = parts_of(file, names)
+        if dtype is not None:
+            from ..packed import grouping  # only here: most loads do not need it
+
+            grouping.refuse_floating(file, parts, "load_file")
+        if place is None:
+            arrays, _ = load_parts(parts, backend=backend, dtype=dtype, threads=threads, progress=progress)
+            return torch_arrays.from_arrays(arrays, None if dtype is not None else _raw(file.table, parts))
+        target = parse_target(dtype)
+        if place.type == "meta":
+            return torch_arrays.without_data(parts, target)
+        stored = Recipe((file.place,), False, SAFETENSORS, None, "refuse", True)
+        checkpoint = Checkpoint(Found(file.path, SAFETENSORS, [file], None, {}, recipe=stored))
+        return torch_devices.load(
+            checkpoint, _by_dtype(parts, target), device=place, threads=threads, progress=progress
+        )
+    finally:
+        file.close()
+
+
+def _raw(table: Table, parts: Iterable[Part]) -> dict[str, dtypes.Dtype]:
+    return torch_arrays.raw_of((table,), ((name, table, index) for name, _, index in parts))
+
+
+def _by_dtype(parts: Iterable[Part], target: dtypes.Dtype | None) -> Selected:
+    """Tensors of a file as they are stored: only floating ones are converted."""
+    names = [name for name, _, _ in parts]
+    if target is None:
+        return Selected(names, [Group(names, None)])
+    floating = {name for name, file, index in parts if file.table.row(index).floating}
+    groups = Group([n for n in names if n not in floating], None), Group([n for n in names if n in floating], target)
+    return Selected(names, [group for group in groups if group.names])
+
+
+def load_checkpoint(
+    path: Paths,
+    *,
+    device: Any,
+    dtype: Any,
+    names: Iterable[str] | None,
+    only: Patterns,
+    drop: Patterns,
+    stored: bool,
+    adapters: Any,
+    storage_options: Any,
+    threads: int | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Loads the tensors of a checkpoint of any format; see `safeload.torch.load_checkpoint`."""
+    place = torch_arrays.device_of(device)
+    with open_checkpoint(path, stored=stored, adapters=adapters, storage_options=storage_options) as checkpoint:
+        selected = select(checkpoint, names=names, only=only, drop=drop, dtype=dtype)
+        if place is None:
+            tables = [file.table for file in checkpoint.weight_files]
+            raw = torch_arrays.raw_of(tables, unconverted(checkpoint, selected))
+            arrays = load_arrays(checkpoint, selected, threads=threads, progress=progress)
+            return torch_arrays.from_arrays(arrays, raw)
+        if place.type == "meta":
+            tensors = {}
+            for group in selected.groups:
+                tensors.update(torch_arrays.without_data(checkpoint.entries(group.names), group.dtype))
+            return {name: tensors[name] for name in selected.names}
+        return torch_devices.load(checkpoint, selected, device=place, threads=threads, progress=progress)
+
+
+def load(data: Any) -> dict[str, Any]:
+    """Loads the tensors of a safetensors file in memory; see `safeload.torch.load`."""
+    if isinstance(data, (str, OsPathLike)):
+        raise TypeError(
+            f"load takes the content of a file, not {show(data)}: safeload.torch.load_file and "
+            "safeload.torch.load_checkpoint take a path"
+        )
+    view, table = safetensors.parse_table(data)
+    raw = torch_arrays.raw_of((table,), ((name, table, index) for index, name in enumerate(table.names)))
+    return torch_arrays.from_arrays(safetensors.arrays_of(view, table, copy=True), raw)
+
+
+def save(tensors: Any, metadata: Mapping[str, str] | None) -> bytes:
+    """Serializes tensors to the bytes of a safetensors file; see `safeload.torch.save`."""
+    keep: list[Any] = []
+    return safetensors.Writer(to_write(tensors, keep), metadata).to_bytes()
+
+
+def save_file(tensors: Any, filename: PathLike, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a safetensors file; see `safeload.torch.save_file`."""
+    keep: list[Any] = []
+    safetensors.Writer(to_write(tensors, keep), metadata).to_file(filename)
+
+
+def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
+    """What the writer takes for each tensor of a dict.
+
+    Args:
+        tensors: dict of name to dense, contiguous tensor, of which no two share memory.
+        keep: gets what must live until all is written.
+
+    Raises:
+        ValueError: not a dict of tensors, a sparse tensor, or one that is not contiguous.
+        RuntimeError: tensors share memory.
+        UnsupportedDtypeError, NotImplementedError: see `torch_arrays.memory_of`.
+    """
+    check_tensors(tensors)
+    check_not_shared(tensors)
+    entries = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"tensor {show(name)} is not contiguous: x.contiguous() makes one that is. If it is a view of a tensor "
+                "that is saved too, save that one alone"
+            )
+        entries[name] = torch_arrays.memory_of(name, tensor, keep)
+    return entries
+
+
+def check_tensors(tensors: Any) -> None:
+    """Refuses what is not a dict of dense tensors.
+
+    Raises:
+        ValueError: see `to_write`.
+    """
+    if not isinstance(tensors, dict):
+        raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(_not_a_tensor(name, tensor))
+    sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    if sparse:
+        more = f" and {len(sparse) - _NAMED} more" if len(sparse) > _NAMED else ""
+        raise ValueError(
+            f"You are trying to save a sparse tensors: `[{', '.join(map(show, sparse[:_NAMED]))}]`{more} which this "
+            "library does not support. You can make it a dense tensor before saving with `.to_dense()` but be aware "
+            "this might make a much larger file than needed."
+        )
+
+
+def _not_a_tensor(name: object, value: Any) -> str:
+    message = f"Key `{clip(printable(str(name)), 200)}` is invalid, expected torch.Tensor but received {type(value)}"
+    if isinstance(value, Mapping) and any(isinstance(inner, (Mapping, torch.Tensor)) for inner in value.values()):
+        return f"{message}: safeload.flatten(tree) makes names with dots of nested dicts"
+    library = type(value).__module__.partition(".")[0]
+    return f"{message}: safeload.numpy.save_file saves numpy arrays" if library == "numpy" else message

@@ -1,0 +1,148 @@
+"""Tensors of torch that share memory: which ones they are, and under which names they are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..base.text import show
+
+# Most names that a message lists of one group.
+_NAMED = 10
+
+
+def storage_ptr(tensor: Any) -> int:
+    """Address of the storage of a tensor; 0 without memory."""
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def storage_size(tensor: Any) -> int:
+    """Bytes of the storage of a tensor."""
+    return int(tensor.untyped_storage().nbytes())
+
+
+def end_ptr(tensor: Any) -> int:
+    """Address after the last element of a tensor."""
+    begin = int(tensor.data_ptr())
+    if not tensor.nelement():
+        return begin
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin + (int(reach) + 1) * int(tensor.element_size())
+
+
+def is_complete(tensor: Any) -> bool:
+    """Whether a tensor covers all of its storage."""
+    nbytes = tensor.nelement() * tensor.element_size()
+    return bool(tensor.data_ptr() == storage_ptr(tensor) and nbytes == storage_size(tensor))
+
+
+def find_shared_tensors(state_dict: Mapping[str, Any]) -> list[set[str]]:
+    """Names grouped by the memory that their tensors share; names of tensors that share none are alone.
+
+    Tensors without memory, empty ones and those on the device "meta", are left out.
+    """
+    storages: dict[Any, set[str]] = {}
+    for name, tensor in state_dict.items():
+        device = tensor.device
+        if device.type != "meta":
+            storage = tensor.untyped_storage()
+            key = device, storage.data_ptr(), storage.nbytes()
+            if key[1] and key[2]:
+                storages.setdefault(key, set()).add(name)
+    return filter_shared_not_shared(list(storages.values()), state_dict)
+
+
+def filter_shared_not_shared(groups: Sequence[set[str]], state_dict: Mapping[str, Any]) -> list[set[str]]:
+    """Divides groups of names with one storage each into those whose tensors overlap.
+
+    In the order of their addresses a tensor is compared with the one before it only, as upstream does: which name a
+    file keeps depends on it.
+    """
+    found: list[set[str]] = []
+    for group in groups:
+        if len(group) < 2:
+            found.append(group)
+            continue
+        areas = sorted((int(state_dict[name].data_ptr()), end_ptr(state_dict[name]), name) for name in group)
+        last = -1
+        for start, stop, name in areas:
+            if start >= last:
+                found.append({name})
+            else:
+                found[-1].add(name)
+            last = stop
+    return found
+
+
+def remove_duplicate_names(
+    state_dict: Mapping[str, Any],
+    *,
+    preferred_names: Iterable[str] | None = None,
+    discard_names: Iterable[str] | None = None,
+) -> dict[str, list[str]]:
+    """Which names to leave out of a file because another one has their memory.
+
+    Of the names that share a storage, those are candidates whose tensors cover all of it. The first of
+    ``preferred_names`` is kept, else the first that is not in ``discard_names``, else the first.
+
+    Args:
+        state_dict: name to tensor.
+        preferred_names: names to keep if possible, such as those in a file that is being loaded.
+        discard_names: names to leave out if possible.
+
+    Returns:
+        Each kept name that has duplicates, with these, in ascending order.
+
+    Raises:
+        RuntimeError: no tensor covers the storage that a group shares.
+    """
+    preferred, discard = set(preferred_names or ()), set(discard_names or ())
+    removed: dict[str, list[str]] = {}
+    complete: dict[Any, tuple[str, set[str]]] = {}  # by storage: the kept name, and the group
+    incomplete = []
+    for group in find_shared_tensors(state_dict):
+        candidates = {name for name in group if is_complete(state_dict[name])}
+        if not candidates:
+            incomplete.append(group)
+            continue
+        kept = min(candidates & preferred or candidates - discard or candidates)
+        complete[_storage(state_dict, group)] = kept, set(group)
+    for group in incomplete:
+        # Upstream refuses a part of a tensor that another part stands before. The whole tensor is among the names.
+        whole = complete.get(_storage(state_dict, group))
+        if whole is None:
+            raise RuntimeError(
+                f"no name to keep: {_listed(group)} share a storage of {storage_size(state_dict[min(group)]):,} bytes, "
+                "and none covers all of it, so that more would be stored than is used. Clone these tensors first"
+            )
+        whole[1].update(group)
+    for kept, group in complete.values():
+        if len(group) > 1:
+            removed[kept] = sorted(group - {kept})
+    return removed
+
+
+def _storage(state_dict: Mapping[str, Any], group: Iterable[str]) -> Any:
+    tensor = state_dict[next(iter(group))]
+    return tensor.device, storage_ptr(tensor)
+
+
+def check_not_shared(state_dict: Mapping[str, Any]) -> None:
+    """Refuses tensors that share memory.
+
+    Raises:
+        RuntimeError: some do.
+    """
+    shared = [group for group in find_shared_tensors(state_dict) if len(group) > 1]
+    if shared:
+        listed = "; ".join(_listed(group) for group in shared[:_NAMED])
+        raise RuntimeError(
+            f"tensors share memory, and would be stored and loaded apart: {listed}. safeload.torch.save_model stores "
+            "one of each group, x.clone() makes a tensor of its own"
+        )
+
+
+def _listed(group: Iterable[str]) -> str:
+    names = sorted(group)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(map(show, names[:_NAMED])) + more
