@@ -256,7 +256,7 @@ def save_model(
         force_contiguous: False to refuse parameters that are not contiguous; True to save them in C order.
 
     Raises:
-        RuntimeError: tensors share a storage that none of them covers.
+        RuntimeError: none of the tensors that share memory covers all of it.
         ValueError: the state holds something else than dense tensors; a tensor that is not contiguous.
         SafetensorError, NotImplementedError, OSError, ImportError: see `save_file`.
 

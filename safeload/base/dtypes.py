@@ -88,12 +88,18 @@ BY_NUMBER = {row.number: row for row in (*TABLE, *BLOCK_TYPES.values())}
 # of two: it is a dtype of scales, never of codes.
 FLOAT_CODES = frozenset(row.code for row in TABLE if row.floating and row.bits <= 8) - {"F8_E8M0"}
 INTEGER_CODES = frozenset(("I8", "U8", "I16", "I32", "U32"))
+_NOT_PACKED = bytes(row.number for row in BY_NUMBER.values() if not row.packed)
 _NO_CODES = bytes(row.number for row in BY_NUMBER.values() if row.code not in FLOAT_CODES | INTEGER_CODES)
 
 
 def may_hold_codes(numbers: bytes) -> bool:
     """Whether any of the dtypes with these numbers may store codes."""
     return bool(numbers.translate(None, _NO_CODES))
+
+
+def holds_packed(numbers: bytes) -> bool:
+    """Whether any of the dtypes with these numbers has elements that share bytes."""
+    return bool(numbers.translate(None, _NOT_PACKED))
 
 
 @cache

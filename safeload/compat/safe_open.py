@@ -102,12 +102,13 @@ class safe_open:  # noqa: N801 - safetensors' name
         layout = file.layout(index)
         if layout.end - layout.begin < _VIEWED_FROM:
             return read_small(file, layout)
-        # The first call returns a view. Later ones read: another view of the same bytes would share memory with it.
+        # The first call returns a view of the common mapping, a later one a view of a new mapping: two views of the same
+        # bytes of one mapping would share memory.
         caller = object()
         first = self._handed_out.setdefault(index, caller) is caller  # atomic: of two threads only one is first
-        backend = self._backend if first else "pread"
+        mappings = self._mappings if first else None
         arrays: dict[str, Array]
-        arrays, _ = load_parts([(name, file, index)], backend=backend, mappings=self._mappings)
+        arrays, _ = load_parts([(name, file, index)], backend=self._backend, mappings=mappings)
         return arrays[name]
 
     def get_tensors(self, *, dtype: Any = None, out: Mapping[str, Array] | None = None) -> dict[str, Any]:

@@ -111,9 +111,10 @@ def select(
 
 
 def unconverted(checkpoint: Checkpoint, selected: Selected) -> Iterator[tuple[str, Table, int]]:
-    """Name, table and index there of the tensors that are not converted."""
+    """Name, table and index there of tensors that are not converted; none where no elements share bytes."""
+    packed = any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files)
     for group in selected.groups:
-        if group.dtype is None:
+        if packed and group.dtype is None:
             yield from ((name, file.table, index) for name, file, index in checkpoint.entries(group.names))
 
 

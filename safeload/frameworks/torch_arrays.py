@@ -46,10 +46,6 @@ _OF_NUMPY = frozenset("?bBhHiIlLqQefdF")
 _Way = tuple["np.dtype[Any] | None", Any]
 _ways: dict[np.dtype[Any], _Way] = {}
 
-# Rows whose arrays are raw bytes, and a table of the others, for bytes.translate.
-_RAW = frozenset(row.number for row in dtypes.TABLE if row.packed)
-_NOT_RAW = bytes(sorted(set(range(256)) - _RAW))
-
 
 class UnsupportedDtypeError(SafeloadError, KeyError):
     """A tensor of a dtype that safetensors does not have. Also a KeyError, which upstream raises."""
@@ -129,19 +125,16 @@ def torch_dtype(row: dtypes.Dtype, name: str) -> Any:
     return found
 
 
-def raw_of(tables: Iterable[Table], tensors: Iterable[tuple[str, Table, int]]) -> dict[str, dtypes.Dtype]:
+def raw_of(tensors: Iterable[tuple[str, Table, int]]) -> dict[str, dtypes.Dtype]:
     """The rows of the dtype table of tensors that arrays show as raw bytes, by name.
 
     Args:
-        tables: all tables of the tensors.
-        tensors: name, table and index there of the tensors that are not converted.
+        tensors: name, table and index there of tensors that are not converted.
 
     Raises:
         UnsupportedError: torch cannot show one: an F6 dtype, or an odd number of F4 elements along the last axis.
     """
     raw: dict[str, dtypes.Dtype] = {}
-    if not any(table.numbers.translate(None, _NOT_RAW) for table in tables):
-        return raw
     for name, table, index in tensors:
         row = table.row(index)
         if row.packed:
@@ -258,7 +251,9 @@ def device_of(device: Any) -> Any:
         if type(device) is int and device >= 0:
             raise UnsupportedError(f"device {shown} is not available: {_first_line(error)}") from None
         raise SafeloadError(f"device {shown} is invalid: {_first_line(error)}") from None
-    if found.type == "cpu" and not found.index:
+    if found.type == "cpu":
+        if found.index:
+            raise SafeloadError(f"device {shown} is invalid: the CPU is one device")
         return None
     if found.type != "meta":
         try:

@@ -25,6 +25,6 @@ def load(
     Raises:
         SafeloadError, OSError: see `Checkpoint.load`.
     """
-    raw = torch_arrays.raw_of((file.table for file in checkpoint.weight_files), unconverted(checkpoint, selected))
+    raw = torch_arrays.raw_of(unconverted(checkpoint, selected))
     arrays = load_arrays(checkpoint, selected, threads=threads, progress=progress)
     return {name: tensor.to(device) for name, tensor in torch_arrays.from_arrays(arrays, raw).items()}

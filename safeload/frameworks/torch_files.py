@@ -9,7 +9,6 @@ from typing import Any
 from ..base import dtypes
 from ..base.paths import PathLike
 from ..base.selecting import Patterns
-from ..base.table import Table
 from ..base.text import clip, printable, show
 from ..checkpoint import Checkpoint
 from ..engine.load import Part, check_backend, load_parts, parse_target, parts_of
@@ -48,7 +47,9 @@ def load_file(
             grouping.refuse_floating(file, parts, "load_file")
         if place is None:
             arrays, _ = load_parts(parts, backend=backend, dtype=dtype, threads=threads, progress=progress)
-            return torch_arrays.from_arrays(arrays, None if dtype is not None else _raw(file.table, parts))
+            if dtype is not None or not dtypes.holds_packed(file.table.numbers):
+                return torch_arrays.from_arrays(arrays)
+            return torch_arrays.from_arrays(arrays, torch_arrays.raw_of((n, f.table, i) for n, f, i in parts))
         target = parse_target(dtype)
         if place.type == "meta":
             return torch_arrays.without_data(parts, target)
@@ -59,10 +60,6 @@ def load_file(
         )
     finally:
         file.close()
-
-
-def _raw(table: Table, parts: Iterable[Part]) -> dict[str, dtypes.Dtype]:
-    return torch_arrays.raw_of((table,), ((name, table, index) for name, _, index in parts))
 
 
 def _by_dtype(parts: Iterable[Part], target: dtypes.Dtype | None) -> Selected:
@@ -94,8 +91,7 @@ def load_checkpoint(
     with open_checkpoint(path, stored=stored, adapters=adapters, storage_options=storage_options) as checkpoint:
         selected = select(checkpoint, names=names, only=only, drop=drop, dtype=dtype)
         if place is None:
-            tables = [file.table for file in checkpoint.weight_files]
-            raw = torch_arrays.raw_of(tables, unconverted(checkpoint, selected))
+            raw = torch_arrays.raw_of(unconverted(checkpoint, selected))
             arrays = load_arrays(checkpoint, selected, threads=threads, progress=progress)
             return torch_arrays.from_arrays(arrays, raw)
         if place.type == "meta":
@@ -108,14 +104,18 @@ def load_checkpoint(
 
 def load(data: Any) -> dict[str, Any]:
     """Loads the tensors of a safetensors file in memory; see `safeload.torch.load`."""
-    if isinstance(data, (str, OsPathLike)):
+    if type(data) is not bytes and isinstance(data, (str, OsPathLike)):
         raise TypeError(
             f"load takes the content of a file, not {show(data)}: safeload.torch.load_file and "
             "safeload.torch.load_checkpoint take a path"
         )
     view, table = safetensors.parse_table(data)
-    raw = torch_arrays.raw_of((table,), ((name, table, index) for index, name in enumerate(table.names)))
-    return torch_arrays.from_arrays(safetensors.arrays_of(view, table, copy=True), raw)
+    arrays = safetensors.arrays_of(view, table, copy=True)
+    if not dtypes.holds_packed(table.numbers):
+        return torch_arrays.from_arrays(arrays)
+    return torch_arrays.from_arrays(
+        arrays, torch_arrays.raw_of((name, table, index) for index, name in enumerate(table.names))
+    )
 
 
 def save(tensors: Any, metadata: Mapping[str, str] | None) -> bytes:

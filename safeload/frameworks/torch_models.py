@@ -22,7 +22,7 @@ def save_model(model: Any, filename: PathLike, metadata: Mapping[str, str] | Non
     state = dict(model.state_dict())
     torch_files.check_tensors(state)
     texts = dict(metadata or {})
-    for kept, removed in remove_duplicate_names(state).items():
+    for kept, removed in remove_duplicate_names(state, partial=True).items():
         for name in removed:
             texts.setdefault(name, kept)  # the caller's own text is not replaced
             del state[name]
@@ -41,7 +41,7 @@ def load_model(
 ) -> tuple[set[str], list[str]]:
     """Loads a file into a model; see `safeload.torch.load_model`."""
     tensors = torch_files.load_file(filename, device, backend=backend)
-    removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys())
+    removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)
     missing_names, unexpected = model.load_state_dict(tensors, strict=False)
     missing = set(missing_names)
     for name in (name for names in removed.values() for name in names):

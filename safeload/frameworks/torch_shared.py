@@ -79,24 +79,31 @@ def remove_duplicate_names(
     *,
     preferred_names: Iterable[str] | None = None,
     discard_names: Iterable[str] | None = None,
+    partial: bool = False,
 ) -> dict[str, list[str]]:
     """Which names to leave out of a file because another one has their memory.
 
-    Of the names that share a storage, those are candidates whose tensors cover all of it. The first of
+    Of the names that share memory, those are candidates whose tensors cover all of their storage. The first of
     ``preferred_names`` is kept, else the first that is not in ``discard_names``, else the first.
 
     Args:
         state_dict: name to tensor.
         preferred_names: names to keep if possible, such as those in a file that is being loaded.
         discard_names: names to leave out if possible.
+        partial: whether tensors are candidates too that cover what a group shares, though not their storage: of the
+            weights of an LSTM on a GPU each is a part of one storage.
 
     Returns:
         Each kept name that has duplicates, with these, in ascending order.
 
     Raises:
-        RuntimeError: no tensor covers the storage that a group shares.
+        RuntimeError: a group has no candidate.
     """
     preferred, discard = set(preferred_names or ()), set(discard_names or ())
+
+    def choice(candidates: set[str]) -> str:
+        return min(candidates & preferred or candidates - discard or candidates)
+
     removed: dict[str, list[str]] = {}
     complete: dict[Any, tuple[str, set[str]]] = {}  # by storage: the kept name, and the group
     incomplete = []
@@ -105,18 +112,21 @@ def remove_duplicate_names(
         if not candidates:
             incomplete.append(group)
             continue
-        kept = min(candidates & preferred or candidates - discard or candidates)
-        complete[_storage(state_dict, group)] = kept, set(group)
+        complete[_storage(state_dict, group)] = choice(candidates), set(group)
+    kept_parts: list[tuple[str, set[str]]] = []
     for group in incomplete:
         # Upstream refuses a part of a tensor that another part stands before. The whole tensor is among the names.
         whole = complete.get(_storage(state_dict, group))
-        if whole is None:
+        if whole is not None:
+            whole[1].update(group)
+        elif partial and (candidates := _covering(state_dict, group)):
+            kept_parts.append((choice(candidates), group))
+        else:
             raise RuntimeError(
-                f"no name to keep: {_listed(group)} share a storage of {storage_size(state_dict[min(group)]):,} bytes, "
-                "and none covers all of it, so that more would be stored than is used. Clone these tensors first"
+                f"no name to keep: none of {_listed(group)} covers all of the memory that they share, a storage of "
+                f"{storage_size(state_dict[min(group)]):,} bytes. x.clone() makes a tensor of its own"
             )
-        whole[1].update(group)
-    for kept, group in complete.values():
+    for kept, group in (*complete.values(), *kept_parts):
         if len(group) > 1:
             removed[kept] = sorted(group - {kept})
     return removed
@@ -125,6 +135,17 @@ def remove_duplicate_names(
 def _storage(state_dict: Mapping[str, Any], group: Iterable[str]) -> Any:
     tensor = state_dict[next(iter(group))]
     return tensor.device, storage_ptr(tensor)
+
+
+def _covering(state_dict: Mapping[str, Any], group: Iterable[str]) -> set[str]:
+    """The names of a group whose tensors have all elements from the first that any has to the last."""
+    areas = {name: (int(state_dict[name].data_ptr()), end_ptr(state_dict[name])) for name in group}
+    begin, end = min(start for start, _ in areas.values()), max(stop for _, stop in areas.values())
+    return {
+        name
+        for name, area in areas.items()
+        if area == (begin, end) and state_dict[name].nelement() * state_dict[name].element_size() == end - begin
+    }
 
 
 def check_not_shared(state_dict: Mapping[str, Any]) -> None:
