@@ -41,6 +41,7 @@ SECTIONS = {
     "bench_dequantize": "Restoring ggml's blocks",
     "bench_restore": "Restoring packed tensors",
     "bench_torch": "Torch checkpoints",
+    "bench_frameworks": "Tensors of torch",
     "bench_stack": "Stacking and converting files",
     "bench_import": "Importing",
     "bench_scaling": "How cost grows",

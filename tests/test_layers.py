@@ -304,6 +304,14 @@ def test_import_brings_little_more_than_numpy():
     assert not late & set(done.stdout.split())
 
 
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_only_the_frameworks_import_other_libraries(library):
+    pattern = re.compile(rf"^\s*(?:import|from) {library}\b|import_module\([\"']{library}", re.MULTILINE)
+    found = {module_name(path) for path in PYTHON_FILES if pattern.search(path.read_text())}
+    found -= {"cli.bench"}  # measures them
+    assert all(name.startswith(f"frameworks.{library}_") for name in found), found
+
+
 def test_import_alone_brings_no_numpy():
     """The module of a public name is imported with its first access."""
     code = "import sys, safeload; print('numpy' in sys.modules, 'numpy' in dir(safeload), len(safeload.__all__))"

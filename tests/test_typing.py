@@ -36,7 +36,9 @@ safeload.open("x", unknown_globals="run", format="zip")
 opened.load(dtype="float32", backend="gpu")
 """
 
-USER = Path(__file__).parent / "typing" / "user.py"
+TYPING = Path(__file__).parent / "typing"
+# What people write, and the package that it needs.
+USERS = {"user.py": "numpy", "torch_user.py": "torch"}
 
 
 def test_the_types_of_results_and_of_choices(tmp_path):
@@ -54,20 +56,24 @@ def test_the_types_of_results_and_of_choices(tmp_path):
     assert refused == ["16", "17", "18", "19", "19", "20"], lines
 
 
-def test_mypy_accepts_what_people_write(tmp_path):
+@pytest.mark.parametrize("user", USERS)
+def test_mypy_accepts_what_people_write(user, tmp_path):
     api = pytest.importorskip("mypy.api")
-    found, problems, status = api.run(["--strict", "--cache-dir", str(tmp_path / "cache"), str(USER)])
+    pytest.importorskip(USERS[user])
+    found, problems, status = api.run(["--strict", "--cache-dir", str(tmp_path / "cache"), str(TYPING / user)])
     assert status == 0, found + problems
 
 
+@pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("mode", ["standard", "strict"])
-def test_pyright_accepts_what_people_write(mode, tmp_path):
+def test_pyright_accepts_what_people_write(mode, user, tmp_path):
+    pytest.importorskip(USERS[user])
     pyright = next(filter(None, map(shutil.which, ("basedpyright", "pyright"))), None)
     if pyright is None:
         pytest.skip("pyright is not installed")
     settings = {
         "typeCheckingMode": mode,
-        "include": [str(USER)],
+        "include": [str(TYPING / user)],
         "extraPaths": [str(Path(safeload.__file__).parents[1])],
     }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))

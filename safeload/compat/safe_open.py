@@ -102,7 +102,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         layout = file.layout(index)
         if layout.end - layout.begin < _VIEWED_FROM:
             return read_small(file, layout)
-        # The first call returns a view of the common mapping, a later one a view of a new mapping: two views of the same
+        # The first call returns a view of the common mapping, each later one that of a new mapping: views of the same
         # bytes of one mapping would share memory.
         caller = object()
         first = self._handed_out.setdefault(index, caller) is caller  # atomic: of two threads only one is first

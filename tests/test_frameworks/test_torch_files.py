@@ -315,6 +315,36 @@ def test_on_meta_nothing_is_read(device, dtype, tmp_path):
             assert (tensor.dtype, tensor.shape) == (want[name].dtype, want[name].shape)
 
 
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_another_device_gets_every_tensor_as_it_is_stored(dtype, tmp_path, monkeypatch):
+    """No device but the CPU may be there: what would be moved to one says so."""
+    from safeload.frameworks import torch_arrays, torch_devices
+
+    plain = {code: tensor for code, tensor in TENSORS.items() if dtype is None or code not in ("F8_E8M0", "F4")}
+    ours.save_file({**plain, **SHAPES}, tmp_path / "x")
+    want = ours.load_file(tmp_path / "x", dtype=dtype)
+    elsewhere = torch.device("cpu")
+    monkeypatch.setattr(torch_arrays, "device_of", lambda device: elsewhere)
+    moved = []
+    load = torch_devices.load
+
+    def recorded(*arguments, device, **options):
+        moved.append(device)
+        return load(*arguments, device=device, **options)
+
+    monkeypatch.setattr(torch_devices, "load", recorded)
+    same(ours.load_file(tmp_path / "x", "cuda", dtype=dtype), want)
+    same(ours.load_checkpoint(tmp_path / "x", device="cuda", dtype=dtype), want)
+    some = ours.load_file(tmp_path / "x", "cuda", dtype=dtype, names=["one", "BF16"])
+    assert list(some) == ["one", "BF16"]
+    assert moved == [elsewhere] * 3
+    with ours.safe_open(tmp_path / "x", "pt", "cuda") as file:
+        same(file.get_tensors(dtype=dtype), want)
+        if dtype is None:
+            same({name: file.get_tensor(name) for name in want}, want)
+            same({name: file.get_slice(name)[...] for name in want}, want)
+
+
 @pytest.mark.parametrize(
     ("device", "kind", "text"),
     [
@@ -330,7 +360,7 @@ def test_on_meta_nothing_is_read(device, dtype, tmp_path):
         ("cuda\x1b[2J", SafetensorError, "is invalid"),
     ],
 )
-def test_a_device_that_is_not_there_is_an_error_that_leaves_nothing_behind(device, kind, text, tmp_path):
+def test_a_device_that_is_not_there_leaves_nothing_behind(device, kind, text, tmp_path):
     ours.save_file(TENSORS, tmp_path / "x")
     for call in (
         lambda: ours.load_file(tmp_path / "x", device),

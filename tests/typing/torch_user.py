@@ -1,0 +1,24 @@
+"""What people write with safeload.torch. Type checkers that find torch accept every line; tests run none of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import safeload
+from safeload import torch as tensors
+
+
+def in_torch(path: Path, model: nn.Module) -> bytes:
+    weights: dict[str, torch.Tensor] = tensors.load_file(path, "cuda:0", dtype="bf16", names=["w"], progress=True)
+    weights = {**weights, **tensors.load_checkpoint([path], device=torch.device(1), only="model.*", dtype=np.float32)}
+    with safeload.safe_open(path, framework="pt", device="cpu") as file:
+        weights["rows"] = file.get_slice("w")[:2]
+    tensors.save_file({name: x.contiguous() for name, x in weights.items()}, path, {"format": "pt"})
+    tensors.save_model(model, path, metadata={"step": "1"})
+    missing, unexpected = tensors.load_model(model, path, strict=False)
+    print(sorted(missing), unexpected[:1])
+    return tensors.save(tensors.load(path.read_bytes()))
