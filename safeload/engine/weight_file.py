@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NoReturn
 
@@ -131,8 +131,14 @@ def quantization_in(files: Iterable[WeightFile]) -> str | None:
     return next((one.packing.config for one in packed if one is not None), None)
 
 
-def layouts(table: Table, indices: Iterable[int]) -> list[ArraySpec]:
-    """How tensors of a table become arrays; each column is decoded once."""
+# Up to this many tensors are looked up one by one, which is faster than decoding columns.
+_FEW = 4
+
+
+def layouts(table: Table, indices: Sequence[int]) -> list[ArraySpec]:
+    """How tensors of a table become arrays; where they are many each column is decoded once."""
+    if len(indices) <= _FEW and not table.shaped:
+        return [array_spec(table.row(i), table.shape(i), *table.byte_range(i)) for i in indices]
     rows, shapes, ranges = table.rows, table.shapes, table.byte_ranges()
     if table.shaped:
         return [_shaped(table, i, array_spec(rows[i], shapes[i], *ranges[i])) for i in indices]

@@ -245,10 +245,12 @@ def device_of(device: Any) -> Any:
     if device is None or (isinstance(device, str) and device == "cpu"):
         return None
     shown = clip(printable(str(device)), 200)
+    if isinstance(device, bool) or not isinstance(device, (str, int, Device)):
+        raise SafeloadError(f"device {shown} is invalid: expected a name, a number or a torch.device")
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        if type(device) is int and device >= 0:
+    except (RuntimeError, OverflowError, ValueError) as error:
+        if isinstance(device, int) and device >= 0:
             raise UnsupportedError(f"device {shown} is not available: {_first_line(error)}") from None
         raise SafeloadError(f"device {shown} is invalid: {_first_line(error)}") from None
     if found.type == "cpu":

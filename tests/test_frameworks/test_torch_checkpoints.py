@@ -119,7 +119,7 @@ def fp8(tmp_path):
         ({"vision_config": {"torch_dtype": "float16"}, "audio_config": {"dtype": "float16"}}, "float16"),
         ({"thinker_config": {"text_config": {"dtype": "float16"}}}, "float16"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_where_a_config_names_the_dtype(fp8, keys, dtype):
     path = fp8(**keys)
@@ -143,7 +143,7 @@ def test_where_a_config_names_the_dtype(fp8, keys, dtype):
         {"vision_config": {"dtype": "float16"}, "audio_config": {"dtype": "bfloat16"}},
         {"text_config": ["bfloat16"]},
     ],
-    ids=lambda keys: str(keys)[:60],
+    ids=lambda keys: str(keys)[:40],
 )
 def test_where_none_does_the_error_says_pass_dtype(fp8, keys):
     path = fp8(**keys)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array as plain_array
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,9 +186,9 @@ class Writer:
         columns = ffi.new("sl_columns *")
         keep = _Columns(columns)
         keep.texts("names", "name_ends", list(sources), separator=b"\n")
-        keep.array("dtypes", np.array([s.row.number for s in self._sources], np.uint8))
-        keep.array("dims", np.array([dim for s in self._sources for dim in s.shape], np.uint64))
-        keep.array("dim_ends", np.cumsum([len(s.shape) for s in self._sources], dtype=np.uint64))
+        keep.column("dtypes", bytes([s.row.number for s in self._sources]))
+        keep.column("dims", plain_array("Q", [dim for s in self._sources for dim in s.shape]))
+        keep.column("dim_ends", plain_array("Q", accumulate(len(s.shape) for s in self._sources)))
         columns.count = count
         if metadata is not None:
             pairs = sorted((_text(k, "a metadata key"), _text(v, f"metadata {show(k)}")) for k, v in metadata.items())
@@ -262,6 +264,10 @@ class Writer:
             file.write(waiting)
 
 
+# The C type of each column.
+_COLUMNS = {name: field.type for name, field in ffi.typeof("sl_columns").fields}
+
+
 class _Columns:
     """Fills the input columns of ``sl_safetensors_header`` and keeps their memory alive."""
 
@@ -269,16 +275,17 @@ class _Columns:
         self._columns = columns
         self._alive: list[Any] = []
 
-    def array(self, field: str, values: Array) -> None:
-        view = ffi.from_buffer(values) if values.size else ffi.NULL
+    def column(self, field: str, values: bytes | plain_array[int]) -> None:
+        view = ffi.from_buffer(values) if len(values) else ffi.NULL
         self._alive += [values, view]
-        setattr(self._columns, field, ffi.cast(ffi.typeof(getattr(self._columns, field)), view))
+        setattr(self._columns, field, ffi.cast(_COLUMNS[field], view))
 
     def texts(self, field: str, ends_field: str, texts: Sequence[str], *, separator: bytes) -> None:
         encoded = [text.encode() for text in texts]
-        self.array(field, np.frombuffer(b"".join(part + separator for part in encoded), np.uint8))
-        ends = np.cumsum([len(part) + len(separator) for part in encoded], dtype=np.uint64) - np.uint64(len(separator))
-        self.array(ends_field, ends)
+        self.column(field, separator.join([*encoded, b""]) if separator else b"".join(encoded))
+        # The end of each is that of its text, before the separator.
+        ends = accumulate((len(part) + len(separator) for part in encoded), initial=-len(separator))
+        self.column(ends_field, plain_array("Q", islice(ends, 1, None)))
 
 
 def _text(value: Any, what: str, *, tensor: str | None = None) -> str:
