@@ -250,7 +250,7 @@ def save_model(
     """Saves the state of a model; of parameters that share memory, such as tied embeddings, only one is written.
 
     Args:
-        model: a `torch.nn.Module`.
+        model: a ``torch.nn.Module``.
         filename: see `save_file`.
         metadata: text to text for the header. Each name that is left out is added, with the name that has its values.
         force_contiguous: False to refuse parameters that are not contiguous; True to save them in C order.
@@ -284,7 +284,7 @@ def load_model(
     """Loads a file into a model, whichever names the file has for parameters that share memory.
 
     Args:
-        model: a `torch.nn.Module`, whose parameters are overwritten.
+        model: a ``torch.nn.Module``, whose parameters are overwritten.
         filename: path of the file.
         strict: False to accept a file that lacks parameters or has others.
         device: that the file is loaded onto before parameters are overwritten; these stay where they are.
