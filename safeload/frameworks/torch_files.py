@@ -10,14 +10,13 @@ from ..base import dtypes
 from ..base.paths import PathLike
 from ..base.selecting import Patterns
 from ..base.text import clip, printable, show
-from ..checkpoint import Checkpoint
-from ..engine.load import Part, check_backend, load_parts, parse_target, parts_of
+from ..engine.entries import entries_of
+from ..engine.load import check_backend, load_parts, parse_target, parts_of
 from ..engine.progress import Progress
-from ..formats.opening import Found, Paths, Recipe
-from ..formats.registry import SAFETENSORS
+from ..formats.opening import Paths
 from ..formats.safetensors import file as safetensors
 from . import torch_arrays, torch_devices
-from .checkpoints import Group, Selected, load_arrays, open_checkpoint, select, unconverted
+from .checkpoints import load_arrays, open_checkpoint, select, unconverted
 from .torch_arrays import torch
 from .torch_shared import check_not_shared
 
@@ -53,23 +52,9 @@ def load_file(
         target = parse_target(dtype)
         if place.type == "meta":
             return torch_arrays.without_data(parts, target)
-        stored = Recipe((file.place,), False, SAFETENSORS, None, "refuse", True)
-        checkpoint = Checkpoint(Found(file.path, SAFETENSORS, [file], None, {}, recipe=stored))
-        return torch_devices.load(
-            checkpoint, _by_dtype(parts, target), device=place, threads=threads, progress=progress
-        )
+        return torch_devices.load(entries_of(parts, target), place, threads=threads, progress=progress)
     finally:
         file.close()
-
-
-def _by_dtype(parts: Iterable[Part], target: dtypes.Dtype | None) -> Selected:
-    """Tensors of a file as they are stored: only floating ones are converted."""
-    names = [name for name, _, _ in parts]
-    if target is None:
-        return Selected(names, [Group(names, None)])
-    floating = {name for name, file, index in parts if file.table.row(index).floating}
-    groups = Group([n for n in names if n not in floating], None), Group([n for n in names if n in floating], target)
-    return Selected(names, [group for group in groups if group.names])
 
 
 def load_checkpoint(
@@ -99,7 +84,9 @@ def load_checkpoint(
             for group in selected.groups:
                 tensors.update(torch_arrays.without_data(checkpoint.entries(group.names), group.dtype))
             return {name: tensors[name] for name in selected.names}
-        return torch_devices.load(checkpoint, selected, device=place, threads=threads, progress=progress)
+        groups = (entries_of(checkpoint.entries(group.names), group.dtype) for group in selected.groups)
+        entries = {entry.name: entry for group in groups for entry in group}
+        return torch_devices.load([entries[name] for name in selected.names], place, threads=threads, progress=progress)
 
 
 def load(data: Any) -> dict[str, Any]:

@@ -10,15 +10,18 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
 from ..engine import jobs
+from ..engine.entries import entries_of
 from ..engine.load import Part, load_parts
 from ..engine.slice import as_index
 from ..engine.weight_file import WeightFile
 from ..stores.local import mapping_of
-from . import torch_arrays
+from . import torch_arrays, torch_devices
 from .torch_arrays import torch
 
 # Slices that span less than this are read: a view would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10
+# Tensors of at least this size go to a device through a ring of pinned buffers; smaller ones would take longer there.
+_STAGED_FROM = 4 << 20
 
 _BYTES = np.dtype(np.uint8)
 
@@ -49,6 +52,8 @@ class TorchHandle:
         """One tensor; see `Handle.tensor`."""
         if self._without_data:
             return torch_arrays.without_data([part], None)[part[0]]
+        if self._device is not None and _size(part) >= _STAGED_FROM:
+            return torch_devices.load(entries_of([part], None), self._device)[part[0]]
         array, raw = read(), None
         if array.dtype is _BYTES:  # what packed dtypes appear as
             name, file, index = part
@@ -64,11 +69,12 @@ class TorchHandle:
         """Several tensors; see `Handle.tensors`."""
         if self._without_data:
             return torch_arrays.without_data(parts, target)
+        if self._device is not None:
+            return torch_devices.load(entries_of(parts, target), self._device)
         raw = None
         if target is None:
             raw = torch_arrays.raw_of((name, file.table, index) for name, file, index in parts)
-        tensors = torch_arrays.from_arrays(read(), raw)
-        return tensors if self._device is None else {name: self._moved(x) for name, x in tensors.items()}
+        return torch_arrays.from_arrays(read(), raw)
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
         """The selected elements: by torch's rules of a mapped file, else by those of `SafeSlice`; see `Handle.item`."""
@@ -122,6 +128,11 @@ class TorchHandle:
             return np.array(part)
         offset = part.ctypes.data - jobs.address_of(np.frombuffer(inner, np.uint8))
         return array_over(buffer, part.dtype, part.shape, offset, part.strides)
+
+
+def _size(part: Part) -> int:
+    begin, end = part[1].table.byte_range(part[2])
+    return end - begin
 
 
 def _mapping(file: WeightFile, mappings: dict[WeightFile, Any]) -> Any:

@@ -1,0 +1,320 @@
+"""Tensors to a device of torch: the ring of buffers with stand-ins for a device, and a device where there is one."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from queue import SimpleQueue
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders.quantized import FIXTURES, FOLDER
+
+import safeload
+from safeload.engine import staging
+from safeload.engine.entries import entries_of
+from safeload.engine.load import parse_target
+from safeload.numpy import load_file, save_file
+
+torch = pytest.importorskip("torch")
+
+from safeload.frameworks import torch_devices  # noqa: E402
+from safeload.torch import load_checkpoint  # noqa: E402
+from safeload.torch import load_file as load_torch_file  # noqa: E402
+
+CPU = torch.device("cpu")
+ACCELERATORS = [
+    name for name in ("cuda", "xpu", "mps") if getattr(torch, name, None) and getattr(torch, name).is_available()
+]
+
+
+class Late(torch_devices.Blocking):
+    """A device that copies behind the caller's back, late, and reads the buffer only then."""
+
+    def __init__(self, delay=0.002):
+        super().__init__(CPU)
+        self.queue = SimpleQueue()
+        self.done = {}
+        self.lock = threading.Condition()
+        self.delay = delay
+        self.finished = 0
+        self.buffers = []
+        self.tensors = []
+        self.converted = []
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self):
+        while (work := self.queue.get()) is not None:
+            time.sleep(self.delay)
+            work()
+
+    def buffer(self, nbytes):
+        self.buffers.append(super().buffer(nbytes))
+        return self.buffers[-1]
+
+    def empty(self, shape, dtype):
+        tensor = super().empty(shape, dtype)
+        self.tensors.append(weakref.ref(tensor))
+        return tensor
+
+    def copy(self, destination, source):
+        self.queue.put(lambda: destination.copy_(source))
+
+    def convert(self, destination, source):
+        self.converted.append((source.dtype, destination.dtype))
+        self.queue.put(lambda: destination.copy_(source))
+
+    def started(self, number):
+        with self.lock:
+            self.done[number] = False
+
+        def end():
+            with self.lock:
+                self.done[number] = True
+                self.lock.notify_all()
+
+        self.queue.put(end)
+
+    def wait(self, number):
+        with self.lock:
+            assert self.lock.wait_for(lambda: self.done.get(number, True), 30)
+
+    def finish(self):
+        over = threading.Event()
+        self.queue.put(over.set)
+        assert over.wait(30)
+        self.finished += 1
+
+
+@pytest.fixture
+def small_ring(monkeypatch):
+    monkeypatch.setattr(staging, "BUFFER", 16384)
+    monkeypatch.setattr(staging, "SMALLEST_BUFFER", 4096)
+
+
+def entries(checkpoint, dtype=None, names=None):
+    return entries_of(checkpoint.entries(names), parse_target(dtype))
+
+
+def load(path, dtype=None, copies=None, **options):
+    with safeload.open(path) as checkpoint:
+        return torch_devices.load(entries(checkpoint, dtype), CPU, copies=copies, **options)
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(got, want):
+    assert list(got) == list(want)
+    for name, array in want.items():
+        assert got[name].shape == torch.Size(array.shape)
+        assert str(got[name].dtype).removeprefix("torch.") == array.dtype.name
+        assert bits(got[name]) == array.tobytes(), name
+
+
+def model(path, count=9):
+    random = np.random.default_rng(1)
+    sizes = [(70, 130), (3,), (), (0, 4), (5000,), (1, 1), (90, 200), (17,), (64, 64)]
+    kinds = [np.float32, ml_dtypes.bfloat16, np.int64, np.float16, np.float32, np.bool_, ml_dtypes.bfloat16, np.uint8]
+    arrays = {}
+    for k in range(count):
+        array = (random.standard_normal(sizes[k % len(sizes)]) * 50).astype(np.float32)
+        arrays[f"t{k:03}"] = array.astype(kinds[k % len(kinds)])
+    save_file(arrays, path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float64", "float16"])
+@pytest.mark.parametrize("copies", [None, Late], ids=["blocking", "late"])
+def test_any_tensors_through_a_small_ring(tmp_path, small_ring, copies, dtype):
+    path = model(tmp_path / "x.safetensors", 60)
+    assert_same(load(path, dtype, copies and copies(0.0005)), load_file(path, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_packed_tensors(name, small_ring):
+    want = safeload.load(FOLDER / name, dtype="bfloat16")
+    assert_same(load(FOLDER / name, "bfloat16"), want)
+
+
+def test_a_buffer_is_not_filled_before_its_copies_are_done(tmp_path, small_ring):
+    """If it were, a device that copies late would get bytes of the next tensors."""
+    path = tmp_path / "x.safetensors"
+    save_file({f"t{k:02}": np.full(4096, k, np.float32) for k in range(40)}, path)
+    late = Late(0.005)
+    assert_same(load(path, copies=late), load_file(path))
+    assert len(late.buffers) == staging.BUFFERS
+    assert late.finished == 1
+
+
+def test_a_wait_that_does_nothing_would_be_noticed(tmp_path, small_ring):
+    """The claim of the test before can fail."""
+    path = tmp_path / "x.safetensors"
+    save_file({f"t{k:02}": np.full(4096, k, np.float32) for k in range(40)}, path)
+    late = Late(0.005)
+    late.wait = lambda number: None
+    with pytest.raises(AssertionError):
+        assert_same(load(path, copies=late), load_file(path))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "widens"),
+    [
+        ("bfloat16", "float32", True),
+        ("float16", "float32", True),
+        ("float32", "float64", True),
+        ("float32", "bfloat16", False),
+        ("float8_e4m3fn", "float32", False),
+        ("bfloat16", "bfloat16", False),
+    ],
+)
+def test_the_device_converts_where_that_moves_fewer_bytes(tmp_path, small_ring, stored, wanted, widens):
+    path = tmp_path / "x.safetensors"
+    values = np.concatenate([np.random.default_rng(0).standard_normal(9000), [np.inf, -np.inf, 0.0, -0.0, 1e-40, 3e-6]])
+    save_file({"w": safeload.astype(values.astype(np.float32), stored)}, path)
+    late, seen = Late(0), []
+    assert_same(
+        load(path, wanted, late, progress=lambda done, total: seen.append((done, total))),
+        load_file(path, dtype=wanted),
+    )
+    assert late.converted == ([(getattr(torch, stored), getattr(torch, wanted))] if widens else [])
+    moved = values.size * torch.empty(0, dtype=getattr(torch, stored if widens else wanted)).element_size()
+    assert seen[-1] == (moved, moved)
+
+
+def test_each_tensor_has_a_storage_of_its_own(tmp_path, small_ring):
+    for tensor in load(model(tmp_path / "x.safetensors", 30)).values():
+        assert tensor.storage_offset() == 0
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_tied_weights_stay_tied_and_are_copied_once(tmp_path, small_ring):
+    shared = torch.randn(300, 20)
+    torch.save({"embed": shared, "head": shared, "part": shared[:2], "turned": shared.t()}, tmp_path / "x.pt")
+    seen = []
+    got = load(tmp_path / "x.pt", progress=lambda done, total: seen.append(total))
+    assert got["embed"].data_ptr() == got["head"].data_ptr()
+    assert got["part"].data_ptr() != got["embed"].data_ptr()
+    for name, want in {"embed": shared, "head": shared, "part": shared[:2], "turned": shared.t()}.items():
+        assert torch.equal(got[name], want)
+    assert seen[-1] == (300 * 20 * 2 + 2 * 20) * 4
+
+
+def test_an_empty_load(tmp_path):
+    save_file({}, tmp_path / "x.safetensors")
+    assert load(tmp_path / "x.safetensors") == {}
+    save_file({"e": np.empty((0, 3), np.float32)}, tmp_path / "y.safetensors")
+    assert load(tmp_path / "y.safetensors")["e"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("failing", ["memory", "file", "progress"])
+def test_an_error_leaves_nothing_behind(tmp_path, small_ring, failing):
+    path = model(tmp_path / "x.safetensors", 60)
+    late = Late(0.001)
+    options = {}
+    if failing == "memory":
+        made = late.empty
+        late.empty = lambda shape, dtype: (
+            made(shape, dtype) if len(late.tensors) < 20 else _raise(torch.OutOfMemoryError())
+        )
+        kind = torch.OutOfMemoryError
+    elif failing == "progress":
+        options = {"progress": lambda done, total: _raise(ZeroDivisionError()) if done > 100_000 else None}
+        kind = ZeroDivisionError
+    else:
+        kind = safeload.FormatError
+    with safeload.open(path) as checkpoint:
+        found = entries(checkpoint)
+        if failing == "file":
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size // 2)
+        with pytest.raises(kind):
+            torch_devices.load(found, CPU, copies=late, **options)
+    assert late.finished == 1, "the device may still copy from buffers that are freed"
+    assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
+    gc.collect()
+    assert len(late.tensors) > 5
+    assert [weak() for weak in late.tensors if weak() is not None] == []
+
+
+def _raise(error):
+    raise error
+
+
+def test_a_device_that_does_not_exist(tmp_path):
+    path = model(tmp_path / "x.safetensors")
+    for device in ("nonsense", "cuda:77", "cpu:9x", -3):
+        with pytest.raises(safeload.SafeloadError, match=str(device).partition(":")[0]):
+            load_torch_file(path, device=device)
+        with pytest.raises(safeload.SafeloadError, match=str(device).partition(":")[0]):
+            load_checkpoint(path, device=device)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_host_memory_is_that_of_the_ring(tmp_path):
+    """A file of 2 GiB to the device "meta", whose tensors have no memory, takes 64 MiB and what torch itself takes."""
+    path = tmp_path / "x.safetensors"
+    script = f"""
+import json, resource, struct, sys, torch, safeload
+sizes = [600 << 20, 900 << 20, 500 << 20, 1 << 20, 47 << 20]
+header, at = {{}}, 0
+for k, size in enumerate(sizes):
+    header[f"t{{k}}"] = {{"dtype": "BF16", "shape": [size // 2], "data_offsets": [at, at + size]}}
+    at += size
+text = json.dumps(header).encode()
+with open({str(path)!r}, "wb") as file:
+    file.write(struct.pack("<Q", len(text)) + text)
+    file.truncate(8 + len(text) + at)
+from safeload.engine import staging
+from safeload.engine.entries import entries_of
+from safeload.frameworks import torch_devices
+meta = torch.device("meta")
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+with safeload.open({str(path)!r}) as checkpoint:
+    found = entries_of(checkpoint.entries(), None)
+    torch_devices.load(found[3:4], meta)
+    before = peak()
+    made = torch_devices.load(found, meta)
+    print(peak() - before, [tuple(t.shape) for t in made.values()] == [(size // 2,) for size in sizes])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    grown, right = done.stdout.split()
+    assert right == "True"
+    assert int(grown) < 64 + 16, "MiB"
+
+
+@pytest.mark.skipif(not ACCELERATORS, reason="there is no accelerator")
+@pytest.mark.parametrize("device", ACCELERATORS)
+class TestOnAnAccelerator:
+    @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+    def test_files(self, tmp_path, device, dtype, small_ring):
+        path = model(tmp_path / "x.safetensors", 200)
+        got = load_torch_file(path, device=device, dtype=dtype)
+        assert {tensor.device.type for tensor in got.values()} == {device}
+        assert_same({name: tensor.cpu() for name, tensor in got.items()}, load_file(path, dtype=dtype))
+
+    def test_large_tensors(self, tmp_path, device):
+        path = tmp_path / "x.safetensors"
+        save_file({f"t{k}": np.arange(k, k + 20_000_000, dtype=np.float32) for k in range(5)}, path)
+        got = load_torch_file(path, device=device)
+        assert_same({name: tensor.cpu() for name, tensor in got.items()}, load_file(path))
+
+    @pytest.mark.parametrize("name", list(FIXTURES)[:12])
+    def test_packed_checkpoints(self, device, name):
+        got = load_checkpoint(FOLDER / name, device=device, dtype="bfloat16")
+        assert_same({name: t.cpu() for name, t in got.items()}, safeload.load(FOLDER / name, dtype="bfloat16"))
+
+    def test_too_large_for_it(self, tmp_path, device):
+        path = tmp_path / "x.safetensors"
+        size = 1 << 42
+        with path.open("wb") as file:
+            header = b'{"t":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + size)
+        with pytest.raises(RuntimeError):
+            load_torch_file(path, device=device)
