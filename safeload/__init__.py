@@ -75,7 +75,7 @@ _LATER = {
     }.items()
     for name in names
 }
-_MODULES = ("layouts", "numpy", "torch")
+_MODULES = ("jax", "layouts", "numpy", "torch")
 
 __all__ = [
     "HISTOGRAM_EDGES",

@@ -43,7 +43,7 @@ PYTHON_LAYERS = (
     ("frameworks",),
     ("compat",),
     ("operations",),
-    ("numpy", "torch", "gguf", "moon", "layouts"),
+    ("numpy", "torch", "jax", "gguf", "moon", "layouts"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -1,0 +1,330 @@
+"""Loads tensors of open files as arrays of JAX: in groups of bounded size, and of each only what its devices hold."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array as NumpyArray
+from ..base.arrays import as_array
+from ..base.text import show
+from ..checkpoint import Checkpoint
+from ..engine import restore
+from ..engine.lazy import materialize
+from ..engine.load import Part, load_parts
+from ..engine.progress import Progress
+from ..engine.stream import Meter
+from ..engine.weight_file import WeightFile
+from ..formats.safetensors import file as safetensors
+from . import jax_arrays
+from .checkpoints import Selected
+from .jax_arrays import Array, Place, Slice
+
+# Bytes of arrays that are loaded together. Two such groups are in the host's memory at a time: one is read while the
+# one before is copied to its devices. A tensor that is larger is read by ranges of its first axis.
+GROUP = 128 << 20
+
+# What `load_file` and `load_checkpoint` take as ``sharding``.
+Sharding: TypeAlias = Place | Mapping[str, Place] | Callable[[str, Any], Place]
+
+
+class Tensor(NamedTuple):
+    """A tensor to load.
+
+    Attributes:
+        part: name, file and index in the file's table.
+        dtype: of the array.
+        shape: of the array.
+        place: where it goes.
+    """
+
+    part: Part
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    place: Place
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Options(NamedTuple):
+    """How tensors are loaded.
+
+    Attributes:
+        lazy: the lazy tensor of a name, converted to a dtype; see `Checkpoint.get_slice`.
+        sharding: where the arrays go.
+        backend: for tensors that go to a single device; those of several are always read.
+        checked: whether integers that JAX cannot represent are refused, or wrapped around as JAX does.
+        threads: for reading.
+    """
+
+    lazy: Callable[[str, Any], Any]
+    sharding: Any = None
+    backend: str = "mmap"
+    checked: bool = True
+    threads: int | None = None
+
+
+def load(
+    groups: Sequence[tuple[Sequence[Part], dtypes.Dtype | None]], options: Options, progress: Progress
+) -> dict[str, Array]:
+    """Arrays by name, which have their values when this returns.
+
+    Args:
+        groups: tensors, and the dtype that they are converted to.
+        options: how to load them.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+    Raises:
+        ValueError, TypeError: a sharding that does not fit.
+        RangeError: an integer that JAX cannot represent.
+        SafeloadError, OSError: see `load_parts`.
+    """
+    loaders = [_Loader(parts, target, options) for parts, target in groups]
+    meter = Meter(progress, sum(loader.nbytes for loader in loaders)) if progress else None
+    arrays: dict[str, Array] = {}
+    started: deque[list[Array]] = deque()
+    for loader in loaders:
+        for made, nbytes in loader.run():
+            arrays.update(made)
+            started.append(list(made.values()))
+            if len(started) > 1:
+                jax_arrays.wait(started.popleft())
+            if meter is not None:
+                meter.add(nbytes)
+    jax_arrays.wait(list(started))
+    return {name: arrays[name] for loader in loaders for name in loader.names}
+
+
+class _Loader:
+    """Loads tensors that are converted to the same dtype."""
+
+    def __init__(self, parts: Sequence[Part], target: dtypes.Dtype | None, options: Options) -> None:
+        self._target = None if target is None else target.name
+        self._options = options
+        if target is not None:
+            jax_arrays.check_target(dtypes.array_dtype(target.number))
+        self._tensors = [Tensor(part, *_described(part, target), None) for part in parts]
+        if options.sharding is not None:
+            choose = _chooser(options.sharding)
+            self._tensors = [one._replace(place=choose(one)) for one in self._tensors]
+        self._mappings: dict[WeightFile, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, in order."""
+        return _names(self._tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(one.nbytes for one in self._tensors)
+
+    def run(self) -> Iterator[tuple[dict[str, Array], int]]:
+        """Arrays by name, which may not have their values yet, and the bytes of the group."""
+        group: list[Tensor] = []
+        size = 0
+        for one in self._tensors:
+            if jax_arrays.several_devices(one.place):
+                parts = jax_arrays.slices(one.place, one.shape, one.part[0])
+                if one.nbytes > GROUP or not jax_arrays.all_here(one.place):
+                    yield {one.part[0]: self._by_slices(one, parts)}, one.nbytes
+                    continue
+            if group and size + one.nbytes > GROUP:
+                yield self._together(group), size
+                group, size = [], 0
+            group.append(one)
+            size += one.nbytes
+        if group:
+            yield self._together(group), size
+
+    def _read(self, tensors: Sequence[Tensor], backend: str) -> list[NumpyArray]:
+        """The values of whole tensors."""
+        parts = [one.part for one in tensors]
+        threads = self._options.threads
+        loaded, _ = load_parts(parts, backend=backend, dtype=self._target, threads=threads, mappings=self._mappings)
+        arrays = [loaded[name] for name, _, _ in parts]
+        if self._options.checked:
+            for one, array in zip(tensors, arrays, strict=True):
+                jax_arrays.check_values(one.part[0], array)
+        return arrays
+
+    def _together(self, group: Sequence[Tensor]) -> dict[str, Array]:
+        """The arrays of whole tensors by name."""
+        single: dict[Any, list[Tensor]] = {}
+        spread = []
+        for one in group:
+            if jax_arrays.several_devices(one.place):
+                spread.append(one)
+            else:
+                single.setdefault(one.place, []).append(one)
+        made: dict[str, Array] = {}
+        for place, tensors in single.items():
+            made.update(zip(_names(tensors), self._on_one(tensors, place), strict=True))
+        if spread:
+            arrays = jax_arrays.put_on_several(self._read(spread, "pread"), [one.place for one in spread])
+            made.update(zip(_names(spread), arrays, strict=True))
+        return {name: made[name] for name in _names(group)}
+
+    def _on_one(self, tensors: Sequence[Tensor], place: Place) -> list[Array]:
+        """Whole tensors on one device: copied from the mapped file, which no array of JAX may be over."""
+        arrays = self._read(tensors, self._options.backend)
+        made, over = jax_arrays.put(arrays, place, [np.frombuffer(one, np.uint8) for one in self._mappings.values()])
+        if over:
+            again, _ = jax_arrays.put(self._read([tensors[k] for k in over], "pread"), place)
+            for k, array in zip(over, again, strict=True):
+                made[k] = array
+        return made
+
+    def _by_slices(self, one: Tensor, parts: Sequence[Slice]) -> Array:
+        """A tensor of which this process holds a part, or that is large: range after range of its first axis."""
+        bands: dict[tuple[tuple[int, int], ...], list[Slice]] = {}
+        for part in parts:
+            bands.setdefault(part.bounds[:1], []).append(part)
+        pieces: list[tuple[Any, Array]] = []
+        started: list[tuple[Any, Array]] = []
+        for band in self._values(one, bands):
+            if self._options.checked:
+                for values, _ in band:
+                    jax_arrays.check_values(one.part[0], values)
+            jax_arrays.wait([array for _, array in started])
+            started = jax_arrays.put_slices(band)
+            pieces += started
+            del band  # which is the host's memory
+        return jax_arrays.joined(one.shape, one.dtype, one.place, pieces)
+
+    def _values(
+        self, one: Tensor, bands: Mapping[tuple[tuple[int, int], ...], list[Slice]]
+    ) -> Iterator[list[tuple[NumpyArray, Slice]]]:
+        """The values of each range of the first axis, divided into slices.
+
+        Rows of which this process holds all columns are read together, each byte once; so are rows of packed tensors.
+        Others are read slice by slice.
+        """
+        name, file, index = one.part
+        if _only_whole(file, index, self._target):
+            values: Any = self._read([one], "pread")[0]
+            together = True
+        else:
+            values = self._options.lazy(name, self._target)
+            together = file.table.is_quantized(index)
+        for rows, parts in bands.items():
+            shape = (*(stop - start for start, stop in rows), *one.shape[1:])
+            if together or jax_arrays.covered(parts, shape):
+                block = values[_items(rows)]
+                yield [(block[_inside(rows, part)], part) for part in parts]
+            else:
+                for part in parts:
+                    yield [(values[_items(part.bounds)], part)]
+
+
+def _items(bounds: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    return tuple(slice(*one) for one in bounds)
+
+
+def _inside(rows: Sequence[tuple[int, int]], part: Slice) -> tuple[Any, ...]:
+    """A slice as an index of its rows; the ellipsis makes an array of a scalar."""
+    return (*(slice(None) for _ in rows), *_items(part.bounds[len(rows) :]), Ellipsis)
+
+
+def _names(tensors: Sequence[Tensor]) -> list[str]:
+    return [one.part[0] for one in tensors]
+
+
+def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
+    """Whether the values of a tensor can only be read together."""
+    packed = file.table.packed(index)
+    if packed is not None:
+        return len(packed.packing.shape) < 2 or not (
+            len(packed.packing.shape) > 2 or restore.rows_apart(packed.packing)
+        )
+    return target is not None and file.table.row(index).packed
+
+
+def _described(part: Part, target: dtypes.Dtype | None) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of the array of a tensor."""
+    _, file, index = part
+    if target is not None and (file.table.is_quantized(index) or file.table.row(index).floating):
+        packed = file.table.packed(index)
+        return dtypes.array_dtype(target.number), file.table.shape(index) if packed is None else packed.packing.shape
+    layout = file.layout(index)
+    return layout.dtype, layout.shape
+
+
+def _chooser(sharding: Any) -> Callable[[Tensor], Place]:
+    """Gives the place of a tensor."""
+    if isinstance(sharding, Mapping):
+
+        def named(one: Tensor) -> Place:
+            name = one.part[0]
+            if name not in sharding:
+                raise ValueError(f"sharding has nothing for tensor {show(name)}: None means JAX's default device")
+            return jax_arrays.as_place(sharding[name])
+
+        return named
+    if callable(sharding):
+        return lambda one: jax_arrays.as_place(sharding(one.part[0], jax_arrays.abstract(one.shape, one.dtype)))
+    place = jax_arrays.as_place(sharding)
+    return lambda one: place
+
+
+# ---- what safeload.jax calls ----
+
+
+def load_selected(
+    checkpoint: Checkpoint, chosen: Selected, sharding: Any, threads: int | None, progress: Progress
+) -> dict[str, Array]:
+    """The tensors of a checkpoint that `select` has chosen.
+
+    Raises:
+        See `load`.
+    """
+    groups = []
+    for group in chosen.groups:
+        if group.dtype is not None and (codes := checkpoint.codes()):
+            from ..packed import grouping  # only here: most loads do not need it
+
+            grouping.refuse(codes, group.names, "dtype=", checkpoint.path)
+        groups.append((checkpoint.entries(group.names), group.dtype))
+    options = Options(lambda name, dtype: checkpoint.get_slice(name, dtype=dtype), sharding, threads=threads)
+    arrays = load(groups, options, progress)
+    return arrays if len(groups) == 1 else {name: arrays[name] for name in chosen.names}
+
+
+def load_bytes(data: Any) -> dict[str, Array]:
+    """The tensors of a safetensors file in memory.
+
+    Raises:
+        FormatError: the bytes break the format.
+        TypeError: no bytes.
+    """
+    if isinstance(data, (str, os.PathLike)):
+        raise TypeError("load takes the content of a file, as bytes: load_file and load_checkpoint take a path")
+    return copied(safetensors.parse(data, copy=False))
+
+
+def copied(arrays: Mapping[str, NumpyArray]) -> dict[str, Array]:
+    """Arrays of JAX that share no memory with those of numpy."""
+    given = [as_array(value, name) for name, value in arrays.items()]
+    made, over = jax_arrays.put(given, None, given)
+    for k in over:
+        made[k] = jax_arrays.put([given[k].copy()], None)[0][0]
+    jax_arrays.wait(made)
+    return dict(zip(arrays, made, strict=True))
+
+
+def to_numpy(arrays: Mapping[str, Any]) -> dict[str, NumpyArray]:
+    """Arrays of numpy that may share memory with those of JAX.
+
+    Raises:
+        TypeError, ValueError: see `jax_arrays.to_write`.
+    """
+    return {name: materialize(value) for name, value in jax_arrays.to_write(arrays).items()}
