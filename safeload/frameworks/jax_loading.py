@@ -16,6 +16,7 @@ from ..base.arrays import as_array
 from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..engine import restore
+from ..engine.cast import astype
 from ..engine.lazy import materialize
 from ..engine.load import Part, load_parts
 from ..engine.progress import Progress
@@ -207,7 +208,7 @@ class _Loader:
         """The values of each range of the first axis, divided into slices.
 
         Rows of which this process holds all columns are read together, each byte once; so are rows of packed tensors.
-        Others are read slice by slice.
+        Others are copied from the mapped file, of which only their pages are read.
         """
         name, file, index = one.part
         if _only_whole(file, index, self._target):
@@ -222,8 +223,9 @@ class _Loader:
                 block = values[_items(rows)]
                 yield [(block[_inside(rows, part)], part) for part in parts]
             else:
+                view = load_parts([one.part], backend="mmap", mappings=self._mappings)[0][name]
                 for part in parts:
-                    yield [(values[_items(part.bounds)], part)]
+                    yield [(astype(view[_items(part.bounds)], one.dtype, threads=self._options.threads), part)]
 
 
 def _items(bounds: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
