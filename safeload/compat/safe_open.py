@@ -33,8 +33,9 @@ class safe_open:  # noqa: N801 - safetensors' name
 
     Args:
         filename: path of the file.
-        framework: "np" or "numpy" for arrays; "pt", "torch" or "pytorch" for tensors of torch.
-        device: of tensors, as torch takes it; "cpu" for arrays.
+        framework: "np" or "numpy" for arrays; "pt", "torch" or "pytorch" for tensors of torch; "jax" or "flax" for
+            arrays of JAX.
+        device: of tensors, as torch takes it; "cpu" for arrays, which JAX has on its default device.
         backend: "mmap" for copy-on-write views where possible, "pread" to read into private memory.
 
     Raises:
@@ -225,11 +226,13 @@ def _reopen(kind: type[safe_open], arguments: tuple[Any, ...], backend: str, see
 
 
 # Frameworks besides numpy by upstream's names, each with the module and the class that give its tensors.
-_HANDLES = dict.fromkeys(("pt", "torch", "pytorch"), ("torch_handles", "TorchHandle"))
+_HANDLES = {
+    **dict.fromkeys(("pt", "torch", "pytorch"), ("torch_handles", "TorchHandle")),
+    **dict.fromkeys(("jax", "flax"), ("jax_handles", "JaxHandle")),
+}
 # How to convert arrays for other frameworks.
 _OTHERS = {
     **dict.fromkeys(("tf", "tensorflow"), "tf.convert_to_tensor(array), or safetensors.tensorflow"),
-    **dict.fromkeys(("jax", "flax"), "jax.numpy.asarray(array), or safetensors.flax"),
     "mlx": "mlx.core.array(array), or safetensors.mlx",
     "paddle": "paddle.to_tensor(array), or safetensors.paddle",
 }
@@ -257,5 +260,5 @@ def _handle(framework: str, device: Any, backend: str) -> Handle | None:
         return handle
     instead = _OTHERS.get(framework)
     if instead is None:
-        raise SafetensorError(f'framework {named} is invalid: use "numpy" or "pt"')
+        raise SafetensorError(f'framework {named} is invalid: use "numpy", "pt" or "jax"')
     raise SafetensorError(f'framework {named}: safeload gives numpy arrays. Use framework="numpy" and {instead}')

@@ -15,14 +15,13 @@ from ..engine.jobs import POOLED_BELOW, address_of
 from ..engine.lazy import Lazy
 from ..engine.quantized_tensor import QuantizedTensor
 from ..errors import RangeError, UnsupportedError
+from .absent import not_installed
 
 try:
     import jax
     import jax.numpy as jnp
-except ModuleNotFoundError as error:
-    if error.name != "jax":
-        raise
-    raise ModuleNotFoundError("this needs JAX: pip install 'safeload[jax]'", name="jax") from None
+except ImportError as error:
+    raise not_installed(error, "jax", "JAX") from None
 
 Array: TypeAlias = jax.Array
 # Where an array goes: a sharding or a device; None for JAX's default device.
@@ -233,9 +232,7 @@ def _to_write(name: str, value: Any) -> Any:
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):  # variables of flax.nnx
         value = value.__jax_array__()
     if not isinstance(value, jax.Array):
-        if type(value).__module__.partition(".")[0] == "torch":
-            raise TypeError(f"tensor {show(name)} is a torch tensor, which safeload.torch saves")
-        raise not_an_array(f"tensor {show(name)}", value, "an array of JAX or numpy")
+        raise not_an_array(f"tensor {show(name)}", value, "an array of JAX or numpy", safetensors=True)
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"tensor {show(name)} is traced: arrays are saved outside of jit, grad and vmap")
     if value.is_deleted():

@@ -443,8 +443,6 @@ def test_a_bad_file_is_judged_before_the_framework(tmp_path):
     [
         ("tf", "tensorflow"),
         ("tensorflow", "tensorflow"),
-        ("jax", "jax"),
-        ("flax", "jax"),
         ("mlx", "mlx"),
         ("paddle", "paddle"),
         ("nonsense", "numpy"),

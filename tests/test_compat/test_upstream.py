@@ -1,4 +1,4 @@
-"""Upstream's own tests for numpy and for torch, run with safeload under the name of safetensors."""
+"""Upstream's own tests for numpy, torch and flax, run with safeload under the name of safetensors."""
 
 import os
 import subprocess
@@ -34,3 +34,9 @@ def test_upstreams_own_torch_tests_pass(module, tmp_path):
     last = outcome_of(module, "torch", tmp_path)
     if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         assert "66 passed, 14 skipped" in last
+
+
+@pytest.mark.parametrize("module", ["safeload", "safetensors"])
+def test_upstreams_own_flax_tests_pass(module, tmp_path):
+    pytest.importorskip("flax")
+    assert "4 passed" in outcome_of(module, "flax", tmp_path)

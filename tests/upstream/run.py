@@ -1,6 +1,6 @@
-"""Runs upstream's own tests of numpy, or of torch, with safeload standing in for safetensors.
+"""Runs upstream's own tests of numpy, torch or flax with safeload standing in for safetensors.
 
-    python tests/upstream/run.py SDIST [safeload|safetensors] [numpy|torch]
+    python tests/upstream/run.py SDIST [safeload|safetensors] [numpy|torch|flax]
 
 SDIST is the .tar.gz of safetensors 0.8.0 or its unpacked folder. With "safetensors" as second argument upstream itself
 is run, in the same way, for comparison. For numpy torch is absent: it and safetensors.torch are mocked. For torch it is
@@ -18,7 +18,11 @@ from unittest.mock import MagicMock
 import pytest
 
 COMMON = ("test_simple", "test_handle", "test_multithreaded", "test_threadable", "test_pread_backend")
-FILES = {"numpy": COMMON, "torch": ("test_pt_comparison", "test_pt_model", *COMMON)}
+FILES = {
+    "numpy": COMMON,
+    "torch": ("test_pt_comparison", "test_pt_model", *COMMON),
+    "flax": ("test_flax_comparison",),
+}
 
 # Tests of torch's path, which mocks cannot stand in for. Upstream itself fails these, since no file is written or the
 # tensors that come back are mocks.
@@ -48,12 +52,14 @@ PASS_UNDER_MOCKS = (
 
 def stand_in() -> None:
     import safeload
+    import safeload.jax
     import safeload.numpy
     import safeload.torch
 
     sys.modules["safetensors"] = safeload
     sys.modules["safetensors.numpy"] = safeload.numpy
     sys.modules["safetensors.torch"] = safeload.torch
+    sys.modules["safetensors.flax"] = safeload.jax
 
 
 def main() -> int:
