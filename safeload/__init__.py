@@ -4,7 +4,8 @@
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's blocks
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
 - `validate`, `stats`, `diff`: whether a checkpoint is sound, and what is in it
-- `safe_open`, `safeload.numpy`, `safeload.torch`: drop-ins for ``safetensors``; tensors of torch from any format
+- `safe_open`, `safeload.numpy`, `safeload.torch`, `safeload.jax`: drop-ins for ``safetensors``; tensors of torch and
+  arrays of JAX from any format
 
 >>> from safeload.numpy import load_file, save_file
 """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .base.arrays import Array as NumpyArray
 from .base.paths import PathLike
 from .base.selecting import Patterns
-from .compat.safe_open import safe_open
+from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .engine.load import Backend, check_backend, parse_target, parts_of
 from .engine.progress import Progress
 from .engine.threads import check_threads
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .frameworks.jax_arrays import Array
     from .frameworks.jax_loading import Sharding
 
-__all__ = ["load", "load_checkpoint", "load_file", "safe_open", "save", "save_file"]
+__all__ = ["load", "load_checkpoint", "load_file", "save", "save_file"]
 
 
 def load_file(

@@ -19,9 +19,9 @@ import safeload
 NOT_RUN = {"sh", "json", "text"}
 
 # Pages about packages that tests do not otherwise need.
-NEEDS = {"frameworks.md": ("torch", "jax"), "torch.md": ("torch",)}
+NEEDS = {"frameworks.md": ("torch", "jax"), "torch.md": ("torch",), "jax.md": ("jax",)}
 # Modules whose examples need a package; those of safeload.frameworks cannot even be imported without it.
-FRAMEWORKS = ("torch",)
+FRAMEWORKS = ("torch", "jax")
 
 as_numpy_2_prints = pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="written with numpy 2")
 
@@ -142,7 +142,7 @@ def test_the_threat_model_has_the_limits_of_the_code():
 
 def _public():
     """Every public function and class, and the public methods of these, by name."""
-    modules = [safeload, safeload.numpy, safeload.torch, safeload.gguf, safeload.moon]
+    modules = [safeload, safeload.numpy, safeload.torch, safeload.jax, safeload.gguf, safeload.moon]
     for place, name in [(module, name) for module in modules for name in module.__all__]:
         value = getattr(place, name)
         if callable(value):
@@ -189,6 +189,6 @@ def test_the_reference_has_every_public_name():
     reference = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = set(re.findall(r"^\.\. \w+:: ([\w.]+)", reference, re.MULTILINE))
     names = {f"safeload.{name}" for name in safeload.__all__ if not name.startswith("_")}
-    for module in (safeload.numpy, safeload.torch, safeload.gguf, safeload.moon, safeload.layouts):
+    for module in (safeload.numpy, safeload.torch, safeload.jax, safeload.gguf, safeload.moon, safeload.layouts):
         names |= {f"{module.__name__}.{name}" for name in module.__all__}
     assert names <= listed

@@ -437,9 +437,9 @@ def test_a_slice_of_what_slices_do_not_take(rows, here):
 
 
 FRAMEWORKS = {
-    "flax": ["safeload gives numpy arrays", "jax.numpy.asarray(array)"],
+    "mlx": ["safeload gives numpy arrays", "mlx.core.array(array)"],
     "tf": ["safeload gives numpy arrays", "tf.convert_to_tensor(array)"],
-    "nonsense": ['framework nonsense is invalid: use "numpy" or "pt"'],
+    "nonsense": ['framework nonsense is invalid: use "numpy", "pt" or "jax"'],
 }
 
 

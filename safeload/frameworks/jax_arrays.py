@@ -29,6 +29,8 @@ Place: TypeAlias = jax.sharding.Sharding | jax.Device | None
 
 # Up to this size `jnp.array` takes less time than a transfer.
 _COPIED_BELOW = 64 << 10
+# XLA uses memory of the host at multiples of this on a CPU.
+_ALIGNMENT = 64
 
 
 class Slice(NamedTuple):
@@ -49,7 +51,7 @@ class Slice(NamedTuple):
 
 
 def as_place(place: Any) -> Place:
-    """Checks where an array shall go.
+    """Checks the place of an array.
 
     Raises:
         TypeError: neither a sharding nor a device.
@@ -154,18 +156,9 @@ def put(
     Returns:
         The arrays, and the positions of those that are over borrowed memory.
     """
-    large = range(len(arrays))
-    made: list[Any] = [None] * len(arrays)
-    if place is None:
-        large = [k for k, array in enumerate(arrays) if array.nbytes >= _COPIED_BELOW]  # type: ignore[assignment]
-        for k, array in enumerate(arrays):
-            if array.nbytes < _COPIED_BELOW:
-                made[k] = jnp.array(array)  # always copies
-    if not large:
-        return made, []
-    for k, array in zip(large, jax.device_put([arrays[k] for k in large], place), strict=True):
-        made[k] = array
-    if next(iter(made[large[0]].devices())).platform != "cpu":
+    with jax.ensure_compile_time_eval():  # arrays with values also where a function is traced
+        made, large = _put(arrays, place)
+    if not large or next(iter(made[large[0]].devices())).platform != "cpu":
         return made, []
     # XLA takes memory that is aligned, even if ``may_alias`` is False.
     ranges = [(address_of(one), address_of(one) + one.nbytes) for one in borrowed if one.size]
@@ -180,22 +173,52 @@ def put(
     return made, over
 
 
+def _put(arrays: Sequence[NumpyArray], place: Place) -> tuple[list[Any], Sequence[int]]:
+    """The arrays on the device, and the positions of those that may be over the memory of theirs."""
+    made: list[Any] = [None] * len(arrays)
+    large: Sequence[int] = range(len(arrays))
+    if place is None:
+        large = [k for k, array in enumerate(arrays) if array.nbytes >= _COPIED_BELOW]
+        # Guards are against transfers that nobody has asked for.
+        with jax.transfer_guard_host_to_device("allow"):
+            for k, array in enumerate(arrays):
+                if array.nbytes < _COPIED_BELOW:
+                    made[k] = jnp.array(array)
+    if large:
+        for k, moved in zip(large, jax.device_put([arrays[k] for k in large], place), strict=True):
+            made[k] = moved
+    return made, large
+
+
 def put_on_several(arrays: Sequence[NumpyArray], places: Sequence[Any]) -> list[Array]:
-    """Divides arrays among devices, or starts to. Nobody else may hold them."""
+    """Divides arrays among devices, or starts to; the caller gives them up."""
     # One that is part of a pool would keep all of it alive.
     own = [array.copy() if array.nbytes < POOLED_BELOW else array for array in arrays]
-    made: list[Array] = jax.device_put(own, list(places))
+    with jax.ensure_compile_time_eval():
+        made: list[Array] = jax.device_put(own, list(places))
     return made
 
 
+def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
+    """Whether some slices of an array would be over its memory, and others copied: a part would keep all of it alive.
+
+    See `put`.
+    """
+    if next(iter(place.device_set)).platform != "cpu":
+        return False
+    aligned = [view.flags.c_contiguous and view.__array_interface__["data"][0] % _ALIGNMENT == 0 for view in views]
+    return any(aligned) and not all(aligned)
+
+
 def put_slices(pieces: Sequence[tuple[NumpyArray, Slice]]) -> list[tuple[Any, Array]]:
-    """Copies slices to their devices, or starts to. Nobody else may hold them.
+    """Copies slices to their devices, or starts to; the caller gives them up.
 
     Returns:
         Devices and the arrays on them.
     """
     targets = [(values, device) for values, part in pieces for device in part.devices]
-    made = jax.device_put([values for values, _ in targets], [device for _, device in targets])
+    with jax.ensure_compile_time_eval():
+        made = jax.device_put([values for values, _ in targets], [device for _, device in targets])
     return list(zip((device for _, device in targets), made, strict=True))
 
 

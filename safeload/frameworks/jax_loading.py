@@ -171,8 +171,7 @@ class _Loader:
         for place, tensors in single.items():
             made.update(zip(_names(tensors), self._on_one(tensors, place), strict=True))
         if spread:
-            arrays = jax_arrays.put_on_several(self._read(spread, "pread"), [one.place for one in spread])
-            made.update(zip(_names(spread), arrays, strict=True))
+            made.update(self._on_several(spread))
         return {name: made[name] for name in _names(group)}
 
     def _on_one(self, tensors: Sequence[Tensor], place: Place) -> list[Array]:
@@ -184,6 +183,26 @@ class _Loader:
             for k, array in zip(over, again, strict=True):
                 made[k] = array
         return made
+
+    def _on_several(self, tensors: Sequence[Tensor]) -> dict[str, Array]:
+        """Whole tensors on several devices, by name."""
+        made: dict[str, Array] = {}
+        undivided: list[tuple[Tensor, NumpyArray]] = []
+        for one, array in zip(tensors, self._read(tensors, "pread"), strict=True):
+            parts = jax_arrays.slices(one.place, one.shape, one.part[0])
+            views = [array[_inside((), part)] for part in parts]
+            if jax_arrays.partly_aliased(views, one.place):
+                pieces = [(self._own(view), part) for view, part in zip(views, parts, strict=True)]
+                made[one.part[0]] = jax_arrays.joined(one.shape, one.dtype, one.place, jax_arrays.put_slices(pieces))
+            else:
+                undivided.append((one, array))
+        arrays = jax_arrays.put_on_several([array for _, array in undivided], [one.place for one, _ in undivided])
+        made.update(zip((one.part[0] for one, _ in undivided), arrays, strict=True))
+        return made
+
+    def _own(self, view: NumpyArray) -> NumpyArray:
+        """The values in memory of their own."""
+        return astype(view, view.dtype, threads=self._options.threads)
 
     def _by_slices(self, one: Tensor, parts: Sequence[Slice]) -> Array:
         """A tensor of which this process holds a part, or that is large: range after range of its first axis."""
@@ -221,7 +240,10 @@ class _Loader:
             shape = (*(stop - start for start, stop in rows), *one.shape[1:])
             if together or jax_arrays.covered(parts, shape):
                 block = values[_items(rows)]
-                yield [(block[_inside(rows, part)], part) for part in parts]
+                views = [block[_inside(rows, part)] for part in parts]
+                if jax_arrays.partly_aliased(views, one.place):
+                    views = list(map(self._own, views))
+                yield list(zip(views, parts, strict=True))
             else:
                 view = load_parts([one.part], backend="mmap", mappings=self._mappings)[0][name]
                 for part in parts:

@@ -300,6 +300,30 @@ def test_results_go_through_jit_grad_donation_and_pickle(tmp_path):
     same(ours.load_file(path)["w"], value)
 
 
+def test_loading_inside_a_traced_function_gives_values(tmp_path):
+    path = tmp_path / "x.safetensors"
+    arrays = {"large": rng.normal(size=(512, 1024)).astype(np.float32), "small": np.float32([1, 2])}
+    safeload.numpy.save_file(arrays, path)
+    loads = [ours.load_file, ours.load_checkpoint, lambda path: ours.load(path.read_bytes())]
+
+    def traced(x):
+        for load in loads:
+            loaded = load(path)
+            for name, expected in arrays.items():
+                same(loaded[name], expected)
+        return x + loaded["small"]
+
+    np.testing.assert_array_equal(jax.jit(traced)(np.ones(2, np.float32)), [2, 3])
+
+
+def test_a_guard_against_implicit_transfers_lets_loads_through(every_dtype):
+    path, arrays = every_dtype
+    with jax.transfer_guard("disallow"):
+        for loaded in (ours.load_file(path), ours.load_checkpoint(path), ours.load(path.read_bytes())):
+            assert len(loaded) == len(arrays)
+            ours.save(loaded)
+
+
 def test_several_threads_load_the_same_file(every_dtype):
     path, arrays = every_dtype
     results, errors = [], []

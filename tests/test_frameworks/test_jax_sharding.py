@@ -156,6 +156,30 @@ print("done")
     assert run(groups + program, tmp_path) == "done\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+@pytest.mark.parametrize("groups", ["", "jax_loading.GROUP = 1 << 20\n"], ids=["together", "by slices"])
+def test_a_slice_keeps_no_others_alive(tmp_path, groups):
+    """Rows that do not begin at multiples of 64: XLA uses the memory of the first slice and copies the others."""
+    program = """
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+path = folder + "/x.safetensors"
+safeload.numpy.save_file({str(k): np.ones((8, (1 << 18) + 3), np.float16) for k in range(64)}, path)
+for spec in (P(("x", "y")), P("x"), P("y")):
+    before = anonymous()
+    weights = load_checkpoint(path, sharding=NamedSharding(mesh, spec), dtype="float32")
+    grown = anonymous() - before
+    size = sum(array.nbytes for array in weights.values())  # of one copy; XLA may make one for each replica
+    copies = 8 // len(jax_loading.jax_arrays.slices(NamedSharding(mesh, spec), weights["0"].shape, "0"))
+    assert grown < size * copies + (48 << 20), (spec, grown, size, copies)
+    del weights
+print("done")
+"""
+    assert run(groups + program, tmp_path) == "done\n"
+
+
 def test_divided_and_copied_arrays_are_saved_whole(tmp_path):
     program = """
 path = folder + "/x.safetensors"
@@ -204,9 +228,13 @@ everywhere = NamedSharding(mesh, P())
 scalar = load_checkpoint(path, names=["s"], sharding=everywhere)["s"]
 same(scalar.addressable_data(0), w[0, 0].reshape(()))
 there = NamedSharding(Mesh(np.array(jax.devices())[:4], ("x",)), P("x"))
-loaded, found = bytes_read(load_checkpoint, path, names=["w"], sharding=there)
-assert len(loaded["w"].addressable_shards) == (4 if rank == 0 else 0)
-assert found > w.nbytes - SLACK if rank == 0 else found == 0, found
+try:
+    loaded, found = bytes_read(load_checkpoint, path, names=["w"], sharding=there)
+except ValueError as error:
+    assert rank == 1 and "enable_empty_arrays" in str(error)  # of older JAX
+else:
+    assert len(loaded["w"].addressable_shards) == (4 if rank == 0 else 0)
+    assert found > w.nbytes - SLACK if rank == 0 else found == 0, found
 try:
     save(load_checkpoint(path, names=["w"], sharding=NamedSharding(mesh, P("x"))))
 except ValueError as error:
