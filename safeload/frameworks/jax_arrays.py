@@ -179,7 +179,7 @@ def _put(arrays: Sequence[NumpyArray], place: Place) -> tuple[list[Any], Sequenc
     large: Sequence[int] = range(len(arrays))
     if place is None:
         large = [k for k, array in enumerate(arrays) if array.nbytes >= _COPIED_BELOW]
-        # Guards are against transfers that nobody has asked for.
+        # Guards refuse transfers that are not asked for: this one is.
         with jax.transfer_guard_host_to_device("allow"):
             for k, array in enumerate(arrays):
                 if array.nbytes < _COPIED_BELOW:

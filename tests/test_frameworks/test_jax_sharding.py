@@ -166,7 +166,7 @@ def anonymous():
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
 
 path = folder + "/x.safetensors"
-safeload.numpy.save_file({str(k): np.ones((8, (1 << 18) + 3), np.float16) for k in range(64)}, path)
+safeload.numpy.save_file({str(k): np.ones((8, (1 << 16) + 3), np.float16) for k in range(64)}, path)
 for spec in (P(("x", "y")), P("x"), P("y")):
     before = anonymous()
     weights = load_checkpoint(path, sharding=NamedSharding(mesh, spec), dtype="float32")
