@@ -59,9 +59,14 @@ def as_place(place: Any) -> Place:
     if place is None or isinstance(place, (jax.sharding.Sharding, jax.Device)):
         return place
     what = f"sharding must be a jax.sharding.Sharding, a device or None, not {show(place)}"
-    if isinstance(place, jax.sharding.PartitionSpec):
-        what += ": jax.sharding.NamedSharding(mesh, spec) makes one of it"
+    if is_part_of_sharding(place):
+        what += ": jax.sharding.NamedSharding(mesh, spec) makes one of mesh and spec"
     raise TypeError(what)
+
+
+def is_part_of_sharding(value: Any) -> bool:
+    """Whether a value is what shardings are made of: some of these can be called."""
+    return isinstance(value, (jax.sharding.Mesh, jax.sharding.PartitionSpec, type))
 
 
 def abstract(shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:

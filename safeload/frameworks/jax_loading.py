@@ -294,7 +294,7 @@ def _chooser(sharding: Any) -> Callable[[Tensor], Place]:
             return jax_arrays.as_place(sharding[name])
 
         return named
-    if callable(sharding):
+    if callable(sharding) and not jax_arrays.is_part_of_sharding(sharding):
         return lambda one: jax_arrays.as_place(sharding(one.part[0], jax_arrays.abstract(one.shape, one.dtype)))
     place = jax_arrays.as_place(sharding)
     return lambda one: place

@@ -201,6 +201,19 @@ def test_memory_is_the_result_and_a_bounded_amount(tmp_path, dtype):
     assert int(done.stdout) < 2 * jax_loading.GROUP + 64 * MIB
 
 
+def test_files_without_tensors_and_names_given_twice(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(save({}, {"a": "b"}))
+    assert load(path.read_bytes()) == load_file(path) == load_checkpoint(path) == {}
+    assert load_checkpoint(path, sharding=jax.devices()[0], progress=lambda done, total: None) == {}
+    path.write_bytes(save({"w": np.ones((1,) * 33, np.float32)}))
+    assert load_checkpoint([path], names=(name for name in ["w", "w"]))["w"].ndim == 33
+    with pytest.raises(TypeError, match="not one str"):
+        load_checkpoint(path, names="w")
+    with pytest.raises(ZeroDivisionError):
+        load_checkpoint(path, sharding=lambda name, array: 1 / 0)
+
+
 def test_changes_of_the_loaded_numpy_arrays_do_not_reach_jax(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(save({"w": np.ones((1024, 1024), np.float32)}))

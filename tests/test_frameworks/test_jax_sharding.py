@@ -71,6 +71,8 @@ assert not some["b"].committed
 for sharding, error, message in (
     ({"w": rows}, ValueError, "sharding has nothing for tensor"),
     (P("x"), TypeError, "NamedSharding(mesh, spec)"),
+    (mesh, TypeError, "NamedSharding(mesh, spec)"),
+    (NamedSharding, TypeError, "NamedSharding(mesh, spec)"),
     ("cpu", TypeError, "must be a jax.sharding.Sharding"),
     (lambda name, array: "x", TypeError, "must be a jax.sharding.Sharding"),
     ({**by_name, "b": rows}, ValueError, "tensor 'b' [3]: "),
@@ -130,6 +132,48 @@ else:
         loaded = load_checkpoint(folder + "/model.pt", sharding=NamedSharding(mesh, spec))
         same(loaded["t"], base.T.contiguous().numpy())
         same(loaded["part"], base[::2].contiguous().numpy())
+print("done")
+"""
+    assert run(program, tmp_path) == "done\n"
+
+
+@pytest.mark.parametrize("groups", ["", "jax_loading.GROUP = 0\n"], ids=["together", "by slices"])
+def test_elements_that_share_bytes_are_divided_raw_or_decoded(tmp_path, groups):
+    program = """
+import json
+entries = {"w": {"dtype": "F4", "shape": [16, 8], "data_offsets": [0, 64]},
+           "v": {"dtype": "F6_E2M3", "shape": [16, 8], "data_offsets": [64, 160]}}
+header = json.dumps(entries).encode()
+path = folder + "/x.safetensors"
+with open(path, "wb") as file:
+    file.write(len(header).to_bytes(8, "little") + header + bytes(range(160)))
+for options in ({}, {"dtype": "float32"}):
+    expected = safeload.load(path, **options)
+    for spec in (P("x"), P("x", "y"), P()):
+        for name, array in load_checkpoint(path, sharding=NamedSharding(mesh, spec), **options).items():
+            same(array, expected[name])
+print("done")
+"""
+    assert run(groups + program, tmp_path) == "done\n"
+
+
+def test_default_devices_and_kinds_of_memory_are_respected(tmp_path):
+    program = """
+path = folder + "/x.safetensors"
+w = np.ones((512, 1024), np.float32)
+safeload.numpy.save_file({"w": w, "s": w[0, :8]}, path)
+third = jax.devices()[3]
+with jax.default_device(third):
+    for load in (load_file, load_checkpoint):
+        for array in load(path).values():
+            assert array.devices() == {third} and not array.committed
+    with safeload.safe_open(path, "flax") as file:
+        assert file.get_tensor("w").devices() == {third}
+for kind in {memory.kind for memory in third.addressable_memories()}:
+    for place in (NamedSharding(mesh, P("x"), memory_kind=kind), SingleDeviceSharding(third, memory_kind=kind)):
+        loaded = load_checkpoint(path, names=["w"], sharding=place)["w"]
+        placed(loaded, place)
+        same(loaded, w)
 print("done")
 """
     assert run(program, tmp_path) == "done\n"
