@@ -19,13 +19,14 @@ from .absent import not_installed
 
 try:
     import jax
+    import jax.core
     import jax.numpy as jnp
 except ImportError as error:
     raise not_installed(error, "jax", "JAX") from None
 
 Array: TypeAlias = jax.Array
-# Where an array goes: a sharding or a device; None for JAX's default device.
-Place: TypeAlias = jax.sharding.Sharding | jax.Device | None
+# Where an array goes: a sharding or a device, for which pyright finds no type; None for JAX's default device.
+Place: TypeAlias = jax.sharding.Sharding | Any
 
 # Up to this size `jnp.array` takes less time than a transfer.
 _COPIED_BELOW = 64 << 10
