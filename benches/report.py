@@ -42,6 +42,7 @@ SECTIONS = {
     "bench_restore": "Restoring packed tensors",
     "bench_torch": "Torch checkpoints",
     "bench_frameworks": "Tensors of torch",
+    "bench_jax": "Arrays of JAX",
     "bench_stack": "Stacking and converting files",
     "bench_import": "Importing",
     "bench_scaling": "How cost grows",

@@ -11,7 +11,7 @@ import numpy as np
 from ..base.arrays import Array as NumpyArray
 from ..base.arrays import check_mapping, not_an_array
 from ..base.text import show
-from ..engine.jobs import POOLED_BELOW, address_of
+from ..engine.jobs import POOLED_BELOW
 from ..engine.lazy import Lazy
 from ..engine.quantized_tensor import QuantizedTensor
 from ..errors import RangeError, UnsupportedError
@@ -146,37 +146,37 @@ def covered(parts: Sequence[Slice], shape: tuple[int, ...]) -> bool:
 # ---- to JAX ----
 
 
-def put(
-    arrays: Sequence[NumpyArray], place: Place, borrowed: Sequence[NumpyArray] = ()
-) -> tuple[list[Array], list[int]]:
+def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[Array]:
     """Copies arrays to one device, or starts to; until `wait` returns, they must not change.
 
-    On a CPU an array of JAX may afterwards be over the memory of its array. Those of less than `POOLED_BELOW` never
-    are: they may share a pool, which a single one would keep alive.
+    XLA uses memory that is aligned for an array on a CPU, even if ``may_alias`` is False. Such arrays are copied first
+    if they are borrowed, and if they have less than `POOLED_BELOW`: they may share a pool, which a single one would
+    keep alive.
 
     Args:
         arrays: in the memory of the host.
         place: a sharding of one device, a device, or None.
-        borrowed: memory that may change later.
-
-    Returns:
-        The arrays, and the positions of those that are over borrowed memory.
+        borrowed: whether their memory may change later.
     """
     with jax.ensure_compile_time_eval():  # arrays with values also where a function is traced
         made, large = _put(arrays, place)
-    if not large or next(iter(made[large[0]].devices())).platform != "cpu":
-        return made, []
-    # XLA takes memory that is aligned, even if ``may_alias`` is False.
-    ranges = [(address_of(one), address_of(one) + one.nbytes) for one in borrowed if one.size]
-    over = []
-    for k in large:
-        at = made[k].unsafe_buffer_pointer() if arrays[k].nbytes else 0
-        if arrays[k].nbytes < POOLED_BELOW:
-            if at and at == arrays[k].__array_interface__["data"][0]:
-                made[k] = jax.device_put(arrays[k].copy(), place)
-        elif any(begin <= at < end for begin, end in ranges):
-            over.append(k)
-    return made, over
+        if not large or next(iter(made[large[0]].devices())).platform != "cpu":
+            return made
+        for k in large:
+            array = arrays[k]
+            if not array.nbytes or not (borrowed or array.nbytes < POOLED_BELOW):
+                continue
+            if made[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
+                made[k] = jax.device_put(array.copy(), place)
+    return made
+
+
+def on_cpu(place: Place) -> bool:
+    """Whether a device is a CPU, whose memory is that of the host."""
+    if isinstance(place, jax.sharding.Sharding):
+        place = next(iter(place.device_set))
+    device = place or jax.config.jax_default_device or jax.local_devices()[0]
+    return bool(getattr(device, "platform", device) == "cpu")
 
 
 def _put(arrays: Sequence[NumpyArray], place: Place) -> tuple[list[Any], Sequence[int]]:

@@ -39,7 +39,7 @@ class JaxHandle:
     def tensor(self, part: Part, read: Callable[[], NumpyArray]) -> Array:
         """One tensor; see `Handle.tensor`. It is read: a view of the mapped file would have to be copied."""
         arrays, _ = load_parts([part], backend="pread")
-        return jax_arrays.put([arrays[part[0]]], None)[0][0]
+        return jax_arrays.put([arrays[part[0]]], None, borrowed=False)[0]
 
     def tensors(
         self, parts: Sequence[Part], target: dtypes.Dtype | None, read: Callable[[], dict[str, NumpyArray]]
@@ -51,4 +51,4 @@ class JaxHandle:
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], NumpyArray]) -> Array:
         """The selected elements; see `Handle.item`."""
-        return jax_arrays.put([select(key)], None)[0][0]
+        return jax_arrays.put([select(key)], None, borrowed=False)[0]

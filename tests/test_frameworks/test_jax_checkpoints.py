@@ -129,8 +129,10 @@ def test_every_place_in_the_file_was_a_multiple_of_64_once(tmp_path):
         with safeload.open(path) as checkpoint:
             place = checkpoint.tensors["large"].offset % 64
             array = checkpoint["large"]
-            _, over = jax_arrays.put([array], None, [array])
-            assert bool(over) == (place == 0)
+            over = jax.device_put(array).unsafe_buffer_pointer() == array.__array_interface__["data"][0]
+            assert over == (place == 0)
+            safe = jax_arrays.put([array], None, borrowed=True)[0]
+            assert safe.unsafe_buffer_pointer() != array.__array_interface__["data"][0]
             found.add(place)
     assert 0 in found
     assert len(found) > 2
@@ -144,13 +146,13 @@ def test_a_single_array_keeps_no_pool_alive(tmp_path):
     seen = {}
     original = jax_arrays.put
 
-    def put(given, place, borrowed=()):
-        made, over = original(given, place, borrowed)
+    def put(given, place, *, borrowed):
+        made = original(given, place, borrowed=borrowed)
         for array, one in zip(made, given, strict=True):
             seen[one.nbytes] = seen.get(one.nbytes, False) or (
                 array.unsafe_buffer_pointer() == one.__array_interface__["data"][0]
             )
-        return made, over
+        return made
 
     jax_arrays.put, kept = put, jax_arrays.put
     try:
