@@ -20,8 +20,8 @@ from ..engine.cast import astype
 from ..engine.jobs import POOLED_BELOW
 from ..engine.lazy import materialize
 from ..engine.load import Part, load_parts
+from ..engine.pieces import Meter
 from ..engine.progress import Progress
-from ..engine.stream import Meter
 from ..engine.weight_file import WeightFile
 from ..formats.safetensors import file as safetensors
 from . import jax_arrays

@@ -83,7 +83,7 @@ def test_slices_of_a_mapped_file_follow_torchs_indexing(key, path):
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: str(key)[:60])
-def test_slices_read_by_pread_follow_upstreams_rules_except_where_these_are_wrong(key, path):
+def test_slices_by_pread_follow_upstreams_rules_where_these_are_right(key, path):
     with (
         safeload.safe_open(path, "pt", backend="pread") as mine,
         safetensors.safe_open(path, "pt", backend="pread") as theirs,
