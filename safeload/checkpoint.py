@@ -126,8 +126,11 @@ class Checkpoint(Mapping[str, Any]):
 
             grouping.refuse(codes, names, "dtype=", self.path)
 
-    def _chosen(self, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any) -> Sequence[Part]:
-        """The tensors to load; refuses those that ``dtype`` would convert without their scales."""
+    def chosen(self, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any) -> Sequence[Part]:
+        """The tensors to load; refuses those that ``dtype`` would convert without their scales. Internal.
+
+        :meta private:
+        """
         self._check_open()
         if only is not None or drop is not None:
             names = choose(self, names, only, drop)
@@ -279,7 +282,7 @@ class Checkpoint(Mapping[str, Any]):
             FormatError: a file ends too early, with path and offset.
             OSError: a file cannot be read.
         """
-        parts = self._chosen(names, only, drop, dtype)
+        parts = self.chosen(names, only, drop, dtype)
         arrays, self.last_load = load_parts(
             parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
         )
@@ -347,7 +350,7 @@ class Checkpoint(Mapping[str, Any]):
         if order not in get_args(Order):
             raise ValueError(f'order is {show(order)}, but "file", "given" or "ready" is wanted')
         return stream(
-            self._chosen(names, only, drop, dtype),
+            self.chosen(names, only, drop, dtype),
             self.weight_files,
             target=parse_target(dtype),
             limit=parse_size(ahead, "ahead"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..base import dtypes
-from ..base.selecting import Patterns, choose
+from ..base.selecting import Patterns
 from ..base.table import Table
 from ..base.text import show
 from ..checkpoint import Checkpoint
@@ -83,12 +83,11 @@ def select(
         TensorNotFoundError: an unknown name, or a pattern that matches none.
         ValueError: both ``names`` and ``only``.
         TypeError: an unknown dtype.
-        UnsupportedError: an unsupported dtype, or a packed tensor whose dtype neither ``dtype`` nor the config gives.
+        UnsupportedError: an unsupported dtype; ``dtype`` for codes of a family that is not dequantized; a packed tensor
+            whose dtype neither ``dtype`` nor the config gives.
     """
     target = parse_target(dtype)
-    if only is not None or drop is not None:
-        names = choose(checkpoint, names, only, drop)
-    entries = checkpoint.entries(names)
+    entries = checkpoint.chosen(names, only, drop, target)
     every = [name for name, _, _ in entries]
     if target is not None or not any(file.table.quantized for file in checkpoint.weight_files):
         return Selected(every, [Group(every, target)])

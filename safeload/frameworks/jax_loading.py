@@ -320,13 +320,7 @@ def load_selected(
     Raises:
         See `load`.
     """
-    groups = []
-    for group in chosen.groups:
-        if group.dtype is not None and (codes := checkpoint.codes()):
-            from ..packed import grouping  # only here: most loads do not need it
-
-            grouping.refuse(codes, group.names, "dtype=", checkpoint.path)
-        groups.append((checkpoint.entries(group.names), group.dtype))
+    groups = [(checkpoint.entries(group.names), group.dtype) for group in chosen.groups]
     options = Options(lambda name, dtype: checkpoint.get_slice(name, dtype=dtype), sharding, threads=threads)
     arrays = load(groups, options, progress)
     return arrays if len(groups) == 1 else {name: arrays[name] for name in chosen.names}

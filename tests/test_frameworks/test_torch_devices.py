@@ -1,6 +1,7 @@
 """Tensors to a device of torch: the ring of buffers with stand-ins for a device, and a device where there is one."""
 
 import gc
+import json
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from safeload.numpy import load_file, save_file
 
 torch = pytest.importorskip("torch")
 
-from safeload.frameworks import torch_devices  # noqa: E402
+from safeload.frameworks import torch_arrays, torch_devices  # noqa: E402
 from safeload.torch import load_checkpoint  # noqa: E402
 from safeload.torch import load_file as load_torch_file  # noqa: E402
 
@@ -202,6 +203,24 @@ def test_tied_weights_stay_tied_and_are_copied_once(tmp_path, small_ring):
     for name, want in {"embed": shared, "head": shared, "part": shared[:2], "turned": shared.t()}.items():
         assert torch.equal(got[name], want)
     assert seen[-1] == (300 * 20 * 2 + 2 * 20) * 4
+
+
+def test_codes_without_their_scales_are_refused(tmp_path, monkeypatch):
+    """Those of GPTQ, which are not dequantized: on a device as on the CPU."""
+    monkeypatch.setattr(torch_arrays, "device_of", lambda device: CPU if device == "there" else None)
+    codes = {
+        "m.qweight": np.ones((8, 64), np.int32),
+        "m.scales": np.ones((1, 64), np.float16),
+        "m.qzeros": np.ones((1, 8), np.int32),
+        "m.g_idx": np.zeros(64, np.int32),
+    }
+    save_file(codes, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}, "torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for device in ("there", "cpu"):
+        with pytest.raises(safeload.UnsupportedError, match="gptq"):
+            load_checkpoint(tmp_path, device=device, dtype="float32")
+        assert_same(load_checkpoint(tmp_path, device=device), load_file(tmp_path / "model.safetensors"))
 
 
 def test_an_empty_load(tmp_path):
