@@ -43,6 +43,8 @@ SECTIONS = {
     "bench_torch": "Torch checkpoints",
     "bench_frameworks": "Tensors of torch",
     "bench_jax": "Arrays of JAX",
+    "bench_stream": "Tensors one after the other",
+    "bench_devices": "To a GPU",
     "bench_stack": "Stacking and converting files",
     "bench_import": "Importing",
     "bench_scaling": "How cost grows",

@@ -93,7 +93,7 @@ class Checkpoint(Mapping[str, Any]):
         self.last_load: LoadStats | None = None
 
     def entries(self, names: Iterable[str] | None = None) -> Sequence[Part]:
-        """Name, file and index in the file's table, of the tensors named or of all in byte order. Internal.
+        """Name, file and index in its table, of the tensors named or of all in byte order. Internal.
 
         :meta private:
 
@@ -125,19 +125,6 @@ class Checkpoint(Mapping[str, Any]):
             from .packed import grouping
 
             grouping.refuse(codes, names, "dtype=", self.path)
-
-    def chosen(self, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any) -> Sequence[Part]:
-        """The tensors to load; refuses those that ``dtype`` would convert without their scales. Internal.
-
-        :meta private:
-        """
-        self._check_open()
-        if only is not None or drop is not None:
-            names = choose(self, names, only, drop)
-        parts = self.entries(names)
-        if dtype is not None:
-            self._refuse_codes(part[0] for part in parts)
-        return parts
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:
         if self._hidden and name in self._hidden and name not in self:
@@ -282,7 +269,7 @@ class Checkpoint(Mapping[str, Any]):
             FormatError: a file ends too early, with path and offset.
             OSError: a file cannot be read.
         """
-        parts = self.chosen(names, only, drop, dtype)
+        parts = chosen(self, names, only, drop, dtype)
         arrays, self.last_load = load_parts(
             parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
         )
@@ -350,7 +337,7 @@ class Checkpoint(Mapping[str, Any]):
         if order not in get_args(Order):
             raise ValueError(f'order is {show(order)}, but "file", "given" or "ready" is wanted')
         return stream(
-            self.chosen(names, only, drop, dtype),
+            chosen(self, names, only, drop, dtype),
             self.weight_files,
             target=parse_target(dtype),
             limit=parse_size(ahead, "ahead"),
@@ -389,6 +376,19 @@ class Checkpoint(Mapping[str, Any]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def chosen(
+    checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any
+) -> Sequence[Part]:
+    """The tensors to load, as `Checkpoint.entries` gives them; it raises what `Checkpoint.load` does."""
+    checkpoint._check_open()
+    if only is not None or drop is not None:
+        names = choose(checkpoint, names, only, drop)
+    parts = checkpoint.entries(names)
+    if dtype is not None:
+        checkpoint._refuse_codes(part[0] for part in parts)
+    return parts
 
 
 def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Checkpoint:

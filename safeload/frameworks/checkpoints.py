@@ -9,7 +9,7 @@ from ..base import dtypes
 from ..base.selecting import Patterns
 from ..base.table import Table
 from ..base.text import show
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, chosen
 from ..engine.load import parse_target
 from ..engine.progress import Progress
 from ..errors import UnsupportedError
@@ -87,7 +87,7 @@ def select(
             whose dtype neither ``dtype`` nor the config gives.
     """
     target = parse_target(dtype)
-    entries = checkpoint.chosen(names, only, drop, target)
+    entries = chosen(checkpoint, names, only, drop, target)
     every = [name for name, _, _ in entries]
     if target is not None or not any(file.table.quantized for file in checkpoint.weight_files):
         return Selected(every, [Group(every, target)])
