@@ -83,5 +83,5 @@ def test_growth_of_memory(llama: Path, table, report) -> None:
 
     peaks = [float(grown()) for _ in range(3)]
     allowed = float(AHEAD + 2 * largest)  # the one in use, and one that may be larger than `ahead`
-    row = table.add(job, "ahead + two tensors", Comparison(peaks, [allowed] * 3), at_most=1, unit="bytes")
+    row = table.add(job, "ahead + two tensors", Comparison(peaks, [allowed] * 3), at_most=1, unit="B")
     report(grown, [row], rounds=1)

@@ -1,5 +1,6 @@
 """Tensors to a device of torch: the ring of buffers with stand-ins for a device, and a device where there is one."""
 
+import contextlib
 import gc
 import json
 import subprocess
@@ -185,6 +186,70 @@ def test_the_device_converts_where_that_moves_fewer_bytes(tmp_path, small_ring, 
     assert late.converted == ([(getattr(torch, stored), getattr(torch, wanted))] if widens else [])
     moved = values.size * torch.empty(0, dtype=getattr(torch, stored if widens else wanted)).element_size()
     assert seen[-1] == (moved, moved)
+
+
+class Module:
+    """What `Streamed` asks of a device's module in torch, with a log of the calls."""
+
+    def __init__(self):
+        self.log = []
+        self.caller = self.Stream("caller")
+        self.Stream.log = self.Event.log = self.log
+
+    class Stream:
+        def __init__(self, device):
+            self.name = device if device == "caller" else "own"
+
+        def wait_stream(self, other):
+            self.log.append(("wait", self.name, other.name))
+
+        def synchronize(self):
+            self.log.append(("synchronize", self.name))
+
+    class Event:
+        def record(self, stream):
+            self.log.append(("record", stream.name))
+
+        def synchronize(self):
+            self.log.append(("event", threading.current_thread() is threading.main_thread()))
+
+    def current_stream(self, device):
+        return self.caller
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.log.append(("enter", stream.name))
+        yield
+        self.log.append(("leave", stream.name))
+
+
+@pytest.mark.parametrize("pins", [True, False], ids=["pinned", "the system refuses to pin"])
+def test_the_steps_of_a_device_with_streams(tmp_path, small_ring, monkeypatch, pins):
+    """No such device may be here: this shows the order of the calls, not that a driver does them."""
+    path = tmp_path / "x.safetensors"
+    save_file({f"t{k:02}": np.full(4096, k, ml_dtypes.bfloat16) for k in range(20)}, path)
+    module, empty, pinned, recorded = Module(), torch.empty, [], []
+
+    def allocate(*arguments, pin_memory=False, **options):
+        if pin_memory:
+            if not pins:
+                raise RuntimeError("cannot pin")
+            pinned.append(arguments)
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append(stream.name))
+    copies = torch_devices.Streamed(CPU)
+    assert_same(load(path, "float32", copies), load_file(path, dtype="float32"))
+    log = module.log
+    assert len(pinned) == (staging.BUFFERS if pins else 0)
+    assert recorded == ["own"] * 20, "memory that is converted from may be used again only after that"
+    assert log.count(("wait", "own", "caller")) == 40, "each tensor's memory, as copied and as F32"
+    assert log.count(("record", "own")) == 10 == log.count(("event", False)) + staging.BUFFERS
+    assert log[-1] == ("synchronize", "own")
+    first = log.index(("enter", "own"))
+    assert log.index(("wait", "own", "caller")) < first
 
 
 def test_each_tensor_has_a_storage_of_its_own(tmp_path, small_ring):
