@@ -11,6 +11,7 @@ from ..base import dtypes
 from ..base.arrays import Array, foreign_order
 from ..base.table import Table
 from ..base.text import clip, printable, show
+from ..engine.lazy import Lazy
 from ..engine.load import Part
 from ..errors import SafeloadError, UnsupportedError
 from ..formats.safetensors.file import Memory
@@ -183,8 +184,8 @@ def without_data(parts: Iterable[Part], target: dtypes.Dtype | None) -> dict[str
 # ---- to memory ----
 
 
-def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array:
-    """What the writer of safetensors takes for a dense, contiguous tensor.
+def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
+    """What the writer of safetensors takes for a dense, contiguous tensor; that of a device is copied when written.
 
     Args:
         name: of the tensor.
@@ -199,12 +200,11 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array:
     if row is None:
         message = dtypes.not_stored(str(tensor.dtype).removeprefix("torch."), name).args[0]
         raise UnsupportedDtypeError(message, tensor=name)
-    if tensor.device.type != "cpu":
-        if tensor.device.type == "meta":
-            raise NotImplementedError(f"tensor {show(name)}: Cannot copy out of meta tensor, which has no values")
-        tensor = tensor.to("cpu")
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.device.type == "meta":
+        raise NotImplementedError(f"tensor {show(name)}: Cannot copy out of meta tensor, which has no values")
+    if tensor.device.type != "cpu" and not row.packed:
+        return Lazy(dtypes.array_dtype(row.number), tuple(tensor.shape), lambda: to_array(_resolved(tensor.to("cpu"))))
+    tensor = _resolved(tensor.to("cpu"))
     keep.append(tensor)
     if foreign_order(False) and row.swap > 1:
         return to_array(tensor)  # the writer swaps its bytes
@@ -212,6 +212,11 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array:
     if row.packed and shape:
         shape = (*shape[:-1], shape[-1] * row.block)
     return Memory(row, shape, tensor.data_ptr(), tensor.numel() * SIZES[tensor.dtype])
+
+
+def _resolved(tensor: Any) -> Any:
+    """The tensor with the values that it shows in memory."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def to_array(tensor: Any) -> Array:

@@ -26,6 +26,7 @@ torch = pytest.importorskip("torch")
 from safeload.frameworks import torch_arrays, torch_devices  # noqa: E402
 from safeload.torch import load_checkpoint  # noqa: E402
 from safeload.torch import load_file as load_torch_file  # noqa: E402
+from safeload.torch import save_file as save_torch_file  # noqa: E402
 
 CPU = torch.device("cpu")
 ACCELERATORS = [
@@ -372,6 +373,37 @@ with safeload.open({str(path)!r}) as checkpoint:
     assert int(grown) < 64 + 16, "MiB"
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a device, and counts its copies on the host."""
+
+    alive = most = 0
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+    def to(self, *arguments):
+        assert arguments == ("cpu",)
+        copy = self.as_subclass(torch.Tensor).clone()
+        Elsewhere.alive += 1
+        Elsewhere.most = max(Elsewhere.most, Elsewhere.alive)
+        weakref.finalize(copy.untyped_storage(), lambda: setattr(Elsewhere, "alive", Elsewhere.alive - 1))
+        return copy
+
+
+def test_tensors_of_a_device_are_saved_one_after_the_other(tmp_path):
+    """All of them on the host at a time would be as much memory again as the device has."""
+    plain = {f"t{k:02}": torch.full((500, 70), float(k), dtype=torch.bfloat16) for k in range(20)}
+    plain["conj"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    there = {name: tensor.as_subclass(Elsewhere) for name, tensor in plain.items()}
+    save_torch_file(there, tmp_path / "x.safetensors", {"a": "b"})
+    assert 1 <= Elsewhere.most <= 2
+    got = load_torch_file(tmp_path / "x.safetensors")
+    assert got.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(got[name], tensor)
+
+
 @pytest.mark.skipif(not ACCELERATORS, reason="there is no accelerator")
 @pytest.mark.parametrize("device", ACCELERATORS)
 class TestOnAnAccelerator:
@@ -392,6 +424,11 @@ class TestOnAnAccelerator:
     def test_packed_checkpoints(self, device, name):
         got = load_checkpoint(FOLDER / name, device=device, dtype="bfloat16")
         assert_same({name: t.cpu() for name, t in got.items()}, safeload.load(FOLDER / name, dtype="bfloat16"))
+
+    def test_saving(self, tmp_path, device):
+        tensors = {f"t{k}": torch.full((300, 40), float(k), device=device) for k in range(9)}
+        save_torch_file(tensors, tmp_path / "x.safetensors")
+        assert_same({n: t.cpu() for n, t in tensors.items()}, load_file(tmp_path / "x.safetensors"))
 
     def test_too_large_for_it(self, tmp_path, device):
         path = tmp_path / "x.safetensors"
