@@ -13,7 +13,6 @@ MODULES=(
     tests/test_core/test_kernels.py
     tests/test_engine/test_ahead.py
     tests/test_engine/test_loading.py
-    tests/test_engine/test_staging.py
     tests/test_engine/test_stream.py
     tests/test_engine/test_writer.py
     tests/test_formats/test_contract.py
