@@ -1,11 +1,13 @@
-"""safeload opens any file or folder of model weights as numpy arrays, on a C core, without torch.
+"""safeload opens any file or folder of model weights as arrays of numpy, torch or JAX, on a C core.
 
-- `open`, `load`: safetensors, torch checkpoints, GGUF, files of numpy; folders, shards; true weights with ``dtype=``
+- `open`, `load`: safetensors, torch checkpoints, GGUF, files of numpy; folders, shards; true weights with ``dtype=``.
+  ``open(path).stream()`` reads one tensor after the other, ahead of whoever takes them
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's blocks
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
 - `validate`, `stats`, `diff`: whether a checkpoint is sound, and what is in it
-- `safe_open`, `safeload.numpy`, `safeload.torch`, `safeload.jax`: drop-ins for ``safetensors``; tensors of torch and
-  arrays of JAX from any format
+- `safe_open`, `safeload.numpy`, `safeload.torch`, `safeload.jax`: drop-ins for ``safetensors``
+- `safeload.torch.load_checkpoint`, `safeload.jax.load_checkpoint`: any format as tensors of torch, also on devices, or
+  as arrays of JAX, also divided among devices. torch and JAX are imported when one of them is used
 
 >>> from safeload.numpy import load_file, save_file
 """

@@ -239,7 +239,7 @@ class Checkpoint(Mapping[str, Any]):
         threads: int | None = None,
         progress: Progress = None,
     ) -> dict[str, Any]:
-        """Tensors as a dict, in the order of their bytes or of ``names``.
+        """Tensors as a dict, in the order of ``names``, or that of their bytes; from torch files, that of the pickle.
 
         Args:
             names: exact names; None for all.
@@ -305,17 +305,18 @@ class Checkpoint(Mapping[str, Any]):
         Nothing is read before the first tensor is taken, nor after an error or ``close()`` of the iterator.
 
         Args:
-            names: see `load`, as for ``only``, ``drop``, ``dtype`` and ``threads``.
-            only: patterns instead of ``names``.
-            drop: patterns of names to leave out.
-            dtype: dtype to convert floating tensors to.
+            names: exact names; None for all.
+            only: shell pattern, or several, of the names to stream, instead of ``names``.
+            drop: shell pattern, or several, of names to leave out.
+            dtype: dtype that floating tensors are converted to and quantized ones dequantized to, see `load`.
             ahead: most bytes of tensors that are read and not yet taken, as a number or text such as "1GiB"; a larger
                 tensor is read alone.
-            order: "file" for the order of the bytes, file after file; "given" for that of ``names``; "ready" for
-                whichever is there first, which for local files is the order of the bytes.
+            order: "file" for the order of the bytes, file after file; "given" for that of `load`; "ready" for whichever
+                is there first, which for local files is the order of the bytes.
             out: arrays to fill, by name, or a function that gets a name and returns one, each C-contiguous and of the
-                dtype and shape of its tensor. The function is called in the caller's thread, ahead of time.
-            threads: for reading.
+                dtype and shape of its tensor. The function is called in the caller's thread, ahead of time: an array
+                may be used again only after its tensor was taken.
+            threads: for reading; None: chosen automatically.
             progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the tensors taken.
 
         Returns:
@@ -335,7 +336,7 @@ class Checkpoint(Mapping[str, Any]):
             {'model.norm.weight': 1.0546875}
         """
         if order not in get_args(Order):
-            raise ValueError(f'order is {show(order)}, but "file", "given" or "ready" is wanted')
+            raise ValueError(f'order must be "file", "given" or "ready", not {show(order)}')
         return stream(
             chosen(self, names, only, drop, dtype),
             self.weight_files,

@@ -137,7 +137,8 @@ def load_checkpoint(
 ) -> dict[str, Array]:
     """Loads a checkpoint of any format as arrays of JAX, packed weights with their true values.
 
-    Host memory stays bounded: beside the result, 256 MiB or the slice of one tensor are in use.
+    Host memory stays bounded: beside arrays that are on a CPU, at most 256 MiB are in use, or what is read at once of a
+    larger tensor.
 
     With a sharding over several devices each process reads the slices that its own devices hold, each of them once,
     however many devices share it. Of packed tensors it reads the rows that hold them; tensors whose rows are not stored
@@ -148,9 +149,9 @@ def load_checkpoint(
         dtype: dtype that floating tensors are converted to, and packed ones dequantized to, while they are read:
             "bfloat16", "float32", ``jnp.bfloat16``, ... None to leave plain tensors as they are, and for packed ones
             the dtype that ``config.json`` names. Integer, bool and complex tensors are not converted.
-        sharding: where arrays go: a `jax.sharding.Sharding` or a device for all of them; a mapping of names to these;
-            or a function of a tensor's name and its `jax.ShapeDtypeStruct` that returns one. None, also as one of these
-            values, is JAX's default device.
+        sharding: where arrays go: a ``jax.sharding.Sharding`` or a device for all of them; a mapping of names to these;
+            or a function of a tensor's name and its ``jax.ShapeDtypeStruct`` that returns one. None, also as one of
+            these values, is JAX's default device.
         names: exact names of the tensors to load; None for all.
         only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
         drop: shell pattern, or several, of names to leave out.
@@ -161,12 +162,15 @@ def load_checkpoint(
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        Name to array, in the order of the bytes or of ``names``. F4 and F6 tensors are raw uint8 unless ``dtype``
-        decodes them. Unless ``jax_enable_x64`` is set, tensors of 64 bits become 32-bit arrays.
+        Name to array, in the order of the checkpoint or of ``names``. F4 and F6 tensors are raw uint8 unless ``dtype``
+        decodes them. Unless ``jax_enable_x64`` is set, tensors of 64 bits become 32-bit arrays. All values have
+        arrived.
 
     Raises:
         ModuleNotFoundError: JAX is not installed.
         FormatError: a file breaks its format or ends too early, with path and byte.
+        ForbiddenError: a pickle names globals off the list of harmless ones; `safeload.load` can read the tensors
+            around them.
         RangeError: an integer that does not fit 32 bits, without ``jax_enable_x64``.
         UnsupportedError: a format, a tensor or a conversion that this version does not support; a packed tensor
             without ``dtype`` whose dtype no config names; float64 without ``jax_enable_x64``.

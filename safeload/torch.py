@@ -55,9 +55,9 @@ def load_file(
     Args:
         filename: path of the file.
         device: of the tensors, as torch takes it. On "meta" they have dtype and shape only, and nothing is read.
-        backend: "mmap" for copy-on-write views of one private mapping: loading takes microseconds, each page is read
-            when it is first touched, and writing into a tensor changes no file. "pread" to read everything now, on all
-            cores.
+        backend: on the CPU, "mmap" for copy-on-write views of one private mapping: loading takes microseconds, each
+            page is read when it is first touched, and writing into a tensor changes no file. "pread" to read everything
+            now, on all cores. What goes to another device is always read.
         dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32, float16,
             bfloat16, float8_e4m3fn or float8_e5m2, as dtype of torch, name ("bf16") or type of numpy. Integer, bool and
             complex tensors are not converted; F4 and F6 tensors are decoded.
@@ -67,7 +67,7 @@ def load_file(
 
     Returns:
         Name to tensor, in the order of the bytes or of ``names``: contiguous, each with a storage of its own. F4
-        tensors have torch's packed dtype, whose last axis counts pairs.
+        tensors have torch's packed dtype, whose last axis counts pairs. On a device all copies are done.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -117,18 +117,19 @@ def load_checkpoint(
         only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
         drop: shell pattern, or several, of names to leave out.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
-        adapters: must be None in this version.
-        storage_options: must be None in this version.
+        adapters: not supported in this version.
+        storage_options: not supported in this version.
         threads: for reading; None: chosen automatically.
         progress: for reading: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
-        Name to tensor, in the order of the bytes or of ``names``. On the CPU those that are not converted are
+        Name to tensor, in the order of the checkpoint or of ``names``. On the CPU those that are not converted are
         copy-on-write views of the mapped files.
 
     Raises:
         FormatError: a file breaks its format or ends too early, with path and byte.
-        ForbiddenError: a pickle names globals off the list of harmless ones.
+        ForbiddenError: a pickle names globals off the list of harmless ones; `safeload.load` can read the tensors
+            around them.
         UnsupportedError: a format, a tensor, a device or a conversion that is not supported; without ``dtype``,
             quantized tensors whose dtype no config names.
         TensorNotFoundError: an unknown name, or a pattern that matches none.
@@ -281,7 +282,7 @@ def load_model(
     *,
     backend: Backend = "mmap",
 ) -> tuple[set[str], list[str]]:
-    """Loads a file into a model, whichever names the file has for parameters that share memory.
+    """Loads a file into a model; of parameters that share memory the file may have either name.
 
     Args:
         model: a ``torch.nn.Module``, whose parameters are overwritten.

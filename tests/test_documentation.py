@@ -19,7 +19,7 @@ import safeload
 NOT_RUN = {"sh", "json", "text"}
 
 # Pages about packages that tests do not otherwise need.
-NEEDS = {"frameworks.md": ("torch", "jax"), "torch.md": ("torch",), "jax.md": ("jax",)}
+NEEDS = {"torch.md": ("torch",), "jax.md": ("jax",)}
 # Modules whose examples need a package; those of safeload.frameworks cannot even be imported without it.
 FRAMEWORKS = ("torch", "jax")
 
@@ -148,7 +148,9 @@ def _public():
         if callable(value):
             yield f"{place.__name__}.{name}", value
         for method in vars(value) if inspect.isclass(value) and not issubclass(value, BaseException) else ():
-            if not method.startswith("_") and callable(getattr(value, method)):
+            function = getattr(value, method)
+            internal = method.startswith("_") or ":meta private:" in (inspect.getdoc(function) or "")
+            if callable(function) and not internal:
                 yield f"{place.__name__}.{name}.{method}", getattr(value, method)
 
 

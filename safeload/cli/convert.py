@@ -36,8 +36,8 @@ def register(commands: Any) -> None:
         commands,
         "convert",
         help="write another format, dtype or layout",
-        description="Writes the tensors and metadata of files or folders in another format, in the memory of one "
-        f"tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
+        description="Writes the tensors and metadata of files or folders in another format, in the memory of the "
+        f"largest tensor or less. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
         epilog=_EPILOG,
     )
     parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")

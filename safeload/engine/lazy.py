@@ -1,4 +1,4 @@
-"""Tensors that are created when a writer reaches them, so that writing a file takes the memory of one tensor."""
+"""Tensors that are created when a writer reaches them, so that writing a file takes the memory of one at most."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ from .checkpoints import Selected
 from .jax_arrays import Array, Place, Slice
 
 # Bytes of arrays that are loaded together. Two such groups are in the host's memory at a time: one is read while the
-# one before is copied to its devices. A tensor that is larger is read by ranges of its first axis.
+# one before is copied to its devices. A larger tensor is read alone, and where several devices hold it, by those ranges
+# of its first axis that its sharding makes.
 GROUP = 128 << 20
 
 # What `load_file` and `load_checkpoint` take as ``sharding``.

@@ -256,8 +256,8 @@ def device_of(device: Any) -> Any:
         found = torch.device(device)
     except (RuntimeError, OverflowError, ValueError) as error:
         if isinstance(device, int) and device >= 0:
-            raise UnsupportedError(f"device {shown} is not available: {_first_line(error)}") from None
-        raise SafeloadError(f"device {shown} is invalid: {_first_line(error)}") from None
+            raise UnsupportedError(f"device {shown} is not available: {_first_sentence(error)}") from None
+        raise SafeloadError(f"device {shown} is invalid: {_first_sentence(error)}") from None
     if found.type == "cpu":
         if found.index:
             raise SafeloadError(f"device {shown} is invalid: the CPU is one device")
@@ -266,9 +266,10 @@ def device_of(device: Any) -> Any:
         try:
             torch.empty(0, device=found)
         except Exception as error:  # an AssertionError where torch was built without it, others elsewhere
-            raise UnsupportedError(f"device {shown} is not available: {_first_line(error)}") from None
+            raise UnsupportedError(f"device {shown} is not available: {_first_sentence(error)}") from None
     return found
 
 
-def _first_line(error: Exception) -> str:
-    return clip(printable(str(error).strip().partition("\n")[0]), 200) or type(error).__name__
+def _first_sentence(error: Exception) -> str:
+    """The first sentence of a message: those of torch go on with advice about builds and lists of backends."""
+    return clip(printable(str(error).strip().partition("\n")[0].partition(". ")[0]), 200) or type(error).__name__

@@ -1,7 +1,7 @@
 """Tensors on the devices of torch: through a ring of pinned buffers, which are filled while earlier ones are copied.
 
 Each byte is read once, by the core's threads, straight into pinned memory, and copied once, by the device. The ring is
-all the host memory that a load takes.
+all the host memory that a load takes, except for tensors that cannot be divided into chunks.
 """
 
 from __future__ import annotations

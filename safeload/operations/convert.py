@@ -1,4 +1,4 @@
-"""Converts checkpoints to another format, dtype or layout, tensor by tensor."""
+"""Converts checkpoints to another format, dtype or layout, in memory that does not grow with the checkpoint."""
 
 from __future__ import annotations
 
@@ -91,7 +91,11 @@ def convert(
     threads: int | None = None,
     progress: Progress = None,
 ) -> ConvertReport:
-    """Writes the tensors and metadata of checkpoints into a file of another format, in the memory of one tensor.
+    """Writes the tensors and metadata of checkpoints into a file of another format, in little memory.
+
+    To safetensors, tensors that are copied, converted or dequantized pass through a ring of 64 MiB, and are read ahead
+    of what is written. Those that are quantized or stacked, and all of other formats, are made one at a time: they
+    take the memory of the largest.
 
     Names stay as they are unless ``rename`` changes them: this does not convert between model architectures
     (llama.cpp's ``convert_hf_to_gguf.py`` does). First ``names`` or ``only`` and ``drop`` choose tensors, then

@@ -30,6 +30,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 _PROMPT = "$ "
 _END = "\x1eend of output"
+_DOCUMENT = "<<'END'"
 
 
 def _sessions(document: Document) -> Iterator[Region]:
@@ -74,7 +75,7 @@ def _split(lines: Iterable[str]) -> tuple[list[str], list[str]]:
         if line.startswith(_PROMPT):
             commands.append(line.removeprefix(_PROMPT))
             wanted.append("")
-        elif commands and commands[-1].endswith("\\"):
+        elif commands and (commands[-1].endswith("\\") or _in_document(commands[-1])):
             commands[-1] += "\n" + line
         else:
             wanted[-1] += line + "\n"
@@ -82,6 +83,11 @@ def _split(lines: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 _SYBIL = Sybil(parsers=[_sessions, CodeBlockParser("console", evaluator=_run_console)])
+
+
+def _in_document(command: str) -> bool:
+    """Whether lines that a command reads, between <<'END' and END, are still to come."""
+    return _DOCUMENT in command.partition("\n")[0] and not command.endswith("\nEND")
 
 
 def examples_of(page: Path) -> list[Example]:

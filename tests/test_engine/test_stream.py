@@ -260,7 +260,7 @@ def test_orders(checkpoint, shards):
 
 @pytest.mark.parametrize("order", ["File", "", None, 3, ["file"]])
 def test_another_order_is_refused(checkpoint, order):
-    with pytest.raises(ValueError, match='"file", "given" or "ready" is wanted'):
+    with pytest.raises(ValueError, match='order must be "file", "given" or "ready"'):
         checkpoint.stream(order=order)
 
 
