@@ -21,6 +21,7 @@ import pytest
 from builders import gguf_build, torch_build
 from builders.paths import DATA
 from builders.quantized import FIXTURES
+from builders.streams import sums
 
 import safeload
 from safeload import FormatError, TensorNotFoundError, UnsupportedError
@@ -945,14 +946,6 @@ def test_a_child_that_ends_as_programs_do_does_not_hang(long):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def sums(path):
-    with safeload.open(path) as checkpoint:
-        return {
-            name: int(np.ascontiguousarray(array).view(np.uint8).sum()) if array.ndim else 0
-            for name, array in checkpoint.stream()
-        }
-
-
 @quiet
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 def test_processes_stream_beside_a_parent_that_streams(path, method):
@@ -960,6 +953,6 @@ def test_processes_stream_beside_a_parent_that_streams(path, method):
         stream = checkpoint.stream(ahead=1)
         next(stream)
         with multiprocessing.get_context(method).Pool(2) as pool:
-            first, second = pool.map(sums, [path] * 2)
+            first, second = pool.map_async(sums, [path] * 2).get(60)
         list(stream)
     assert first == second == sums(path)
