@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ BUFFER, BUFFERS = 16 << 20, 4
 SMALLEST_BUFFER = 64 << 10
 # A chunk takes at most this part of a buffer: what does not fit at its end is less than that.
 _PER_BUFFER = 4
+# Up to this size all tensors of a writer are read when it asks for them: reading them ahead, on a thread, takes longer.
+_IN_TURN = 4 << 20
 
 
 class Piece(NamedTuple):
@@ -159,8 +161,12 @@ def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
     return Filled(None, (), entry.name, out[entry.name])
 
 
+def _nothing(*_: object) -> None:
+    """Where there is nothing to wait for or to check."""
+
+
 class StagedBytes:
-    """The bytes of tensors, read ahead of what writes them.
+    """The bytes of tensors for what writes them; they are read ahead unless they are few.
 
     Args:
         entries: the tensors, in the order in which they are asked for.
@@ -169,8 +175,13 @@ class StagedBytes:
 
     def __init__(self, entries: Sequence[Entry], threads: int | None) -> None:
         total = sum(entry.nbytes for entry in entries)
-        self._buffers = [jobs.aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
-        self._filled = staged(entries, self._buffers, lambda number: None, threads)
+        self._filled: Generator[Filled] | Ahead[Filled]
+        if total <= _IN_TURN:
+            self._buffers = [jobs.aligned_bytes(max(SMALLEST_BUFFER, total))]
+            self._filled = (task.run(_nothing) for task in _tasks(entries, self._buffers, _nothing, threads))
+        else:
+            self._buffers = [jobs.aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
+            self._filled = staged(entries, self._buffers, _nothing, threads)
         self._waiting: deque[tuple[int, int]] = deque()
         self._array: Any = None
 

@@ -154,3 +154,18 @@ def test_an_error_names_the_tensor(tmp_path):
             collected(found, buffers(16384))
     assert caught.value.tensor == "t5"
     assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
+
+
+@pytest.mark.parametrize(("count", "threaded"), [(1000, False), (3 << 20, True)])
+def test_a_writer_starts_a_thread_only_for_what_takes_longer(tmp_path, monkeypatch, count, threaded):
+    """Starting one takes as long as converting a small file."""
+    array = np.arange(count, dtype=np.float32)
+    save_file({"a": array, "b": array[:999]}, tmp_path / "x.safetensors")
+    started = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread))[1])
+    safeload.convert(tmp_path / "x.safetensors", tmp_path / "y.safetensors", dtype="bfloat16")
+    assert ("safeload" in started) == threaded
+    want = {"a": array.astype(ml_dtypes.bfloat16), "b": array[:999].astype(ml_dtypes.bfloat16)}
+    got = safeload.load(tmp_path / "y.safetensors")
+    assert {name: got[name].tobytes() for name in got} == {name: one.tobytes() for name, one in want.items()}
