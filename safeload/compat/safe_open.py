@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.arrays import Array
 from ..base.paths import PathLike
@@ -15,10 +15,12 @@ from ..engine.load import check_backend, load_parts, parse_target, parts_of
 from ..engine.weight_file import WeightFile
 from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
-from ..frameworks.handle import Handle
 from ..stores.local import check_unchanged
 from .safe_slice import SafeSlice
 from .serialize import TensorMeta
+
+if TYPE_CHECKING:
+    from ..frameworks.handle import Handle
 
 # Tensors below this size are read: a view would save less than the mapping costs.
 _VIEWED_FROM = 64 << 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from ..engine.slice import as_index, read_slice
 from ..engine.weight_file import WeightFile
 from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
-from ..frameworks.handle import Handle
 from ..stores.local import check_unchanged
+
+if TYPE_CHECKING:
+    from ..frameworks.handle import Handle
 
 
 class SafeSlice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,9 +18,11 @@ from .plan import EMPTY, VIEW, Plan, Selection, decide
 from .progress import Progress, reporter
 from .quantized_tensor import QuantizedTensor
 from .read import Reads, over, read_scale
-from .recycled import Recycler
 from .threads import thread_count
 from .weight_file import WeightFile
+
+if TYPE_CHECKING:
+    from .recycled import Recycler
 
 # What a tensor becomes.
 Value = Array | QuantizedTensor

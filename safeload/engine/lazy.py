@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..base.arrays import Array
 from ..base.packing import Packing
-from .entries import Entry
+
+if TYPE_CHECKING:
+    from .entries import Entry
 
 
 class Staged(NamedTuple):

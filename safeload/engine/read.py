@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from . import jobs, restore, strided
 from .jobs import Batch, Job
 from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
 from .progress import Progress
-from .recycled import Recycler
 from .weight_file import WeightFile
+
+if TYPE_CHECKING:
+    from .recycled import Recycler
 
 # Size of the largest pool, which is what one surviving small tensor can keep alive.
 POOL_SIZE = 16 << 20

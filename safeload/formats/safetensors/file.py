@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array as plain_array
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import accumulate, islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,11 +19,13 @@ from ...base.text import show
 from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.lazy import Lazy, Staged, materialize
-from ...engine.staging import StagedBytes
 from ...engine.weight_file import WeightFile, layouts
 from ...errors import SafetensorError
 from ...stores.local import LocalStore, make_room
 from ..registry import explain
+
+if TYPE_CHECKING:
+    from ...engine.staging import StagedBytes
 
 # ---- read ----
 
@@ -137,6 +139,15 @@ class _Source(NamedTuple):
         return isinstance(self.data, Lazy) or not written_as_is(self.data)
 
 
+def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[StagedBytes | None]:
+    """The bytes of what is read ahead, if anything is."""
+    if not ahead:
+        return nullcontext()
+    from ...engine.staging import StagedBytes  # only here: most files are loaded, or written from memory
+
+    return closing(StagedBytes([one.entry for one in ahead], ahead[0].threads))
+
+
 def _source(name: str, value: Any) -> _Source:
     if isinstance(value, Memory):
         return _Source(value.row, value.shape, value)
@@ -223,7 +234,7 @@ class Writer:
         yield self._header, int(ffi.cast("uintptr_t", self._header)), self._header_size, False
         sources = [self._sources[index] for index in self._order]
         ahead = [source.staged for source in sources if source.staged is not None]
-        with closing(StagedBytes([one.entry for one in ahead], ahead[0].threads)) if ahead else nullcontext() as staged:
+        with _staged(ahead) as staged:
             for source in sources:
                 one = source.staged
                 if one is None or staged is None:
