@@ -108,8 +108,11 @@ def _of_text(text: str) -> Quantization | None:
 
 
 def is_kept_by(text: str | None, module: str, new: str) -> bool:
-    """Whether a description as `Quantization.text` gives it says the same of a module under another name."""
-    said = None if text is None else _of_text(text)
+    """Whether a description as `Quantization.text` gives it says the same of a module under another name.
+
+    Without a description, None or "", nothing is said of any.
+    """
+    said = _of_text(text) if text else None
     return said is None or (said.of_module(module) == said.of_module(new) and said.weights(module) == said.weights(new))
 
 

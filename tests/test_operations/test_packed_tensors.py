@@ -440,6 +440,13 @@ def test_the_quantization_in_a_file_wins_over_a_config_beside_it(tmp_path):
         same(safeload.load(tmp_path / name / "x.safetensors", dtype="float32"), FIXTURES[name].expected())
 
 
+@pytest.mark.parametrize("name", ["comfy_quant_fp8", "comfy_scaled_fp8"])
+def test_what_no_config_describes_is_renamed(tmp_path, name):
+    safeload.convert(FIXTURES[name].path, tmp_path / "x.safetensors", rename=[("^", "again.")])
+    want = {f"again.{old}": array for old, array in FIXTURES[name].expected().items()}
+    same(safeload.load(tmp_path / "x.safetensors", dtype="float32"), want)
+
+
 # ---- the command line ----
 
 
