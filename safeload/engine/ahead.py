@@ -66,6 +66,7 @@ class Ahead(Iterator[Result], Generic[Result]):
         self._next: Task | None = None
         self._sizes: deque[int] = deque()  # of the tasks that are handed over and not taken
         self.pending = 0  # their sum
+        self._starting = False
         self._worker = _Worker()
         self._stop = weakref.finalize(self, self._worker.stop)  # which is also called at exit
 
@@ -83,6 +84,8 @@ class Ahead(Iterator[Result], Generic[Result]):
         self.check_process()
         if self._worker.stopped:
             raise StopIteration
+        if self._starting:
+            raise ValueError("this iterator is taken from by what one of its tasks starts with")
         try:
             self._submit()
             if not self._sizes:
@@ -90,6 +93,7 @@ class Ahead(Iterator[Result], Generic[Result]):
             result: Result = self._worker.take()
             self.pending -= self._sizes.popleft()
             self._submit()
+            self._worker.check_open()  # what a task starts with may have closed it
         except BaseException:
             self.close()
             raise
@@ -104,10 +108,13 @@ class Ahead(Iterator[Result], Generic[Result]):
                 return
             run = task.run
             if task.start is not None:
+                self._starting = True
                 try:
                     task.start()
                 except Exception as error:  # it is raised when it is this task's turn
                     run = partial(_fail, error)
+                finally:
+                    self._starting = False
             self._next = None
             self._sizes.append(task.nbytes)
             self.pending += task.nbytes
@@ -182,8 +189,8 @@ class _Worker:
         while found is None and not self.stopped:
             with suppress(Empty):
                 found = self._results.get(timeout=_POLL)
-        if found is None or self.stopped:
-            raise ValueError("this iterator was closed while its next item was awaited")
+        self.check_open()
+        assert found is not None
         result, error = found
         if error is None:
             return result
@@ -191,6 +198,11 @@ class _Worker:
             raise error
         finally:
             del found, error  # which refers to this frame
+
+    def check_open(self) -> None:
+        """Raises ValueError after `stop`."""
+        if self.stopped:
+            raise ValueError("this iterator was closed while its next item was awaited")
 
     def stop(self) -> None:
         """Ends the thread and waits for it; not in the thread itself, nor after a fork, which it has not survived."""

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import RLock
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from ..base import dtypes
 from ..base.arrays import Array, check_mapping
@@ -91,6 +91,9 @@ class TensorStream(Iterator[tuple[str, Any]]):
 
     def __repr__(self) -> str:
         return f"<TensorStream: {len(self._left)} of {plural(self._count, 'tensor')} left>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a TensorStream is neither copied nor pickled; a checkpoint is, and makes new ones")
 
     def close(self) -> None:
         """Stops reading and waits until it has stopped. Arrays that were taken stay valid."""

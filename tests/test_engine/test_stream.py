@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import gc
 import itertools
 import json
@@ -686,6 +687,22 @@ def test_out_functions_may_close_the_stream(checkpoint):
     assert list(stream) == []
 
 
+@pytest.mark.parametrize(("body", "message"), [("close", "closed"), ("__next__", "taken from|closed")])
+def test_out_functions_are_told_what_they_must_not_do_while_others_are_read(checkpoint, body, message):
+    """Never an error of the inside, such as a KeyError."""
+    names = list(TENSORS)
+
+    def give(name):
+        if name == names[4]:
+            getattr(stream, body)()
+        return np.empty_like(TENSORS[name])
+
+    stream = checkpoint.stream(names, order="given", ahead=1, out=give)
+    with pytest.raises(ValueError, match=message):
+        list(stream)
+    assert list(stream) == []
+
+
 # ---- progress ----
 
 
@@ -814,8 +831,9 @@ def test_a_checkpoint_that_is_closed(path):
 def test_a_pickled_checkpoint_streams_and_a_stream_is_not_pickled(checkpoint):
     again = pickle.loads(pickle.dumps(checkpoint))
     assert names_of(again.stream()) == list(checkpoint)
-    with pytest.raises(TypeError):
-        pickle.dumps(checkpoint.stream())
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="a checkpoint is"):
+            copied(checkpoint.stream())
 
 
 def test_streams_beside_each_other(checkpoint):
