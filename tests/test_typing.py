@@ -38,7 +38,7 @@ opened.load(dtype="float32", backend="gpu")
 
 TYPING = Path(__file__).parent / "typing"
 # What people write, and the package that it needs.
-USERS = {"user.py": "numpy", "torch_user.py": "torch"}
+USERS = {"user.py": "numpy", "torch_user.py": "torch", "jax_user.py": "jax"}
 
 
 def test_the_types_of_results_and_of_choices(tmp_path):

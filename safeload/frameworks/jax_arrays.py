@@ -22,7 +22,7 @@ try:
     import jax.core
     import jax.numpy as jnp
 except ImportError as error:
-    raise not_installed(error, "jax", "JAX") from None
+    raise not_installed(error, "jax", "JAX") from error.__cause__
 
 Array: TypeAlias = jax.Array
 # Where an array goes: a sharding or a device, for which pyright finds no type; None for JAX's default device.
@@ -260,6 +260,8 @@ def _to_write(name: str, value: Any) -> Any:
         return value
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):  # variables of flax.nnx
         value = value.__jax_array__()
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(f"tensor {show(name)} is a jax.ShapeDtypeStruct, which has no values")
     if not isinstance(value, jax.Array):
         raise not_an_array(f"tensor {show(name)}", value, "an array of JAX or numpy", safetensors=True)
     if isinstance(value, jax.core.Tracer):

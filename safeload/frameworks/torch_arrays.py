@@ -20,7 +20,7 @@ from .absent import not_installed
 try:
     import torch as torch  # other modules import it from here, for the message
 except ImportError as error:
-    raise not_installed(error, "torch", "PyTorch") from None
+    raise not_installed(error, "torch", "PyTorch") from error.__cause__
 
 Tensor = torch.Tensor
 Device = torch.device

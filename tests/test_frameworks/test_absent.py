@@ -45,7 +45,7 @@ import sys
 class Broken:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
-            raise ImportError("libtorch_cpu.so: cannot open shared object file")
+            raise ImportError("libtorch_cpu.so: cannot open shared object file") from OSError("no such file")
 sys.meta_path.insert(0, Broken())
 import safeload.torch
 safeload.torch.save({})
@@ -65,6 +65,7 @@ def test_without_torch_the_error_says_what_to_type_and_all_else_works(tmp_path):
 def test_a_torch_that_is_broken_says_what_is_wrong_with_it():
     done = run(BROKEN)
     assert done.stderr.endswith("ImportError: libtorch_cpu.so: cannot open shared object file\n")
+    assert "OSError: no such file\n\nThe above exception was the direct cause" in done.stderr
 
 
 def test_neither_import_nor_a_look_at_its_members_imports_torch():

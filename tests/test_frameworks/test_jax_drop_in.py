@@ -242,6 +242,8 @@ def test_a_torch_tensor_is_sent_to_the_module_for_torch():
 def test_keys_traced_and_donated_arrays_are_refused_by_name():
     with pytest.raises(TypeError, match="tensor 'k' holds random keys"):
         ours.save({"k": jax.random.key(0)})
+    with pytest.raises(TypeError, match=r"tensor 'w' is a jax\.ShapeDtypeStruct, which has no values"):
+        ours.save({"w": jax.ShapeDtypeStruct((2,), np.float32)})
     with pytest.raises(TypeError, match="tensor 'w' is traced"):
         jax.jit(lambda x: ours.save({"w": x}))(jnp.ones(2))
     gone = jnp.ones(2)
