@@ -17,6 +17,7 @@ from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..engine import restore
 from ..engine.cast import astype
+from ..engine.entries import entries_of
 from ..engine.jobs import POOLED_BELOW
 from ..engine.lazy import materialize
 from ..engine.load import Part, load_parts
@@ -115,7 +116,8 @@ class _Loader:
         self._options = options
         if target is not None:
             jax_arrays.check_target(dtypes.array_dtype(target.number))
-        self._tensors = [Tensor(part, *_described(part, target), None) for part in parts]
+        entries = entries_of(parts, target)
+        self._tensors = [Tensor(part, one.dtype, one.shape, None) for part, one in zip(parts, entries, strict=True)]
         if options.sharding is not None:
             choose = _chooser(options.sharding)
             self._tensors = [one._replace(place=choose(one)) for one in self._tensors]
@@ -281,16 +283,6 @@ def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
             len(packed.packing.shape) > 2 or restore.rows_apart(packed.packing)
         )
     return target is not None and file.table.row(index).packed
-
-
-def _described(part: Part, target: dtypes.Dtype | None) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Dtype and shape of the array of a tensor."""
-    _, file, index = part
-    if target is not None and (file.table.is_quantized(index) or file.table.row(index).floating):
-        packed = file.table.packed(index)
-        return dtypes.array_dtype(target.number), file.table.shape(index) if packed is None else packed.packing.shape
-    layout = file.layout(index)
-    return layout.dtype, layout.shape
 
 
 def _chooser(sharding: Any) -> Callable[[Tensor], Place]:

@@ -11,8 +11,8 @@ from ..base import dtypes
 from ..base.arrays import Array, foreign_order
 from ..base.table import Table
 from ..base.text import clip, printable, show
+from ..engine.entries import Entry
 from ..engine.lazy import Lazy
-from ..engine.load import Part
 from ..errors import SafeloadError, UnsupportedError
 from ..formats.safetensors.file import Memory
 from .absent import not_installed
@@ -162,23 +162,31 @@ def shape_of(name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int,
     return (*shape[:-1], shape[-1] // row.block)
 
 
-def without_data(parts: Iterable[Part], target: dtypes.Dtype | None) -> dict[str, Any]:
-    """Tensors on the device "meta", which have a dtype and a shape; nothing is read.
+def described(entry: Entry) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of the tensor that an entry becomes.
 
     Args:
-        parts: the tensors.
-        target: dtype that floating ones are converted to and quantized ones dequantized to; None to convert nothing.
+        entry: of a tensor that does not stay in parts.
+
+    Raises:
+        UnsupportedError: torch cannot show it, see `raw_of`.
+    """
+    assert entry.target is not None
+    row = dtypes.BY_NUMBER[entry.target]
+    dtype, shape = torch_dtype(row, entry.name), entry.shape
+    if row.packed:  # an array shows its bytes
+        shape = shape_of(entry.name, row, entry.file.table.shape(entry.at))
+    return shape, dtype
+
+
+def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
+    """Tensors on the device "meta", which have a dtype and a shape; nothing is read.
 
     Raises:
         UnsupportedError: torch does not have a dtype.
     """
-    tensors = {}
-    for name, file, index in parts:
-        row, shape = file.table.row(index), file.table.shape(index)
-        if target is not None and (row.floating or file.table.is_quantized(index)):
-            row = target
-        tensors[name] = torch.empty(shape_of(name, row, shape), dtype=torch_dtype(row, name), device="meta")
-    return tensors
+    each = ((entry.name, described(entry)) for entry in entries)
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in each}
 
 
 # ---- to memory ----

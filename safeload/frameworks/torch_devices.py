@@ -220,8 +220,8 @@ class _Target:
     def __init__(self, entry: Entry, copies: Copies) -> None:
         self.moved = _moved(entry)
         self._copies = copies
-        self._copied = _dtype(self.moved)
-        self._dtype, self._shape = _dtype(entry), _shape(entry)
+        self._copied = torch_arrays.described(self.moved)[1]
+        self._shape, self._dtype = torch_arrays.described(entry)
         self._left = self.moved.nbytes
         self._memory: Any = None
         self._result: Any = None if self._left else copies.empty(self._shape, self._dtype)
@@ -256,15 +256,3 @@ def _moved(entry: Entry) -> Entry:
     if entry.packed is None and target.code in _WIDENED.get(source.code, ()):
         return entry._replace(target=entry.source)
     return entry
-
-
-def _dtype(entry: Entry) -> Any:
-    assert entry.target is not None
-    return torch_arrays.torch_dtype(dtypes.BY_NUMBER[entry.target], entry.name)
-
-
-def _shape(entry: Entry) -> Sequence[int]:
-    row = dtypes.BY_NUMBER[entry.source]
-    if entry.source != entry.target or not row.packed:
-        return entry.shape
-    return torch_arrays.shape_of(entry.name, row, entry.file.table.shape(entry.at))

@@ -49,10 +49,10 @@ def load_file(
             if dtype is not None or not dtypes.holds_packed(file.table.numbers):
                 return torch_arrays.from_arrays(arrays)
             return torch_arrays.from_arrays(arrays, torch_arrays.raw_of((n, f.table, i) for n, f, i in parts))
-        target = parse_target(dtype)
+        entries = entries_of(parts, parse_target(dtype))
         if place.type == "meta":
-            return torch_arrays.without_data(parts, target)
-        return torch_devices.load(entries_of(parts, target), place, threads=threads, progress=progress)
+            return torch_arrays.without_data(entries)
+        return torch_devices.load(entries, place, threads=threads, progress=progress)
     finally:
         file.close()
 
@@ -79,14 +79,12 @@ def load_checkpoint(
             raw = torch_arrays.raw_of(unconverted(checkpoint, selected))
             arrays = load_arrays(checkpoint, selected, threads=threads, progress=progress)
             return torch_arrays.from_arrays(arrays, raw)
-        if place.type == "meta":
-            tensors = {}
-            for group in selected.groups:
-                tensors.update(torch_arrays.without_data(checkpoint.entries(group.names), group.dtype))
-            return {name: tensors[name] for name in selected.names}
         groups = (entries_of(checkpoint.entries(group.names), group.dtype) for group in selected.groups)
-        entries = {entry.name: entry for group in groups for entry in group}
-        return torch_devices.load([entries[name] for name in selected.names], place, threads=threads, progress=progress)
+        by_name = {entry.name: entry for group in groups for entry in group}
+        entries = [by_name[name] for name in selected.names]
+        if place.type == "meta":
+            return torch_arrays.without_data(entries)
+        return torch_devices.load(entries, place, threads=threads, progress=progress)
 
 
 def load(data: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class TorchHandle:
     def tensor(self, part: Part, read: Callable[[], Array]) -> Any:
         """One tensor; see `Handle.tensor`."""
         if self._without_data:
-            return torch_arrays.without_data([part], None)[part[0]]
+            return torch_arrays.without_data(entries_of([part], None))[part[0]]
         if self._device is not None and _size(part) >= _STAGED_FROM:
             return torch_devices.load(entries_of([part], None), self._device)[part[0]]
         array, raw = read(), None
@@ -68,7 +68,7 @@ class TorchHandle:
     ) -> dict[str, Any]:
         """Several tensors; see `Handle.tensors`."""
         if self._without_data:
-            return torch_arrays.without_data(parts, target)
+            return torch_arrays.without_data(entries_of(parts, target))
         if self._device is not None:
             return torch_devices.load(entries_of(parts, target), self._device)
         raw = None
