@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args, overload
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, overload
 
 from .base import dtypes, log
 from .base.arrays import Array
@@ -13,10 +14,9 @@ from .base.packing import CONFIG_KEY
 from .base.packing import Part as StoredPart
 from .base.selecting import Patterns, choose, distinct
 from .base.table import TensorInfo, hidden, missing
-from .base.text import parse_size, plural, show
-from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, load_parts, parse_target, parts_of
+from .base.text import plural, show
+from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, load_parts, parts_of
 from .engine.progress import Progress
-from .engine.stream import Order, Out, TensorStream, stream
 from .engine.views import Views
 from .engine.weight_file import WeightFile, quantization_in
 from .errors import FormatError
@@ -28,6 +28,7 @@ from .formats.tensor_slice import TensorSlice, slice_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .engine.stream import Order, Out, TensorStream
     from .packed.grouping import Codes
 
 __all__ = ["Checkpoint", "TensorSlice", "TensorStream"]
@@ -335,17 +336,11 @@ class Checkpoint(Mapping[str, Any]):
             ...     {name: float(array.max()) for name, array in checkpoint.stream(only="model.norm.*")}
             {'model.norm.weight': 1.0546875}
         """
-        if order not in get_args(Order):
-            raise ValueError(f'order must be "file", "given" or "ready", not {show(order)}')
+        from .engine.stream import stream  # only here: most programs stream nothing
+
+        parts = chosen(self, names, only, drop, dtype)
         return stream(
-            chosen(self, names, only, drop, dtype),
-            self.weight_files,
-            target=parse_target(dtype),
-            limit=parse_size(ahead, "ahead"),
-            sort=order != "given",
-            out=out,
-            threads=threads,
-            progress=progress,
+            parts, self.weight_files, dtype=dtype, ahead=ahead, order=order, out=out, threads=threads, progress=progress
         )
 
     def close(self) -> None:
@@ -398,3 +393,9 @@ def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Chec
         made.close()
         raise FormatError("the quantization in config.json has changed since it was opened", made.path)
     return made
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TensorStream":  # which is imported with the first stream
+        return import_module(".engine.stream", __package__).TensorStream
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,15 +6,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import RLock
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 from ..base import dtypes
 from ..base.arrays import Array, check_mapping
-from ..base.text import plural, show
+from ..base.text import parse_size, plural, show
 from .ahead import Ahead, Check, Task, Unwanted
 from .delivery import check_given, deliver, stored_in_parts
 from .entries import Entry, entries_of
-from .load import Part, selections_of
+from .load import Part, parse_target, selections_of
 from .pieces import Meter
 from .plan import Selection
 from .progress import Progress
@@ -246,9 +246,9 @@ def stream(
     parts: Sequence[Part],
     files: Sequence[WeightFile],
     *,
-    target: dtypes.Dtype | None,
-    limit: int,
-    sort: bool,
+    dtype: Any,
+    ahead: int | str,
+    order: Order,
     out: Out,
     threads: int | None,
     progress: Progress,
@@ -258,19 +258,22 @@ def stream(
     Args:
         parts: the tensors.
         files: all files, in order.
-        target: dtype that floating tensors are converted to and packed ones dequantized to; None to convert nothing.
-        limit: most bytes that are read and not taken.
-        sort: whether to read in the order of the bytes instead of that of ``parts``.
+        dtype: dtype that floating tensors are converted to and packed ones dequantized to; None to convert nothing.
+        ahead: most bytes that are read and not taken.
+        order: "given" for that of ``parts``; else that of the bytes.
         out: arrays to fill; None for new ones.
         threads: None: chosen automatically.
         progress: reports in the consumer's thread.
     """
+    if order not in get_args(Order):
+        raise ValueError(f'order is {show(order)}, but "file", "given" or "ready" is wanted')
+    target, limit = parse_target(dtype), parse_size(ahead, "ahead")
     check_threads(threads)
     entries = entries_of(parts, target)
     for entry in entries if out is not None else ():
         if entry.target is None and entry.packed is not None:
             raise stored_in_parts(entry.name, entry.packed)
-    if sort:
+    if order != "given":
         rank = {file: k for k, file in enumerate(files)}
         entries.sort(key=lambda entry: (rank[entry.file], entry.begin))
     if out is not None and not callable(out):

@@ -297,6 +297,20 @@ def test_it_shows_what_is_left(checkpoint):
     assert repr(stream) == "<TensorStream: 0 of 11 tensors left>"
 
 
+def test_what_streams_is_imported_with_the_first_stream(path):
+    code = """
+import sys, safeload
+safeload.safe_open(sys.argv[1]), safeload.load(sys.argv[1])
+print(*sorted(m.rpartition(".")[2] for m in sys.modules if m.startswith(("safeload.engine", "safeload.frameworks"))))
+from safeload.checkpoint import TensorStream
+print(isinstance(safeload.open(sys.argv[1]).stream(), TensorStream), hasattr(safeload.checkpoint, "Stream"))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    imported, found = done.stdout.splitlines()
+    assert not {"stream", "ahead", "recycled", "staging", "pieces", "frameworks"} & set(imported.split())
+    assert found == "True False"
+
+
 # ---- memory ----
 
 
