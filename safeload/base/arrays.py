@@ -92,7 +92,8 @@ def not_an_array(subject: str, value: Any, wanted: str = "a numpy array", *, saf
         safetensors: whether it was to be saved as safetensors, for which frameworks have a module of their own.
     """
     kind = type(value)
-    library = kind.__module__.partition(".")[0]
+    # None for what is of a library and no array: a model, a dtype.
+    library = kind.__module__.partition(".")[0] if hasattr(value, "__array__") else None
     if isinstance(value, Mapping):
         advice = "safeload.flatten(tree) makes names with dots of nested dicts"
     elif safetensors and library in _FRAMEWORKS:

@@ -417,6 +417,9 @@ def test_helpers_that_other_libraries_import(tmp_path):
 def test_numpys_save_names_the_module_for_tensors():
     with pytest.raises(TypeError, match=r"safeload\.torch has save and save_file"):
         safeload.numpy.save({"a": torch.ones(1, dtype=torch.bfloat16)})
+    for other in (torch.nn.Linear(1, 1), torch.float32):
+        with pytest.raises(TypeError, match=r"is a \w+, not a numpy array$"):
+            safeload.numpy.save({"a": other})
 
 
 def test_a_file_by_torch_save_of_a_loaded_tensor_has_only_its_bytes(tmp_path):
