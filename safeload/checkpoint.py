@@ -24,12 +24,12 @@ from .formats.opening import Found, Recipe, Seen, reopen, seen_of
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
+from .packed import grouping  # not where it is used: a child forked while a thread imports it would wait for ever
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .engine.stream import Order, Out, TensorStream
-    from .packed.grouping import Codes
 
 __all__ = ["Checkpoint", "TensorSlice", "TensorStream"]
 
@@ -81,7 +81,7 @@ class Checkpoint(Mapping[str, Any]):
         self._where = where
         self._views = Views()
         self._tensors: Mapping[str, TensorInfo] | None = None
-        self._found_codes: Mapping[str, Codes] | None = None
+        self._found_codes: Mapping[str, grouping.Codes] | None = None
         self._closed = False
         self._recipe = found.recipe
         self._index = found.index_file
@@ -107,14 +107,12 @@ class Checkpoint(Mapping[str, Any]):
             return parts_of(self.weight_files[0], names)
         return [(name, file, index) for name, (file, index) in self._where.items()]
 
-    def codes(self) -> Mapping[str, Codes]:
+    def codes(self) -> Mapping[str, grouping.Codes]:
         """The tensors that hold quantization codes, whose values mean nothing without their scales. Internal.
 
         :meta private:
         """
         if self._found_codes is None:
-            from .packed import grouping  # only here: most loads do not need it
-
             alone = self.config is None and self.format in _WITH_CONFIG
             self._found_codes = grouping.codes_of(
                 self.weight_files, self.entries(), self.config, alone=alone, indexed=self.index is not None
@@ -123,8 +121,6 @@ class Checkpoint(Mapping[str, Any]):
 
     def _refuse_codes(self, names: Iterable[str]) -> None:
         if codes := self.codes():
-            from .packed import grouping
-
             grouping.refuse(codes, names, "dtype=", self.path)
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:
@@ -177,7 +173,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of all tensors as stored in the files."""
+        """Size in bytes of all tensors as stored."""
         sizes = {file: file.table.sizes() for file in self.weight_files}
         return sum(sizes[file][index] for _, file, index in self.entries())
 
@@ -198,7 +194,7 @@ class Checkpoint(Mapping[str, Any]):
         return self._tensors
 
     def get_slice(self, name: str, *, dtype: Any = None) -> TensorSlice:
-        """A lazy tensor: indexing it reads only the selected elements, as in ``ckpt.get_slice("h.0.w")[:, :128]``.
+        """A lazy tensor: indexing it reads only the selected elements, ``ckpt.get_slice("h.0.w")[:, :128]``.
 
         Args:
             name: of the tensor.

@@ -266,7 +266,7 @@ def stream(
         progress: reports in the consumer's thread.
     """
     if order not in get_args(Order):
-        raise ValueError(f'order is {show(order)}, but "file", "given" or "ready" is wanted')
+        raise ValueError(f'order must be "file", "given" or "ready", not {show(order)}')
     target, limit = parse_target(dtype), parse_size(ahead, "ahead")
     check_threads(threads)
     entries = entries_of(parts, target)

@@ -20,6 +20,7 @@ from ..base.text import clip, printable, show
 from ..engine.load import Part, parts_of
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
+from ..stores.json_file import read_json
 from .config import quantization_of
 from .group import Stored
 
@@ -234,8 +235,6 @@ def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
 
 def config_beside(path: str) -> dict[str, Any] | None:
     """The ``config.json`` in the folder of a file that was opened alone; None if it is missing or unreadable."""
-    from ..stores.json_file import read_json
-
     config = os.path.join(os.path.dirname(path), "config.json")
     try:
         return read_json(config, "config.json") if os.path.exists(config) else None
@@ -245,8 +244,6 @@ def config_beside(path: str) -> dict[str, Any] | None:
 
 def shards_beside(path: str) -> Container[str]:
     """Names of tensors in the other shards of a file that was opened alone, from the index in its folder."""
-    from ..stores.json_file import read_json
-
     folder, base = os.path.split(path)
     names: set[str] = set()
     try:

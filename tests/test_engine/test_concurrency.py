@@ -5,6 +5,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -220,6 +221,37 @@ def test_a_fork_beside_threads_that_load(path):
             stop.set()
         for done in loads:
             done.result()
+
+
+@forks
+def test_a_fork_waits_for_imports_of_other_threads(path):
+    """The first load with a dtype imports modules; a child whose lock on one stays held would wait for ever."""
+    code = f"""
+import os, signal, sys, threading, warnings
+import safeload
+warnings.simplefilter("ignore")
+with safeload.open({str(path)!r}) as checkpoint:
+    begun = threading.Event()
+    class Slow:  # as a slow disk: the import of a module takes a while
+        def find_spec(self, name, path=None, target=None):
+            if name == "safeload.packed.grouping":
+                begun.set()
+                import time
+                time.sleep(0.2)
+    sys.meta_path.insert(0, Slow())
+    loading = threading.Thread(target=checkpoint.load, kwargs={{"dtype": "float32"}})
+    loading.start()
+    assert begun.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        checkpoint.load(dtype="float32")
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    loading.join()
+    sys.exit(status)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 @quiet
