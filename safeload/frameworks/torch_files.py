@@ -18,10 +18,7 @@ from ..formats.safetensors import file as safetensors
 from . import torch_arrays, torch_devices
 from .checkpoints import load_arrays, open_checkpoint, select, unconverted
 from .torch_arrays import torch
-from .torch_shared import check_not_shared
-
-# Most names that a message lists. Messages that upstream's tests assert have its words.
-_NAMED = 10
+from .torch_shared import check_not_shared, listed
 
 
 def load_file(
@@ -153,11 +150,10 @@ def check_tensors(tensors: Any) -> None:
             raise ValueError(_not_a_tensor(name, tensor))
     sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
     if sparse:
-        more = f" and {len(sparse) - _NAMED} more" if len(sparse) > _NAMED else ""
-        raise ValueError(
-            f"You are trying to save a sparse tensors: `[{', '.join(map(show, sparse[:_NAMED]))}]`{more} which this "
-            "library does not support. You can make it a dense tensor before saving with `.to_dense()` but be aware "
-            "this might make a much larger file than needed."
+        raise ValueError(  # in the words that upstream's tests assert
+            f"You are trying to save a sparse tensors: `[{listed(sparse)}]` which this library does not support. You "
+            "can make it a dense tensor before saving with `.to_dense()` but be aware this might make a much larger "
+            "file than needed."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..base.text import show
 
-# Most names that a message lists of one group.
+# Most names, and most groups of them, that a message lists.
 _NAMED = 10
 
 
@@ -123,8 +123,8 @@ def remove_duplicate_names(
             kept_parts.append((choice(candidates), group))
         else:
             raise RuntimeError(
-                f"no name to keep: none of {_listed(group)} covers all of the memory that they share, a storage of "
-                f"{storage_size(state_dict[min(group)]):,} bytes. x.clone() makes a tensor of its own"
+                f"no name to keep: none of {listed(sorted(group))} covers all of the memory that they share, a storage "
+                f"of {storage_size(state_dict[min(group)]):,} bytes. x.clone() makes a tensor of its own"
             )
     for kept, group in (*complete.values(), *kept_parts):
         if len(group) > 1:
@@ -156,14 +156,14 @@ def check_not_shared(state_dict: Mapping[str, Any]) -> None:
     """
     shared = [group for group in find_shared_tensors(state_dict) if len(group) > 1]
     if shared:
-        listed = "; ".join(_listed(group) for group in shared[:_NAMED])
+        groups = "; ".join(listed(sorted(group)) for group in shared[:_NAMED])
         raise RuntimeError(
-            f"tensors share memory, and would be stored and loaded apart: {listed}. safeload.torch.save_model stores "
+            f"tensors share memory, and would be stored and loaded apart: {groups}. safeload.torch.save_model stores "
             "one of each group, x.clone() makes a tensor of its own"
         )
 
 
-def _listed(group: Iterable[str]) -> str:
-    names = sorted(group)
+def listed(names: Sequence[str]) -> str:
+    """The first of several names, and how many there are besides."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(map(show, names[:_NAMED])) + more
