@@ -15,8 +15,8 @@ from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .engine.load import Backend, check_backend, parse_target, parts_of
 from .engine.progress import Progress
 from .engine.threads import check_threads
-from .formats.opening import Paths
-from .formats.registry import Wanted
+from .formats.opening import Paths, UnknownGlobals
+from .formats.registry import FormatName, Wanted
 from .formats.safetensors import file as safetensors
 from .formats.safetensors import quantized
 from .formats.tensor_slice import slice_of
@@ -129,6 +129,9 @@ def load_checkpoint(
     names: Iterable[str] | None = None,
     only: Patterns = None,
     drop: Patterns = None,
+    format: FormatName | None = None,
+    root: str | None = None,
+    unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,
     adapters: Any = None,
     storage_options: Any = None,
@@ -155,6 +158,10 @@ def load_checkpoint(
         names: exact names of the tensors to load; None for all.
         only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
         drop: shell pattern, or several, of names to leave out.
+        format: requires a format, such as "safetensors", "gguf" or "torch"; None for any.
+        root: name of the nested dict of a torch checkpoint to take tensors from, such as "state_dict".
+        unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
+            "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
         adapters: not supported in this version.
         storage_options: not supported in this version.
@@ -169,8 +176,7 @@ def load_checkpoint(
     Raises:
         ModuleNotFoundError: JAX is not installed.
         FormatError: a file breaks its format or ends too early, with path and byte.
-        ForbiddenError: a pickle names globals off the list of harmless ones; `safeload.load` can read the tensors
-            around them.
+        ForbiddenError: a pickle names globals off the list of harmless ones.
         RangeError: an integer that does not fit 32 bits, without ``jax_enable_x64``.
         UnsupportedError: a format, a tensor or a conversion that this version does not support; a packed tensor
             without ``dtype`` whose dtype no config names; float64 without ``jax_enable_x64``.
@@ -188,7 +194,15 @@ def load_checkpoint(
     from .frameworks.checkpoints import open_checkpoint, select
 
     check_threads(threads)
-    with open_checkpoint(path, stored=stored, adapters=adapters, storage_options=storage_options) as checkpoint:
+    with open_checkpoint(
+        path,
+        format=format,
+        root=root,
+        unknown_globals=unknown_globals,
+        stored=stored,
+        adapters=adapters,
+        storage_options=storage_options,
+    ) as checkpoint:
         chosen = select(checkpoint, names=names, only=only, drop=drop, dtype=dtype)
         return jax_loading.load_selected(checkpoint, chosen, sharding, threads, progress)
 

@@ -14,7 +14,8 @@ from .base.paths import PathLike
 from .base.selecting import Patterns
 from .engine.load import Backend
 from .engine.progress import Progress
-from .formats.opening import Paths
+from .formats.opening import Paths, UnknownGlobals
+from .formats.registry import FormatName
 
 if TYPE_CHECKING:
     from .compat.safe_open import safe_open as safe_open
@@ -100,6 +101,9 @@ def load_checkpoint(
     names: Iterable[str] | None = None,
     only: Patterns = None,
     drop: Patterns = None,
+    format: FormatName | None = None,
+    root: str | None = None,
+    unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,
     adapters: Any = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -116,6 +120,10 @@ def load_checkpoint(
         names: exact names of the tensors to load; None for all.
         only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
         drop: shell pattern, or several, of names to leave out.
+        format: requires a format, such as "safetensors", "gguf" or "torch"; None for any.
+        root: name of the nested dict of a torch checkpoint to take tensors from, such as "state_dict".
+        unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
+            "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
         adapters: not supported in this version.
         storage_options: not supported in this version.
@@ -128,8 +136,7 @@ def load_checkpoint(
 
     Raises:
         FormatError: a file breaks its format or ends too early, with path and byte.
-        ForbiddenError: a pickle names globals off the list of harmless ones; `safeload.load` can read the tensors
-            around them.
+        ForbiddenError: a pickle names globals off the list of harmless ones.
         UnsupportedError: a format, a tensor, a device or a conversion that is not supported; without ``dtype``,
             quantized tensors whose dtype no config names.
         TensorNotFoundError: an unknown name, or a pattern that matches none.
@@ -152,6 +159,9 @@ def load_checkpoint(
         names=names,
         only=only,
         drop=drop,
+        format=format,
+        root=root,
+        unknown_globals=unknown_globals,
         stored=stored,
         adapters=adapters,
         storage_options=storage_options,

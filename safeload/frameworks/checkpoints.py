@@ -13,7 +13,8 @@ from ..checkpoint import Checkpoint, chosen
 from ..engine.load import parse_target
 from ..engine.progress import Progress
 from ..errors import UnsupportedError
-from ..formats.opening import Paths
+from ..formats.opening import Paths, UnknownGlobals
+from ..formats.registry import FormatName
 from ..loading import open
 from ..models.config_dtype import dtype_in
 
@@ -42,11 +43,23 @@ class Selected(NamedTuple):
     groups: Sequence[Group]
 
 
-def open_checkpoint(path: Paths, *, stored: bool, adapters: Any, storage_options: Any) -> Checkpoint:
+def open_checkpoint(
+    path: Paths,
+    *,
+    format: FormatName | None,
+    root: str | None,
+    unknown_globals: UnknownGlobals,
+    stored: bool,
+    adapters: Any,
+    storage_options: Any,
+) -> Checkpoint:
     """Opens what `load_checkpoint` was given.
 
     Args:
         path: see `safeload.open`.
+        format: see `safeload.open`.
+        root: see `safeload.open`.
+        unknown_globals: see `safeload.open`.
         stored: see `safeload.open`.
         adapters: LoRA adapters, which this version cannot apply.
         storage_options: options of a remote store, which this version cannot read.
@@ -62,7 +75,7 @@ def open_checkpoint(path: Paths, *, stored: bool, adapters: Any, storage_options
         raise UnsupportedError(
             "storage_options= is not supported in this version, which reads local files: download the checkpoint first"
         )
-    return open(path, stored=stored)
+    return open(path, format=format, root=root, unknown_globals=unknown_globals, stored=stored)
 
 
 def select(

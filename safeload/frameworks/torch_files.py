@@ -62,15 +62,13 @@ def load_checkpoint(
     names: Iterable[str] | None,
     only: Patterns,
     drop: Patterns,
-    stored: bool,
-    adapters: Any,
-    storage_options: Any,
     threads: int | None,
     progress: Progress,
+    **opening: Any,
 ) -> dict[str, Any]:
     """Loads the tensors of a checkpoint of any format; see `safeload.torch.load_checkpoint`."""
     place = torch_arrays.device_of(device)
-    with open_checkpoint(path, stored=stored, adapters=adapters, storage_options=storage_options) as checkpoint:
+    with open_checkpoint(path, **opening) as checkpoint:
         selected = select(checkpoint, names=names, only=only, drop=drop, dtype=dtype)
         if place is None:
             raw = torch_arrays.raw_of(unconverted(checkpoint, selected))

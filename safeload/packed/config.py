@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -45,6 +44,8 @@ class Quantization:
     def text(self) -> str:
         """The description as JSON, for a file of packed tensors alone; without lists of other modules."""
         values = {key: value for key, value in self.values.items() if key not in _OTHER_MODULES}
+        import json  # as in stores/json_file
+
         return json.dumps({self.key: values}, sort_keys=True)
 
     def block(self, default: tuple[int, int]) -> tuple[int, int]:
@@ -104,6 +105,8 @@ def is_length(value: Any) -> TypeGuard[int]:
 
 @lru_cache(maxsize=4)  # of one checkpoint all packed tensors have the same text
 def _of_text(text: str) -> Quantization | None:
+    import json  # likewise
+
     return quantization_of(json.loads(text))
 
 

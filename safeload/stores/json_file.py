@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 from typing import Any
 
 from ..base.paths import PathLike, native_path
@@ -40,6 +39,7 @@ def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
     Raises:
         FormatError: see `read_json`.
     """
+    import json  # only here: it takes a millisecond, and most files stand alone
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from builders.paths import DATA
 from builders.quantized import FIXTURES
 
 import safeload
@@ -235,3 +236,16 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path):
         options = jax_loading.Options(lambda name, dtype: None, backend="pread")
         with pytest.raises(safeload.FormatError, match=r"x.safetensors"):
             jax_loading.load([(checkpoint.entries(), None)], options, None)
+
+
+def test_a_checkpoint_opens_as_safeload_opens_it():
+    path = DATA / "torch" / "checkpoint.pt"
+    want = safeload.load(path, root="model_state_dict")
+    got = load_checkpoint(path, root="model_state_dict", format="torch")
+    assert got.keys() == want.keys()
+    module = DATA / "torch" / "package-module.pt"
+    with pytest.raises(safeload.ForbiddenError):
+        load_checkpoint(module)
+    assert (
+        load_checkpoint(module, unknown_globals="inert").keys() == safeload.load(module, unknown_globals="inert").keys()
+    )

@@ -222,3 +222,18 @@ def test_f4_and_fp8_by_every_format_keep_their_dtype(tmp_path):
     loaded = load_checkpoint(tmp_path / "x")
     assert {name: x.dtype for name, x in loaded.items()} == {name: x.dtype for name, x in tensors.items()}
     assert torch.equal(loaded["f4"].view(torch.uint8), tensors["f4"].view(torch.uint8))
+
+
+def test_a_checkpoint_opens_as_safeload_opens_it(tmp_path):
+    """By its nested dict, and around placeholders; an unfit format is refused."""
+    path = DATA / "torch" / "checkpoint.pt"
+    want = safeload.load(path, root="model_state_dict")
+    got = load_checkpoint(path, root="model_state_dict", format="torch")
+    assert {name: tensor.numpy().tobytes() for name, tensor in got.items()} == {n: a.tobytes() for n, a in want.items()}
+    module = DATA / "torch" / "package-module.pt"
+    with pytest.raises(safeload.ForbiddenError):
+        load_checkpoint(module)
+    got = load_checkpoint(module, unknown_globals="inert")
+    assert got.keys() == safeload.load(module, unknown_globals="inert").keys()
+    with pytest.raises(safeload.FormatError, match="gguf"):
+        load_checkpoint(path, format="gguf")
