@@ -105,7 +105,7 @@ def is_length(value: Any) -> TypeGuard[int]:
 
 @lru_cache(maxsize=4)  # of one checkpoint all packed tensors have the same text
 def _of_text(text: str) -> Quantization | None:
-    import json  # likewise
+    import json  # as above
 
     return quantization_of(json.loads(text))
 
