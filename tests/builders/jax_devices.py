@@ -60,7 +60,7 @@ def environment(devices: int) -> dict[str, str]:
 
 def run(program: str, folder: Path) -> str:
     """What a program prints that has eight devices; its argument is a folder."""
-    command = [sys.executable, "-W", "error", "-c", _PROLOGUE + _MESH + program, str(folder)]
+    command = [sys.executable, "-I", "-W", "error", "-c", _PROLOGUE + _MESH + program, str(folder)]
     done = subprocess.run(command, env=environment(8), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -72,7 +72,7 @@ def run_together(program: str, folder: Path, port: int, processes: int = 2) -> l
 rank = int(sys.argv[2])
 jax.distributed.initialize("localhost:{port}", {processes}, rank)
 """
-    command = [sys.executable, "-c", _PROLOGUE + start + _MESH + program, str(folder)]
+    command = [sys.executable, "-I", "-c", _PROLOGUE + start + _MESH + program, str(folder)]
     running = [
         subprocess.Popen(
             [*command, str(rank)], env=environment(4), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

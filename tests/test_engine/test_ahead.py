@@ -314,7 +314,7 @@ PROGRAM = """
 def test_a_program_ends_with_an_iterator_that_is_half_consumed(end):
     code = textwrap.dedent(PROGRAM) + end
     started = time.monotonic()
-    command = [sys.executable, "-X", "dev", "-W", "error", "-c", code]
+    command = [sys.executable, "-I", "-X", "dev", "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert time.monotonic() - started < 10

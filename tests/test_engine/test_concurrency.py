@@ -234,7 +234,7 @@ with safeload.open({str(path)!r}) as checkpoint:
     checkpoint.load(backend="pread")
     print(*set(sys.modules) - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert [name for name in done.stdout.split() if not name.startswith("ml_dtypes")] == []
 
 

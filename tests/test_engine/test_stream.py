@@ -305,7 +305,7 @@ print(*sorted(m.rpartition(".")[2] for m in sys.modules if m.startswith(("safelo
 from safeload.checkpoint import TensorStream
 print(isinstance(safeload.open(sys.argv[1]).stream(), TensorStream), hasattr(safeload.checkpoint, "Stream"))
 """
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-I", "-c", code, str(path)], capture_output=True, text=True, check=True)
     imported, found = done.stdout.splitlines()
     assert not {"stream", "ahead", "recycled", "staging", "pieces", "frameworks"} & set(imported.split())
     assert found == "True False"
@@ -381,7 +381,7 @@ def test_memory_stays_within_ahead_and_two_tensors(tmp_path, sizes, dtype, ahead
         print(resident("VmHWM") - before)
     """
     path = sparse(tmp_path / "x", sizes, "BF16" if dtype else "U8")
-    command = [sys.executable, "-c", textwrap.dedent(script), str(path), dtype or "", str(ahead)]
+    command = [sys.executable, "-I", "-c", textwrap.dedent(script), str(path), dtype or "", str(ahead)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) <= most + 10
 
@@ -889,7 +889,7 @@ PROGRAM = """
 
 
 def run_program(code, path, **options):
-    command = [sys.executable, "-X", "dev", "-W", "error", "-c", textwrap.dedent(PROGRAM) + textwrap.dedent(code)]
+    command = [sys.executable, "-I", "-X", "dev", "-W", "error", "-c", textwrap.dedent(PROGRAM) + textwrap.dedent(code)]
     started = time.monotonic()
     done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=60, **options)
     assert time.monotonic() - started < 10

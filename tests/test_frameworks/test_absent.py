@@ -53,7 +53,7 @@ safeload.torch.save({})
 
 
 def run(code, *arguments):
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-I", "-c", code, *arguments], capture_output=True, text=True, check=False)
 
 
 def test_without_torch_the_error_says_what_to_type_and_all_else_works(tmp_path):

@@ -200,7 +200,7 @@ def test_memory_is_the_result_and_a_bounded_amount(tmp_path, dtype):
     """Anonymous memory, of which the pages of the mapped file are no part."""
     path = tmp_path / "x.safetensors"
     safeload.numpy.save_file({str(k): np.ones((2 << 20) + k, np.float16) for k in range(128)}, path)  # 512 MiB
-    done = subprocess.run([sys.executable, "-c", MEMORY, path, dtype], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-I", "-c", MEMORY, path, dtype], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 2 * jax_loading.GROUP + 64 * MIB
 
 

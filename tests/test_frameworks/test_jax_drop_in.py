@@ -363,7 +363,7 @@ inspect.getmembers(safeload)
 assert "jax" in dir(safeload) and safeload.jax.load_file
 print("jax" in sys.modules, "jaxlib" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
 
@@ -380,5 +380,5 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert "pip install 'safeload[jax]'" in done.stdout

@@ -367,7 +367,7 @@ with safeload.open({str(path)!r}) as checkpoint:
     made = torch_devices.load(found, meta)
     print(peak() - before, [tuple(t.shape) for t in made.values()] == [(size // 2,) for size in sizes])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
     grown, right = done.stdout.split()
     assert right == "True"
     assert int(grown) < 64 + 16, "MiB"

@@ -175,7 +175,9 @@ flat = resident() - before
 tensors["w3"].sum()
 print(flat, resident() - before)
 """
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "x"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, tmp_path / "x"], capture_output=True, text=True, check=True
+    )
     flat, touched = map(int, done.stdout.split())
     assert flat < 20
     assert touched >= 60
@@ -237,7 +239,9 @@ if child == 0:
     os._exit(0 if same and (ours.load_file(path)["large"] == 1).all() else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), float(tensors["large"][0]))
 """
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, path], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.split() == ["0", "1.0"]
 
 
