@@ -11,7 +11,7 @@ from ..base.arrays import Array
 from ..base.paths import PathLike
 from ..base.text import clip, plural, printable
 from ..engine.jobs import read_small
-from ..engine.load import check_backend, load_parts, parse_target, parts_of
+from ..engine.load import VIEWED_FROM, check_backend, load_parts, parse_target, parts_of
 from ..engine.weight_file import WeightFile
 from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
@@ -21,9 +21,6 @@ from .serialize import TensorMeta
 
 if TYPE_CHECKING:
     from ..frameworks.handle import Handle
-
-# Tensors below this size are read: a view would save less than the mapping costs.
-_VIEWED_FROM = 64 << 10
 
 
 class safe_open:  # noqa: N801 - safetensors' name
@@ -103,7 +100,7 @@ class safe_open:  # noqa: N801 - safetensors' name
 
     def _array(self, name: str, file: WeightFile, index: int) -> Array:
         layout = file.layout(index)
-        if layout.end - layout.begin < _VIEWED_FROM:
+        if layout.end - layout.begin < VIEWED_FROM:
             return read_small(file, layout)
         # The first call returns a view of the common mapping, each later one that of a new mapping: views of the same
         # bytes of one mapping would share memory.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +62,12 @@ class Entry(NamedTuple):
     def repeated(self) -> bool:
         """Whether some of its elements are the same bytes of the file, and it is not converted."""
         return self.strided and self.source == self.target and self.nbytes > self.end - self.begin
+
+
+def in_file_order(entries: Iterable[Entry], files: Iterable[WeightFile]) -> list[Entry]:
+    """Tensors in the order of their bytes, file after file; files may be listed more than once."""
+    rank = {file: k for k, file in enumerate(dict.fromkeys(files))}
+    return sorted(entries, key=lambda entry: (rank[entry.file], entry.begin))
 
 
 def entries_of(parts: Sequence[Part], target: dtypes.Dtype | None) -> list[Entry]:

@@ -28,6 +28,9 @@ _F64 = dtypes.BY_CODE["F64"]
 # The dtypes that loading converts to, in the order of messages.
 _TARGETS = tuple(row for row in reversed(dtypes.TABLE) if lib.sl_convertible(_F64.number, row.number))
 
+# Tensors of `safe_open` below this size, and slices, are read: a view would save less than the mapping costs.
+VIEWED_FROM = 64 << 10
+
 # A tensor to load: its name, its file, its index there.
 Part = tuple[str, WeightFile, int]
 
@@ -172,10 +175,7 @@ def load_parts(
     selections = selections_of(parts)
     names = selections[0].names if len(selections) == 1 else [name for name, _, _ in parts]
     if out is not None:
-        check_mapping(out, "out")
-        unknown = sorted(set(out) - set(names))
-        if unknown:
-            raise ValueError(f"out: {show(unknown[0])} is not a tensor of this load")
+        check_out_names(out, names, "load")
         backend = "pread"
     arrays, allowed = deliver(
         selections,
@@ -192,13 +192,33 @@ def load_parts(
     return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend if allowed else "pread")
 
 
+def check_out_names(out: Mapping[str, Array], names: Iterable[str], what: str) -> None:
+    """Refuses arrays to fill for anything but the tensors named.
+
+    Args:
+        out: arrays by name.
+        names: of the tensors.
+        what: what reads them, for the message.
+
+    Raises:
+        TypeError: ``out`` is not a mapping.
+        ValueError: it has another name.
+    """
+    check_mapping(out, "out")
+    unknown = sorted(set(out) - set(names))
+    if unknown:
+        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {what}")
+
+
 def selections_of(parts: Sequence[Part]) -> list[Selection]:
     """The tensors grouped by file."""
     if isinstance(parts, Parts):
         return [parts.selection]
-    files: dict[WeightFile, Selection] = {}
+    files: dict[WeightFile, tuple[list[str], list[int]]] = {}
     for name, file, index in parts:
-        names, indices = files.setdefault(file, Selection(file, [], []))[1:]
-        names.append(name)  # type: ignore[attr-defined]
-        indices.append(index)  # type: ignore[attr-defined]
-    return list(files.values())
+        found = files.get(file)
+        if found is None:
+            found = files[file] = [], []
+        found[0].append(name)
+        found[1].append(index)
+    return [Selection(file, *found) for file, found in files.items()]

@@ -9,14 +9,13 @@ from threading import RLock
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 from ..base import dtypes
-from ..base.arrays import Array, check_mapping
+from ..base.arrays import Array
 from ..base.text import parse_size, plural, show
 from .ahead import Ahead, Check, Task, Unwanted
 from .delivery import check_given, deliver, stored_in_parts
-from .entries import Entry, entries_of
-from .load import Part, parse_target, selections_of
+from .entries import Entry, entries_of, in_file_order
+from .load import Part, check_out_names, parse_target, selections_of
 from .pieces import Meter
-from .plan import Selection
 from .progress import Progress
 from .recycled import Recycler
 from .threads import check_threads
@@ -147,7 +146,7 @@ class _Reader(NamedTuple):
             return {}
         made = self.makes(entries[0])
         arrays, _ = deliver(
-            _selections(entries),
+            selections_of([entry[:3] for entry in entries]),
             target=self.target,
             out=given if made and self.out is not None else None,
             memory=memory if made else None,
@@ -219,13 +218,6 @@ class _Unit:
         return found, failed
 
 
-def _selections(entries: Sequence[Entry]) -> list[Selection]:
-    """The tensors grouped by file."""
-    if any(entry.file is not entries[0].file for entry in entries):
-        return selections_of([entry[:3] for entry in entries])
-    return [Selection(entries[0].file, [entry.name for entry in entries], [entry.at for entry in entries])]
-
-
 def _units(entries: Sequence[Entry], reader: _Reader, share: int) -> Iterator[list[Entry]]:
     """Divides tensors into those that are read together."""
     unit: list[Entry] = []
@@ -274,8 +266,7 @@ def stream(
         if entry.target is None and entry.packed is not None:
             raise stored_in_parts(entry.name, entry.packed)
     if order != "given":
-        rank = {file: k for k, file in enumerate(files)}
-        entries.sort(key=lambda entry: (rank[entry.file], entry.begin))
+        entries = in_file_order(entries, files)
     if out is not None and not callable(out):
         _check_out(out, entries)
     give = out if out is None or callable(out) else out.__getitem__
@@ -284,10 +275,6 @@ def stream(
 
 def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
     """Refuses arrays of ``out`` that are missing, do not fit, or are of no tensor that is read."""
-    check_mapping(out, "out")
-    names = {entry.name for entry in entries}
-    unknown = sorted(name for name in out if name not in names)
-    if unknown:
-        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this stream")
+    check_out_names(out, (entry.name for entry in entries), "stream")
     for entry in entries:
         check_given(entry.name, entry.dtype, entry.shape, out)

@@ -93,7 +93,7 @@ def load(
         SafeloadError, OSError: see `load_parts`.
     """
     loaders = [_Loader(parts, target, options) for parts, target in groups]
-    meter = Meter(progress, sum(loader.nbytes for loader in loaders)) if progress else None
+    meter = Meter(progress, sum(loader.nbytes for loader in loaders))
     arrays: dict[str, Array] = {}
     started: deque[list[Array]] = deque()
     for loader in loaders:
@@ -102,8 +102,7 @@ def load(
             started.append(list(made.values()))
             if len(started) > 1:
                 jax_arrays.wait(started.popleft())
-            if meter is not None:
-                meter.add(nbytes)
+            meter.add(nbytes)
     jax_arrays.wait(list(started))
     return {name: arrays[name] for loader in loaders for name in loader.names}
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..engine.entries import Entry
+from ..engine.entries import Entry, in_file_order
 from ..engine.pieces import Meter
 from ..engine.progress import Progress
 from ..engine.staging import BUFFERS, buffer_size, staged
@@ -174,8 +174,7 @@ def load(
         if keys[entry.name] not in targets:
             targets[keys[entry.name]] = _Target(entry, copies)
     by_name = {target.moved.name: target for target in targets.values()}
-    rank = {file: k for k, file in enumerate(dict.fromkeys(entry.file for entry in entries))}
-    moved = sorted((target.moved for target in targets.values()), key=lambda entry: (rank[entry.file], entry.begin))
+    moved = in_file_order((target.moved for target in targets.values()), (entry.file for entry in entries))
     total = sum(entry.nbytes for entry in moved)
     buffers = [copies.buffer(buffer_size(total)) for _ in range(BUFFERS)] if total else []
     arrays: list[Array] = [buffer.numpy() for buffer in buffers]

@@ -11,15 +11,13 @@ from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
 from ..engine import jobs
 from ..engine.entries import entries_of
-from ..engine.load import Part, load_parts
+from ..engine.load import VIEWED_FROM, Part, load_parts
 from ..engine.slice import as_index
 from ..engine.weight_file import WeightFile
 from ..stores.local import mapping_of
 from . import torch_arrays, torch_devices
 from .torch_arrays import torch
 
-# Slices that span less than this are read: a view would save less than the mapping costs.
-_VIEWED_FROM = 64 << 10
 # Tensors of at least this size go to a device through a ring of pinned buffers; smaller ones would take longer there.
 _STAGED_FROM = 4 << 20
 
@@ -117,7 +115,7 @@ class TorchHandle:
     def _apart(self, file: WeightFile, index: int, part: Array) -> Array:
         """The elements of a part of `_whole` in memory that no other array shares: a view if they are many."""
         inner = self._inner.get(file)
-        if part.nbytes < _VIEWED_FROM or inner is None or not part.flags.aligned:
+        if part.nbytes < VIEWED_FROM or inner is None or not part.flags.aligned:
             return np.array(part)
         caller = object()
         if self._sliced.setdefault(index, caller) is caller:  # atomic: of two threads only one is first
