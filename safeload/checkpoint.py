@@ -73,8 +73,7 @@ class Checkpoint(Mapping[str, Any]):
             if any(dtypes.may_hold_codes(file.table.numbers) for file in found.files):
                 from .packed import logical  # only here: most checkpoints do not need it
 
-                complete = found.config is not None or found.index_file is not None
-                made = logical.make_logical(found.files, where, found.config, found.title, complete)
+                made = logical.make_logical(found.files, where, found.config, found.title, found.complete)
                 where, self._hidden, self.ignored = made
         self.path = found.title  # internal, as are weight_files and ignored
         self.weight_files: Sequence[WeightFile] = found.files
@@ -346,7 +345,11 @@ class Checkpoint(Mapping[str, Any]):
         for file in self.weight_files:
             file.close()
 
-    def _opened(self) -> Recipe:
+    def recipe(self) -> Recipe:
+        """How it was opened; TypeError if that cannot be repeated. Internal.
+
+        :meta private:
+        """
         self._check_open()
         if self._recipe is None:
             raise TypeError(f"{self.path} was not opened by safeload.open, and cannot be copied")
@@ -355,10 +358,10 @@ class Checkpoint(Mapping[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process may be on another machine, where device and inode mean nothing.
         seen = tuple((path, tuple(known[:2])) for path, known in seen_of(self.weight_files, self._index))
-        return _reopen, (tuple(self._opened()), seen, quantization_in(self.weight_files))
+        return _reopen, (tuple(self.recipe()), seen, quantization_in(self.weight_files))
 
     def __copy__(self) -> Checkpoint:
-        return _reopen(self._opened(), seen_of(self.weight_files, self._index), quantization_in(self.weight_files))
+        return _reopen(self.recipe(), seen_of(self.weight_files, self._index), quantization_in(self.weight_files))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoint:
         return self.__copy__()

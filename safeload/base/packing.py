@@ -148,6 +148,10 @@ class Packed(NamedTuple):
         """Stored bytes of all parts."""
         return sum(part.end - part.begin for part in self.parts.values())
 
+    def names(self, own: str) -> dict[str, str]:
+        """Names of the parts by role, and the tensor's own under `NAME`."""
+        return {NAME: own, **{role: part.name for role, part in self.parts.items()}}
+
 
 def int8_packing(shape: tuple[int, ...], axis: int | None) -> Packing:
     """Our own int8: codes of a tensor of this shape, with one scale or one for each index along an axis."""

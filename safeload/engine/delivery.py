@@ -9,7 +9,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order, not_an_array, refuse_masked
-from ..base.packing import NAME, Packed
+from ..base.packing import Packed
 from ..base.scheme import INT8
 from ..base.text import show
 from ..stores.local import mapping_of
@@ -136,8 +136,7 @@ def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile
             arrays[role] = array_over(
                 buffer, dtype, dtypes.array_shape(part.row, part.shape, part.end - part.begin), part.begin
             )
-    names = {NAME: name, **{role: part.name for role, part in packed.parts.items()}}
-    return QuantizedTensor.of_parts(packed.packing, names, arrays)
+    return QuantizedTensor.of_parts(packed.packing, packed.names(name), arrays)
 
 
 def _joined(arrays: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

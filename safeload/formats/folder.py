@@ -22,6 +22,7 @@ from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 
@@ -87,7 +88,7 @@ def open_list(paths: Sequence[str], wanted: Wanted) -> Shards:
                 "safeload.convert takes sources of several"
             )
         opened.append(one)
-        _add(where, one.where)
+        add(where, one.where)
         metadata.update(one.metadata)
         if one.format == GGUF and len(one.files) > 1:
             parts.update(file.place for file in one.files)
@@ -96,7 +97,12 @@ def open_list(paths: Sequence[str], wanted: Wanted) -> Shards:
     return Shards(opened[0].format, files, where, metadata, config, None, [n for one in opened for n in one.notes])
 
 
-def _add(where: dict[str, tuple[WeightFile, int]], more: Mapping[str, tuple[WeightFile, int]]) -> None:
+def add(where: dict[str, tuple[WeightFile, int]], more: Mapping[str, tuple[WeightFile, int]]) -> None:
+    """Adds tensors to those of other files.
+
+    Raises:
+        FormatError: a name is there already.
+    """
     for name, place in more.items():
         if name in where:
             first, second = where[name][0].path, place[0].path
@@ -117,7 +123,7 @@ def open_parts(first: Opened, wanted: Wanted) -> Shards:
 def _union(format: str, files: list[WeightFile], metadata: Mapping[str, Any]) -> Shards:
     where: dict[str, tuple[WeightFile, int]] = {}
     for file in files:
-        _add(where, {name: (file, index) for index, name in enumerate(file.table.names)})
+        add(where, {name: (file, index) for index, name in enumerate(file.table.names)})
     return Shards(format, files, where, metadata)
 
 
@@ -349,5 +355,5 @@ def _choose_gguf(names: Sequence[str], path: Path) -> list[str] | None:
 
 def read_config(path: Path) -> dict[str, Any] | None:
     """Reads the folder's ``config.json``; None if it does not exist."""
-    config = path / "config.json"
-    return read_json(config, "config.json") if os.path.exists(config) else None
+    config = path / CONFIG
+    return read_json(config, CONFIG) if os.path.exists(config) else None

@@ -81,6 +81,7 @@ class Found(NamedTuple):
         index_file: path and identity of the index, else None.
         notes: what kind of folder it is, and which of its files were skipped.
         recipe: how to open it again; None where that is unknown.
+        complete: whether the files are all of a checkpoint: what is missing from it is then an error.
     """
 
     title: str
@@ -92,6 +93,7 @@ class Found(NamedTuple):
     index_file: tuple[str, Identity] | None = None
     notes: Sequence[str] = ()
     recipe: Recipe | None = None
+    complete: bool = False
 
 
 def find(
@@ -153,6 +155,43 @@ def reopen(recipe: Recipe, seen: Seen) -> Found:
     return found
 
 
+def find_some(
+    seen: Seen, config: dict[str, Any] | None, recipe: Recipe, unlisted: Mapping[str, Sequence[str]]
+) -> Found:
+    """Opens some of the files of a checkpoint again, without its index: enough for some of its tensors.
+
+    Args:
+        seen: the files, as they were.
+        config: the parsed ``config.json`` of the checkpoint; None without one.
+        recipe: how the checkpoint was opened; its paths are not used.
+        unlisted: by path, names of tensors that are in a file, but not in the checkpoint.
+
+    Raises:
+        FormatError: a file has changed since.
+        SafeloadError, OSError: see `safeload.open`.
+    """
+    from . import folder
+
+    opened: list[registry.Opened] = []
+    try:
+        where: dict[str, tuple[WeightFile, int]] = {}
+        for path, identity in seen:
+            check_unchanged(path, identity)
+            one = registry.open_file(path, recipe.options)
+            opened.append(one)
+            compare(one.file.identity, identity, path)
+            without = frozenset(unlisted.get(path, ()))
+            places = one.where or {name: (one.file, k) for k, name in enumerate(one.file.table.names)}
+            folder.add(where, {name: place for name, place in places.items() if name not in without})
+    except BaseException:
+        for one in opened:
+            for file in one.files:
+                file.close()
+        raise
+    files = [file for one in opened for file in one.files]
+    return Found(seen[0][0], opened[0].format, files, where, {}, config, recipe=recipe)
+
+
 def _find_list(paths: Sequence[PathLike], recipe: Recipe) -> Found:
     texts = [native_path(path)[0] for path in paths]
     if not texts:
@@ -176,4 +215,5 @@ def _found(path: str, recipe: Recipe, shards: folder.Shards) -> Found:
     log.debug("opened %s: %s", path, plural(len(shards.files), "file"))
     for note in shards.notes:
         log.debug("%s: %s", path, note)
-    return Found(path, *shards, recipe=recipe)
+    complete = shards.config is not None or shards.index_file is not None
+    return Found(path, *shards, recipe=recipe, complete=complete)

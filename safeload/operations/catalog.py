@@ -36,7 +36,7 @@ from ..packed.grouping import Codes
 from .about import About, about_value, stored_as
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Location of a tensor.
 
     Attributes:
@@ -66,6 +66,7 @@ class Catalog:
         index: path of the ``index.json`` of a single origin, else None.
         folder: the folder that a single origin was opened by, as itself or by its index; else None.
         weight_files: the open files.
+        mapped: whether packed tensors that stay packed are mapped, not read.
         ignored: activation scales by name, which are in the files and not in the catalog.
     """
 
@@ -83,6 +84,7 @@ class Catalog:
         self.ignored = {name: part for opened in checkpoints for name, part in opened.ignored.items()}
         self.index = None if single is None else single.index
         self.folder = None if single is None else single.folder
+        self.mapped = True
         self._origins = tuple(origins)
         self._checkpoints = checkpoints
         self._where = "" if single is None else single.path
@@ -157,6 +159,10 @@ class Catalog:
     def entries(self) -> list[Part]:
         """Name, file and index of each tensor in a file."""
         return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
+
+    def place(self, name: str) -> Place:
+        """Where a tensor of the catalog is."""
+        return self._places[name]
 
     def check(self, names: Iterable[str]) -> None:
         """Refuses unknown names.
@@ -311,7 +317,8 @@ class Catalog:
         origin, file, index = self._places[name]
         if isinstance(origin, Checkpoint) and file is not None:
             # A packed tensor that is not dequantized is mapped: its codes are read once, when they are used.
-            backend: Backend = "pread" if dtype is not None or file.table.packed(index) is None else "mmap"
+            reads = dtype is not None or file.table.packed(index) is None or not self.mapped
+            backend: Backend = "pread" if reads else "mmap"
             return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
         value = origin[name]
         return value if isinstance(value, QuantizedTensor) else as_array(value, name)
@@ -364,13 +371,13 @@ def has_names(given: Any) -> TypeGuard[Given]:
     return isinstance(given, (str, os.PathLike, Mapping, Catalog))
 
 
-def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, _Place]:
-    places: dict[str, _Place] = {}
+def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, Place]:
+    places: dict[str, Place] = {}
     for origin in origins:
         if isinstance(origin, Checkpoint):
-            found = {name: _Place(origin, file, index) for name, file, index in origin.entries()}
+            found = {name: Place(origin, file, index) for name, file, index in origin.entries()}
         else:
-            found = dict.fromkeys(origin, _Place(origin))
+            found = dict.fromkeys(origin, Place(origin))
         twice = next((name for name in found if name in places), None) if places else None
         if twice is not None:
             raise SafeloadError(f"tensor {show(twice)} is in both {places[twice].title} and {found[twice].title}")

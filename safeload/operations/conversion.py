@@ -1,34 +1,21 @@
-"""What becomes of each tensor when a checkpoint is converted: the decisions of `convert`, as outputs made on demand."""
+"""What becomes of each tensor when a checkpoint is converted: the decisions of `convert`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..base import dtypes
-from ..base.arrays import Array
-from ..base.scheme import usual_axis
 from ..base.selecting import Patterns
-from ..base.text import show
-from ..engine import jobs
-from ..engine.entries import Entry
-from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
-from ..engine.quantized_tensor import QuantizedTensor, storage_of
-from ..engine.source import Source
-from ..errors import UnsupportedError
 from ..models.layout import Layout
 from ..packed import grouping
 from .about import About
 from .catalog import Catalog
-from .outputs import Scratch, itself, lazy_part, not_none
-from .quantize import Rounding, quantize_source
+from .making import Decision
 from .quantize_checkpoint import Model, Planned, Rules, Summary
-from .shards import Output, config_with
-from .stack import Stack, fill, plan
+from .shards import config_with
+from .stack import Stack, plan
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -48,7 +35,7 @@ class Some(NamedTuple):
 
 
 class Conversion:
-    """Decides about each tensor, and gives lazy outputs that are made when a writer reaches them.
+    """Decides about each tensor; a `Maker` makes them.
 
     Args:
         catalog: the tensors.
@@ -56,7 +43,6 @@ class Conversion:
         target: dtype for floating tensors; None to leave it.
         rules: decide which tensors are quantized; None to quantize none.
         format: of the result.
-        threads: for reading and converting; None: chosen automatically.
 
     Raises:
         TensorNotFoundError: an unknown name, or a pattern that matches none.
@@ -70,7 +56,6 @@ class Conversion:
         target: dtypes.Dtype | None,
         rules: Rules | None,
         format: str,
-        threads: int | None,
     ) -> None:
         self._catalog = catalog
         model = Model.of(catalog)
@@ -85,10 +70,6 @@ class Conversion:
         self._rules = rules
         if self._rules is not None:
             self._rules.schema = model.schema
-        self._rounding: Rounding | None = "ggml" if format == "gguf" else None
-        self._threads = threads
-        self._scratch = Scratch()
-        self._entries: dict[str, Entry] | None = None
         self._quantized_to: dict[str, str] = {}
         self._kept_because: dict[str, str] = {}
         if target is not None or rules is not None or format != "safetensors":
@@ -116,21 +97,21 @@ class Conversion:
             return None
         return Summary(self._before, nbytes, self._quantized_to, self._kept_because)
 
-    def of_tensors(self) -> dict[str, Output]:
+    def of_tensors(self) -> dict[str, Decision]:
         """Each tensor under its own name; tied heads, made of their embedding; activation scales if all stay packed."""
-        outputs = {name: self._output(name, about) for name, about in self._abouts.items()}
+        decisions = {name: self._decide(name, about) for name, about in self._abouts.items()}
         if self._rules is None and self._target is None and self._format == "safetensors":
-            outputs.update((name, lazy_part(part)) for name, part in self._ignored.items())
+            decisions.update((name, Decision((name,))) for name in self._ignored)
         for head, embedding in self._heads.items():
             about = self._catalog.about(embedding)
             if about.quantized or not about.floating:
                 continue
             scheme = self._planned(head, about).scheme
             if scheme is not None:
-                outputs[head] = self._quantized(scheme, about.shape, partial(self._catalog.source, embedding, head))
+                decisions[head] = Decision((embedding,), scheme=scheme)
             elif embedding not in self._abouts:  # the embedding that a reader would tie it to is not in the result
-                outputs[head] = self._output(embedding, about)
-        return outputs
+                decisions[head] = self._decide(embedding, about)
+        return decisions
 
     def _planned(self, name: str, about: About) -> Planned:
         """The decision about one tensor, recorded for `summary`."""
@@ -142,113 +123,35 @@ class Conversion:
             self._quantized_to[name] = planned.scheme
         return planned
 
-    def of_layout(self, layout: Layout) -> dict[str, Output]:
+    def of_layout(self, layout: Layout) -> dict[str, Decision]:
         """The tensors of a layout."""
-        outputs: dict[str, Output] = {}
+        decisions: dict[str, Decision] = {}
         for planned in plan(self._abouts, layout, self._target):
-            name, row = planned.entry.name, planned.row
+            name = planned.entry.name
             grouping.refuse(self._catalog.codes, planned.names, "convert with layout=")
+            quantized = None if self._rules is None else self._planned(name, _about_of(planned))
+            scheme, kept = (None, None) if quantized is None else (quantized.scheme, quantized.reason or None)
+            decisions[name] = Decision(tuple(planned.names), planned.row.code, scheme, kept, planned.entry)
+        return decisions
 
-            def make(planned: Stack = planned) -> Array:
-                array = self._scratch.array(planned.shape, dtypes.array_dtype(planned.row.number))
-                fill(self._catalog, [(planned, array)], threads=self._threads)
-                return array
-
-            scheme = None if self._rules is None else self._planned(name, _about_of(planned)).scheme
-            if scheme is None:
-                outputs[name] = Lazy(dtypes.array_dtype(row.number), planned.shape, make)
-            else:
-                outputs[name] = self._quantized(scheme, planned.shape, make)
-        return outputs
-
-    def _output(self, name: str, about: About) -> Output:
-        row, shape = about.row, about.shape
+    def _decide(self, name: str, about: About) -> Decision:
+        row = about.row
         planned = None if self._rules is None else self._planned(name, about)
+        kept = None if planned is None else planned.reason or None
         if planned is not None and planned.scheme is not None:
-            return self._quantized(planned.scheme, shape, partial(self._values, name))
+            return Decision((name,), scheme=planned.scheme)
         if about.packed:
             if self._target is None and self._rules is None:
-                return self._packed(name, about)
+                return Decision((name,))
             row = _F32
         elif about.scheme is not None and (self._target is None or (planned is not None and planned.already)):
-            return self._kept(name, about)
+            return Decision((name,), kept=kept)
         if self._target is not None and (row.floating or about.scheme is not None):
             row = self._target
-        if self._format == "gguf" and row.floating and len(shape) < 2 and row.block_bytes > 1:
+        if self._format == "gguf" and row.floating and len(about.shape) < 2 and row.block_bytes > 1:
             row = _F32  # llama.cpp aborts on norms of any other dtype; a dtype that GGUF lacks is still refused
-        if row.packed:
-            raise UnsupportedError(f"tensor {show(name)} is {row.code}, which numpy does not support: pass dtype=")
-        dtype = dtypes.array_dtype(row.number)
-        return Lazy(dtype, shape, lambda: self._read(name, dtype, shape, row), self._staged(name, row))
-
-    def _values(self, name: str) -> Source | QuantizedTensor:
-        """A tensor's values; packed ones are dequantized by the jobs that read them."""
-        return self._catalog.restoring(name) or self._catalog.source(name)
-
-    def _staged(self, name: str, row: dtypes.Dtype) -> Staged | None:
-        """How the writer of safetensors reads a tensor of a file as another dtype."""
-        if self._format != "safetensors":
-            return None
-        if self._entries is None:  # together: one by one would take longer than reading small tensors
-            plain = (name for name, about in self._abouts.items() if about.scheme is None)
-            self._entries = self._catalog.described(plain, self._target)
-        entry = self._entries.get(name) or self._catalog.described([name], self._target).get(name)
-        return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
-
-    def _read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], row: dtypes.Dtype) -> Array:
-        value = self._values(name)
-        array = self._scratch.array(shape, dtype)
-        if isinstance(value, QuantizedTensor):
-            return value.dequantize(dtype, out=array, threads=self._threads)
-        if value.size:
-            jobs.Batch(value.jobs(jobs.address_of(array), row.number)).run(threads=self._threads)
-        return jobs.native_order(array)
-
-    def _quantized(self, scheme: str, shape: tuple[int, ...], value: Callable[[], Any]) -> LazyQuantized:
-        """A tensor that is quantized when it is written."""
-        axis = usual_axis(scheme, shape)
-        (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
-
-        def make() -> QuantizedTensor:
-            given = value()
-            # A stacked array is in the scratch memory itself.
-            stacked = isinstance(given, np.ndarray)
-            data = (
-                jobs.private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
-            )
-            rounding = self._rounding if scheme == "q4_0" else None
-            return quantize_source(given, scheme, axis=axis, rounding=rounding, data=data, threads=self._threads)
-
-        scales = None
-        if scale is not None:
-            scales = Lazy(scale[0], scale[1], lambda: not_none(make().scale))
-        return LazyQuantized(scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
-
-    def _packed(self, name: str, about: About) -> LazyPacked:
-        """A packed tensor, as it is stored."""
-        if self._format != "safetensors":
-            raise UnsupportedError(
-                f"tensor {show(name)} is {about.scheme}, which {self._format} files do not hold: pass dtype="
-            )
-        value = self._catalog.value(name)
-        assert isinstance(value, QuantizedTensor)
-        assert value.packing is not None
-        parts = {role: Lazy(part.dtype, part.shape, partial(itself, part)) for role, part in value.roles.items()}
-        return LazyPacked(value.packing, value.names, parts)
-
-    def _kept(self, name: str, about: About) -> LazyQuantized:
-        """A quantized tensor, unchanged."""
-
-        def make() -> QuantizedTensor:
-            value = self._catalog.source(name)
-            assert isinstance(value, QuantizedTensor)
-            return value
-
-        axis = about.axis
-        assert about.scheme is not None
-        (data_dtype, data_shape), scale = storage_of(about.scheme, about.shape, axis)
-        scales = None if scale is None else Lazy(scale[0], scale[1], lambda: not_none(make().scale))
-        return LazyQuantized(about.scheme, about.shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
+        same = row is about.row and about.scheme is None
+        return Decision((name,), None if same else row.code, kept=kept)
 
 
 def _about_of(planned: Stack) -> About:

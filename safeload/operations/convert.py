@@ -24,9 +24,10 @@ from ..models.layout import Layout
 from ..packed.config import is_kept_by
 from .catalog import Catalog, Given, has_names
 from .conversion import Conversion, Some
+from .making import Maker
 from .outputs import reporting
 from .quantize_checkpoint import Keep, Rules, Scheme, Summary
-from .shards import Output, extras_of, write_shards
+from .shards import Beside, Output, divide, extras_of, weight_map, write_shards
 
 
 class ConvertReport(NamedTuple):
@@ -165,22 +166,21 @@ def convert(
     _check_free(path, limit is not None, overwrite)
     with ExitStack() as stack:
         catalog = stack.enter_context(_catalog_of(src))
-        work = Conversion(catalog, Some(names, only, drop), target, rules, format, threads)
+        work = Conversion(catalog, Some(names, only, drop), target, rules, format)
         if not callable(keep):
             check_matches("keep", keep, work.names)
-        outputs = work.of_layout(layout) if layout is not None else work.of_tensors()
-        tensors = sum(name not in catalog.ignored for name in outputs)
-        new_names = renamed(outputs, rename)
-        for name, output in outputs.items():
-            _check_rename(name, new_names[name], output)
-        outputs = {new_names[name]: output for name, output in outputs.items()}
+        decisions = work.of_layout(layout) if layout is not None else work.of_tensors()
+        tensors = sum(name not in catalog.ignored for name in decisions)
+        outputs = _renamed(Maker(catalog, decisions, format, threads).outputs(), rename)
         texts = _merged(catalog.metadata, metadata, format)
         total = sum(output.nbytes for output in outputs.values())
         report = stack.enter_context(reporter(progress, total))
         outputs = reporting(outputs, report)
         if limit is not None:
-            beside = extras_of(catalog.folder) if extras and catalog.folder is not None else {}
-            files = write_shards(outputs, as_texts(texts) or None, work.config(), beside, path, limit, overwrite)
+            shards = divide(outputs, limit)
+            others = extras_of(catalog.folder) if extras and catalog.folder is not None else {}
+            beside = Beside(weight_map(shards), total, work.config(), others)
+            files = write_shards(shards, as_texts(texts) or None, beside, path, overwrite)
         else:
             BY_NAME[format].load().write(outputs, texts, path, overwrite=overwrite)
             files = [path]
@@ -214,6 +214,19 @@ def _catalog_of(src: Given | Sequence[Given]) -> Catalog:
     if not given:
         raise ValueError("there is nothing to convert: no source")
     return Catalog.of(given)
+
+
+def _renamed(outputs: Mapping[str, Output], rename: Renames) -> dict[str, Output]:
+    """The tensors under their new names.
+
+    Raises:
+        ValueError: see `renamed`.
+        UnsupportedError: a packed tensor would get a name under which its configuration describes it in another way.
+    """
+    names = renamed(outputs, rename)
+    for name, output in outputs.items():
+        _check_rename(name, names[name], output)
+    return {names[name]: output for name, output in outputs.items()}
 
 
 def _check_rename(name: str, new: str, output: Output) -> None:

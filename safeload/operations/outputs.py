@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array, ArraySpec
+from ..base.arrays import Array, ArraySpec, foreign_order
 from ..base.packing import Part
 from ..engine import jobs
-from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
+from ..engine.entries import Entry
+from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
 from .shards import Output
 
 
@@ -73,9 +74,12 @@ def reporting(outputs: Mapping[str, Output], report: Callable[[int], object]) ->
     return wrapped
 
 
-def lazy_part(part: Part) -> Lazy:
+def lazy_part(part: Part, threads: int | None) -> Lazy:
     """A stored tensor of a file, unchanged."""
-    dtype = dtypes.array_dtype(part.row.number)
-    shape = dtypes.array_shape(part.row, part.shape, part.end - part.begin)
-    spec = ArraySpec(dtype, shape, part.begin, part.end, part.row.number, part.row.number)
-    return Lazy(dtype, shape, lambda: jobs.read_small(part.file, spec))
+    number = part.row.number
+    dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, part.end - part.begin)
+    spec = ArraySpec(dtype, shape, part.begin, part.end, number, number)
+    staged = None
+    if not foreign_order(False):
+        staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
+    return Lazy(dtype, shape, lambda: jobs.read_small(part.file, spec), staged)

@@ -6,16 +6,17 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base import dtypes
 from ..base.text import show
 from ..engine import jobs
-from ..engine.atomic_file import AtomicFile
+from ..engine.atomic_file import AtomicFile, Digest
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
 from ..errors import FormatError, SafetensorError
+from ..formats.folder import CONFIG, INDEX
 from ..formats.registry import WEIGHT_SUFFIXES
 from ..formats.safetensors.file import Writer
 from ..formats.safetensors.quantized import pack
@@ -68,34 +69,13 @@ def extras_of(folder: str) -> dict[str, str]:
     return dict(found)
 
 
-def write_shards(
-    outputs: dict[str, Output],
-    texts: Mapping[str, str] | None,
-    config: Mapping[str, Any] | None,
-    extras: Mapping[str, str],
-    folder: str,
-    limit: int,
-    overwrite: bool,
-) -> list[str]:
-    """Writes shards, an index and the config.
-
-    All files are written under temporary names first. The index is renamed into place last, so that a new folder has no
-    index until its shards are complete.
+def divide(outputs: Mapping[str, Output], limit: int) -> dict[str, dict[str, Output]]:
+    """Divides tensors into shards, in their order: name of the file to its tensors.
 
     Args:
         outputs: the tensors by name.
-        texts: metadata for each shard; None for none.
-        config: content of ``config.json``; None to write none.
-        extras: other files to copy into the folder: name to path.
-        folder: the destination; it is created, and removed again on an error if it is empty.
         limit: most bytes of a shard; a larger tensor gets a shard of its own.
-        overwrite: False to refuse existing files.
-
-    Returns:
-        Paths of the shards.
     """
-    import json
-
     shards: list[dict[str, Output]] = [{}]
     size = 0
     for name, output in outputs.items():
@@ -104,41 +84,120 @@ def write_shards(
             size = 0
         shards[-1][name] = output
         size += output.nbytes
-    files = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
-    packed = [pack(shard, texts) for shard in shards]
-    weight_map: dict[str, str] = {}
-    for file, (shard, _) in zip(files, packed, strict=True):
-        for name in shard:
-            if name in weight_map:  # within a shard `pack` has refused it
+    return {f"model-{k + 1:05}-of-{len(shards):05}.safetensors": shard for k, shard in enumerate(shards)}
+
+
+def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
+    """The file of each tensor by the name that it is stored under: a quantized one is stored as several.
+
+    Raises:
+        SafetensorError: two tensors would have one name.
+    """
+    files: dict[str, str] = {}
+    for file, shard in shards.items():
+        for name in pack(shard, None)[0]:
+            if name in files:  # within a shard `pack` has refused it
                 raise SafetensorError(f"two tensors would be stored as {show(name)}: one is a part of a quantized one")
-            weight_map[name] = file
-    total = sum(output.nbytes for output in outputs.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            files[name] = file
+    return files
+
+
+class Beside(NamedTuple):
+    """What stands beside the shards of a folder.
+
+    Attributes:
+        weight_map: the file of each tensor.
+        total_size: bytes of all tensors.
+        config: content of ``config.json``; None to write none.
+        extras: other files to copy into the folder: name to path.
+    """
+
+    weight_map: Mapping[str, str]
+    total_size: int
+    config: Mapping[str, Any] | None
+    extras: Mapping[str, str]
+
+
+def write_shards(
+    shards: Mapping[str, Mapping[str, Output]],
+    texts: Mapping[str, str] | None,
+    beside: Beside,
+    folder: str,
+    overwrite: bool,
+) -> list[str]:
+    """Writes shards, an index and the config.
+
+    All files are written under temporary names first. The index is renamed into place last, so that a new folder has no
+    index until its shards are complete.
+
+    Args:
+        shards: name of each file to its tensors.
+        texts: metadata for each shard; None for none.
+        beside: the other files.
+        folder: the destination; it is created, and removed again on an error if it is empty.
+        overwrite: False to refuse existing files.
+
+    Returns:
+        Paths of the shards.
+    """
     made = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
     try:
         with ExitStack() as stack:  # closed in reverse order: the first one entered is renamed into place last
-            small = {"model.safetensors.index.json": index}
-            if config is not None:
-                small["config.json"] = dict(config)
-            for file, content in small.items():
-                data = np.frombuffer((json.dumps(content, indent=2) + "\n").encode(), np.uint8)
-                written = stack.enter_context(AtomicFile(os.path.join(folder, file), data.size, overwrite=overwrite))
-                written.write([(jobs.address_of(data), data.size)])
-                written.seal()
-            for file, path in extras.items():
-                _copy(stack, path, os.path.join(folder, file), overwrite=overwrite)
-            for file, (shard, shard_texts) in zip(files, packed, strict=True):
-                writer = Writer(shard, shard_texts)
-                place = os.path.join(folder, file)
-                shard_file = stack.enter_context(AtomicFile(place, writer.size, overwrite=overwrite))
-                writer.write_to(shard_file)
-                shard_file.seal()  # closes it: there may be more shards than descriptors
+            write_beside(stack, beside, folder, overwrite=overwrite)
+            for file, shard in shards.items():
+                write_shard(stack, shard, texts, os.path.join(folder, file), overwrite=overwrite)
     except BaseException:
         if made:
             _remove_if_empty(folder)
         raise
-    return [os.path.join(folder, file) for file in files]
+    return [os.path.join(folder, file) for file in shards]
+
+
+def write_shard(
+    stack: ExitStack,
+    outputs: Mapping[str, Output],
+    texts: Mapping[str, str] | None,
+    path: str,
+    *,
+    overwrite: bool,
+    digest: Digest | None = None,
+) -> int:
+    """Writes one shard; leaving the stack puts it in place.
+
+    Args:
+        stack: gets the file under construction.
+        outputs: the tensors by name.
+        texts: metadata; None for none.
+        path: of the shard.
+        overwrite: False to refuse an existing file.
+        digest: gets every byte of the file; None for none.
+
+    Returns:
+        Bytes of the file.
+    """
+    writer = Writer(*pack(outputs, texts))
+    file = stack.enter_context(AtomicFile(path, writer.size, overwrite=overwrite, digest=digest))
+    writer.write_to(file)
+    file.seal()  # closes it: there may be more shards than descriptors
+    return writer.size
+
+
+def write_beside(stack: ExitStack, beside: Beside, folder: str, *, overwrite: bool) -> None:
+    """Writes what stands beside the shards; leaving the stack puts it in place, the index last."""
+    import json
+
+    index = {"metadata": {"total_size": beside.total_size}, "weight_map": dict(sorted(beside.weight_map.items()))}
+    small: dict[str, Any] = {INDEX: index}
+    if beside.config is not None:
+        small[CONFIG] = dict(beside.config)
+    for name, content in small.items():
+        data = np.frombuffer((json.dumps(content, indent=2) + "\n").encode(), np.uint8)
+        written = stack.enter_context(AtomicFile(os.path.join(folder, name), data.size, overwrite=overwrite))
+        written.write([(jobs.address_of(data), data.size)])
+        written.seal()
+    for name, path in beside.extras.items():
+        _copy(stack, path, os.path.join(folder, name), overwrite=overwrite)
 
 
 def _copy(stack: ExitStack, path: str, place: str, *, overwrite: bool) -> None:

@@ -1,0 +1,183 @@
+"""Makes the tensors of a conversion as decided, each when a writer reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array
+from ..base.scheme import usual_axis
+from ..base.text import show
+from ..engine import jobs
+from ..engine.entries import Entry
+from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
+from ..engine.quantized_tensor import QuantizedTensor, storage_of
+from ..engine.source import Source
+from ..errors import UnsupportedError
+from ..models.layout import Layout, StackedTensor
+from .about import About
+from .catalog import Catalog
+from .outputs import Scratch, itself, lazy_part, not_none
+from .quantize import Rounding, quantize_source
+from .shards import Output
+from .stack import fill, plan
+
+
+class Decision(NamedTuple):
+    """What becomes of one tensor, or of the layers that are stacked into one.
+
+    Attributes:
+        sources: names in the source: one, or those of the layers.
+        dtype: code of the dtype that it is converted to; None to leave it as it is stored.
+        scheme: scheme that it is quantized to, else None.
+        kept: why ``quantize`` leaves it unquantized; None without ``quantize``, and if it is quantized.
+        stack: the entry of the layout that it is made by; None without a layout. Its ``dtype`` is never None.
+    """
+
+    sources: tuple[str, ...]
+    dtype: str | None = None
+    scheme: str | None = None
+    kept: str | None = None
+    stack: StackedTensor | None = None
+
+
+class Maker:
+    """Turns decisions into lazy outputs.
+
+    Args:
+        catalog: the tensors.
+        decisions: what becomes of them, by the name of each in messages.
+        format: of the result.
+        threads: for reading and converting; None: chosen automatically.
+    """
+
+    def __init__(self, catalog: Catalog, decisions: Mapping[str, Decision], format: str, threads: int | None) -> None:
+        self._catalog = catalog
+        self._decisions = decisions
+        self._format = format
+        self._rounding: Rounding | None = "ggml" if format == "gguf" else None
+        self._threads = threads
+        self._scratch = Scratch()
+        self._entries: dict[str | None, dict[str, Entry]] = {}
+
+    def outputs(self) -> dict[str, Output]:
+        """All tensors, in the order of the decisions.
+
+        Raises:
+            UnsupportedError: a tensor that numpy or the format does not support.
+        """
+        return {name: self._output(name, decision) for name, decision in self._decisions.items()}
+
+    def _output(self, name: str, decision: Decision) -> Output:
+        if decision.stack is not None:
+            return self._stacked(name, decision)
+        (source,) = decision.sources
+        if source not in self._catalog:
+            return lazy_part(self._catalog.ignored[source], self._threads)
+        about = self._catalog.about(source)
+        if decision.scheme is not None:
+            return self._quantized(decision.scheme, about.shape, partial(self._values, source, name))
+        if decision.dtype is None and about.packed:
+            return self._packed(source, about)
+        if decision.dtype is None and about.scheme is not None:
+            return self._kept(source, about)
+        row = about.row if decision.dtype is None else dtypes.BY_CODE[decision.dtype]
+        if row.packed:
+            raise UnsupportedError(f"tensor {show(source)} is {row.code}, which numpy does not support: pass dtype=")
+        dtype, shape = dtypes.array_dtype(row.number), about.shape
+        staged = self._staged(source, decision.dtype, row)
+        return Lazy(dtype, shape, lambda: self._read(source, dtype, shape, row), staged)
+
+    def _values(self, source: str, name: str) -> Source | QuantizedTensor:
+        """A tensor's values; packed ones are dequantized by the jobs that read them."""
+        return self._catalog.restoring(source, name) or self._catalog.source(source, name)
+
+    def _staged(self, source: str, code: str | None, row: dtypes.Dtype) -> Staged | None:
+        """How the writer of safetensors reads a tensor of a file as another dtype."""
+        if self._format != "safetensors":
+            return None
+        if code not in self._entries:  # together: one by one would take longer than reading small tensors
+            plain = (one for one in self._decisions.values() if one.scheme is None and one.stack is None)
+            names = [one.sources[0] for one in plain if one.dtype == code and one.sources[0] in self._catalog]
+            self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
+        entry = self._entries[code].get(source)
+        return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
+
+    def _read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], row: dtypes.Dtype) -> Array:
+        value = self._values(name, name)
+        array = self._scratch.array(shape, dtype)
+        if isinstance(value, QuantizedTensor):
+            return value.dequantize(dtype, out=array, threads=self._threads)
+        if value.size:
+            jobs.Batch(value.jobs(jobs.address_of(array), row.number)).run(threads=self._threads)
+        return jobs.native_order(array)
+
+    def _stacked(self, name: str, decision: Decision) -> Output:
+        assert decision.stack is not None
+        assert decision.dtype is not None
+        known = {source: self._catalog.about(source) for source in decision.sources}
+        (planned,) = plan(known, Layout(name, [decision.stack]), dtypes.BY_CODE[decision.dtype])
+
+        def make() -> Array:
+            array = self._scratch.array(planned.shape, dtypes.array_dtype(planned.row.number))
+            fill(self._catalog, [(planned, array)], threads=self._threads)
+            return array
+
+        if decision.scheme is not None:
+            return self._quantized(decision.scheme, planned.shape, make)
+        return Lazy(dtypes.array_dtype(planned.row.number), planned.shape, make)
+
+    def _quantized(self, scheme: str, shape: tuple[int, ...], value: Callable[[], Any]) -> LazyQuantized:
+        """A tensor that is quantized when it is written."""
+        axis = usual_axis(scheme, shape)
+        (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
+
+        def make() -> QuantizedTensor:
+            given = value()
+            # A stacked array is in the scratch memory itself.
+            stacked = isinstance(given, np.ndarray)
+            data = (
+                jobs.private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
+            )
+            rounding = self._rounding if scheme == "q4_0" else None
+            return quantize_source(given, scheme, axis=axis, rounding=rounding, data=data, threads=self._threads)
+
+        scales = None
+        if scale is not None:
+            scales = Lazy(scale[0], scale[1], lambda: not_none(make().scale))
+        return LazyQuantized(scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
+
+    def _packed(self, name: str, about: About) -> LazyPacked:
+        """A packed tensor, as it is stored."""
+        if self._format != "safetensors":
+            raise UnsupportedError(
+                f"tensor {show(name)} is {about.scheme}, which {self._format} files do not hold: pass dtype="
+            )
+        place = self._catalog.place(name)
+        packed = None if place.file is None else place.file.table.packed(place.number)
+        if packed is not None:  # read in chunks, never mapped
+            lazy = {role: lazy_part(part, self._threads) for role, part in packed.parts.items()}
+            return LazyPacked(packed.packing, packed.names(name), lazy)
+        value = self._catalog.value(name)
+        assert isinstance(value, QuantizedTensor)
+        assert value.packing is not None
+        parts = {role: Lazy(part.dtype, part.shape, partial(itself, part)) for role, part in value.roles.items()}
+        return LazyPacked(value.packing, value.names, parts)
+
+    def _kept(self, name: str, about: About) -> LazyQuantized:
+        """A quantized tensor, unchanged."""
+
+        def make() -> QuantizedTensor:
+            value = self._catalog.source(name)
+            assert isinstance(value, QuantizedTensor)
+            return value
+
+        axis = about.axis
+        assert about.scheme is not None
+        (data_dtype, data_shape), scale = storage_of(about.scheme, about.shape, axis)
+        scales = None if scale is None else Lazy(scale[0], scale[1], lambda: not_none(make().scale))
+        return LazyQuantized(about.scheme, about.shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
