@@ -39,9 +39,14 @@ if TYPE_CHECKING:
     from .engine.quantized_tensor import QuantizedTensor
     from .loading import load, open
     from .models.layout import Layout, StackedTensor
-    from .operations.convert import ConvertReport, convert
+    from .operations.convert import convert
+    from .operations.convert_folder import finalize
+    from .operations.convert_plan import plan_convert
+    from .operations.convert_report import ConvertReport
     from .operations.diff import DiffReport, TensorDiff, diff
     from .operations.nest import flatten, nest
+    from .operations.pieces import run_piece
+    from .operations.plan import Plan
     from .operations.quantization_error import QuantizationError, quantization_error
     from .operations.quantize import quantize
     from .operations.quantize_checkpoint import KEPT_NAMES, QuantizedDict, Summary, load_quantized
@@ -65,8 +70,13 @@ _LATER = {
         "engine.quantized_tensor": ("QuantizedTensor",),
         "loading": ("load", "open"),
         "models.layout": ("Layout", "StackedTensor"),
-        "operations.convert": ("ConvertReport", "convert"),
+        "operations.convert": ("convert",),
+        "operations.convert_folder": ("finalize",),
+        "operations.convert_plan": ("plan_convert",),
+        "operations.convert_report": ("ConvertReport",),
         "operations.diff": ("DiffReport", "TensorDiff", "diff"),
+        "operations.pieces": ("run_piece",),
+        "operations.plan": ("Plan",),
         "operations.nest": ("flatten", "nest"),
         "operations.quantization_error": ("QuantizationError", "quantization_error"),
         "operations.quantize": ("quantize",),
@@ -93,6 +103,7 @@ __all__ = [
     "LimitError",
     "Limits",
     "LoadStats",
+    "Plan",
     "QuantizationError",
     "QuantizedDict",
     "QuantizedTensor",
@@ -117,13 +128,16 @@ __all__ = [
     "convert",
     "deserialize",
     "diff",
+    "finalize",
     "flatten",
     "load",
     "load_quantized",
     "nest",
     "open",
+    "plan_convert",
     "quantization_error",
     "quantize",
+    "run_piece",
     "safe_open",
     "serialize",
     "serialize_file",

@@ -11,7 +11,8 @@ from ..base.scheme import SCHEMES
 from ..engine.load import targets
 from ..formats.registry import SUFFIXES
 from ..models.layout import Layout, built_in
-from ..operations.convert import ConvertReport, convert
+from ..operations.convert import convert
+from ..operations.convert_report import ConvertReport
 from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path, suggest
 
 _EPILOG = """examples:

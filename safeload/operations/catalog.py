@@ -66,6 +66,8 @@ class Catalog:
         index: path of the ``index.json`` of a single origin, else None.
         folder: the folder that a single origin was opened by, as itself or by its index; else None.
         weight_files: the open files.
+        checkpoints: the origins that are open checkpoints.
+        in_memory: whether another origin is a dict.
         mapped: whether packed tensors that stay packed are mapped, not read.
         ignored: activation scales by name, which are in the files and not in the catalog.
     """
@@ -86,7 +88,8 @@ class Catalog:
         self.folder = None if single is None else single.folder
         self.mapped = True
         self._origins = tuple(origins)
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
+        self.in_memory = len(checkpoints) < len(origins)
         self._where = "" if single is None else single.path
         self._places = _places_of(origins)
         self._codes: Mapping[str, Codes] | None = None
@@ -141,10 +144,10 @@ class Catalog:
     @property
     def metadata(self) -> Mapping[Any, Any]:
         """Metadata of all origins; the last value of a duplicate key wins. The total_size of an index is left out."""
-        if len(self._checkpoints) == 1 and self._checkpoints[0].index is None:
-            return self._checkpoints[0].metadata  # values of a GGUF file are unpacked on access
+        if len(self.checkpoints) == 1 and self.checkpoints[0].index is None:
+            return self.checkpoints[0].metadata  # values of a GGUF file are unpacked on access
         merged: dict[Any, Any] = {}
-        for opened in self._checkpoints:
+        for opened in self.checkpoints:
             indexed = opened.index is not None
             own = opened.metadata.items()
             merged.update((k, v) for k, v in own if not indexed or k != "total_size" or isinstance(v, str))
@@ -154,7 +157,7 @@ class Catalog:
     def nbytes(self) -> int:
         """Bytes of all tensors; for files without the scales of int8."""
         in_memory = sum(self.about(name).nbytes for name, place in self._places.items() if place.file is None)
-        return in_memory + sum(opened.nbytes for opened in self._checkpoints)
+        return in_memory + sum(opened.nbytes for opened in self.checkpoints)
 
     def entries(self) -> list[Part]:
         """Name, file and index of each tensor in a file."""
@@ -338,9 +341,9 @@ class Catalog:
         Args:
             config: parsed ``config.json`` for origins without one of their own; None to use that of the catalog.
         """
-        if len(self._checkpoints) == len(self._origins) == 1:
-            return self._checkpoints[0].codes()
-        found = {name: codes for opened in self._checkpoints for name, codes in opened.codes().items()}
+        if len(self.checkpoints) == 1 and not self.in_memory:
+            return self.checkpoints[0].codes()
+        found = {name: codes for opened in self.checkpoints for name, codes in opened.codes().items()}
         stored = {}
         for name, (origin, file, _) in self._places.items():
             row, shape = (None, ()) if file is not None else stored_as(origin[name])

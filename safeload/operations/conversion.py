@@ -12,7 +12,7 @@ from ..models.layout import Layout
 from ..packed import grouping
 from .about import About
 from .catalog import Catalog
-from .making import Decision
+from .decisions import Decision
 from .quantize_checkpoint import Model, Planned, Rules, Summary
 from .shards import config_with
 from .stack import Stack, plan
@@ -83,9 +83,13 @@ class Conversion:
 
     def config(self) -> dict[str, Any] | None:
         """The ``config.json`` of the result; None without one."""
+        return config_with(self._catalog.config, self._target, restored=self.restored)
+
+    @property
+    def restored(self) -> bool:
+        """Whether packed tensors are dequantized."""
         converts = self._target is not None or self._rules is not None
-        restored = converts and any(about.packed for about in self._abouts.values())
-        return config_with(self._catalog.config, self._target, restored=restored)
+        return converts and any(about.packed for about in self._abouts.values())
 
     def summary(self, nbytes: int) -> Summary | None:
         """Which tensors were quantized, and why the others were not; None without ``quantize``.

@@ -2,75 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..base.arrays import check_mapping
 from ..base.paths import PathLike, native_path
-from ..base.selecting import Patterns, Renames, check_matches, renamed
-from ..base.text import parse_size, plural, printable, show, size
-from ..engine.lazy import LazyPacked
-from ..engine.load import parse_target
+from ..base.selecting import Patterns, Renames
 from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
-from ..errors import UnsupportedError
 from ..formats.metadata import as_texts
-from ..formats.registry import BY_NAME, SUFFIXES
+from ..formats.registry import BY_NAME
 from ..models.layout import Layout
-from ..packed.config import is_kept_by
-from .catalog import Catalog, Given, has_names
-from .conversion import Conversion, Some
-from .making import Maker
+from . import convert_folder, executing
+from .catalog import Given
+from .convert_plan import plan_convert
+from .convert_report import ConvertReport
+from .executing import Executor
 from .outputs import reporting
-from .quantize_checkpoint import Keep, Rules, Scheme, Summary
-from .shards import Beside, Output, divide, extras_of, weight_map, write_shards
-
-
-class ConvertReport(NamedTuple):
-    """What `convert` wrote. ``str()`` is what ``safeload convert`` prints.
-
-    Attributes:
-        destination: path of the file or the folder.
-        format: of the files.
-        files: paths of the files that hold the tensors.
-        tensors: number of tensors.
-        nbytes: bytes of the files.
-        seconds: how long it took.
-        summary: which tensors were quantized, and why the others were not; None without ``quantize``.
-
-    Example:
-        >>> import numpy as np, safeload
-        >>> print(safeload.convert({"w": np.ones((2, 64), np.float32)}, "w.safetensors", quantize="q8_0"))
-        w.safetensors: safetensors, 1 tensor, 312 B
-        512 bytes became 136 (3.76 times smaller)
-             1 quantized to q8_0: w
-    """
-
-    destination: str
-    format: str
-    files: list[str]
-    tensors: int
-    nbytes: int
-    seconds: float
-    summary: Summary | None
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.destination}: {self._what()}",
-            *([] if self.summary is None else str(self.summary).splitlines()),
-        ]
-        return "\n".join(map(printable, lines))
-
-    def __repr__(self) -> str:
-        return f"<ConvertReport {show(self.destination)}: {self._what()}>"
-
-    def _what(self) -> str:
-        files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
-        return f"{self.format}, {plural(self.tensors, 'tensor')}, {size(self.nbytes)}{files}"
+from .preparing import ConvertOptions, check_free, prepare, wanted_of
+from .quantize_checkpoint import Keep, Scheme
+from .shards import Beside, divide, weight_map, write_shards
 
 
 def convert(
@@ -89,6 +42,8 @@ def convert(
     max_shard_size: int | str | None = None,
     extras: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> ConvertReport:
@@ -131,7 +86,13 @@ def convert(
         extras: whether a folder that is made from a folder also gets the tokenizer, the chat template and
             ``generation_config.json``, so that other libraries load the result.
         overwrite: False to raise FileExistsError if the destination exists.
-        threads: for reading and converting; None: chosen automatically.
+        resume: True to write a folder shard by shard, with a record beside each that is whole, and to go on where an
+            earlier call with the same options stopped. A call that fails then leaves what is whole.
+        executor: runs a piece for each shard of a folder, on other processes or machines that have the same files:
+            anything with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
+            ``client.get_executor(pure=False)``. The files are those of one process. What is whole stays, as for
+            ``resume``.
+        threads: for reading and converting; None: chosen automatically, and one for each piece of an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
 
     Returns:
@@ -144,7 +105,8 @@ def convert(
             safetensors with all tensors as stored.
         SafeloadError: two sources have a tensor of the same name.
         TensorNotFoundError: an unknown name, or a pattern that matches none.
-        ValueError: wrong arguments, such as ``rename`` that gives two tensors one name.
+        ValueError: wrong arguments, such as ``rename`` that gives two tensors one name, ``executor`` without
+            ``max_shard_size`` or for tensors in memory, or ``resume`` of a conversion with other options.
         FormatError, OSError: a source cannot be read, or ``dst`` cannot be written; no partial file is left.
 
     Example:
@@ -154,118 +116,71 @@ def convert(
         >>> safeload.load("tiny.npz")["model.norm.weight"].dtype
         dtype('float16')
     """
-    started = time.perf_counter()
     check_threads(threads)
-    target = parse_target(dtype)
-    if keep is not None and quantize is None:
-        raise ValueError("keep= says what quantize= leaves unquantized: pass quantize= too")
-    rules = None if quantize is None else Rules(quantize, keep)
-    path = native_path(dst)[0]
-    format = _format_of(path, max_shard_size)
-    limit = None if max_shard_size is None else parse_size(max_shard_size, "max_shard_size")
-    _check_free(path, limit is not None, overwrite)
+    options: ConvertOptions = {
+        "dtype": dtype,
+        "quantize": quantize,
+        "layout": layout,
+        "names": names,
+        "only": only,
+        "drop": drop,
+        "keep": keep,
+        "rename": rename,
+        "metadata": metadata,
+        "max_shard_size": max_shard_size,
+        "extras": extras,
+    }
+    started = time.perf_counter()
+    if executor is not None or resume:
+        report = _in_pieces(src, dst, options, overwrite, resume, executor, threads, progress)
+    else:
+        report = _at_once(src, dst, options, overwrite, threads, progress)
+    return report._replace(seconds=time.perf_counter() - started)
+
+
+def _at_once(
+    src: Given | Sequence[Given],
+    dst: PathLike,
+    options: ConvertOptions,
+    overwrite: bool,
+    threads: int | None,
+    progress: Progress,
+) -> ConvertReport:
+    """Writes everything in this process: all files are put in place together, at the end."""
+    wanted = wanted_of(dst, options)
+    path, limit = wanted.path, wanted.limit
+    check_free(path, limit is not None, overwrite)
     with ExitStack() as stack:
-        catalog = stack.enter_context(_catalog_of(src))
-        work = Conversion(catalog, Some(names, only, drop), target, rules, format)
-        if not callable(keep):
-            check_matches("keep", keep, work.names)
-        decisions = work.of_layout(layout) if layout is not None else work.of_tensors()
-        tensors = sum(name not in catalog.ignored for name in decisions)
-        outputs = _renamed(Maker(catalog, decisions, format, threads).outputs(), rename)
-        texts = _merged(catalog.metadata, metadata, format)
-        total = sum(output.nbytes for output in outputs.values())
-        report = stack.enter_context(reporter(progress, total))
-        outputs = reporting(outputs, report)
+        made = prepare(stack, src, wanted, threads)
+        outputs = reporting(made.outputs, stack.enter_context(reporter(progress, made.nbytes)))
         if limit is not None:
             shards = divide(outputs, limit)
-            others = extras_of(catalog.folder) if extras and catalog.folder is not None else {}
-            beside = Beside(weight_map(shards), total, work.config(), others)
-            files = write_shards(shards, as_texts(texts) or None, beside, path, overwrite)
+            beside = Beside(weight_map(shards), made.nbytes, made.work.config(), made.extras)
+            files = write_shards(shards, as_texts(made.metadata) or None, beside, path, overwrite)
         else:
-            BY_NAME[format].load().write(outputs, texts, path, overwrite=overwrite)
+            BY_NAME[wanted.format].load().write(outputs, made.metadata, path, overwrite=overwrite)
             files = [path]
-    nbytes = sum(map(os.path.getsize, files))
-    seconds = time.perf_counter() - started
-    return ConvertReport(path, format, files, tensors, nbytes, seconds, work.summary(total))
+        size = sum(map(os.path.getsize, files))
+        return ConvertReport(path, wanted.format, files, made.tensors, size, 0.0, made.work.summary(made.nbytes))
 
 
-def _format_of(path: str, max_shard_size: int | str | None) -> str:
-    suffix = os.path.splitext(path)[1].lower()
-    if max_shard_size is not None:
-        if suffix in SUFFIXES:
-            raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
-        return "safetensors"
-    if suffix not in SUFFIXES:
-        known = ", ".join(SUFFIXES)
-        raise ValueError(f"{show(path)}: the suffix must be one of {known}; a folder needs max_shard_size")
-    return SUFFIXES[suffix]
-
-
-def _check_free(path: str, folder: bool, overwrite: bool) -> None:
-    """Refuses an existing destination before anything is read."""
-    if not overwrite and os.path.lexists(path) and not (folder and os.path.isdir(path) and not os.listdir(path)):
-        raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
-
-
-def _catalog_of(src: Given | Sequence[Given]) -> Catalog:
-    if has_names(src):
-        return Catalog.of(src)
-    given: list[Given] = list(src)  # type: ignore[arg-type]
-    if not given:
-        raise ValueError("there is nothing to convert: no source")
-    return Catalog.of(given)
-
-
-def _renamed(outputs: Mapping[str, Output], rename: Renames) -> dict[str, Output]:
-    """The tensors under their new names.
-
-    Raises:
-        ValueError: see `renamed`.
-        UnsupportedError: a packed tensor would get a name under which its configuration describes it in another way.
-    """
-    names = renamed(outputs, rename)
-    for name, output in outputs.items():
-        _check_rename(name, names[name], output)
-    return {names[name]: output for name, output in outputs.items()}
-
-
-def _check_rename(name: str, new: str, output: Output) -> None:
-    """Refuses a new name of a packed tensor under which its configuration would describe it in another way.
-
-    Raises:
-        UnsupportedError: the configuration has an entry for its module.
-    """
-    if new == name or not isinstance(output, LazyPacked):
-        return
-    module, renamed_module = name.removesuffix(".weight"), new.removesuffix(".weight")
-    if not is_kept_by(output.packing.config, module, renamed_module):
-        raise UnsupportedError(
-            f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
-            f"{show(module)}: pass dtype= to dequantize it",
-            tensor=name,
-        )
-
-
-def _merged(own: Mapping[Any, Any], given: Mapping[str, Any] | None, format: str) -> Mapping[Any, Any]:
-    """The metadata of the result: that of the sources, with what the caller adds, replaces and removes.
-
-    Raises:
-        TypeError: it is not a mapping of text.
-        ValueError: the format has no metadata to add to.
-    """
-    if not given:
-        return own
-    check_mapping(given, "metadata", "text to text")
-    merged = dict(own)
-    for key, value in given.items():
-        if not isinstance(key, str):
-            raise TypeError(f"metadata: a key is text, found {show(key)}")
-        if value is None:
-            merged.pop(key, None)
-        elif not BY_NAME[format].metadata:
-            raise ValueError(f"{format} files have no metadata, but metadata= has {show(key)}")
-        elif not as_texts({key: value}):
-            raise TypeError(f"metadata: {show(key)} is of type {type(value).__name__}, which {format} does not hold")
-        else:
-            merged[key] = value
-    return merged
+def _in_pieces(
+    src: Given | Sequence[Given],
+    dst: PathLike,
+    options: ConvertOptions,
+    overwrite: bool,
+    resume: bool,
+    executor: Executor | None,
+    threads: int | None,
+    progress: Progress,
+) -> ConvertReport:
+    """Writes a folder piece by piece: each shard is put in place, and recorded, when it is whole."""
+    if executor is not None:
+        executing.check_executor(executor)
+    plan = plan_convert(src, dst, overwrite=overwrite, resume=resume, **options)
+    sizes = [piece["nbytes"] for piece in plan.pieces]
+    results = executing.run(convert_folder.run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)
+    path = native_path(dst)[0]
+    report = convert_folder.finalize(plan, results)
+    files = [os.path.join(path, os.path.basename(file)) for file in report.files]
+    return report._replace(destination=path, files=files)

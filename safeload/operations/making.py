@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,31 +18,14 @@ from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
 from ..engine.quantized_tensor import QuantizedTensor, storage_of
 from ..engine.source import Source
 from ..errors import UnsupportedError
-from ..models.layout import Layout, StackedTensor
+from ..models.layout import Layout
 from .about import About
 from .catalog import Catalog
+from .decisions import Decision
 from .outputs import Scratch, itself, lazy_part, not_none
 from .quantize import Rounding, quantize_source
 from .shards import Output
 from .stack import fill, plan
-
-
-class Decision(NamedTuple):
-    """What becomes of one tensor, or of the layers that are stacked into one.
-
-    Attributes:
-        sources: names in the source: one, or those of the layers.
-        dtype: code of the dtype that it is converted to; None to leave it as it is stored.
-        scheme: scheme that it is quantized to, else None.
-        kept: why ``quantize`` leaves it unquantized; None without ``quantize``, and if it is quantized.
-        stack: the entry of the layout that it is made by; None without a layout. Its ``dtype`` is never None.
-    """
-
-    sources: tuple[str, ...]
-    dtype: str | None = None
-    scheme: str | None = None
-    kept: str | None = None
-    stack: StackedTensor | None = None
 
 
 class Maker:

@@ -1,0 +1,179 @@
+"""Does the pieces of a conversion to a folder, and completes the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from ..base import dtypes
+from ..base.selecting import renamed
+from ..base.text import plural, show
+from ..engine.atomic_file import leftovers
+from ..engine.progress import Progress, reporter
+from ..errors import FormatError
+from ..formats.safetensors.file import open_file
+from . import journal
+from .convert_report import ConvertReport
+from .decisions import decisions_of
+from .making import Maker
+from .outputs import reporting
+from .plan import Plan, bare_name, check_version, field, opened, read_config
+from .quantize_checkpoint import Summary
+from .shards import Beside, config_with, write_beside, write_shard
+
+
+def run(piece: Mapping[str, Any], threads: int | None = None, progress: Progress = None) -> dict[str, Any]:
+    """Writes a shard, or finds that it is whole; see `run_piece`."""
+    check_version(piece)
+    started = time.perf_counter()
+    folder, file = field(piece, "folder", str), bare_name(field(piece, "file", str))
+    path, nbytes = os.path.join(folder, file), field(piece, "nbytes", int)
+    record = journal.is_whole(path, piece)
+    if record is None:
+        size, digest = _write(piece, path, threads, progress)
+        journal.write(path, piece, size, digest)
+    else:
+        size, digest = record["size"], record["sha256"]
+    seconds = time.perf_counter() - started
+    return {
+        "plan": piece.get("plan"),
+        "file": file,
+        "nbytes": nbytes,
+        "size": size,
+        "sha256": digest,
+        "written": record is None,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _write(piece: Mapping[str, Any], path: str, threads: int | None, progress: Progress) -> tuple[int, str]:
+    decisions = decisions_of(piece)
+    names = [name for one in decisions.values() for name in one.sources]
+    digest = hashlib.sha256()
+    with ExitStack() as stack:
+        catalog = stack.enter_context(opened(field(piece, "sources", list), names))
+        catalog.check(name for name in names if name not in catalog.ignored)
+        outputs = Maker(catalog, decisions, "safetensors", threads).outputs()
+        new = renamed(outputs, piece.get("rename"))
+        outputs = {new[name]: output for name, output in outputs.items()}
+        total = sum(output.nbytes for output in outputs.values())
+        if total != piece["nbytes"]:
+            raise FormatError(
+                f"the shard was planned with {piece['nbytes']:,} bytes of tensors, and has {total:,}", path
+            )
+        if progress is not None:
+            outputs = reporting(outputs, stack.enter_context(reporter(progress, total)))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with ExitStack() as written:
+            size = write_shard(written, outputs, piece.get("metadata"), path, overwrite=True, digest=digest)
+    return size, digest.hexdigest()
+
+
+def finalize(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> ConvertReport:
+    """Completes the folder of a conversion whose pieces are all done: its config, other files, and last its index.
+
+    Args:
+        plan: made by `plan_convert`; or a dict of the same content.
+        results: what `run_piece` has returned for each piece, in any order; duplicates do no harm.
+
+    Returns:
+        What was written; ``seconds`` is the time of all pieces together.
+
+    Raises:
+        ValueError: a piece has no result.
+        FormatError: a shard is not there, or not as its piece has left it; or these are not a plan and its results.
+        UnsupportedError: another version of safeload has made the plan.
+        OSError: a file cannot be written.
+
+    Example:
+        >>> import safeload
+        >>> plan = safeload.plan_convert("tiny-llama", "half", dtype="float16", max_shard_size="64KB")
+        >>> safeload.finalize(plan, map(safeload.run_piece, plan.pieces)).tensors
+        30
+    """
+    plan = Plan(plan)
+    check_version(plan)
+    done = {field(one, "file", str): one for one in results if one.get("plan") == plan.id}
+    left = [piece["file"] for piece in plan.pieces if piece["file"] not in done]
+    if left:
+        raise ValueError(f"{plural(len(left), 'piece')} of {len(plan.pieces):,} without a result: {show(left[0])}")
+    folder = field(plan, "folder", str)
+    places = {piece["file"]: field(piece, "folder", str) for piece in plan.pieces}
+    files, total = _stored(places, folder, done)
+    for file, place in places.items():
+        _move(place, folder, file)
+    extras = {bare_name(name): path for name, path in field(plan, "extras", dict).items()}
+    with ExitStack() as stack:
+        write_beside(stack, Beside(files, total, _config_of(plan), extras), folder, overwrite=True)
+    for path in leftovers(folder, [*places, *(file + journal.SUFFIX for file in places)]):
+        with suppress(OSError):  # another process has removed it, or Windows has it open
+            os.unlink(path)
+    shards = [os.path.join(folder, file) for file in places]
+    size = sum(done[file]["size"] for file in places)
+    seconds = sum(done[file].get("seconds", 0.0) for file in places)
+    return ConvertReport(folder, "safetensors", shards, plan["tensors"], size, seconds, _summary(plan, total))
+
+
+def _stored(
+    places: Mapping[str, str], folder: str, done: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, str], int]:
+    """The file of each tensor, and the bytes of all, read off the headers of the shards.
+
+    Raises:
+        FormatError: a shard is not there, or not as its piece has left it.
+    """
+    for place in {*places.values(), folder}:
+        with suppress(OSError):
+            os.listdir(place)  # on NFS: what this machine remembers of the folder may be seconds old
+    files: dict[str, str] = {}
+    total = 0
+    for file, place in places.items():
+        path = os.path.join(place, file)
+        if not os.path.exists(path):
+            path = os.path.join(folder, file)  # `finalize` was interrupted
+        try:
+            shard = open_file(path, brief=True)
+        except FileNotFoundError:
+            raise FormatError("the shard is gone: run its piece again", path) from None
+        try:
+            if shard.size != done[file].get("size"):
+                raise FormatError(f"the shard has {shard.size:,} bytes, its piece wrote {done[file].get('size')}", path)
+            files.update(dict.fromkeys(shard.table.names, file))
+            total += sum(shard.table.sizes())
+        finally:
+            shard.close()
+    return files, total
+
+
+def _move(place: str, folder: str, file: str) -> None:
+    """Moves a shard and its record from where the pieces wrote to the destination."""
+    if place == folder:
+        return
+    for name in (file, file + journal.SUFFIX):
+        with suppress(FileNotFoundError):  # moved before `finalize` was interrupted
+            os.replace(os.path.join(place, name), os.path.join(folder, name))
+    with suppress(OSError):  # not empty yet
+        os.rmdir(place)
+
+
+def _config_of(plan: Plan) -> dict[str, Any] | None:
+    if plan.get("config") is None:
+        return None
+    said = field(plan, "config", dict)
+    config = said["content"] if "content" in said else read_config(said.get("source"))
+    target = None if said.get("dtype") is None else dtypes.BY_CODE[field(said, "dtype", str)]
+    return config_with(config, target, restored=bool(said.get("restored")))
+
+
+def _summary(plan: Plan, total: int) -> Summary | None:
+    if plan.get("quantized") is None:
+        return None
+    said = field(plan, "quantized", dict)
+    decisions = {name: one for piece in plan.pieces for name, one in decisions_of(piece).items()}
+    quantized = {name: one.scheme for name, one in decisions.items() if one.scheme is not None}
+    kept = {name: one.kept for name, one in decisions.items() if one.kept is not None}
+    return Summary(field(said, "before", int), total, quantized, {**kept, **field(said, "kept", dict)})

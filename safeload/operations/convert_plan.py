@@ -1,0 +1,213 @@
+"""Plans of conversions to a folder of shards: each shard is a piece."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from .._version import __version__
+from ..base.paths import PathLike, absolute
+from ..base.text import show
+from ..formats.folder import CONFIG, INDEX
+from ..formats.metadata import as_texts
+from . import journal
+from .catalog import Given
+from .decisions import runs_of
+from .plan import Plan, Sources, piece_of, source_of
+from .preparing import ConvertOptions, Prepared, Wanted, check_free, prepare, wanted_of
+from .shards import divide, weight_map
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+KEY, VERSION = "safeload_plan", 1
+
+# Options with more text than this are in records as a digest: each shard has one.
+_LONG = 200
+_ID_DIGITS = 32
+
+
+def plan_convert(
+    src: Given | Sequence[Given],
+    dst: PathLike,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    **options: Unpack[ConvertOptions],
+) -> Plan:
+    """Plans a conversion to a folder of shards, for an engine that runs its pieces on several machines.
+
+    Only the headers of the sources are read, and nothing is written. `run_piece` does one of ``plan.pieces``, on any
+    machine that has the same files under the same paths; `finalize` completes the folder with what all of them have
+    returned. ``convert(executor=...)`` does all of this where the engine has an executor.
+
+    A plan is as trusted as code: who can write one can have files read and shards written.
+
+    Args:
+        src: the path of a checkpoint, or a `Checkpoint` that `open` has made; or a list of these, whose tensors are
+            merged.
+        dst: the folder. It must be on a file system that all machines share.
+        overwrite: whether to replace what the folder has. Until `finalize` the shards of an existing checkpoint stay as
+            they are: the new ones are written into a folder beside them.
+        resume: whether to go on with a conversion that was interrupted: shards that are whole stay, by the records
+            beside them.
+        options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, rename, metadata,
+            max_shard_size (needed) and extras.
+
+    Returns:
+        The plan: less than 100 KB for 1,000 tensors.
+
+    Raises:
+        FileExistsError: ``dst`` exists, and neither ``overwrite`` nor ``resume`` says what to do with it.
+        ValueError: tensors in memory, no ``max_shard_size``, or ``resume`` of a conversion with other options.
+        SafeloadError, OSError: see `convert`.
+
+    Example:
+        >>> import safeload
+        >>> plan = safeload.plan_convert("tiny-llama", "half", dtype="float16", max_shard_size="64KB")
+        >>> results = [safeload.run_piece(piece) for piece in plan.pieces]
+        >>> safeload.finalize(plan, results).tensors
+        30
+    """
+    options = _repeatable(options)
+    wanted = wanted_of(dst, options)
+    if wanted.limit is None:
+        raise ValueError("a single file is written by one process: max_shard_size= makes a folder of shards")
+    with ExitStack() as stack:
+        return _plan(prepare(stack, src, wanted), wanted, overwrite=overwrite, resume=resume)
+
+
+def _repeatable(options: ConvertOptions) -> ConvertOptions:
+    """The options, with lists in place of iterators."""
+    found: Any = {key: list(value) if isinstance(value, Iterator) else value for key, value in options.items()}
+    return found  # type: ignore[no-any-return]
+
+
+def _plan(prepared: Prepared, wanted: Wanted, *, overwrite: bool, resume: bool) -> Plan:
+    assert wanted.limit is not None
+    sources = Sources(prepared.catalog, "a plan")
+    options = _options(wanted)
+    shards = divide(prepared.outputs, wanted.limit)
+    weight_map(shards)  # refuses two tensors of one name
+    before = dict(zip(prepared.outputs, prepared.decisions.items(), strict=True))
+    common = {"metadata": as_texts(prepared.metadata) or None, "rename": _pairs(wanted.options.get("rename"))}
+    pieces = []
+    for file, shard in shards.items():
+        decisions = dict(before[name] for name in shard)
+        read = sources.of(name for one in decisions.values() for name in one.sources)
+        nbytes = sum(output.nbytes for output in shard.values())
+        pieces.append(piece_of("convert", read, file=file, nbytes=nbytes, tensors=runs_of(decisions), **common))
+    plan = Plan({KEY: VERSION, "operation": "convert", "version": __version__, "options": options, "pieces": pieces})
+    text = json.dumps(plan, sort_keys=True, default=str)
+    plan["id"] = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
+    plan["folder"] = absolute(wanted.path)
+    place = _place(plan, wanted.path, overwrite=overwrite, resume=resume)
+    for piece in pieces:
+        piece.update(plan=plan["id"], folder=place, options=options)
+    plan["tensors"] = prepared.tensors
+    plan["config"] = _config(prepared, wanted)
+    plan["extras"] = {name: absolute(path) for name, path in prepared.extras.items()}
+    summary = prepared.work.summary(prepared.nbytes)
+    if summary is not None:
+        told = {name for name, one in prepared.decisions.items() if one.kept is not None}
+        plan["quantized"] = {
+            "before": summary.bytes_before,
+            "kept": {name: why for name, why in summary.kept.items() if name not in told},
+        }
+    return plan
+
+
+def _options(wanted: Wanted) -> dict[str, Any]:
+    """The options that make one plan differ from another, as plain data."""
+    plain: dict[str, Any] = {**wanted.options, "max_shard_size": wanted.limit}
+    plain["dtype"] = None if wanted.target is None else wanted.target.name
+    plain["rename"] = _pairs(plain.get("rename"))
+    plain["layout"] = None if plain.get("layout") is None else plain["layout"].to_json()
+    if callable(plain.get("keep")):
+        plain["keep"] = "a function"
+    found = {}
+    for key, value in plain.items():
+        if value is None or (key == "extras" and value):
+            continue
+        value = list(value) if isinstance(value, (tuple, set, frozenset)) else value
+        text = json.dumps(value, sort_keys=True, default=str)
+        if len(text) > _LONG:
+            value = f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]})"
+        found[key] = json.loads(json.dumps(value, default=str))
+    return found
+
+
+def _pairs(rename: Any) -> list[list[str]] | None:
+    """The pairs of ``rename``, as plain data.
+
+    Raises:
+        ValueError: a function, or an expression with flags, which are not text.
+    """
+    if rename is None:
+        return None
+    given = list(rename.items()) if isinstance(rename, Mapping) else list(rename)
+    if len(given) == 2 and isinstance(given[0], (str, re.Pattern)):
+        given = [tuple(given)]
+    pairs = []
+    for pattern, replacement in given:
+        if isinstance(pattern, re.Pattern):
+            if pattern.flags & ~re.UNICODE:
+                raise ValueError(f"rename: a plan is text: write the flags of {show(pattern.pattern)} as (?i)...")
+            pattern = pattern.pattern
+        if not isinstance(replacement, str):
+            raise ValueError("rename: a plan is text, and cannot hold a function")
+        pairs.append([pattern, replacement])
+    return pairs
+
+
+def _config(prepared: Prepared, wanted: Wanted) -> dict[str, Any] | None:
+    """Where the configuration comes from, and what `finalize` changes in it."""
+    config = prepared.catalog.config
+    if config is None:
+        return None
+    change = {"dtype": None if wanted.target is None else wanted.target.code, "restored": prepared.work.restored}
+    folder = next((one.folder for one in prepared.catalog.checkpoints if one.config is config), None)
+    if folder is None:
+        return {"content": config, **change}
+    return {"source": source_of(os.path.join(folder, CONFIG)), **change}
+
+
+# ---- the destination ----
+
+
+def _place(plan: Plan, path: str, *, overwrite: bool, resume: bool) -> str:
+    """The folder that the pieces write into: the destination, or a folder inside it while that has other content.
+
+    Raises:
+        FileExistsError, ValueError: see `plan_convert`.
+    """
+    folder = plan["folder"]
+    if not os.path.isdir(folder) or not os.listdir(folder):
+        check_free(path, True, overwrite)
+        return str(folder)
+    records = journal.recorded(folder)
+    ours = bool(records) and all(record["plan"] == plan.id for record in records.values())
+    if ours and (resume or overwrite):
+        return str(folder)
+    files = {INDEX, *(piece["file"] for piece in plan.pieces)}
+    if overwrite:
+        return os.path.join(folder, f".safeload-{plan.id}") if files & set(os.listdir(folder)) else str(folder)
+    if resume:
+        for file, record in records.items():
+            if record["plan"] != plan.id:
+                differs = journal.difference(record, plan)
+                raise ValueError(f"resume: {show(os.path.join(path, file))} was written {differs}: pass overwrite=True")
+        if INDEX not in os.listdir(folder):
+            return str(folder)
+        raise FileExistsError(errno.EEXIST, "The folder is complete, with no record of how: pass overwrite=True", path)
+    if ours:
+        raise FileExistsError(errno.EEXIST, "The conversion has begun: resume=True goes on, overwrite=True", path)
+    check_free(path, True, overwrite)
+    return str(folder)

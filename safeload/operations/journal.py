@@ -1,0 +1,81 @@
+"""Records that a shard is whole, in a file beside it: what a conversion that is resumed need not do again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..base.text import show
+from ..engine.atomic_file import write_text
+from ..errors import FormatError
+from ..stores.json_file import read_json
+
+SUFFIX = ".done.json"
+KEY, VERSION = "safeload_done", 1
+
+_BUFFER = 4 << 20
+
+
+def write(path: str, piece: Mapping[str, Any], size: int, digest: str) -> None:
+    """Records that a file is whole.
+
+    Args:
+        path: of the file.
+        piece: the piece of the plan that has made it.
+        size: bytes.
+        digest: SHA-256 in hexadecimal digits.
+    """
+    kept = {key: piece.get(key) for key in ("plan", "version", "options")}
+    text = json.dumps({KEY: VERSION, **kept, "size": size, "sha256": digest}, indent=1)
+    write_text(path + SUFFIX, text + "\n")
+
+
+def read(path: str) -> dict[str, Any] | None:
+    """What is recorded of a file; None if nothing is, or nothing legible."""
+    try:
+        found = read_json(path + SUFFIX, "the record of a shard")
+    except (FormatError, OSError):
+        return None
+    return found if found.get(KEY) == VERSION and isinstance(found.get("plan"), str) else None
+
+
+def is_whole(path: str, piece: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What is recorded of a file if this piece has made it, and its bytes are still the same; else None."""
+    found = read(path)
+    if found is None or found["plan"] != piece.get("plan"):
+        return None
+    try:
+        same = os.path.getsize(path) == found.get("size") and _digest_of(path) == found.get("sha256")
+    except OSError:
+        return None
+    return found if same else None
+
+
+def _digest_of(path: str) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def recorded(folder: str) -> dict[str, dict[str, Any]]:
+    """The records in a folder, by the name of the file."""
+    names = (name.removesuffix(SUFFIX) for name in sorted(os.listdir(folder)) if name.endswith(SUFFIX))
+    found = {name: read(os.path.join(folder, name)) for name in names}
+    return {name: record for name, record in found.items() if record is not None}
+
+
+def difference(record: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """Says in what the plan of a record differs from another plan: the version, an option, or the sources."""
+    if record.get("version") != plan.get("version"):
+        return f"with safeload {record.get('version')}, and this is {plan.get('version')}"
+    before, now = record.get("options"), plan.get("options")
+    before, now = (one if isinstance(one, dict) else {} for one in (before, now))
+    for key in (*now, *before):
+        if before.get(key) != now.get(key):
+            return f"with {key}={show(before.get(key))}, and this is {key}={show(now.get(key))}"
+    return "from other sources, or they have changed since"

@@ -1,0 +1,49 @@
+"""`run_piece`: does a piece of any operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..base.text import show
+from ..engine.threads import check_threads
+from ..errors import FormatError
+from . import convert_folder
+from .plan import field
+
+# By the name of the operation.
+_FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None], dict[str, Any]]] = {"convert": convert_folder.run}
+
+
+def run_piece(piece: Mapping[str, Any], *, threads: int | None = None) -> dict[str, Any]:
+    """Does one piece of a plan: reads what it names, and writes its shard under a temporary name that it then renames.
+
+    A piece may be done more than once, also by two processes at a time: it writes the same bytes each time, and a shard
+    that is whole is not written again.
+
+    A piece is as trusted as code: it reads the files that it names, and writes into the folder that it names.
+
+    Args:
+        piece: one of ``plan.pieces``.
+        threads: for reading and converting; None: chosen automatically.
+
+    Returns:
+        The result for `finalize`, plain data: the name of the shard, its size and its SHA-256.
+
+    Raises:
+        UnsupportedError: another version of safeload has made the plan.
+        FormatError: a source has changed since the plan was made, or is gone; or this is not a piece.
+        SafeloadError, OSError: see `convert`.
+
+    Example:
+        >>> import safeload
+        >>> plan = safeload.plan_convert("tiny-llama", "half", dtype="float16", max_shard_size="64KB")
+        >>> safeload.run_piece(plan.pieces[0])["file"]
+        'model-00001-of-00005.safetensors'
+    """
+    check_threads(threads)
+    operation = field(piece, "operation", str)
+    function = _FUNCTIONS.get(operation)
+    if function is None:
+        raise FormatError(f"a piece of a plan has an operation, {', '.join(_FUNCTIONS)}; found {show(operation)}")
+    return function(piece, threads)

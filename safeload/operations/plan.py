@@ -1,0 +1,289 @@
+"""Plans: an operation over checkpoints as pieces, each of which any process with the same files can do.
+
+Plans and pieces are plain data, as JSON has it: no code, no tensors. A piece names its tensors, and the files that hold
+them, each with the size and the time of the last change that it had when the plan was made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from .._version import __version__
+from ..base import dtypes
+from ..base.paths import absolute
+from ..base.text import plural, show
+from ..checkpoint import Checkpoint
+from ..engine.weight_file import WeightFile
+from ..errors import FormatError, MissingShardError, UnsupportedError
+from ..formats.folder import CONFIG
+from ..formats.opening import Recipe, find_some
+from ..stores.local import check_unchanged, identity_of
+from .catalog import Catalog
+
+_T = TypeVar("_T")
+
+# The bytes of tensors that a piece reads: enough to make what an engine adds (about 1 ms for Dask) count for nothing,
+# little enough to keep all workers busy to the end.
+_LEAST, _MOST = 16 << 20, 1 << 30
+# So many pieces, if that leaves each of them between those sizes.
+_PIECES = 64
+
+# What `os.fspath` of a piece's file may not have: a piece writes only into the folder of its plan.
+_NOT_BARE = frozenset("/\\:\0")
+
+
+class Plan(dict[str, Any]):
+    """A conversion as pieces: made by `plan_convert`, completed by `finalize`. A dict of plain data, as JSON has it.
+
+    ``json.dumps`` and pickle take it; ``Plan(json.loads(text))`` is the same plan again.
+
+    Example:
+        >>> import json, safeload
+        >>> plan = safeload.plan_convert("tiny-llama", "half", dtype="float16", max_shard_size="64KB")
+        >>> again = safeload.Plan(json.loads(json.dumps(plan)))
+        >>> again == plan, again.pieces[0]["file"]
+        (True, 'model-00001-of-00005.safetensors')
+    """
+
+    @property
+    def pieces(self) -> list[dict[str, Any]]:
+        """The pieces, each an argument of `run_piece`. They may be done in any order, anywhere, and more than once."""
+        found: list[dict[str, Any]] = field(self, "pieces", list)
+        return found
+
+    @property
+    def id(self) -> str:
+        """Differs where options, sources, or safeload's version differ."""
+        found: str = field(self, "id", str)
+        return found
+
+    def __repr__(self) -> str:
+        what = f"{self.get('operation')}, {plural(len(self.get('pieces', ())), 'piece')}"
+        return f"<Plan {show(self.get('folder'))}: {what}>"
+
+
+def field(piece: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
+    """A field of a plan or of one of its pieces.
+
+    Raises:
+        FormatError: it is missing, or of another type.
+    """
+    value = piece.get(key) if isinstance(piece, Mapping) else None
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise FormatError(f"a piece of a plan has {show(key)}, {_KINDS[kind]}; found {show(value)}")
+    return value
+
+
+_KINDS: Mapping[type, str] = {str: "text", int: "an integer", list: "a list", dict: "an object"}
+
+
+def texts(piece: Mapping[str, Any], key: str) -> list[str]:
+    """A field that is a list of text; see `field`."""
+    found = field(piece, key, list)
+    for item in found:
+        if not isinstance(item, str):
+            raise FormatError(f"a piece of a plan has {show(key)}, a list of text; found {show(item)} in it")
+    return found
+
+
+def bare_name(name: str) -> str:
+    """The bare name of a file.
+
+    Raises:
+        FormatError: it leads elsewhere.
+    """
+    if not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
+        raise FormatError(f"a piece of a plan writes files with bare names; found {show(name)}")
+    return name
+
+
+def check_version(piece: Mapping[str, Any]) -> None:
+    """Refuses a plan, or a piece of it, that another version has made.
+
+    Raises:
+        UnsupportedError: of another version.
+        FormatError: it is neither.
+    """
+    made = field(piece, "version", str)
+    if made != __version__:
+        raise UnsupportedError(
+            f"safeload {made} made the plan, and this is safeload {__version__}: every worker needs the same version"
+        )
+
+
+def piece_of(operation: str, sources: Sequence[Mapping[str, Any]], **content: Any) -> dict[str, Any]:
+    """A piece of an operation; fields that are None are left out."""
+    given = {key: value for key, value in content.items() if value is not None}
+    return {"operation": operation, "version": __version__, **given, "sources": list(sources)}
+
+
+# ---- sources ----
+
+
+class Sources:
+    """The files of a catalog, for pieces that read some of its tensors.
+
+    Args:
+        catalog: the tensors, of open checkpoints.
+        what: the argument that needs files, for messages.
+
+    Raises:
+        ValueError: tensors in memory, or a checkpoint that was not opened by `safeload.open`.
+    """
+
+    def __init__(self, catalog: Catalog, what: str) -> None:
+        if catalog.in_memory:
+            raise ValueError(f"{what} needs paths: the tensors of a dict are in this process only")
+        self._catalog = catalog
+        self._owners = {file: one for one in catalog.checkpoints for file in one.weight_files}
+        self._recipes = {id(one): one.recipe() for one in catalog.checkpoints}
+        self._unlisted: dict[WeightFile, list[str]] = {}
+        for one in catalog.checkpoints:
+            if one.index is not None:  # which may leave out tensors of its shards
+                self._unlisted.update(_unlisted(one))
+
+    def files_of(self, name: str) -> list[WeightFile]:
+        """The files that hold a tensor; the first one holds its values or codes."""
+        if name not in self._catalog:
+            return [self._catalog.ignored[name].file]
+        place = self._catalog.place(name)
+        assert place.file is not None
+        packed = place.file.table.packed(place.number)
+        parts = () if packed is None else packed.parts.values()
+        return list(dict.fromkeys((place.file, *(part.file for part in parts))))
+
+    def of(self, names: Iterable[str]) -> list[dict[str, Any]]:
+        """What `opened` needs to open the files of these tensors.
+
+        Returns:
+            For each checkpoint {"files": [[path, bytes, mtime in ns, index of the first of the names], ...]}, and what
+            else it takes to open them as the checkpoint was opened.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        seen: set[str] = set()
+        for k, name in enumerate(names):
+            for file in self.files_of(name):
+                if file.place in seen:
+                    continue
+                seen.add(file.place)
+                owner = self._owners[file]
+                source = found.setdefault(id(owner), {"files": []})
+                source["files"].append([file.place, *file.identity[:2], k])
+                if file in self._unlisted:
+                    source.setdefault("unlisted", {})[file.place] = self._unlisted[file]
+                if dtypes.may_hold_codes(file.table.numbers) and "config" not in source:
+                    source.update(_config_of(owner))
+        for key, source in found.items():
+            recipe = self._recipes[key]
+            source.update((k, v) for k, v in recipe._asdict().items() if k in _OPTIONS and v not in _OPTIONS[k])
+        return list(found.values())
+
+
+# Options of `safeload.open` that a piece has, and their values by default.
+_OPTIONS = {"format": (None,), "root": (None,), "unknown_globals": ("refuse",), "stored": (False,)}
+
+
+def _unlisted(opened: Checkpoint) -> dict[WeightFile, list[str]]:
+    """Names of tensors that are in a file, and that the index leaves out or finds in another one."""
+    listed = {(file, k) for _, file, k in opened.entries()}
+    found = {
+        file: [name for k, name in enumerate(file.table.names) if (file, k) not in listed]
+        for file in opened.weight_files
+    }
+    return {file: names for file, names in found.items() if names}
+
+
+def _config_of(opened: Checkpoint) -> dict[str, Any]:
+    """The configuration that packed tensors need; nothing for files without one of their folder."""
+    if opened.config is None or opened.folder is None:
+        return {}
+    return {"config": source_of(os.path.join(opened.folder, CONFIG))}
+
+
+def source_of(path: str) -> list[Any]:
+    """A small file that is read when it is needed: path, bytes, mtime in ns."""
+    return [absolute(path), *identity_of(os.stat(path))[:2]]
+
+
+@contextmanager
+def opened(sources: Any, names: Sequence[str]) -> Iterator[Catalog]:
+    """Opens the files of a piece, and closes them again. They are read through descriptors, never through a mapping.
+
+    Args:
+        sources: what `Sources.of` has returned.
+        names: the tensors of the piece.
+
+    Raises:
+        FormatError: a file has changed since the plan was made, or is gone; or these are not sources.
+        SafeloadError, OSError: see `safeload.open`.
+    """
+    with ExitStack() as stack:
+        checkpoints = [stack.enter_context(Checkpoint(_find(source, names))) for source in sources]
+        catalog = Catalog.of(checkpoints)
+        catalog.mapped = False
+        yield catalog
+
+
+def _find(source: Any, names: Sequence[str]) -> Any:
+    files = field(source, "files", list)
+    seen = []
+    for file in files:
+        path, identity, first = _identified(file)
+        if not os.path.exists(path):
+            name = names[first] if first < len(names) else ""
+            more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
+            raise MissingShardError(f"the file of tensor {show(name)}{more} is gone", path, tensor=name)
+        seen.append((path, identity))
+    options = {key: source.get(key, usual[0]) for key, usual in _OPTIONS.items()}
+    recipe = Recipe(tuple(path for path, _ in seen), True, **options)
+    return find_some(tuple(seen), read_config(source.get("config")), recipe, source.get("unlisted", {}))
+
+
+def _identified(file: Any) -> tuple[str, tuple[int, ...], int]:
+    path, *numbers = file if isinstance(file, (list, tuple)) else [None]
+    if not isinstance(path, str) or len(numbers) < 2 or not all(type(number) is int for number in numbers):
+        raise FormatError(f"a source of a piece is [path, bytes, mtime in ns, ...], found {show(file)}")
+    return path, tuple(numbers[:2]), max(0, sum(numbers[2:3]))
+
+
+def read_config(file: Any) -> dict[str, Any] | None:
+    """The configuration in a file, given by `source_of`; None for None.
+
+    Raises:
+        FormatError: the file has changed, or does not hold one.
+        OSError: the file cannot be read.
+    """
+    if file is None:
+        return None
+    from ..stores.json_file import read_json
+
+    path, identity, _ = _identified(file)
+    check_unchanged(path, identity)
+    return read_json(path, CONFIG)
+
+
+# ---- groups ----
+
+
+def groups(names: Iterable[str], sources: Sources, sizes: Mapping[str, int]) -> list[list[str]]:
+    """Divides tensors into pieces of about the same number of bytes, none of which reads from two files if it can.
+
+    Args:
+        names: the tensors.
+        sources: the files that hold them.
+        sizes: bytes of each tensor.
+    """
+    most = max(_LEAST, min(_MOST, sum(sizes.values()) // _PIECES))
+    found: list[list[str]] = []
+    size, last = 0, None
+    for name in names:
+        file = sources.files_of(name)[0]
+        if not found or file is not last or size + sizes[name] > most:
+            found.append([])
+            size, last = 0, file
+        found[-1].append(name)
+        size += sizes[name]
+    return found

@@ -1,0 +1,208 @@
+"""What a conversion begins with: its arguments, checked, and what becomes of each tensor."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypedDict
+
+from ..base import dtypes
+from ..base.arrays import check_mapping
+from ..base.paths import PathLike, native_path
+from ..base.selecting import Patterns, Renames, check_matches, renamed
+from ..base.text import parse_size, show
+from ..engine.lazy import LazyPacked
+from ..engine.load import parse_target
+from ..errors import UnsupportedError
+from ..formats.metadata import as_texts
+from ..formats.registry import BY_NAME, SAFETENSORS, SUFFIXES
+from ..models.layout import Layout
+from ..packed.config import is_kept_by
+from .catalog import Catalog, Given, has_names
+from .conversion import Conversion, Some
+from .decisions import Decision
+from .making import Maker
+from .quantize_checkpoint import Keep, Rules, Scheme
+from .shards import Output, extras_of
+
+
+class ConvertOptions(TypedDict, total=False):
+    """Options of `safeload.plan_convert`: those of `safeload.convert` that say what the result is."""
+
+    dtype: Any
+    quantize: Scheme | None
+    layout: Layout | None
+    names: Iterable[str] | None
+    only: Patterns
+    drop: Patterns
+    keep: Keep
+    rename: Renames
+    metadata: Mapping[str, Any] | None
+    max_shard_size: int | str | None
+    extras: bool
+
+
+class Wanted(NamedTuple):
+    """The checked options of a conversion.
+
+    Attributes:
+        path: of the destination.
+        format: of the result.
+        limit: most bytes of a shard; None for a single file.
+        target: dtype for floating tensors; None to leave it.
+        options: as given.
+    """
+
+    path: str
+    format: str
+    limit: int | None
+    target: dtypes.Dtype | None
+    options: ConvertOptions
+
+
+def wanted_of(dst: PathLike, options: ConvertOptions) -> Wanted:
+    """Checks the options that need no source.
+
+    Raises:
+        TypeError, ValueError: wrong arguments.
+    """
+    target = parse_target(options.get("dtype"))
+    if options.get("keep") is not None and options.get("quantize") is None:
+        raise ValueError("keep= says what quantize= leaves unquantized: pass quantize= too")
+    path, most = native_path(dst)[0], options.get("max_shard_size")
+    format = _format_of(path, most)
+    limit = None if most is None else parse_size(most, "max_shard_size")
+    return Wanted(path, format, limit, target, options)
+
+
+class Prepared(NamedTuple):
+    """A conversion whose every tensor is decided, and named; nothing is read yet.
+
+    Attributes:
+        catalog: the sources.
+        work: has decided.
+        decisions: what becomes of each tensor of the result, by its name before ``rename``.
+        outputs: the tensors by name.
+        metadata: of the result.
+        extras: other files to copy into a folder: name to path.
+    """
+
+    catalog: Catalog
+    work: Conversion
+    decisions: dict[str, Decision]
+    outputs: dict[str, Output]
+    metadata: Mapping[Any, Any]
+    extras: dict[str, str]
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors of the result."""
+        return sum(name not in self.catalog.ignored for name in self.decisions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the result."""
+        return sum(output.nbytes for output in self.outputs.values())
+
+
+def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, threads: int | None = None) -> Prepared:
+    """Opens the sources, and decides.
+
+    Args:
+        stack: closes the sources.
+        src: see `convert`.
+        wanted: the checked options.
+        threads: for reading and converting; None: chosen automatically.
+
+    Raises:
+        SafeloadError, ValueError, OSError: see `convert`.
+    """
+    options, format = wanted.options, wanted.format
+    quantize, keep, layout = options.get("quantize"), options.get("keep"), options.get("layout")
+    rules = None if quantize is None else Rules(quantize, keep)
+    catalog = stack.enter_context(_catalog_of(src))
+    some = Some(options.get("names"), options.get("only"), options.get("drop"))
+    work = Conversion(catalog, some, wanted.target, rules, format)
+    if not callable(keep):
+        check_matches("keep", keep, work.names)
+    decisions = work.of_layout(layout) if layout is not None else work.of_tensors()
+    outputs = Maker(catalog, decisions, format, threads).outputs()
+    names = renamed(outputs, options.get("rename"))
+    for name, output in outputs.items():
+        _check_rename(name, names[name], output)
+    outputs = {names[name]: output for name, output in outputs.items()}
+    metadata = _merged(catalog.metadata, options.get("metadata"), format)
+    copied = options.get("extras", True) and wanted.limit is not None and catalog.folder is not None
+    extras = extras_of(catalog.folder) if copied and catalog.folder is not None else {}
+    return Prepared(catalog, work, decisions, outputs, metadata, extras)
+
+
+def _format_of(path: str, max_shard_size: int | str | None) -> str:
+    suffix = os.path.splitext(path)[1].lower()
+    if max_shard_size is not None:
+        if suffix in SUFFIXES:
+            raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
+        return SAFETENSORS
+    if suffix not in SUFFIXES:
+        known = ", ".join(SUFFIXES)
+        raise ValueError(f"{show(path)}: the suffix must be one of {known}; a folder needs max_shard_size")
+    return SUFFIXES[suffix]
+
+
+def check_free(path: str, folder: bool, overwrite: bool) -> None:
+    """Refuses an existing destination before anything is read."""
+    if not overwrite and os.path.lexists(path) and not (folder and os.path.isdir(path) and not os.listdir(path)):
+        raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
+
+
+def _catalog_of(src: Given | Sequence[Given]) -> Catalog:
+    if has_names(src):
+        return Catalog.of(src)
+    given: list[Given] = list(src)  # type: ignore[arg-type]
+    if not given:
+        raise ValueError("there is nothing to convert: no source")
+    return Catalog.of(given)
+
+
+def _check_rename(name: str, new: str, output: Output) -> None:
+    """Refuses a new name of a packed tensor under which its configuration would describe it in another way.
+
+    Raises:
+        UnsupportedError: the configuration has an entry for its module.
+    """
+    if new == name or not isinstance(output, LazyPacked):
+        return
+    module, renamed_module = name.removesuffix(".weight"), new.removesuffix(".weight")
+    if not is_kept_by(output.packing.config, module, renamed_module):
+        raise UnsupportedError(
+            f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
+            f"{show(module)}: pass dtype= to dequantize it",
+            tensor=name,
+        )
+
+
+def _merged(own: Mapping[Any, Any], given: Mapping[str, Any] | None, format: str) -> Mapping[Any, Any]:
+    """The metadata of the result: that of the sources, with what the caller adds, replaces and removes.
+
+    Raises:
+        TypeError: it is not a mapping of text.
+        ValueError: the format has no metadata to add to.
+    """
+    if not given:
+        return own
+    check_mapping(given, "metadata", "text to text")
+    merged = dict(own)
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise TypeError(f"metadata: a key is text, found {show(key)}")
+        if value is None:
+            merged.pop(key, None)
+        elif not BY_NAME[format].metadata:
+            raise ValueError(f"{format} files have no metadata, but metadata= has {show(key)}")
+        elif not as_texts({key: value}):
+            raise TypeError(f"metadata: {show(key)} is of type {type(value).__name__}, which {format} does not hold")
+        else:
+            merged[key] = value
+    return merged
