@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from ..base import dtypes
 from ..base.selecting import renamed
 from ..base.text import plural, show
 from ..engine.atomic_file import leftovers
+from ..engine.digest import Digest
 from ..engine.progress import Progress, reporter
 from ..errors import FormatError
 from ..formats.safetensors.file import open_file
 from . import journal
 from .convert_report import ConvertReport
-from .decisions import decisions_of
+from .decisions import decisions_of, row_of
 from .making import Maker
 from .outputs import reporting
 from .plan import Plan, bare_name, check_version, field, opened, read_config
@@ -53,12 +52,11 @@ def run(piece: Mapping[str, Any], threads: int | None = None, progress: Progress
 def _write(piece: Mapping[str, Any], path: str, threads: int | None, progress: Progress) -> tuple[int, str]:
     decisions = decisions_of(piece)
     names = [name for one in decisions.values() for name in one.sources]
-    digest = hashlib.sha256()
-    with ExitStack() as stack:
+    with ExitStack() as stack, Digest() as digest:
         catalog = stack.enter_context(opened(field(piece, "sources", list), names))
         catalog.check(name for name in names if name not in catalog.ignored)
         outputs = Maker(catalog, decisions, "safetensors", threads).outputs()
-        new = renamed(outputs, piece.get("rename"))
+        new = renamed(outputs, _pairs(piece))
         outputs = {new[name]: output for name, output in outputs.items()}
         total = sum(output.nbytes for output in outputs.values())
         if total != piece["nbytes"]:
@@ -69,8 +67,25 @@ def _write(piece: Mapping[str, Any], path: str, threads: int | None, progress: P
             outputs = reporting(outputs, stack.enter_context(reporter(progress, total)))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with ExitStack() as written:
-            size = write_shard(written, outputs, piece.get("metadata"), path, overwrite=True, digest=digest)
-    return size, digest.hexdigest()
+            size = write_shard(written, outputs, _metadata(piece), path, overwrite=True, digest=digest)
+        return size, digest.hexdigest()
+
+
+def _pairs(piece: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The pairs of ``rename``."""
+    given = field(piece, "rename", list) if "rename" in piece else []
+    for pair in given:
+        if not isinstance(pair, (list, tuple)) or [type(text) for text in pair] != [str, str]:
+            raise FormatError(f"a piece of a plan renames by pairs of text, found {show(pair)}")
+    return [tuple(pair) for pair in given]
+
+
+def _metadata(piece: Mapping[str, Any]) -> dict[str, str] | None:
+    """The metadata of a shard."""
+    if "metadata" not in piece:
+        return None
+    found = field(piece, "metadata", dict)
+    return {key: field(found, key, str) for key in found}
 
 
 def finalize(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> ConvertReport:
@@ -97,30 +112,30 @@ def finalize(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> C
     """
     plan = Plan(plan)
     check_version(plan)
-    done = {field(one, "file", str): one for one in results if one.get("plan") == plan.id}
-    left = [piece["file"] for piece in plan.pieces if piece["file"] not in done]
+    places = {field(piece, "file", str): field(piece, "folder", str) for piece in plan.pieces}
+    done = {field(one, "file", str): one for one in results if isinstance(one, Mapping) and one.get("plan") == plan.id}
+    left = [file for file in places if file not in done]
     if left:
-        raise ValueError(f"{plural(len(left), 'piece')} of {len(plan.pieces):,} without a result: {show(left[0])}")
-    folder = field(plan, "folder", str)
-    places = {piece["file"]: field(piece, "folder", str) for piece in plan.pieces}
-    files, total = _stored(places, folder, done)
+        raise ValueError(f"{plural(len(left), 'piece')} of {len(places):,} without a result: {show(left[0])}")
+    sizes = {file: field(done[file], "size", int) for file in places}
+    seconds = sum(field(done[file], "seconds", float) for file in places)
+    folder, tensors = field(plan, "folder", str), field(plan, "tensors", int)
+    config, extras = _config_of(plan), field(plan, "extras", dict)
+    extras = {bare_name(name): field(extras, name, str) for name in extras}
+    files, total = _stored(places, folder, sizes)
+    summary = _summary(plan, total)
     for file, place in places.items():
-        _move(place, folder, file)
-    extras = {bare_name(name): path for name, path in field(plan, "extras", dict).items()}
+        _move(place, folder, bare_name(file))
     with ExitStack() as stack:
-        write_beside(stack, Beside(files, total, _config_of(plan), extras), folder, overwrite=True)
+        write_beside(stack, Beside(files, total, config, extras), folder, overwrite=True)
     for path in leftovers(folder, [*places, *(file + journal.SUFFIX for file in places)]):
         with suppress(OSError):  # another process has removed it, or Windows has it open
             os.unlink(path)
     shards = [os.path.join(folder, file) for file in places]
-    size = sum(done[file]["size"] for file in places)
-    seconds = sum(done[file].get("seconds", 0.0) for file in places)
-    return ConvertReport(folder, "safetensors", shards, plan["tensors"], size, seconds, _summary(plan, total))
+    return ConvertReport(folder, "safetensors", shards, tensors, sum(sizes.values()), seconds, summary)
 
 
-def _stored(
-    places: Mapping[str, str], folder: str, done: Mapping[str, Mapping[str, Any]]
-) -> tuple[dict[str, str], int]:
+def _stored(places: Mapping[str, str], folder: str, sizes: Mapping[str, int]) -> tuple[dict[str, str], int]:
     """The file of each tensor, and the bytes of all, read off the headers of the shards.
 
     Raises:
@@ -140,8 +155,8 @@ def _stored(
         except FileNotFoundError:
             raise FormatError("the shard is gone: run its piece again", path) from None
         try:
-            if shard.size != done[file].get("size"):
-                raise FormatError(f"the shard has {shard.size:,} bytes, its piece wrote {done[file].get('size')}", path)
+            if shard.size != sizes[file]:
+                raise FormatError(f"the shard has {shard.size:,} bytes, its piece wrote {sizes[file]:,}", path)
             files.update(dict.fromkeys(shard.table.names, file))
             total += sum(shard.table.sizes())
         finally:
@@ -164,9 +179,9 @@ def _config_of(plan: Plan) -> dict[str, Any] | None:
     if plan.get("config") is None:
         return None
     said = field(plan, "config", dict)
-    config = said["content"] if "content" in said else read_config(said.get("source"))
-    target = None if said.get("dtype") is None else dtypes.BY_CODE[field(said, "dtype", str)]
-    return config_with(config, target, restored=bool(said.get("restored")))
+    config = field(said, "content", dict) if "content" in said else read_config(said.get("source"))
+    target = None if said.get("dtype") is None else row_of(field(said, "dtype", str))
+    return None if config is None else config_with(config, target, restored=bool(said.get("restored")))
 
 
 def _summary(plan: Plan, total: int) -> Summary | None:

@@ -31,7 +31,7 @@ KEY, VERSION = "safeload_plan", 1
 
 # Options with more text than this are in records as a digest: each shard has one.
 _LONG = 200
-_ID_DIGITS = 32
+_ID_DIGITS = 16
 
 
 def plan_convert(

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..base import dtypes
+from ..base.scheme import SCHEMES
 from ..base.text import show
 from ..errors import FormatError
 from ..models.layout import StackedTensor
@@ -65,16 +66,34 @@ def decisions_of(piece: Mapping[str, Any]) -> dict[str, Decision]:
     for run in field(piece, "tensors", list):
         names = texts(run, "names")
         dtype, scheme, kept = (None if run.get(key) is None else field(run, key, str) for key in _HOW)
-        if dtype is not None and dtype not in dtypes.BY_CODE:
-            raise FormatError(f"a piece of a plan converts to a dtype, found {show(dtype)}")
+        if dtype is not None:
+            dtype = row_of(dtype).code
+        if scheme is not None and scheme not in SCHEMES:
+            raise FormatError(f"a piece of a plan quantizes to a scheme, found {show(scheme)}")
         if "stack" in run:
             entry = field(run, "stack", dict)
-            stack = StackedTensor(field(entry, "name", str), field(entry, "source", str), bool(entry.get("transpose")))
+            try:
+                stack = StackedTensor(**entry)
+            except (TypeError, ValueError) as error:
+                raise FormatError(f"a piece of a plan stacks layers: {error}") from None
+            if dtype is None:
+                raise FormatError(f"a piece of a plan stacks layers of a dtype, {show(stack.name)} without one")
             found[stack.name] = Decision(tuple(names), dtype, scheme, kept, stack)
             continue
         for name in names:
-            found[name] = Decision((run.get("of", name),), dtype, scheme, kept)
+            found[name] = Decision((field(run, "of", str) if "of" in run else name,), dtype, scheme, kept)
     return found
+
+
+def row_of(code: str) -> dtypes.Dtype:
+    """The dtype that a plan names.
+
+    Raises:
+        FormatError: there is no such dtype.
+    """
+    if code not in dtypes.BY_CODE:
+        raise FormatError(f"a plan converts to a dtype, found {show(code)}")
+    return dtypes.BY_CODE[code]
 
 
 _HOW = ("dtype", "scheme", "kept")

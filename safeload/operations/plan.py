@@ -20,6 +20,7 @@ from ..engine.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
 from ..formats.folder import CONFIG
 from ..formats.opening import Recipe, find_some
+from ..formats.registry import FORMATS
 from ..stores.local import check_unchanged, identity_of
 from .catalog import Catalog
 
@@ -72,12 +73,14 @@ def field(piece: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
         FormatError: it is missing, or of another type.
     """
     value = piece.get(key) if isinstance(piece, Mapping) else None
+    if kind is float and type(value) is int:
+        value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise FormatError(f"a piece of a plan has {show(key)}, {_KINDS[kind]}; found {show(value)}")
     return value
 
 
-_KINDS: Mapping[type, str] = {str: "text", int: "an integer", list: "a list", dict: "an object"}
+_KINDS: Mapping[type, str] = {str: "text", int: "an integer", float: "a number", list: "a list", dict: "an object"}
 
 
 def texts(piece: Mapping[str, Any], key: str) -> list[str]:
@@ -159,8 +162,8 @@ class Sources:
         """What `opened` needs to open the files of these tensors.
 
         Returns:
-            For each checkpoint {"files": [[path, bytes, mtime in ns, index of the first of the names], ...]}, and what
-            else it takes to open them as the checkpoint was opened.
+            For each checkpoint {"folder": text, "files": [[name, bytes, mtime in ns, index of the first of the names],
+            ...]}, and what else it takes to open them as the checkpoint was opened.
         """
         found: dict[int, dict[str, Any]] = {}
         seen: set[str] = set()
@@ -170,20 +173,22 @@ class Sources:
                     continue
                 seen.add(file.place)
                 owner = self._owners[file]
-                source = found.setdefault(id(owner), {"files": []})
-                source["files"].append([file.place, *file.identity[:2], k])
+                folder, path = os.path.split(file.place)
+                source = found.setdefault(id(owner), {"folder": folder, "files": []})
+                path = path if folder == source["folder"] else file.place
+                source["files"].append([path, *file.identity[:2], k])
                 if file in self._unlisted:
                     source.setdefault("unlisted", {})[file.place] = self._unlisted[file]
                 if dtypes.may_hold_codes(file.table.numbers) and "config" not in source:
                     source.update(_config_of(owner))
         for key, source in found.items():
             recipe = self._recipes[key]
-            source.update((k, v) for k, v in recipe._asdict().items() if k in _OPTIONS and v not in _OPTIONS[k])
+            source.update((k, v) for k, v in recipe._asdict().items() if k in _OPTIONS and v != _OPTIONS[k])
         return list(found.values())
 
 
 # Options of `safeload.open` that a piece has, and their values by default.
-_OPTIONS = {"format": (None,), "root": (None,), "unknown_globals": ("refuse",), "stored": (False,)}
+_OPTIONS: Mapping[str, Any] = {"format": None, "root": None, "unknown_globals": "refuse", "stored": False}
 
 
 def _unlisted(opened: Checkpoint) -> dict[WeightFile, list[str]]:
@@ -222,7 +227,7 @@ def opened(sources: Any, names: Sequence[str]) -> Iterator[Catalog]:
     """
     with ExitStack() as stack:
         checkpoints = [stack.enter_context(Checkpoint(_find(source, names))) for source in sources]
-        catalog = Catalog.of(checkpoints)
+        catalog = Catalog.of(checkpoints or {})
         catalog.mapped = False
         yield catalog
 
@@ -230,20 +235,37 @@ def opened(sources: Any, names: Sequence[str]) -> Iterator[Catalog]:
 def _find(source: Any, names: Sequence[str]) -> Any:
     files = field(source, "files", list)
     seen = []
+    folder = field(source, "folder", str)
+    if not files:
+        raise FormatError("a source of a piece has files, found none")
     for file in files:
-        path, identity, first = _identified(file)
+        name, identity, first = _identified(file)
+        path = os.path.join(folder, name)
         if not os.path.exists(path):
-            name = names[first] if first < len(names) else ""
+            tensor = names[first] if first < len(names) else ""
             more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
-            raise MissingShardError(f"the file of tensor {show(name)}{more} is gone", path, tensor=name)
+            raise MissingShardError(f"the file of tensor {show(tensor)}{more} is gone", path, tensor=tensor)
         seen.append((path, identity))
-    options = {key: source.get(key, usual[0]) for key, usual in _OPTIONS.items()}
+    options = {key: source.get(key, usual) for key, usual in _OPTIONS.items()}
+    for key, value in options.items():
+        if value != _OPTIONS[key] and not _fits(key, value):
+            raise FormatError(f"a source of a piece has {show(key)} as safeload.open, found {show(value)}")
+    unlisted = field(source, "unlisted", dict) if "unlisted" in source else {}
     recipe = Recipe(tuple(path for path, _ in seen), True, **options)
-    return find_some(tuple(seen), read_config(source.get("config")), recipe, source.get("unlisted", {}))
+    return find_some(
+        tuple(seen), read_config(source.get("config")), recipe, {path: texts(unlisted, path) for path in unlisted}
+    )
+
+
+def _fits(key: str, value: Any) -> bool:
+    """Whether an option may have a value other than the usual one."""
+    if key == "format":
+        return isinstance(value, str) and value in FORMATS
+    return isinstance(value, str) if key == "root" else value == ("inert" if key == "unknown_globals" else True)
 
 
 def _identified(file: Any) -> tuple[str, tuple[int, ...], int]:
-    path, *numbers = file if isinstance(file, (list, tuple)) else [None]
+    path, *numbers = file if isinstance(file, (list, tuple)) and file else [None]
     if not isinstance(path, str) or len(numbers) < 2 or not all(type(number) is int for number in numbers):
         raise FormatError(f"a source of a piece is [path, bytes, mtime in ns, ...], found {show(file)}")
     return path, tuple(numbers[:2]), max(0, sum(numbers[2:3]))

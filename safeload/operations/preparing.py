@@ -68,6 +68,8 @@ def wanted_of(dst: PathLike, options: ConvertOptions) -> Wanted:
     Raises:
         TypeError, ValueError: wrong arguments.
     """
+    for key in options.keys() - ConvertOptions.__annotations__.keys():
+        raise TypeError(f"unexpected argument {show(key)}")
     target = parse_target(options.get("dtype"))
     if options.get("keep") is not None and options.get("quantize") is None:
         raise ValueError("keep= says what quantize= leaves unquantized: pass quantize= too")

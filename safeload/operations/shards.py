@@ -13,7 +13,8 @@ import numpy as np
 from ..base import dtypes
 from ..base.text import show
 from ..engine import jobs
-from ..engine.atomic_file import AtomicFile, Digest
+from ..engine.atomic_file import AtomicFile
+from ..engine.digest import Digest
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
 from ..errors import FormatError, SafetensorError
 from ..formats.folder import CONFIG, INDEX
