@@ -232,39 +232,8 @@ def test_fp8_against_torch(tmp_path: Path, table, report) -> None:
 
 @pytest.fixture(scope="session")
 def fp8_folder() -> Path:
-    """A model of 3 GB in fp8 with blocks of 128 x 128, the scales of each shard in the other one."""
-    folder = files.CACHE / f"fp8-v{files.VERSION}"
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[list[files.Entry]] = [[], []]
-    for layer in range(12):
-        for k, (rows, columns) in enumerate(((8192, 8192), (8192, 11008), (11008, 8192))):
-            name = f"model.layers.{layer}.mlp.{k}.weight"
-            grid = (-(-rows // 128), -(-columns // 128))
-            shards[layer % 2].append(files.Entry(name, "F8_E4M3", (rows, columns)))
-            shards[1 - layer % 2].append(files.Entry(f"{name}_scale_inv", "F32", grid))
-    codes = np.random.default_rng(32).integers(0, 126, files.BLOCK, np.uint8)
-    small = np.float32([0.015625]).tobytes()
-    weight_map = {}
-    for k, entries in enumerate(shards):
-        file = f"model-{k + 1:05}-of-00002.safetensors"
-        entries.sort(key=lambda entry: entry.dtype != "F32")  # scales first, so that `make` can lay them out
-        weight_map |= dict.fromkeys((entry.name for entry in entries), file)
-        path = files.make(file, entries, path=folder / file, block=codes.tobytes())
-        _fill_scales(path, small)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def _fill_scales(path: Path, value: bytes) -> None:
-    header, begin = files.header_of(path)
-    with path.open("r+b") as file:
-        for entry in header.values():
-            if entry["dtype"] == "F32":
-                low, high = entry["data_offsets"]
-                file.seek(begin + low)
-                file.write(value * ((high - low) // len(value)))
+    """A model of 3 GB."""
+    return files.fp8_folder()
 
 
 def by_hand(folder: Path, names: list[str]) -> dict[str, np.ndarray]:

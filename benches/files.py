@@ -113,6 +113,42 @@ def llama_folder() -> Path:
     return folder
 
 
+def fp8_folder(layers: int = 12, shards: int = 2) -> Path:
+    """A model in fp8 with blocks of 128 x 128, 250 MB a layer, the scales of each shard in the next one."""
+    folder = CACHE / f"fp8-{layers}-{shards}-v{VERSION}"
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[list[Entry]] = [[] for _ in range(shards)]
+    for layer in range(layers):
+        for k, (rows, columns) in enumerate(((8192, 8192), (8192, 11008), (11008, 8192))):
+            name = f"model.layers.{layer}.mlp.{k}.weight"
+            grid = (-(-rows // 128), -(-columns // 128))
+            parts[layer % shards].append(Entry(name, "F8_E4M3", (rows, columns)))
+            parts[(layer + 1) % shards].append(Entry(f"{name}_scale_inv", "F32", grid))
+    codes = np.random.default_rng(32).integers(0, 126, BLOCK, np.uint8)
+    small = np.float32([0.015625]).tobytes()
+    weight_map = {}
+    for k, entries in enumerate(parts):
+        file = f"model-{k + 1:05}-of-{shards:05}.safetensors"
+        entries.sort(key=lambda entry: entry.dtype != "F32")  # scales first, so that `make` can lay them out
+        weight_map |= dict.fromkeys((entry.name for entry in entries), file)
+        path = make(file, entries, path=folder / file, block=codes.tobytes())
+        _fill_scales(path, small)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _fill_scales(path: Path, value: bytes) -> None:
+    header, begin = header_of(path)
+    with path.open("r+b") as file:
+        for entry in header.values():
+            if entry["dtype"] == "F32":
+                low, high = entry["data_offsets"]
+                file.seek(begin + low)
+                file.write(value * ((high - low) // len(value)))
+
+
 def make(name: str, entries: list[Entry], *, path: Path | None = None, block: bytes | None = None) -> Path:
     """Path of the file, written unless an earlier run has left it; ``block`` is repeated in it, else random bytes."""
     path = CACHE / f"{name}-v{VERSION}.safetensors" if path is None else path

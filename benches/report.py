@@ -46,6 +46,7 @@ SECTIONS = {
     "bench_stream": "Tensors one after the other",
     "bench_devices": "To a GPU",
     "bench_stack": "Stacking and converting files",
+    "bench_pieces": "In pieces, on several processes",
     "bench_import": "Importing",
     "bench_scaling": "How cost grows",
 }

@@ -1,0 +1,166 @@
+"""Conversions in pieces: two workers against one process, and what a plan of a terabyte takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import files
+import pytest
+from compare import Comparison, race, release
+
+import safeload
+
+ROUNDS = 5
+LAYERS = SHARDS = 8
+ONE = "safeload, one process with all threads"
+
+_PLAN = """
+import json, sys, time, safeload
+def peak():  # ru_maxrss begins with the memory of the process that started this one
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+begin, before = time.perf_counter(), peak()
+plan = safeload.plan_convert(sys.argv[1], "never-written", dtype="float32", max_shard_size="10GB")
+took, grown = time.perf_counter() - begin, peak() - before
+print(json.dumps([took, grown, len(json.dumps(plan))]))
+"""
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """2 GB of fp8 in 8 shards, which become 4 GB of bf16."""
+    return files.fp8_folder(LAYERS, SHARDS)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder in memory where there is one: what is measured is not the disk."""
+    root = Path("/dev/shm") if os.path.isdir("/dev/shm") else files.CACHE
+    if shutil.disk_usage(root).free < 12 << 30:
+        pytest.skip("needs 12 GB of memory for files")
+    folder = root / f"safeload-pieces-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest = hashlib.sha256()
+            while block := file.read(1 << 24):
+                digest.update(block)
+        found[path.name] = digest.hexdigest()
+    return found
+
+
+def _same(ours: Path, theirs: Path) -> None:
+    assert _digests(ours) == _digests(theirs)
+
+
+def _executors(place: Path) -> Iterator[tuple[str, Any]]:
+    """Two workers each, which have imported safeload."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(safeload.load, ["/nowhere"] * 0))
+        yield "two processes", pool
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError:
+        return
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+        yield "two workers of Dask", client.get_executor(pure=False)
+
+
+def _convert(model: Path, folder: Path, executor: Any = None) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    safeload.convert(model, folder, dtype="bfloat16", max_shard_size="600MB", executor=executor)
+    return folder
+
+
+def test_two_workers(model: Path, place: Path, table, report) -> None:
+    """The limit is that of the machine: with two cores one process with two threads keeps both busy already."""
+    for path in model.glob("*.safetensors"):
+        files.warm(path)
+    for name, executor in _executors(place):
+        sides = {
+            "ours": partial(_convert, model, place / "ours", executor),
+            ONE: partial(_convert, model, place / "one"),
+        }
+        samples = race(sides, ROUNDS, check=_same, prepare=release)
+        job = f"fp8 folder of 2 GB to bf16 in memory, {name}"
+        row = table.add(job, ONE, Comparison(samples["ours"], samples[ONE]))
+        report(sides["ours"], [row], rounds=1, prepare=release)
+
+
+def test_one_piece_at_a_time(model: Path, place: Path, table, report) -> None:
+    """What a worker with one core does: the rate from which the docs say what more machines would take."""
+    options = {"dtype": "bfloat16", "max_shard_size": "600MB", "overwrite": True}
+    plan = safeload.plan_convert(model, place / "ours", **options)
+    piece = plan.pieces[0]
+
+    def ours() -> Any:
+        shutil.rmtree(place / "ours", ignore_errors=True)
+        return safeload.run_piece(piece, threads=1)
+
+    def copied() -> Any:
+        return shutil.copyfile(model / "model-00001-of-00008.safetensors", place / "copy")
+
+    limit = "limit: cp of its source, half the bytes"
+    samples = race({"ours": ours, limit: copied}, ROUNDS, prepare=release)
+    job = f"a piece on one thread, {piece['nbytes'] / 1e6:.0f} MB of bf16 written and hashed"
+    report(ours, [table.add(job, limit, Comparison(samples["ours"], samples[limit]))], rounds=1, prepare=release)
+
+
+def _terabyte(folder: Path, tensors: int) -> Path:
+    """200 sparse shards of 5 GiB with this many tensors in each."""
+    folder.mkdir()
+    weight_map = {}
+    size = (5 << 30) // tensors // 2 * 2
+    for shard in range(200):
+        names = [f"model.layers.{shard}.mlp.experts.{k}.down_proj.weight" for k in range(tensors)]
+        spans = {
+            name: {"dtype": "BF16", "shape": [size // 2], "data_offsets": [k * size, (k + 1) * size]}
+            for k, name in enumerate(names)
+        }
+        header = json.dumps(spans).encode()
+        header += b" " * (-len(header) % 8)
+        file = f"model-{shard + 1:05}-of-00200.safetensors"
+        with (folder / file).open("wb") as out:
+            out.write(struct.pack("<Q", len(header)) + header)
+            out.truncate(8 + len(header) + tensors * size)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("tensors", [20, 450])
+def test_plan_of_a_terabyte(tmp_path: Path, tensors: int, table, report) -> None:
+    folder = _terabyte(tmp_path / "terabyte", tensors)
+
+    def plan() -> list[float]:
+        done = subprocess.run([sys.executable, "-I", "-c", _PLAN, folder], capture_output=True, text=True, check=True)
+        found: list[float] = json.loads(done.stdout)
+        return found
+
+    runs = [plan() for _ in range(3)]
+    count = 200 * tensors
+    job = f"plan of 1 TiB in 200 shards, {count:,} tensors"
+    took = table.add(job, "limit: 60 s", Comparison([one[0] for one in runs], [60.0] * 3), target=1)
+    grown = Comparison([one[1] for one in runs], [4096.0 * count] * 3)
+    memory = table.add(f"{job}, growth of peak memory", "limit: 4 KiB a tensor", grown, target=1, unit="B")
+    text = Comparison([one[2] for one in runs], [100.0 * count] * 3)
+    size = table.add(f"{job}, as JSON", "limit: 100 KB for 1,000", text, target=1, unit="B")
+    report(plan, [took, memory, size], rounds=1)
