@@ -1,8 +1,10 @@
 """Fixtures of all tests, and what a parametrized case is called."""
 
 import gc
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,37 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is not here: the larger real files live outside the repository")
     return SHARED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
+    """Begins what tests with the mark ``ahead`` wait for: it runs on another processor while the tests before them do.
+
+    The mark has a function, which is called with a new folder and the test's parameters.
+    """
+    begun: dict[str, Future] = {}
+
+    def begin(item: pytest.Function) -> Future:
+        if item.nodeid not in begun:
+            function = item.get_closest_marker("ahead").kwargs["function"]
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            begun[item.nodeid] = pool.submit(function, tmp_path_factory.mktemp("ahead"), **parameters)
+        return begun[item.nodeid]
+
+    with ThreadPoolExecutor(1) as pool:
+        # Processes of xdist keep the processors busy by themselves, and each has all of the tests in its list.
+        if (os.cpu_count() or 1) > 1 and "PYTEST_XDIST_WORKER" not in os.environ:
+            for item in request.session.items:
+                if item.get_closest_marker("ahead"):
+                    begin(item)
+        yield begin
+        pool.shutdown(cancel_futures=True)  # where pytest stops at the first failure
+
+
+@pytest.fixture
+def begun_ahead(request: pytest.FixtureRequest, _ahead: Callable) -> object:
+    """What the function of the test's mark ``ahead`` returns."""
+    return _ahead(request.node).result()
 
 
 # Ids of cases: readable in a terminal, and the same in every run; test_suite.py holds them to a line.

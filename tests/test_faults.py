@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from builders.paths import ROOT
@@ -20,14 +19,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory):
-    library = tmp_path_factory.mktemp("shim") / "shim.so"
-    subprocess.run(["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", FAULTS / "shim.c", "-o", library], check=True)
-    return library
-
-
-def run(module, shim, folder):
+def run(folder, module):
+    """Runs a module under the shim."""
+    shim = folder / "shim.so"
+    subprocess.run(["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", FAULTS / "shim.c", "-o", shim], check=True)
     preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
     options = ["-q", "--capture=sys", "--tb=short", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
     return subprocess.run(
@@ -40,18 +35,10 @@ def run(module, shim, folder):
     )
 
 
-@pytest.fixture(scope="module")
-def runs(shim, request, tmp_path_factory):
-    """What becomes of each module that is asked for: they run at the same time, one a processor."""
-    asked = [item.callspec.params["module"] for item in request.session.items if item.path == request.path]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {module: pool.submit(run, module, shim, tmp_path_factory.mktemp(module)) for module in asked}
-        pool.shutdown(cancel_futures=True)  # where pytest stops at the first failure
-
-
+@pytest.mark.ahead(function=run)
 @pytest.mark.parametrize("module", sorted(path.stem for path in FAULTS.glob("test_*.py")))
-def test_under_the_shim(module, runs):
-    done = runs[module].result()
+def test_under_the_shim(module, begun_ahead):
+    done = begun_ahead
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
     if not re.search(r"\b[1-9][0-9]* passed\b", done.stdout):
         assert re.search(r"\b[1-9][0-9]* skipped\b", done.stdout), done.stdout

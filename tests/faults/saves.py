@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ OLD, NEW = 0, 1
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
 
+@cache
 def _tensors(version):
     return {name: array[:50] + np.float16(version) for name, array in samples.tensors().items()}
 
