@@ -3,6 +3,7 @@
 `tests/data/quantized/README.md` says what each of them shows; `tests/data/quantized/make` made them.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +33,8 @@ class Fixture(NamedTuple):
         return files[0] if len(files) == 1 else self.folder
 
     def expected(self) -> dict[str, np.ndarray]:
-        """The true weights as float32 by logical name, also of the tensors that are not quantized."""
-        return _read(EXPECTED / f"{self.name}.npz")
+        """The true weights as float32 by logical name, plain tensors included; read-only."""
+        return dict(_read(EXPECTED / f"{self.name}.npz"))
 
     def stored(self) -> dict[str, np.ndarray]:
         """The tensors of the files as they are, scales and all."""
@@ -45,12 +46,16 @@ class Fixture(NamedTuple):
 
 def weight_quant() -> dict[str, np.ndarray]:
     """What training with BitNet's ``WeightQuant`` computes with, for the master weights of ``bitnet_online``."""
-    return _read(EXPECTED / "bitnet_online.weight_quant.npz")
+    return dict(_read(EXPECTED / "bitnet_online.weight_quant.npz"))
 
 
+@cache
 def _read(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path) as arrays:
-        return dict(arrays)
+    with np.load(path) as file:
+        arrays = dict(file)
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays
 
 
 FIXTURES: dict[str, Fixture] = {

@@ -56,7 +56,9 @@ def finite_values(x):
 
 def exact_moments(values):
     """Mean and population standard deviation with at most a few roundings: `Fraction` has none, fsum one."""
-    if len(values) <= 13_000:
+    magnitudes = np.abs(values[values != 0])
+    # Fractions take long, and have to be where f64 does not hold the squares.
+    if len(values) <= 1000 or magnitudes.min(initial=1) < 1e-150 or magnitudes.max(initial=1) > 1e150:
         numbers = [Fraction(v) for v in values.tolist()]
         mean = sum(numbers) / len(numbers)
         variance = sum((n - mean) ** 2 for n in numbers) / len(numbers)
