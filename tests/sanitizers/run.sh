@@ -3,21 +3,32 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
-core=$here/../../csrc
+core=$(cd "$here/../../csrc" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 flags=(-std=gnu11 -O1 -g -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -fno-sanitize-recover=all -I "$core")
 
+# build FOLDER SANITIZERS: the core, once for all programs that use it
+build() {
+    mkdir "$work/$1"
+    (cd "$work/$1" && gcc "${flags[@]}" "-fsanitize=$2" -c "$core"/*.c "$core"/*/*.c)
+}
+
+# program FOLDER SANITIZERS NAME [OPTION ...]
+program() {
+    gcc "${flags[@]}" "-fsanitize=$2" "$here/$3.c" "$work/$1"/*.o -o "$work/$3" -lpthread "${@:4}"
+}
+
 # What allocations.c counts and refuses.
 wrapped=(malloc calloc realloc free mmap munmap pthread_create open close)
-gcc "${flags[@]}" -fsanitize=address,undefined "$here/allocations.c" "$core"/*.c "$core"/*/*.c -o "$work/allocations" \
-    -lpthread "${wrapped[@]/#/-Wl,--wrap=}"
-ASAN_OPTIONS=detect_leaks=1 "$work/allocations"
-
-for program in operations packed; do
-    gcc "${flags[@]}" -fsanitize=address,undefined "$here/$program.c" "$core"/*.c "$core"/*/*.c -o "$work/$program" -lpthread
-    ASAN_OPTIONS=detect_leaks=1 "$work/$program"
+build memory address,undefined
+program memory address,undefined allocations "${wrapped[@]/#/-Wl,--wrap=}"
+program memory address,undefined operations
+program memory address,undefined packed
+for name in allocations operations packed; do
+    ASAN_OPTIONS=detect_leaks=1 "$work/$name"
 done
 
-gcc "${flags[@]}" -fsanitize=thread "$here/races.c" "$core"/*.c "$core"/*/*.c -o "$work/races" -lpthread
+build threads thread
+program threads thread races
 TSAN_OPTIONS=halt_on_error=1 "$work/races"
