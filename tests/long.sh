@@ -1,6 +1,7 @@
 #!/bin/sh
 # What .ci/run leaves out because it takes hours: long.sh FOLDER [SECONDS for each fuzz target, 3600]
 #   - faults: CI runs the half of the variants that differ most (tests/faults/README.md);
+#   - the whole suite under the sanitizers: CI leaves out what reaches no C of its own;
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
 # Needs safeload with its extra `test`, and what tests/fuzz_targets/run.sh needs. FOLDER keeps what was found, and a later run goes
 # on from there.
