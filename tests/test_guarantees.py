@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -49,6 +50,7 @@ def faults_of(page):
     return faults
 
 
+@cache
 def names_in(file):
     path = TESTS / file
     if not path.is_file():

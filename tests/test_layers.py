@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from graphlib import TopologicalSorter
 
 import pytest
@@ -119,32 +118,26 @@ def symbols(nm, path, *options):
     return {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
 
 
-@pytest.fixture(scope="module")
-def calls(tmp_path_factory):
+def calls(folder):
     """For each source the sources that define what it calls or reads, as the linker sees them."""
     compiler, nm = shutil.which(os.environ.get("CC", "cc")), shutil.which("nm")
     if compiler is None or nm is None or sys.platform == "win32":
         pytest.skip("needs a C compiler and nm")
-    folder = tmp_path_factory.mktemp("objects")
     sources = {c_name(path): folder / f"{k}.o" for k, path in enumerate(C_FILES) if path.suffix == ".c"}
-
-    def compile(name):
-        subprocess.run([compiler, "-O0", "-I", CSRC, "-c", CSRC / name, "-o", sources[name]], check=True)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile, sources))
+    for name, object in sources.items():
+        subprocess.run([compiler, "-O0", "-I", CSRC, "-c", CSRC / name, "-o", object], check=True)
     owners = {s: name for name, object in sources.items() for s in symbols(nm, object, "-g", "--defined-only")}
     return {name: {owners[s] for s in symbols(nm, object, "-u") if s in owners} for name, object in sources.items()}
 
 
-def test_c_calls_go_down(calls):
+@pytest.mark.ahead(function=calls)
+def test_c_calls_go_down(begun_ahead):
+    """And make no circle."""
+    calls = begun_ahead
     assert "jobs/job.c" in calls["jobs/op_copy.c"]  # or nothing has been found
     for name, targets in calls.items():
         for target in targets:
             assert_goes_down(name, target)
-
-
-def test_c_calls_make_no_circle(calls):
     assert circle(calls) == []
 
 

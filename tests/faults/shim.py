@@ -11,9 +11,6 @@ ENVIRONMENT = "SAFELOAD_FAULT_SHIM"
 READ, WRITE, RESERVE, SYNC, RENAME, UNLINK, ALLOCATE = (1 << k for k in range(7))
 FAIL, FAIL_FROM, SHORT, INTERRUPT, KILL, KILL_AFTER, TRUNCATE = range(7)
 
-# Variants that differ little from the rest are for hours without haste.
-THOROUGH = os.environ.get("SAFELOAD_FULL_SWEEP") == "1"
-
 # More calls than any sweep makes: one that gets here never ends.
 MOST_CALLS = 5000
 

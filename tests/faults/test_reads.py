@@ -4,8 +4,9 @@ import errno
 import os
 
 import pytest
+from builders.thorough import THOROUGH
 from faults.reads import CASES, WORK
-from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, THOROUGH, TRUNCATE, armed, sweep
+from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, TRUNCATE, armed, sweep
 
 import safeload
 from safeload import SafeloadError

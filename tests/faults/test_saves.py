@@ -5,6 +5,7 @@ import itertools
 import re
 
 import pytest
+from builders.thorough import THOROUGH
 from faults.saves import NEW, OLD, SAVES, TEMPORARY, contents, empty, killed
 from faults.shim import (
     FAIL,
@@ -16,7 +17,6 @@ from faults.shim import (
     RESERVE,
     SHORT,
     SYNC,
-    THOROUGH,
     UNLINK,
     WRITE,
     armed,

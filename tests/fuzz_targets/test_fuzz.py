@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from builders.thorough import examples
 from fuzz_targets import corpus, targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ def test_a_target_holds_for_bent_inputs(name):
     inputs = corpus.seeds(name)
 
     @given(st.data())
-    @settings(max_examples=100, deadline=10_000)  # ms: any one takes a few
+    @settings(max_examples=examples(100), deadline=10_000)  # ms: any one takes a few
     def hold(data):
         targets.TARGETS[name](bent(data, data.draw(st.sampled_from(inputs))))
 

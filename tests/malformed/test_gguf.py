@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from builders import gguf_build as g
+from builders.thorough import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -322,7 +323,7 @@ def test_counts_are_not_believed_ahead(path):
         safeload.open(path)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(at=st.integers(0, len(GOOD) - 1), new=st.binary(min_size=1, max_size=9))
 def test_bent_bytes_open_or_are_refused(at, new, tmp_path_factory):
     path = tmp_path_factory.mktemp("bent") / "model.gguf"

@@ -8,6 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
+from builders.thorough import examples
 from builders.torch_build import (
     OD,
     REBUILD,
@@ -589,7 +590,7 @@ def small_files(pytestconfig):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_bent_real_files_give_a_result_or_an_error_of_ours(small_files, tmp_path_factory, data):
     content = bytearray(data.draw(st.sampled_from(small_files)))
     for _ in range(data.draw(st.integers(1, 5))):

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from builders.thorough import examples
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -79,7 +80,7 @@ def tensor_and_index(draw):
     return numbered(shape, dtype), index
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(tensor_and_index())
 @example((numbered((3, 4)), ()))
 @example((numbered(()), ...))
@@ -117,7 +118,7 @@ SLICES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7),
     st.lists(SLICES | st.integers(-9, 9) | st.none() | st.just(...), max_size=6).map(tuple),
@@ -509,7 +510,7 @@ FORWARD = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=6),
     st.lists(FORWARD | st.integers(-7, 7) | st.just(...), max_size=4).map(tuple),

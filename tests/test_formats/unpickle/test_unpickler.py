@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from builders.thorough import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,7 +105,7 @@ trees = st.recursive(
 
 
 @given(trees, st.integers(0, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_tree_comes_back(value, protocol):
     assert same(load(pickle.dumps(value, protocol)), value)
 
@@ -520,7 +521,7 @@ def test_the_machine_has_no_way_to_import_or_call():
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_any_bytes_give_a_value_or_an_error_of_ours(data):
     for inert in (False, True):
         attempt(data, inert=inert)
@@ -536,7 +537,7 @@ SEEDS = [
 
 
 @given(st.sampled_from(SEEDS), st.data())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 def test_bent_pickles_give_a_value_or_an_error_of_ours(seed, data):
     bent = bytearray(seed)
     for _ in range(data.draw(st.integers(1, 4))):
