@@ -1,7 +1,7 @@
 #!/bin/sh
 # What .ci/run leaves out because it takes hours: long.sh FOLDER [SECONDS for each fuzz target, 3600]
 #   - faults: CI runs the half of the variants that differ most (tests/faults/README.md);
-#   - random examples: CI tries a quarter of them (tests/builders/thorough.py);
+#   - random examples, and what a byte or a key may be instead: CI tries a part of it (tests/builders/thorough.py);
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
 # Needs safeload with its extra `test`, and what tests/fuzz_targets/run.sh needs. FOLDER keeps what was found, and a later run goes
 # on from there.
