@@ -48,7 +48,8 @@ def _ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         # Processes of xdist keep the processors busy by themselves, and each has all of the tests in its list.
         if (os.cpu_count() or 1) > 1 and "PYTEST_XDIST_WORKER" not in os.environ:
             for item in request.session.items:
-                if item.get_closest_marker("ahead"):
+                skipped = any(any(mark.args) for mark in item.iter_markers("skipif"))
+                if item.get_closest_marker("ahead") and not skipped:
                     begin(item)
         yield begin
         pool.shutdown(cancel_futures=True)  # where pytest stops at the first failure

