@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from .operations.convert_folder import finalize
     from .operations.convert_plan import plan_convert
     from .operations.convert_report import ConvertReport
-    from .operations.diff import DiffReport, TensorDiff, diff
+    from .operations.diff import diff
+    from .operations.diff_report import DiffReport, TensorDiff
     from .operations.nest import flatten, nest
     from .operations.pieces import run_piece
     from .operations.plan import Plan
@@ -74,7 +75,8 @@ _LATER = {
         "operations.convert_folder": ("finalize",),
         "operations.convert_plan": ("plan_convert",),
         "operations.convert_report": ("ConvertReport",),
-        "operations.diff": ("DiffReport", "TensorDiff", "diff"),
+        "operations.diff": ("diff",),
+        "operations.diff_report": ("DiffReport", "TensorDiff"),
         "operations.pieces": ("run_piece",),
         "operations.plan": ("Plan",),
         "operations.nest": ("flatten", "nest"),

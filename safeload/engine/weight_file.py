@@ -48,6 +48,11 @@ class WeightFile:
         self._origin = origin.place, origin.identity
 
     @property
+    def unpacked(self) -> bool:
+        """Whether it is the unpacked content of another file."""
+        return self._origin is not None
+
+    @property
     def place(self) -> str:
         """The path that leads to it from any working directory."""
         if self._origin is not None:

@@ -248,12 +248,13 @@ class Catalog:
         value = self._load(name, np.float32 if packed else None, threads)
         return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
 
-    def source(self, name: str, called: str | None = None) -> Source | QuantizedTensor:
+    def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
         """A tensor as a source of jobs; a quantized one is read and returned as it is stored.
 
         Args:
             name: name of the tensor.
             called: name in messages, if it differs.
+            threads: for reading; None: chosen automatically.
 
         Raises:
             TypeError: an array of a dtype that weights do not have.
@@ -262,7 +263,7 @@ class Catalog:
         origin, file, index = self._places[name]
         source = None if file is None or file.table.packed(index) else _in_file(origin, name, file, index)
         if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
-            value = self._load(name)
+            value = self._load(name, threads=threads)
             if isinstance(value, QuantizedTensor):
                 return value
             source = of_array(name, np.ascontiguousarray(value) if file is not None else value)

@@ -175,8 +175,7 @@ def _in_pieces(
     progress: Progress,
 ) -> ConvertReport:
     """Writes a folder piece by piece: each shard is put in place, and recorded, when it is whole."""
-    if executor is not None:
-        executing.check_executor(executor)
+    executing.check_executor(executor)
     plan = plan_convert(src, dst, overwrite=overwrite, resume=resume, **options)
     sizes = [piece["nbytes"] for piece in plan.pieces]
     results = executing.run(convert_folder.run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)

@@ -54,7 +54,6 @@ def _write(piece: Mapping[str, Any], path: str, threads: int | None, progress: P
     names = [name for one in decisions.values() for name in one.sources]
     with ExitStack() as stack, Digest() as digest:
         catalog = stack.enter_context(opened(field(piece, "sources", list), names))
-        catalog.check(name for name in names if name not in catalog.ignored)
         outputs = Maker(catalog, decisions, "safetensors", threads).outputs()
         new = renamed(outputs, _pairs(piece))
         outputs = {new[name]: output for name, output in outputs.items()}

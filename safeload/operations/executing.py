@@ -9,6 +9,11 @@ from typing import Any, Protocol, TypeVar
 
 from ..base import log
 from ..engine.progress import Progress, reporter
+from .catalog import Catalog
+from .plan import Sources, groups, piece_of
+
+# The argument, for messages.
+EXECUTOR = "executor="
 
 _T = TypeVar("_T")
 
@@ -61,12 +66,50 @@ def run(
     """
     with reporter(progress, sum(sizes)) as report:
         if executor is None:
-            results = []
-            for k, piece in enumerate(pieces):
+            results, done = [], 0
+            for size, piece in zip(sizes, pieces, strict=True):
                 results.append(function(piece, threads))
-                report(sum(sizes[: k + 1]))
+                done += size
+                report(done)
             return results
         return _submit(function, pieces, executor, sizes, threads or 1, report)
+
+
+def by_tensor(
+    function: Callable[[Mapping[str, Any], int | None], Mapping[str, Any]],
+    operation: str,
+    catalog: Catalog,
+    sizes: Mapping[str, int],
+    executor: Executor,
+    *,
+    threads: int | None,
+    progress: Progress,
+    more: Callable[[list[str]], Mapping[str, Any]] = lambda names: {},
+) -> dict[str, Any]:
+    """Runs an operation on groups of tensors.
+
+    Args:
+        function: of a piece; see `run`. Its result has "tensors": what it has found, by name.
+        operation: its name.
+        catalog: has the tensors.
+        sizes: the tensors, and the bytes of each.
+        executor: runs the pieces.
+        threads: see `run`.
+        progress: see `run`.
+        more: what a piece of these names has beside them and the files that hold them.
+
+    Returns:
+        What was found, by name.
+
+    Raises:
+        ValueError: tensors in memory; see `Sources`.
+        Exception: see `run`.
+    """
+    sources = Sources(catalog, EXECUTOR)
+    pieces = [piece_of(operation, sources.of(names), names=names, **more(names)) for names in groups(sizes, sources)]
+    nbytes = [sum(sizes[name] for name in piece["names"]) for piece in pieces]
+    results = run(function, pieces, executor, sizes=nbytes, threads=threads, progress=progress)
+    return {name: found for result in results for name, found in result["tensors"].items()}
 
 
 def _submit(
@@ -80,6 +123,7 @@ def _submit(
     finished: SimpleQueue[Future] = SimpleQueue()
     futures: dict[Future, int] = {}
     results: dict[int, _T] = {}
+    done = 0
     # Dask returns the result of an earlier call with equal arguments unless it gets pure=False.
     token = os.urandom(8).hex()
     try:
@@ -92,7 +136,8 @@ def _submit(
             k = futures[future]
             results[k] = future.result()
             log.debug("piece %d of %d is done", k + 1, len(pieces))
-            report(sum(sizes[done] for done in results))
+            done += sizes[k]
+            report(done)
     except BaseException:
         for future in [future for future in futures if not future.cancel()]:
             _wait(future)
@@ -101,12 +146,12 @@ def _submit(
 
 
 def check_executor(executor: Any) -> None:
-    """Refuses what is not an executor.
+    """Refuses what is not an executor, and not None.
 
     Raises:
         TypeError: it has no ``submit``.
     """
-    if not callable(getattr(executor, "submit", None)):
+    if executor is not None and not callable(getattr(executor, "submit", None)):
         raise TypeError(
             f"executor must have the submit() of concurrent.futures.Executor, found {type(executor).__name__}: "
             "Dask's is client.get_executor(pure=False)"

@@ -18,12 +18,15 @@ from ..base import log
 from ..base.paths import PathLike, native_path
 from ..base.text import show
 from ..engine.jobs import native_order
-from ..engine.pieces import Meter, in_order, source_pieces
+from ..engine.pieces import Meter, file_pieces, in_order, source_pieces
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
-from ..engine.source import Source
+from ..engine.read import packed_of
+from ..engine.threads import check_threads
 from ..errors import FormatError
+from . import executing, plan
 from .catalog import Catalog, Given
+from .executing import Executor
 from .validate.findings import Finding, error
 
 KEY, VERSION = "safeload_manifest", 1
@@ -31,35 +34,81 @@ KEY, VERSION = "safeload_manifest", 1
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
-def make(given: Given, *, threads: int | None = None, progress: Progress = None) -> dict[str, Any]:
+def make(
+    given: Given, *, executor: Executor | None = None, threads: int | None = None, progress: Progress = None
+) -> dict[str, Any]:
     """Makes the manifest of a checkpoint. Tensors are read on several threads, a piece at a time.
 
+    Args:
+        given: what `Catalog.of` takes.
+        executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
+            with the ``submit`` of `concurrent.futures.Executor`. The manifest is that of one process.
+        threads: None: chosen automatically, and one for each piece of an executor.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
     Raises:
-        FormatError: a file ends too early, with path and offset.
+        ValueError: ``executor`` for tensors in memory.
+        FormatError: a file ends too early, with path and offset; or it has changed before an executor's piece read it.
         OSError: a file cannot be read.
     """
+    check_threads(threads)
+    executing.check_executor(executor)
     with Catalog.of(given) as catalog:
-        names = list(catalog)
-        total = sum(catalog.about(name).nbytes for name in names)
-        meter = Meter(progress, total)
-
-        def entry(name: str) -> dict[str, Any]:
-            found = _entry(catalog.source(name), meter)
-            log.debug("sha256 of %s: %s", name, found["sha256"])
-            return found
-
-        entries = in_order(entry, names, threads, total)
-        return {KEY: VERSION, "tensors": dict(zip(names, entries, strict=True))}
+        sizes = {name: catalog.about(name).nbytes for name in catalog}
+        if executor is None:
+            found = _entries(catalog, sizes, threads, progress)
+        else:
+            made = executing.by_tensor(run, "manifest", catalog, sizes, executor, threads=threads, progress=progress)
+            found = {name: made[name] for name in sizes}
+        return {KEY: VERSION, "tensors": found}
 
 
-def _entry(value: Source | QuantizedTensor, meter: Meter) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    dtype = value.scheme if isinstance(value, QuantizedTensor) else value.row.code
-    pieces = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)
-    for piece in pieces:
-        digest.update(piece)
-        meter.add(len(piece))
-    return {"dtype": dtype, "shape": list(value.shape), "sha256": digest.hexdigest()}
+def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
+    """The entries of the tensors of a piece; see `run_piece`."""
+    plan.check_version(piece)
+    names = plan.texts(piece, "names")
+    with plan.opened(plan.field(piece, "sources", list), names) as catalog:
+        return {"tensors": _entries(catalog, {name: catalog.about(name).nbytes for name in names}, threads, None)}
+
+
+def _entries(
+    catalog: Catalog, sizes: Mapping[str, int], threads: int | None, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """The entry of each of some tensors.
+
+    Args:
+        catalog: has the tensors.
+        sizes: the tensors, and the bytes of each.
+        threads: see `make`.
+        progress: see `make`.
+    """
+    total = sum(sizes.values())
+    meter = Meter(progress, total)
+
+    def entry(name: str) -> dict[str, Any]:
+        found = _entry(catalog, name, meter)
+        log.debug("sha256 of %s: %s", name, found["sha256"])
+        return found
+
+    return dict(zip(sizes, in_order(entry, sizes, threads, total), strict=True))
+
+
+def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
+    digest, about = hashlib.sha256(), catalog.about(name)
+    place = catalog.place(name)
+    packed = None if place.file is None else packed_of(place.file, place.number)
+    chunks: Iterator[memoryview]
+    if packed is not None:  # its parts one after the other, as `QuantizedTensor.parts` has them
+        scheme = about.scheme
+        chunks = (chunk for part in packed.parts.values() for chunk in file_pieces(part.file, part.begin, part.end))
+    else:
+        value = catalog.source(name, threads=1)  # a big-endian or strided tensor is copied
+        scheme = value.scheme if isinstance(value, QuantizedTensor) else value.row.code
+        chunks = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)
+    for chunk in chunks:
+        digest.update(chunk)
+        meter.add(len(chunk))
+    return {"dtype": scheme, "shape": list(about.shape), "sha256": digest.hexdigest()}
 
 
 def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:

@@ -8,15 +8,22 @@ from typing import Any
 from ..base.text import show
 from ..engine.threads import check_threads
 from ..errors import FormatError
-from . import convert_folder
+from . import convert_folder, diff, manifest, stats
 from .plan import field
 
 # By the name of the operation.
-_FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None], dict[str, Any]]] = {"convert": convert_folder.run}
+_FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None], dict[str, Any]]] = {
+    "convert": convert_folder.run,
+    "diff": diff.run,
+    "manifest": manifest.run,
+    "stats": stats.run,
+}
 
 
 def run_piece(piece: Mapping[str, Any], *, threads: int | None = None) -> dict[str, Any]:
     """Does one piece of a plan: reads what it names, and writes its shard under a temporary name that it then renames.
+
+    It also does the pieces of `stats`, `diff` and `validate`, which write nothing.
 
     A piece may be done more than once, also by two processes at a time: it writes the same bytes each time, and a shard
     that is whole is not written again.

@@ -126,6 +126,25 @@ def piece_of(operation: str, sources: Sequence[Mapping[str, Any]], **content: An
 # ---- sources ----
 
 
+def check_paths(catalog: Catalog, what: str) -> None:
+    """Refuses tensors in memory.
+
+    Args:
+        catalog: the tensors.
+        what: the argument that needs files, for messages.
+
+    Raises:
+        ValueError: some of them are in memory.
+    """
+    if catalog.in_memory:
+        raise in_memory("the tensors of a dict are", what)
+
+
+def in_memory(found: str, what: str) -> ValueError:
+    """The error for tensors in memory."""
+    return ValueError(f"{what} needs the path of a checkpoint, or an open one: {found} in this process only")
+
+
 class Sources:
     """The files of a catalog, for pieces that read some of its tensors.
 
@@ -138,8 +157,7 @@ class Sources:
     """
 
     def __init__(self, catalog: Catalog, what: str) -> None:
-        if catalog.in_memory:
-            raise ValueError(f"{what} needs paths: the tensors of a dict are in this process only")
+        check_paths(catalog, what)
         self._catalog = catalog
         self._owners = {file: one for one in catalog.checkpoints for file in one.weight_files}
         self._recipes = {id(one): one.recipe() for one in catalog.checkpoints}
@@ -203,8 +221,10 @@ def _unlisted(opened: Checkpoint) -> dict[WeightFile, list[str]]:
 
 def _config_of(opened: Checkpoint) -> dict[str, Any]:
     """The configuration that packed tensors need; nothing for files without one of their folder."""
-    if opened.config is None or opened.folder is None:
+    if opened.config is None:
         return {}
+    if opened.folder is None:  # a list of folders, with that of any of them
+        return {"config": opened.config}
     return {"config": source_of(os.path.join(opened.folder, CONFIG))}
 
 
@@ -229,6 +249,7 @@ def opened(sources: Any, names: Sequence[str]) -> Iterator[Catalog]:
         checkpoints = [stack.enter_context(Checkpoint(_find(source, names))) for source in sources]
         catalog = Catalog.of(checkpoints or {})
         catalog.mapped = False
+        catalog.check(name for name in names if name not in catalog.ignored)
         yield catalog
 
 
@@ -241,10 +262,16 @@ def _find(source: Any, names: Sequence[str]) -> Any:
     for file in files:
         name, identity, first = _identified(file)
         path = os.path.join(folder, name)
+        tensor = names[first] if first < len(names) else ""
+        more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
         if not os.path.exists(path):
-            tensor = names[first] if first < len(names) else ""
-            more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
-            raise MissingShardError(f"the file of tensor {show(tensor)}{more} is gone", path, tensor=tensor)
+            message = f"the file of tensor {show(tensor)}{more} is gone, or not on this machine"
+            raise MissingShardError(message, path, tensor=tensor)
+        try:
+            check_unchanged(path, identity)
+        except FormatError as error:
+            message = f"the file of tensor {show(tensor)}{more}: {error.args[0]}"
+            raise FormatError(message, path, tensor=tensor) from None
         seen.append((path, identity))
     options = {key: source.get(key, usual) for key, usual in _OPTIONS.items()}
     for key, value in options.items():
@@ -272,14 +299,14 @@ def _identified(file: Any) -> tuple[str, tuple[int, ...], int]:
 
 
 def read_config(file: Any) -> dict[str, Any] | None:
-    """The configuration in a file, given by `source_of`; None for None.
+    """The configuration in a file, given by `source_of`, or itself; None for None.
 
     Raises:
         FormatError: the file has changed, or does not hold one.
         OSError: the file cannot be read.
     """
-    if file is None:
-        return None
+    if file is None or isinstance(file, dict):
+        return file
     from ..stores.json_file import read_json
 
     path, identity, _ = _identified(file)
@@ -290,22 +317,33 @@ def read_config(file: Any) -> dict[str, Any] | None:
 # ---- groups ----
 
 
-def groups(names: Iterable[str], sources: Sources, sizes: Mapping[str, int]) -> list[list[str]]:
-    """Divides tensors into pieces of about the same number of bytes, none of which reads from two files if it can.
+def groups(sizes: Mapping[str, int], sources: Sources) -> list[list[str]]:
+    """Divides tensors into pieces of about the same number of bytes.
+
+    A piece reads from several files only where these are small. A file that must be unpacked is not divided.
 
     Args:
-        names: the tensors.
+        sizes: the tensors, and the bytes of each.
         sources: the files that hold them.
-        sizes: bytes of each tensor.
     """
     most = max(_LEAST, min(_MOST, sum(sizes.values()) // _PIECES))
-    found: list[list[str]] = []
-    size, last = 0, None
-    for name in names:
+    held: dict[str, tuple[bool, list[str]]] = {}  # together, whatever the order of the names
+    for name in sizes:
         file = sources.files_of(name)[0]
-        if not found or file is not last or size + sizes[name] > most:
-            found.append([])
-            size, last = 0, file
-        found[-1].append(name)
-        size += sizes[name]
+        held.setdefault(file.place, (file.unpacked, []))[1].append(name)
+    found: list[list[str]] = []
+    room = -1  # bytes that the last piece may still get; none before the first
+    for unpacked, names in held.values():
+        if unpacked:
+            found.append(names)
+            room = -1
+            continue
+        if most - room >= _LEAST:
+            room = -1
+        for name in names:
+            if sizes[name] > room:
+                found.append([])
+                room = most
+            found[-1].append(name)
+            room -= sizes[name]
     return found

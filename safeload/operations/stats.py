@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -19,7 +19,9 @@ from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, address, of_numbers, of_packed, of_reals
 from ..engine.threads import check_threads
 from ..errors import UnsupportedError
+from . import executing, plan
 from .catalog import Catalog, Given, has_names
+from .executing import Executor
 
 _RECORD = struct_dtype("sl_stats")
 
@@ -100,6 +102,7 @@ def stats(
     names: Iterable[str] | None = None,
     only: Patterns = None,
     drop: Patterns = None,
+    executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, TensorStats]: ...
@@ -111,6 +114,7 @@ def stats(
     names: None = None,
     only: None = None,
     drop: None = None,
+    executor: None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> TensorStats: ...
@@ -121,6 +125,7 @@ def stats(
     names: Iterable[str] | None = None,
     only: Patterns = None,
     drop: Patterns = None,
+    executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> TensorStats | dict[str, TensorStats]:
@@ -140,7 +145,10 @@ def stats(
         names: exact names of the tensors of x to include; None for all.
         only: shell pattern, or several, of the names to include, such as ``"*norm*"``; instead of ``names``.
         drop: shell pattern, or several, of names to leave out.
-        threads: None: chosen automatically.
+        executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
+            with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``client.get_executor(pure=False)``.
+            The statistics are those of one process.
+        threads: None: chosen automatically, and one for each piece of an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
@@ -152,7 +160,8 @@ def stats(
         UnsupportedError: a single tensor of complex numbers, or of a block type without a kernel; a tensor of a
             checkpoint that holds codes of a family that is not dequantized, such as GPTQ, or stored codes.
         TypeError: a single array that does not hold numbers.
-        FormatError: a file ends too early, with path and offset.
+        ValueError: ``executor`` for tensors in memory.
+        FormatError: a file ends too early, with path and offset; or it has changed before an executor's piece read it.
         OSError: a file cannot be read.
 
     Example:
@@ -161,30 +170,36 @@ def stats(
         4.0
     """
     check_threads(threads)
+    executing.check_executor(executor)
     if has_names(x):
         with Catalog.of(x) as catalog:
-            return _of_all(catalog, catalog.choose(names, only, drop), histogram, threads, progress)
+            wanted = catalog.choose(names, only, drop)
+            catalog.refuse_codes(wanted, "stats")
+            if executor is None:
+                return measure(catalog, wanted, histogram, threads, progress)
+            return _in_pieces(catalog, wanted, histogram, executor, threads, progress)
     if any(given is not None for given in (names, only, drop)):
         raise ValueError("names=, only= and drop= are for checkpoints and dicts")
+    if executor is not None:
+        raise plan.in_memory("an array is", executing.EXECUTOR)
     part = _part("", x, threads)
     if part is None:
         raise _refusal(x)
     return _measure([part], histogram, threads, progress)[0]
 
 
-def _of_all(
+def measure(
     catalog: Catalog,
     wanted: Sequence[str],
     histogram: bool,
     threads: int | None,
-    progress: Progress,
+    progress: Progress = None,
 ) -> dict[str, TensorStats]:
-    """Statistics by name.
+    """Statistics by name of tensors that are not codes; see `stats`.
 
     Tensors that can be read in place share one run. Those that must be copied first run one by one, so that only one
     copy exists at a time.
     """
-    catalog.refuse_codes(wanted, "stats")
     ready: dict[str, _Part] = {}
     to_copy: list[str] = []
     for name in wanted:
@@ -196,10 +211,61 @@ def _of_all(
             ready[name] = _Part(found, about.dtype if about.packed else about.row.code)
     done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
     for name in to_copy:
-        part = _part(name, catalog.value(name), threads)
+        part = _part(name, catalog.value(name, threads), threads)
         if part is not None:
             done[name] = _measure([part], histogram, threads, None)[0]
     return {name: done[name] for name in wanted if name in done}
+
+
+# ---- in pieces ----
+
+
+def _in_pieces(
+    catalog: Catalog,
+    wanted: Sequence[str],
+    histogram: bool,
+    executor: Executor,
+    threads: int | None,
+    progress: Progress,
+) -> dict[str, TensorStats]:
+    sizes = {name: catalog.about(name).nbytes for name in wanted}
+    found = executing.by_tensor(
+        run,
+        "stats",
+        catalog,
+        sizes,
+        executor,
+        threads=threads,
+        progress=progress,
+        more=lambda _: {"histogram": histogram},
+    )
+    return {name: of_plain(found[name]) for name in wanted if name in found}
+
+
+def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
+    """Statistics of the tensors of a piece, as plain data; see `run_piece`."""
+    plan.check_version(piece)
+    names = plan.texts(piece, "names")
+    with plan.opened(plan.field(piece, "sources", list), names) as catalog:
+        found = measure(catalog, names, bool(piece.get("histogram")), threads)
+    return {"tensors": {name: as_plain(one) for name, one in found.items()}}
+
+
+def as_plain(found: TensorStats) -> list[Any]:
+    """Statistics as plain data, as JSON has it."""
+    *numbers, histogram = found
+    plain = [list(value) if isinstance(value, tuple) else value for value in numbers]
+    return [*plain, None if histogram is None else histogram.tolist()]
+
+
+def of_plain(plain: Sequence[Any]) -> TensorStats:
+    """The inverse of `as_plain`."""
+    *numbers, histogram = plain
+    found = [tuple(value) if isinstance(value, (list, tuple)) else value for value in numbers]
+    return TensorStats._make([*found, None if histogram is None else np.array(histogram, np.int64)])
+
+
+# ---- one tensor ----
 
 
 def _readable(row: dtypes.Dtype) -> bool:
