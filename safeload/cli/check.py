@@ -94,7 +94,8 @@ def run(options: argparse.Namespace) -> int:
     """Prints the findings about ``options.path``; returns the exit status."""
     # Imported here: they would add milliseconds to the other commands.
     from ..operations.validate.findings import error
-    from ..operations.validate.run import settings, validate_path
+    from ..operations.validate.run import validate_path
+    from ..operations.validate.settings import settings
 
     limits = {"parameters": options.parameters, "scale": options.scale, "absmax": options.absmax}
     if options.range is not None:

@@ -56,7 +56,8 @@ def register(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Writes the page about ``options.path``; returns the exit status."""
     # Imported here: they would add milliseconds to the other commands.
-    from ..operations.validate.run import settings, validate_path
+    from ..operations.validate.run import validate_path
+    from ..operations.validate.settings import settings
     from .report_content import digest_section, found_section, sections
     from .report_page import facts, head, page
     from .report_source import about, files_of, now

@@ -336,4 +336,12 @@ def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
     return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
 
 
+def read_array(part: Part) -> Array:
+    """A part of a file as an array of its own dtype, in private memory; meant for small ones."""
+    number = part.row.number
+    shape = dtypes.array_shape(part.row, part.shape, part.end - part.begin)
+    spec = ArraySpec(dtypes.array_dtype(number), shape, part.begin, part.end, number, number)
+    return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
+
+
 _NO_BYTES: Array = np.empty(0, np.uint8)

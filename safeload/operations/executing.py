@@ -106,7 +106,9 @@ def by_tensor(
         Exception: see `run`.
     """
     sources = Sources(catalog, EXECUTOR)
-    pieces = [piece_of(operation, sources.of(names), names=names, **more(names)) for names in groups(sizes, sources)]
+    pieces = [
+        piece_of(operation, sources.of(names), names=names, **more(names)) for names in groups(sizes, sources.file_of)
+    ]
     nbytes = [sum(sizes[name] for name in piece["names"]) for piece in pieces]
     results = run(function, pieces, executor, sizes=nbytes, threads=threads, progress=progress)
     return {name: found for result in results for name, found in result["tensors"].items()}

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array, ArraySpec, foreign_order
+from ..base.arrays import Array, foreign_order
 from ..base.packing import Part
 from ..engine import jobs
 from ..engine.entries import Entry
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
+from ..engine.restore import read_array
 from .shards import Output
 
 
@@ -78,8 +79,7 @@ def lazy_part(part: Part, threads: int | None) -> Lazy:
     """A stored tensor of a file, unchanged."""
     number = part.row.number
     dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, part.end - part.begin)
-    spec = ArraySpec(dtype, shape, part.begin, part.end, number, number)
     staged = None
     if not foreign_order(False):
         staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
-    return Lazy(dtype, shape, lambda: jobs.read_small(part.file, spec), staged)
+    return Lazy(dtype, shape, lambda: read_array(part), staged)

@@ -10,6 +10,7 @@ from ..engine.threads import check_threads
 from ..errors import FormatError
 from . import convert_folder, diff, manifest, stats
 from .plan import field
+from .validate import gathering
 
 # By the name of the operation.
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None], dict[str, Any]]] = {
@@ -17,6 +18,7 @@ _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None], dict[str, Any
     "diff": diff.run,
     "manifest": manifest.run,
     "stats": stats.run,
+    "validate": gathering.run,
 }
 
 

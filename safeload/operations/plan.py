@@ -7,7 +7,7 @@ them, each with the size and the time of the last change that it had when the pl
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from ..stores.local import check_unchanged, identity_of
 from .catalog import Catalog
 
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 # The bytes of tensors that a piece reads: enough to make what an engine adds (about 1 ms for Dask) count for nothing,
 # little enough to keep all workers busy to the end.
@@ -166,6 +167,10 @@ class Sources:
             if one.index is not None:  # which may leave out tensors of its shards
                 self._unlisted.update(_unlisted(one))
 
+    def file_of(self, name: str) -> WeightFile:
+        """The file that holds the values of a tensor, or its codes."""
+        return self.files_of(name)[0]
+
     def files_of(self, name: str) -> list[WeightFile]:
         """The files that hold a tensor; the first one holds its values or codes."""
         if name not in self._catalog:
@@ -260,7 +265,7 @@ def _find(source: Any, names: Sequence[str]) -> Any:
     if not files:
         raise FormatError("a source of a piece has files, found none")
     for file in files:
-        name, identity, first = _identified(file)
+        name, identity, first = identified(file)
         path = os.path.join(folder, name)
         tensor = names[first] if first < len(names) else ""
         more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
@@ -291,7 +296,12 @@ def _fits(key: str, value: Any) -> bool:
     return isinstance(value, str) if key == "root" else value == ("inert" if key == "unknown_globals" else True)
 
 
-def _identified(file: Any) -> tuple[str, tuple[int, ...], int]:
+def identified(file: Any) -> tuple[str, tuple[int, ...], int]:
+    """The path of a file, its size and mtime, and the index of the first tensor in it (0 where that is not given).
+
+    Raises:
+        FormatError: it is something else.
+    """
     path, *numbers = file if isinstance(file, (list, tuple)) and file else [None]
     if not isinstance(path, str) or len(numbers) < 2 or not all(type(number) is int for number in numbers):
         raise FormatError(f"a source of a piece is [path, bytes, mtime in ns, ...], found {show(file)}")
@@ -309,7 +319,7 @@ def read_config(file: Any) -> dict[str, Any] | None:
         return file
     from ..stores.json_file import read_json
 
-    path, identity, _ = _identified(file)
+    path, identity, _ = identified(file)
     check_unchanged(path, identity)
     return read_json(path, CONFIG)
 
@@ -317,21 +327,21 @@ def read_config(file: Any) -> dict[str, Any] | None:
 # ---- groups ----
 
 
-def groups(sizes: Mapping[str, int], sources: Sources) -> list[list[str]]:
-    """Divides tensors into pieces of about the same number of bytes.
+def groups(sizes: Mapping[_K, int], file_of: Callable[[_K], WeightFile]) -> list[list[_K]]:
+    """Divides tensors, or entries of archives, into pieces of about the same number of bytes.
 
     A piece reads from several files only where these are small. A file that must be unpacked is not divided.
 
     Args:
-        sizes: the tensors, and the bytes of each.
-        sources: the files that hold them.
+        sizes: by name, or whatever they go by, the bytes of each.
+        file_of: the file that holds one of them.
     """
     most = max(_LEAST, min(_MOST, sum(sizes.values()) // _PIECES))
-    held: dict[str, tuple[bool, list[str]]] = {}  # together, whatever the order of the names
+    held: dict[str, tuple[bool, list[_K]]] = {}  # together, whatever the order of the names
     for name in sizes:
-        file = sources.files_of(name)[0]
+        file = file_of(name)
         held.setdefault(file.place, (file.unpacked, []))[1].append(name)
-    found: list[list[str]] = []
+    found: list[list[_K]] = []
     room = -1  # bytes that the last piece may still get; none before the first
     for unpacked, names in held.values():
         if unpacked:

@@ -7,14 +7,14 @@ import re
 import zipfile
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 from ...base.text import show
-from ...engine.pieces import Meter, file_pieces, in_order
-from ...engine.progress import Progress
+from ...engine.pieces import file_pieces, in_order
 from ...engine.weight_file import WeightFile, open_without_table
-from ...errors import SafeloadError, one_line
+from ...errors import FormatError, SafeloadError, one_line
 from ...formats.foreign import is_zip
 from ...formats.zip import Archive
 from ..catalog import Catalog
@@ -77,7 +77,7 @@ def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
 # ---- CRC-32 ----
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """One entry of an archive.
 
     Attributes:
@@ -94,31 +94,60 @@ class _Entry(NamedTuple):
     begin: int
     tensors: list[str]
 
+    @property
+    def name(self) -> str:
+        """Its name in `Archive.entries`."""
+        return self.info.orig_filename
 
-def check_crc(catalog: Catalog, *, threads: int | None = None, progress: Progress = None) -> Iterator[Finding]:
-    """Checks the bytes of each entry of a zip archive against its CRC-32."""
+    @property
+    def stored(self) -> bool:
+        """Whether it is not compressed."""
+        return self.info.compress_type == zipfile.ZIP_STORED
+
+
+def entries_of(catalog: Catalog) -> list[Entry]:
+    """All entries of the files that are zip archives, compressed ones last.
+
+    Raises:
+        FormatError, OSError: a directory cannot be read.
+    """
     entries = [entry for file in catalog.weight_files for entry in _entries(file, catalog.format)]
-    stored = [entry for entry in entries if entry.info.compress_type == zipfile.ZIP_STORED]
-    meter = Meter(progress, sum(entry.info.compress_size for entry in entries))
+    return sorted(entries, key=lambda entry: not entry.stored)
 
-    def check(entry: _Entry) -> str | None:
-        problem = _check_entry(entry)
-        meter.add(entry.info.compress_size)
-        return problem
 
-    results = in_order(check, stored, threads, sum(entry.info.compress_size for entry in stored))
-    found = list(zip(stored, results, strict=True))
+def faults_of(entries: Sequence[Entry], threads: int | None) -> list[str | None]:
+    """The fault of each entry whose bytes do not have its CRC-32, or cannot be read; None for good ones."""
+    stored = [entry for entry in entries if entry.stored]
+    nbytes = sum(entry.info.compress_size for entry in stored)
     # Compressed entries one by one: an archive caches only the last header it read.
-    found += [(entry, check(entry)) for entry in entries if entry.info.compress_type != zipfile.ZIP_STORED]
-    for entry, problem in found:
-        if problem is not None:
-            name = entry.info.orig_filename
-            more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
-            message = f"zip entry {show(name)} of {entry.file.path}{more}: {problem}"
-            yield error("file.crc", entry.tensors[0] if entry.tensors else None, message)
+    return [*in_order(_fault_of, stored, threads, nbytes), *(_fault_of(entry) for entry in entries if not entry.stored)]
 
 
-def _entries(opened: WeightFile, format: str | None) -> Iterator[_Entry]:
+def crc_finding(entry: Entry, fault: str) -> Finding:
+    """The finding about the fault of an entry."""
+    name = entry.info.orig_filename
+    more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
+    message = f"zip entry {show(name)} of {entry.file.path}{more}: {fault}"
+    return error("file.crc", entry.tensors[0] if entry.tensors else None, message)
+
+
+@contextmanager
+def reopened(path: str, names: Sequence[str]) -> Iterator[list[Entry]]:
+    """Opens an archive, for some of its entries by name; what tensors they hold is not looked up.
+
+    Raises:
+        FormatError: there is no such entry, or it is not an archive.
+        SafeloadError, OSError: see `open_without_table`.
+    """
+    with closing(open_without_table(path)) as file:
+        archive = Archive(file)
+        unknown = next((name for name in names if name not in archive.entries), None)
+        if unknown is not None:
+            raise FormatError(f"the archive has no entry {show(unknown)}", path)
+        yield [Entry(archive, file, archive.entries[name], archive.locate(name), []) for name in names]
+
+
+def _entries(opened: WeightFile, format: str | None) -> Iterator[Entry]:
     """The entries of a file that is a zip archive."""
     # Compressed arrays have been unpacked into a temporary file.
     file = open_without_table(opened.path) if format == "npz" and not _is_zip(opened) else opened
@@ -135,7 +164,7 @@ def _entries(opened: WeightFile, format: str | None) -> Iterator[_Entry]:
             tensors = [tensor for _, _, tensor in ranges[first:last]]
         else:
             tensors = [tensor for tensor in (name.removesuffix(".npy"),) if opened.table.find(tensor) >= 0]
-        yield _Entry(archive, file, info, begin, tensors)
+        yield Entry(archive, file, info, begin, tensors)
     archive.check_overlap()
 
 
@@ -143,7 +172,7 @@ def _is_zip(file: WeightFile) -> bool:
     return is_zip(file.read_at(0, 4))
 
 
-def _check_entry(entry: _Entry) -> str | None:
+def _fault_of(entry: Entry) -> str | None:
     """The fault of an entry, None if it is good."""
     info = entry.info
     found = 0

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +16,11 @@ from ... import loading
 from ...base import log
 from ...base.arrays import Array, refuse_masked
 from ...base.paths import PathLike, native_path, os_error
-from ...base.selecting import Patterns, Selection
+from ...base.selecting import Patterns
 from ...base.text import show
 from ...checkpoint import Checkpoint
 from ...engine.progress import Progress
 from ...engine.quantized_tensor import QuantizedTensor
-from ...engine.threads import check_threads
 from ...errors import (
     ForbiddenError,
     FormatError,
@@ -32,14 +31,17 @@ from ...errors import (
     one_line,
 )
 from ...models.choosing import Choice, choose, choose_inner, choose_prefix
-from ...models.reading import load as load_schema
 from ...models.schema import Schema
 from ..about import About
 from ..catalog import Catalog, Given
-from ..stats import stats
-from . import files, holes, names, schemas, values
-from .findings import Limits, ValidationReport, error
-from .names import Quantized
+from ..executing import EXECUTOR, Executor
+from ..plan import check_paths, in_memory
+from . import files, holes, schemas
+from . import names as naming
+from .contents import Contents, Model, check_contents
+from .findings import Finding, Limits, ValidationReport, error
+from .gathering import gathered
+from .settings import Settings, read_config, settings
 
 # Codes of the findings about files that cannot be opened.
 _REFUSALS = (
@@ -69,6 +71,7 @@ def validate(
     values: bool = True,
     only: Patterns = None,
     drop: Patterns = None,
+    executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> ValidationReport:
@@ -96,14 +99,17 @@ def validate(
         only: shell pattern, or several, of the tensors whose values are read; what is found about the values and the
             shapes of others is left out of the report. Names are compared as a whole: what is missing is always said.
         drop: shell pattern, or several, of tensors to leave out in the same way.
-        threads: None: chosen automatically.
-        progress: a callable that gets (bytes_done, bytes_total).
+        executor: reads the values in pieces, each of some tensors, on other processes or machines that have the same
+            files: anything with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
+            ``client.get_executor(pure=False)``. The findings are those of one process; headers are read here.
+        threads: None: chosen automatically, and one for each piece of an executor.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
     Returns:
         The report; it is false if there are errors.
 
     Raises:
-        ValueError, TypeError: wrong arguments.
+        ValueError, TypeError: wrong arguments, such as ``executor`` for tensors in memory.
         TensorNotFoundError: a pattern matches no tensor.
         FormatError: the file of a schema or config does not hold one.
         OSError: the file cannot be opened: FileNotFoundError, PermissionError, ...
@@ -114,82 +120,29 @@ def validate(
         >>> report.ok, report.errors[0].code
         (False, 'value.nan')
     """
-    wanted = settings(config, schema, limits, values=values, only=only, drop=drop, threads=threads, progress=progress)
+    wanted = settings(
+        config,
+        schema,
+        limits,
+        values=values,
+        only=only,
+        drop=drop,
+        executor=executor,
+        threads=threads,
+        progress=progress,
+    )
     if isinstance(source, (np.ndarray, QuantizedTensor)):
+        if executor is not None:
+            raise in_memory("an array is", EXECUTOR)
         return _validate_array(source, shape, wanted)
     if shape is not None:
         raise ValueError("shape= is for a single array")
     if isinstance(source, (Mapping, Catalog)):
         with Catalog.of(source) as catalog:
+            if executor is not None:
+                check_paths(catalog, EXECUTOR)
             return _validate_tensors(ValidationReport(catalog.title), catalog, wanted)
     return validate_path(source, lambda: loading.open(source), wanted)
-
-
-class Settings(NamedTuple):
-    """The checked arguments of `validate`.
-
-    Attributes:
-        config: parsed config; None for that of a folder.
-        schema: the given schema; None for none, or to choose one.
-        choose: whether to choose a schema.
-        limits: limits for values.
-        values: whether to read tensors.
-        selection: the tensors to report about.
-        threads: None: chosen automatically.
-        progress: see `validate`.
-        histogram: whether the statistics include histograms.
-    """
-
-    config: Mapping[str, Any] | None
-    schema: Schema | None
-    choose: bool
-    limits: Limits
-    values: bool
-    selection: Selection
-    threads: int | None
-    progress: Progress
-    histogram: bool
-
-
-def settings(
-    config: PathLike | Mapping[str, Any] | None = None,
-    schema: str | PathLike | Mapping[str, Any] | None = "auto",
-    limits: Any = None,
-    *,
-    values: bool = True,
-    only: Patterns = None,
-    drop: Patterns = None,
-    threads: int | None = None,
-    progress: Progress = None,
-    histogram: bool = False,
-) -> Settings:
-    """Checks the arguments of `validate`.
-
-    Raises:
-        ValueError, TypeError, FormatError, OSError: see `validate`.
-    """
-    bounds = Limits.of(limits)
-    asked = load_schema(schema) if schema is not None and schema != "auto" else None
-    check_threads(threads)
-    selection = Selection(only, drop)
-    return Settings(
-        read_config(config), asked, schema == "auto", bounds, values, selection, threads, progress, histogram
-    )
-
-
-def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The parsed config, read from its file if given by path.
-
-    Raises:
-        FormatError: the file does not hold a JSON object.
-        OSError: the file cannot be read.
-    """
-    if config is None or isinstance(config, Mapping):
-        return config
-    from ...stores.json_file import read_json
-
-    found: Mapping[str, Any] = read_json(config, "config.json")
-    return found
 
 
 def _params_beside(paths: Sequence[str]) -> Mapping[str, Any] | None:
@@ -294,13 +247,13 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
     if inner is not None:
         choice, config = inner.choice, inner.config
     schema = None if choice is None else choice.schema
-    report.add(names.check_sizes(known, schema))
+    report.add(naming.check_sizes(known, schema))
     codes = catalog.find_codes(whole)
-    quantized = names.quantized_parts(whole, schema, known, codes)
+    quantized = naming.quantized_parts(whole, schema, known, codes)
     if quantized is not None:
-        report.add([names.note_quantized(quantized, values=wanted.values)])
+        report.add([naming.note_quantized(quantized, values=wanted.values)])
     if choice is None:
-        report.add(names.check_layers(known, frozenset() if quantized is None else quantized.modules))
+        report.add(naming.check_layers(known, frozenset() if quantized is None else quantized.modules))
     elif known:
         report.schema = choice.schema.name
         compared = schemas.check_schema(choice, config, known, quantized=quantized, inner=inner)
@@ -309,86 +262,32 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
     if limits.parameters is not None and report.parameters != limits.parameters:
         message = f"{report.parameters:,} parameters, expected {limits.parameters:,}"
         report.add([error("model.parameters", None, message)])
-    report.add(names.check_dtypes(known, whole, quantized))
+    report.add(naming.check_dtypes(known, whole, quantized))
     report.values = wanted.values
-    model = _Model(known, frozenset(codes), quantized, schema)
+    model = Model(known, frozenset(codes), quantized, schema)
     zero: set[str] = set()
     try:
         for finding, in_it in holes.check_tails(catalog, model.role, values=wanted.values):
             report.add([finding])
             zero.update(in_it)
-        if not wanted.values:
-            return
-        report.add(files.check_crc(catalog, threads=wanted.threads))
-        skip = zero | _check_contents(report, catalog, model, chosen, zero, wanted)
-        if choice is not None:
-            pairs = _tied_pairs(choice.schema, config, known)
-            report.add(values.check_tied(catalog, {a: b for a, b in pairs.items() if {a, b} <= chosen - skip}))
     except (FormatError, OSError) as problem:
-        report.add([error("file.read", None, one_line(problem))])
+        report.add([_unreadable(problem)])
+        return
+    if wanted.values:
+        pairs = {} if choice is None else _tied_pairs(choice.schema, config, known)
+        pairs = {head: embedding for head, embedding in pairs.items() if {head, embedding} <= chosen - zero}
+        names = [name for name in known if name in chosen and name not in model.codes]
+        contents = Contents(catalog, wanted)
+        if wanted.executor is not None:
+            contents = gathered(catalog, wanted, names, pairs, wanted.executor)
+        try:
+            check_contents(report, contents, model, names, pairs, zero)
+        except (FormatError, OSError) as problem:
+            report.add([_unreadable(problem)])
 
 
-class _Model(NamedTuple):
-    """Description of a model before its values are read.
-
-    Attributes:
-        known: its tensors.
-        codes: tensors that hold codes, whose values are not checked.
-        quantized: tensors that are parts of quantized weights.
-        schema: the schema, None without one.
-    """
-
-    known: Mapping[str, About]
-    codes: frozenset[str]
-    quantized: Quantized | None
-    schema: Schema | None
-
-    def role(self, name: str) -> str | None:
-        """The role of a tensor; None without a schema, or if the schema lacks the tensor."""
-        return None if self.schema is None else self.schema.role(name)
-
-
-def _check_contents(
-    report: ValidationReport,
-    catalog: Catalog,
-    model: _Model,
-    chosen: frozenset[str],
-    zero: set[str],
-    wanted: Settings,
-) -> set[str]:
-    """Checks scales and values, and stores the statistics in the report. Returns the names of tensors with bad scales.
-
-    Args:
-        report: gets the findings and the statistics.
-        catalog: the tensors.
-        model: description of the model.
-        chosen: the tensors whose values are read.
-        zero: tensors already reported as zero.
-        wanted: the settings.
-    """
-    bad = set()
-    for name, tensor in model.known.items():
-        if tensor.quantized and name in chosen:
-            value = catalog.value(name)
-            assert isinstance(value, QuantizedTensor)
-            found = list(values.check_scales(name, value, wanted.limits))
-            report.add(found)
-            if found:
-                bad.add(name)
-    # A second error about a packed tensor would say the same.
-    readable = chosen - model.codes - {name for name in bad if model.known[name].packed}
-    report.stats = stats(
-        catalog,
-        histogram=wanted.histogram,
-        names=[name for name in model.known if name in readable],
-        threads=wanted.threads,
-        progress=wanted.progress,
-    )
-    codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
-    report.add(
-        values.check_values(report.stats, model.known, wanted.limits, bad, role=model.role, codes=codes, zero=zero)
-    )
-    return bad
+def _unreadable(problem: Exception) -> Finding:
+    return error("file.read", None, one_line(problem))
 
 
 def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, About]) -> dict[str, str]:

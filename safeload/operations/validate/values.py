@@ -15,6 +15,8 @@ from ...base.scheme import INT8
 from ...base.text import show
 from ...engine.pieces import source_pieces
 from ...engine.quantized_tensor import QuantizedTensor
+from ...engine.read import packed_of
+from ...engine.restore import read_array
 from ...engine.source import Source
 from ..about import About
 from ..catalog import Catalog
@@ -86,14 +88,43 @@ def check_values(
 # ---- quantized tensors ----
 
 
-def check_scales(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[Finding]:
-    """Scales that are not finite, or not the expected ones."""
+def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | None = None) -> Iterator[Finding]:
+    """Scales that are not finite, or not the expected ones. Of a file only the scales are read, and blocks.
+
+    Args:
+        catalog: has the tensor.
+        name: of a quantized or packed tensor.
+        limits: what is expected of int8.
+        threads: for reading; None: chosen automatically.
+
+    Raises:
+        FormatError, OSError: the file cannot be read.
+    """
+    about, place = catalog.about(name), catalog.place(name)
+    packed = None if place.file is None else packed_of(place.file, place.number)
+    if packed is not None:
+        scales = {role: read_array(packed.parts[role]) for role in _SCALES if role in packed.parts}
+        if about.packed:
+            yield from _check_packed(name, packed.packing, packed.names(name), scales)
+        else:
+            yield from _check_int8(name, scales[packing.SCALE], about.axis, limits)
+        return
+    value = catalog.value(name, threads)
+    assert isinstance(value, QuantizedTensor)
     if value.packing is not None:
-        yield from _check_packed(name, value, value.packing)
-        return
-    if value.scheme == INT8:
-        yield from _check_int8(name, value, limits)
-        return
+        yield from _check_packed(name, value.packing, value.names, value.roles)
+    elif value.scheme == INT8:
+        assert value.scale is not None
+        yield from _check_int8(name, value.scale, value.axis, limits)
+    else:
+        yield from _check_blocks(name, value)
+
+
+# Roles of the parts of a packed tensor that are checked.
+_SCALES = (packing.SCALE, packing.GLOBAL, packing.BIAS)
+
+
+def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:
     row = dtypes.BLOCK_TYPES[value.scheme]
     if row.scale_count == 0 or value.data.size == 0:
         return
@@ -107,13 +138,15 @@ def check_scales(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[
         yield error("quantization.scale", name, f"{of}, the first is block {block} with {shown}")
 
 
-def _check_packed(name: str, value: QuantizedTensor, packed: Packing) -> Iterator[Finding]:
+def _check_packed(
+    name: str, packed: Packing, names: Mapping[str, str], parts: Mapping[str, Array]
+) -> Iterator[Finding]:
     """Scales that no writer of the family stores: not finite; negative, except of MLX; zero where codes are not."""
-    for role in (packing.SCALE, packing.GLOBAL, packing.BIAS):
-        array = value.roles.get(role)
+    for role in _SCALES:
+        array = parts.get(role)
         if array is None or array.size == 0:
             continue
-        stored = value.names[role]
+        stored = names[role]
         if array.dtype == np.uint8:
             if packed.scale_dtype is None:
                 continue
@@ -128,12 +161,12 @@ def _check_packed(name: str, value: QuantizedTensor, packed: Packing) -> Iterato
             yield error("quantization.scale", name, f"{of}, the first is {scales[tuple(at)]:g} at {at}")
 
 
-def _check_int8(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[Finding]:
-    scales: Array = np.atleast_1d(np.asarray(value.scale, np.float64))
+def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> Iterator[Finding]:
+    scales: Array = np.atleast_1d(np.asarray(stored, np.float64))
     bad = ~np.isfinite(scales) | (scales < 0)
     if bad.any():
         first = int(bad.argmax())
-        where = "" if value.axis is None else f" {first} of axis {value.axis}"
+        where = "" if axis is None else f" {first} of axis {axis}"
         yield error(
             "quantization.scale", name, f"scale{where} is {scales[first]:g}, expected a finite number of at least 0"
         )
@@ -152,23 +185,25 @@ def _check_int8(name: str, value: QuantizedTensor, limits: Limits) -> Iterator[F
 # ---- tied head ----
 
 
-def check_tied(catalog: Catalog, pairs: Mapping[str, str]) -> Iterator[Finding]:
-    """Heads that the config ties to an embedding, but that have other values in the file."""
-    for head, embedding in pairs.items():
-        one, other = _source(catalog, head), _source(catalog, embedding)
-        if one is None or other is None or one.row is not other.row or one.shape != other.shape:
-            continue
-        at = 0
-        for a, b in zip(source_pieces(one), source_pieces(other), strict=True):
-            if a != b:
-                differ = int((np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)).argmax()) + at
-                element = differ // one.row.block_bytes
-                index = [int(k) for k in np.unravel_index(element, one.shape)]
-                yield warning(
-                    "head.tied", head, f"differs from {show(embedding)} from {index} on, but the config ties the two"
-                )
-                break
-            at += len(a)
+def check_tied(catalog: Catalog, head: str, embedding: str) -> Finding | None:
+    """The finding about a head that the config ties to an embedding, and that has other values in the file.
+
+    Raises:
+        FormatError, OSError: a file cannot be read.
+    """
+    one, other = _source(catalog, head), _source(catalog, embedding)
+    if one is None or other is None or one.row is not other.row or one.shape != other.shape:
+        return None
+    at = 0
+    for a, b in zip(source_pieces(one), source_pieces(other), strict=True):
+        if a != b:
+            differ = int((np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)).argmax()) + at
+            element = differ // one.row.block_bytes
+            index = [int(k) for k in np.unravel_index(element, one.shape)]
+            message = f"differs from {show(embedding)} from {index} on, but the config ties the two"
+            return warning("head.tied", head, message)
+        at += len(a)
+    return None
 
 
 def _source(catalog: Catalog, name: str) -> Source | None:
