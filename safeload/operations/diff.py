@@ -73,13 +73,13 @@ def diff(
     with Catalog.of(a) as one, Catalog.of(b) as other:
         chosen = set(select([*one, *(name for name in other if name not in one)], only, drop))
         report = DiffReport(one.title, other.title)
-        sizes = {name: 8 * math.prod(shape) for name, shape in _structure(one, other, chosen, report).items()}
+        shapes = _structure(one, other, chosen, report)
         for catalog in (one, other):
-            catalog.refuse_codes(sizes, "diff")
+            catalog.refuse_codes(shapes, "diff")
         if executor is None:
-            report.tensors = _values(one, other, sizes, threads, progress)
+            report.tensors = _values(one, other, shapes, threads, progress)
         else:
-            report.tensors = _in_pieces(one, other, sizes, executor, threads, progress)
+            report.tensors = _in_pieces(one, other, shapes, executor, threads, progress)
         return report
 
 
@@ -103,34 +103,40 @@ def _structure(a: Catalog, b: Catalog, chosen: set[str], report: DiffReport) -> 
 
 
 def _values(
-    a: Catalog, b: Catalog, sizes: Mapping[str, int], threads: int | None, progress: Progress
+    a: Catalog, b: Catalog, shapes: Mapping[str, tuple[int, ...]], threads: int | None, progress: Progress
 ) -> dict[str, TensorDiff]:
     """Compares tensors of the same shape.
 
     Args:
         a: the first checkpoint.
         b: the second.
-        sizes: the tensors, and the bytes of each as float64.
+        shapes: the tensors, and the shape of each.
         threads: see `diff`.
         progress: see `diff`.
     """
-    meter = Meter(progress, sum(sizes.values()))
+    meter = Meter(progress, sum(map(_size, shapes.values())))
     found = {}
-    for name in sizes:
-        found[name] = _compare(_value(a, name, threads), _value(b, name, threads), a.about(name).shape, threads, meter)
+    for name, shape in shapes.items():
+        found[name] = _compare(_value(a, name, threads), _value(b, name, threads), shape, threads, meter)
         log.debug("diff of %s: %s", name, found[name])
     return found
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor as float64."""
+    return 8 * math.prod(shape)
 
 
 def _in_pieces(
     a: Catalog,
     b: Catalog,
-    sizes: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
     executor: Executor,
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorDiff]:
     against = plan.Sources(b, executing.EXECUTOR)
+    sizes = {name: _size(shape) for name, shape in shapes.items()}
     found = executing.by_tensor(
         run,
         "diff",
@@ -152,8 +158,8 @@ def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
         plan.opened(plan.field(piece, "sources", list), names) as a,
         plan.opened(plan.field(piece, "against", list), names) as b,
     ):
-        sizes = {name: 8 * math.prod(a.about(name).shape) for name in names}
-        return {"tensors": {name: _as_plain(found) for name, found in _values(a, b, sizes, threads, None).items()}}
+        shapes = {name: a.about(name).shape for name in names}
+        return {"tensors": {name: _as_plain(found) for name, found in _values(a, b, shapes, threads, None).items()}}
 
 
 def _as_plain(found: TensorDiff) -> list[Any]:

@@ -153,7 +153,8 @@ def check_executor(executor: Any) -> None:
     Raises:
         TypeError: it has no ``submit``.
     """
-    if executor is not None and not callable(getattr(executor, "submit", None)):
+    usable = callable(getattr(executor, "submit", None)) and not isinstance(executor, type)
+    if executor is not None and not usable:
         raise TypeError(
             f"executor must have the submit() of concurrent.futures.Executor, found {type(executor).__name__}: "
             "Dask's is client.get_executor(pure=False)"

@@ -94,21 +94,20 @@ def _entries(
 
 
 def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
-    digest, about = hashlib.sha256(), catalog.about(name)
-    place = catalog.place(name)
-    packed = None if place.file is None else packed_of(place.file, place.number)
+    digest, (_, file, index) = hashlib.sha256(), catalog.place(name)
+    packed = packed_of(file, index) if file is not None and file.table.quantized else None
     chunks: Iterator[memoryview]
     if packed is not None:  # its parts one after the other, as `QuantizedTensor.parts` has them
-        scheme = about.scheme
+        dtype, shape = catalog.about(name).dtype, packed.packing.shape
         chunks = (chunk for part in packed.parts.values() for chunk in file_pieces(part.file, part.begin, part.end))
     else:
         value = catalog.source(name, threads=1)  # a big-endian or strided tensor is copied
-        scheme = value.scheme if isinstance(value, QuantizedTensor) else value.row.code
+        dtype, shape = value.scheme if isinstance(value, QuantizedTensor) else value.row.code, value.shape
         chunks = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)
     for chunk in chunks:
         digest.update(chunk)
         meter.add(len(chunk))
-    return {"dtype": scheme, "shape": list(about.shape), "sha256": digest.hexdigest()}
+    return {"dtype": dtype, "shape": list(shape), "sha256": digest.hexdigest()}
 
 
 def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:

@@ -25,7 +25,7 @@ _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None], dict[str, Any
 def run_piece(piece: Mapping[str, Any], *, threads: int | None = None) -> dict[str, Any]:
     """Does one piece of a plan: reads what it names, and writes its shard under a temporary name that it then renames.
 
-    It also does the pieces of `stats`, `diff` and `validate`, which write nothing.
+    It also does what `stats`, `diff` and `validate` give to an executor; these pieces write nothing.
 
     A piece may be done more than once, also by two processes at a time: it writes the same bytes each time, and a shard
     that is whole is not written again.
@@ -37,7 +37,7 @@ def run_piece(piece: Mapping[str, Any], *, threads: int | None = None) -> dict[s
         threads: for reading and converting; None: chosen automatically.
 
     Returns:
-        The result for `finalize`, plain data: the name of the shard, its size and its SHA-256.
+        The result, plain data. For `finalize`: the name of the shard, its size and its SHA-256.
 
     Raises:
         UnsupportedError: another version of safeload has made the plan.

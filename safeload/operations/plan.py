@@ -33,6 +33,9 @@ _LEAST, _MOST = 16 << 20, 1 << 30
 # So many pieces, if that leaves each of them between those sizes.
 _PIECES = 64
 
+# What a tensor costs beside its bytes, as bytes.
+_EACH = 4 << 10
+
 # What `os.fspath` of a piece's file may not have: a piece writes only into the folder of its plan.
 _NOT_BARE = frozenset("/\\:\0")
 
@@ -336,7 +339,7 @@ def groups(sizes: Mapping[_K, int], file_of: Callable[[_K], WeightFile]) -> list
         sizes: by name, or whatever they go by, the bytes of each.
         file_of: the file that holds one of them.
     """
-    most = max(_LEAST, min(_MOST, sum(sizes.values()) // _PIECES))
+    most = max(_LEAST, min(_MOST, sum(sizes.values(), _EACH * len(sizes)) // _PIECES))
     held: dict[str, tuple[bool, list[_K]]] = {}  # together, whatever the order of the names
     for name in sizes:
         file = file_of(name)
@@ -351,9 +354,10 @@ def groups(sizes: Mapping[_K, int], file_of: Callable[[_K], WeightFile]) -> list
         if most - room >= _LEAST:
             room = -1
         for name in names:
-            if sizes[name] > room:
+            cost = sizes[name] + _EACH
+            if cost > room:
                 found.append([])
                 room = most
             found[-1].append(name)
-            room -= sizes[name]
+            room -= cost
     return found

@@ -24,6 +24,7 @@ from safeload.stores.local import LocalStore
 def small_pieces(monkeypatch):
     """So many pieces as large checkpoints have."""
     monkeypatch.setattr(plan, "_LEAST", 4000)
+    monkeypatch.setattr(plan, "_EACH", 0)
 
 
 def odd(seed=0):
@@ -287,6 +288,30 @@ def test_small_files_share_a_piece_and_packed_archives_are_read_once(tmp_path, m
     assert len(executor.pieces) == 1
 
 
+def test_many_tiny_tensors_are_several_pieces(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    save_file({f"{k}": np.float32([k]) for k in range(10000)}, tmp_path / "x.safetensors", durable=False)
+    executor = Lazy(begun=9)
+    assert plain(safeload.stats(tmp_path / "x.safetensors", executor=executor)) == plain(
+        safeload.stats(tmp_path / "x.safetensors")
+    )
+    assert len(executor.futures) == 3
+
+
+def test_interrupted_while_it_waits(tmp_path):
+    class Interrupted(Lazy):
+        def submit(self, *arguments):
+            future = super().submit(*arguments)
+            if len(self.futures) == 3:
+                future.set_exception(KeyboardInterrupt())
+            return future
+
+    executor = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        safeload.validate(of_folder(tmp_path), executor=executor)
+    assert [future.cancelled() for future in executor.futures].count(False) == 1
+
+
 def test_selections(tmp_path):
     folder = of_folder(tmp_path)
     executor = Plain()
@@ -373,6 +398,8 @@ def test_what_is_no_executor(tmp_path):
     for operation in (safeload.stats, safeload.validate, manifest.make, lambda x, **more: safeload.diff(x, x, **more)):
         with pytest.raises(TypeError, match=r"submit\(\).*found str"):
             operation(path, executor="dask")
+        with pytest.raises(TypeError, match=r"submit\(\).*found type"):
+            operation(path, executor=ThreadPoolExecutor)
 
 
 # ---- faults ----
