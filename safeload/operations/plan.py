@@ -165,7 +165,7 @@ class Sources:
         self._catalog = catalog
         self._owners = {file: one for one in catalog.checkpoints for file in one.weight_files}
         self._recipes = {id(one): one.recipe() for one in catalog.checkpoints}
-        self._unlisted: dict[WeightFile, list[str]] = {}
+        self._unlisted: dict[str, list[str]] = {}
         for one in catalog.checkpoints:
             if one.index is not None:  # which may leave out tensors of its shards
                 self._unlisted.update(_unlisted(one))
@@ -203,10 +203,14 @@ class Sources:
                 source = found.setdefault(id(owner), {"folder": folder, "files": []})
                 path = path if folder == source["folder"] else file.place
                 source["files"].append([path, *file.identity[:2], k])
-                if file in self._unlisted:
-                    source.setdefault("unlisted", {})[file.place] = self._unlisted[file]
-                if dtypes.may_hold_codes(file.table.numbers) and "config" not in source:
-                    source.update(_config_of(owner))
+                if file.place in self._unlisted:
+                    source.setdefault("unlisted", {})[file.place] = self._unlisted[file.place]
+                if dtypes.may_hold_codes(file.table.numbers):
+                    if "config" not in source:
+                        source.update(_config_of(owner))
+                    for one in _beside(file):
+                        if one != source.get("config") and one not in source.setdefault("beside", []):
+                            source["beside"].append(one)
         for key, source in found.items():
             recipe = self._recipes[key]
             source.update((k, v) for k, v in recipe._asdict().items() if k in _OPTIONS and v != _OPTIONS[k])
@@ -217,14 +221,15 @@ class Sources:
 _OPTIONS: Mapping[str, Any] = {"format": None, "root": None, "unknown_globals": "refuse", "stored": False}
 
 
-def _unlisted(opened: Checkpoint) -> dict[WeightFile, list[str]]:
-    """Names of tensors that are in a file, and that the index leaves out or finds in another one."""
+def _unlisted(opened: Checkpoint) -> dict[str, list[str]]:
+    """By path, names of tensors that are in a file, and that the index leaves out or finds in another one."""
     listed = {(file, k) for _, file, k in opened.entries()}
-    found = {
-        file: [name for k, name in enumerate(file.table.names) if (file, k) not in listed]
-        for file in opened.weight_files
-    }
-    return {file: names for file, names in found.items() if names}
+    found: dict[str, list[str]] = {}
+    for file in opened.weight_files:
+        left = [name for k, name in enumerate(file.table.names) if (file, k) not in listed]
+        if left:
+            found.setdefault(file.place, []).extend(left)
+    return found
 
 
 def _config_of(opened: Checkpoint) -> dict[str, Any]:
@@ -234,6 +239,14 @@ def _config_of(opened: Checkpoint) -> dict[str, Any]:
     if opened.folder is None:  # a list of folders, with that of any of them
         return {"config": opened.config}
     return {"config": source_of(os.path.join(opened.folder, CONFIG))}
+
+
+def _beside(file: WeightFile) -> list[list[Any]]:
+    """The configurations in the folder of a file, which are read with it unless that of a checkpoint is given."""
+    from ..packed.logical import BESIDE  # only here: most checkpoints do not need it
+
+    paths = (os.path.join(os.path.dirname(file.place), name) for name in BESIDE)
+    return [source_of(path) for path in paths if os.path.exists(path)]
 
 
 def source_of(path: str) -> list[Any]:
@@ -281,6 +294,11 @@ def _find(source: Any, names: Sequence[str]) -> Any:
             message = f"the file of tensor {show(tensor)}{more}: {error.args[0]}"
             raise FormatError(message, path, tensor=tensor) from None
         seen.append((path, identity))
+    for beside in field(source, "beside", list) if "beside" in source else ():
+        path, identity, _ = identified(beside)
+        if not os.path.exists(path):
+            raise FormatError("the configuration is gone", path)
+        check_unchanged(path, identity)
     options = {key: source.get(key, usual) for key, usual in _OPTIONS.items()}
     for key, value in options.items():
         if value != _OPTIONS[key] and not _fits(key, value):

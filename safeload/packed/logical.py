@@ -29,6 +29,8 @@ from .group import FP8, Group, Stored
 
 # Faults that one error lists.
 _LISTED = 5
+# Files beside weights that may have the quantization of those.
+BESIDE = ("config.json", "hf_quant_config.json")
 # Values of a part that is read to find out the shape of a tensor.
 _SHAPE_VALUES = 8
 
@@ -345,7 +347,7 @@ def _config_inside(file: WeightFile) -> Mapping[str, Any] | None:
 
 def _config_beside(folder: str) -> Mapping[str, Any] | None:
     """``config.json`` of a folder, or modelopt's older ``hf_quant_config.json``, if it has a quantization."""
-    for name in ("config.json", "hf_quant_config.json"):
+    for name in BESIDE:
         beside = os.path.join(folder, name)
         try:
             read = read_json(beside, name) if os.path.exists(beside) else None

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -456,6 +457,27 @@ def test_a_shard_that_is_gone(tmp_path, pool):
         assert re.search(r"tensor '.*' (and of \d+ more tensors )?is gone", report.errors[0].message)
         assert str(shard) in report.errors[0].message
         assert report.stats == {}
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["by its folder", "by its file"])
+def test_a_configuration_that_changes(as_file, tmp_path):
+    """The codes would mean something else."""
+    shutil.copytree(FIXTURES["ct_pack_w4_g128_asym"].folder, tmp_path, dirs_exist_ok=True)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    with safeload.open(files if as_file else tmp_path) as checkpoint:
+        expected = plain(safeload.stats(checkpoint))
+        assert plain(safeload.stats(checkpoint, executor=Plain())) == expected
+        config = tmp_path / "config.json"
+        original = config.read_text()
+
+        def change(piece):
+            config.write_text(original + " ")
+
+        with pytest.raises(safeload.FormatError, match=r"changed.*config\.json"):
+            safeload.stats(checkpoint, executor=Plain(before=change))
+        config.write_text(original)
+        with pytest.raises((safeload.FormatError, OSError), match=r"config\.json"):
+            safeload.stats(checkpoint, executor=Plain(before=lambda piece: config.unlink()))
 
 
 def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
