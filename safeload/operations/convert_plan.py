@@ -134,8 +134,10 @@ def _options(wanted: Wanted) -> dict[str, Any]:
         plain["keep"] = "a function"
     found = {}
     for key, value in plain.items():
-        if value is None or (key == "extras" and value):
+        if value is None or (key == "extras" and value) or (key == "metadata" and not value):
             continue
+        if key in ("only", "drop", "keep") and isinstance(value, str):
+            value = [value]
         value = list(value) if isinstance(value, (tuple, set, frozenset)) else value
         text = json.dumps(value, sort_keys=True, default=str)
         if len(text) > _LONG:
@@ -208,6 +210,8 @@ def _place(plan: Plan, path: str, *, overwrite: bool, resume: bool) -> str:
             return str(folder)
         raise FileExistsError(errno.EEXIST, "The folder is complete, with no record of how: pass overwrite=True", path)
     if ours:
-        raise FileExistsError(errno.EEXIST, "The conversion has begun: resume=True goes on, overwrite=True", path)
+        raise FileExistsError(
+            errno.EEXIST, "The conversion has begun: resume=True goes on, overwrite=True replaces it", path
+        )
     check_free(path, True, overwrite)
     return str(folder)

@@ -316,6 +316,26 @@ def test_killed_at_any_moment_there_is_no_half_file(large, tmp_path):
     assert finished < 7
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"metadata": {}}),
+        ({"drop": "a*"}, {"drop": ["a*"]}),
+        ({"quantize": "int8", "keep": "a*"}, {"quantize": "int8", "keep": ("a*",)}),
+        ({"dtype": "bf16"}, {"dtype": "bfloat16"}),
+    ],
+    ids=["no metadata", "one pattern", "patterns", "names of a dtype"],
+)
+def test_options_that_mean_the_same_make_the_same_plan(one, other, tmp_path):
+    """So that what Python began the command line can resume."""
+    save_file({"a1": np.ones((32, 32), np.float32), "b": np.ones((64, 32), np.float32)}, tmp_path / "x.safetensors")
+    plans = [
+        safeload.plan_convert(tmp_path / "x.safetensors", tmp_path / "out", max_shard_size="1KB", **options)
+        for options in (one, other)
+    ]
+    assert plans[0] == plans[1]
+
+
 # ---- command line ----
 
 
