@@ -6,11 +6,12 @@ import argparse
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.text import printable
 from ..engine.atomic_file import write_text
 from ..errors import FormatError
+from .cluster import add_dask, cluster
 from .common import (
     STATUS,
     add_command,
@@ -25,6 +26,10 @@ from .common import (
     painter,
     suggest,
 )
+
+if TYPE_CHECKING:
+    from ..operations.executing import Executor
+    from ..operations.validate.findings import ValidationReport
 
 _EPILOG = f"""examples:
   safeload check Llama-3.2-1B/
@@ -80,6 +85,7 @@ def register(commands: Any) -> None:
     manifest.add_argument("--write-manifest", metavar="FILE", help="write the SHA-256 of each tensor to this file")
     add_opening(parser)
     add_threads(parser)
+    add_dask(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -92,34 +98,8 @@ def _schemas() -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the findings about ``options.path``; returns the exit status."""
-    # Imported here: they would add milliseconds to the other commands.
-    from ..operations.validate.findings import error
-    from ..operations.validate.run import validate_path
-    from ..operations.validate.settings import settings
-
-    limits = {"parameters": options.parameters, "scale": options.scale, "absmax": options.absmax}
-    if options.range is not None:
-        limits["low"], limits["high"] = options.range
-    schema = None if options.schema == "none" else options.schema
-    with bar("check") as progress:
-        wanted = settings(
-            options.config,
-            schema,
-            limits,
-            values=not options.structure,
-            only=options.only,
-            drop=options.drop,
-            threads=options.threads,
-            progress=progress,
-        )
-        report = validate_path(options.path, lambda: open_path(options.path, options), wanted)
-    if report.files and (options.manifest or options.write_manifest):
-        try:
-            _manifest(report, options)
-        except FormatError as problem:
-            if problem.path is not None and problem.path not in report.files:
-                raise
-            report.add([error("file.read", None, str(problem))])
+    with cluster(options.dask) as executor:
+        report = _report(options, executor)
     if options.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
@@ -138,13 +118,47 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.ok and not (options.strict and report.warnings) else 1
 
 
-def _manifest(report: Any, options: argparse.Namespace) -> None:
+def _report(options: argparse.Namespace, executor: Executor | None) -> ValidationReport:
+    """What is wrong with ``options.path``, and with its manifest."""
+    # Imported here: they would add milliseconds to the other commands.
+    from ..operations.validate.findings import error
+    from ..operations.validate.run import validate_path
+    from ..operations.validate.settings import settings
+
+    limits = {"parameters": options.parameters, "scale": options.scale, "absmax": options.absmax}
+    if options.range is not None:
+        limits["low"], limits["high"] = options.range
+    schema = None if options.schema == "none" else options.schema
+    with bar("check") as progress:
+        wanted = settings(
+            options.config,
+            schema,
+            limits,
+            values=not options.structure,
+            only=options.only,
+            drop=options.drop,
+            executor=executor,
+            threads=options.threads,
+            progress=progress,
+        )
+        report = validate_path(options.path, lambda: open_path(options.path, options), wanted)
+    if report.files and (options.manifest or options.write_manifest):
+        try:
+            _manifest(report, options, executor)
+        except FormatError as problem:
+            if problem.path is not None and problem.path not in report.files:
+                raise
+            report.add([error("file.read", None, str(problem))])
+    return report
+
+
+def _manifest(report: ValidationReport, options: argparse.Namespace, executor: Executor | None) -> None:
     """Compares with a manifest, or writes one."""
     from ..operations import manifest
 
     said = manifest.read(options.manifest) if options.manifest else None
     with open_path(options.path, options) as opened, bar("sha256") as progress:
-        found = manifest.make(opened, threads=options.threads, progress=progress)
+        found = manifest.make(opened, executor=executor, threads=options.threads, progress=progress)
     if said is not None:
         report.add(manifest.compare(said, found))
         return

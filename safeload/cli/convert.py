@@ -9,10 +9,12 @@ from typing import Any
 
 from ..base.scheme import SCHEMES
 from ..engine.load import targets
+from ..errors import SafeloadError
 from ..formats.registry import SUFFIXES
 from ..models.layout import Layout, built_in
 from ..operations.convert import convert
 from ..operations.convert_report import ConvertReport
+from .cluster import add_dask, cluster
 from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path, suggest
 
 _EPILOG = """examples:
@@ -23,10 +25,14 @@ _EPILOG = """examples:
   safeload convert model.safetensors text.safetensors --drop 'vision.*'
   safeload convert old.safetensors new.safetensors --rename '^model\\.' ''
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
+  safeload convert DeepSeek-V3/ bf16/ --dtype bf16 --max-shard-size 5GB --resume
 
 Options apply in this order: --only and --drop choose tensors by their names in the source, --dtype and --quantize
 convert them, --rename changes their names. Names stay as they are otherwise: this does not convert between model
 architectures.
+
+With --resume or --dask a folder is written shard by shard, with a record beside each that is whole. If that is
+interrupted, the same command with --resume goes on.
 
 Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""
 
@@ -76,18 +82,29 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", help='write shards of at most this size: "500MB", "5GB"')
     parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on where an interrupted conversion to a folder has stopped"
+    )
     add_opening(parser)
     add_threads(parser)
+    add_dask(parser)
     parser.add_argument("--json", action="store_true", help="print a summary as one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Converts; returns the exit status."""
+    for option in ("resume", "dask"):
+        if getattr(options, option) and options.max_shard_size is None:
+            raise ValueError(f"--{option} is for a folder of shards, which --max-shard-size makes")
     try:
         report = _convert(options)
     except FileExistsError as error:
-        raise FileExistsError(error.errno, "File exists, --overwrite replaces it", error.filename) from None
+        raise FileExistsError(error.errno, _in_options(str(error.strerror)), error.filename) from None
+    except ValueError as error:
+        if isinstance(error, SafeloadError):
+            raise
+        raise ValueError(_in_options(str(error))) from None
     if options.json:
         result = {"files": report.files, "format": report.format, "tensors": report.tensors, "nbytes": report.nbytes}
         if report.summary is not None:
@@ -98,8 +115,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+# What messages advise, and the options of the command line for it.
+_ADVICE = {
+    " and overwrite=False": ", --overwrite replaces it",
+    "overwrite=True": "--overwrite",
+    "resume=True": "--resume",
+}
+
+
+def _in_options(message: str) -> str:
+    for advice, option in _ADVICE.items():
+        message = message.replace(advice, option)
+    return message
+
+
 def _convert(options: argparse.Namespace) -> ConvertReport:
-    with ExitStack() as stack, bar("convert") as progress:
+    with ExitStack() as stack, cluster(options.dask) as executor, bar("convert") as progress:
         return convert(
             [stack.enter_context(open_path(path, options)) for path in options.source],
             options.destination,
@@ -115,6 +146,8 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
             extras=not options.no_extras,
             max_shard_size=options.max_shard_size,
             overwrite=options.overwrite,
+            resume=options.resume,
+            executor=executor,
             threads=options.threads,
             progress=progress,
         )

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from .cluster import add_dask, cluster
 from .common import (
     add_command,
     add_json,
@@ -54,6 +55,7 @@ def register(commands: Any) -> None:
     add_selection(parser, _KEYS, _ROWS, order="non-finite values, then the largest difference")
     add_opening(parser)
     add_threads(parser)
+    add_dask(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -62,8 +64,21 @@ def run(options: argparse.Namespace) -> int:
     """Prints the differences between ``options.a`` and ``options.b``; returns the exit status."""
     from ..operations.diff import diff  # imported here: it would add milliseconds to other commands
 
-    with open_path(options.a, options) as a, open_path(options.b, options) as b, bar("diff") as progress:
-        report = diff(a, b, only=options.only, drop=options.drop, threads=options.threads, progress=progress)
+    with (
+        open_path(options.a, options) as a,
+        open_path(options.b, options) as b,
+        cluster(options.dask) as executor,
+        bar("diff") as progress,
+    ):
+        report = diff(
+            a,
+            b,
+            only=options.only,
+            drop=options.drop,
+            executor=executor,
+            threads=options.threads,
+            progress=progress,
+        )
     good = report.same if options.tolerance is None else report.within(options.tolerance)
     if options.json:
         print(json.dumps(report.to_json(), indent=1))

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..base.names import natural_key
 from ..base.text import printable, table, width
+from .cluster import add_dask, cluster
 from .common import (
     STATUS,
     add_command,
@@ -61,6 +62,7 @@ def register(commands: Any) -> None:
     )
     add_opening(parser)
     add_threads(parser)
+    add_dask(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -69,12 +71,13 @@ def run(options: argparse.Namespace) -> int:
     """Prints the statistics of ``options.path``; returns the exit status."""
     from ..operations.stats import stats  # imported here: it would add milliseconds to other commands
 
-    with open_path(options.path, options) as opened, bar("stats") as progress:
+    with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
         found = stats(
             opened,
             histogram=options.histogram,
             only=options.only,
             drop=options.drop,
+            executor=executor,
             threads=options.threads,
             progress=progress,
         )

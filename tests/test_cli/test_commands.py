@@ -430,6 +430,39 @@ def test_bench_leaves_out_what_cannot_read_the_file(tmp_path, capsys):
 # ---- all of them ----
 
 
+def test_resume_goes_on_where_a_conversion_stopped(folder, capsys):
+    options = ("--max-shard-size", "10", "--dtype", "float16")
+    plan = safeload.plan_convert("good.safetensors", "out", max_shard_size=10, dtype="float16")
+    safeload.run_piece(plan.pieces[0])
+    before = os.stat(os.path.join("out", plan.pieces[0]["file"])).st_mtime_ns
+    assert run(capsys, "convert", "good.safetensors", "out", *options)[2] == (
+        "safeload: File exists, --overwrite replaces it: out\n"
+    )
+    status, _, err = run(capsys, "convert", "good.safetensors", "out", *options[:2], "--resume")
+    assert status == 2
+    assert err.endswith("was written with dtype='float16', and this is dtype=None: pass --overwrite\n")
+    status, out, err = run(capsys, "convert", "good.safetensors", "out", *options, "--resume")
+    assert (status, err) == (0, "")
+    assert out.startswith("out: safetensors, 3 tensors, ")
+    assert os.stat(os.path.join("out", plan.pieces[0]["file"])).st_mtime_ns == before
+
+
+@pytest.mark.parametrize("option", [("--resume",), ("--dask", "tcp://127.0.0.1:1")], ids=["resume", "dask"])
+def test_what_is_for_folders_is_refused_for_a_file(option, folder, capsys):
+    status, out, err = run(capsys, "convert", "good.safetensors", "out.safetensors", *option)
+    assert (status, out) == (2, "")
+    assert err == f"safeload: {option[0]} is for a folder of shards, which --max-shard-size makes\n"
+
+
+@pytest.mark.parametrize("command", ["check", "stats", "diff", "convert"])
+def test_dask_that_is_not_installed_is_one_line(command, folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    more = {"diff": ["nan.safetensors"], "convert": ["out", "--max-shard-size", "1KB"]}.get(command, [])
+    status, out, err = run(capsys, command, "good.safetensors", *more, "--dask", "tcp://127.0.0.1:8786")
+    assert (status, out) == (1, "")
+    assert err == "safeload: --dask needs Dask, which is not installed: pip install 'safeload[dask]'\n"
+
+
 @pytest.mark.parametrize("command", [*COMMANDS, "report", "completion"])
 def test_help_has_an_example_and_fits(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -25,6 +25,8 @@ CASES = [
     (["convert", "--quantize", "q8"], {"q8_0"}),
     (["convert", "--dtype", "bf"], {"bfloat16"}),
     (["check", "--schema", "mix"], {"mixtral"}),
+    (["stats", "--da"], {"--dask"}),
+    (["convert", "--res"], {"--resume"}),
 ]
 
 

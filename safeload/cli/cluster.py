@@ -1,0 +1,113 @@
+"""``--dask``: runs the pieces of a command on a Dask cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..base.text import printable
+from ..errors import FormatError, SafeloadError
+from ..operations.executing import Executor
+from ..stores.json_file import read_json
+
+# Seconds until a scheduler has answered.
+_TIMEOUT = 10
+
+
+def add_dask(parser: Any) -> None:
+    """Adds --dask."""
+    parser.add_argument(
+        "--dask",
+        metavar="ADDRESS",
+        help='run on the workers of a Dask cluster, which see the same files: "tcp://HOST:8786" or its scheduler file',
+    )
+
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[Executor | None]:
+    """The executor of a Dask cluster; None if there is no address.
+
+    Args:
+        address: of the scheduler, or the path of its scheduler file.
+
+    Raises:
+        SafeloadError: Dask is not installed, no scheduler answers, or the cluster fails.
+        FormatError, OSError: a scheduler file that cannot be read.
+        ValueError: what cannot be an address.
+    """
+    if address is None:
+        yield None
+        return
+    try:
+        from distributed import Client
+    except ImportError as error:
+        if error.name not in ("distributed", "dask"):
+            raise  # it is installed, and broken
+        raise SafeloadError("--dask needs Dask, which is not installed: pip install 'safeload[dask]'") from None
+    found = _address_in(address) if os.path.exists(address) or ":" not in address else address
+    _try(found)
+    with Client(found, timeout=_TIMEOUT, set_as_default=False) as client:
+        if not client.scheduler_info()["workers"]:
+            print(f"safeload: --dask {printable(found)}: no workers yet, waiting for one", file=sys.stderr, flush=True)
+        with _failures(found):
+            yield client.get_executor(pure=False)
+
+
+def _address_in(path: str) -> str:
+    """The address in a scheduler file, which Dask would wait for if it is not there.
+
+    Raises:
+        FormatError: it is not such a file.
+        OSError: it cannot be read.
+    """
+    found = read_json(path, "a scheduler file").get("address")
+    if not isinstance(found, str):
+        raise FormatError("not a scheduler file of Dask: it has no address", path)
+    return found
+
+
+def _try(address: str) -> None:
+    """Connects to a scheduler, and closes the connection: a `Client` that fails takes 20 seconds to end.
+
+    Raises:
+        SafeloadError: nothing answers.
+        ValueError: this is not an address, or it needs what is not configured.
+    """
+    import asyncio  # these only here: they take tens of milliseconds
+
+    from distributed import Security
+    from distributed.comm import connect
+
+    async def run() -> None:
+        await (await connect(address, timeout=_TIMEOUT, **Security().get_connection_args("client"))).close()
+
+    try:
+        asyncio.run(run())
+    except OSError:
+        raise SafeloadError(f"--dask {printable(address)}: no scheduler answered in {_TIMEOUT} seconds") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--dask {printable(address)}: {error}") from None
+
+
+@contextmanager
+def _failures(address: str) -> Iterator[None]:
+    """Says in one line how a cluster has failed, which is no fault of a file."""
+    from concurrent.futures import CancelledError
+
+    from distributed.scheduler import KilledWorker
+
+    try:
+        yield
+    except KilledWorker as error:
+        raise SafeloadError(
+            f"--dask {printable(address)}: workers died again and again at one piece: {error}"
+        ) from None
+    except CancelledError:
+        raise SafeloadError(f"--dask {printable(address)}: the connection to the scheduler was lost") from None
+    except ImportError as error:
+        raise SafeloadError(
+            f"--dask {printable(address)}: {error}: every worker needs what is installed here"
+        ) from None

@@ -1,0 +1,216 @@
+"""A cluster of programs, `dask scheduler` and `dask worker`, and the option --dask of the commands."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from builders.clusters import OPTIONS, content, die_in, fp8_folder
+from builders.paths import TESTS
+
+import safeload
+from safeload.cli import cluster, main
+
+distributed = pytest.importorskip("distributed")
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
+
+ARGUMENTS = ("--dtype", OPTIONS["dtype"], "--max-shard-size", OPTIONS["max_shard_size"])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return fp8_folder(tmp_path_factory.mktemp("source") / "fp8")
+
+
+@pytest.fixture(scope="module")
+def local(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local") / "bf16"
+    safeload.convert(source, folder, **OPTIONS)
+    return content(folder)
+
+
+class Programs:
+    """A scheduler and workers, as one types them."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.file = folder / "scheduler.json"
+        self.running = []
+        self.start("scheduler", "--host", "127.0.0.1", "--port", "0", "--dashboard-address", ":0")
+        while not self.file.exists():
+            time.sleep(0.02)
+        self.address = json.loads(self.file.read_text())["address"]
+
+    def start(self, what, *arguments):
+        command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self.file), *arguments]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+        with open(self.folder / "log.txt", "ab") as log:
+            self.running.append(subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log))
+        return self.running[-1]
+
+    def worker(self):
+        return self.start("worker", "--nthreads", "1", "--no-nanny", "--no-dashboard")
+
+    def client(self):
+        return distributed.Client(self.address, set_as_default=False)
+
+    def stop(self):
+        for process in reversed(self.running):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    started = Programs(tmp_path_factory.mktemp("programs"))
+    try:
+        started.worker()
+        started.worker()
+        yield started
+    finally:
+        started.stop()
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs a command in a folder, in this process: importing Dask takes a second."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        status = main([*map(str, arguments)])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def program(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "safeload", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_a_worker_is_killed_under_the_command(programs, source, local, tmp_path, command):
+    """For good: the other one does the rest."""
+    dies, note = "model-00003-of-00006.safetensors", programs.folder / "note.json"
+    with programs.client() as client:
+        client.wait_for_workers(2)
+        client.run(die_in, dies, str(note))
+    running = program("convert", source, "bf16", *ARGUMENTS, "--dask", programs.address, cwd=tmp_path)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 0
+    assert "safeload" not in err  # of Dask itself there may be a line about what the worker held
+    assert re.fullmatch(r"bf16: safetensors, 13 tensors, .* in 6 files\n", out)
+    assert content(tmp_path / "bf16") == local
+    assert dies not in json.loads(note.read_text())
+    assert sorted(process.poll() or 0 for process in programs.running) == [-signal.SIGKILL, 0, 0]
+
+
+def test_the_scheduler_file_does_as_the_address(programs, source, local, tmp_path, command):
+    assert command("convert", source, tmp_path / "bf16", *ARGUMENTS, "--dask", programs.file)[0] == 0
+    assert content(tmp_path / "bf16") == local
+
+
+def test_a_conversion_that_was_begun_is_resumed(programs, source, local, tmp_path, command):
+    out = tmp_path / "bf16"
+    safeload.run_piece(safeload.plan_convert(source, out, **OPTIONS).pieces[0])
+    arguments = ("convert", source, "bf16", *ARGUMENTS, "--dask", programs.address)
+    said = "safeload: The conversion has begun: --resume goes on, --overwrite replaces it: bf16\n"
+    assert command(*arguments) == (1, "", said)
+    status, _, err = command(*arguments, "--resume", "--dtype", "float16")
+    assert status == 2
+    assert "was written with dtype='bfloat16', and this is dtype='float16': pass --overwrite\n" in err
+    assert command(*arguments, "--resume")[0] == 0
+    assert content(out) == local
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "fp8"),
+        ("check", "fp8", "--manifest", "manifest.json"),
+        ("stats", "fp8"),
+        ("diff", "fp8", "int8.safetensors"),
+    ],
+    ids=["check", "check --manifest", "stats", "diff"],
+)
+def test_the_other_commands_print_what_one_process_prints(programs, source, tmp_path, command, arguments):
+    shutil.copytree(source, tmp_path / "fp8")
+    safeload.convert(source, tmp_path / "int8.safetensors", quantize="int8")
+    if "--manifest" in arguments:
+        written = ("check", "fp8", "--write-manifest", "manifest.json", "--dask", programs.address)
+        assert command(*written)[0] == 0
+    here = command(*arguments, "--json")
+    there = command(*arguments, "--json", "--dask", programs.address)
+    assert (there[0], there[2]) == (here[0], "")
+    assert [line for line in there[1].splitlines() if '"seconds"' not in line] == [
+        line for line in here[1].splitlines() if '"seconds"' not in line
+    ]
+    assert len(there[1]) > 500
+
+
+def test_a_cluster_without_workers_is_said_and_waited_for(source, local, tmp_path, command):
+    started = Programs(tmp_path)
+    try:
+        arguments = ("convert", source, tmp_path / "bf16", *ARGUMENTS, "--dask", started.address)
+        running = program(*arguments)
+        assert running.stderr.readline() == f"safeload: --dask {started.address}: no workers yet, waiting for one\n"
+        started.worker()
+        assert running.communicate(timeout=30)[1] == ""
+        assert running.returncode == 0
+    finally:
+        started.stop()
+    assert content(tmp_path / "bf16") == local
+
+
+def test_control_c_ends_the_command_and_resume_goes_on(source, local, tmp_path, command):
+    started = Programs(tmp_path)
+    arguments = ("convert", source, tmp_path / "bf16", *ARGUMENTS, "--dask", started.address)
+    try:
+        running = program(*arguments)
+        running.stderr.readline()  # it waits for a worker
+        running.send_signal(signal.SIGINT)
+        assert running.communicate(timeout=10) == ("", "")
+        assert running.returncode == 130
+        started.worker()
+        assert command(*arguments, "--resume")[0] == 0
+    finally:
+        started.stop()
+    assert content(tmp_path / "bf16") == local
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "said"),
+    [
+        ("tpc://127.0.0.1:8786", 2, "--dask tpc://127.0.0.1:8786: unknown address scheme 'tpc'"),
+        ("tls://127.0.0.1:8786", 2, "--dask tls://127.0.0.1:8786: TLS expects"),
+        ("localhost", 1, "No such file or directory: localhost"),
+        ("scheduler.json", 1, "No such file or directory: scheduler.json"),
+        ("tokenizer.json", 1, "not a scheduler file of Dask: it has no address (tokenizer.json)"),
+    ],
+)
+def test_what_is_not_an_address_is_one_line(address, status, said, source, tmp_path, command):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    done = command("convert", source, "bf16", *ARGUMENTS, "--dask", address)
+    assert (done[0], done[1]) == (status, "")
+    assert done[2].startswith(f"safeload: {said}")
+    assert done[2].count("\n") == 1
+    assert not (tmp_path / "bf16").exists()
+
+
+def test_an_address_that_nobody_answers(source, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(cluster, "_TIMEOUT", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        said = f"safeload: --dask {address}: no scheduler answered in 1 seconds\n"
+        assert command("convert", source, "bf16", *ARGUMENTS, "--dask", address) == (1, "", said)
