@@ -40,6 +40,7 @@ default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:(class|exc)", r"(?!safeload).*"),  # annotations that are not ours: they have no pages here
+    (r"py:obj", r"concurrent\.futures\..*"),
 ]
 
 napoleon_use_ivar = True  # attributes as a list beside the parameters, not as members once more
@@ -60,7 +61,7 @@ _ALIASES = (
     "Value",
     "Given",
 )
-_ALIASES += ("Source", "FormatName", "UnknownGlobals", "Rounding")
+_ALIASES += ("Executor", "Source", "FormatName", "UnknownGlobals", "Rounding")
 autodoc_type_aliases = {name: name for name in _ALIASES}
 # Signatures wrap where the page ends: a parameter a line makes a screen of each.
 python_maximum_signature_line_length = None

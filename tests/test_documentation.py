@@ -19,7 +19,7 @@ import safeload
 NOT_RUN = {"sh", "json", "text"}
 
 # Pages about packages that tests do not otherwise need.
-NEEDS = {"torch.md": ("torch",), "jax.md": ("jax",)}
+NEEDS = {"torch.md": ("torch",), "jax.md": ("jax",), "several-machines.md": ("distributed", "loky")}
 # Modules whose examples need a package; those of safeload.frameworks cannot even be imported without it.
 FRAMEWORKS = ("torch", "jax")
 
@@ -81,8 +81,9 @@ def test_examples_of_docstrings_do_what_they_show(test, folder):
 
 # What readers type into the search of the site, which ranks titles and headings first.
 SEARCHED = """
-    conda cookbook duplicates faq fork gguf gpu hub install int8 jax llama.cpp lora merge metadata nested network
-    notebook offline pickle pin public quantized rename s3 shards sigbus threads torch url wheels windows
+    conda cookbook dask duplicates faq fork gguf gpu hub install int8 interrupted jax llama.cpp lora machine merge metadata
+    mpi nested network notebook offline pickle pin public quantized ray rename resume s3 shards sigbus slurm threads torch
+    url wheels windows
 """
 
 

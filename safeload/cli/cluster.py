@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from ..stores.json_file import read_json
 
 # Seconds until a scheduler has answered.
 _TIMEOUT = 10
+# And between two looks for its file.
+_INTERVAL = 0.05
 
 
 def add_dask(parser: Any) -> None:
@@ -47,7 +50,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
         if error.name not in ("distributed", "dask"):
             raise  # it is installed, and broken
         raise SafeloadError("--dask needs Dask, which is not installed: pip install 'safeload[dask]'") from None
-    found = _address_in(address) if os.path.exists(address) or ":" not in address else address
+    found = _address_in(address) if _is_file(address) else address
     _try(found)
     with Client(found, timeout=_TIMEOUT, set_as_default=False) as client:
         if not client.scheduler_info()["workers"]:
@@ -56,14 +59,26 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
             yield client.get_executor(pure=False)
 
 
+def _is_file(address: str) -> bool:
+    return ":" not in address or os.path.exists(address)
+
+
 def _address_in(path: str) -> str:
-    """The address in a scheduler file, which Dask would wait for if it is not there.
+    """The address in a scheduler file. One that is not there yet is waited for, as Dask's own programs do.
 
     Raises:
         FormatError: it is not such a file.
         OSError: it cannot be read.
     """
-    found = read_json(path, "a scheduler file").get("address")
+    until = time.monotonic() + (_TIMEOUT if path.endswith(".json") else 0)
+    while True:
+        try:
+            found = read_json(path, "a scheduler file").get("address")
+            break
+        except (FormatError, FileNotFoundError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(_INTERVAL)
     if not isinstance(found, str):
         raise FormatError("not a scheduler file of Dask: it has no address", path)
     return found
@@ -94,7 +109,7 @@ def _try(address: str) -> None:
 
 @contextmanager
 def _failures(address: str) -> Iterator[None]:
-    """Says in one line how a cluster has failed, which is no fault of a file."""
+    """Says in one line how a cluster has failed."""
     from concurrent.futures import CancelledError
 
     from distributed.scheduler import KilledWorker

@@ -152,7 +152,10 @@ def _stored(places: Mapping[str, str], folder: str, sizes: Mapping[str, int]) ->
         try:
             shard = open_file(path, brief=True)
         except FileNotFoundError:
-            raise FormatError("the shard is gone: run its piece again", path) from None
+            raise FormatError(
+                "the shard is gone, or the worker that wrote it has another folder at this path: run its piece again",
+                path,
+            ) from None
         try:
             if shard.size != sizes[file]:
                 raise FormatError(f"the shard has {shard.size:,} bytes, its piece wrote {sizes[file]:,}", path)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -198,13 +199,29 @@ def test_control_c_ends_the_command_and_resume_goes_on(source, local, tmp_path, 
         ("tokenizer.json", 1, "not a scheduler file of Dask: it has no address (tokenizer.json)"),
     ],
 )
-def test_what_is_not_an_address_is_one_line(address, status, said, source, tmp_path, command):
+def test_what_is_not_an_address_is_one_line(address, status, said, source, tmp_path, command, monkeypatch):
+    monkeypatch.setattr(cluster, "_TIMEOUT", 1)
     (tmp_path / "tokenizer.json").write_text("{}")
     done = command("convert", source, "bf16", *ARGUMENTS, "--dask", address)
     assert (done[0], done[1]) == (status, "")
     assert done[2].startswith(f"safeload: {said}")
     assert done[2].count("\n") == 1
     assert not (tmp_path / "bf16").exists()
+
+
+def test_a_scheduler_file_that_is_not_there_yet_is_waited_for(programs, source, local, tmp_path, command):
+    written = programs.file.read_text()
+
+    def write():
+        for text in (written[:20], written):
+            time.sleep(0.2)
+            (tmp_path / "later.json").write_text(text)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert command("convert", source, "bf16", *ARGUMENTS, "--dask", "later.json")[0] == 0
+    writer.join()
+    assert content(tmp_path / "bf16") == local
 
 
 def test_an_address_that_nobody_answers(source, tmp_path, monkeypatch, command):
