@@ -153,8 +153,7 @@ def _stored(places: Mapping[str, str], folder: str, sizes: Mapping[str, int]) ->
             shard = open_file(path, brief=True)
         except FileNotFoundError:
             raise FormatError(
-                "the shard is gone, or the worker that wrote it has another folder at this path: run its piece again",
-                path,
+                "the shard is gone: run its piece again, on a machine that shares this folder", path
             ) from None
         try:
             if shard.size != sizes[file]:
