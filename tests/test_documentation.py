@@ -81,9 +81,9 @@ def test_examples_of_docstrings_do_what_they_show(test, folder):
 
 # What readers type into the search of the site, which ranks titles and headings first.
 SEARCHED = """
-    conda cookbook dask duplicates faq fork gguf gpu hub install int8 interrupted jax llama.cpp lora machine merge metadata
-    mpi nested network notebook offline pickle pin public quantized ray rename resume s3 shards sigbus slurm threads torch
-    url wheels windows
+    conda cookbook dask duplicates faq fork gguf gpu hub install int8 interrupted jax llama.cpp lora machine merge
+    metadata mpi nested network notebook offline pickle pin public quantized ray rename resume s3 shards sigbus
+    slurm threads torch url wheels windows
 """
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .._version import __version__
+from ..base import log
 from ..base.text import printable
 from ..errors import FormatError, SafeloadError
 from ..operations.executing import Executor
@@ -52,11 +54,47 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
         raise SafeloadError("--dask needs Dask, which is not installed: pip install 'safeload[dask]'") from None
     found = _address_in(address) if _is_file(address) else address
     _try(found)
-    with Client(found, timeout=_TIMEOUT, set_as_default=False) as client:
-        if not client.scheduler_info()["workers"]:
+    with _quiet(), Client(found, timeout=_TIMEOUT, set_as_default=False) as client:
+        if client.scheduler_info()["workers"]:
+            _check_workers(client, found)
+        else:
             print(f"safeload: --dask {printable(found)}: no workers yet, waiting for one", file=sys.stderr, flush=True)
         with _failures(found):
             yield client.get_executor(pure=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Dask's log off stderr, where tracebacks would surround the one line that matters; not with --verbose."""
+    import logging
+
+    level = logging.DEBUG if logging.getLogger(log.NAME).isEnabledFor(logging.DEBUG) else logging.CRITICAL
+    before = {name: logging.getLogger(name).level for name in ("distributed", "distributed.client")}
+    for name in before:
+        logging.getLogger(name).setLevel(max(level, before[name]))
+    try:
+        yield
+    finally:
+        for name in before:
+            logging.getLogger(name).setLevel(before[name])
+
+
+def _check_workers(client: Any, address: str) -> None:
+    """Refuses workers without this safeload: one that has none dies of its first piece, and Dask waits forever.
+
+    Raises:
+        SafeloadError: there is one.
+    """
+    from pkgutil import resolve_name
+
+    for worker, version in client.run(resolve_name, "safeload:__version__", on_error="return").items():
+        if isinstance(version, (ImportError, AttributeError)):
+            said = f"{version}: every worker needs what is installed here"
+        elif isinstance(version, str) and version != __version__:
+            said = f"it has safeload {version}, and this is safeload {__version__}"
+        else:
+            continue
+        raise SafeloadError(f"--dask {printable(address)}: worker {worker}: {said}")
 
 
 def _is_file(address: str) -> bool:

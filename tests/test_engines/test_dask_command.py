@@ -44,19 +44,21 @@ class Programs:
         self.file = folder / "scheduler.json"
         self.running = []
         self.start("scheduler", "--host", "127.0.0.1", "--port", "0", "--dashboard-address", ":0")
-        while not self.file.exists():
+        while not (self.file.exists() and self.file.stat().st_size):
             time.sleep(0.02)
+        time.sleep(0.02)  # it is written in place
         self.address = json.loads(self.file.read_text())["address"]
 
-    def start(self, what, *arguments):
+    def start(self, what, *arguments, **variables):
         command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self.file), *arguments]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+        environment |= variables
         with open(self.folder / "log.txt", "ab") as log:
             self.running.append(subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log))
         return self.running[-1]
 
-    def worker(self):
-        return self.start("worker", "--nthreads", "1", "--no-nanny", "--no-dashboard")
+    def worker(self, **variables):
+        return self.start("worker", "--nthreads", "1", "--no-nanny", "--no-dashboard", **variables)
 
     def client(self):
         return distributed.Client(self.address, set_as_default=False)
@@ -90,9 +92,12 @@ def command(tmp_path, monkeypatch, capsys):
     return run
 
 
+IMPATIENT = "import sys; from safeload.cli import cluster, main; cluster._TIMEOUT = 3; sys.exit(main())"
+
+
 def program(*arguments, **options):
     return subprocess.Popen(
-        [sys.executable, "-m", "safeload", *map(str, arguments)],
+        [sys.executable, "-c", IMPATIENT, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -109,7 +114,7 @@ def test_a_worker_is_killed_under_the_command(programs, source, local, tmp_path,
     running = program("convert", source, "bf16", *ARGUMENTS, "--dask", programs.address, cwd=tmp_path)
     out, err = running.communicate(timeout=60)
     assert running.returncode == 0
-    assert "safeload" not in err  # of Dask itself there may be a line about what the worker held
+    assert err == ""
     assert re.fullmatch(r"bf16: safetensors, 13 tensors, .* in 6 files\n", out)
     assert content(tmp_path / "bf16") == local
     assert dies not in json.loads(note.read_text())
@@ -187,6 +192,44 @@ def test_control_c_ends_the_command_and_resume_goes_on(source, local, tmp_path, 
     finally:
         started.stop()
     assert content(tmp_path / "bf16") == local
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise ModuleNotFoundError('No module named x', name='x')", "No module named x: every worker needs what is"),
+        ("__version__ = '9.9'", "it has safeload 9.9, and this is safeload 0"),
+    ],
+    ids=["no safeload", "another version"],
+)
+def test_workers_with_another_safeload_are_refused_before_they_begin(code, said, source, tmp_path, command):
+    """Dask itself would wait forever for a worker that can read the first piece."""
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "safeload.py").write_text(code)
+    started = Programs(tmp_path)
+    try:
+        started.worker(PYTHONPATH=str(tmp_path / "installed"))
+        with started.client() as client:
+            client.wait_for_workers(1)
+        status, _, err = command("convert", source, "bf16", *ARGUMENTS, "--dask", started.address)
+    finally:
+        started.stop()
+    assert status == 1
+    assert re.fullmatch(rf"safeload: --dask {started.address}: worker tcp://[\d.:]+: {said}.*\n", err)
+    assert not (tmp_path / "bf16").exists()
+
+
+def test_a_scheduler_that_dies_is_one_line(source, tmp_path):
+    started = Programs(tmp_path)
+    try:
+        running = program("convert", source, tmp_path / "bf16", *ARGUMENTS, "--dask", started.address)
+        running.stderr.readline()  # it waits for a worker
+        started.running[0].kill()
+        said = f"safeload: --dask {started.address}: the connection to the scheduler was lost\n"
+        assert running.communicate(timeout=60) == ("", said)
+        assert running.returncode == 1
+    finally:
+        started.stop()
 
 
 @pytest.mark.parametrize(
