@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..base.paths import PathLike, absolute
+from ..base.scheme import parse
 from ..base.text import show
 from ..formats.folder import CONFIG, INDEX
 from ..formats.metadata import as_texts
@@ -85,9 +86,14 @@ def plan_convert(
 
 
 def _repeatable(options: ConvertOptions) -> ConvertOptions:
-    """The options, with lists in place of iterators."""
-    found: Any = {key: list(value) if isinstance(value, Iterator) else value for key, value in options.items()}
-    return found  # type: ignore[no-any-return]
+    """The options, with lists in place of iterators, and of sets, whose order is another one in each process."""
+    found: dict[str, Any] = dict(options)
+    for key, value in found.items():
+        if isinstance(value, (set, frozenset)):
+            found[key] = sorted(value)
+        elif isinstance(value, Iterator):
+            found[key] = list(value)
+    return found  # type: ignore[return-value]
 
 
 def _plan(prepared: Prepared, wanted: Wanted, *, overwrite: bool, resume: bool) -> Plan:
@@ -130,6 +136,11 @@ def _options(wanted: Wanted) -> dict[str, Any]:
     plain["dtype"] = None if wanted.target is None else wanted.target.name
     plain["rename"] = _pairs(plain.get("rename"))
     plain["layout"] = None if plain.get("layout") is None else plain["layout"].to_json()
+    quantize = plain.get("quantize")
+    if isinstance(quantize, Mapping):
+        plain["quantize"] = {pattern: one and parse(one) for pattern, one in quantize.items()}
+    elif quantize is not None:
+        plain["quantize"] = parse(quantize)
     if callable(plain.get("keep")):
         plain["keep"] = "a function"
     found = {}
@@ -138,7 +149,7 @@ def _options(wanted: Wanted) -> dict[str, Any]:
             continue
         if key in ("only", "drop", "keep") and isinstance(value, str):
             value = [value]
-        value = list(value) if isinstance(value, (tuple, set, frozenset)) else value
+        value = list(value) if isinstance(value, tuple) else value
         text = json.dumps(value, sort_keys=True, default=str)
         if len(text) > _LONG:
             value = f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]})"
