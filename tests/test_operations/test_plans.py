@@ -266,7 +266,7 @@ def test_arguments_that_are_no_plan(copied, tmp_path):
     with pytest.raises(ValueError, match=r"max_shard_size= makes a folder"):
         safeload.convert(copied, tmp_path / "x.safetensors", executor=ThreadPoolExecutor(1))
     with pytest.raises(
-        ValueError, match=r"needs the path of a checkpoint.* the tensors of a dict are in this process only"
+        ValueError, match=r"needs the path of a checkpoint.* a dict are in this process only"
     ):
         safeload.convert({"a": np.ones(3)}, tmp_path / "x", max_shard_size=1, executor=ThreadPoolExecutor(1))
     with pytest.raises(ValueError, match=r"rename: a plan is text, and cannot hold a function"):
