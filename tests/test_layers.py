@@ -305,6 +305,13 @@ def test_only_the_frameworks_import_other_libraries(library):
     assert all(name.startswith(f"frameworks.{library}_") for name in found), found
 
 
+@pytest.mark.parametrize("engine", ["distributed", "dask", "loky", "mpi4py", "ray"])
+def test_only_the_option_of_the_command_line_imports_an_engine(engine):
+    pattern = re.compile(rf"^\s*(?:import|from) {engine}\b|import_module\([\"']{engine}", re.MULTILINE)
+    found = {module_name(path) for path in PYTHON_FILES if pattern.search(path.read_text())}
+    assert found == ({"cli.cluster"} if engine == "distributed" else set())
+
+
 def test_import_alone_brings_no_numpy():
     """The module of a public name is imported with its first access."""
     code = "import sys, safeload; print('numpy' in sys.modules, 'numpy' in dir(safeload), len(safeload.__all__))"

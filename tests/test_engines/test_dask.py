@@ -184,9 +184,20 @@ def test_two_workers_do_one_piece_at_the_same_time(client, source, local, tmp_pa
     assert content(tmp_path / "out") == local
 
 
+class Keeping:
+    """An executor that keeps its futures, as a notebook may: as long as one lives, Dask remembers its result."""
+
+    def __init__(self, executor):
+        self.executor, self.futures = executor, []
+
+    def submit(self, function, /, *arguments):
+        self.futures.append(self.executor.submit(function, *arguments))
+        return self.futures[-1]
+
+
 def test_the_same_conversion_again_is_run_again_also_without_pure(client, source, local, tmp_path):
     """Dask would answer from what it remembers, and the folder would be empty."""
-    out, executor = tmp_path / "out", client.get_executor()
+    out, executor = tmp_path / "out", Keeping(client.get_executor())
     for _ in range(2):
         safeload.convert(source, out, executor=executor, **OPTIONS)
         assert content(out) == local
