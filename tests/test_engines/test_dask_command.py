@@ -1,5 +1,6 @@
 """A cluster of programs, `dask scheduler` and `dask worker`, and the option --dask of the commands."""
 
+import contextlib
 import json
 import os
 import re
@@ -44,10 +45,12 @@ class Programs:
         self.file = folder / "scheduler.json"
         self.running = []
         self.start("scheduler", "--host", "127.0.0.1", "--port", "0", "--dashboard-address", ":0")
-        while not (self.file.exists() and self.file.stat().st_size):
+        self.address = None
+        while self.address is None:
+            assert self.running[0].poll() is None, "the scheduler has ended"
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # it is written in place
+                self.address = json.loads(self.file.read_text())["address"]
             time.sleep(0.02)
-        time.sleep(0.02)  # it is written in place
-        self.address = json.loads(self.file.read_text())["address"]
 
     def start(self, what, *arguments, **variables):
         command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self.file), *arguments]
