@@ -135,7 +135,9 @@ def _try(address: str) -> None:
     from distributed.comm import connect
 
     async def run() -> None:
-        await (await connect(address, timeout=_TIMEOUT, **Security().get_connection_args("client"))).close()
+        how: dict[str, Any] = Security().get_connection_args("client")
+        connection = await connect(address, timeout=_TIMEOUT, **how)
+        await connection.close()
 
     try:
         asyncio.run(run())
