@@ -265,9 +265,7 @@ def test_arguments_that_are_no_plan(copied, tmp_path):
         safeload.plan_convert(copied, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"max_shard_size= makes a folder"):
         safeload.convert(copied, tmp_path / "x.safetensors", executor=ThreadPoolExecutor(1))
-    with pytest.raises(
-        ValueError, match=r"needs the path of a checkpoint.* a dict are in this process only"
-    ):
+    with pytest.raises(ValueError, match=r"needs the path of a checkpoint.* a dict are in this process only"):
         safeload.convert({"a": np.ones(3)}, tmp_path / "x", max_shard_size=1, executor=ThreadPoolExecutor(1))
     with pytest.raises(ValueError, match=r"rename: a plan is text, and cannot hold a function"):
         safeload.plan_convert(copied, tmp_path / "x", max_shard_size=1, rename=[("a", lambda match: "b")])
