@@ -15,7 +15,7 @@ from ..engine.threads import check_threads
 from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME
 from ..models.layout import Layout
-from . import convert_folder, executing
+from . import convert_folder, executing, journal
 from .catalog import Given
 from .convert_plan import plan_convert
 from .convert_report import ConvertReport
@@ -157,6 +157,8 @@ def _at_once(
             shards = divide(outputs, limit)
             beside = Beside(weight_map(shards), made.nbytes, made.work.config(), made.extras)
             files = write_shards(shards, as_texts(made.metadata) or None, beside, path, overwrite)
+            for file in files:
+                journal.forget(file)
         else:
             BY_NAME[wanted.format].load().write(outputs, made.metadata, path, overwrite=overwrite)
             files = [path]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..engine.atomic_file import leftovers
 from ..engine.digest import Digest
 from ..engine.progress import Progress, reporter
 from ..errors import FormatError
+from ..formats.folder import CONFIG, INDEX
 from ..formats.safetensors.file import open_file
 from . import journal
 from .convert_report import ConvertReport
@@ -121,20 +122,20 @@ def finalize(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> C
     folder, tensors = field(plan, "folder", str), field(plan, "tensors", int)
     config, extras = _config_of(plan), field(plan, "extras", dict)
     extras = {bare_name(name): field(extras, name, str) for name in extras}
-    files, total = _stored(places, folder, sizes)
+    files, total = _stored(plan.id, places, folder, sizes)
     summary = _summary(plan, total)
-    for file, place in places.items():
-        _move(place, folder, bare_name(file))
     with ExitStack() as stack:
+        # First, as it may fail: an existing checkpoint is then still whole.
         write_beside(stack, Beside(files, total, config, extras), folder, overwrite=True)
-    for path in leftovers(folder, [*places, *(file + journal.SUFFIX for file in places)]):
-        with suppress(OSError):  # another process has removed it, or Windows has it open
-            os.unlink(path)
+        for file, place in places.items():
+            if place != folder:
+                journal.move(file, place, folder)
+    _tidy(folder, journal.aside(folder, plan.id), [*places, INDEX, CONFIG, *extras])
     shards = [os.path.join(folder, file) for file in places]
     return ConvertReport(folder, "safetensors", shards, tensors, sum(sizes.values()), seconds, summary)
 
 
-def _stored(places: Mapping[str, str], folder: str, sizes: Mapping[str, int]) -> tuple[dict[str, str], int]:
+def _stored(plan: str, places: Mapping[str, str], folder: str, sizes: Mapping[str, int]) -> tuple[dict[str, str], int]:
     """The file of each tensor, and the bytes of all, read off the headers of the shards.
 
     Raises:
@@ -146,9 +147,15 @@ def _stored(places: Mapping[str, str], folder: str, sizes: Mapping[str, int]) ->
     files: dict[str, str] = {}
     total = 0
     for file, place in places.items():
-        path = os.path.join(place, file)
+        path = os.path.join(place, bare_name(file))
+        record = journal.read(path)
         if not os.path.exists(path):
-            path = os.path.join(folder, file)  # `finalize` was interrupted
+            moved = os.path.join(folder, file)
+            record = journal.read(moved)
+            if record is not None and record["plan"] == plan:  # `finalize` was interrupted
+                path = moved
+        elif record is not None and record["plan"] != plan:
+            raise FormatError("another conversion has written the shard since: run its piece again", path)
         try:
             shard = open_file(path, brief=True)
         except FileNotFoundError:
@@ -165,15 +172,13 @@ def _stored(places: Mapping[str, str], folder: str, sizes: Mapping[str, int]) ->
     return files, total
 
 
-def _move(place: str, folder: str, file: str) -> None:
-    """Moves a shard and its record from where the pieces wrote to the destination."""
-    if place == folder:
-        return
-    for name in (file, file + journal.SUFFIX):
-        with suppress(FileNotFoundError):  # moved before `finalize` was interrupted
-            os.replace(os.path.join(place, name), os.path.join(folder, name))
-    with suppress(OSError):  # not empty yet
-        os.rmdir(place)
+def _tidy(folder: str, aside: str, files: Sequence[str]) -> None:
+    """Removes what killed processes have left of these files, and the folder that they were written in before."""
+    with suppress(OSError):  # another process has removed it, or Windows has it open
+        for place in (folder, aside):
+            for path in leftovers(place, [*files, *(file + journal.SUFFIX for file in files)]):
+                os.unlink(path)
+        os.rmdir(aside)
 
 
 def _config_of(plan: Plan) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from .._version import __version__
 from ..base.paths import PathLike, absolute
 from ..base.scheme import parse
 from ..base.text import show
+from ..engine.atomic_file import leftovers
 from ..formats.folder import CONFIG, INDEX
 from ..formats.metadata import as_texts
 from . import journal
@@ -114,9 +115,9 @@ def _plan(prepared: Prepared, wanted: Wanted, *, overwrite: bool, resume: bool) 
     text = json.dumps(plan, sort_keys=True, default=str)
     plan["id"] = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
     plan["folder"] = absolute(wanted.path)
-    place = _place(plan, wanted.path, overwrite=overwrite, resume=resume)
+    places = _places(plan, wanted.path, overwrite=overwrite, resume=resume)
     for piece in pieces:
-        piece.update(plan=plan["id"], folder=place, options=options)
+        piece.update(plan=plan["id"], folder=places[piece["file"]], options=options)
     plan["tensors"] = prepared.tensors
     plan["config"] = _config(prepared, wanted)
     plan["extras"] = {name: absolute(path) for name, path in prepared.extras.items()}
@@ -195,34 +196,50 @@ def _config(prepared: Prepared, wanted: Wanted) -> dict[str, Any] | None:
 # ---- the destination ----
 
 
-def _place(plan: Plan, path: str, *, overwrite: bool, resume: bool) -> str:
-    """The folder that the pieces write into: the destination, or a folder inside it while that has other content.
+def _places(plan: Plan, path: str, *, overwrite: bool, resume: bool) -> dict[str, str]:
+    """The folder that each piece writes into: the destination, or a folder inside it while that has other content.
 
     Raises:
         FileExistsError, ValueError: see `plan_convert`.
     """
-    folder = plan["folder"]
-    if not os.path.isdir(folder) or not os.listdir(folder):
+    folder, files = str(plan["folder"]), [piece["file"] for piece in plan.pieces]
+    present = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    if not present:
         check_free(path, True, overwrite)
-        return str(folder)
+        return dict.fromkeys(files, folder)
+    aside = journal.aside(folder, plan.id)
+    begun = os.path.isdir(aside)
     records = journal.recorded(folder)
-    ours = bool(records) and all(record["plan"] == plan.id for record in records.values())
-    if ours and (resume or overwrite):
-        return str(folder)
-    files = {INDEX, *(piece["file"] for piece in plan.pieces)}
-    if overwrite:
-        return os.path.join(folder, f".safeload-{plan.id}") if files & set(os.listdir(folder)) else str(folder)
-    if resume:
-        for file, record in records.items():
-            if record["plan"] != plan.id:
-                differs = journal.difference(record, plan)
-                raise ValueError(f"resume: {show(os.path.join(path, file))} was written {differs}: pass overwrite=True")
-        if INDEX not in os.listdir(folder):
-            return str(folder)
+    ours = {file for file, record in records.items() if record["plan"] == plan.id}
+    if resume and not overwrite:
+        others = [file for file in records if file not in ours and (not ours or (file in files and not begun))]
+        if others:
+            differs = journal.difference(records[others[0]], plan)
+            raise ValueError(
+                f"resume: {show(os.path.join(path, others[0]))} was written {differs}: pass overwrite=True"
+            )
+        if not ours:
+            _check_unfinished(path, present, files)
+    elif not overwrite:
+        if ours:
+            message = "The conversion has begun: resume=True goes on, overwrite=True replaces it"
+            raise FileExistsError(errno.EEXIST, message, path)
+        check_free(path, True, overwrite)
+    if not begun and not (overwrite and present & ({INDEX, *files} - ours)):
+        return dict.fromkeys(files, folder)
+    # What `finalize` has moved before it was interrupted is done already.
+    return {file: folder if file in ours and not os.path.exists(os.path.join(aside, file)) else aside for file in files}
+
+
+def _check_unfinished(path: str, present: Set[str], files: Sequence[str]) -> None:
+    """Refuses to go on in a folder without records that has more than what workers leave that were killed early.
+
+    Raises:
+        FileExistsError: it has.
+    """
+    if INDEX in present:
         raise FileExistsError(errno.EEXIST, "The folder is complete, with no record of how: pass overwrite=True", path)
-    if ours:
-        raise FileExistsError(
-            errno.EEXIST, "The conversion has begun: resume=True goes on, overwrite=True replaces it", path
-        )
-    check_free(path, True, overwrite)
-    return str(folder)
+    left = map(os.path.basename, leftovers(path, [*files, *(file + journal.SUFFIX for file in files)]))
+    if present >= set(files) or not present <= {*files, *left}:
+        message = "The folder has other files, and no record of this conversion: pass overwrite=True"
+        raise FileExistsError(errno.EEXIST, message, path)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from ..base.text import show
@@ -60,6 +61,31 @@ def _digest_of(path: str) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def aside(folder: str, plan: str) -> str:
+    """Where the shards of a plan wait that replaces what a folder has."""
+    return os.path.join(folder, f".safeload-{plan}")
+
+
+def forget(path: str) -> None:
+    """Removes the record of a file that something else has made."""
+    with suppress(OSError):
+        os.unlink(path + SUFFIX)
+
+
+def move(file: str, source: str, target: str) -> None:
+    """Moves a file and its record to another folder; at any moment one of the two folders has both.
+
+    What ``source`` lacks was moved before.
+    """
+    record = file + SUFFIX
+    with suppress(FileNotFoundError), open(os.path.join(source, record), encoding="utf-8") as stream:
+        write_text(os.path.join(target, record), stream.read())
+    with suppress(FileNotFoundError):
+        os.replace(os.path.join(source, file), os.path.join(target, file))
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(source, record))
 
 
 def recorded(folder: str) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,177 @@
+"""Conversions in pieces that are interrupted anywhere, and what is in their folder already: nothing is lost or left."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import pytest
+from builders.clusters import content
+from builders.models import small, write_folder
+
+import safeload
+from safeload import FormatError
+
+RECORD = ".done.json"
+INDEX = "model.safetensors.index.json"
+LIMIT = "60KB"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder of a small Llama in three shards, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    write_folder(folder, *small("llama", dtype=ml_dtypes.bfloat16), shards=3)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+class Killed(BaseException):
+    """What a signal would do: no handler of errors runs for it."""
+
+
+def killed_at(monkeypatch, count):
+    """Ends the process, so to say, at a call of os.replace: before it, as nothing is done after it."""
+    replace, left = os.replace, [count]
+
+    def counted(*arguments, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return replace(*arguments, **options)
+
+    monkeypatch.setattr(os, "replace", counted)
+
+
+def stamps(folder):
+    return {path.name: path.stat().st_ino for path in sorted(folder.rglob("*.safetensors"))}
+
+
+def assert_made(made, want):
+    """The folder has what a conversion in one go makes, and nothing of how it was made but records."""
+    found = content(made)
+    assert {name: found.get(name) for name in want} == want
+    assert not [path.name for path in made.iterdir() if path.is_dir() or path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("limit", ["200KB", "100KB"])
+def test_finalize_interrupted_anywhere_while_it_replaces_a_checkpoint(model, tmp_path, monkeypatch, limit):
+    """The same call again keeps all shards, those that are moved already and those that are not."""
+    options = {"metadata": {"new": "yes"}, "max_shard_size": "100KB"}
+    safeload.convert(model, tmp_path / "want", **options)
+    want = content(tmp_path / "want")
+    safeload.convert(model, tmp_path / "before", max_shard_size=limit)
+    for count in range(100):
+        made = tmp_path / f"made{count}"
+        shutil.copytree(tmp_path / "before", made)
+        plan = safeload.plan_convert(model, made, overwrite=True, **options)
+        results = [safeload.run_piece(piece) for piece in plan.pieces]
+        whole = {piece["file"]: os.stat(os.path.join(piece["folder"], piece["file"])).st_ino for piece in plan.pieces}
+        with monkeypatch.context() as patch:
+            killed_at(patch, count)
+            try:
+                safeload.finalize(plan, results)
+                break
+            except Killed:
+                pass
+        safeload.convert(model, made, resume=True, overwrite=True, **options)
+        assert_made(made, want)
+        after = stamps(made)
+        assert {piece["file"]: after[piece["file"]] for piece in plan.pieces} == whole
+    assert count > 2 * len(plan.pieces)
+
+
+def test_finalize_that_fails_leaves_an_existing_checkpoint(model, tmp_path):
+    made, source = tmp_path / "made", shutil.copytree(model, tmp_path / "source")
+    safeload.convert(model, made, max_shard_size=LIMIT)
+    before = content(made)
+    plan = safeload.plan_convert(source, made, overwrite=True, dtype="f16", max_shard_size=LIMIT)
+    results = [safeload.run_piece(piece) for piece in plan.pieces]
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError):
+        safeload.finalize(plan, results)
+    assert {path.name: path.read_bytes() for path in made.iterdir() if path.is_file()} == before
+    (source / "tokenizer.json").write_text("{}")
+    safeload.finalize(plan, results)
+    safeload.convert(source, tmp_path / "want", dtype="f16", max_shard_size=LIMIT)
+    found = content(made)
+    want = content(tmp_path / "want")
+    assert {name: found.get(name) for name in want} == want
+
+
+def test_one_go_over_a_folder_with_records_forgets_them(model, tmp_path):
+    """They would say that its shards are of another conversion, which resume=True may write again."""
+    made = tmp_path / "made"
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    safeload.convert(model, made, metadata={"a": "b"}, max_shard_size=LIMIT, overwrite=True)
+    assert not list(made.glob(f"*{RECORD}"))
+    with pytest.raises(FileExistsError, match="no record of how"):
+        safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+
+
+def test_resume_after_a_folder_with_another_number_of_shards_was_replaced(model, tmp_path):
+    made = tmp_path / "made"
+    safeload.convert(model, made, max_shard_size="100KB", resume=True)
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=True, overwrite=True)
+    before = stamps(made)
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    assert stamps(made) == before
+    (made / INDEX).unlink()
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    assert len(safeload.open(made)) == len(safeload.open(model))
+
+
+@pytest.mark.parametrize("there", ["a complete set", "a single file", "a text"])
+def test_resume_never_replaces_what_has_no_record(model, tmp_path, there):
+    """A checkpoint may have no index, and a folder may be there for something else."""
+    made = tmp_path / "made"
+    made.mkdir()
+    if there == "a complete set":
+        safeload.convert(model, tmp_path / "whole", max_shard_size=LIMIT, metadata={"other": "yes"})
+        for path in (tmp_path / "whole").glob("*.safetensors"):
+            shutil.copy(path, made)
+    elif there == "a single file":
+        safeload.convert(model, made / "model.safetensors")
+        (made / "config.json").write_text(json.dumps({"model_type": "mine"}))
+    else:
+        (made / "config.json").write_text("{}")
+    before = content(made)
+    with pytest.raises(FileExistsError, match="no record of this conversion: pass overwrite=True"):
+        safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    assert content(made) == before
+
+
+def test_what_workers_leave_that_are_killed_at_once(model, tmp_path):
+    """Temporary files, and a shard whose record was not written yet: resume=True goes on."""
+    made = tmp_path / "made"
+    plan = safeload.plan_convert(model, made, max_shard_size=LIMIT)
+    file = safeload.run_piece(plan.pieces[0])["file"]
+    (made / (file + RECORD)).rename(made / f".{file}{RECORD}.0123456789abcdef.tmp")
+    (made / f".{plan.pieces[1]['file']}.0123456789abcdef.tmp").write_text("half")
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    safeload.convert(model, tmp_path / "want", max_shard_size=LIMIT)
+    assert_made(made, content(tmp_path / "want"))
+
+
+def test_killed_workers_leave_nothing_where_they_replaced_a_checkpoint(model, tmp_path):
+    made = tmp_path / "made"
+    safeload.convert(model, made, max_shard_size=LIMIT)
+    plan = safeload.plan_convert(model, made, max_shard_size=LIMIT, dtype="f32", overwrite=True)
+    results = [safeload.run_piece(piece) for piece in plan.pieces]
+    aside = Path(plan.pieces[0]["folder"])
+    (aside / f".{results[0]['file']}.0123456789abcdef.tmp").write_text("half")
+    (made / f".{INDEX}.0123456789abcdef.tmp").write_text("half")
+    safeload.finalize(plan, results)
+    assert not [path for path in made.iterdir() if path.name.startswith(".")]
+
+
+def test_two_conversions_that_began_in_one_empty_folder(model, tmp_path):
+    """Each takes the shards of the other one for none of its own, though their sizes are equal."""
+    plans = [
+        safeload.plan_convert(model, tmp_path / "made", dtype=dtype, max_shard_size=LIMIT) for dtype in ("bf16", "f16")
+    ]
+    first, second = ([safeload.run_piece(piece) for piece in plan.pieces] for plan in plans)
+    with pytest.raises(FormatError, match="another conversion has written the shard since"):
+        safeload.finalize(plans[0], first)
+    safeload.finalize(plans[1], second)
