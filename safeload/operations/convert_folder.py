@@ -123,14 +123,14 @@ def finalize(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> C
     config, extras = _config_of(plan), field(plan, "extras", dict)
     extras = {bare_name(name): field(extras, name, str) for name in extras}
     files, total = _stored(plan.id, places, folder, sizes)
-    summary = _summary(plan, total)
+    summary, aside = _summary(plan, total), journal.aside(folder, plan.id)
     with ExitStack() as stack:
         # First, as it may fail: an existing checkpoint is then still whole.
         write_beside(stack, Beside(files, total, config, extras), folder, overwrite=True)
         for file, place in places.items():
-            if place != folder:
-                journal.move(file, place, folder)
-    _tidy(folder, journal.aside(folder, plan.id), [*places, INDEX, CONFIG, *extras])
+            for source in {place, aside} - {folder}:  # also what it left there when it was interrupted
+                journal.move(file, source, folder)
+    _tidy(folder, aside, [*places, INDEX, CONFIG, *extras])
     shards = [os.path.join(folder, file) for file in places]
     return ConvertReport(folder, "safetensors", shards, tensors, sum(sizes.values()), seconds, summary)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..base.text import show
+from ..base.text import printable, show
 from ..engine.atomic_file import write_text
 from ..errors import FormatError
 from ..stores.json_file import read_json
@@ -40,7 +40,9 @@ def read(path: str) -> dict[str, Any] | None:
         found = read_json(path + SUFFIX, "the record of a shard")
     except (FormatError, OSError):
         return None
-    return found if found.get(KEY) == VERSION and isinstance(found.get("plan"), str) else None
+    kinds = {"plan": str, "size": int, "sha256": str}
+    legible = found.get(KEY) == VERSION and all(type(found.get(key)) is kind for key, kind in kinds.items())
+    return found if legible else None
 
 
 def is_whole(path: str, piece: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -98,10 +100,10 @@ def recorded(folder: str) -> dict[str, dict[str, Any]]:
 def difference(record: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """Says in what the plan of a record differs from another plan: the version, an option, or the sources."""
     if record.get("version") != plan.get("version"):
-        return f"with safeload {record.get('version')}, and this is {plan.get('version')}"
+        return f"with safeload {printable(str(record.get('version')))}, and this is {plan.get('version')}"
     before, now = record.get("options"), plan.get("options")
     before, now = (one if isinstance(one, dict) else {} for one in (before, now))
     for key in (*now, *before):
         if before.get(key) != now.get(key):
-            return f"with {key}={show(before.get(key))}, and this is {key}={show(now.get(key))}"
+            return printable(f"with {key}={show(before.get(key))}, and this is {key}={show(now.get(key))}")
     return "from other sources, or they have changed since"

@@ -324,7 +324,8 @@ def identified(file: Any) -> tuple[str, tuple[int, ...], int]:
         FormatError: it is something else.
     """
     path, *numbers = file if isinstance(file, (list, tuple)) and file else [None]
-    if not isinstance(path, str) or len(numbers) < 2 or not all(type(number) is int for number in numbers):
+    integers = len(numbers) > 1 and all(type(number) is int for number in numbers)
+    if not isinstance(path, str) or "\0" in path or not integers:
         raise FormatError(f"a source of a piece is [path, bytes, mtime in ns, ...], found {show(file)}")
     return path, tuple(numbers[:2]), max(0, sum(numbers[2:3]))
 

@@ -32,16 +32,20 @@ class Killed(BaseException):
 
 
 def killed_at(monkeypatch, count):
-    """Ends the process, so to say, at a call of os.replace: before it, as nothing is done after it."""
-    replace, left = os.replace, [count]
+    """Ends the process, so to say, at a call that renames or removes a file: before it, and nothing is done after."""
+    left = [count]
 
-    def counted(*arguments, **options):
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        return replace(*arguments, **options)
+    def counted(function):
+        def call(*arguments, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return function(*arguments, **options)
 
-    monkeypatch.setattr(os, "replace", counted)
+        return call
+
+    for name in ("replace", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
 
 
 def stamps(folder):
@@ -79,7 +83,7 @@ def test_finalize_interrupted_anywhere_while_it_replaces_a_checkpoint(model, tmp
         assert_made(made, want)
         after = stamps(made)
         assert {piece["file"]: after[piece["file"]] for piece in plan.pieces} == whole
-    assert count > 2 * len(plan.pieces)
+    assert count > 3 * len(plan.pieces)
 
 
 def test_finalize_that_fails_leaves_an_existing_checkpoint(model, tmp_path):
@@ -175,3 +179,37 @@ def test_two_conversions_that_began_in_one_empty_folder(model, tmp_path):
     with pytest.raises(FormatError, match="another conversion has written the shard since"):
         safeload.finalize(plans[0], first)
     safeload.finalize(plans[1], second)
+
+
+@pytest.mark.parametrize(
+    "change", [{"size": 1.0}, {"size": True}, {"sha256": None}, {"plan": 7}, {"safeload_done": 2}], ids=str
+)
+def test_a_record_that_nobody_wrote_is_none(model, tmp_path, change):
+    made = tmp_path / "made"
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    path = sorted(made.glob(f"*{RECORD}"))[0]
+    good = json.loads(path.read_text())
+    change = {"size": float(good["size"])} if change == {"size": 1.0} else change
+    path.write_text(json.dumps({**good, **change}))
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    assert json.loads(path.read_text()) == good
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": "\x1b[31m\n1"}, {"options": {"\x1b[2J\n": 1}}, {"version": [1]}], ids=str
+)
+def test_a_record_writes_nothing_to_the_terminal(model, tmp_path, change):
+    made = tmp_path / "made"
+    safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    for path in made.glob(f"*{RECORD}"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "plan": "other", **change}))
+    with pytest.raises(ValueError, match="was written with") as caught:
+        safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
+    assert str(caught.value).isprintable()
+
+
+def test_a_path_that_no_system_has(model, tmp_path):
+    piece = safeload.plan_convert(model, tmp_path / "made", max_shard_size=LIMIT).pieces[0]
+    piece["sources"][0]["config"] = ["\0", 1, 1]
+    with pytest.raises(FormatError, match=r"a source of a piece is \[path, bytes, mtime in ns, ...\], found \['"):
+        safeload.run_piece(piece)
