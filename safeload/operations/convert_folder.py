@@ -110,6 +110,8 @@ def finalize(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> C
         >>> safeload.finalize(plan, map(safeload.run_piece, plan.pieces)).tensors
         30
     """
+    if not isinstance(plan, Mapping):
+        raise FormatError(f"a plan is an object; found {show(plan)}")
     plan = Plan(plan)
     check_version(plan)
     places = {field(piece, "file", str): field(piece, "folder", str) for piece in plan.pieces}

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +87,15 @@ def plan_convert(
 
 
 def _repeatable(options: ConvertOptions) -> ConvertOptions:
-    """The options, with lists in place of iterators, and of sets, whose order is another one in each process."""
+    """The options, with lists in place of all that is iterated over: each process writes a list in the same way."""
     found: dict[str, Any] = dict(options)
-    for key, value in found.items():
+    for key in ("names", "only", "drop", "keep", "rename"):
+        value = found.get(key)
         if isinstance(value, (set, frozenset)):
-            found[key] = sorted(value)
-        elif isinstance(value, Iterator):
+            found[key] = sorted(value, key=str)  # each process has them in another order
+        elif isinstance(value, Mapping) and key == "rename":
+            found[key] = list(value.items())
+        elif isinstance(value, Iterable) and not isinstance(value, (str, tuple)):
             found[key] = list(value)
     return found  # type: ignore[return-value]
 

@@ -283,6 +283,21 @@ def test_iterators_are_read_once(model, tmp_path):
     assert in_pieces(model, tmp_path / "made", names=names, max_shard_size=LIMIT).tensors == 1
 
 
+class Names:
+    """Names whose text, other than a list's, has the address of the object."""
+
+    def __iter__(self):
+        return iter(["model.norm.weight", "model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, dict.fromkeys, lambda names: dict.fromkeys(names).keys(), iter])
+def test_the_id_is_that_of_the_names_whatever_holds_them(model, tmp_path, kind):
+    def plan(names):
+        return safeload.plan_convert(model, tmp_path / "made", names=names, max_shard_size=LIMIT)
+
+    assert plan(kind(list(Names()))).id == plan(Names()).id == plan(list(Names())).id
+
+
 # ---- pieces ----
 
 
@@ -423,6 +438,12 @@ def test_damaged_pieces_raise_what_bad_files_raise(model, tmp_path):
 
 
 # ---- the end ----
+
+
+@pytest.mark.parametrize("plan", [None, "plan.json", [], {}], ids=repr)
+def test_finalize_needs_a_plan(plan):
+    with pytest.raises(FormatError, match="plan"):
+        safeload.finalize(plan, [])
 
 
 def test_finalize_needs_every_piece(model, tmp_path):
