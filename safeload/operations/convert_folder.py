@@ -12,7 +12,6 @@ from ..base.selecting import renamed
 from ..base.text import plural, show
 from ..engine.atomic_file import leftovers
 from ..engine.digest import Digest
-from ..engine.progress import Progress, reporter
 from ..errors import FormatError
 from ..formats.folder import CONFIG, INDEX
 from ..formats.safetensors.file import open_file
@@ -20,21 +19,23 @@ from . import journal
 from .convert_report import ConvertReport
 from .decisions import decisions_of, row_of
 from .making import Maker
-from .outputs import reporting
 from .plan import Plan, bare_name, check_version, field, opened, read_config
 from .quantize_checkpoint import Summary
 from .shards import Beside, config_with, write_beside, write_shard
 
 
-def run(piece: Mapping[str, Any], threads: int | None = None, progress: Progress = None) -> dict[str, Any]:
+def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
     """Writes a shard, or finds that it is whole; see `run_piece`."""
     check_version(piece)
     started = time.perf_counter()
     folder, file = field(piece, "folder", str), bare_name(field(piece, "file", str))
     path, nbytes = os.path.join(folder, file), field(piece, "nbytes", int)
     record = journal.is_whole(path, piece)
+    target = os.path.dirname(folder)
+    if record is None and folder == journal.aside(target, str(piece.get("plan"))):  # `finalize` may have moved it
+        record = journal.is_whole(os.path.join(target, file), piece)
     if record is None:
-        size, digest = _write(piece, path, threads, progress)
+        size, digest = _write(piece, path, threads)
         journal.write(path, piece, size, digest)
     else:
         size, digest = record["size"], record["sha256"]
@@ -50,7 +51,7 @@ def run(piece: Mapping[str, Any], threads: int | None = None, progress: Progress
     }
 
 
-def _write(piece: Mapping[str, Any], path: str, threads: int | None, progress: Progress) -> tuple[int, str]:
+def _write(piece: Mapping[str, Any], path: str, threads: int | None) -> tuple[int, str]:
     decisions = decisions_of(piece)
     names = [name for one in decisions.values() for name in one.sources]
     with ExitStack() as stack, Digest() as digest:
@@ -63,8 +64,6 @@ def _write(piece: Mapping[str, Any], path: str, threads: int | None, progress: P
             raise FormatError(
                 f"the shard was planned with {piece['nbytes']:,} bytes of tensors, and has {total:,}", path
             )
-        if progress is not None:
-            outputs = reporting(outputs, stack.enter_context(reporter(progress, total)))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with ExitStack() as written:
             size = write_shard(written, outputs, _metadata(piece), path, overwrite=True, digest=digest)

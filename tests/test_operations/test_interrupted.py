@@ -213,3 +213,18 @@ def test_a_path_that_no_system_has(model, tmp_path):
     piece["sources"][0]["config"] = ["\0", 1, 1]
     with pytest.raises(FormatError, match=r"a source of a piece is \[path, bytes, mtime in ns, ...\], found \['"):
         safeload.run_piece(piece)
+
+
+def test_a_piece_that_comes_late_writes_nothing_into_a_folder_that_is_complete(model, tmp_path):
+    """As when an engine gives a piece to a second worker because it has lost sight of the first one."""
+    made = tmp_path / "made"
+    safeload.convert(model, made, max_shard_size=LIMIT)
+    plan = safeload.plan_convert(model, made, dtype="f16", max_shard_size="200KB", overwrite=True)
+    results = [safeload.run_piece(piece) for piece in plan.pieces]
+    safeload.finalize(plan, results)
+    before = stamps(made)
+    again = [safeload.run_piece(piece) for piece in plan.pieces]
+    assert not any(result["written"] for result in again)
+    assert stamps(made) == before
+    safeload.finalize(plan, again)
+    assert stamps(made) == before
