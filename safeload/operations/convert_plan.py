@@ -59,7 +59,7 @@ def plan_convert(
         overwrite: whether to replace what the folder has. Until `finalize` the shards of an existing checkpoint stay as
             they are: the new ones are written into a folder beside them.
         resume: whether to go on with a conversion that was interrupted: shards that are whole stay, by the records
-            beside them.
+            beside them. Without ``overwrite`` a folder that has other files, and none of its records, is refused.
         options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, rename, metadata,
             max_shard_size (needed) and extras.
 
