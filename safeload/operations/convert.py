@@ -23,7 +23,7 @@ from .executing import Executor
 from .outputs import reporting
 from .preparing import ConvertOptions, check_free, prepare, wanted_of
 from .quantize_checkpoint import Keep, Scheme
-from .shards import Beside, divide, weight_map, write_shards
+from .shards import Beside, divide, remove_if_empty, weight_map, write_shards
 
 
 def convert(
@@ -180,7 +180,15 @@ def _in_pieces(
     executing.check_executor(executor)
     plan = plan_convert(src, dst, overwrite=overwrite, resume=resume, **options)
     sizes = [piece["nbytes"] for piece in plan.pieces]
-    results = executing.run(convert_folder.run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)
+    new = [place for place in {piece["folder"] for piece in plan.pieces} if not os.path.isdir(place)]
+    try:
+        results = executing.run(
+            convert_folder.run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress
+        )
+    except BaseException:
+        for place in new:
+            remove_if_empty(place)
+        raise
     path = native_path(dst)[0]
     report = convert_folder.finalize(plan, results)
     files = [os.path.join(path, os.path.basename(file)) for file in report.files]

@@ -150,7 +150,7 @@ def write_shards(
                 write_shard(stack, shard, texts, os.path.join(folder, file), overwrite=overwrite)
     except BaseException:
         if made:
-            _remove_if_empty(folder)
+            remove_if_empty(folder)
         raise
     return [os.path.join(folder, file) for file in shards]
 
@@ -218,6 +218,7 @@ def _copy(stack: ExitStack, path: str, place: str, *, overwrite: bool) -> None:
         copy.seal()
 
 
-def _remove_if_empty(folder: str) -> None:
+def remove_if_empty(folder: str) -> None:
+    """Removes a folder in which nothing was written after all."""
     with suppress(OSError):
         os.rmdir(folder)

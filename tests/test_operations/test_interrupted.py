@@ -3,15 +3,18 @@
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
+import numpy as np
 import pytest
 from builders.clusters import content
 from builders.models import small, write_folder
 
 import safeload
-from safeload import FormatError
+from safeload import FormatError, RangeError
+from safeload.numpy import save_file
 
 RECORD = ".done.json"
 INDEX = "model.safetensors.index.json"
@@ -168,6 +171,20 @@ def test_killed_workers_leave_nothing_where_they_replaced_a_checkpoint(model, tm
     (made / f".{INDEX}.0123456789abcdef.tmp").write_text("half")
     safeload.finalize(plan, results)
     assert not [path for path in made.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_call_that_fails_before_a_shard_is_whole_leaves_no_folder(tmp_path, there):
+    made, source = tmp_path / "made", tmp_path / "nan.safetensors"
+    save_file({"w.weight": np.full((64, 64), np.nan, np.float32)}, source)
+    options = {"quantize": "int8", "max_shard_size": LIMIT, "overwrite": there}
+    if there:
+        safeload.convert(source, made, max_shard_size=LIMIT)
+    before = there and content(made)
+    for how in ({"resume": True}, {"executor": ThreadPoolExecutor(1)}):
+        with pytest.raises(RangeError, match="only finite numbers"):
+            safeload.convert(source, made, **options, **how)
+        assert (made.exists() and content(made)) == before
 
 
 def test_two_conversions_that_began_in_one_empty_folder(model, tmp_path):
