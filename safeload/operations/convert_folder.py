@@ -28,11 +28,12 @@ def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
     """Writes a shard, or finds that it is whole; see `run_piece`."""
     check_version(piece)
     started = time.perf_counter()
+    plan = field(piece, "plan", str)
     folder, file = field(piece, "folder", str), bare_name(field(piece, "file", str))
     path, nbytes = os.path.join(folder, file), field(piece, "nbytes", int)
     record = journal.is_whole(path, piece)
     target = os.path.dirname(folder)
-    if record is None and folder == journal.aside(target, str(piece.get("plan"))):  # `finalize` may have moved it
+    if record is None and folder == journal.aside(target, plan):  # `finalize` may have moved it
         record = journal.is_whole(os.path.join(target, file), piece)
     if record is None:
         size, digest = _write(piece, path, threads)
@@ -41,7 +42,7 @@ def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
         size, digest = record["size"], record["sha256"]
     seconds = time.perf_counter() - started
     return {
-        "plan": piece.get("plan"),
+        "plan": plan,
         "file": file,
         "nbytes": nbytes,
         "size": size,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from .._version import __version__
 from ..base import dtypes
 from ..base.paths import absolute
-from ..base.text import plural, show
+from ..base.text import plural, printable, show
 from ..checkpoint import Checkpoint
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
@@ -117,7 +117,8 @@ def check_version(piece: Mapping[str, Any]) -> None:
     made = field(piece, "version", str)
     if made != __version__:
         raise UnsupportedError(
-            f"safeload {made} made the plan, and this is safeload {__version__}: every worker needs the same version"
+            f"safeload {printable(made)} made the plan, and this is safeload {__version__}: "
+            "every worker needs the same version"
         )
 
 

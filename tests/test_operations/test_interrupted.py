@@ -245,3 +245,12 @@ def test_a_piece_that_comes_late_writes_nothing_into_a_folder_that_is_complete(m
     assert stamps(made) == before
     safeload.finalize(plan, again)
     assert stamps(made) == before
+
+
+@pytest.mark.parametrize("plan", [None, 7, ["plan"]], ids=repr)
+def test_a_piece_of_no_plan_writes_nothing(model, tmp_path, plan):
+    """Its record would be illegible, and the shard never whole."""
+    piece = safeload.plan_convert(model, tmp_path / "made", max_shard_size=LIMIT).pieces[0]
+    with pytest.raises(FormatError, match="a piece of a plan has 'plan', text"):
+        safeload.run_piece({**piece, "plan": plan})
+    assert not (tmp_path / "made").exists()
