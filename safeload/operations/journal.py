@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -79,15 +80,18 @@ def forget(path: str) -> None:
 def move(file: str, source: str, target: str) -> None:
     """Moves a file and its record to another folder; at any moment one of the two folders has both.
 
-    What ``source`` lacks was moved before.
+    What ``source`` lacks was moved before. A file that is replaced keeps its mode, as `AtomicFile` has it.
     """
-    record = file + SUFFIX
-    with suppress(FileNotFoundError), open(os.path.join(source, record), encoding="utf-8") as stream:
-        write_text(os.path.join(target, record), stream.read())
+    old, new = os.path.join(source, file), os.path.join(target, file)
+    with suppress(FileNotFoundError), open(old + SUFFIX, encoding="utf-8") as record:
+        write_text(new + SUFFIX, record.read())
+    if os.name != "nt":
+        with suppress(FileNotFoundError):
+            os.chmod(old, stat.S_IMODE(os.stat(new).st_mode))
     with suppress(FileNotFoundError):
-        os.replace(os.path.join(source, file), os.path.join(target, file))
+        os.replace(old, new)
     with suppress(FileNotFoundError):
-        os.unlink(os.path.join(source, record))
+        os.unlink(old + SUFFIX)
 
 
 def recorded(folder: str) -> dict[str, dict[str, Any]]:

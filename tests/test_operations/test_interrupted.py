@@ -254,3 +254,14 @@ def test_a_piece_of_no_plan_writes_nothing(model, tmp_path, plan):
     with pytest.raises(FormatError, match="a piece of a plan has 'plan', text"):
         safeload.run_piece({**piece, "plan": plan})
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes")
+def test_shards_that_are_replaced_keep_their_modes(model, tmp_path):
+    made = tmp_path / "made"
+    safeload.convert(model, made, max_shard_size="200KB")
+    shards = sorted(made.glob("*.safetensors"))
+    for path in shards:
+        path.chmod(0o600)
+    safeload.convert(model, made, metadata={"a": "b"}, max_shard_size="200KB", resume=True, overwrite=True)
+    assert {path.stat().st_mode & 0o777 for path in shards} == {0o600}
