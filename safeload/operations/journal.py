@@ -31,8 +31,11 @@ def write(path: str, piece: Mapping[str, Any], size: int, digest: str) -> None:
         digest: SHA-256 in hexadecimal digits.
     """
     kept = {key: piece.get(key) for key in ("plan", "version", "options")}
-    text = json.dumps({KEY: VERSION, **kept, "size": size, "sha256": digest}, indent=1)
-    write_text(path + SUFFIX, text + "\n")
+    _write(path, {KEY: VERSION, **kept, "size": size, "sha256": digest})
+
+
+def _write(path: str, record: Mapping[str, Any]) -> None:
+    write_text(path + SUFFIX, json.dumps(record, indent=1) + "\n")
 
 
 def read(path: str) -> dict[str, Any] | None:
@@ -83,8 +86,9 @@ def move(file: str, source: str, target: str) -> None:
     What ``source`` lacks was moved before. A file that is replaced keeps its mode, as `AtomicFile` has it.
     """
     old, new = os.path.join(source, file), os.path.join(target, file)
-    with suppress(FileNotFoundError), open(old + SUFFIX, encoding="utf-8") as record:
-        write_text(new + SUFFIX, record.read())
+    record = read(old)
+    if record is not None:
+        _write(new, record)
     if os.name != "nt":
         with suppress(FileNotFoundError):
             os.chmod(old, stat.S_IMODE(os.stat(new).st_mode))

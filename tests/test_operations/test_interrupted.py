@@ -169,7 +169,10 @@ def test_killed_workers_leave_nothing_where_they_replaced_a_checkpoint(model, tm
     aside = Path(plan.pieces[0]["folder"])
     (aside / f".{results[0]['file']}.0123456789abcdef.tmp").write_text("half")
     (made / f".{INDEX}.0123456789abcdef.tmp").write_text("half")
+    (aside / (results[1]["file"] + RECORD)).write_bytes(b"\xff")
+    record = (aside / (results[0]["file"] + RECORD)).read_bytes()
     safeload.finalize(plan, results)
+    assert (made / (results[0]["file"] + RECORD)).read_bytes() == record
     assert not [path for path in made.iterdir() if path.name.startswith(".")]
 
 
