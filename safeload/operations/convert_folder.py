@@ -19,9 +19,10 @@ from . import journal
 from .convert_report import ConvertReport
 from .decisions import decisions_of, row_of
 from .making import Maker
-from .plan import Plan, bare_name, check_version, field, opened, read_config
+from .plan import Plan, bare_name, check_version, field
 from .quantize_checkpoint import Summary
 from .shards import Beside, config_with, write_beside, write_shard
+from .sources import opened, read_config
 
 
 def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from ..formats.metadata import as_texts
 from . import journal
 from .catalog import Given
 from .decisions import runs_of
-from .plan import Plan, Sources, piece_of, source_of
+from .plan import Plan, piece_of
 from .preparing import ConvertOptions, Prepared, Wanted, check_free, prepare, wanted_of
 from .shards import divide, weight_map
+from .sources import Sources, source_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -102,7 +103,7 @@ def _repeatable(options: ConvertOptions) -> ConvertOptions:
 
 def _plan(prepared: Prepared, wanted: Wanted, *, overwrite: bool, resume: bool) -> Plan:
     assert wanted.limit is not None
-    sources = Sources(prepared.catalog, "a plan")
+    sources = Sources(prepared.catalog, "a conversion in pieces")
     options = _options(wanted)
     shards = divide(prepared.outputs, wanted.limit)
     weight_map(shards)  # refuses two tensors of one name

@@ -17,7 +17,7 @@ from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source
 from ..engine.threads import check_threads
-from . import executing, plan
+from . import executing, plan, sources
 from .about import About
 from .catalog import Catalog, Given
 from .diff_report import DiffReport, TensorDiff
@@ -135,7 +135,7 @@ def _in_pieces(
     threads: int | None,
     progress: Progress,
 ) -> dict[str, TensorDiff]:
-    against = plan.Sources(b, executing.EXECUTOR)
+    against = sources.Sources(b, executing.EXECUTOR)
     sizes = {name: _size(shape) for name, shape in shapes.items()}
     found = executing.by_tensor(
         run,
@@ -147,7 +147,7 @@ def _in_pieces(
         progress=progress,
         more=lambda names: {"against": against.of(names)},
     )
-    return {name: _of_plain(found[name]) for name in sizes}
+    return {name: TensorDiff._make(plan.of_plain(found[name])) for name in sizes}
 
 
 def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
@@ -155,19 +155,11 @@ def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
     plan.check_version(piece)
     names = plan.texts(piece, "names")
     with (
-        plan.opened(plan.field(piece, "sources", list), names) as a,
-        plan.opened(plan.field(piece, "against", list), names) as b,
+        sources.opened(plan.field(piece, "sources", list), names) as a,
+        sources.opened(plan.field(piece, "against", list), names) as b,
     ):
         shapes = {name: a.about(name).shape for name in names}
-        return {"tensors": {name: _as_plain(found) for name, found in _values(a, b, shapes, threads, None).items()}}
-
-
-def _as_plain(found: TensorDiff) -> list[Any]:
-    return [list(value) if isinstance(value, tuple) else value for value in found]
-
-
-def _of_plain(plain: list[Any]) -> TensorDiff:
-    return TensorDiff._make(tuple(value) if isinstance(value, (list, tuple)) else value for value in plain)
+        return {"tensors": {name: plan.as_plain(found) for name, found in _values(a, b, shapes, threads, None).items()}}
 
 
 def _dtype(about: About) -> str:

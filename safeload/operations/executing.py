@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar
 from ..base import log
 from ..engine.progress import Progress, reporter
 from .catalog import Catalog
-from .plan import Sources, groups, piece_of
+from .plan import piece_of
+from .sources import Sources, groups
 
 # The argument, for messages.
 EXECUTOR = "executor="

@@ -24,7 +24,7 @@ from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.read import packed_of
 from ..engine.threads import check_threads
 from ..errors import FormatError
-from . import executing, plan
+from . import executing, plan, sources
 from .catalog import Catalog, Given
 from .executing import Executor
 from .validate.findings import Finding, error
@@ -67,7 +67,7 @@ def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
     """The entries of the tensors of a piece; see `run_piece`."""
     plan.check_version(piece)
     names = plan.texts(piece, "names")
-    with plan.opened(plan.field(piece, "sources", list), names) as catalog:
+    with sources.opened(plan.field(piece, "sources", list), names) as catalog:
         return {"tensors": _entries(catalog, {name: catalog.about(name).nbytes for name in names}, threads, None)}
 
 

@@ -19,7 +19,7 @@ from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, address, of_numbers, of_packed, of_reals
 from ..engine.threads import check_threads
 from ..errors import UnsupportedError
-from . import executing, plan
+from . import executing, plan, sources
 from .catalog import Catalog, Given, has_names
 from .executing import Executor
 
@@ -181,7 +181,7 @@ def stats(
     if any(given is not None for given in (names, only, drop)):
         raise ValueError("names=, only= and drop= are for checkpoints and dicts")
     if executor is not None:
-        raise plan.in_memory("an array is", executing.EXECUTOR)
+        raise sources.in_memory("an array is", executing.EXECUTOR)
     part = _part("", x, threads)
     if part is None:
         raise _refusal(x)
@@ -246,7 +246,7 @@ def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
     """Statistics of the tensors of a piece, as plain data; see `run_piece`."""
     plan.check_version(piece)
     names = plan.texts(piece, "names")
-    with plan.opened(plan.field(piece, "sources", list), names) as catalog:
+    with sources.opened(plan.field(piece, "sources", list), names) as catalog:
         found = measure(catalog, names, bool(piece.get("histogram")), threads)
     return {"tensors": {name: as_plain(one) for name, one in found.items()}}
 
@@ -254,15 +254,13 @@ def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
 def as_plain(found: TensorStats) -> list[Any]:
     """Statistics as plain data, as JSON has it."""
     *numbers, histogram = found
-    plain = [list(value) if isinstance(value, tuple) else value for value in numbers]
-    return [*plain, None if histogram is None else histogram.tolist()]
+    return [*plan.as_plain(numbers), None if histogram is None else histogram.tolist()]
 
 
 def of_plain(plain: Sequence[Any]) -> TensorStats:
     """The inverse of `as_plain`."""
     *numbers, histogram = plain
-    found = [tuple(value) if isinstance(value, (list, tuple)) else value for value in numbers]
-    return TensorStats._make([*found, None if histogram is None else np.array(histogram, np.int64)])
+    return TensorStats._make([*plan.of_plain(numbers), None if histogram is None else np.array(histogram, np.int64)])
 
 
 # ---- one tensor ----

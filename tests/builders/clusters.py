@@ -16,7 +16,7 @@ import numpy as np
 
 from safeload.engine import atomic_file
 from safeload.numpy import save_file
-from safeload.operations import journal, plan
+from safeload.operations import journal, sources
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]
 SHAPE = (256, 384)
@@ -110,7 +110,7 @@ def die_in(file: str, note: str | None = None) -> None:
 
 def die_while_reading(note: str) -> None:
     """Makes this process end itself by SIGKILL when it has opened the files of a piece, once for all processes."""
-    opened = plan.opened
+    opened = sources.opened
 
     @contextmanager
     def dying(sources, names):
@@ -120,4 +120,4 @@ def die_while_reading(note: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield catalog
 
-    plan.opened = dying
+    sources.opened = dying

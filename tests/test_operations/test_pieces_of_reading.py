@@ -17,15 +17,15 @@ from builders.torch_build import Ref, Storage, ordered, tensor, zip_file
 import safeload
 from safeload.errors import MissingShardError
 from safeload.numpy import load_file, save_file
-from safeload.operations import manifest, plan
+from safeload.operations import manifest, sources
 from safeload.stores.local import LocalStore
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So many pieces as large checkpoints have."""
-    monkeypatch.setattr(plan, "_LEAST", 4000)
-    monkeypatch.setattr(plan, "_EACH", 0)
+    monkeypatch.setattr(sources, "_LEAST", 4000)
+    monkeypatch.setattr(sources, "_EACH", 0)
 
 
 def odd(seed=0):
@@ -485,7 +485,7 @@ def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     folder = of_folder(tmp_path)
     shard = folder / "model-00003-of-00003.safetensors"
 
-    original, size = plan.opened, shard.stat().st_size
+    original, size = sources.opened, shard.stat().st_size
 
     class Truncated:
         def __init__(self, *arguments):

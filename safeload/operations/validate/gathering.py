@@ -13,7 +13,8 @@ from ...stores.local import check_unchanged
 from .. import executing
 from ..catalog import Catalog
 from ..executing import EXECUTOR, Executor
-from ..plan import Sources, check_version, field, groups, identified, opened, piece_of, texts
+from ..plan import check_version, field, piece_of, texts
+from ..sources import Sources, groups, identified, opened
 from ..stats import TensorStats, as_plain, of_plain
 from . import files
 from .contents import Contents, readable

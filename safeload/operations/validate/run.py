@@ -35,7 +35,7 @@ from ...models.schema import Schema
 from ..about import About
 from ..catalog import Catalog, Given
 from ..executing import EXECUTOR, Executor
-from ..plan import check_paths, in_memory
+from ..sources import check_paths, in_memory
 from . import files, holes, schemas
 from . import names as naming
 from .contents import Contents, Model, check_contents
