@@ -67,8 +67,13 @@ def _write(piece: Mapping[str, Any], path: str, threads: int | None) -> tuple[in
                 f"the shard was planned with {piece['nbytes']:,} bytes of tensors, and has {total:,}", path
             )
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with ExitStack() as written:
-            size = write_shard(written, outputs, _metadata(piece), path, overwrite=True, digest=digest)
+        size = -1
+        try:
+            with ExitStack() as written:
+                size = write_shard(written, outputs, _metadata(piece), path, overwrite=True, digest=digest)
+        except PermissionError:  # Windows: a process that does the same piece reads the shard that it has just written
+            if not journal.has(path, size, digest.hexdigest()):
+                raise
         return size, digest.hexdigest()
 
 

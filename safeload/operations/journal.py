@@ -31,7 +31,12 @@ def write(path: str, piece: Mapping[str, Any], size: int, digest: str) -> None:
         digest: SHA-256 in hexadecimal digits.
     """
     kept = {key: piece.get(key) for key in ("plan", "version", "options")}
-    _write(path, {KEY: VERSION, **kept, "size": size, "sha256": digest})
+    record = {KEY: VERSION, **kept, "size": size, "sha256": digest}
+    try:
+        _write(path, record)
+    except PermissionError:  # Windows: a process that does the same piece reads the record that it has just written
+        if read(path) != record:
+            raise
 
 
 def _write(path: str, record: Mapping[str, Any]) -> None:
@@ -54,11 +59,15 @@ def is_whole(path: str, piece: Mapping[str, Any]) -> dict[str, Any] | None:
     found = read(path)
     if found is None or found["plan"] != piece.get("plan"):
         return None
+    return found if has(path, found["size"], found["sha256"]) else None
+
+
+def has(path: str, size: int, digest: str) -> bool:
+    """Whether a file has this size and SHA-256."""
     try:
-        same = os.path.getsize(path) == found.get("size") and _digest_of(path) == found.get("sha256")
+        return os.path.getsize(path) == size and _digest_of(path) == digest
     except OSError:
-        return None
-    return found if same else None
+        return False
 
 
 def _digest_of(path: str) -> str:

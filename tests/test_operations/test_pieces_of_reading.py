@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -59,7 +60,7 @@ def of_folder(tmp_path):
     # A tensor that the index leaves out, with the name of one that it lists elsewhere.
     last = folder / "model-00003-of-00003.safetensors"
     first = next(iter(load_file(folder / "model-00001-of-00003.safetensors")))
-    save_file({**load_file(last), first: np.ones(3), "unlisted": np.ones(2)}, last, durable=False)
+    save_file({**load_file(last, backend="pread"), first: np.ones(3), "unlisted": np.ones(2)}, last, durable=False)
     return folder
 
 
@@ -443,6 +444,7 @@ def test_an_error_of_the_executor_is_no_finding(tmp_path):
         safeload.validate(of_file(tmp_path), executor=Broken())
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a file that is open stays until it is closed")
 def test_a_shard_that_is_gone(tmp_path, pool):
     folder = of_folder(tmp_path)
     shard = folder / "model-00002-of-00003.safetensors"

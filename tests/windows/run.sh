@@ -17,6 +17,7 @@ MODULES=(
     tests/test_engine/test_writer.py
     tests/test_formats/test_contract.py
     tests/test_operations/test_conversion.py
+    tests/test_operations/test_plans.py
     tests/test_packed
 )
 # As csrc/ffi_build.py.
