@@ -4,7 +4,9 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -30,35 +32,39 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
+def _ahead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[pytest.Function], object]]:
     """Begins what tests with the mark ``ahead`` wait for: it runs on another processor while the tests before them do.
 
-    The mark has a function, which is called with a new folder and the test's parameters.
+    The mark has a function, which is called with a new folder and the test's parameters; in a process of its own, as
+    tests change the environment and the working directory of this one.
     """
     begun: dict[str, Future] = {}
 
-    def begin(item: pytest.Function) -> Future:
-        if item.nodeid not in begun:
-            function = item.get_closest_marker("ahead").kwargs["function"]
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            begun[item.nodeid] = pool.submit(function, tmp_path_factory.mktemp("ahead"), **parameters)
-        return begun[item.nodeid]
+    def call_of(item: pytest.Function) -> Callable[[], object]:
+        function = item.get_closest_marker("ahead").kwargs["function"]
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        return partial(function, tmp_path_factory.mktemp("ahead"), **parameters)
 
-    with ThreadPoolExecutor(1) as pool:
+    def result_of(item: pytest.Function) -> object:
+        return begun[item.nodeid].result() if item.nodeid in begun else call_of(item)()
+
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         # Processes of xdist keep the processors busy by themselves, and each has all of the tests in its list.
         if (os.cpu_count() or 1) > 1 and "PYTEST_XDIST_WORKER" not in os.environ:
             for item in request.session.items:
                 skipped = any(any(mark.args) for mark in item.iter_markers("skipif"))
                 if item.get_closest_marker("ahead") and not skipped:
-                    begin(item)
-        yield begin
+                    begun[item.nodeid] = pool.submit(call_of(item))
+        yield result_of
         pool.shutdown(cancel_futures=True)  # where pytest stops at the first failure
 
 
 @pytest.fixture
-def begun_ahead(request: pytest.FixtureRequest, _ahead: Callable) -> object:
+def begun_ahead(request: pytest.FixtureRequest, _ahead: Callable[[pytest.Function], object]) -> object:
     """What the function of the test's mark ``ahead`` returns."""
-    return _ahead(request.node).result()
+    return _ahead(request.node)
 
 
 # Ids of cases: readable in a terminal, and the same in every run; test_suite.py holds them to a line.

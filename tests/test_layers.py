@@ -12,6 +12,7 @@ import pytest
 from builders.paths import ROOT
 
 CSRC = ROOT / "csrc"
+CC, NM = shutil.which(os.environ.get("CC", "cc")), shutil.which("nm")
 PACKAGE = ROOT / "safeload"
 
 # Folders of csrc/ from the bottom up; those of one line do not know each other. The public headers stand below all of
@@ -113,23 +114,21 @@ def test_c_includes_make_no_circle():
     assert circle({c_name(path): includes(path, '""') for path in C_FILES}) == []
 
 
-def symbols(nm, path, *options):
-    done = subprocess.run([nm, "-P", *options, path], capture_output=True, text=True, check=True)
+def symbols(path, *options):
+    done = subprocess.run([NM, "-P", *options, path], capture_output=True, text=True, check=True)
     return {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
 
 
 def calls(folder):
     """For each source the sources that define what it calls or reads, as the linker sees them."""
-    compiler, nm = shutil.which(os.environ.get("CC", "cc")), shutil.which("nm")
-    if compiler is None or nm is None or sys.platform == "win32":
-        pytest.skip("needs a C compiler and nm")
     sources = {c_name(path): folder / f"{k}.o" for k, path in enumerate(C_FILES) if path.suffix == ".c"}
     for name, object in sources.items():
-        subprocess.run([compiler, "-O0", "-I", CSRC, "-c", CSRC / name, "-o", object], check=True)
-    owners = {s: name for name, object in sources.items() for s in symbols(nm, object, "-g", "--defined-only")}
-    return {name: {owners[s] for s in symbols(nm, object, "-u") if s in owners} for name, object in sources.items()}
+        subprocess.run([CC, "-O0", "-I", CSRC, "-c", CSRC / name, "-o", object], check=True)
+    owners = {s: name for name, object in sources.items() for s in symbols(object, "-g", "--defined-only")}
+    return {name: {owners[s] for s in symbols(object, "-u") if s in owners} for name, object in sources.items()}
 
 
+@pytest.mark.skipif(CC is None or NM is None or sys.platform == "win32", reason="needs a C compiler and nm")
 @pytest.mark.ahead(function=calls)
 def test_c_calls_go_down(begun_ahead):
     """And make no circle."""
