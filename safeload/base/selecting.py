@@ -149,7 +149,7 @@ def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
             has both old names.
         TypeError: something else than pairs.
     """
-    pairs = _pairs(renames)
+    pairs = [(_compiled(pattern), replacement) for pattern, replacement in pairs_of(renames)]
     new: dict[str, str] = {}
     origin: dict[str, str] = {}
     for name in names:
@@ -173,7 +173,12 @@ def _substituted(name: str, pairs: list[_Compiled]) -> str:
     return name
 
 
-def _pairs(renames: Renames) -> list[_Compiled]:
+def pairs_of(renames: Renames) -> list[tuple[Any, Any]]:
+    """The pairs of an argument, as given: an expression, text or compiled, and its replacement, text or a function.
+
+    Raises:
+        TypeError: something else than pairs.
+    """
     if renames is None:
         return []
     if isinstance(renames, (str, bytes)):
@@ -181,16 +186,18 @@ def _pairs(renames: Renames) -> list[_Compiled]:
     several: list[Any] = list(renames.items()) if isinstance(renames, Mapping) else list(renames)
     if len(several) == 2 and isinstance(several[0], (str, re.Pattern)):
         several = [tuple(several)]
-    found: list[_Compiled] = []
     for pair in several:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"rename must be pairs (expression, replacement), found {show(pair)}")
         pattern, replacement = pair
         if not isinstance(pattern, (str, re.Pattern)) or not (isinstance(replacement, str) or callable(replacement)):
             raise TypeError(f"rename must be pairs of text (expression, replacement), found {show(pair)}")
-        try:
-            found.append((re.compile(pattern), replacement))
-        except re.error as error:
-            shown = clip(str(pattern), 200)
-            raise ValueError(f"rename: {show(shown)} is not a valid regular expression: {error}") from None
-    return found
+    return [(pattern, replacement) for pattern, replacement in several]
+
+
+def _compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        shown = clip(str(pattern), 200)
+        raise ValueError(f"rename: {show(shown)} is not a valid regular expression: {error}") from None

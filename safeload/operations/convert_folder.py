@@ -22,7 +22,7 @@ from .making import Maker
 from .plan import Plan, bare_name, check_version, field
 from .quantize_checkpoint import Summary
 from .shards import Beside, config_with, write_beside, write_shard
-from .sources import opened, read_config
+from .sources import config_from, opened
 
 
 def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _config_of(plan: Plan) -> dict[str, Any] | None:
     if plan.get("config") is None:
         return None
     said = field(plan, "config", dict)
-    config = field(said, "content", dict) if "content" in said else read_config(said.get("source"))
+    config = field(said, "content", dict) if "content" in said else config_from(said.get("source"))
     target = None if said.get("dtype") is None else row_of(field(said, "dtype", str))
     return None if config is None else config_with(config, target, restored=bool(said.get("restored")))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .._version import __version__
 from ..base.paths import PathLike, absolute
 from ..base.scheme import parse
+from ..base.selecting import pairs_of
 from ..base.text import show
 from ..engine.atomic_file import leftovers
 from ..formats.folder import CONFIG, INDEX
@@ -108,7 +109,7 @@ def _plan(prepared: Prepared, wanted: Wanted, *, overwrite: bool, resume: bool) 
     shards = divide(prepared.outputs, wanted.limit)
     weight_map(shards)  # refuses two tensors of one name
     before = dict(zip(prepared.outputs, prepared.decisions.items(), strict=True))
-    common = {"metadata": as_texts(prepared.metadata) or None, "rename": _pairs(wanted.options.get("rename"))}
+    common = {"metadata": as_texts(prepared.metadata) or None, "rename": _texts_of(wanted.options.get("rename"))}
     pieces = []
     for file, shard in shards.items():
         decisions = dict(before[name] for name in shard)
@@ -139,7 +140,7 @@ def _options(wanted: Wanted) -> dict[str, Any]:
     """The options that make one plan differ from another, as plain data."""
     plain: dict[str, Any] = {**wanted.options, "max_shard_size": wanted.limit}
     plain["dtype"] = None if wanted.target is None else wanted.target.name
-    plain["rename"] = _pairs(plain.get("rename"))
+    plain["rename"] = _texts_of(plain.get("rename"))
     plain["layout"] = None if plain.get("layout") is None else plain["layout"].to_json()
     quantize = plain.get("quantize")
     if isinstance(quantize, Mapping):
@@ -162,7 +163,7 @@ def _options(wanted: Wanted) -> dict[str, Any]:
     return found
 
 
-def _pairs(rename: Any) -> list[list[str]] | None:
+def _texts_of(rename: Any) -> list[list[str]] | None:
     """The pairs of ``rename``, as plain data.
 
     Raises:
@@ -170,11 +171,8 @@ def _pairs(rename: Any) -> list[list[str]] | None:
     """
     if rename is None:
         return None
-    given = list(rename.items()) if isinstance(rename, Mapping) else list(rename)
-    if len(given) == 2 and isinstance(given[0], (str, re.Pattern)):
-        given = [tuple(given)]
     pairs = []
-    for pattern, replacement in given:
+    for pattern, replacement in pairs_of(rename):
         if isinstance(pattern, re.Pattern):
             if pattern.flags & ~re.UNICODE:
                 raise ValueError(f"rename: a plan is text: write the flags of {show(pattern.pattern)} as (?i)...")

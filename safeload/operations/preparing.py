@@ -136,8 +136,8 @@ def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, thre
         _check_rename(name, names[name], output)
     outputs = {names[name]: output for name, output in outputs.items()}
     metadata = _merged(catalog.metadata, options.get("metadata"), format)
-    copied = options.get("extras", True) and wanted.limit is not None and catalog.folder is not None
-    extras = extras_of(catalog.folder) if copied and catalog.folder is not None else {}
+    folder = catalog.folder if options.get("extras", True) and wanted.limit is not None else None
+    extras = {} if folder is None else extras_of(folder)
     return Prepared(catalog, work, decisions, outputs, metadata, extras)
 
 

@@ -208,7 +208,7 @@ def _find(source: Any, names: Sequence[str]) -> Any:
     unlisted = field(source, "unlisted", dict) if "unlisted" in source else {}
     recipe = Recipe(tuple(path for path, _ in seen), True, **options)
     return find_some(
-        tuple(seen), read_config(source.get("config")), recipe, {path: texts(unlisted, path) for path in unlisted}
+        tuple(seen), config_from(source.get("config")), recipe, {path: texts(unlisted, path) for path in unlisted}
     )
 
 
@@ -232,7 +232,7 @@ def identified(file: Any) -> tuple[str, tuple[int, ...], int]:
     return path, tuple(numbers[:2]), max(0, sum(numbers[2:3]))
 
 
-def read_config(file: Any) -> dict[str, Any] | None:
+def config_from(file: Any) -> dict[str, Any] | None:
     """The configuration in a file, given by `source_of`, or itself; None for None.
 
     Raises:

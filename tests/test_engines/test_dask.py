@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from builders.clusters import NAMES, OPTIONS, content, die_in, die_while_reading, fp8_folder, never_half, state
+from builders.clusters import NAMES, OPTIONS, content, die_in, die_while_reading, never_half, state
 
 import safeload
 from safeload.numpy import load_file, save_file
@@ -16,21 +16,6 @@ from safeload.operations import manifest
 
 distributed = pytest.importorskip("distributed")
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return fp8_folder(tmp_path_factory.mktemp("source") / "fp8")
-
-
-@pytest.fixture(scope="module")
-def local(source, tmp_path_factory):
-    """What one process makes of it."""
-    folder = tmp_path_factory.mktemp("local") / "bf16"
-    safeload.convert(source, folder, **OPTIONS)
-    made = content(folder)
-    assert len(made) == 9  # 6 shards, index, config and tokenizer
-    return made
 
 
 @contextmanager

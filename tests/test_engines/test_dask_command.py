@@ -13,7 +13,7 @@ import threading
 import time
 
 import pytest
-from builders.clusters import OPTIONS, content, die_in, fp8_folder
+from builders.clusters import OPTIONS, content, die_in
 from builders.paths import TESTS
 
 import safeload
@@ -23,18 +23,6 @@ distributed = pytest.importorskip("distributed")
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
 
 ARGUMENTS = ("--dtype", OPTIONS["dtype"], "--max-shard-size", OPTIONS["max_shard_size"])
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return fp8_folder(tmp_path_factory.mktemp("source") / "fp8")
-
-
-@pytest.fixture(scope="module")
-def local(source, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("local") / "bf16"
-    safeload.convert(source, folder, **OPTIONS)
-    return content(folder)
 
 
 class Programs:

@@ -6,23 +6,11 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from builders.clusters import OPTIONS, content, die_in, fp8_folder, never_half, state
+from builders.clusters import OPTIONS, content, die_in, never_half, state
 
 import safeload
 
 SHARDS = [f"model-{k:05}-of-00006.safetensors" for k in range(1, 7)]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return fp8_folder(tmp_path_factory.mktemp("source") / "fp8")
-
-
-@pytest.fixture(scope="module")
-def local(source, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("local") / "bf16"
-    safeload.convert(source, folder, **OPTIONS)
-    return content(folder)
 
 
 @pytest.mark.parametrize("method", [m for m in ("spawn", "forkserver") if m in multiprocessing.get_all_start_methods()])

@@ -6,11 +6,9 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from builders.clusters import content
-from builders.models import small, write_folder
 
 import safeload
 from safeload import FormatError, RangeError
@@ -19,15 +17,6 @@ from safeload.numpy import save_file
 RECORD = ".done.json"
 INDEX = "model.safetensors.index.json"
 LIMIT = "60KB"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A folder of a small Llama in three shards, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    write_folder(folder, *small("llama", dtype=ml_dtypes.bfloat16), shards=3)
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
 
 
 class Killed(BaseException):

@@ -13,10 +13,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
-from builders.models import small, write_folder
 from builders.quantized import FIXTURES
 
 import safeload
@@ -70,15 +68,6 @@ def assert_same(src, tmp_path, **options):
     assert contents(tmp_path / "executor") == contents(tmp_path / "want")
     assert again.summary == want.summary
     return got
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A folder of a small Llama in three shards, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    write_folder(folder, *small("llama", dtype=ml_dtypes.bfloat16), shards=3)
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
 
 
 @pytest.fixture
