@@ -166,6 +166,52 @@ def missing_file(path: str | None, message: str) -> FileNotFoundError:
     return error
 
 
+class RemoteError(OSError):
+    """A store on the network does not give the bytes that it has: it refuses, breaks off, stalls or answers nonsense.
+
+    What can pass was tried again first. The message ends with URL and bytes.
+
+    Attributes:
+        path: the URL, without user, password and query.
+        begin: first byte of the range that was asked for; None if no range was.
+        end: one past the last byte of it.
+        tensor: name of the first tensor in the range; None if it belongs to none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        path: str | None = None,
+        begin: int | None = None,
+        end: int | None = None,
+        *,
+        tensor: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.begin = begin
+        self.end = end
+        self.tensor = tensor
+
+    def __str__(self) -> str:
+        where = [] if self.path is None else [self.path]
+        if self.begin is not None:
+            where.append(f"bytes [{self.begin}, {self.end})")
+        subject = "" if self.tensor is None else f"tensor {self.tensor!r}: "
+        return f"{subject}{self.args[0]}" + (f" ({', '.join(where)})" if where else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, self.__dict__
+
+
+class RemoteTimeoutError(RemoteError, TimeoutError):
+    """A store on the network does not answer in time."""
+
+
+class RemotePermissionError(RemoteError, PermissionError):
+    """A store on the network refuses access: credentials are missing, wrong or expired."""
+
+
 def one_line(error: BaseException) -> str:
     """An error in one line. System errors appear without their number, but with the byte where they occurred."""
     if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ..base.arrays import Array
 
@@ -10,10 +10,12 @@ from ..base.arrays import Array
 Memory: TypeAlias = bytearray | memoryview | Array
 
 
+@runtime_checkable
 class ByteStore(Protocol):
     """The bytes of one file, wherever it is. Any thread may use it.
 
-    A store may have more to offer than this: `local.descriptor_of` and `local.mapping_of` say whether it does.
+    A store may have more to offer than this: `local.descriptor_of` and `local.mapping_of` say whether it does, and
+    `remote.RemoteStore` reads several ranges at once.
     """
 
     @property
@@ -34,6 +36,23 @@ class ByteStore(Protocol):
 
     def close(self) -> None:
         """Releases what the store holds; memory that it has filled or mapped stays valid."""
+
+
+class Span(NamedTuple):
+    """Where bytes of a store go.
+
+    Attributes:
+        offset: of the first of them in the store.
+        memory: that they fill: writable, contiguous bytes.
+    """
+
+    offset: int
+    memory: memoryview
+
+    @property
+    def end(self) -> int:
+        """One past the last byte in the store."""
+        return self.offset + len(self.memory)
 
 
 def read_at(store: ByteStore, offset: int, size: int) -> bytes:

@@ -1,0 +1,119 @@
+"""Where paths lead: the local file system, or stores behind URLs. What opens checkpoints knows only `Files`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from ..base.paths import absolute
+from .local import check_unchanged, open_local
+from .store import ByteStore
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class Files(Protocol):
+    """Finds and opens files. Paths are texts that only it takes apart; any thread may use it."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether each question takes a request."""
+
+    def open(self, path: str) -> ByteStore:
+        """Opens a file for reading.
+
+        Raises:
+            FormatError: not a regular file.
+            FileNotFoundError: there is none.
+            OSError: it cannot be opened.
+        """
+
+    def is_folder(self, path: str) -> bool:
+        """Whether there is a folder at a path."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything at a path."""
+
+    def listing(self, folder: str) -> list[tuple[str, bool]]:
+        """Names in a folder, sorted, and whether each is a folder itself; hidden ones are left out."""
+
+    def join(self, folder: str, name: str) -> str:
+        """The path of a bare name in a folder."""
+
+    def split(self, path: str) -> tuple[str, str]:
+        """The folder of a path, and its name there."""
+
+    def absolute(self, path: str) -> str:
+        """The path that leads to the same file from everywhere in this process."""
+
+    def public(self, path: str) -> str:
+        """An absolute path as pickles and plans carry it, without secrets.
+
+        Raises:
+            UnsupportedError: it leads nowhere without them.
+        """
+
+    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
+        """Refuses a file that has changed, before it is opened, if that can be told without a request.
+
+        Raises:
+            FormatError: it has.
+        """
+
+    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        """The results of a function that opens files, for each item; many at a time where that saves time."""
+
+
+class LocalFiles:
+    """The local file system."""
+
+    remote = False
+
+    def __reduce__(self) -> str:
+        return "LOCAL"
+
+    def open(self, path: str) -> ByteStore:
+        """See `Files`."""
+        return open_local(path)
+
+    def is_folder(self, path: str) -> bool:
+        """See `Files`."""
+        return os.path.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        """See `Files`."""
+        return os.path.lexists(path)
+
+    def listing(self, folder: str) -> list[tuple[str, bool]]:
+        """See `Files`."""
+        with os.scandir(folder) as entries:
+            return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
+
+    def join(self, folder: str, name: str) -> str:
+        """See `Files`."""
+        return os.path.join(folder, name)
+
+    def split(self, path: str) -> tuple[str, str]:
+        """See `Files`."""
+        return os.path.split(path)
+
+    def absolute(self, path: str) -> str:
+        """See `Files`."""
+        return absolute(path)
+
+    def public(self, path: str) -> str:
+        """See `Files`."""
+        return path
+
+    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
+        """See `Files`."""
+        check_unchanged(path, seen)
+
+    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        """See `Files`."""
+        return [function(item) for item in items]
+
+
+LOCAL = LocalFiles()

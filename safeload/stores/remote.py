@@ -1,0 +1,177 @@
+"""A file in a store that gives ranges of it on request: what such stores have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from ..errors import FormatError
+from .crew import each
+from .stop import current
+from .store import ByteStore, Memory, Span
+
+# Bytes of the first request: 97 % of the headers of the Hub's safetensors files fit into 100,000.
+WINDOW = 128 << 10
+# Ranges that are read ahead are read together, with the gap between them, if it has at most this many bytes.
+_GAP = 64 << 10
+
+
+class RemoteStore(ABC):
+    """One file, of which any range can be read. Any thread may use it.
+
+    Small reads, while it is opened, are answered from windows that are fetched when they are needed.
+
+    Attributes:
+        path: its URL as messages show it: without user, password and query.
+        size: bytes.
+        version: size, and what tells this content from another: an ETag, a version id, a time; None where the store
+            gives none. Numbers and texts only.
+    """
+
+    path: str
+    size: int
+    version: tuple[Any, ...]
+
+    def __init__(self) -> None:
+        self._windows: dict[int, bytes] = {}  # by offset
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
+
+    @abstractmethod
+    def read_spans(self, spans: Sequence[Span]) -> None:
+        """Fills spans, in one request if that is possible: from the first byte of the first to the last of the last.
+
+        Called in any thread; `stop.current` ends it. What is broken off, refused for a while or answered in part is
+        tried again, a few times.
+
+        Args:
+            spans: ascending, without overlaps, with little between them.
+
+        Raises:
+            FormatError: the file has changed since it was opened.
+            RemoteError, OSError: the bytes cannot be had.
+        """
+
+    def confirm(self) -> None:  # noqa: B027  most stores have nothing to do: each answer says which version it is of
+        """Called when a call has read all that it wants, before anyone uses it.
+
+        Raises:
+            FormatError: the file has changed since it was opened.
+            RemoteError, OSError: that cannot be found out.
+        """
+
+    def close(self) -> None:
+        """Releases what the store holds."""
+        self._windows.clear()
+
+    def read_into(self, offset: int, memory: Memory) -> None:
+        """Fills memory with the bytes from ``offset`` on; see `read_spans` for errors."""
+        view = memoryview(memory).cast("B")  # type: ignore[arg-type]
+        if not view.nbytes:
+            return
+        if offset + view.nbytes > self.size:
+            raise FormatError(f"the file ends at byte {self.size}", self.path, self.size)
+        self.read_spans([Span(offset, view)])
+
+    # ---- small reads ----
+
+    def keep(self, offset: int, content: bytes) -> None:
+        """Keeps bytes that were read, for `read_at`."""
+        self._windows[offset] = content
+
+    def settle(self) -> None:
+        """Drops the windows when the table has been read, unless one of them is the whole file."""
+        if len(self._windows.get(0, b"")) < self.size:
+            self._windows.clear()
+
+    def held(self, offset: int, size: int) -> bytes | None:
+        """Bytes that are in a window; None if they are in none."""
+        for begin, content in self._windows.items():
+            if begin <= offset and offset + size <= begin + len(content):
+                return content[offset - begin : offset - begin + size]
+        return None
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Bytes of the file, fewer at its end: from a window, or from the file with what lies behind them."""
+        size = max(0, min(size, self.size - offset))
+        if not size:
+            return b""
+        found = self.held(offset, size)
+        if found is None:
+            begin = max(0, min(offset, self.size - WINDOW))
+            self._fetch(begin, max(offset + size, min(begin + WINDOW, self.size)))
+            found = self.held(offset, size)
+            assert found is not None
+        return found
+
+    def _fetch(self, begin: int, end: int) -> None:
+        memory = bytearray(end - begin)
+        self.read_into(begin, memory)
+        self.keep(begin, bytes(memory))
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Reads ranges [begin, end) that `read_at` will be asked for, many at a time."""
+        wanted: list[list[int]] = []
+        for begin, end in sorted((max(0, begin), min(end, self.size)) for begin, end in ranges):
+            if begin >= end or self.held(begin, end - begin) is not None:
+                continue
+            if wanted and begin - wanted[-1][1] <= _GAP:
+                wanted[-1][1] = max(wanted[-1][1], end)
+            else:
+                wanted.append([begin, end])
+        each(lambda one: self._fetch(*one), wanted)
+
+
+class ForeignStore(RemoteStore):
+    """A store of the caller's, with the four members of `ByteStore`.
+
+    What it reads lands in memory of its own first: it may not be possible to end it.
+
+    Args:
+        store: the caller's.
+        path: as messages show it.
+    """
+
+    def __init__(self, store: ByteStore, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.size = store.size
+        self._store = store
+        self.version = self._version()
+
+    def _version(self) -> tuple[Any, ...]:
+        known = self._store.version
+        return (self._store.size, *known) if isinstance(known, tuple) else (self._store.size, known)
+
+    def read_spans(self, spans: Sequence[Span]) -> None:
+        """Fills spans, see `RemoteStore.read_spans`."""
+        begin, end = spans[0].offset, spans[-1].end
+        memory = bytearray(end - begin)
+        self._store.read_into(begin, memory)
+        fill(spans, begin, memory)
+
+    def confirm(self) -> None:
+        """Compares the version with that of the opening."""
+        if self._version() != self.version:
+            raise FormatError("the file has changed since it was opened: its version is another one", self.path)
+
+    def close(self) -> None:
+        """Closes the caller's store."""
+        super().close()
+        self._store.close()
+
+
+def fill(spans: Sequence[Span], begin: int, content: bytes | bytearray | memoryview) -> None:
+    """Copies bytes that a read that cannot be aborted has brought, unless the call that wanted them has ended.
+
+    Args:
+        spans: what to fill.
+        begin: offset of the bytes in the store.
+        content: the bytes, to the end of the last span.
+    """
+    view = memoryview(content)
+    with current().filling():
+        for offset, memory in spans:
+            memory[:] = view[offset - begin : offset - begin + len(memory)]

@@ -1,0 +1,159 @@
+"""Paths that are URLs: finds the store that a URL belongs to, and opens what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from ..errors import UnsupportedError
+from . import url as urls
+from .crew import each
+from .store import ByteStore
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+# Options that say where something is and name no one. All others may be secrets, and stay in this process.
+_PUBLIC = frozenset(
+    (
+        "account_name", "anon", "cache_check", "cache_storage", "check_files", "client_kwargs", "config_kwargs",
+        "endpoint", "endpoint_url", "expiry_time", "project", "region", "region_name", "repo_type", "requester_pays",
+        "revision", "same_names", "target_options", "target_protocol", "use_ssl", "verify", "version_aware",
+    )
+)  # fmt: skip
+
+
+class Backend(Protocol):
+    """One kind of store, opened with the caller's options. URLs are the caller's, secrets included."""
+
+    def open(self, url: str) -> ByteStore:
+        """Opens a file: a `RemoteStore`, or a `LocalStore` where the file is on this machine.
+
+        Raises:
+            FileNotFoundError: there is none.
+            RemoteError, OSError: it cannot be opened.
+        """
+
+    def is_folder(self, url: str) -> bool:
+        """Whether there is a folder at a URL. Stores without folders say no."""
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        """Names in a folder, sorted, and whether each is a folder itself."""
+
+    def upload(self, source: str, url: str) -> None:
+        """Writes a local file to a URL, where it is seen when it is complete, or not at all.
+
+        Raises:
+            UnsupportedError: the store cannot be written to.
+            RemoteError, OSError: it cannot be written.
+        """
+
+
+class RemoteFiles:
+    """The files behind URLs; see `Files`.
+
+    Args:
+        options: ``storage_options``; None if the caller has given none.
+    """
+
+    remote = True
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self._options = options
+        self._backends: dict[tuple[str, str], Backend] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteFiles, (public_options(self._options),)
+
+    def __repr__(self) -> str:
+        return "<RemoteFiles>"  # options are secrets
+
+    def backend(self, url: str) -> Backend:
+        """The store that a URL belongs to."""
+        scheme = urls.scheme_of(url)
+        # One for each host: what a redirect or a key of one store says concerns no other.
+        host = url.partition("://")[2].partition("/")[0] if scheme in ("http", "https") else ""
+        found = self._backends.get((scheme, host))
+        if found is None:
+            urls.check_allowed(url, self._options is not None)
+            made = _backend(scheme, url, self._options or {})
+            found = self._backends.setdefault((scheme, host), made)
+        return found
+
+    def open(self, path: str) -> ByteStore:
+        """See `Files`."""
+        return self.backend(path).open(path)
+
+    def is_folder(self, path: str) -> bool:
+        """See `Files`."""
+        return self.backend(path).is_folder(path)
+
+    def exists(self, path: str) -> bool:
+        """See `Files`."""
+        if self.backend(path).is_folder(path):
+            return True
+        try:
+            self.open(path).close()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def listing(self, folder: str) -> list[tuple[str, bool]]:
+        """See `Files`."""
+        found = self.backend(folder).listing(folder)
+        return [(name, is_folder) for name, is_folder in found if not name.startswith(".")]
+
+    def join(self, folder: str, name: str) -> str:
+        """See `Files`."""
+        return urls.join(folder, name)
+
+    def split(self, path: str) -> tuple[str, str]:
+        """See `Files`."""
+        return urls.split(path)
+
+    def absolute(self, path: str) -> str:
+        """See `Files`."""
+        return path
+
+    def public(self, path: str) -> str:
+        """See `Files`."""
+        if urls.needs_query(path):
+            raise UnsupportedError(
+                f"{urls.shown(path)}: the query of this URL may be a secret, and stays in this process: "
+                "a pickle, a plan or a journal cannot carry it"
+            )
+        return urls.shown(path)
+
+    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
+        """Nothing can be told without a request: opening compares."""
+
+    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        """See `Files`."""
+        return each(function, items)
+
+
+def _backend(scheme: str, url: str, options: Mapping[str, Any]) -> Backend:
+    if "::" not in url and scheme in ("http", "https"):
+        from .http import Web
+
+        return Web(options)
+    if "::" not in url and scheme == "hf":
+        from .hub import Hub
+
+        return Hub(options)
+    from .filesystem import Filesystem
+
+    return Filesystem.of_url(url, options)
+
+
+def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The ``storage_options`` that pickles, plans and journals carry; the others come from the worker's environment."""
+    if options is None:
+        return None
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        if isinstance(value, Mapping):  # options of a client, or of one link of a chain
+            found[key] = public_options(value)
+        elif key in _PUBLIC and isinstance(value, (str, int, float, bool, type(None))):
+            found[key] = urls.shown(value) if isinstance(value, str) and urls.is_url(value) else value
+    return found

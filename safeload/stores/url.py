@@ -1,0 +1,116 @@
+"""URLs of weights: what is one, how messages show it, and which kinds are read without being asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import urlsplit
+
+from ..base.text import show
+from ..errors import UnsupportedError
+
+# A scheme has two letters or more: one is a drive of Windows. Chains of fsspec begin with "scheme::".
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
+# A link of a chain: its scheme, and where that is, the rest as RFC 3986 divides it.
+_LINK = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://([^/?#]*)([^?#]*)(.*))?", re.DOTALL)
+
+# Schemes that need no `storage_options`: a path in a configuration must not reach whatever fsspec can reach.
+PLAIN = ("https", "http", "hf", "s3", "gs", "az", "file", "memory")
+# Those that stay on this machine.
+_HERE = ("file", "memory")
+# Variables that forbid the network; huggingface_hub reads the first one the same way.
+_OFFLINE = ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE")
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, or a chain of them as fsspec has it: ``filecache::s3://bucket/key``."""
+    return _URL.match(path) is not None
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of a URL in lower case; of a chain the first one."""
+    return re.split(r"://|::", url, maxsplit=1)[0].lower()
+
+
+def shown(url: str) -> str:
+    """A URL as messages, reprs and pickles have it: without user, password, query and fragment, which may be secret."""
+    links = []
+    for link in url.split("::"):
+        match = _LINK.fullmatch(link)
+        if match is None or match[2] is None:
+            links.append(link)
+            continue
+        scheme, host, path = match[1].lower(), match[2], match[3]
+        links.append(f"{scheme}://{host if scheme == 'hf' else host.rpartition('@')[2]}{path}")
+    return "::".join(links)
+
+
+def needs_query(url: str) -> bool:
+    """Whether a URL has a query, or a fragment, without which it leads elsewhere, or nowhere."""
+    return any(mark in link for link in url.split("::") if "://" in link for mark in "?#")
+
+
+def check_allowed(url: str, asked: bool) -> None:
+    """Refuses URLs that nobody asked for.
+
+    Args:
+        url: a URL.
+        asked: whether the caller has passed ``storage_options`` or a file system.
+
+    Raises:
+        UnsupportedError: a scheme that needs ``storage_options``, a chain without them, or the network while a variable
+            forbids it.
+    """
+    scheme = scheme_of(url)
+    if not asked and ("::" in url or scheme not in PLAIN):
+        what = "a chain of URLs" if "::" in url else f"the scheme {show(scheme)}"
+        raise UnsupportedError(
+            f"{shown(url)}: {what} is opened only with storage_options= (which may be empty): "
+            f"without, only {', '.join(PLAIN)} are"
+        )
+    variable = offline()
+    if variable is not None and any(scheme_of(link) not in _HERE for link in url.split("::") if "://" in link):
+        raise UnsupportedError(f"{shown(url)}: {variable} is set, which forbids the network")
+
+
+def offline() -> str | None:
+    """The variable that forbids the network; None if none is set."""
+    return next((name for name in _OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
+
+
+def split(url: str) -> tuple[str, str]:
+    """The folder of a URL, without a slash at its end, and the last name in it; a query stays with the folder.
+
+    See `join` for the way back.
+    """
+    plain, mark, query = _divided(url)
+    folder, _, name = plain.rstrip("/").rpartition("/")
+    return f"{folder}{mark}{query}", name
+
+
+def join(folder: str, name: str) -> str:
+    """The URL of a name in a folder. A query is kept: like Azure's signatures, it may be valid for all of a folder."""
+    plain, mark, query = _divided(folder)
+    return f"{plain.rstrip('/')}/{name}{mark}{query}"
+
+
+def _divided(url: str) -> tuple[str, str, str]:
+    """A URL before its query, the question mark, and the query: only the Web's schemes have one."""
+    if scheme_of(url) not in ("http", "https"):
+        return url, "", ""
+    plain, mark, query = url.partition("#")[0].partition("?")
+    return plain, mark, query
+
+
+def local_path(url: str) -> str:
+    """The path of a ``file://`` URL.
+
+    Raises:
+        UnsupportedError: it names another machine.
+    """
+    from urllib.request import url2pathname
+
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise UnsupportedError(f"{shown(url)}: a file:// URL has three slashes before an absolute path")
+    return url2pathname(parts.path)
