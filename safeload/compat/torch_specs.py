@@ -9,6 +9,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..engine import jobs
+from ..engine.job import address_of
 from ..formats.safetensors.file import Memory
 from ..frameworks import torch_arrays, torch_files
 from .serialize import TensorSpec
@@ -27,7 +28,7 @@ def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dic
         if not isinstance(entry, Memory):  # of the other byte order
             entry = np.ascontiguousarray(entry.byteswap())
             keep_alive_buffer.append(entry)
-        address = entry.address if isinstance(entry, Memory) else jobs.address_of(entry)
+        address = entry.address if isinstance(entry, Memory) else address_of(entry)
         dtype = str(tensor.dtype).removeprefix("torch.")
         specs[name] = TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=address, data_len=entry.nbytes)
     return specs

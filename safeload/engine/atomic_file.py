@@ -17,6 +17,7 @@ from ..base.arrays import Array
 from ..base.native import Error, check, lib
 from ..base.paths import PathLike, native_path
 from . import jobs
+from .job import Job, address_of
 
 if TYPE_CHECKING:
     from .digest import Digest
@@ -111,7 +112,7 @@ class AtomicFile:
         op = lib.SL_OP_APPEND if self._in_order else lib.SL_OP_WRITE
         position = self._position
         for address, size in pieces:
-            batch.add(jobs.Job(_handle(self._descriptor), position, address, size, op=op))
+            batch.add(Job(_handle(self._descriptor), position, address, size, op=op))
             position += size
         # One thread: buffered writes to one file are serialized by its lock (ext4, xfs). Two threads were no faster and
         # less steady: 0.16 to 0.42 s for 1 GiB, against 0.14 to 0.20 s.
@@ -254,7 +255,7 @@ def pieces_of(array: Array) -> Iterator[tuple[Any, int, int]]:
     Each piece must be used before the next is requested, unless the array is `written_as_is`.
     """
     if written_as_is(array):
-        yield array, jobs.address_of(array), array.nbytes
+        yield array, address_of(array), array.nbytes
     elif array.size:
         # Iterates in C order whatever the strides, through one small buffer: a broadcast or transposed array is never
         # copied whole.
@@ -262,7 +263,7 @@ def pieces_of(array: Array) -> Iterator[tuple[Any, int, int]]:
         for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
             piece = np.ascontiguousarray(block)
             piece = piece.byteswap() if _must_swap(array) else piece
-            yield piece, jobs.address_of(piece), piece.nbytes
+            yield piece, address_of(piece), piece.nbytes
 
 
 def _must_swap(array: Array) -> bool:

@@ -11,7 +11,8 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, as_array, refuse_masked
 from ..base.native import lib
-from .jobs import Batch, Grid, Job, address_of, moving, private_array
+from .job import Grid, Job, address_of, moving
+from .jobs import Batch, private_array
 from .threads import check_threads
 
 

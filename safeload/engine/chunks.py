@@ -8,9 +8,8 @@ from typing import NamedTuple
 from ..base import dtypes
 from ..base.arrays import foreign_order
 from ..base.packing import Packed
-from . import jobs
 from .entries import Entry
-from .jobs import Job
+from .job import Job, moving
 from .restore import Range, restore_jobs, rows_apart
 
 
@@ -38,7 +37,7 @@ class Chunk(NamedTuple):
             # A range is written where it would be in the whole array.
             return restore_jobs(entry.packed, memory - self.begin, entry.target, entry.name, ranges=(self.source,))
         begin, size = self.source
-        op = jobs.moving(entry.source, entry.target)
+        op = moving(entry.source, entry.target)
         return (Job(entry.file, begin, memory, size, entry.source, entry.target, op),)
 
 

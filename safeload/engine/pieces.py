@@ -12,8 +12,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from . import jobs
-from .jobs import Batch, Job
+from .job import Job, address_of
+from .jobs import Batch
 from .progress import Progress, bar
 from .source import Source
 from .threads import thread_count
@@ -107,7 +107,7 @@ def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = N
     memory = np.empty(min(PIECE, max(1, end - begin)), np.uint8) if buffer is None else buffer
     for at in range(begin, end, PIECE):
         size = min(PIECE, end - at)
-        Batch([Job(file, at, jobs.address_of(memory), size)]).run(threads=1)
+        Batch([Job(file, at, address_of(memory), size)]).run(threads=1)
         yield memory[:size].data
 
 

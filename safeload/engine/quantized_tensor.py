@@ -16,6 +16,7 @@ from ..base.scheme import INT8, row_of
 from ..errors import UnsupportedError
 from . import jobs, packed_rows, restore
 from .cast import target_array
+from .job import Channels, Job, address_of
 from .slice import check_index
 from .threads import check_threads
 
@@ -182,8 +183,8 @@ class QuantizedTensor:
         found = self.restoring()
         if found is None:
             data = np.ascontiguousarray(self.data)
-            place = None, jobs.address_of(data), batch.into(result), data.nbytes, row.number, target.number
-            batch.add(jobs.Job(*place, lib.SL_OP_CONVERT))
+            place = None, address_of(data), batch.into(result), data.nbytes, row.number, target.number
+            batch.add(Job(*place, lib.SL_OP_CONVERT))
         else:
             packed, owner = found
             name = self._names.get(CODES, "")
@@ -309,11 +310,11 @@ def storage_of(
     return (np.dtype(np.uint8), (*shape[:-1], row.nbytes(shape[-1]))), None
 
 
-def channels_of(shape: tuple[int, ...], axis: int | None, factors: Array | None) -> jobs.Channels:
+def channels_of(shape: tuple[int, ...], axis: int | None, factors: Array | None) -> Channels:
     """The channels of a tensor of this shape: one, or one for each index along an axis."""
     if axis is None:
-        return jobs.Channels(1, 1, factors)
-    return jobs.Channels(max(1, shape[axis]), max(1, math.prod(shape[axis + 1 :])), factors)
+        return Channels(1, 1, factors)
+    return Channels(max(1, shape[axis]), max(1, math.prod(shape[axis + 1 :])), factors)
 
 
 def _check(what: str, array: Any, wanted: tuple[np.dtype[Any], tuple[int, ...]]) -> None:

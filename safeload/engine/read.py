@@ -13,7 +13,8 @@ from ..base.arrays import Array, ArraySpec, array_over
 from ..base.packing import Packed, Part
 from ..base.table import Scale
 from . import jobs, restore, strided
-from .jobs import Batch, Job
+from .job import Job, address_of, moving
+from .jobs import Batch
 from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
 from .progress import Progress
 from .weight_file import WeightFile
@@ -96,7 +97,7 @@ class Reads:
         array = self.arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
         begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
         place = plan.file, begin, self._batch.into(array), plan.ends[k] - begin
-        self._batch.add(Job(*place, source, target, jobs.moving(source, target)))
+        self._batch.add(Job(*place, source, target, moving(source, target)))
 
     def _place(self, plan: Plan, which: Sequence[int], *, converted: bool) -> None:
         """Adds jobs that read tensors into new memory: one array per large tensor, a pool for small ones.
@@ -139,10 +140,10 @@ class Reads:
     def _fill(self, plan: Plan, pool: _Pool, size: int) -> None:
         """Adds the jobs that read small tensors into a shared pool, and the arrays over it."""
         memory = jobs.aligned_bytes(size) if self._memory is None else self._memory.array((size,), np.dtype(np.uint8))
-        base = jobs.address_of(memory)
+        base = address_of(memory)
         for k, begin, end, at in pool.runs:
             source, target = plan.sources[k], plan.targets[k]
-            op = jobs.moving(source, target)
+            op = moving(source, target)
             self._batch.add(Job(plan.file, begin, base + at, end - begin, source, target, op))
         kinds = [plan.dtype(k) for k in pool.members]
         shapes = [plan.shapes[k] for k in pool.members]

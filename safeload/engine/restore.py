@@ -20,7 +20,7 @@ from ..errors import FormatError
 from . import jobs
 from .cast import astype
 from .code_tables import table_of
-from .jobs import Job, Origin
+from .job import Job, Origin, address_of
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -313,7 +313,7 @@ def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any
     stored = {role: np.ascontiguousarray(jobs.native_order(array)) for role, array in arrays.items()}
     parts = {}
     for role, array in stored.items():
-        begin = jobs.address_of(array) if array.size else 0
+        begin = address_of(array) if array.size else 0
         row = dtypes.BY_NAME[arrays[role].dtype.name]
         parts[role] = Part(role, None, row, array.shape, begin, begin + array.nbytes)
     return Packed(packed, parts), stored

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..base.arrays import Array, ArraySpec, array_over, c_strides, with_article
 from . import jobs
+from .job import Job, Origin, address_of
 from .weight_file import WeightFile
 
 # Rows at most this far apart are read with the gaps between them: the system reads whole pages anyway.
@@ -156,7 +157,7 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], whole: str
     """
     layout = file.layout(tensor)
     axes, after = _axes(index, layout.shape, whole)
-    origin = jobs.Origin(file.table.names[tensor], layout.shape)
+    origin = Origin(file.table.names[tensor], layout.shape)
     if layout.strides is None:
         result = _read_dense(file, layout.dtype, layout.shape, layout.begin, axes, origin)
     else:
@@ -173,7 +174,7 @@ def _read_dense(
     shape: tuple[int, ...],
     begin: int,
     axes: list[_Axis],
-    origin: jobs.Origin,
+    origin: Origin,
 ) -> Array:
     """Selected elements of a tensor in C order."""
     result: Array = np.empty(tuple(axis.length for axis in axes), dtype)
@@ -183,10 +184,10 @@ def _read_dense(
             at = (*run.at, ...)  # the ellipsis makes the result an array even if a single element is selected
             target = result[at]
             if run.pitch == 0:
-                direct.add(jobs.Job(file, begin + run.offset, jobs.address_of(target), run.size, origin=origin))
+                direct.add(Job(file, begin + run.offset, address_of(target), run.size, origin=origin))
                 continue
             block = np.empty(run.size, np.uint8)
-            jobs.Batch([jobs.Job(file, begin + run.offset, jobs.address_of(block), run.size, origin=origin)]).run()
+            jobs.Batch([Job(file, begin + run.offset, address_of(block), run.size, origin=origin)]).run()
             inside = len(run.at)
             rows = _strided(block, dtype, (len(target), *shape[inside:]), run.pitch)
             inner = axes[inside:]
@@ -197,7 +198,7 @@ def _read_dense(
 
 
 def _read_strided(
-    file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_Axis], origin: jobs.Origin
+    file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_Axis], origin: Origin
 ) -> Array:
     """Selected elements of a tensor with strides of its own."""
     # Sorted by stride, its axes are usually in C order, as those of a transposed matrix are. Axes of length 1 go last:
@@ -217,7 +218,7 @@ def _read_strided(
     steps = tuple(a.step * stride if a.length > 1 else 0 for a, stride in zip(axes, strides, strict=True))
     reach = sum((axis.length - 1) * step for axis, step in zip(axes, steps, strict=True))
     block = np.empty(reach + layout.dtype.itemsize, np.uint8)
-    jobs.Batch([jobs.Job(file, layout.begin + begin, jobs.address_of(block), block.size, origin=origin)]).run()
+    jobs.Batch([Job(file, layout.begin + begin, address_of(block), block.size, origin=origin)]).run()
     return array_over(block, layout.dtype, selected, 0, steps)
 
 

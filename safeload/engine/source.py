@@ -14,7 +14,7 @@ from ..base.packing import CODES, Packed
 from ..base.text import subject
 from . import jobs, restore
 from .cast import astype
-from .jobs import Channels, Grid, Job, Origin
+from .job import Channels, Grid, Job, Origin, address_of, moving
 from .weight_file import WeightFile
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
     def job(self, memory: int, target: int, *, grid: Grid | None = None) -> Job:
         """The job that copies it to an address, converted to the dtype numbered ``target``."""
-        op = jobs.moving(self.row.number, target, grid)
+        op = moving(self.row.number, target, grid)
         return self._job(op, memory, target)._replace(grid=grid)
 
     def jobs(self, memory: int, target: int) -> Iterator[Job]:
@@ -125,4 +125,4 @@ def of_array(name: str, value: Any) -> Source:
 
 def address(array: Array) -> int:
     """Address of a contiguous array's first element, 0 for an empty array."""
-    return jobs.address_of(array) if array.size else 0
+    return address_of(array) if array.size else 0

@@ -15,6 +15,7 @@ from .ahead import Ahead, Check, Task
 from .chunks import Chunk, chunks_of
 from .delivery import deliver
 from .entries import Entry
+from .job import address_of
 from .jobs import Batch
 from .load import selections_of
 
@@ -128,7 +129,7 @@ def _fill(
     check: Check,
 ) -> Filled:
     wait(number)
-    base = jobs.address_of(buffer)
+    base = address_of(buffer)
     work = Batch(job for chunk, at in batch for job in chunk.jobs(base + at))
     work.run(threads=threads, progress=lambda done, total: check())
     return Filled(number, _joined(batch))
@@ -202,9 +203,9 @@ class StagedBytes:
         filled = next(self._filled)
         self._array = filled.array
         if filled.buffer is None:
-            self._waiting.append((jobs.address_of(self._array), self._array.nbytes))
+            self._waiting.append((address_of(self._array), self._array.nbytes))
         else:
-            base = jobs.address_of(self._buffers[filled.buffer])
+            base = address_of(self._buffers[filled.buffer])
             self._waiting.extend((base + piece.at, piece.nbytes) for piece in filled.pieces)
 
     def close(self) -> None:

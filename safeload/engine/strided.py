@@ -10,7 +10,8 @@ from ..base import dtypes
 from ..base.arrays import Array, ArraySpec, array_over, foreign_order
 from . import jobs
 from .cast import astype
-from .jobs import Batch, Job
+from .job import Job, address_of, moving
+from .jobs import Batch
 from .weight_file import WeightFile
 
 
@@ -44,9 +45,9 @@ class Block:
         size = self._end - self._begin
         largest = max(self.members.values(), key=lambda spec: dtypes.TABLE[spec.source].bits)
         raw = jobs.private_array((size + jobs.ALIGNMENT,), np.dtype(np.uint8))
-        start = -(jobs.address_of(raw) + largest.begin - self._begin) % jobs.ALIGNMENT
+        start = -(address_of(raw) + largest.begin - self._begin) % jobs.ALIGNMENT
         self._memory = raw[start : start + size]
-        batch.add(Job(self._file, self._begin, jobs.address_of(self._memory), size))
+        batch.add(Job(self._file, self._begin, address_of(self._memory), size))
 
     def swap(self) -> None:
         """Swaps bytes after reading if their order is not this machine's."""
@@ -59,8 +60,8 @@ class Block:
         if spec.source != spec.target and spec.strides is None:
             array = jobs.private_array(spec.shape, spec.dtype) if given is None else given
             batch = Batch()
-            place = None, jobs.address_of(self._memory) + offset, batch.into(array), spec.end - spec.begin
-            batch.add(Job(*place, spec.source, spec.target, jobs.moving(spec.source, spec.target)))
+            place = None, address_of(self._memory) + offset, batch.into(array), spec.end - spec.begin
+            batch.add(Job(*place, spec.source, spec.target, moving(spec.source, spec.target)))
             batch.run(threads=threads)
             return array
         view = array_over(self._memory, dtypes.array_dtype(spec.source), spec.shape, offset, spec.strides)

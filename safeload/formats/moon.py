@@ -20,8 +20,8 @@ from ..base.arrays import array_fits, check_mapping, not_an_array, refuse_masked
 from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
 from ..base.text import show
-from ..engine import jobs
 from ..engine.atomic_file import AtomicFile
+from ..engine.job import address_of
 from ..engine.lazy import Lazy, materialize
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
@@ -165,13 +165,13 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
             _write(file, head)
             array = np.ascontiguousarray(materialize(value), "<f2")
             if array.size:
-                file.write([(jobs.address_of(array), array.nbytes)])
+                file.write([(address_of(array), array.nbytes)])
             del array  # freed before the next one is made
 
 
 def _write(file: AtomicFile, data: bytes) -> None:
     array = np.frombuffer(data, np.uint8)
-    file.write([(jobs.address_of(array), array.nbytes)])
+    file.write([(address_of(array), array.nbytes)])
 
 
 def _entry(name: Any, value: Any) -> bytes:

@@ -27,8 +27,8 @@ from ..base.arrays import Array, array_fits, c_strides, check_mapping, not_an_ar
 from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
 from ..base.text import show
-from ..engine import jobs
 from ..engine.atomic_file import AtomicFile, pieces_of
+from ..engine.job import address_of
 from ..engine.lazy import Lazy, materialize
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
@@ -210,7 +210,7 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
     head = np.frombuffer(out.getvalue(), np.uint8)
     size = head.size + math.prod(value.shape) * value.dtype.itemsize
     with AtomicFile(path, size, overwrite=overwrite, durable=durable) as file:
-        file.write([(jobs.address_of(head), head.size)])
+        file.write([(address_of(head), head.size)])
         for _owner, address, nbytes in pieces_of(materialize(value)):
             if nbytes:
                 file.write([(address, nbytes)])

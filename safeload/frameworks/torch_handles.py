@@ -9,8 +9,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
-from ..engine import jobs
 from ..engine.entries import entries_of
+from ..engine.job import address_of
 from ..engine.load import VIEWED_FROM, Part, load_parts
 from ..engine.slice import as_index
 from ..engine.weight_file import WeightFile
@@ -124,7 +124,7 @@ class TorchHandle:
             buffer = mapping_of(file.store)
         if buffer is None:
             return np.array(part)
-        offset = part.ctypes.data - jobs.address_of(np.frombuffer(inner, np.uint8))
+        offset = part.ctypes.data - address_of(np.frombuffer(inner, np.uint8))
         return array_over(buffer, part.dtype, part.shape, offset, part.strides)
 
 

@@ -14,6 +14,7 @@ from ..base.scheme import usual_axis
 from ..base.text import show
 from ..engine import jobs
 from ..engine.entries import Entry
+from ..engine.job import address_of
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
 from ..engine.quantized_tensor import QuantizedTensor, storage_of
 from ..engine.source import Source
@@ -96,7 +97,7 @@ class Maker:
         if isinstance(value, QuantizedTensor):
             return value.dequantize(dtype, out=array, threads=self._threads)
         if value.size:
-            jobs.Batch(value.jobs(jobs.address_of(array), row.number)).run(threads=self._threads)
+            jobs.Batch(value.jobs(address_of(array), row.number)).run(threads=self._threads)
         return jobs.native_order(array)
 
     def _stacked(self, name: str, decision: Decision) -> Output:

@@ -12,9 +12,9 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.text import show
-from ..engine import jobs
 from ..engine.atomic_file import AtomicFile
 from ..engine.digest import Digest
+from ..engine.job import address_of
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
 from ..errors import FormatError, SafetensorError
 from ..formats.folder import CONFIG, INDEX
@@ -195,7 +195,7 @@ def write_beside(stack: ExitStack, beside: Beside, folder: str, *, overwrite: bo
     for name, content in small.items():
         data = np.frombuffer((json.dumps(content, indent=2) + "\n").encode(), np.uint8)
         written = stack.enter_context(AtomicFile(os.path.join(folder, name), data.size, overwrite=overwrite))
-        written.write([(jobs.address_of(data), data.size)])
+        written.write([(address_of(data), data.size)])
         written.seal()
     for name, path in beside.extras.items():
         _copy(stack, path, os.path.join(folder, name), overwrite=overwrite)
@@ -213,7 +213,7 @@ def _copy(stack: ExitStack, path: str, place: str, *, overwrite: bool) -> None:
             count = source.readinto(buffer[:size].data)
             if not count:
                 raise FormatError("the file became shorter while it was copied", path)
-            copy.write([(jobs.address_of(buffer), count)])
+            copy.write([(address_of(buffer), count)])
             size -= count
         copy.seal()
 

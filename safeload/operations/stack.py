@@ -13,7 +13,8 @@ from ..base.listing import dict_repr
 from ..base.text import show
 from ..engine import jobs
 from ..engine.cast import target_array
-from ..engine.jobs import Batch, Grid
+from ..engine.job import Grid, address_of
+from ..engine.jobs import Batch
 from ..engine.load import parse_target
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
@@ -292,5 +293,5 @@ def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: in
         return value
     decoded = jobs.private_array(value.shape, dtypes.array_dtype(row.number))
     if value.size:
-        Batch([value.job(jobs.address_of(decoded), row.number)]).run(threads=threads)
+        Batch([value.job(address_of(decoded), row.number)]).run(threads=threads)
     return of_array(value.name, jobs.native_order(decoded))

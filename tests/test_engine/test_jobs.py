@@ -11,6 +11,7 @@ from safeload.base import dtypes
 from safeload.base.native import Error, check, ffi, lib
 from safeload.base.paths import native_path
 from safeload.engine import jobs
+from safeload.engine.job import Channels, Grid, Job, Origin, address_of
 from safeload.errors import FormatError, SafeloadError
 
 rng = np.random.default_rng(3)
@@ -39,7 +40,7 @@ def number(dtype):
 
 
 def run(job, grid, threads=2):
-    job = job._replace(op=lib.SL_OP_GRID, grid=grid, origin=jobs.Origin("it"))
+    job = job._replace(op=lib.SL_OP_GRID, grid=grid, origin=Origin("it"))
     return jobs.Batch([job], path="file").run(threads=threads)
 
 
@@ -51,8 +52,8 @@ def test_a_file_is_transposed_on_its_way(open_file, shape, target):
     handle = open_file(b"head" + x.tobytes())
     out = np.zeros(shape[::-1], target)
     size = out.dtype.itemsize
-    grid = jobs.Grid(*shape, (shape[1] * 2, 2, size, shape[0] * size))
-    job = jobs.Job(handle, 4, jobs.address_of(out), x.nbytes, number(source), number(target))
+    grid = Grid(*shape, (shape[1] * 2, 2, size, shape[0] * size))
+    job = Job(handle, 4, address_of(out), x.nbytes, number(source), number(target))
     assert run(job, grid) == x.nbytes
     np.testing.assert_array_equal(out, x.T.astype(target))
 
@@ -65,10 +66,8 @@ def test_columns_of_a_file_into_a_part_of_an_array(open_file, target):
     out = np.full((60, 300), -1, target)
     size = out.dtype.itemsize
     part = out[5:55, 10:210]
-    job = jobs.Job(
-        handle, 100 * 2, part.__array_interface__["data"][0], 50 * 200 * 2, number(np.float16), number(target)
-    )
-    run(job, jobs.Grid(50, 200, (800, 2, 300 * size, size)))
+    job = Job(handle, 100 * 2, part.__array_interface__["data"][0], 50 * 200 * 2, number(np.float16), number(target))
+    run(job, Grid(50, 200, (800, 2, 300 * size, size)))
     want = np.full((60, 300), -1, target)
     want[5:55, 10:210] = x[:, 100:300]
     np.testing.assert_array_equal(out, want)
@@ -77,9 +76,9 @@ def test_columns_of_a_file_into_a_part_of_an_array(open_file, target):
 def test_a_file_that_ends_within_a_grid(open_file):
     handle = open_file(bytes(999))
     out = np.zeros((100, 5), np.uint16)
-    job = jobs.Job(handle, 0, jobs.address_of(out), 1000, number(np.uint16), number(np.uint16))
+    job = Job(handle, 0, address_of(out), 1000, number(np.uint16), number(np.uint16))
     with pytest.raises(FormatError, match="999") as caught:
-        run(job, jobs.Grid(100, 5, (10, 2, 10, 2)))
+        run(job, Grid(100, 5, (10, 2, 10, 2)))
     assert caught.value.offset == 999
 
 
@@ -98,7 +97,7 @@ def test_grids_that_cannot_be(open_file, code, grid, size, fragment):
     out = np.zeros(100, np.uint8)
     row = dtypes.BY_CODE[code].number
     with pytest.raises(SafeloadError, match=fragment):
-        run(jobs.Job(handle, 0, jobs.address_of(out), size, row, row), jobs.Grid(*grid))
+        run(Job(handle, 0, address_of(out), size, row, row), Grid(*grid))
     assert not out.any()
 
 
@@ -149,8 +148,8 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
     source, target = dtypes.BY_CODE[source], dtypes.BY_CODE[target]
     x = np.arange(96).astype(source.name)
     out = np.zeros(4096, np.uint8)
-    grid = jobs.Grid(8, 12, (12 * source.block_bytes, source.block_bytes, target.block_bytes, 8 * target.block_bytes))
-    channels = jobs.Channels(12, 1, np.ones(12, np.float32))
+    grid = Grid(8, 12, (12 * source.block_bytes, source.block_bytes, target.block_bytes, 8 * target.block_bytes))
+    channels = Channels(12, 1, np.ones(12, np.float32))
     case = Case(ROWS, 4, (1, 8, 12))
     path = tmp_path / "written"
     with path.open("wb") as file:
@@ -158,7 +157,7 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
         begin = case.codes.ctypes.data if with_packed else x.ctypes.data
         place = (handle_of(file), 0, out.ctypes.data) if writes else (None, begin, out.ctypes.data)
         takes = grid if with_grid else None, channels if with_channels else None
-        job = jobs.Job(*place, x.nbytes, source.number, target.number, op, *takes)
+        job = Job(*place, x.nbytes, source.number, target.number, op, *takes)
         batch = jobs.Batch([job._replace(packed=case.prepared() if with_packed else None)])
         if all(given in allowed for given, allowed in zip((with_grid, with_channels, with_packed), taken, strict=True)):
             assert batch.run() == x.nbytes
@@ -175,4 +174,4 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
 def test_an_operation_that_there_is_not():
     for op in (-1, lib.SL_OP_COUNT):
         with pytest.raises(SafeloadError, match=f"unknown operation {op}"):
-            jobs.Batch([jobs.Job(None, 0, 0, 0, op=op)]).run()
+            jobs.Batch([Job(None, 0, 0, 0, op=op)]).run()

@@ -26,8 +26,8 @@ import safeload
 import safeload.gguf
 import safeload.moon
 from safeload import SafetensorError
-from safeload.engine import jobs
 from safeload.engine.atomic_file import AtomicFile
+from safeload.engine.job import address_of
 from safeload.formats import npy, npz
 from safeload.numpy import load, load_file, save, save_file
 
@@ -926,7 +926,7 @@ def test_a_sealed_file_needs_no_descriptor_and_appears_at_the_end(durable, tmp_p
     data = np.arange(5, dtype=np.uint8)
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else None
     with AtomicFile(tmp_path / "x", 5, durable=durable) as file:
-        file.write([(jobs.address_of(data), 5)])
+        file.write([(address_of(data), 5)])
         file.seal()
         file.seal()  # twice is once
         if before is not None:

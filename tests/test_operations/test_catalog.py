@@ -7,6 +7,7 @@ import pytest
 import safeload
 from safeload import QuantizedTensor, SafeloadError, TensorNotFoundError, UnsupportedError
 from safeload.engine import jobs
+from safeload.engine.job import address_of
 from safeload.engine.source import Source
 from safeload.numpy import save_file
 from safeload.operations.catalog import Catalog
@@ -81,7 +82,7 @@ def test_a_catalog_gives_the_same_tensors_wherever_they_are(catalog):
     source = catalog.in_place("int8")
     assert (source.row.code, source.shape) == ("F32", (2, 32))
     values = np.zeros(source.shape, np.float32)
-    jobs.Batch(source.jobs(jobs.address_of(values), source.row.number)).run()
+    jobs.Batch(source.jobs(address_of(values), source.row.number)).run()
     assert np.array_equal(values, TENSORS["int8"].dequantize())
     assert catalog.in_place("w").packed is None
 

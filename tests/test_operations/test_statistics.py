@@ -15,6 +15,7 @@ from safeload import FormatError, TensorNotFoundError, UnsupportedError, stats
 from safeload.base.dtypes import BY_NAME
 from safeload.base.native import available_tiers, lib, tier_name
 from safeload.engine import jobs
+from safeload.engine.job import Job
 from safeload.numpy import save_file
 from safeload.operations.stats import _RECORD, HISTOGRAM_EDGES
 
@@ -289,7 +290,7 @@ def record(monkeypatch, tier, name, address, length):
     monkeypatch.setattr(jobs, "TIER", tier)
     row = BY_NAME[name]
     out = np.full(1, 0x5A, np.uint8).repeat(_RECORD.itemsize)
-    job = jobs.Job(None, address, out.ctypes.data, row.nbytes(length), row.number, op=lib.SL_OP_STATS)
+    job = Job(None, address, out.ctypes.data, row.nbytes(length), row.number, op=lib.SL_OP_STATS)
     jobs.Batch([job]).run(threads=1)
     return out.tobytes()
 

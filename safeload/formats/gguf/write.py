@@ -15,8 +15,8 @@ from ...base.native import lib
 from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.text import show
-from ...engine import jobs
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
+from ...engine.job import address_of
 from ...engine.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.quantized_tensor import QuantizedTensor
 from ...errors import SafeloadError, UnsupportedError
@@ -84,14 +84,14 @@ def save(
 def _write(file: AtomicFile, head: Array, tensors: Sequence[Array | Lazy], alignment: int) -> None:
     """Writes everything in order; buffers that are in memory exactly as in the file are passed on in one list."""
     padding = np.zeros(alignment, np.uint8)
-    waiting = [(jobs.address_of(head), head.size)]
+    waiting = [(address_of(head), head.size)]
     for data in tensors:
         for _owner, address, size in pieces_of(materialize(data)):
             waiting.append((address, size))
             if isinstance(data, Lazy) or not written_as_is(data):
                 file.write([piece for piece in waiting if piece[1]])
                 waiting.clear()
-        waiting.append((jobs.address_of(padding), -data.nbytes % alignment))
+        waiting.append((address_of(padding), -data.nbytes % alignment))
     file.write([piece for piece in waiting if piece[1]])
 
 
