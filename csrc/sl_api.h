@@ -245,6 +245,9 @@ int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
 int32_t sl_safetensors_open(const char *path_utf8, sl_file *opened, sl_table **table, sl_error *error);
 /* The same over bytes in memory. */
 int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error);
+/* The same over the first `held` bytes of a file of `file_size`, which must hold the header if its size is valid. */
+int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table,
+                                  sl_error *error);
 
 /* Builds the 8-byte length and the header (padded to 8) for tensors given as columns: count, names, name_ends,
  * dtypes, dims, dim_ends and the metadata fields are read, the rest ignored. order[k] is the index of the k-th
@@ -290,6 +293,10 @@ typedef struct sl_gguf {
 
 /* Reads and validates everything before the data of an open file of `file_size` bytes; the data is not touched. */
 int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error);
+/* The same of a file whose first `held` bytes are in memory. SL_E_TRUNCATED when the header is longer: call again with at
+ * least as many bytes as error->position says. */
+int32_t sl_gguf_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table, sl_gguf **gguf,
+                           sl_error *error);
 void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 
 /* ---- jobs: operations on byte ranges of files and memory (jobs/run.c) ---- */

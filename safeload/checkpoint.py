@@ -357,8 +357,10 @@ class Checkpoint(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process may be on another machine, where device and inode mean nothing.
-        seen = tuple((path, tuple(known[:2])) for path, known in seen_of(self.weight_files, self._index))
-        return _reopen, (tuple(self.recipe()), seen, quantization_in(self.weight_files))
+        recipe = self.recipe()
+        public, seen = recipe.files.public, seen_of(self.weight_files, self._index)
+        kept = tuple((public(path), tuple(known[:2])) for path, known in seen)
+        return _reopen, (tuple(recipe.public()), kept, quantization_in(self.weight_files))
 
     def __copy__(self) -> Checkpoint:
         return _reopen(self.recipe(), seen_of(self.weight_files, self._index), quantization_in(self.weight_files))

@@ -26,6 +26,7 @@ def open(
     root: str | None = None,
     unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Opens a weight file, a folder of them, an ``index.json`` or a list of files; no tensor is read.
 
@@ -34,8 +35,10 @@ def open(
     third item of a list is "2". An array that is the whole content is named "tensor", whatever the format.
 
     Args:
-        path: what to open. The format is recognised by the content, not by the suffix. A list opens the union of its
-            files; a name that two of them have is an error. Any part of a split GGUF file opens all of them.
+        path: what to open: a path, a URL ("hf://owner/name", "s3://bucket/folder", "https://..."), whose bytes are read
+            when they are needed, or a path or store of another library, see `safeload.remote`. The format is recognised
+            by the content, not by the suffix. A list opens the union of its files; a name that two of them have is an
+            error. Any part of a split GGUF file opens all of them.
         format: requires a format, such as "safetensors", "gguf" or "torch" (either of "torch zip" and "torch legacy");
             the guide lists all values, as does the error for an unknown one.
         root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is omitted from
@@ -47,6 +50,9 @@ def open(
         stored: whether to show the tensors as the files name them. Otherwise tensors are what they mean: a packed
             weight of a quantized checkpoint appears once, under its logical name, as a `QuantizedTensor`, and its
             scales vanish into it.
+        storage_options: for URLs: options of the filesystem that a URL leads to, as fsspec takes them (keys,
+            ``endpoint_url``, ``token``, ...). Empty options allow schemes beyond https, http, hf, s3, gs, az, file and
+            memory, and chains such as ``filecache::s3://...``.
 
     Returns:
         The open checkpoint; ``with safeload.open(path) as checkpoint:`` closes it.
@@ -65,7 +71,7 @@ def open(
         ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
         ('F32', (128,))
     """
-    return Checkpoint(find(path, format, root, unknown_globals, stored))
+    return Checkpoint(find(path, format, root, unknown_globals, stored, storage_options))
 
 
 @overload
@@ -94,6 +100,7 @@ def load(
     root: str | None = None,
     unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     dtype: Any = None,
     backend: Backend = "mmap",
     out: Mapping[str, Array] | None = None,
@@ -106,8 +113,8 @@ def load(
     `QuantizedTensor`. No code in a file is executed.
 
     Args:
-        path: a weight file, a folder of them, an ``index.json`` or a list of files. The format is recognised by the
-            content, not by the suffix.
+        path: a weight file, a folder of them, an ``index.json``, a URL of any of these, or a list of files. The format
+            is recognised by the content, not by the suffix.
         names: exact names of the tensors to load; None for all.
         only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
         drop: shell pattern, or several, of names to leave out.
@@ -116,6 +123,7 @@ def load(
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
             "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
+        storage_options: for URLs: options of the filesystem that a URL leads to, as fsspec takes them.
         dtype: dtype that floating tensors are converted to, and packed ones dequantized to, while they are read:
             "float32", "bf16", a numpy or ml_dtypes type, ...; None to convert nothing. Integer, bool and complex
             tensors are not converted.
@@ -142,7 +150,14 @@ def load(
         >>> weights["model.norm.weight"].dtype
         dtype('float32')
     """
-    with open(path, format=format, root=root, unknown_globals=unknown_globals, stored=stored) as checkpoint:
+    with open(
+        path,
+        format=format,
+        root=root,
+        unknown_globals=unknown_globals,
+        stored=stored,
+        storage_options=storage_options,
+    ) as checkpoint:
         return checkpoint.load(
             names, only=only, drop=drop, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress
         )

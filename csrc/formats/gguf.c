@@ -408,8 +408,8 @@ static int32_t read_header(parser *self) {
     return sl_table_finish(self->table, &rules, data_begin, self->in.file_size, self->error);
 }
 
-int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error) {
-    parser self = {.in = {.file = file, .file_size = file_size}, .error = error};
+static int32_t read_file(sl_reader in, sl_table **table, sl_gguf **gguf, sl_error *error) {
+    parser self = {.in = in, .error = error};
     self.made = calloc(1, sizeof *self.made);
     if (self.made == NULL) return sl_fail_memory(error, sizeof *self.made);
     self.made->alignment = DEFAULT_ALIGNMENT;
@@ -427,6 +427,16 @@ int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf
         sl_table_free(self.table);
     }
     return status;
+}
+
+int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error) {
+    return read_file((sl_reader){.file = file, .file_size = file_size}, table, gguf, error);
+}
+
+int32_t sl_gguf_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table, sl_gguf **gguf,
+                           sl_error *error) {
+    sl_reader in = {.file = SL_MEMORY, .given = data, .given_size = held, .file_size = file_size};
+    return read_file(in, table, gguf, error);
 }
 
 void sl_gguf_free(sl_gguf *gguf) {

@@ -1,19 +1,23 @@
 /* Reads the fields of a binary format in order from a file, of which a growing prefix is held in memory. Read, never
- * mapped: a file that shrinks meanwhile causes an error, not a SIGBUS. */
+ * mapped: a file that shrinks meanwhile causes an error, not a SIGBUS. Or from the first bytes of a file that the caller
+ * has in memory. */
 #ifndef SL_READER_H
 #define SL_READER_H
 
 #include "platform/platform.h"
 
 typedef struct sl_reader {
-    int64_t file;
+    int64_t file;       /* SL_MEMORY: `given` */
+    const void *given;  /* the first bytes of the file */
+    uint64_t given_size;
     uint64_t file_size;
     uint8_t *bytes; /* [0, held) of the file, owned; moves when more is held */
     uint64_t held;
     uint64_t at; /* of the next field */
 } sl_reader;
 
-/* Holds at least `size` bytes from reader->at on, which the file must have. */
+/* Holds at least `size` bytes from reader->at on, which the file must have. SL_E_TRUNCATED when fewer were given, with
+ * the number of bytes of the file that are needed as the position. */
 int32_t sl_reader_hold(sl_reader *reader, uint64_t size, sl_error *error);
 
 /* Releases bytes beyond reader->at, which were read ahead. */

@@ -317,11 +317,22 @@ static int32_t make_table(const char *header, uint64_t header_size, uint64_t fil
     return status;
 }
 
-int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error) {
+int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table,
+                                  sl_error *error) {
     uint64_t header_size;
-    int32_t status = header_size_of(data, size, &header_size, error);
+    if (held < sl_min_u64(file_size, LENGTH_SIZE))
+        return sl_fail(error, SL_E_ARGUMENT, -1, "%llu bytes do not hold the size of the header",
+                       (unsigned long long)held);
+    int32_t status = header_size_of(data, file_size, &header_size, error);
     if (status != SL_OK) return status;
-    return make_table((const char *)data + LENGTH_SIZE, header_size, size, table, error);
+    if (held - LENGTH_SIZE < header_size)
+        return sl_fail(error, SL_E_ARGUMENT, -1, "%llu bytes do not hold a header of %llu", (unsigned long long)held,
+                       (unsigned long long)header_size);
+    return make_table((const char *)data + LENGTH_SIZE, header_size, file_size, table, error);
+}
+
+int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error) {
+    return sl_safetensors_parse_head(data, size, size, table, error);
 }
 
 /* The header is read, never mapped: a file that shrinks meanwhile gives an error, not a SIGBUS. */

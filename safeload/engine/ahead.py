@@ -1,10 +1,9 @@
-"""Runs tasks ahead of their consumer: on one thread, in order, in bounded memory."""
+"""Runs tasks ahead of their consumer: on threads of its own, in bounded memory."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -12,10 +11,15 @@ from queue import Empty, SimpleQueue
 from threading import Thread, get_ident
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
+from ..stores.stop import Stop, Stopped, belonging
+
 Result = TypeVar("Result")
 
-# Called between the time slices of a task: it raises when the result is not wanted, since the iterator is closed.
+# Called between the time slices of a task: it raises `Stopped` when the iterator is closed, and wants no result.
 Check = Callable[[], object]
+
+# Threads for tasks that read from a network: they hide its latency from each other.
+REMOTE_WORKERS = 8
 
 # Seconds after which a wait looks again: on Windows a wait for another thread does not end at Ctrl-C.
 _POLL = 0.1
@@ -35,19 +39,12 @@ class Task(NamedTuple):
     start: Callable[[], object] | None = None
 
 
-class Unwanted(BaseException):
-    """Ends a task and the thread after `Ahead.close`, or in a task whose turn never comes.
-
-    It is not an Exception, so that no task catches it.
-    """
-
-
 class Ahead(Iterator[Result], Generic[Result]):
-    """The results of tasks, in order, while the next tasks run on a thread of its own.
+    """The results of tasks while the next tasks run: on one thread, or on several if they wait for a network.
 
-    The thread starts with the first `next`. It ends with the last task or the first that fails, when `close` is called,
-    with the last reference to this object, and when the interpreter exits: nothing runs after that. The results that
-    are not taken, with the task that runs, have at most ``limit`` bytes; a larger task runs when all before it are
+    The threads start with the first `next`. They end with the last task or the first that fails, when `close` is
+    called, with the last reference to this object, and when the interpreter exits: nothing runs after that. The results
+    that are not taken, with the tasks that run, have at most ``limit`` bytes; a larger task runs when all before it are
     taken.
 
     One thread at a time may take results; any thread may close.
@@ -58,16 +55,19 @@ class Ahead(Iterator[Result], Generic[Result]):
     Args:
         tasks: what to do. It is advanced in the consumer's thread.
         limit: in bytes.
+        workers: number of threads.
+        ordered: whether results come in the order of the tasks, not in that in which they are ready.
     """
 
-    def __init__(self, tasks: Iterable[Task], limit: int) -> None:
+    def __init__(self, tasks: Iterable[Task], limit: int, *, workers: int = 1, ordered: bool = True) -> None:
         self._tasks = iter(tasks)
         self._limit = limit
         self._next: Task | None = None
-        self._sizes: deque[int] = deque()  # of the tasks that are handed over and not taken
+        self._count = 0  # of the tasks that are handed over
+        self._sizes: dict[int, int] = {}  # by number, of those that are not taken
         self.pending = 0  # their sum
         self._starting = False
-        self._worker = _Worker()
+        self._worker = _Worker(workers, ordered)
         self._stop = weakref.finalize(self, self._worker.stop)  # which is also called at exit
 
     @property
@@ -90,14 +90,15 @@ class Ahead(Iterator[Result], Generic[Result]):
             self._submit()
             if not self._sizes:
                 raise StopIteration
-            result: Result = self._worker.take()
-            self.pending -= self._sizes.popleft()
+            number, result = self._worker.take(next(iter(self._sizes)))
+            self.pending -= self._sizes.pop(number)
             self._submit()
             self._worker.check_open()  # what a task starts with may have closed it
         except BaseException:
             self.close()
             raise
-        return result
+        found: Result = result
+        return found
 
     def _submit(self) -> None:
         """Hands over as many tasks as the limit allows, at least one."""
@@ -116,12 +117,13 @@ class Ahead(Iterator[Result], Generic[Result]):
                 finally:
                     self._starting = False
             self._next = None
-            self._sizes.append(task.nbytes)
+            self._sizes[self._count] = task.nbytes
             self.pending += task.nbytes
-            self._worker.put(run)
+            self._worker.put(self._count, run)
+            self._count += 1
 
     def close(self) -> None:
-        """Stops the thread, within a time slice, and waits for it. Further results are dropped.
+        """Stops the threads, within a time slice, and waits for them. Further results are dropped.
 
         It leaves to the thread that takes results what that thread may be using.
         """
@@ -135,65 +137,82 @@ def _fail(error: Exception, check: Check) -> NoReturn:
 
 
 class _Worker:
-    """The thread. It has no reference to the `Ahead`, which can be collected while the thread runs.
+    """The threads. They have no reference to the `Ahead`, which can be collected while they run.
+
+    Args:
+        count: number of threads.
+        ordered: see `Ahead`.
 
     Attributes:
-        process: that it belongs to.
+        process: that they belong to.
         stopped: whether `stop` was called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int, ordered: bool) -> None:
         self.process = os.getpid()
         self.stopped = False
-        self._ended = False
-        self._tasks: SimpleQueue[Callable[[Check], Any] | None] = SimpleQueue()
-        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._ordered = ordered
+        self._count = count
+        self._stop = Stop()
+        self._ended: set[int | None] = set()
+        self._tasks: SimpleQueue[tuple[int, Callable[[Check], Any]] | None] = SimpleQueue()
+        self._results: SimpleQueue[tuple[int, Any, BaseException | None] | None] = SimpleQueue()
+        self._early: dict[int, tuple[int, Any, BaseException | None]] = {}  # results whose turn has not come
+        self._threads: list[Thread] = []
 
     def _work(self) -> None:
+        number = -1
         try:
-            while (run := self._tasks.get()) is not None:
-                self._check()
-                self._results.put((run(self._check), None))
-                del run  # so that a thread that waits keeps nothing alive
-        except Unwanted:
+            with belonging(self._stop):
+                while (task := self._tasks.get()) is not None:
+                    number, run = task
+                    self._check()
+                    self._results.put((number, run(self._check), None))
+                    del task, run  # so that a thread that waits keeps nothing alive
+        except Stopped:
             pass
         except BaseException as error:
-            self._results.put((None, error))
+            self._results.put((number, None, error))
         finally:
-            self._ended = True
+            self._ended.add(get_ident())
 
     def _check(self) -> None:
         if self.stopped:
-            raise Unwanted
+            raise Stopped
 
-    def put(self, run: Callable[[Check], Any]) -> None:
+    def put(self, number: int, run: Callable[[Check], Any]) -> None:
         """Adds a task. If `stop` is called meanwhile, the thread ends at the task."""
         if self.stopped:
             return
-        self._tasks.put(run)
-        if self._thread is None:
+        self._tasks.put((number, run))
+        if len(self._threads) < self._count:
             # A daemon: the interpreter would wait for any other thread before it calls what stops this one.
             thread = Thread(target=self._work, name="safeload", daemon=True)
             thread.start()
-            self._thread = thread
+            self._threads.append(thread)
 
-    def take(self) -> Any:
-        """The next result.
+    def take(self, first: int) -> tuple[int, Any]:
+        """The next result, and its number.
+
+        Args:
+            first: number of the first task whose result was not taken.
 
         Raises:
             ValueError: the iterator was closed meanwhile, by another thread or by what was called.
             Exception: the error that the task has raised.
         """
-        found = None
+        found = self._early.pop(first, None)
         while found is None and not self.stopped:
             with suppress(Empty):
                 found = self._results.get(timeout=_POLL)
+            if found is not None and self._ordered and found[0] != first:
+                self._early[found[0]] = found
+                found = None
         self.check_open()
         assert found is not None
-        result, error = found
+        number, result, error = found
         if error is None:
-            return result
+            return number, result
         try:
             raise error
         finally:
@@ -205,20 +224,23 @@ class _Worker:
             raise ValueError("this iterator was closed while its next item was awaited")
 
     def stop(self) -> None:
-        """Ends the thread and waits for it; not in the thread itself, nor after a fork, which it has not survived."""
+        """Ends the threads and waits for them; not for this one, nor after a fork, which they have not survived."""
         self.stopped = True
         if self.process != os.getpid():
             return
-        self._tasks.put(None)
-        thread = self._thread
-        while thread is not None and thread.ident != get_ident() and thread.is_alive():
-            ended = self._ended
-            thread.join(_POLL)
-            if ended:
-                # Its last steps may need a lock of the interpreter's that this thread has: garbage may be collected,
-                # and an iterator with it, in the middle of threading.enumerate().
-                break
+        self._stop.stop()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            while thread.ident != get_ident() and thread.is_alive():
+                ended = thread.ident in self._ended
+                thread.join(_POLL)
+                if ended:
+                    # Its last steps may need a lock of the interpreter's that this thread has: garbage may be
+                    # collected, and an iterator with it, in the middle of threading.enumerate().
+                    break
+        self._early.clear()
         with suppress(Empty):
             while True:
                 self._results.get_nowait()
-        self._results.put((None, None))  # for a thread that waits
+        self._results.put(None)  # for a thread that waits

@@ -53,6 +53,16 @@ class Packed(Protocol):
     def cost(self) -> int:
         """About the bytes that `prepare` allocates."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes, from the job's offset on."""
+
+    def stored(self) -> Mapping[str, tuple[Any, int, int]]:
+        """What `prepare` reads from files: by role the file, the first byte, and one past the last one."""
+
+    def moved(self, addresses: Mapping[str, int]) -> Packed:
+        """The same, where parts of these roles are in memory."""
+
     def prepare(self) -> Mapping[str, Any]:
         """The fields of an ``sl_packed``; an array stands for the address of its first element, None for NULL."""
 
@@ -64,11 +74,13 @@ class Origin(NamedTuple):
         tensor: its name, for errors; "" for a single array.
         shape: its shape, so that errors can give the index of a value.
         owner: keeps the memory of the source alive.
+        first: the element of the tensor that the job begins with.
     """
 
     tensor: str
     shape: tuple[int, ...] = ()
     owner: Any = None
+    first: int = 0
 
 
 class Job(NamedTuple):
@@ -99,6 +111,14 @@ class Job(NamedTuple):
     channels: Channels | None = None
     origin: Origin | None = None
     packed: Packed | None = None
+
+    @property
+    def files(self) -> list[WeightFile]:
+        """The files that it reads from."""
+        files = [self.file] if isinstance(self.file, WeightFile) else []
+        if self.packed is not None:
+            files += [file for file, _, _ in self.packed.stored().values() if file is not None]
+        return files
 
 
 def moving(source: int, target: int, grid: Grid | None = None) -> int:

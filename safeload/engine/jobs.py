@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..stores.local import groups
 from .job import Channels, Grid, Job, Origin, address_of
 from .progress import Progress, reporter
 from .threads import thread_count
-from .weight_file import WeightFile
+from .weight_file import WeightFile, is_remote
 
 # Length of one time slice in C, after which signals are handled and progress is reported.
 SLICE_MS = 50
@@ -98,57 +98,58 @@ class Batch:
             OSError: a file cannot be read or written.
             MemoryError: the core's scratch memory cannot be allocated.
         """
-        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0) for job in self.jobs]
-        array = np.array(rows, dtype=_JOB)
-        kept = [
-            _point_at([job.grid for job in self.jobs], array["grid"], _GRID),
-            _point_at([job.channels for job in self.jobs], array["channels"], _CHANNELS),
-        ]
-        files = [job.file for job in self.jobs]
-        opened = [file if isinstance(file, WeightFile) else None for file in files]
-        total = int(array["size"].sum())
+        total = sum(job.size for job in self.jobs)
         count = thread_count(total, threads)
-        done = 0
         with reporter(progress, total) as report:
-            for begin, end in self._affordable(groups(opened)):
-                part = array[begin:end]
-                prepared = _prepare(self.jobs[begin:end], part["packed"])
-                held = {file: _descriptor(file) for file in set(files[begin:end])}
-                part["file"] = [held[file] for file in files[begin:end]]
-                described = ffi.from_buffer("sl_job[]", part)
-                cursor = ffi.new("sl_cursor *")
-                error = Error()
-                while not cursor.finished:
-                    status = lib.sl_jobs_run(described, len(part), TIER, count, SLICE_MS, cursor, error)
-                    if status != lib.SL_OK:
-                        self._fail(status, error, begin + cursor.failed_job)
-                    report(done + cursor.bytes_done)
-                done += cursor.bytes_done
-                del prepared
-        del kept
+            here = self._fetch(count, report)
+            self._run(here, count, total - sum(job.size for job in here), report)
         for result in self._results:
             result.byteswap(inplace=True)
         return total
 
-    def _affordable(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Divides ranges of jobs into smaller ones, so that the scales of packed codes take little memory."""
-        for begin, end in ranges:
-            cost = 0
-            for k in range(begin, end):
-                packed = self.jobs[k].packed
-                if packed is None:
-                    continue
-                if cost and cost + packed.cost > _PREPARED_BYTES:
-                    yield begin, k
-                    begin, cost = k, 0
-                cost += packed.cost
-            yield begin, end
+    def _fetch(self, threads: int, report: Callable[[int], object]) -> list[Job]:
+        """Runs the jobs that read from stores on the network. Returns the others."""
+        files = {job.file for job in self.jobs}
+        if not any(map(is_remote, files)) and not any(
+            job.packed and any(map(is_remote, job.files)) for job in self.jobs
+        ):
+            return self.jobs
+        from .fetch import Fetch  # only here: local files do not need it
 
-    def _fail(self, status: int, error: Any, index: int) -> None:
+        return Fetch(self.jobs, lambda jobs, path: Batch(jobs, path).run(threads=1), threads).run(report)
+
+    def _run(self, given: Sequence[Job], count: int, done: int, report: Callable[[int], object]) -> None:
+        """Runs jobs on files of this machine, and in memory, after others of ``done`` bytes."""
+        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0) for job in given]
+        array = np.array(rows, dtype=_JOB)
+        kept = [
+            _point_at([job.grid for job in given], array["grid"], _GRID),
+            _point_at([job.channels for job in given], array["channels"], _CHANNELS),
+        ]
+        files = [job.file for job in given]
+        opened = [file if isinstance(file, WeightFile) else None for file in files]
+        for begin, end in _affordable(given, groups(opened)):
+            part = array[begin:end]
+            prepared = _prepare(given[begin:end], part["packed"])
+            held = {file: _descriptor(file) for file in set(files[begin:end])}
+            part["file"] = [held[file] for file in files[begin:end]]
+            described = ffi.from_buffer("sl_job[]", part)
+            cursor = ffi.new("sl_cursor *")
+            error = Error()
+            while not cursor.finished:
+                status = lib.sl_jobs_run(described, len(part), TIER, count, SLICE_MS, cursor, error)
+                if status != lib.SL_OK:
+                    self._fail(status, error, given, begin + cursor.failed_job)
+                report(done + cursor.bytes_done)
+            done += cursor.bytes_done
+            del prepared
+        del kept
+
+    def _fail(self, status: int, error: Any, given: Sequence[Job], index: int) -> None:
         """Raises the core's error with the file and the tensor of the job that failed."""
         if status == lib.SL_E_MEMORY:  # this error belongs to no single job, and the list of jobs may be empty
             check(status, error)
-        job = self.jobs[index]
+        job = given[index]
         path = job.file.path if isinstance(job.file, WeightFile) else self._path
         if job.origin is not None:
             tensor = job.origin.tensor or None
@@ -156,7 +157,8 @@ class Batch:
             tensor = job.file.tensor_at(error.position) if isinstance(job.file, WeightFile) else None
         if status == lib.SL_E_RANGE:
             shape = () if job.origin is None else job.origin.shape
-            at = [int(k) for k in np.unravel_index(error.position, shape)] if job.origin is not None else error.position
+            position = error.position + (0 if job.origin is None else job.origin.first)
+            at = [int(k) for k in np.unravel_index(position, shape)] if job.origin is not None else position
             message = f"{subject(tensor)}element {at} {ffi.string(error.message).decode()}"
             raise RangeError(message, path=path, tensor=tensor)
         check(status, error, path, tensor=tensor)
@@ -166,6 +168,21 @@ class Batch:
 _NO_FILE = -2
 # Memory for the scales of the packed codes of all jobs that run together.
 _PREPARED_BYTES = 64 << 20
+
+
+def _affordable(given: Sequence[Job], ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Divides ranges of jobs into smaller ones, so that the scales of packed codes take little memory."""
+    for begin, end in ranges:
+        cost = 0
+        for k in range(begin, end):
+            packed = given[k].packed
+            if packed is None:
+                continue
+            if cost and cost + packed.cost > _PREPARED_BYTES:
+                yield begin, k
+                begin, cost = k, 0
+            cost += packed.cost
+        yield begin, end
 
 
 def _prepare(given: Sequence[Job], column: Array) -> list[Any]:
@@ -230,7 +247,9 @@ def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None
     """One small tensor in private memory, read immediately without releasing the GIL; not converted."""
     array = empty_array(layout.shape, layout.dtype)
     size = layout.end - layout.begin
-    if size and short.sl_file_read(file.descriptor, layout.begin, address_of(array), size, None) != lib.SL_OK:
+    if size and file.remote:
+        Batch([Job(file, layout.begin, address_of(array), size, origin=origin)]).run()
+    elif size and short.sl_file_read(file.descriptor, layout.begin, address_of(array), size, None) != lib.SL_OK:
         job = Job(file, layout.begin, address_of(array), size, origin=origin)
         Batch([job]).run()  # fails again, with an error message
     return native_order(array)

@@ -57,7 +57,8 @@ class LoadStats(NamedTuple):
         bytes: size of the arrays.
         tensors: number of tensors.
         seconds: wall-clock time.
-        backend: "mmap" or "pread"; "pread" also if the system refused the requested mapping.
+        backend: "mmap" or "pread"; "pread" also if the system refused the requested mapping; "remote" if a file came
+            over the network.
 
     Example:
         >>> import safeload
@@ -189,7 +190,11 @@ def load_parts(
     if not all(map(eq, arrays, names)):  # delivered views first, then tensors that were read, file by file
         arrays = {name: arrays[name] for name in names}
     nbytes = sum(map(attrgetter("nbytes"), arrays.values()))
-    return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend if allowed else "pread")
+    if any(selection.file.remote for selection in selections):
+        backend = "remote"
+    elif not allowed:
+        backend = "pread"
+    return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend)
 
 
 def check_out_names(out: Mapping[str, Array], names: Iterable[str], what: str) -> None:

@@ -21,6 +21,8 @@ from .weight_file import WeightFile
 
 # Bytes read at a time by each thread: enough to amortize the cost of a read, little compared with any machine's memory.
 PIECE = 4 << 20
+# Bytes of a file on the network, which come in several requests at a time.
+REMOTE_PIECE = 64 << 20
 # Bytes of float64 values that are processed at a time, several times over: they stay in a core's cache.
 VALUES = 1 << 20
 
@@ -104,9 +106,10 @@ def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = N
         FormatError: the file ends too early.
         OSError: the file cannot be read.
     """
-    memory = np.empty(min(PIECE, max(1, end - begin)), np.uint8) if buffer is None else buffer
-    for at in range(begin, end, PIECE):
-        size = min(PIECE, end - at)
+    step = REMOTE_PIECE if file.remote else PIECE
+    memory = np.empty(min(step, max(1, end - begin)), np.uint8) if buffer is None or file.remote else buffer
+    for at in range(begin, end, step):
+        size = min(step, end - at)
         Batch([Job(file, at, address_of(memory), size)]).run(threads=1)
         yield memory[:size].data
 

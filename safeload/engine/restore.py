@@ -93,6 +93,25 @@ class Prepared:
         kinds = sum(role in self._parts for role in (packing.SCALE, packing.ZERO, packing.BIAS))
         return 0 if grid is None else 4 * kinds * self._part.matrices * grid.rows * grid.columns
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes of the range."""
+        packed, part = self._packed, self._part
+        return part.matrices * stored_rows(packed, part.rows) * packed.row_bytes
+
+    def stored(self) -> dict[str, tuple[Any, int, int]]:
+        """By role the file and the bytes of the parts that `prepare` reads."""
+        parts = {role: part for role, part in self._parts.items() if role != packing.CODES}
+        return {role: (part.file, part.begin, part.end) for role, part in parts.items()}
+
+    def moved(self, addresses: Mapping[str, int]) -> Prepared:
+        """The same range, where parts of these roles are in memory."""
+        parts = dict(self._parts)
+        for role, address in addresses.items():
+            part = parts[role]
+            parts[role] = part._replace(file=None, begin=address, end=address + part.end - part.begin)
+        return Prepared(Packed(self._packed, parts), self._part, self._name)
+
     def prepare(self) -> dict[str, Any]:
         """The fields of an ``sl_packed``.
 
@@ -109,7 +128,7 @@ class Prepared:
             "transpose": packed.transpose,
             "interleaved": packed.interleaved,
             "forbidden": _NOT_TERNARY if packed.numbers == "ternary" else -1,
-            "size": part.matrices * stored_rows(packed, part.rows) * packed.row_bytes,
+            "size": self.nbytes,
             "matrices": part.matrices,
             "rows": part.rows,
             "columns": packed.columns,

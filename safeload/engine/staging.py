@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..base import dtypes
 from ..base.arrays import Array
 from . import jobs
-from .ahead import Ahead, Check, Task
+from .ahead import REMOTE_WORKERS, Ahead, Check, Task
 from .chunks import Chunk, chunks_of
 from .delivery import deliver
 from .entries import Entry
@@ -82,7 +82,9 @@ def staged(
         Iterator of what is filled. A buffer belongs to the caller until the next step.
     """
     size = buffers[0].size
-    return Ahead(_tasks(entries, buffers, wait, threads), (len(buffers) - 1) * size)
+    listed = list(entries)
+    workers = REMOTE_WORKERS if any(entry.file.remote for entry in listed) else 1
+    return Ahead(_tasks(listed, buffers, wait, threads), (len(buffers) - 1) * size, workers=workers)
 
 
 def _tasks(

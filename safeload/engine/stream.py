@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 from ..base import dtypes
 from ..base.arrays import Array
 from ..base.text import parse_size, plural, show
-from .ahead import Ahead, Check, Task, Unwanted
+from ..errors import RemoteError
+from ..stores.stop import Stopped
+from .ahead import REMOTE_WORKERS, Ahead, Check, Task
 from .delivery import check_given, deliver, stored_in_parts
 from .entries import Entry, entries_of, in_file_order
 from .load import Part, check_out_names, parse_target, selections_of
@@ -56,9 +58,11 @@ class TensorStream(Iterator[tuple[str, Any]]):
         share = max(1, min(_UNIT, limit // _SHARE))
         self._memory = memory = Recycler(limit)
         weakref.finalize(self, memory.close)
-        units = (_Unit(part, reader, memory) for part in _units(entries, reader, share))
+        units = (_Unit(k, part, reader, memory) for k, part in enumerate(_units(entries, reader, share)))
         tasks = (Task(unit.nbytes, unit.run, unit.start if reader.out is not None else None) for unit in units)
-        self._ahead: Ahead[_Found] = Ahead(tasks, limit - limit // _SHARE - share)
+        workers = REMOTE_WORKERS if any(entry.file.remote for entry in entries) else 1
+        room = limit - limit // _SHARE - share
+        self._ahead: Ahead[_Found] = Ahead(tasks, room, workers=workers, ordered=reader.ordered)
         self._ready: deque[tuple[str, Any]] = deque()
         self._failed: list[Exception] = []
         self._left = {entry.name: reader.nbytes(entry) for entry in entries}
@@ -114,13 +118,15 @@ class _Reader(NamedTuple):
         target: dtype that floating tensors are converted to and packed ones dequantized to; None to convert nothing.
         out: gives the arrays to fill; None for new ones.
         threads: None: chosen automatically.
-        failed: filled with the first error, after which nothing is read.
+        failed: filled with the numbers of units that have failed, after which nothing is read.
+        ordered: whether the order of the tensors is that of the results.
     """
 
     target: dtypes.Dtype | None
     out: Callable[[str], Any] | None
     threads: int | None
-    failed: list[bool]
+    failed: list[int]
+    ordered: bool = True
 
     def makes(self, entry: Entry) -> bool:
         """Whether it reads a tensor into one array of its own.
@@ -160,12 +166,14 @@ class _Unit:
     """Tensors that are read together.
 
     Args:
+        number: of the unit.
         entries: the tensors.
         reader: how they are read.
         memory: for new arrays.
     """
 
-    def __init__(self, entries: Sequence[Entry], reader: _Reader, memory: Recycler) -> None:
+    def __init__(self, number: int, entries: Sequence[Entry], reader: _Reader, memory: Recycler) -> None:
+        self._number = number
         self._memory = memory
         self.nbytes = sum(map(reader.cost, entries))
         self._entries = entries
@@ -194,17 +202,21 @@ class _Unit:
 
     def run(self, check: Check) -> _Found:
         """The tensors with their arrays, up to the first that cannot be read, and its error."""
-        if self._reader.failed:
-            raise Unwanted
+        if any(number < self._number for number in self._reader.failed):
+            raise Stopped
         found, failed = self._read(self._entries, check)
         failed = failed or self._failed
         if failed:
-            self._reader.failed.append(True)
+            self._reader.failed.append(self._number)
         return found, failed
 
     def _read(self, entries: Sequence[Entry], check: Check) -> _Found:
         try:
             arrays = self._reader.read(entries, self._given, self._memory, check)
+        except RemoteError as error:  # it was tried often enough, and names the tensor
+            at = next((k for k, entry in enumerate(entries) if entry.name == error.tensor), 0)
+            found, failed = self._read(entries[:at], check) if at else (deque(), [])
+            return found, failed or [error]
         except Exception as error:
             if len(entries) < 2:
                 return deque(), [error]
@@ -270,7 +282,7 @@ def stream(
     if out is not None and not callable(out):
         _check_out(out, entries)
     give = out if out is None or callable(out) else out.__getitem__
-    return TensorStream(entries, _Reader(target, give, threads, []), limit, progress)
+    return TensorStream(entries, _Reader(target, give, threads, [], order != "ready"), limit, progress)
 
 
 def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:

@@ -13,6 +13,7 @@ from ..base.paths import PathLike
 from ..base.scheme import INT8
 from ..base.table import Table, TensorInfo
 from ..errors import UnsupportedError
+from ..stores.files import LOCAL, Files
 from ..stores.local import Descriptor, LocalStore, compare, descriptor_of, open_local
 from ..stores.store import ByteStore, read_at
 
@@ -24,21 +25,28 @@ class WeightFile:
         path: as messages show it.
         store: its bytes.
         table: its tensors.
+        files: where it was found.
+        place: the path that leads to it there; of a local file it is that of its store.
 
     Attributes:
         path: as messages show it.
         store: its bytes.
         size: bytes.
         table: its tensors.
+        files: where other files of its folder are found.
+        remote: whether jobs cannot read it themselves: each read is a request.
     """
 
     _origin: tuple[str, tuple[Any, ...]] | None = None
 
-    def __init__(self, path: str, store: ByteStore, table: Table) -> None:
+    def __init__(self, path: str, store: ByteStore, table: Table, files: Files = LOCAL, place: str = "") -> None:
         self.path = path
         self.store = store
         self.size = store.size
         self.table = table
+        self.files = files
+        self.remote = not isinstance(store, LocalStore)
+        self._place = place or path
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
@@ -57,7 +65,7 @@ class WeightFile:
         """The path that leads to it from any working directory."""
         if self._origin is not None:
             return self._origin[0]
-        return self.store.place if isinstance(self.store, LocalStore) else self.path
+        return self.store.place if self.files is LOCAL and isinstance(self.store, LocalStore) else self._place
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -129,6 +137,11 @@ class WeightFile:
         return _shaped(self.table, index, layout) if self.table.shaped else layout
 
 
+def is_remote(file: object) -> bool:
+    """Whether jobs cannot read a file themselves: each read is a request."""
+    return isinstance(file, WeightFile) and file.remote
+
+
 def quantization_in(files: Iterable[WeightFile]) -> str | None:
     """The configuration by which the packed tensors of files are dequantized, as JSON; None without any."""
     tables = [file.table for file in files if file.table.quantized]
@@ -177,16 +190,21 @@ def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown
             os.unlink(path)
 
 
-def open_without_table(path: PathLike, *, shown: str | None = None) -> WeightFile:
+def open_without_table(path: PathLike, *, shown: str | None = None, files: Files = LOCAL) -> WeightFile:
     """An open file whose table is still empty, for formats that are read in Python.
 
     Args:
         path: of the file.
         shown: the path in later messages, where that is another.
+        files: where the path leads.
 
     Raises:
         FormatError: not a regular file.
         OSError: the file cannot be opened.
     """
+    if files is not LOCAL:
+        place = os.fspath(path)
+        found = files.open(place)
+        return WeightFile(getattr(found, "path", place), found, ListedTable([]), files, place)
     store = open_local(path, shown=shown)
     return WeightFile(store.path, store, ListedTable([]))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from ..base.paths import absolute, os_error
+from ..base.paths import os_error
 from ..base.text import show
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file
-from ..stores.json_file import read_json
-from ..stores.local import Identity, identity_of
+from ..stores.files import Files
+from ..stores.json_file import read_if_there, read_version
 from .folder_messages import listed, no_weights, not_an_index, notes_of
 from .gguf import split as gguf_split
-from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, Wanted, open_file
+from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, WEIGHT_SUFFIXES, Opened, Wanted, open_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
@@ -25,6 +25,9 @@ SINGLE = "model.safetensors"
 CONFIG = "config.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
+
+# What the names of files end with that may be opened.
+SUFFIXES_OF_FILES = (".json", *sorted(WEIGHT_SUFFIXES))
 
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
 
@@ -47,7 +50,7 @@ class Shards(NamedTuple):
     where: dict[str, tuple[WeightFile, int]]
     metadata: Mapping[str, Any]
     config: dict[str, Any] | None = None
-    index_file: tuple[str, Identity] | None = None
+    index_file: tuple[str, tuple[Any, ...]] | None = None
     notes: Sequence[str] = ()
 
 
@@ -57,13 +60,18 @@ def open_path(path: str, wanted: Wanted) -> Shards:
     Raises:
         FormatError, UnsupportedError, OSError: see `open_folder`, `open_index` and `open_file`.
     """
-    place = Path(path)
-    if place.is_dir():
-        return open_folder(place, wanted)
-    if path.endswith(".json"):
-        if not os.path.lexists(path):
+    files = wanted.files
+    name = files.split(path)[1]
+    if files.remote and name.endswith(SUFFIXES_OF_FILES):
+        # The usual case is a file; a question whether it is a folder would be a request.
+        with suppress(FileNotFoundError):
+            return open_index(path, wanted) if name.endswith(".json") else open_parts(open_file(path, wanted), wanted)
+    if files.is_folder(path):
+        return open_folder(path, wanted)
+    if name.endswith(".json"):
+        if not files.remote and not files.exists(path):
             raise os_error(errno.ENOENT, path)
-        return open_index(place, wanted)
+        return open_index(path, wanted)
     return open_parts(open_file(path, wanted), wanted)
 
 
@@ -79,13 +87,14 @@ def open_list(paths: Sequence[str], wanted: Wanted) -> Shards:
     metadata: dict[str, Any] = {}
     parts: set[str] = set()  # of split files: the first part opens all of them
     for path in paths:
-        if absolute(path) in parts:
+        if wanted.files.absolute(path) in parts:
             continue
         one = open_path(path, wanted)
         if opened and one.format != opened[0].format:
+            shown = wanted.files.shown
             raise UnsupportedError(
-                f"{path} is {one.format}, {paths[0]} is {opened[0].format}: a list of files must be of one format; "
-                "safeload.convert takes sources of several"
+                f"{shown(path)} is {one.format}, {shown(paths[0])} is {opened[0].format}: a list of files must be of "
+                "one format; safeload.convert takes sources of several"
             )
         opened.append(one)
         add(where, one.where)
@@ -137,62 +146,76 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 # ---- an index ----
 
 
-def _shard_name(value: Any, tensor: str, path: Path) -> str:
+def _shard_name(value: Any, tensor: str, path: str) -> str:
     """Checks a bare file name: an index must not refer to files outside its folder."""
     if not isinstance(value, str) or not value:
-        raise FormatError(f"weight_map[{show(tensor)}] must name a file, found {show(value)}", str(path), tensor=tensor)
+        raise FormatError(f"weight_map[{show(tensor)}] must name a file, found {show(value)}", path, tensor=tensor)
     if value in (".", "..") or any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in value):
         wanted = "the bare name of a file in the same folder"
-        raise FormatError(f"weight_map[{show(tensor)}] must be {wanted}, found {show(value)}", str(path), tensor=tensor)
+        raise FormatError(f"weight_map[{show(tensor)}] must be {wanted}, found {show(value)}", path, tensor=tensor)
     return value
 
 
-def open_index(path: Path, wanted: Wanted) -> Shards:
+def open_index(path: str, wanted: Wanted) -> Shards:
     """Opens every shard that an ``index.json`` names. The index is authoritative: tensors that it omits are ignored.
 
     Raises:
         FormatError: the index is malformed, or a tensor is missing from the shard that it names.
         FileNotFoundError: a shard is missing.
     """
-    identity = identity_of(os.stat(path))  # before reading: reopening must detect a change meanwhile
-    index = read_json(path, "index.json")
+    files, shown = wanted.files, wanted.files.shown(path)
+    folder, base = files.split(path)
+    index, version = read_version(path, "index.json", files)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         message = f"weight_map must be an object, found {type(weight_map).__name__}"
-        raise FormatError(message if "weight_map" in index else not_an_index(path, index) or message, str(path))
+        raise FormatError(message if "weight_map" in index else not_an_index(path, index, files) or message, shown)
     metadata = index.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
-        raise FormatError(f"metadata must be an object, found {type(metadata).__name__}", str(path))
+        raise FormatError(f"metadata must be an object, found {type(metadata).__name__}", shown)
     names: dict[str, list[str]] = {}
     for tensor, file_name in weight_map.items():
         if not isinstance(file_name, str) or file_name not in names:
-            names[_shard_name(file_name, tensor, path)] = []
+            names[_shard_name(file_name, tensor, shown)] = []
         names[file_name].append(tensor)
-    shards: list[Opened] = []
-    where: dict[str, tuple[WeightFile, int]] = {}
-    for file_name, tensors in sorted(names.items()):
+
+    def open_shard(file_name: str) -> Opened:
         try:
-            shards.append(open_file(str(path.parent / file_name), wanted))
+            return open_file(files.join(folder, file_name), wanted)
         except FileNotFoundError as error:
             place = error.filename
-            message = f"No such file or directory: {place}; {path.name} lists it: was the download finished?"
+            message = f"No such file or directory: {place}; {base} lists it: was the download finished?"
             raise missing_file(place, message) from None
+
+    opened: dict[str, Opened] = {}
+    config: list[dict[str, Any] | None] = []
+
+    def read(file_name: str | None) -> None:
+        if file_name is None:
+            config.append(read_config(folder, files))
+        else:
+            opened[file_name] = open_shard(file_name)
+
+    files.each(read, [*sorted(names), None])
+    shards = [opened[file_name] for file_name in sorted(names)]
+    where: dict[str, tuple[WeightFile, int]] = {}
+    for shard, (file_name, tensors) in zip(shards, sorted(names.items()), strict=True):
         missing = set(tensors)
-        for file in shards[-1].files:
+        for file in shard.files:
             found = sorted((at, tensor) for tensor in missing if (at := file.table.find(tensor)) >= 0)
             where.update((tensor, (file, at)) for at, tensor in found)
             missing.difference_update(tensor for _, tensor in found)
         if missing:
             message = f"tensor {show(min(missing))} should be in {show(file_name)[1:-1]}, but is not there"
-            raise FormatError(message, str(path), tensor=min(missing))
+            raise FormatError(message, shown, tensor=min(missing))
     merged = _metadata(shards)
     return Shards(
         shards[0].format if shards else SAFETENSORS,
         [file for shard in shards for file in shard.files],
         where,
         {**merged, **metadata} if metadata else merged,
-        read_config(path.parent),
-        (absolute(str(path)), identity),
+        config[0],
+        (files.absolute(path), version),
     )
 
 
@@ -239,7 +262,7 @@ def sets_of(names: Sequence[str]) -> list[_Set]:
     return list(found.values())
 
 
-def open_folder(path: Path, wanted: Wanted) -> Shards:
+def open_folder(path: str, wanted: Wanted) -> Shards:
     """Opens the weights of a folder: the first of these that exists.
 
     ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set
@@ -251,38 +274,38 @@ def open_folder(path: Path, wanted: Wanted) -> Shards:
         FormatError: several indexes, an incomplete set, or the same name in two files.
         UnsupportedError: several files, or none of these; the message lists the files found.
     """
-    with os.scandir(path) as entries:
-        visible = sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
+    files, shown = wanted.files, wanted.files.shown(path)
+    visible = files.listing(path)
     names = [name for name, folder in visible if not folder]
     folders = [name for name, folder in visible if folder]
     formats = wanted.formats or (SAFETENSORS, TORCH_ZIP, GGUF)
     chosen: list[str] | None = None
     if SAFETENSORS in formats:
-        chosen = _choose_safetensors(names, path)
+        chosen = _choose_safetensors(names, shown)
     if chosen is None and (TORCH_ZIP in formats or TORCH_LEGACY in formats):
-        chosen = _choose_torch(names, path)
+        chosen = _choose_torch(names, shown)
     if chosen is None and GGUF in formats:
-        chosen = _choose_gguf(names, path)
+        chosen = _choose_gguf(names, shown)
     if chosen is None:
-        raise UnsupportedError(no_weights(path, names, folders))
+        raise UnsupportedError(no_weights(path, names, folders, files))
     if chosen[0].endswith(".json"):
-        shards = open_index(path / chosen[0], wanted)
+        shards = open_index(files.join(path, chosen[0]), wanted)
     elif len(chosen) == 1 or chosen[0].endswith(".gguf"):
-        shards = open_parts(open_file(str(path / chosen[0]), wanted), wanted)
+        shards = open_parts(open_file(files.join(path, chosen[0]), wanted), wanted)
     else:
-        opened = [open_file(str(path / name), wanted) for name in chosen]
+        opened = files.each(lambda name: open_file(files.join(path, name), wanted), chosen)
         shards = _union(opened[0].format, [file for one in opened for file in one.files], _metadata(opened))
-    notes = notes_of(names, folders, {*chosen, *(os.path.basename(file.path) for file in shards.files)}, path)
-    return shards._replace(config=read_config(path) if shards.config is None else shards.config, notes=notes)
+    notes = notes_of(names, folders, {*chosen, *(files.split(file.place)[1] for file in shards.files)}, path, files)
+    return shards._replace(config=read_config(path, files) if shards.config is None else shards.config, notes=notes)
 
 
-def _choose_safetensors(names: Sequence[str], path: Path) -> list[str] | None:
+def _choose_safetensors(names: Sequence[str], path: str) -> list[str] | None:
     """Chooses safetensors files in a folder: the index, the single file, the complete set or the only file."""
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if INDEX in indexes:
         return [INDEX]
     if len(indexes) > 1:
-        raise FormatError(f"several indexes: {listed(indexes)}; open one of them", str(path))
+        raise FormatError(f"several indexes: {listed(indexes)}; open one of them", path)
     if indexes:
         return indexes
     if SINGLE in names:
@@ -296,7 +319,7 @@ def _choose_safetensors(names: Sequence[str], path: Path) -> list[str] | None:
         _refuse_incomplete(sets, path)
         if len(files) <= 1:
             return files or None
-    shown = ", ".join(show(str(path / name)) for name in files[:3]) + (", ..." if len(files) > 3 else "")
+    shown = ", ".join(show(path.rstrip("/") + "/" + name) for name in files[:3]) + (", ..." if len(files) > 3 else "")
     variants = len({name.split(".")[0] for name in files}) == 1
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
     raise UnsupportedError(
@@ -309,7 +332,7 @@ def _in_order(one: _Set) -> list[str]:
     return [one.files[number] for number in sorted(one.files)]
 
 
-def _refuse_incomplete(sets: Sequence[_Set], path: Path) -> None:
+def _refuse_incomplete(sets: Sequence[_Set], path: str) -> None:
     for one in sets:
         if not one.complete:
             total = int(one.total)
@@ -317,11 +340,11 @@ def _refuse_incomplete(sets: Sequence[_Set], path: Path) -> None:
             raise MissingShardError(
                 f"{there:,} of {total:,} shards are there, {total - there:,} missing: {listed(one.missing, 5)}"
                 + (", ..." if total - there > 5 else ""),
-                str(path),
+                path,
             )
 
 
-def _choose_torch(names: Sequence[str], path: Path) -> list[str] | None:
+def _choose_torch(names: Sequence[str], path: str) -> list[str] | None:
     """Chooses torch files in a folder: the index, the single file, the shards or Meta's single file."""
     for name in (TORCH_INDEX, *TORCH_SINGLES):
         if name in names:
@@ -332,7 +355,7 @@ def _choose_torch(names: Sequence[str], path: Path) -> list[str] | None:
     if len(complete) == 1:
         return _in_order(complete[0])
     _refuse_incomplete(sets, path)
-    parts = [name for name in names if Path(name).match("consolidated.*.pth")]
+    parts = [name for name in names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
         raise UnsupportedError(
             f"{path}: {len(parts)} files {listed(parts[:1])} to {listed(parts[-1:])} are model-parallel: each holds a "
@@ -341,7 +364,7 @@ def _choose_torch(names: Sequence[str], path: Path) -> list[str] | None:
     return parts or None
 
 
-def _choose_gguf(names: Sequence[str], path: Path) -> list[str] | None:
+def _choose_gguf(names: Sequence[str], path: str) -> list[str] | None:
     """Chooses the only GGUF file in a folder, or the first part of the only split one."""
     files = [name for name in names if name.endswith(".gguf")]
     sets = sets_of(files)
@@ -353,7 +376,6 @@ def _choose_gguf(names: Sequence[str], path: Path) -> list[str] | None:
     return firsts or None
 
 
-def read_config(path: Path) -> dict[str, Any] | None:
-    """Reads the folder's ``config.json``; None if it does not exist."""
-    config = path / CONFIG
-    return read_json(config, CONFIG) if os.path.exists(config) else None
+def read_config(path: str, files: Files) -> dict[str, Any] | None:
+    """Reads a folder's ``config.json``; None if it does not exist."""
+    return read_if_there(files.join(path, CONFIG), CONFIG, files)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..base.text import clip, printable
-from ..errors import FormatError
+from ..errors import FormatError, SafeloadError
+from ..stores.files import Files
 from ..stores.json_file import read_json
 from .registry import WEIGHT_SUFFIXES
 
@@ -51,22 +50,24 @@ def listed(names: Sequence[str], most: int = _LISTED) -> str:
     return ", ".join(map(_shown, names[:most])) + (" ..." if len(names) > most else "")
 
 
-def _with_weights(path: Path, folders: Sequence[str]) -> list[str]:
+def _with_weights(path: str, folders: Sequence[str], files: Files) -> list[str]:
     """The subfolders that contain weights."""
-    return [name for name in folders[:1000] if _has_weights(path / name)]
+    some = folders[: 32 if files.remote else 1000]
+    found = files.each(lambda name: _has_weights(files.join(path, name), files), some)
+    return [name for name, has in zip(some, found, strict=True) if has]
 
 
-def _has_weights(folder: Path) -> bool:
+def _has_weights(folder: str, files: Files) -> bool:
     try:
-        with os.scandir(folder) as entries:
-            return any(_WEIGHTS.fullmatch(entry.name) for entry in entries)
-    except OSError:
+        return any(_WEIGHTS.fullmatch(name) for name, _ in files.listing(folder))
+    except (OSError, SafeloadError):
         return False
 
 
-def no_weights(path: Path, names: Sequence[str], folders: Sequence[str]) -> str:
+def no_weights(path: str, names: Sequence[str], folders: Sequence[str], files: Files) -> str:
     """The message for a folder without weights that can be opened: what it is, or what is in it."""
-    inner = _with_weights(path, folders)
+    inner = _with_weights(path, folders, files)
+    path = files.shown(path)
     if _PIPELINE in names and inner:
         return f"{path}: a diffusers pipeline, its weights are in {listed(inner)}: open one of them"
     kind = next((kind for mark, kind in _FOREIGN if any(re.fullmatch(mark, name) for name in names)), None)
@@ -76,20 +77,21 @@ def no_weights(path: Path, names: Sequence[str], folders: Sequence[str]) -> str:
     return f"{there}. There are weights in {listed(inner)}: open one of them" if inner else there
 
 
-def not_an_index(path: Path, content: Mapping[str, Any]) -> str | None:
+def not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str | None:
     """What a JSON file is that is not an index, by its name or its keys; None where unknown."""
-    kind = next((kind for mark, keys, kind in _JSON if path.name == mark or keys & content.keys()), None)
+    folder, base = files.split(path)
+    kind = next((kind for mark, keys, kind in _JSON if base == mark or keys & content.keys()), None)
     if kind is None:
         return None
     return f"this is {kind}, not an index: " + (
-        "open the folder that it is in" if _has_weights(path.parent) else "there are no weights beside it"
+        "open the folder that it is in" if _has_weights(folder, files) else "there are no weights beside it"
     )
 
 
-def _adapter(config: Path) -> str:
+def _adapter(config: str, files: Files) -> str:
     """What an adapter is, as far as its configuration says."""
     try:
-        said = read_json(config, _ADAPTER)
+        said = read_json(config, _ADAPTER, files)
     except (FormatError, OSError):
         return "an adapter (PEFT)"
     kind, rank, base = said.get("peft_type"), said.get("r"), said.get("base_model_name_or_path")
@@ -102,14 +104,15 @@ def _shown(text: str) -> str:
     return clip(printable(text), _NAME)
 
 
-def notes_of(names: Sequence[str], folders: Sequence[str], used: set[str], path: Path) -> list[str]:
+def notes_of(names: Sequence[str], folders: Sequence[str], used: set[str], path: str, files: Files) -> list[str]:
     """What kind of folder was opened, and which of its files were not; ``used`` are the names of those that were."""
     notes = []
     if _ADAPTER in names:
-        notes.append(f"{_adapter(path / _ADAPTER)}: changes to the weights of a base model, not a model of its own")
+        kind = _adapter(files.join(path, _ADAPTER), files)
+        notes.append(f"{kind}: changes to the weights of a base model, not a model of its own")
     if _PIPELINE in names:
         notes.append(
-            f"a diffusers pipeline, with more weights in {listed(_with_weights(path, folders)) or 'no folder'}"
+            f"a diffusers pipeline, with more weights in {listed(_with_weights(path, folders, files)) or 'no folder'}"
         )
     others = (name for name in names if name not in used and not name.startswith(_STATE))
     over = [name for name in others if _WEIGHTS.fullmatch(name)]

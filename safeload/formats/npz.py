@@ -21,7 +21,7 @@ from ..engine.lazy import materialize
 from ..engine.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError, UnsupportedError
 from .npy import SUFFIX, Described, check_writable, read_array
-from .registry import Candidate, Content, Wanted
+from .registry import Candidate, Content, Wanted, check_whole
 from .zip import Archive
 
 # Longest name of an entry in bytes: zip counts them in 16 bits.
@@ -61,7 +61,9 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
         UnsupportedError: an array of Python objects, or of a dtype that weights do not have.
     """
     names = [name for name in archive.entries if name.endswith(SUFFIX)]
+    archive.prefetch(names)
     if any(archive.entries[name].compress_type != zipfile.ZIP_STORED for name in names):
+        check_whole(file, "a compressed npz must be unpacked as a whole")
         for name in names:
             archive.locate(name)
         archive.check_overlap()

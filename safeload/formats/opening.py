@@ -7,12 +7,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ..base import log
-from ..base.paths import PathLike, absolute, native_path
+from ..base.paths import PathLike
 from ..base.text import plural, show
 from ..engine.load import LoadOptions
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError
-from ..stores.local import Identity, check_unchanged, compare
+from ..stores.files import LOCAL, Files
+from ..stores.local import compare
+from ..stores.places import Located, places_of
 from . import foreign, registry
 from .registry import FormatName, Wanted
 
@@ -27,7 +29,7 @@ Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 # What `safeload.open` opens.
-Paths: TypeAlias = PathLike | Sequence[PathLike]
+Paths: TypeAlias = PathLike | Located | Sequence[PathLike | Located]
 
 
 _UNKNOWN_GLOBALS = get_args(UnknownGlobals)
@@ -40,6 +42,7 @@ class OpenOptions(LoadOptions, total=False):
     root: str | None
     unknown_globals: UnknownGlobals
     stored: bool
+    storage_options: Mapping[str, Any] | None
 
 
 class Recipe(NamedTuple):
@@ -52,6 +55,7 @@ class Recipe(NamedTuple):
         root: see `safeload.open`.
         unknown_globals: see `safeload.open`.
         stored: see `safeload.open`.
+        files: where the paths lead.
     """
 
     paths: tuple[str, ...]
@@ -60,12 +64,21 @@ class Recipe(NamedTuple):
     root: str | None
     unknown_globals: UnknownGlobals
     stored: bool = False
+    files: Files = LOCAL
 
     @property
     def options(self) -> Wanted:
         """Options for opening each of the files."""
         formats = None if self.format is None else registry.FORMATS[self.format]
-        return Wanted(formats, self.root, self.unknown_globals == "inert")
+        return Wanted(formats, self.root, self.unknown_globals == "inert", self.files)
+
+    def public(self) -> Recipe:
+        """The same without secrets, as it is pickled.
+
+        Raises:
+            UnsupportedError: a path leads nowhere without them.
+        """
+        return self._replace(paths=tuple(map(self.files.public, self.paths)))
 
 
 class Found(NamedTuple):
@@ -90,14 +103,19 @@ class Found(NamedTuple):
     where: dict[str, tuple[WeightFile, int]] | None
     metadata: Mapping[Any, Any]
     config: dict[str, Any] | None = None
-    index_file: tuple[str, Identity] | None = None
+    index_file: tuple[str, tuple[Any, ...]] | None = None
     notes: Sequence[str] = ()
     recipe: Recipe | None = None
     complete: bool = False
 
 
 def find(
-    path: Paths, format: str | None, root: str | None, unknown_globals: UnknownGlobals, stored: bool = False
+    path: Paths,
+    format: str | None,
+    root: str | None,
+    unknown_globals: UnknownGlobals,
+    stored: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Found:
     """Opens the files of a path; see `safeload.open` for arguments and errors."""
     if format is not None and format not in registry.FORMATS:
@@ -105,9 +123,12 @@ def find(
     if unknown_globals not in _UNKNOWN_GLOBALS:
         raise ValueError(f'unknown_globals is {show(unknown_globals)}, but must be "refuse" or "inert"')
     if isinstance(path, (list, tuple)):
-        return _find_list(path, Recipe((), True, format, root, unknown_globals, stored))
-    text, _ = native_path(path)  # type: ignore[arg-type]
-    recipe = Recipe((absolute(text),), False, format, root, unknown_globals, stored)
+        texts, files = places_of(path, storage_options)
+        return _find_list(texts, Recipe((), True, format, root, unknown_globals, stored, files))
+    (text,), files = places_of((path,), storage_options)  # type: ignore[arg-type]
+    recipe = Recipe((files.absolute(text),), False, format, root, unknown_globals, stored, files)
+    if files is not LOCAL:
+        return _find_shards(text, recipe)
     if text.endswith(".json") and not foreign.is_safetensors(foreign.read_head(text)):
         return _find_shards(text, recipe)
     opened = None
@@ -125,7 +146,7 @@ def find(
     return Found(text, opened.format, opened.files, opened.where, opened.metadata, recipe=recipe)
 
 
-def seen_of(files: Iterable[WeightFile], index_file: tuple[str, Identity] | None) -> Seen:
+def seen_of(files: Iterable[WeightFile], index_file: tuple[str, tuple[Any, ...]] | None) -> Seen:
     """What `reopen` compares: see `Found` for the arguments."""
     seen = tuple((file.place, file.identity) for file in files)
     return seen if index_file is None else (*seen, index_file)
@@ -139,20 +160,28 @@ def reopen(recipe: Recipe, seen: Seen) -> Found:
         SafeloadError, OSError: see `safeload.open`.
     """
     for path, identity in seen:
-        check_unchanged(path, identity)
-    paths, listed, format, root, unknown_globals, stored = recipe
-    found = find(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
+        recipe.files.check_unchanged(path, identity)
+    found = _find_again(recipe)
     try:
         again = seen_of(found.files, found.index_file)
         if [path for path, _ in again] != [path for path, _ in seen]:
-            raise FormatError("the folder has changed since it was opened: other files are its weights", paths[0])
+            raise FormatError(
+                "the folder has changed since it was opened: other files are its weights", recipe.paths[0]
+            )
         for (path, identity), (_, before) in zip(again, seen, strict=True):
-            compare(identity, before, path)
+            compare(identity, before, recipe.files.shown(path))
     except BaseException:
         for file in found.files:
             file.close()
         raise
     return found
+
+
+def _find_again(recipe: Recipe) -> Found:
+    if recipe.files is not LOCAL:
+        return _find_list(recipe.paths, recipe) if recipe.listed else _find_shards(recipe.paths[0], recipe)
+    paths, listed, format, root, unknown_globals, stored, _ = recipe
+    return find(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
 
 
 def find_some(
@@ -175,11 +204,16 @@ def find_some(
     opened: list[registry.Opened] = []
     try:
         where: dict[str, tuple[WeightFile, int]] = {}
-        for path, identity in seen:
-            check_unchanged(path, identity)
+
+        def open_one(place: tuple[str, tuple[Any, ...]]) -> registry.Opened:
+            path, identity = place
+            recipe.files.check_unchanged(path, identity)
             one = registry.open_file(path, recipe.options)
-            opened.append(one)
-            compare(one.file.identity, identity, path)
+            compare(one.file.identity, identity, one.file.path)
+            return one
+
+        opened = recipe.files.each(open_one, seen)
+        for one, (path, _) in zip(opened, seen, strict=True):
             without = frozenset(unlisted.get(path, ()))
             places = one.where or {name: (one.file, k) for k, name in enumerate(one.file.table.names)}
             folder.add(where, {name: place for name, place in places.items() if name not in without})
@@ -192,14 +226,14 @@ def find_some(
     return Found(seen[0][0], opened[0].format, files, where, {}, config, recipe=recipe)
 
 
-def _find_list(paths: Sequence[PathLike], recipe: Recipe) -> Found:
-    texts = [native_path(path)[0] for path in paths]
+def _find_list(texts: Sequence[str], recipe: Recipe) -> Found:
     if not texts:
         raise ValueError("there is nothing to open: the list of paths is empty")
     from . import folder
 
-    name = texts[0] if len(texts) == 1 else f"{texts[0]} and {len(texts) - 1} more"
-    recipe = recipe._replace(paths=tuple(map(absolute, texts)))
+    first = recipe.files.shown(texts[0])
+    name = first if len(texts) == 1 else f"{first} and {len(texts) - 1} more"
+    recipe = recipe._replace(paths=tuple(map(recipe.files.absolute, texts)))
     return _found(name, recipe, folder.open_list(texts, recipe.options))
 
 
@@ -207,7 +241,7 @@ def _find_shards(path: str, recipe: Recipe) -> Found:
     """Opens a folder or an ``index.json``."""
     from . import folder  # only here: json and pathlib take milliseconds that every import would pay
 
-    return _found(path, recipe, folder.open_path(path, recipe.options))
+    return _found(recipe.files.shown(path), recipe, folder.open_path(path, recipe.options))
 
 
 def _found(path: str, recipe: Recipe, shards: folder.Shards) -> Found:

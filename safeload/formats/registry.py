@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ..engine.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
+from ..stores.files import LOCAL, Files
+from ..stores.remote import WINDOW, RemoteStore
 from . import foreign
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Format(NamedTuple):
         family: another value of ``format=``, which stands for all rows that have it.
         public: whether ``safeload.NAME`` is a module of functions for it.
         peer: the reader that ``safeload bench`` compares loading with, a key of its table; None where no other exists.
+        ranges: whether its table can be read without reading most of the file.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Format(NamedTuple):
     family: str | None = None
     public: bool = False
     peer: str | None = None
+    ranges: bool = True
 
     def load(self) -> Any:
         """The module that reads and writes the format."""
@@ -80,8 +84,8 @@ ROWS = (
     Format("torch zip", _TORCH, _ZIP, foreign.is_zip, "torch.zip_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
     Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, "torch.legacy_file",
-           _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
-    Format("pickle", "pickled arrays of numpy", _PICKLE, foreign.is_pickle, "unpickle.file", nested=True),
+           _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load", ranges=False),
+    Format("pickle", "pickled arrays of numpy", _PICKLE, foreign.is_pickle, "unpickle.file", nested=True, ranges=False),
     Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), "gguf.file",
            (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, asks=True, peer="numpy.load"),
@@ -130,11 +134,13 @@ class Wanted(NamedTuple):
         formats: accepted formats; None for any.
         root: name of the nested container to read; None for all.
         inert: whether unknown globals of a pickle are accepted, as placeholders.
+        files: where paths lead.
     """
 
     formats: tuple[str, ...] | None = None
     root: str | None = None
     inert: bool = False
+    files: Files = LOCAL
 
 
 class Candidate:
@@ -217,7 +223,7 @@ def open_file(path: str, wanted: Wanted) -> Opened:
         UnsupportedError: the format is not supported, or is not one of ``wanted``.
         OSError: the file cannot be opened or read.
     """
-    if wanted.formats is None or SAFETENSORS in wanted.formats:
+    if wanted.files is LOCAL and (wanted.formats is None or SAFETENSORS in wanted.formats):
         try:
             file: WeightFile = _module(BY_NAME[SAFETENSORS].module).open_file(path)
         except FormatError:
@@ -233,14 +239,32 @@ def open_file(path: str, wanted: Wanted) -> Opened:
                 file.close()
                 raise UnsupportedError(f"{path}: root= selects a nested container, and safetensors has none")
             return Opened(SAFETENSORS, file)
-    file = open_without_table(path)
+    file = open_without_table(path, files=wanted.files)
     try:
         candidate = Candidate(file)
         row = _find(candidate, wanted)
-        return Opened(row.name, *row.load().read(candidate, wanted))
+        if not row.ranges:
+            check_whole(file, f"{row.kind} must be read as a whole")
+        opened = Opened(row.name, *row.load().read(candidate, wanted))
+        if isinstance(file.store, RemoteStore):
+            file.store.settle()
     except BaseException:
         file.close()
         raise
+    return opened
+
+
+def check_whole(file: WeightFile, why: str) -> None:
+    """Refuses a file on the network that must be read as a whole, unless it came with the first request.
+
+    Raises:
+        UnsupportedError: the message begins with the reason, and says what to do.
+    """
+    if file.remote and file.size > WINDOW:
+        how = (
+            f'safeload.open("filecache::{file.path}", storage_options={{}}) keeps a copy on this machine (fsspec does)'
+        )
+        raise UnsupportedError(f"{file.path}: {why}, which is not done over the network: {how}", path=file.path)
 
 
 # The rows recognised by the first bytes; those that must look into the file come first.
@@ -261,6 +285,8 @@ def _find(candidate: Candidate, wanted: Wanted) -> Format:
     """
     path, head = candidate.file.path, candidate.head
     row = next((row for row in _told(head) if not row.asks or row.load().claims(candidate)), None)
+    if candidate.file.files is not LOCAL and foreign.is_safetensors(head):
+        row = BY_NAME[SAFETENSORS]  # whose first bytes, the size of its header, may be those of another format
     if row is None:
         if not foreign.is_safetensors(head):
             _refuse(candidate.file, head, whatever=True)

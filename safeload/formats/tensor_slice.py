@@ -15,7 +15,6 @@ from ..engine.quantized_tensor import dequantize_index
 from ..engine.slice import read_slice
 from ..engine.weight_file import WeightFile
 from ..errors import UnsupportedError
-from ..stores.local import check_unchanged
 from . import registry
 from .registry import Wanted
 
@@ -46,12 +45,14 @@ class TensorSlice:
             self.dtype = dtypes.array_dtype(target.number)
 
     def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...], str | None]:
-        _ = self._file.descriptor  # raises if the file is closed
+        if not self._file.remote:
+            _ = self._file.descriptor  # raises if the file is closed
         dtype = None if self._target is None else self._target.name
         return self._file.place, tuple(self._wanted), self._file.table.names[self._index], seen, dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen_slice, self._copied(tuple(self._file.identity[:2]))
+        place, *how = self._copied(tuple(self._file.identity[:2]))
+        return _reopen_slice, (self._file.files.public(place), *how)
 
     def __copy__(self) -> TensorSlice:
         return _reopen_slice(*self._copied(self._file.identity))
@@ -78,7 +79,7 @@ def _reopen_slice(
 ) -> TensorSlice:
     """Opens the slice of the same file again."""
     options = Wanted(*wanted)
-    check_unchanged(path, seen)
+    options.files.check_unchanged(path, seen)
     files = registry.open_file(path, options).files
     files[0].check_identity(seen)
     file = next((file for file in files if file.table.find(name) >= 0), files[0])

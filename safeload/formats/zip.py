@@ -12,13 +12,14 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 from ..base.text import show
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
+from ..stores.remote import RemoteStore
 
 # Bytes that a compressed entry may inflate to in memory: pickles have a few MiB and are usually not compressed.
 MAX_INFLATED = 256 << 20
@@ -47,6 +48,8 @@ _LOCAL = struct.Struct("<6x2H8x2I2H").unpack_from
 _LOCAL_SIZE = 30
 # Bytes read for a local header: a page, which the system reads anyway.
 _WINDOW = 4096
+# The same over the network: what a local header and that of an array behind it take.
+_NEAR = 512
 
 # Bytes of an entry that are inflated at a time.
 _PIECE = 1 << 20
@@ -164,6 +167,7 @@ class Archive:
         self.entries: dict[str, zipfile.ZipInfo] = {}
         self._used: dict[str, tuple[int, int]] = {}
         self._window, self._window_at = b"", 0
+        self._step = _NEAR if file.remote else _WINDOW
         stream = _Stream(file)
         end = _read_end(file)
         if end is not None and end.size > MAX_DIRECTORY:
@@ -249,11 +253,17 @@ class Archive:
         self._used[name] = (at, end)
         return begin
 
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Reads the local headers of entries on the network, many at a time, which `locate` will be asked for."""
+        if isinstance(self._file.store, RemoteStore):
+            begins = [self.entries[name].header_offset for name in names]
+            self._file.store.prefetch((begin, begin + self._step) for begin in begins)
+
     def _head(self, at: int, size: int) -> bytes:
         """Bytes of a local header, from the last read if it covers them: small storages lie close together."""
         start = at - self._window_at
         if not 0 <= start <= len(self._window) - size:
-            self._window = self._file.read_at(at, max(size, _WINDOW)) if at >= 0 else b""
+            self._window = self._file.read_at(at, max(size, self._step)) if at >= 0 else b""
             self._window_at, start = at, 0
         return self._window[start : start + size]
 

@@ -15,8 +15,9 @@ from ..base.selecting import Patterns, select
 from ..engine.pieces import Meter, in_order, source_pieces, spans, values
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
-from ..engine.source import Source
+from ..engine.source import Source, of_array
 from ..engine.threads import check_threads
+from ..engine.weight_file import is_remote
 from . import executing, plan, sources
 from .about import About
 from .catalog import Catalog, Given
@@ -271,6 +272,8 @@ def _value(catalog: Catalog, name: str, threads: int | None) -> Source | Array:
     if row is None or row.packed or row.complex:
         return catalog.array(name, threads)
     found = catalog.source(name, threads=threads)
+    if isinstance(found, Source) and is_remote(found.file):  # which is read once, whatever is compared
+        return of_array(name, catalog.value(name, threads))
     return found.dequantize(threads=threads) if isinstance(found, QuantizedTensor) else found
 
 

@@ -11,7 +11,6 @@ bitsandbytes, EETQ, nvidia-modelopt, mlx-lm, ComfyUI, quanto, HQQ, torchao, ExLl
 
 from __future__ import annotations
 
-import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ..base.text import clip, printable, show
 from ..engine.load import Part, parts_of
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
-from ..stores.json_file import read_json
+from ..stores.json_file import read_if_there, read_json
 from .config import quantization_of
 from .group import Stored
 
@@ -233,23 +232,29 @@ def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
     return stored
 
 
-def config_beside(path: str) -> dict[str, Any] | None:
+def config_beside(file: WeightFile) -> dict[str, Any] | None:
     """The ``config.json`` in the folder of a file that was opened alone; None if it is missing or unreadable."""
-    config = os.path.join(os.path.dirname(path), "config.json")
+    files = file.files
     try:
-        return read_json(config, "config.json") if os.path.exists(config) else None
+        return read_if_there(files.join(_folder_of(file)[0], "config.json"), "config.json", files)
     except (SafeloadError, OSError):  # ignored: the file was not requested
         return None
 
 
-def shards_beside(path: str) -> Container[str]:
+def _folder_of(file: WeightFile) -> tuple[str, str]:
+    """The folder of a file, and its name there."""
+    return file.files.split(file.place if file.remote else file.path)
+
+
+def shards_beside(file: WeightFile) -> Container[str]:
     """Names of tensors in the other shards of a file that was opened alone, from the index in its folder."""
-    folder, base = os.path.split(path)
+    files = file.files
+    folder, base = _folder_of(file)
     names: set[str] = set()
     try:
-        indexes = [name for name in os.listdir(folder or ".") if name.endswith(".index.json")]
+        indexes = [name for name, _ in files.listing(folder or ".") if name.endswith(".index.json")]
         for index in indexes[:_INDEXES]:
-            weight_map = read_json(os.path.join(folder, index), "index.json").get("weight_map")
+            weight_map = read_json(files.join(folder, index), "index.json", files).get("weight_map")
             if isinstance(weight_map, Mapping) and base in weight_map.values():
                 names.update(name for name, shard in weight_map.items() if shard != base)
     except (SafeloadError, OSError):  # ignored: the file was not requested
@@ -273,16 +278,16 @@ def codes_of(
     if not any(could_hold(file.table.rows) for file in opened):
         return {}
     if alone:
-        return find_alone(parts, [file.path for file in opened], indexed=indexed)
+        return find_alone(parts, opened, indexed=indexed)
     return find(stored_of(parts), config)
 
 
-def find_alone(parts: Sequence[Part], files: Sequence[str], *, indexed: bool) -> dict[str, Codes]:
+def find_alone(parts: Sequence[Part], files: Sequence[WeightFile], *, indexed: bool) -> dict[str, Codes]:
     """`find` for files that were opened without their folder; it also consults the config and the index in the folder.
 
     Args:
         parts: their tensors.
-        files: their paths.
+        files: the files that have them.
         indexed: whether the files come from an index, so that no scale is in another shard.
     """
     if not files:
@@ -304,6 +309,6 @@ def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
     """
     if not could_hold(row for row in set(file.table.rows) if row.floating):
         return
-    codes = find_alone(parts_of(file), [file.path], indexed=False)
+    codes = find_alone(parts_of(file), [file], indexed=False)
     converted = (name for name, _, index in parts if file.table.row(index).floating)
     refuse(codes, converted, f"{what} with dtype=", file.path)

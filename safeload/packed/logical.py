@@ -5,7 +5,6 @@ Groups are formed over all files: a scale may be in another shard than its weigh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,7 +19,8 @@ from ..base.text import plural, show
 from ..engine import jobs
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from ..stores.json_file import parse_json, read_json
+from ..stores.files import Files
+from ..stores.json_file import parse_json, read_if_there
 from .checks import check
 from .config import Quantization, quantization_of
 from .families import FAMILIES, IGNORED, Family
@@ -317,9 +317,9 @@ def _config_of(files: Sequence[WeightFile], config: Mapping[str, Any] | None, ti
             continue
         own = _config_inside(file)
         if own is None:
-            folder = os.path.dirname(file.path)
+            folder = file.files.split(file.place if file.remote else file.path)[0]
             if folder not in beside:
-                beside[folder] = _config_beside(folder)
+                beside[folder] = _config_beside(folder, file.files)
             own = beside[folder]
         if own is not None:
             found.append((file.path, own))
@@ -345,12 +345,11 @@ def _config_inside(file: WeightFile) -> Mapping[str, Any] | None:
     return found
 
 
-def _config_beside(folder: str) -> Mapping[str, Any] | None:
+def _config_beside(folder: str, files: Files) -> Mapping[str, Any] | None:
     """``config.json`` of a folder, or modelopt's older ``hf_quant_config.json``, if it has a quantization."""
     for name in BESIDE:
-        beside = os.path.join(folder, name)
         try:
-            read = read_json(beside, name) if os.path.exists(beside) else None
+            read = read_if_there(files.join(folder, name), name, files)
         except (SafeloadError, OSError):  # ignored: the file was not requested
             continue
         if read is not None and name != "config.json" and isinstance(read.get("quantization"), Mapping):

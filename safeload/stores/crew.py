@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
-from .stop import Stop, Stopped, belonging
+from .stop import Stop, Stopped, belonging, current
 
 # Requests in flight while headers are read, and while tensors are. An object store gives a connection 50 to 100 MB/s,
 # and its first byte takes 50 to 100 ms.
@@ -33,6 +34,7 @@ def run(tasks: Iterable[Callable[[], object]], limit: int, tick: Callable[[], ob
     try:
         crew.begin()
         while not crew.wait(_TICK):
+            current().check()
             if tick is not None:
                 tick()
     finally:
@@ -56,11 +58,10 @@ def each(function: Callable[[_Item], _Result], items: Sequence[_Item], limit: in
         return [function(item) for item in items]
     results: dict[int, _Result] = {}
 
-    def tasks() -> Iterator[Callable[[], object]]:
-        for k, item in enumerate(items):
-            yield lambda k=k, item=item: results.__setitem__(k, function(item))
+    def make(k: int, item: _Item) -> None:
+        results[k] = function(item)
 
-    run(tasks(), min(limit, len(items)))
+    run((partial(make, k, item) for k, item in enumerate(items)), min(limit, len(items)))
     return [results[k] for k in range(len(items))]
 
 

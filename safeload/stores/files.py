@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 
 
 class Files(Protocol):
-    """Finds and opens files. Paths are texts that only it takes apart; any thread may use it."""
+    """Finds and opens files. Paths are texts that only it divides; any thread may use it."""
 
     @property
     def remote(self) -> bool:
@@ -47,6 +47,9 @@ class Files(Protocol):
 
     def absolute(self, path: str) -> str:
         """The path that leads to the same file from everywhere in this process."""
+
+    def shown(self, path: str) -> str:
+        """A path as messages have it: without secrets."""
 
     def public(self, path: str) -> str:
         """An absolute path as pickles and plans carry it, without secrets.
@@ -102,6 +105,10 @@ class LocalFiles:
     def absolute(self, path: str) -> str:
         """See `Files`."""
         return absolute(path)
+
+    def shown(self, path: str) -> str:
+        """See `Files`."""
+        return path
 
     def public(self, path: str) -> str:
         """See `Files`."""

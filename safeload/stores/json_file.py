@@ -8,7 +8,7 @@ from typing import Any
 from ..base.paths import PathLike, native_path
 from ..base.text import show
 from ..errors import FormatError
-from .local import open_local
+from .files import LOCAL, Files
 from .store import read_at
 
 # An index is about 100 bytes a tensor: 600,000 of them.
@@ -17,20 +17,38 @@ MAX_JSON = 64 << 20
 MAX_DEPTH = 64
 
 
-def read_json(path: PathLike, what: str) -> dict[str, Any]:
+def read_json(path: PathLike, what: str, files: Files = LOCAL) -> dict[str, Any]:
     """Parses a JSON file that must be an object, in UTF-8 (RFC 8259), with or without a byte order mark.
 
     Args:
         path: a regular file; nothing else is opened for reading, as it might block or never end.
         what: what messages call it.
+        files: where the path leads.
 
     Raises:
         FormatError: the file is not regular, is too large or is not a JSON object, its values are nested too deep, or a
             key is a duplicate.
         OSError: the file cannot be read.
     """
-    text = native_path(path)[0]
-    return parse_json(_content(text, what), what, text)
+    return read_version(native_path(path)[0], what, files)[0]
+
+
+def read_version(path: str, what: str, files: Files = LOCAL) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """What `read_json` returns, and the version of the file that it was read from."""
+    content, version = _content(path, what, files)
+    return parse_json(content, what, files.shown(path)), version
+
+
+def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] | None:
+    """What `read_json` returns; None if there is no file."""
+    if not files.remote and not files.exists(path):
+        return None
+    try:
+        return read_json(path, what, files)
+    except (FileNotFoundError, PermissionError):
+        if files.remote:  # stores that may not be listed refuse what is not there
+            return None
+        raise
 
 
 def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
@@ -69,15 +87,16 @@ def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _content(path: str, what: str) -> bytes:
+def _content(path: str, what: str, files: Files) -> tuple[bytes, tuple[Any, ...]]:
+    shown = files.shown(path)
     try:
-        store = open_local(path)
+        store = files.open(path)
     except FormatError:
-        raise FormatError(f"{what} is not a regular file", path) from None
+        raise FormatError(f"{what} is not a regular file", shown) from None
     try:
         if store.size > MAX_JSON:
-            raise FormatError(f"{what} has {store.size:,} bytes, the limit is {MAX_JSON:,}", path)
-        return read_at(store, 0, store.size)
+            raise FormatError(f"{what} has {store.size:,} bytes, the limit is {MAX_JSON:,}", shown)
+        return read_at(store, 0, store.size), store.version
     finally:
         store.close()
 

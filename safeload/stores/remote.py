@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -35,6 +37,8 @@ class RemoteStore(ABC):
 
     def __init__(self) -> None:
         self._windows: dict[int, bytes] = {}  # by offset
+        self._begins: list[int] = []  # their offsets, in order
+        self._lock = threading.Lock()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
@@ -64,7 +68,7 @@ class RemoteStore(ABC):
 
     def close(self) -> None:
         """Releases what the store holds."""
-        self._windows.clear()
+        self._drop()
 
     def read_into(self, offset: int, memory: Memory) -> None:
         """Fills memory with the bytes from ``offset`` on; see `read_spans` for errors."""
@@ -79,19 +83,37 @@ class RemoteStore(ABC):
 
     def keep(self, offset: int, content: bytes) -> None:
         """Keeps bytes that were read, for `read_at`."""
-        self._windows[offset] = content
+        with self._lock:
+            if offset not in self._windows:
+                insort(self._begins, offset)
+            if len(content) >= len(self._windows.get(offset, b"")):
+                self._windows[offset] = content
 
     def settle(self) -> None:
         """Drops the windows when the table has been read, unless one of them is the whole file."""
         if len(self._windows.get(0, b"")) < self.size:
+            self._drop()
+
+    def _drop(self) -> None:
+        with self._lock:
             self._windows.clear()
+            self._begins.clear()
 
     def held(self, offset: int, size: int) -> bytes | None:
         """Bytes that are in a window; None if they are in none."""
-        for begin, content in self._windows.items():
-            if begin <= offset and offset + size <= begin + len(content):
+        for begin, content in self._around(offset):
+            if offset + size <= begin + len(content):
                 return content[offset - begin : offset - begin + size]
         return None
+
+    def _around(self, offset: int) -> list[tuple[int, bytes]]:
+        """The windows that a byte may be in: the last few that begin before it, as they overlap little; the first."""
+        with self._lock:
+            at = bisect_right(self._begins, offset)
+            return [
+                (begin, self._windows[begin])
+                for begin in {*self._begins[max(0, at - 3) : at], *self._begins[: min(1, at)]}
+            ]
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Bytes of the file, fewer at its end: from a window, or from the file with what lies behind them."""
@@ -99,11 +121,16 @@ class RemoteStore(ABC):
         if not size:
             return b""
         found = self.held(offset, size)
-        if found is None:
-            begin = max(0, min(offset, self.size - WINDOW))
-            self._fetch(begin, max(offset + size, min(begin + WINDOW, self.size)))
-            found = self.held(offset, size)
-            assert found is not None
+        if found is not None:
+            return found
+        for begin, content in self._around(offset):  # what begins in a window goes on behind it
+            end = begin + len(content)
+            if offset < end:
+                return content[offset - begin :] + self.read_at(end, offset + size - end)
+        begin = max(0, min(offset, self.size - WINDOW))
+        self._fetch(begin, max(offset + size, min(begin + WINDOW, self.size)))
+        found = self.held(offset, size)
+        assert found is not None
         return found
 
     def _fetch(self, begin: int, end: int) -> None:
@@ -147,10 +174,7 @@ class ForeignStore(RemoteStore):
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         """Fills spans, see `RemoteStore.read_spans`."""
-        begin, end = spans[0].offset, spans[-1].end
-        memory = bytearray(end - begin)
-        self._store.read_into(begin, memory)
-        fill(spans, begin, memory)
+        read_spans(self._store, spans)
 
     def confirm(self) -> None:
         """Compares the version with that of the opening."""
@@ -161,6 +185,17 @@ class ForeignStore(RemoteStore):
         """Closes the caller's store."""
         super().close()
         self._store.close()
+
+
+def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
+    """Fills spans from any store; see `RemoteStore.read_spans`."""
+    if isinstance(store, RemoteStore):
+        store.read_spans(spans)
+        return
+    begin, end = spans[0].offset, spans[-1].end
+    memory = bytearray(end - begin)
+    store.read_into(begin, memory)
+    fill(spans, begin, memory)
 
 
 def fill(spans: Sequence[Span], begin: int, content: bytes | bytearray | memoryview) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from ..errors import UnsupportedError
 from . import url as urls
 from .crew import each
+from .files import LOCAL
 from .store import ByteStore
 
 _Item = TypeVar("_Item")
@@ -50,7 +51,7 @@ class Backend(Protocol):
 
 
 class RemoteFiles:
-    """The files behind URLs; see `Files`.
+    """The files behind URLs, and beside them those of this machine; see `Files`.
 
     Args:
         options: ``storage_options``; None if the caller has given none.
@@ -82,14 +83,16 @@ class RemoteFiles:
 
     def open(self, path: str) -> ByteStore:
         """See `Files`."""
-        return self.backend(path).open(path)
+        return self.backend(path).open(path) if urls.is_url(path) else LOCAL.open(path)
 
     def is_folder(self, path: str) -> bool:
         """See `Files`."""
-        return self.backend(path).is_folder(path)
+        return self.backend(path).is_folder(path) if urls.is_url(path) else LOCAL.is_folder(path)
 
     def exists(self, path: str) -> bool:
         """See `Files`."""
+        if not urls.is_url(path):
+            return LOCAL.exists(path)
         if self.backend(path).is_folder(path):
             return True
         try:
@@ -100,23 +103,31 @@ class RemoteFiles:
 
     def listing(self, folder: str) -> list[tuple[str, bool]]:
         """See `Files`."""
+        if not urls.is_url(folder):
+            return LOCAL.listing(folder)
         found = self.backend(folder).listing(folder)
         return [(name, is_folder) for name, is_folder in found if not name.startswith(".")]
 
     def join(self, folder: str, name: str) -> str:
         """See `Files`."""
-        return urls.join(folder, name)
+        return urls.join(folder, name) if urls.is_url(folder) else LOCAL.join(folder, name)
 
     def split(self, path: str) -> tuple[str, str]:
         """See `Files`."""
-        return urls.split(path)
+        return urls.split(path) if urls.is_url(path) else LOCAL.split(path)
 
     def absolute(self, path: str) -> str:
         """See `Files`."""
-        return path
+        return path if urls.is_url(path) else LOCAL.absolute(path)
+
+    def shown(self, path: str) -> str:
+        """See `Files`."""
+        return urls.shown(path) if urls.is_url(path) else path
 
     def public(self, path: str) -> str:
         """See `Files`."""
+        if not urls.is_url(path):
+            return LOCAL.public(path)
         if urls.needs_query(path):
             raise UnsupportedError(
                 f"{urls.shown(path)}: the query of this URL may be a secret, and stays in this process: "
@@ -125,7 +136,9 @@ class RemoteFiles:
         return urls.shown(path)
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """Nothing can be told without a request: opening compares."""
+        """See `Files`: nothing can be told without a request, but opening compares."""
+        if not urls.is_url(path):
+            LOCAL.check_unchanged(path, seen)
 
     def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """See `Files`."""

@@ -17,7 +17,7 @@ class Stop:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._stopped = False
-        self._filling = 0
+        self._filling: list[int] = []  # threads
         self._aborts: dict[object, Callable[[], object]] = {}
 
     def stop(self) -> None:
@@ -29,7 +29,8 @@ class Stop:
         for abort in aborts:
             abort()
         with self._condition:
-            self._condition.wait_for(lambda: not self._filling)
+            own = threading.get_ident()  # which may be in `filling`, where garbage was collected
+            self._condition.wait_for(lambda: all(thread == own for thread in self._filling))
 
     def check(self) -> None:
         """Raises Stopped after `stop`."""
@@ -63,12 +64,12 @@ class Stop:
         """Around every write into the caller's memory by a read that cannot be aborted: `stop` waits for its end."""
         with self._condition:
             self.check()
-            self._filling += 1
+            self._filling.append(threading.get_ident())
         try:
             yield
         finally:
             with self._condition:
-                self._filling -= 1
+                self._filling.remove(threading.get_ident())
                 self._condition.notify_all()
 
 

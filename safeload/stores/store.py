@@ -61,6 +61,10 @@ def read_at(store: ByteStore, offset: int, size: int) -> bytes:
     Raises:
         FormatError, OSError: see `ByteStore.read_into`.
     """
+    windowed = getattr(store, "read_at", None)
+    if windowed is not None:  # of a `RemoteStore`, where each read is a request
+        found: bytes = windowed(offset, size)
+        return found
     size = max(0, min(size, store.size - offset))
     if size == 0:
         return b""

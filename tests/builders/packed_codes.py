@@ -18,6 +18,9 @@ class Prepared:
     def prepare(self):
         return self.fields
 
+    def stored(self):
+        return {}
+
 
 def stream(codes, bits):
     """The last axis as a little-endian bit stream."""

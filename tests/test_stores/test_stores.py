@@ -91,8 +91,7 @@ def test_a_table_is_read_from_a_store_without_a_descriptor(tmp_path):
     assert file.table.names == list(WEIGHTS)
     assert (file.place, file.identity) == ("memory:a.npz", store.version)
     assert hole_begin(file) == store.size
-    with pytest.raises(UnsupportedError, match=r"memory:a\.npz is not a local file") as caught:
-        deliver([Selection(file, ["a"], [0])], view=True)
-    assert caught.value.path == "memory:a.npz"
+    arrays, _ = deliver([Selection(file, ["a"], [0])], view=True)
+    np.testing.assert_array_equal(arrays["a"], WEIGHTS["a"])
     file.close()
     assert store.closed

@@ -14,6 +14,9 @@ from ...base.table import Table
 from ...engine.weight_file import WeightFile
 from .values import DTYPES, NUMBERS
 
+# Bytes of a file on the network that are read first, and how many times as many if the header is longer: that of a
+# model with its vocabulary has 2 to 15 MB.
+_FIRST, _GROWTH = 128 << 10, 8
 _SIZE = struct.Struct("<Q")  # length of a string
 _ARRAY_HEAD = struct.Struct("<IQ")  # type of the elements, number of elements
 
@@ -155,6 +158,14 @@ def read_table(file: WeightFile) -> GgufTable:
         OSError: the file cannot be read.
     """
     table, gguf, error = ffi.new("sl_table **"), ffi.new("sl_gguf **"), Error()
-    status = short.sl_gguf_read(file.descriptor, file.size, *map(pointer, (table, gguf, error)))
+    if not file.remote:
+        status = short.sl_gguf_read(file.descriptor, file.size, *map(pointer, (table, gguf, error)))
+    else:
+        head = file.read_at(0, _FIRST)
+        while True:
+            status = lib.sl_gguf_parse_head(ffi.from_buffer(head), len(head), file.size, table, gguf, error)
+            if status != lib.SL_E_TRUNCATED:
+                break
+            head += file.read_at(len(head), max(error.position, _GROWTH * len(head)) - len(head))
     check(status, error, file.path)
     return GgufTable(table[0], Metadata(gguf[0]))

@@ -6,7 +6,6 @@ the whole.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,7 +43,8 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
     count, number = _value(file, _COUNT), _value(file, _NUMBER)
     if not 1 <= count <= MAX_PARTS or not 0 <= number < count:
         raise FormatError(f"{_NUMBER} is {number} and {_COUNT} is {count}, expected 0 to count - 1", file.path)
-    folder, base = os.path.split(file.path)
+    files = file.files
+    folder, base = files.split(file.place if files.remote else file.path)
     name = _NAME.fullmatch(base)
     if count == 1:
         paths = [file.path]
@@ -54,15 +54,19 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
             f"-{number + 1:05}-of-{count:05}.gguf, so that the other parts are found"
         )
     else:
-        paths = [os.path.join(folder, f"{name[1]}-{k + 1:05}-of-{count:05}{name[4]}") for k in range(count)]
-        missing = [path for path in paths if not os.path.lexists(path)]
-        if missing:
-            shown = ", ".join(show(os.path.basename(path))[1:-1] for path in missing[:5])
-            raise MissingShardError(
-                f"{len(missing):,} of {count:,} parts are missing: {shown}{', ...' if len(missing) > 5 else ''}",
-                file.path,
-            )
-    parts = [file if k == number else open_part(path) for k, path in enumerate(paths)]
+        paths = [files.join(folder, f"{name[1]}-{k + 1:05}-of-{count:05}{name[4]}") for k in range(count)]
+    missing = [] if files.remote else [path for path in paths if not files.exists(path)]
+    if not missing:
+        try:
+            parts = files.each(lambda k: file if k == number else open_part(paths[k]), range(count))
+        except FileNotFoundError as error:
+            missing = [error.filename]
+    if missing:
+        shown = ", ".join(show(files.split(path)[1])[1:-1] for path in missing[:5])
+        raise MissingShardError(
+            f"{len(missing):,} of {count:,} parts are missing: {shown}{', ...' if len(missing) > 5 else ''}",
+            file.path,
+        )
     total = _value(parts[0], _TENSORS)
     for k, part in enumerate(parts):
         for key, wanted in ((_NUMBER, k), (_COUNT, count), (_TENSORS, total)):

@@ -22,10 +22,13 @@ from ...engine.lazy import Lazy, Staged, materialize
 from ...engine.weight_file import WeightFile, layouts
 from ...errors import SafetensorError
 from ...stores.local import LocalStore, make_room
-from ..registry import explain
+from ..registry import Candidate, Content, Wanted, explain
 
 if TYPE_CHECKING:
     from ...engine.staging import StagedBytes
+
+# Bytes of the size of the header, and the largest header that csrc/formats/safetensors.c takes.
+_LENGTH, _MAX_HEADER = 8, 100_000_000
 
 # ---- read ----
 
@@ -53,6 +56,25 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
             raise known
     check(status, error, text)
     return WeightFile(text, LocalStore(text, opened, brief=brief), Table(table[0]))
+
+
+def read(candidate: Candidate, wanted: Wanted) -> Content:
+    """An open file with its table, for a file that the C core does not open itself.
+
+    Raises:
+        FormatError: the file breaks the format.
+        OSError: the header cannot be read.
+    """
+    file = candidate.file
+    size = int.from_bytes(file.read_at(0, _LENGTH), "little")
+    # A size that cannot be right is refused by the parser, which then needs no more than the size.
+    valid = size <= min(_MAX_HEADER, file.size - _LENGTH)
+    head = file.read_at(0, _LENGTH + size if valid else _LENGTH)
+    table, error = ffi.new("sl_table **"), Error()
+    status = lib.sl_safetensors_parse_head(ffi.from_buffer(head), len(head), file.size, table, error)
+    check(status, error, file.path)
+    file.table = Table(table[0])
+    return Content(file)
 
 
 def parse_table(data: Any) -> tuple[memoryview, Table]:

@@ -108,6 +108,7 @@ def _make_table(
             begin = begins[key] = locate(storage)
         return begin
 
+    archive.prefetch(archive.entries)
     order = _is_big_endian(archive, prefix, file.path)
     made = make_table(found, wanted, file.path, locate_once, big_endian=order)
     archive.check_overlap()
