@@ -31,10 +31,11 @@ def run(tasks: Iterable[Callable[[], object]], limit: int, tick: Callable[[], ob
         tick: called in this thread, now and then; what it raises ends the tasks.
     """
     crew = _Crew(iter(tasks), limit)
+    outer = current()  # where a task of another crew runs tasks itself
     try:
         crew.begin()
         while not crew.wait(_TICK):
-            current().check()
+            outer.check()
             if tick is not None:
                 tick()
     finally:
@@ -58,10 +59,10 @@ def each(function: Callable[[_Item], _Result], items: Sequence[_Item], limit: in
         return [function(item) for item in items]
     results: dict[int, _Result] = {}
 
-    def make(k: int, item: _Item) -> None:
-        results[k] = function(item)
+    def work(k: int) -> None:
+        results[k] = function(items[k])
 
-    run((partial(make, k, item) for k, item in enumerate(items)), min(limit, len(items)))
+    run((partial(work, k) for k in range(len(items))), min(limit, len(items)))
     return [results[k] for k in range(len(items))]
 
 

@@ -107,7 +107,7 @@ def check_unchanged(path: str, seen: tuple[int, ...]) -> None:
     compare(identity_of(status), seen, path)
 
 
-def compare(found: tuple[int, ...], seen: tuple[int, ...], path: str) -> None:
+def compare(found: tuple[Any, ...], seen: tuple[Any, ...], path: str) -> None:
     """Raises FormatError if a file is not the one seen before; ``seen`` is an `Identity` or the beginning of one."""
     if found[: len(seen)] != tuple(seen):
         what = "it was written to, or replaced"

@@ -1,0 +1,330 @@
+"""Connections over HTTP, pooled by urllib3, that another thread can end: in connect, in a handshake, in a read."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from ..errors import UnsupportedError
+from .stop import current
+
+try:
+    import urllib3
+    from urllib3.connection import HTTPConnection, HTTPSConnection
+    from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+    from urllib3.util.wait import wait_for_write
+except ImportError as error:
+    if error.name != "urllib3":  # it is there, but broken
+        raise
+    raise ModuleNotFoundError(
+        "reading https needs urllib3, which is not installed: pip install 'safeload[remote]'", name="urllib3"
+    ) from None
+
+# Idle connections kept for each host: as many as there are requests in flight, while headers are read.
+_IDLE = 32
+# A connect asks this often whether it is still wanted.
+_SLICE = 0.1
+# A body that is of no use is read, so that its connection can be used again, if it has at most this many bytes.
+_DRAINED = 16 << 10
+_PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
+
+_of_thread = threading.local()
+
+
+def _exchange() -> Exchange | None:
+    """What this thread has in progress."""
+    found: Exchange | None = getattr(_of_thread, "exchange", None)
+    return found
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """A filter: urllib3 logs URLs with their queries, which may be secret."""
+    return _exchange() is None
+
+
+for _name in ("urllib3.connection", "urllib3.connectionpool"):
+    logging.getLogger(_name).addFilter(_is_of_others)
+
+
+class _Line:
+    """A second descriptor of a connected socket, to end it by: wherever the first one is, in whatever state."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected.dup()
+
+    def shut(self) -> None:
+        """Ends all reads and writes of the connection, in whatever threads they wait."""
+        with suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_socket"):
+            self._socket.close()
+
+
+class _Body(http.client.HTTPResponse):
+    """The body of an answer, of which every receive from the socket can be counted."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        exchange = _exchange()
+        if exchange is not None:
+            exchange.body = self
+
+    def receive(self, memory: memoryview) -> int:
+        """Fills the beginning of memory with what has arrived. Returns the number of bytes, 0 at the end."""
+        if self.fp is None:
+            return 0
+        if self.chunked or self.length is None:
+            return self.readinto(memory)
+        # `readinto` would wait for all, and forget how much that was when it fails.
+        count: int = self.fp.readinto1(memory[: self.length])
+        self.length -= count
+        if not self.length:
+            self.close()
+        return count
+
+
+class _Ended:
+    """A connection that a thread can be told of."""
+
+    response_class = _Body
+    _line: _Line | None = None
+
+    def _new_conn(self: Any) -> socket.socket:
+        connected = _connect(getattr(self, "_dns_host", self.host), self.port, self.timeout, self.socket_options or ())
+        self._line = _Line(connected)
+        self._tell()
+        return connected
+
+    def _tell(self) -> None:
+        exchange = _exchange()
+        if exchange is not None and self._line is not None:
+            exchange.attach(self._line)
+
+    def request(self, *arguments: Any, **options: Any) -> Any:
+        self._tell()
+        return super().request(*arguments, **options)  # type: ignore[misc]
+
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]
+        self._line = None
+
+
+class _PlainConnection(_Ended, HTTPConnection):  # type: ignore[misc]
+    pass
+
+
+class _TlsConnection(_Ended, HTTPSConnection):  # type: ignore[misc]
+    pass
+
+
+class _PlainPool(HTTPConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _PlainConnection
+
+
+class _TlsPool(HTTPSConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _TlsConnection
+
+
+def _connect(host: str, port: int, timeout: float, options: Any) -> socket.socket:
+    """A socket connected to the first address of a host that takes it."""
+    failure = OSError(errno.EADDRNOTAVAIL, "the host has no address")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "not a host name") from None
+    for family, kind, protocol, _, address in found:
+        current().check()
+        connecting = None
+        try:
+            connecting = socket.socket(family, kind, protocol)
+            for option in options:
+                connecting.setsockopt(*option)
+            connecting.setblocking(False)
+            code = connecting.connect_ex(address)
+            if code in _PENDING:
+                code = _wait_connected(connecting, timeout)
+            if code:
+                raise OSError(code, os.strerror(code))
+            connecting.settimeout(timeout)
+        except BaseException as error:
+            if connecting is not None:
+                connecting.close()
+            if not isinstance(error, OSError):
+                raise
+            failure = error
+        else:
+            return connecting
+    raise failure
+
+
+def _wait_connected(connecting: socket.socket, timeout: float) -> int:
+    """Waits for the end of a connect. Returns its error, 0 if there is none."""
+    until = time.monotonic() + timeout
+    while not wait_for_write(connecting, max(0.0, min(_SLICE, until - time.monotonic()))):
+        current().check()
+        if time.monotonic() >= until:
+            raise TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s")
+    return connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+
+
+class Exchange:
+    """A request and its answer, in one thread; only `abort` may be called in others.
+
+    Attributes:
+        status: of the answer.
+        headers: of the answer, by name in any case.
+        body: of the answer, or of the proxy's before it.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+
+    def __init__(self) -> None:
+        self.body: _Body | None = None
+        self._response: Any = None
+        self._line: _Line | None = None
+        self._aborted = False
+
+    def attach(self, line: _Line) -> None:
+        """Says which connection is used."""
+        self._line = line
+        if self._aborted:
+            line.shut()
+
+    def abort(self) -> None:
+        """Makes the exchange fail, in another thread."""
+        self._aborted = True
+        if self._line is not None:
+            self._line.shut()
+
+    def begin(self, manager: Any, url: str, headers: Mapping[str, str], timeout: Any) -> None:
+        """Sends the request, and reads the head of the answer."""
+        _of_thread.exchange = self
+        try:
+            self._response = manager.urlopen(
+                "GET", url, headers=dict(headers), timeout=timeout, retries=False, redirect=False,
+                preload_content=False, decode_content=False,
+            )  # fmt: skip
+        finally:
+            _of_thread.exchange = None
+        self.status, self.headers = self._response.status, self._response.headers
+
+    def receive(self, memory: memoryview) -> int:
+        """Fills the beginning of memory with what has arrived of the body. Returns its size, 0 at the end."""
+        assert self.body is not None
+        return self.body.receive(memory)
+
+    def drain(self) -> None:
+        """Reads a short body that is of no use, so that the connection can be used again."""
+        if self.body is not None and (self.body.length or 0) <= _DRAINED:
+            self.body.read(_DRAINED)
+
+    def end(self) -> None:
+        """Gives the connection back; closes it if the body was not read to its end."""
+        response, self._response = self._response, None
+        if response is not None:
+            if self.body is None or not self.body.isclosed() or self._aborted:
+                response.close()
+            response.release_conn()
+
+
+class Connections:
+    """The connections of all files that are opened with the same options. Any thread may use it.
+
+    Args:
+        context: for TLS.
+        timeout: seconds without a byte after which an answer is given up.
+        connect_timeout: seconds after which a connect is.
+    """
+
+    def __init__(self, context: ssl.SSLContext, timeout: float, connect_timeout: float) -> None:
+        self._context = context
+        self._timeout = urllib3.Timeout(connect=connect_timeout, read=timeout)
+        # By process and proxy: sockets that a fork has copied belong to the parent, and its locks may be held there.
+        self._managers: dict[tuple[int, str | None], Any] = {}
+        self._proxies: dict[tuple[str, str], str | None] = {}
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        weakref.finalize(self, _close, self._managers)
+
+    @contextmanager
+    def exchange(self, url: str, headers: Mapping[str, str]) -> Iterator[Exchange]:
+        """Sends a request; gives its answer, of which only the head has been read."""
+        exchange = Exchange()
+        with current().aborting(exchange.abort):
+            try:
+                exchange.begin(self._manager(self._proxy_of(url)), url, headers, self._timeout)
+                yield exchange
+            finally:
+                exchange.end()
+
+    def _manager(self, proxy: str | None) -> Any:
+        key = os.getpid(), proxy
+        found = self._managers.get(key)
+        if found is None:
+            found = self._managers.setdefault(key, self._make(proxy))
+        return found
+
+    def _proxy_of(self, url: str) -> str | None:
+        parts = urlsplit(url)
+        key = parts.scheme, parts.netloc.rpartition("@")[2]
+        if key not in self._proxies:  # to ask the system may take long
+            self._proxies[key] = _proxy_of(*key)
+        return self._proxies[key]
+
+    def _make(self, proxy: str | None) -> Any:
+        verified = "CERT_NONE" if self._context.verify_mode == ssl.CERT_NONE else "CERT_REQUIRED"
+        options: dict[str, Any] = {"maxsize": _IDLE, "ssl_context": self._context, "cert_reqs": verified}
+        if proxy is None:
+            manager = urllib3.PoolManager(**options)
+        else:
+            parts = urlsplit(proxy)
+            if parts.scheme not in ("http", "https"):
+                raise UnsupportedError(f"a proxy by {parts.scheme} is not supported: only by http and https")
+            if parts.username is not None:
+                user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+                options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=user)
+            place = parts.netloc.rpartition("@")[2]
+            manager = urllib3.ProxyManager(f"{parts.scheme}://{place}", proxy_ssl_context=self._context, **options)
+        manager.pool_classes_by_scheme = {"http": _PlainPool, "https": _TlsPool}
+        return manager
+
+    def join(self, user: object) -> None:
+        """Says that a file is open."""
+        self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """Says that a file is closed; with the last one, connections that are not in use are closed."""
+        self._users.discard(user)
+        if not self._users:
+            _close(self._managers)
+
+
+def _close(managers: dict[tuple[int, str | None], Any]) -> None:
+    """Closes the connections of this process."""
+    for key in [key for key in managers if key[0] == os.getpid()]:
+        manager = managers.pop(key, None)
+        if manager is not None:
+            manager.clear()
+
+
+def _proxy_of(scheme: str, place: str) -> str | None:
+    """The proxy that the environment, or the system, has for a host."""
+    proxies = getproxies()
+    proxy = proxies.get(scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(place):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"

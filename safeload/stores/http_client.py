@@ -1,0 +1,186 @@
+"""What files that are read over HTTP with the same options share, and where their URLs and headers may go."""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urljoin, urlsplit
+
+import urllib3
+
+from ..base.text import show
+from ..errors import RemoteError
+from . import url as urls
+from .connections import Connections
+from .retries import RETRIES, Failure
+
+# Seconds without a byte after which a request is given up, and seconds that a connect may take.
+TIMEOUT, CONNECT_TIMEOUT = 30.0, 10.0
+
+_KNOWN = ("connect_timeout", "headers", "retries", "ssl_context", "timeout", "verify")
+# Headers that say which bytes are wanted, and how.
+_OWN_HEADERS = frozenset(("accept-encoding", "if-match", "if-range", "if-none-match", "range"))
+# What could be missing where access is refused.
+_CREDENTIALS = (
+    "a token may be missing or wrong (storage_options={'headers': {'Authorization': ...}}), or a signed URL has expired"
+)
+
+
+class Target(NamedTuple):
+    """Where a file is.
+
+    Attributes:
+        url: to read it from; it may hold secrets, and so may the headers.
+        headers: of requests to the host of the URL, and to no other.
+    """
+
+    url: str
+    headers: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        return f"<Target {urls.shown(self.url)}>"
+
+
+class Client:
+    """What the files that are opened with the same options share: connections, headers, limits.
+
+    Args:
+        options: ``headers`` (a mapping, for the host of each URL only), ``timeout`` (seconds without a byte),
+            ``connect_timeout`` (seconds), ``retries`` (how often a range is tried again that brings nothing),
+            ``verify`` (False: any certificate will do; a path: of the certificates to trust) or ``ssl_context``.
+        scheme: in errors.
+        credentials: which may be missing where access is refused, as a sentence of an error.
+
+    Attributes:
+        headers: of the caller.
+        credentials: see above.
+        timeout: in seconds.
+        retries: see above.
+        connections: of all files.
+
+    Raises:
+        TypeError, ValueError: an option is unknown, or wrong.
+    """
+
+    def __init__(self, options: Mapping[str, Any], scheme: str = "https", credentials: str = _CREDENTIALS) -> None:
+        for key in options:
+            if key not in _KNOWN:
+                raise TypeError(f"{scheme}: unknown storage option {show(key)}; known are {', '.join(_KNOWN)}")
+        self.credentials = credentials
+        self.headers = checked_headers(options.get("headers") or {})
+        self.timeout = _seconds(options, "timeout", TIMEOUT)
+        self.retries = options.get("retries", RETRIES)
+        if not isinstance(self.retries, int) or isinstance(self.retries, bool) or self.retries < 0:
+            raise ValueError(f"retries: a number of at least 0 is wanted, found {show(self.retries)}")
+        connect_timeout = _seconds(options, "connect_timeout", CONNECT_TIMEOUT)
+        self.connections = Connections(_context(options), self.timeout, connect_timeout)
+
+    def __repr__(self) -> str:
+        return "<Client>"  # headers are secrets
+
+
+def checked_headers(headers: Any) -> dict[str, str]:
+    """Headers of the caller's.
+
+    Raises:
+        TypeError, ValueError: they are not headers, or of those that reading sets itself. No value is in the message.
+    """
+    if not isinstance(headers, Mapping):
+        raise TypeError(f"headers: a mapping is wanted, found {type(headers).__name__}")
+    found: dict[str, str] = {}
+    for name, value in headers.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError("headers: names and values are texts")
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+            raise ValueError(f"headers: {show(name)} cannot be the name of a header")
+        if not all(" " <= char <= "\xff" or char == "\t" for char in value) or "\x7f" in value:
+            raise ValueError(f"headers: the value of {name} has a character that no header can have")
+        if name.lower() in _OWN_HEADERS:
+            raise ValueError(f"headers: {name} is set by safeload itself")
+        found[name] = value
+    return found
+
+
+def _seconds(options: Mapping[str, Any], key: str, default: float) -> float:
+    value = options.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{key}: a number of seconds above 0 is wanted, found {show(value)}")
+    return float(value)
+
+
+def _context(options: Mapping[str, Any]) -> ssl.SSLContext:
+    context, verify = options.get("ssl_context"), options.get("verify", True)
+    if context is not None:
+        if not isinstance(context, ssl.SSLContext) or "verify" in options:
+            raise TypeError("ssl_context: an ssl.SSLContext is wanted, without verify beside it")
+        return context
+    if isinstance(verify, bool):
+        context = ssl.create_default_context()
+    else:
+        path = os.fspath(verify)
+        context = ssl.create_default_context(**{"capath" if os.path.isdir(path) else "cafile": path})
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    elif urllib3.__version__.startswith("1."):
+        context.check_hostname = False  # urllib3 compares the name itself: this one refuses all addresses without names
+    return context
+
+
+def target_of(url: str, headers: Mapping[str, str]) -> Target:
+    """A URL without user and password, which become a header.
+
+    Raises:
+        RemoteError: there is no host in it.
+    """
+    plain = url.partition("#")[0]
+    try:
+        parts = urlsplit(plain)
+        user, password, host, _ = parts.username, parts.password, parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if not host:
+        raise RemoteError("this URL has no host", urls.shown(url))
+    if user is None:
+        return Target(plain, headers)
+    secret = base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode("ascii")
+    place = parts.netloc.rpartition("@")[2]
+    return Target(parts._replace(netloc=place).geturl(), {**headers, "Authorization": f"Basic {secret}"})
+
+
+def redirected(url: str, location: str | None, path: str) -> str | Failure:
+    """The URL that a redirect leads to.
+
+    Args:
+        url: that was redirected.
+        location: the header of the answer.
+        path: the URL as messages show it.
+    """
+    try:
+        where = (location or "").encode("latin-1").decode()  # as http.client decodes headers, and as browsers do
+    except UnicodeError:
+        where = location or ""
+    try:
+        found = urljoin(url, where.strip()).partition("#")[0]
+        parts = urlsplit(found)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if not where.strip() or not host or parts.scheme not in ("http", "https"):
+        return Failure(RemoteError("the server redirects to what is not a URL of http or https", path))
+    if parts.scheme == "http" and urlsplit(url).scheme == "https":
+        return Failure(
+            RemoteError(f"the server redirects from https to http ({urls.shown(found)}), which is refused", path)
+        )
+    return found
+
+
+def origin_of(url: str) -> tuple[str, str | None, int]:
+    """Scheme, host and port of a URL: what credentials are for."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)

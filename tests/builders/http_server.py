@@ -1,0 +1,467 @@
+"""A server of files over HTTP/1.1 with ranges, on this machine, that counts what it does and fails as it is told.
+
+`python -m builders.http_server FOLDER` serves a folder from a process of its own: it prints its URL, and ends when its
+input does.
+"""
+
+import argparse
+import contextlib
+import email.utils
+import hashlib
+import itertools
+import re
+import select
+import socket
+import ssl
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from builders.paths import DATA
+
+# For localhost and 127.0.0.1, valid for a hundred years; the certificate is its own authority.
+CERTIFICATE = DATA / "localhost.pem"
+_MODIFIED = 1_700_000_000.0
+_PIECE = 64 << 10
+
+
+class Request(NamedTuple):
+    """A request as the server has seen it; header names are in lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    time: float
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """[begin, end) of the Range header."""
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
+        return (int(found[1]), int(found[2]) + 1) if found else None
+
+
+@dataclass
+class Answer:
+    """What the server is about to send. Faults change it."""
+
+    status: int
+    headers: dict[str, str]
+    content: Any = b""  # bytes, or the path of a file
+    begin: int = 0
+    end: int = 0
+    most: int | None = None  # bytes of the body that are sent before the connection is closed
+    reset: bool = False  # whether it is reset then
+    stalled: float = 0.0  # seconds without a byte after `most`
+    pause: float = 0.0  # seconds before the answer
+    raw: bytes | None = None  # sent instead of everything
+
+
+@dataclass
+class Fault:
+    """Changes answers.
+
+    Args:
+        change: called with the answer and the request.
+        path: of the requests that it concerns; all if it is None.
+        first: the number of the first of them that it concerns, from 0.
+        times: how many of them.
+    """
+
+    change: Callable[[Answer, Request], None]
+    path: str | None = None
+    first: int = 0
+    times: float = float("inf")
+    seen: Any = field(default_factory=itertools.count)
+
+    def apply(self, answer: Answer, request: Request) -> None:
+        if self.path is None or urlsplit(request.path).path == self.path:
+            number = next(self.seen)
+            if self.first <= number < self.first + self.times:
+                self.change(answer, request)
+
+
+# ---- faults ----
+
+
+def change(**values: Any) -> Callable[[Answer, Request], None]:
+    """Sets fields of the answer; ``headers`` are added, and removed where they are None."""
+
+    def apply(answer: Answer, request: Request) -> None:
+        for name, value in values.items():
+            if name == "headers":
+                for key, text in value.items():
+                    answer.headers.pop(key, None)
+                    if text is not None:
+                        answer.headers[key] = text
+            else:
+                setattr(answer, name, value)
+
+    return apply
+
+
+def reset(after: int = 0, **when: Any) -> Fault:
+    """The connection is reset after some bytes of the body."""
+    return Fault(change(most=after, reset=True), **when)
+
+
+def short(after: int = 0, **when: Any) -> Fault:
+    """The connection is closed after some bytes of the body."""
+    return Fault(change(most=after), **when)
+
+
+def stall(after: int = 0, seconds: float = 60.0, **when: Any) -> Fault:
+    """Nothing comes after some bytes of the body."""
+    return Fault(change(most=after, stalled=seconds), **when)
+
+
+def silent(seconds: float = 60.0, **when: Any) -> Fault:
+    """No answer comes."""
+    return Fault(change(pause=seconds), **when)
+
+
+def status(code: int, retry_after: object = None, headers: Mapping[str, str] | None = None, **when: Any) -> Fault:
+    """Another status, without the file."""
+    added = dict(headers or {}, **({} if retry_after is None else {"Retry-After": str(retry_after)}))
+
+    def apply(answer: Answer, request: Request) -> None:
+        answer.status, answer.content, answer.begin, answer.end = code, b"no", 0, 2
+        answer.headers = {"Content-Length": "2", **added}
+
+    return Fault(apply, **when)
+
+
+def whole(**when: Any) -> Fault:
+    """200 and the whole file, whatever range was asked for."""
+
+    def apply(answer: Answer, request: Request) -> None:
+        if answer.status == 206:
+            size = _size(answer.content)
+            answer.status, answer.begin, answer.end = 200, 0, size
+            answer.headers.pop("Content-Range")
+            answer.headers["Content-Length"] = str(size)
+
+    return Fault(apply, **when)
+
+
+def header(name: str, value: str | None, **when: Any) -> Fault:
+    """A header with another value, or without it."""
+    return Fault(change(headers={name: value}), **when)
+
+
+def total(size: int, **when: Any) -> Fault:
+    """Another size of the whole in Content-Range."""
+
+    def apply(answer: Answer, request: Request) -> None:
+        place = answer.headers.get("Content-Range")
+        if place is not None:
+            answer.headers["Content-Range"] = f"{place.rpartition('/')[0]}/{size}"
+
+    return Fault(apply, **when)
+
+
+def moved(by: int, **when: Any) -> Fault:
+    """Other bytes than those that were asked for; Content-Range says so."""
+
+    def apply(answer: Answer, request: Request) -> None:
+        if answer.status == 206:
+            answer.begin, answer.end = answer.begin + by, answer.end + by
+            answer.headers["Content-Range"] = (
+                f"bytes {answer.begin}-{answer.end - 1}/{answer.headers['Content-Range'].rpartition('/')[2]}"
+            )
+
+    return Fault(apply, **when)
+
+
+def redirect(to: str, code: int = 302, **when: Any) -> Fault:
+    """A redirect, to a URL or a path."""
+    return status(code, headers={"Location": to}, **when)
+
+
+def garbage(content: bytes = b"\x00\xff not HTTP\r\n\r\n", **when: Any) -> Fault:
+    """Bytes that are not HTTP, and the end of the connection."""
+    return Fault(change(raw=content), **when)
+
+
+def _size(content: Any) -> int:
+    return content.stat().st_size if isinstance(content, Path) else len(content)
+
+
+# ---- the server ----
+
+
+class Server:
+    """Serves files until it is left.
+
+    Args:
+        content: a folder, or the content of each file by path: ``{"/a.safetensors": b"..."}``.
+        etag: "strong", "weak" or None.
+        modified: whether answers have Last-Modified.
+        ranges: whether it gives ranges.
+        latency: seconds before each answer.
+        bandwidth: bytes per second of all connections together; None for as many as there can be.
+        tls: whether it speaks TLS, by `CERTIFICATE`.
+        faults: applied to each answer, in order.
+
+    Attributes:
+        files: the content; it may be changed while the server runs.
+        requests: that it has seen.
+        sent: bytes of bodies.
+        most_in_flight: requests at the same time.
+        connections: that were made to it.
+    """
+
+    def __init__(
+        self,
+        content: Path | Mapping[str, bytes],
+        *,
+        etag: str | None = "strong",
+        modified: bool = True,
+        ranges: bool = True,
+        latency: float = 0.0,
+        bandwidth: float | None = None,
+        tls: bool = False,
+        faults: Iterable[Fault] = (),
+    ) -> None:
+        self.folder = content if isinstance(content, Path) else None
+        self.files: dict[str, bytes] = {} if isinstance(content, Path) else dict(content)
+        self.etag, self.modified, self.ranges = etag, modified, ranges
+        self.latency, self.bandwidth, self.faults = latency, bandwidth, list(faults)
+        self.tls = tls
+        self.requests: list[Request] = []
+        self.sent = self.most_in_flight = self.connections = 0
+        self.ended = threading.Event()
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._free_at = 0.0
+        self._sockets: set[socket.socket] = set()
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._server = _Threads(("127.0.0.1", 0), handler)
+        if tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(CERTIFICATE)
+            self._server.context = context
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+
+    @property
+    def port(self) -> int:
+        return self._server.server_address[1]
+
+    def url(self, path: str = "", host: str = "127.0.0.1", user: str = "") -> str:
+        """The URL of a path."""
+        return f"{'https' if self.tls else 'http'}://{user}{host}:{self.port}{path}"
+
+    def __enter__(self) -> "Server":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+        with self._lock:
+            sockets = list(self._sockets)
+        for one in sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    # ---- what handlers use ----
+
+    def opened(self, connection: socket.socket) -> None:
+        with self._lock:
+            self.connections += 1
+            self._sockets.add(connection)
+
+    def closed(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(connection)
+
+    def begun(self, request: Request) -> None:
+        with self._lock:
+            self.requests.append(request)
+            self._in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self._in_flight)
+
+    def done(self) -> None:
+        with self._lock:
+            self._in_flight -= 1
+
+    def count(self, sent: int) -> None:
+        """Counts bytes that were sent, and waits as long as the bandwidth has it."""
+        with self._lock:
+            self.sent += sent
+            if self.bandwidth is None:
+                return
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + sent / self.bandwidth
+            wait = self._free_at - now
+        self.ended.wait(wait)
+
+    def content(self, path: str) -> Any:
+        """The bytes of a file, or its path; None if there is none."""
+        name = unquote(urlsplit(path).path)
+        if self.folder is None:
+            return self.files.get(name)
+        place = (self.folder / name.lstrip("/")).resolve()
+        return place if place.is_relative_to(self.folder.resolve()) and place.is_file() else None
+
+    def answer(self, request: Request) -> Answer:
+        """What a correct server answers."""
+        content = self.content(request.path)
+        if content is None:
+            return Answer(404, {"Content-Length": "9"}, b"not found", 0, 9)
+        size, headers = _size(content), {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        if isinstance(content, Path):
+            when, tag = content.stat().st_mtime, f"{size:x}-{content.stat().st_mtime_ns:x}"
+        else:
+            when, tag = _MODIFIED, hashlib.sha256(content).hexdigest()[:16]
+        if self.modified:
+            headers["Last-Modified"] = email.utils.formatdate(when, usegmt=True)
+        if self.etag is not None:
+            headers["ETag"] = f'"{tag}"' if self.etag == "strong" else f'W/"{tag}"'
+        wanted = request.headers.get("if-match")
+        if wanted is not None and wanted != headers.get("ETag"):
+            return Answer(412, {"Content-Length": "0", **headers})
+        place = request.range if self.ranges else None
+        if place is None:
+            return Answer(200, {"Content-Length": str(size), **headers}, content, 0, size)
+        begin, end = place[0], min(place[1], size)
+        if begin >= size:
+            return Answer(416, {"Content-Range": f"bytes */{size}", "Content-Length": "0"})
+        headers.update({"Content-Range": f"bytes {begin}-{end - 1}/{size}", "Content-Length": str(end - begin)})
+        return Answer(206, headers, content, begin, end)
+
+
+class _Threads(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    context: ssl.SSLContext | None = None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients break off."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    owner: Server
+    server: _Threads
+
+    def setup(self) -> None:
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.owner.opened(self.request)
+        self._plain = self.request
+        if self.server.context is not None:  # here, in a thread: a handshake may never end
+            self.request = self.server.context.wrap_socket(self.request, server_side=True)
+            self.owner.opened(self.request)
+            self.owner.connections -= 1
+        super().setup()
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):
+            super().finish()
+        self.owner.closed(self._plain)
+        self.owner.closed(self.request)
+        self.request.close()
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Says nothing."""
+
+    def do_GET(self) -> None:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        request = Request(self.command, self.path, headers, time.monotonic())
+        self.owner.begun(request)
+        try:
+            answer = self.owner.answer(request)
+            answer.pause = self.owner.latency
+            for fault in self.owner.faults:
+                fault.apply(answer, request)
+            if answer.pause:
+                self.owner.ended.wait(answer.pause)
+            self._send(answer)
+        except OSError:
+            self.close_connection = True
+        finally:
+            self.owner.done()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _send(self, answer: Answer) -> None:
+        if answer.raw is not None:
+            self.wfile.write(answer.raw)
+            self.close_connection = True
+            return
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        end = answer.end if answer.most is None else min(answer.end, answer.begin + answer.most)
+        self._body(answer.content, answer.begin, end)
+        if answer.most is None:
+            return
+        self.close_connection = True
+        if answer.stalled:
+            self.owner.ended.wait(answer.stalled)
+        if answer.reset:
+            self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.request.close()
+
+    def _body(self, content: Any, begin: int, end: int) -> None:
+        piece = _PIECE if self.owner.bandwidth is not None else 8 << 20
+        if isinstance(content, Path):
+            with content.open("rb") as file:
+                while begin < end:
+                    count = min(piece, end - begin)
+                    self.request.sendfile(file, begin, count)
+                    begin += count
+                    self.owner.count(count)
+            return
+        view = memoryview(content)
+        while begin < end:
+            count = min(piece, end - begin)
+            self.request.sendall(view[begin : begin + count])
+            begin += count
+            self.owner.count(count)
+
+    def do_CONNECT(self) -> None:
+        """As a proxy: joins the connection with another server."""
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.owner.begun(Request("CONNECT", self.path, headers, time.monotonic()))
+        self.owner.done()
+        self.close_connection = True
+        host, _, port = self.path.rpartition(":")
+        with socket.create_connection((host, int(port))) as other:
+            self.send_response(200)
+            self.end_headers()
+            while not self.owner.ended.is_set():
+                for ready in select.select([self.request, other], [], [], 0.1)[0]:
+                    data = ready.recv(_PIECE)
+                    if not data:
+                        return
+                    (other if ready is self.request else self.request).sendall(data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--latency", type=float, default=0.0)
+    parser.add_argument("--bandwidth", type=float)
+    parser.add_argument("--tls", action="store_true")
+    options = parser.parse_args()
+    with Server(options.folder, latency=options.latency, bandwidth=options.bandwidth, tls=options.tls) as server:
+        print(server.url(), flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
