@@ -43,7 +43,7 @@ PYTHON_LAYERS = (
     ("frameworks",),
     ("compat",),
     ("operations",),
-    ("numpy", "torch", "jax", "gguf", "moon", "layouts"),
+    ("numpy", "torch", "jax", "gguf", "moon", "remote", "layouts"),
     ("__init__",),
     ("cli",),
     ("__main__",),

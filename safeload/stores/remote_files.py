@@ -15,7 +15,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # Options that say where something is and name no one. All others may be secrets, and stay in this process.
-_PUBLIC = frozenset(
+PUBLIC = frozenset(
     (
         "account_name", "anon", "cache_check", "cache_storage", "check_files", "client_kwargs", "config_kwargs",
         "endpoint", "endpoint_url", "expiry_time", "project", "region", "region_name", "repo_type", "requester_pays",
@@ -55,15 +55,19 @@ class RemoteFiles:
 
     Args:
         options: ``storage_options``; None if the caller has given none.
+        backend: a store of the caller's, which all URLs belong to.
     """
 
     remote = True
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None, backend: Backend | None = None) -> None:
         self._options = options
+        self._backend = backend
         self._backends: dict[tuple[str, str], Backend] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._backend is not None and self._options is None:
+            raise TypeError(f"{self._backend!r} holds a store of this process: a pickle cannot carry it")
         return RemoteFiles, (public_options(self._options),)
 
     def __repr__(self) -> str:
@@ -72,6 +76,9 @@ class RemoteFiles:
     def backend(self, url: str) -> Backend:
         """The store that a URL belongs to."""
         scheme = urls.scheme_of(url)
+        if self._backend is not None:
+            urls.check_allowed(url, True)
+            return self._backend
         # One for each host: what a redirect or a key of one store says concerns no other.
         host = url.partition("://")[2].partition("/")[0] if scheme in ("http", "https") else ""
         found = self._backends.get((scheme, host))
@@ -133,7 +140,8 @@ class RemoteFiles:
                 f"{urls.shown(path)}: the query of this URL may be a secret, and stays in this process: "
                 "a pickle, a plan or a journal cannot carry it"
             )
-        return urls.shown(path)
+        pinned = getattr(self.backend(path), "pinned", None)
+        return urls.shown(path if pinned is None else pinned(path))
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
         """See `Files`: nothing can be told without a request, but opening compares."""
@@ -154,6 +162,10 @@ def _backend(scheme: str, url: str, options: Mapping[str, Any]) -> Backend:
         from .hub import Hub
 
         return Hub(options)
+    if "::" not in url and scheme == "file":
+        from .filesystem import LocalUrls
+
+        return LocalUrls()
     from .filesystem import Filesystem
 
     return Filesystem.of_url(url, options)
@@ -167,6 +179,6 @@ def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     for key, value in options.items():
         if isinstance(value, Mapping):  # options of a client, or of one link of a chain
             found[key] = public_options(value)
-        elif key in _PUBLIC and isinstance(value, (str, int, float, bool, type(None))):
+        elif key in PUBLIC and isinstance(value, (str, int, float, bool, type(None))):
             found[key] = urls.shown(value) if isinstance(value, str) and urls.is_url(value) else value
     return found

@@ -1,0 +1,307 @@
+"""URLs that fsspec reads, and those of files on this machine, as a `Backend`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FormatError, UnsupportedError
+from . import url as urls
+from .foreign_errors import checked, secrets_of
+from .local import LocalStore, open_local
+from .presigned import Signer
+from .store import ByteStore
+
+if TYPE_CHECKING:
+    from .fsspec_store import Handle
+
+# What to install for a scheme; fsspec itself names the package for all others.
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+# Filesystems whose `put_file` shows a file when all of it has arrived.
+_ATOMIC = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss", "oci", "tos"))
+# Links of a chain that have no path of their own.
+_CACHES = frozenset(("filecache", "simplecache", "blockcache", "cached"))
+
+
+class LocalUrls:
+    """``file://`` URLs."""
+
+    def open(self, url: str) -> LocalStore:
+        """See `Backend`."""
+        return open_local(urls.local_path(url), shown=urls.shown(url))
+
+    def is_folder(self, url: str) -> bool:
+        """See `Backend`."""
+        return os.path.isdir(urls.local_path(url))
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        """See `Backend`."""
+        with os.scandir(urls.local_path(url)) as entries:
+            return sorted((entry.name, entry.is_dir()) for entry in entries)
+
+    def upload(self, source: str, url: str) -> None:
+        """See `Backend`."""
+        _copy(source, urls.local_path(url))
+
+
+class Filesystem:
+    """A filesystem of fsspec.
+
+    Args:
+        fs: of the caller's, or of `of_url`'s.
+        options: ``storage_options`` of the URLs that are opened; None for a filesystem of the caller's.
+    """
+
+    def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
+        from .remote_files import PUBLIC
+
+        _need_fsspec("a filesystem")
+        self._options = _copied(options or {})
+        self._known: dict[object, Handle] = {}
+        self._own: Handle | None = None
+        self._signer = Signer()
+        self._secrets = secrets_of(self._options, PUBLIC)
+        if fs is not None:
+            from .fsspec_store import Handle
+
+            self._secrets = secrets_of(getattr(fs, "storage_options", None), PUBLIC)
+            self._own = Handle(fs, self._secrets)
+
+    def __repr__(self) -> str:
+        return "<Filesystem>"  # options are secrets
+
+    @classmethod
+    def of_url(cls, url: str, options: Mapping[str, Any]) -> Filesystem:
+        """The filesystems of all URLs of the same scheme, or chain of schemes.
+
+        Args:
+            url: one of them.
+            options: ``storage_options``, see ``fsspec.core.url_to_fs``.
+
+        Raises:
+            ImportError: a package is missing; the message names it.
+            UnsupportedError: fsspec does not know the scheme.
+        """
+        _need_fsspec(urls.shown(url))
+        made = cls(None, options)
+        made._find(url)
+        return made
+
+    def _find(self, url: str) -> tuple[Handle, str]:
+        """The filesystem of a URL, and the path in it."""
+        if self._own is not None:
+            return self._own, str(self._own.fs._strip_protocol(url))
+        from fsspec.core import url_to_fs
+
+        from .fsspec_store import Handle
+
+        key = self._key(url)
+        handle = self._known.get(key)
+        if handle is not None and key != url:
+            return handle, str(handle.fs._strip_protocol(url.rpartition("::")[2]))
+        shown = urls.shown(url)
+        # fsspec changes what is in nested options.
+        fs, path = checked(lambda: url_to_fs(url, **_copied(self._options)), shown, self._secrets)
+        return self._known.setdefault(key, Handle(fs, self._secrets)), str(path)
+
+    def _key(self, url: str) -> object:
+        """The same for URLs of one filesystem. fsspec would make one for each thread, with a cache of its own."""
+        import fsspec
+
+        *before, last = url.split("::")
+        for link in url.split("::"):
+            _check_package(urls.scheme_of(link) if "://" in link else link, urls.shown(url))
+        if any(link.partition("://")[0] not in _CACHES or link.partition("://")[2] for link in before):
+            return url  # a path in an archive
+        cls = fsspec.get_filesystem_class(urls.scheme_of(last))
+        return *before, urls.scheme_of(last), repr(sorted(cls._get_kwargs_from_urls(last).items()))
+
+    def open(self, url: str) -> ByteStore:
+        """See `Backend`. A file that the filesystem has on this machine is opened there."""
+        from .fsspec_store import FsspecStore
+
+        handle, path = self._find(url)
+        shown = urls.shown(url)
+        if _has_files(handle.fs):
+            return open_local(self._downloaded(handle, path, shown), shown=shown)
+        self._drop_outdated(handle, path, shown)
+        signed = self._signer.open(handle, path, shown) if _is_s3(handle.fs) else None
+        return FsspecStore(handle, path, shown) if signed is None else signed
+
+    def _downloaded(self, handle: Handle, path: str, shown: str) -> str:
+        """The path of a local copy, which a whole-file cache makes first."""
+        from fsspec.implementations.cached import CachingFileSystem
+
+        fs = handle.fs
+        if not isinstance(fs, CachingFileSystem):
+            return str(path)
+
+        def fetch() -> str:
+            with fs.open(path, "rb") as file:
+                name: str = os.path.abspath(file.name)
+                return name
+
+        assert handle.turns is not None
+        with handle.turns:
+            complete = False
+            try:
+                name = checked(fetch, shown, self._secrets)
+                complete = True
+            finally:
+                if not complete:  # the cache would take what there is for the file
+                    _forget(fs, path)
+        if getattr(fs, "compression", None) is None:
+            self._check_size(handle, path, name, shown)
+        return name
+
+    def _check_size(self, handle: Handle, path: str, name: str, shown: str) -> None:
+        try:
+            whole = handle.call("info", path)["size"]
+        except Exception:  # the store is out of reach, and the cache is there for that
+            return
+        if isinstance(whole, int) and os.path.getsize(name) != whole:
+            raise FormatError(
+                f"the copy in the cache has {os.path.getsize(name):,} bytes, and the file {whole:,}: "
+                f"delete {name}, or give check_files=True",
+                shown,
+            )
+
+    def _drop_outdated(self, handle: Handle, path: str, shown: str) -> None:
+        """Has a block cache forget blocks of another version than the one that the store has now."""
+        from fsspec.implementations.cached import CachingFileSystem
+
+        fs = handle.fs
+        if isinstance(fs, CachingFileSystem):
+            assert handle.turns is not None
+            with handle.turns:
+                found = fs._check_file(path)
+                if found and found[0]["uid"] != checked(lambda: fs.fs.ukey(path), shown, self._secrets):
+                    fs.pop_from_cache(path)
+
+    def is_folder(self, url: str) -> bool:
+        """See `Backend`. Where nothing may be listed there are no folders: a single file can be read all the same."""
+        handle, path = self._find(url)
+        handle.fs.invalidate_cache(path)
+        try:
+            return bool(handle.ask(urls.shown(url), "isdir", path))
+        except (FileNotFoundError, PermissionError, UnsupportedError):
+            return False
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        """See `Backend`."""
+        handle, path = self._find(url)
+        handle.fs.invalidate_cache(path)
+        found = handle.ask(urls.shown(url), "ls", path, detail=True)
+        here = path.rstrip("/")
+        entries = {(entry["name"].rstrip("/"), entry["type"] == "directory") for entry in found}
+        return sorted((name.rpartition("/")[2], folder) for name, folder in entries if name != here)
+
+    def upload(self, source: str, url: str) -> None:
+        """See `Backend`.
+
+        A multipart upload that is broken off leaves parts in the store that no listing shows: a rule of the bucket
+        removes them.
+        """
+        from fsspec.implementations.cached import CachingFileSystem
+        from fsspec.implementations.local import LocalFileSystem
+
+        from .fsspec_store import Handle
+
+        handle, path = self._find(url)
+        while isinstance(handle.fs, CachingFileSystem):
+            handle = Handle(handle.fs.fs, self._secrets)
+        shown, fs = urls.shown(url), handle.fs
+        names = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+        if isinstance(fs, LocalFileSystem):
+            _copy(source, path)
+        elif _ATOMIC.intersection(names):
+            handle.ask(shown, "put_file", source, path)
+        elif {"http", "https"}.intersection(names):
+            raise UnsupportedError(f"{shown}: http has no standard way to write files")
+        else:
+            self._move_in(handle, source, path, shown)
+
+    def _move_in(self, handle: Handle, source: str, path: str, shown: str) -> None:
+        """Uploads to a hidden name in the same folder, and renames."""
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
+        try:
+            handle.ask(shown, "put_file", source, temporary)
+            handle.ask(shown, "mv", temporary, path)
+            temporary = ""
+        finally:
+            if temporary:
+                with suppress(Exception):  # it may not even be there; the error that led here is raised
+                    handle.fs.rm_file(temporary)
+
+
+def _has_files(fs: Any) -> bool:
+    """Whether what it opens is a file on this machine; a block cache says what the filesystem beneath it says."""
+    from fsspec.implementations.cached import CachingFileSystem, WholeFileCacheFileSystem
+
+    if isinstance(fs, CachingFileSystem):
+        return isinstance(fs, WholeFileCacheFileSystem)
+    return bool(getattr(fs, "local_file", False))
+
+
+def _is_s3(fs: Any) -> bool:
+    """Whether it is s3fs itself, not a cache of it."""
+    return "s3" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol) and hasattr(fs, "call_s3")
+
+
+def _copy(source: str, path: str) -> None:
+    folder, name = os.path.split(path)
+    os.makedirs(folder or ".", exist_ok=True)
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
+    try:
+        shutil.copyfile(source, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.remove(temporary)
+        raise
+
+
+def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose dicts are nobody else's."""
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in options.items()}
+
+
+def _forget(fs: Any, path: str) -> None:
+    """Removes a file from a whole-file cache."""
+    found = fs._check_file(path)
+    with suppress(OSError, KeyError):
+        fs.pop_from_cache(path)
+    if found:
+        with suppress(OSError):
+            os.remove(found[1] if isinstance(found, tuple) else found)
+
+
+def _need_fsspec(what: str) -> None:
+    try:
+        import fsspec  # noqa: F401
+    except ImportError as error:
+        if error.name != "fsspec":
+            raise
+        raise ModuleNotFoundError(
+            f"{what} needs fsspec, which is not installed: pip install 'safeload[remote]'", name="fsspec"
+        ) from None
+
+
+def _check_package(scheme: str, shown: str) -> None:
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ValueError:
+        raise UnsupportedError(f"{shown}: fsspec does not know the scheme {scheme}") from None
+    except ImportError as error:
+        package = _PACKAGES.get(scheme)
+        advice = f"pip install {package}" if package else str(error)
+        raise ModuleNotFoundError(
+            f"{shown}: the scheme {scheme} needs a package that is not installed: {advice}", name=package
+        ) from None
