@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .stores.objects import RemotePath
+from .stores.remote_path import RemotePath
 
 __all__ = ["RemotePath", "of_fsspec", "of_obstore"]
 

@@ -17,7 +17,8 @@ from ..base import log
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign_errors import again, cleaned, in_our_words, may_pass, secrets_of
-from .http import Client, HttpStore, Target
+from .http import HttpStore
+from .http_client import Client, Target
 from .store import ByteStore
 
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}

@@ -11,41 +11,16 @@ from ..errors import RemoteError, RemotePermissionError, UnsupportedError
 from . import url as urls
 from .filesystem import Filesystem
 from .foreign_errors import again, changed, cleaned, in_our_words, may_pass, secrets_of
-from .remote import RemoteStore, fill
+from .remote import ForeignStore, RemoteStore, fill
 from .remote_files import PUBLIC, RemoteFiles
-from .store import Span
+from .remote_path import RemotePath
+from .store import ByteStore, Span
 
 # Schemes of obstore's classes; another class gets its name.
 _SCHEMES = {
     "S3Store": "s3", "GCSStore": "gs", "AzureStore": "az", "HTTPStore": "https", "LocalStore": "file",
     "MemoryStore": "memory",
 }  # fmt: skip
-
-
-class RemotePath:
-    """A path in a store of the caller's, which `safeload.open` and every function that takes a path accept.
-
-    Attributes:
-        files: finds and opens files in that store.
-        path: as messages show it, and as ``files`` takes it: a URL. It may hold a secret where the caller gave one.
-    """
-
-    def __init__(self, files: RemoteFiles, path: str) -> None:
-        self.files = files
-        self.path = path
-
-    def __repr__(self) -> str:
-        return f"<RemotePath {urls.shown(self.path)}>"
-
-    def __str__(self) -> str:
-        return urls.shown(self.path)
-
-    def __truediv__(self, name: str) -> RemotePath:
-        """The path of a name in this folder."""
-        return RemotePath(self.files, self.files.join(self.path, name))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RemotePath, (self.files, self.files.public(self.path))
 
 
 def of_fsspec(fs: Any, path: str) -> RemotePath:
@@ -71,20 +46,59 @@ def of_obstore(store: Any, path: str) -> RemotePath:
     return RemotePath(RemoteFiles(None, backend), backend.root + path.strip("/"))
 
 
-def path_of(value: Any) -> RemotePath | None:
-    """What an object names that is neither a text nor a path of the local file system; None if it is nothing of ours.
+def path_of(value: Any) -> RemotePath:
+    """What an object names that is neither a text nor a path of the local file system.
 
-    Taken are a `RemotePath`, and objects with a filesystem of fsspec as ``fs`` and a path in it as ``path``:
-    ``fsspec.core.OpenFile``, universal_pathlib's ``UPath``.
+    Taken are a `RemotePath`; objects with a filesystem of fsspec as ``fs`` and a path in it as ``path``
+    (``fsspec.core.OpenFile``, universal_pathlib's ``UPath``); and stores with the members of `ByteStore`.
+
+    Raises:
+        TypeError: it is something else.
     """
     if isinstance(value, RemotePath):
         return value
     fs, path = getattr(value, "fs", None), getattr(value, "path", None)
-    if not isinstance(path, str) or not hasattr(fs, "cat_file"):
-        return None
-    if getattr(value, "compression", None) is not None:
-        raise UnsupportedError(f"{path}: a compressed file has no ranges: open it without compression=")
-    return of_fsspec(fs, path)
+    if isinstance(path, str) and hasattr(fs, "cat_file"):
+        if getattr(value, "compression", None) is not None:
+            raise UnsupportedError(f"{path}: a compressed file has no ranges: open it without compression=")
+        return of_fsspec(fs, path)
+    if callable(getattr(value, "read_into", None)) and hasattr(value, "size"):
+        name = path if isinstance(path, str) else type(value).__name__
+        return RemotePath(RemoteFiles(None, Single(value)), name if urls.is_url(name) else f"store://{name}")
+    raise TypeError(
+        f"a path, a URL, a path of fsspec or a store (size, version, read_into, close) is wanted, "
+        f"found {type(value).__name__}"
+    )
+
+
+class Single:
+    """A store of the caller's as a `Backend`: whatever the URL, it is the file.
+
+    Args:
+        store: the caller's.
+    """
+
+    def __init__(self, store: ByteStore) -> None:
+        self._store = store
+
+    def __repr__(self) -> str:
+        return f"<{type(self._store).__name__}>"
+
+    def open(self, url: str) -> RemoteStore:
+        """See `Backend`."""
+        return self._store if isinstance(self._store, RemoteStore) else ForeignStore(self._store, urls.shown(url))
+
+    def is_folder(self, url: str) -> bool:
+        """See `Backend`."""
+        return False
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        """See `Backend`."""
+        raise UnsupportedError(f"{urls.shown(url)}: a store of the caller's is one file, and lists no folder")
+
+    def upload(self, source: str, url: str) -> None:
+        """See `Backend`."""
+        raise UnsupportedError(f"{urls.shown(url)}: a store of the caller's is only read")
 
 
 class Obstore:

@@ -1,33 +1,20 @@
-"""What callers pass as a path: one of this machine, a URL, an object that leads to a file, or a store of their own."""
+"""What callers pass as a path: one of this machine, a URL, a path in a store of theirs, a store of their own."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 from ..base.paths import PathLike, native_path
+from . import url as urls
 from .files import LOCAL, Files
+from .remote_path import RemotePath
 from .store import ByteStore
-from .url import is_url
 
 
-@runtime_checkable
-class RemotePath(Protocol):
-    """A path in a file system that was opened elsewhere; made by the functions of `safeload.remote`."""
-
-    @property
-    def files(self) -> Files:
-        """Where the path leads."""
-
-    @property
-    def path(self) -> str:
-        """The path there."""
-
-
-@runtime_checkable
 class FilesystemPath(Protocol):
-    """A path in a filesystem of fsspec: ``fsspec.core.OpenFile``, ``upath.UPath``."""
+    """A path in a filesystem of fsspec: ``fsspec.core.OpenFile``, universal_pathlib's ``UPath``."""
 
     @property
     def fs(self) -> Any:
@@ -38,7 +25,7 @@ class FilesystemPath(Protocol):
         """The path there."""
 
 
-# What is opened that is no path.
+# What is opened that is no path of this machine, and no text.
 Located: TypeAlias = RemotePath | FilesystemPath | ByteStore
 
 
@@ -53,26 +40,28 @@ def places_of(
 
     Raises:
         TypeError: not a path.
-        ValueError: objects in different filesystems in one list; a path that contains a NUL.
+        ValueError: objects beside others in a list; a path that contains a NUL.
     """
     texts: list[str] = []
     files: Files = LOCAL
     for one in given:
-        if isinstance(one, (str, os.PathLike)) and not hasattr(one, "fs"):
-            text = one if isinstance(one, str) and is_url(one) else native_path(one)[0]
-            if is_url(text) and files is LOCAL:
+        if isinstance(one, str) and urls.is_url(one):
+            if files is LOCAL:
                 from .remote_files import RemoteFiles  # only here: most paths are local
 
                 files = RemoteFiles(storage_options)
+            texts.append(one)
+        elif isinstance(one, (str, bytes, bytearray, memoryview, os.PathLike)) and not hasattr(one, "fs"):
+            texts.append(native_path(one)[0])
         else:
-            if isinstance(one, RemotePath):
-                text, found = one.path, one.files
-            else:
-                from .objects import place_of
+            from .objects import path_of
 
-                text, found = place_of(one)
-            if len(given) > 1 and files not in (LOCAL, found):
-                raise ValueError("a list of files that are objects must be of one filesystem")
-            files = found
-        texts.append(text)
+            place = path_of(one)
+            if texts and place.files is not files:
+                raise ValueError(
+                    'the files of a list must be in one store: folder = safeload.remote.of_fsspec(fs, "models"), then '
+                    '[folder / "a.safetensors", folder / "b.safetensors"]'
+                )
+            files = place.files
+            texts.append(place.path)
     return texts, files

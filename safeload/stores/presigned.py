@@ -14,7 +14,8 @@ from ..errors import FormatError, RemoteError
 
 if TYPE_CHECKING:
     from .fsspec_store import Handle
-    from .http import Client, HttpStore
+    from .http import HttpStore
+    from .http_client import Client
 
 # Seconds for which a URL is signed; when it has expired, which temporary credentials may do earlier, it is signed anew.
 _VALID = 3600
@@ -43,7 +44,8 @@ class Signer:
         """
         if not self.works or not _signable(handle.fs):
             return None
-        from .http import HttpStore, Target
+        from .http import HttpStore
+        from .http_client import Target
 
         def resolve() -> Target:
             fs = handle.fs
@@ -62,7 +64,7 @@ class Signer:
         return None
 
     def _shared(self, handle: Handle) -> Client:
-        from .http import Client
+        from .http_client import Client
 
         with self._making:
             if self._client is None:

@@ -6,6 +6,7 @@ import time
 from safeload.errors import missing_file
 from safeload.stores.crew import each
 from safeload.stores.remote import RemoteStore
+from safeload.stores.remote_path import RemotePath
 
 
 class ServedStore(RemoteStore):
@@ -61,7 +62,7 @@ class Served:
 
     def at(self, path):
         """What `safeload.open` takes."""
-        return ServedPath(self, path)
+        return RemotePath(self, path)
 
     def request(self, path, begin, end):
         with self._lock:
@@ -119,10 +120,3 @@ class Served:
 
     def each(self, function, items):
         return each(function, items)
-
-
-class ServedPath:
-    """A file or a folder of `Served`."""
-
-    def __init__(self, files, path):
-        self.files, self.path = files, path

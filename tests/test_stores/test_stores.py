@@ -7,7 +7,7 @@ from safeload.base.listed_table import ListedTable
 from safeload.engine.delivery import deliver
 from safeload.engine.plan import Selection
 from safeload.engine.weight_file import WeightFile, open_without_table
-from safeload.errors import FormatError, UnsupportedError
+from safeload.errors import FormatError
 from safeload.formats.npz import open_archive
 from safeload.formats.zip import Archive
 from safeload.numpy import save_file
