@@ -9,7 +9,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..engine import jobs
-from ..engine.job import address_of
+from ..engine.memory import address_of
 from ..formats.safetensors.file import Memory
 from ..frameworks import torch_arrays, torch_files
 from .serialize import TensorSpec

@@ -17,7 +17,8 @@ from ..base.arrays import Array
 from ..base.native import Error, check, lib
 from ..base.paths import PathLike, native_path
 from . import jobs
-from .job import Job, address_of
+from .job import Job
+from .memory import address_of
 
 if TYPE_CHECKING:
     from .digest import Digest

@@ -11,8 +11,9 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, as_array, refuse_masked
 from ..base.native import lib
-from .job import Grid, Job, address_of, moving
-from .jobs import Batch, private_array
+from .job import Grid, Job, moving
+from .jobs import Batch
+from .memory import address_of, private_array
 from .threads import check_threads
 
 

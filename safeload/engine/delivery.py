@@ -14,6 +14,7 @@ from ..base.scheme import INT8
 from ..base.text import show
 from ..stores.local import mapping_of
 from . import jobs
+from .memory import POOLED_BELOW
 from .plan import EMPTY, VIEW, Plan, Selection, decide
 from .progress import Progress, reporter
 from .quantized_tensor import QuantizedTensor
@@ -158,7 +159,7 @@ def _one(selection: Selection, view: bool, mappings: dict[WeightFile, Any] | Non
     size = spec.end - spec.begin
     if not view:
         # This takes one thread; `thread_count` is called to refuse an invalid SAFELOAD_NUM_THREADS here too.
-        return jobs.read_small(file, spec) if size < jobs.POOLED_BELOW and thread_count(size, threads) else None
+        return jobs.read_small(file, spec) if size < POOLED_BELOW and thread_count(size, threads) else None
     if foreign_order(False) and spec.dtype.itemsize > 1:
         return None
     buffer = _mapping(file, mappings)

@@ -13,8 +13,6 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
-
 from ..base import dtypes
 from ..base.arrays import Array
 from ..base.native import ffi, lib
@@ -23,7 +21,8 @@ from ..stores.crew import RANGES, each, run
 from ..stores.remote import RemoteStore, read_spans
 from ..stores.stop import current
 from ..stores.store import Span
-from .job import Job, Origin, address_of
+from .job import Job, Origin
+from .memory import ALIGNMENT, address_of, aligned_bytes
 from .weight_file import WeightFile, is_remote
 
 # Bytes of a request, and of one of many: as object stores advise. More makes nothing faster, and what is broken off, or
@@ -58,7 +57,9 @@ class Fetch:
         self._turns = threading.BoundedSemaphore(threads)
         self._lock = threading.Lock()
         self._freed = threading.Condition()
-        self._staged = 0
+        self._staged = 0  # bytes of staging memory, whether in use or not
+        self._free: list[Array] = []
+        self._total = sum(map(_extent, found))
         self._files = list(dict.fromkeys(file for job in found for file in job.files))
         rank = {file: k for k, file in enumerate(self._files)}
         self._jobs = sorted(found, key=lambda job: (rank.get(job.file, 0), job.offset))  # type: ignore[arg-type]
@@ -94,17 +95,27 @@ class Fetch:
 
     def _tasks(self, windows: Iterable[_Window]) -> Iterator[Callable[[], object]]:
         for window in windows:
-            self._take(window.staged)
+            if window.staged:
+                window.place(self._take(window.staged))
             for request in window.requests(self._most):
                 yield partial(self._serve, window, request)
 
-    def _take(self, nbytes: int) -> None:
-        """Waits until staging memory may be allocated."""
+    def _take(self, nbytes: int) -> Array:
+        """Staging memory: some that was used before, as new pages cost as much as a copy; it may have to wait."""
         with self._freed:
-            while self._staged and self._staged + nbytes > _STAGED:
+            while True:
+                for k, memory in enumerate(self._free):
+                    if memory.size >= nbytes:
+                        return self._free.pop(k)
+                if not self._staged or self._staged + nbytes <= _STAGED:
+                    memory = aligned_bytes(max(nbytes, min(_WINDOW, self._total)))
+                    self._staged += memory.size
+                    return memory
+                if self._free:  # too small: room for a larger one
+                    self._staged -= self._free.pop().size
+                    continue
                 self._freed.wait(_POLL)
                 current().check()
-            self._staged += nbytes
 
     def _serve(self, window: _Window, request: Sequence[tuple[_Piece, int, int]]) -> None:
         """Reads the bytes of a request, and runs the jobs that waited for them alone."""
@@ -138,9 +149,8 @@ class Fetch:
                 window.works -= len(ready)
                 last = not window.works
             if last:
-                window.free()
                 with self._freed:
-                    self._staged -= window.staged
+                    self._free.append(window.memory)
                     self._freed.notify_all()
 
 
@@ -199,14 +209,16 @@ class _Window:
         pieces: their bytes.
         works: number of jobs that have not run and need staging memory.
         staged: bytes of staging memory.
+        memory: the staging memory.
     """
+
+    memory: Array
 
     def __init__(self) -> None:
         self.pieces: list[_Piece] = []
         self.works = 0
         self.staged = 0
         self._shared: dict[tuple[WeightFile, int, int], _Piece] = {}
-        self._memory: Array | None = None
 
     def add(self, job: Job) -> None:
         """Adds a job."""
@@ -226,22 +238,23 @@ class _Window:
                 if piece is None:
                     piece = self._shared[place] = _Piece(*place, name=name)
                     self.pieces.append(piece)
-                    self.staged += -(-(place[2] - place[1]) // _ALIGNMENT) * _ALIGNMENT
+                    self.staged += -(-(place[2] - place[1]) // ALIGNMENT) * ALIGNMENT
                 pieces[role] = piece
         work = _Work(job, pieces)
         for piece in pieces.values():
             piece.works.append(work)
         self.works += 1
 
+    def place(self, memory: Array) -> None:
+        """Gives the pieces their places in staging memory."""
+        self.memory = memory
+        address = address_of(memory)
+        for piece in self._shared.values():
+            piece.address = address
+            address += -(-(piece.end - piece.begin) // ALIGNMENT) * ALIGNMENT
+
     def requests(self, most: int) -> Iterator[list[tuple[_Piece, int, int]]]:
-        """Bytes of pieces, in the order of the file, that are asked for together. Allocates the staging memory."""
-        if self.staged:
-            memory = np.empty(self.staged + _ALIGNMENT, np.uint8)
-            address = -(-address_of(memory) // _ALIGNMENT) * _ALIGNMENT
-            for piece in self._shared.values():
-                piece.address = address
-                address += -(-(piece.end - piece.begin) // _ALIGNMENT) * _ALIGNMENT
-            self._memory = memory
+        """Bytes of pieces, in the order of the file, that are asked for together."""
         rank = {file: k for k, file in enumerate(dict.fromkeys(piece.file for piece in self.pieces))}
         request: list[tuple[_Piece, int, int]] = []
         first = reach = wanted = 0
@@ -262,14 +275,6 @@ class _Window:
                 at = reach = end
         if request:
             yield request
-
-    def free(self) -> None:
-        """Releases the staging memory: all jobs have run."""
-        self._memory = None
-
-
-# Alignment in staging memory: a cache line.
-_ALIGNMENT = 64
 
 
 def _windows(jobs: Iterable[Job], most: int) -> Iterator[_Window]:

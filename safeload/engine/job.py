@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from ..base.arrays import Array
-from ..base.native import ffi, lib, pointer
+from ..base.native import lib
+from .memory import address_of
 from .weight_file import WeightFile
 
 
@@ -126,8 +127,3 @@ def moving(source: int, target: int, grid: Grid | None = None) -> int:
     if grid is not None:
         return int(lib.SL_OP_GRID)
     return int(lib.SL_OP_COPY if source == target else lib.SL_OP_CONVERT)
-
-
-def address_of(array: Array) -> int:
-    """Address of a contiguous array's first element. Numpy's own ways to get it take four times as long."""
-    return pointer(ffi.from_buffer(array))

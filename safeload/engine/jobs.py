@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..base.arrays import Array, ArraySpec, array_over, empty_array
-from ..base.native import TIER, Error, check, ffi, lib, private_buffer, short
+from ..base.arrays import Array, ArraySpec, empty_array
+from ..base.native import TIER, Error, check, ffi, lib, short
 from ..base.text import subject
 from ..errors import RangeError
 from ..stores.local import groups
-from .job import Channels, Grid, Job, Origin, address_of
+from .job import Channels, Grid, Job, Origin
+from .memory import address_of
 from .progress import Progress, reporter
 from .threads import thread_count
 from .weight_file import WeightFile, is_remote
@@ -23,12 +24,6 @@ SLICE_MS = 50
 
 # Whether this machine's byte order is not the one of files.
 _SWAPS = sys.byteorder == "big"
-
-# Arrays of at least this size get memory in huge pages, and tensors memory of their own. Smaller tensors share a pool,
-# so that 100,000 of them do not take 100,000 allocations and reads.
-POOLED_BELOW = 1 << 20
-# Alignment of pools: a cache line, which is more than any dtype needs.
-ALIGNMENT = 64
 
 
 def struct_dtype(name: str) -> np.dtype[Any]:
@@ -222,25 +217,6 @@ def _descriptor(file: WeightFile | int | None) -> int:
     if file is None:
         return int(lib.SL_MEMORY)
     return file.descriptor if isinstance(file, WeightFile) else file
-
-
-def aligned_bytes(size: int) -> Array:
-    """New memory aligned to `ALIGNMENT`, in huge pages if it is large."""
-    raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
-    start = -address_of(raw) % ALIGNMENT
-    return raw[start : start + size]
-
-
-def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array with undefined values, in huge pages if it is large.
-
-    Raises:
-        UnsupportedError: numpy does not support an array of this shape.
-    """
-    size = dtype.itemsize
-    for dim in shape:
-        size *= dim
-    return empty_array(shape, dtype) if size < POOLED_BELOW else array_over(private_buffer(size), dtype, shape, 0)
 
 
 def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None) -> Array:

@@ -13,6 +13,7 @@ from ..base import dtypes, packing
 from ..base.arrays import Array
 from ..base.packing import Packed, Packing
 from . import jobs, restore
+from .memory import private_array
 from .slice import check_index
 
 
@@ -99,7 +100,7 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
     row = dtypes.BY_NAME[dtype.name]
     each = part.rows * packed.packing.columns
     before = (part.first * packed.packing.rows + part.row) * packed.packing.columns
-    flat = jobs.private_array((part.matrices * each,), dtype)
+    flat = private_array((part.matrices * each,), dtype)
     if flat.size:
         batch = jobs.Batch()
         memory = batch.into(flat) - row.nbytes(before)

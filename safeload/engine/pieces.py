@@ -12,8 +12,9 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from .job import Job, address_of
+from .job import Job
 from .jobs import Batch
+from .memory import address_of
 from .progress import Progress, bar
 from .source import Source
 from .threads import thread_count

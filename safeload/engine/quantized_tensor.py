@@ -16,7 +16,8 @@ from ..base.scheme import INT8, row_of
 from ..errors import UnsupportedError
 from . import jobs, packed_rows, restore
 from .cast import target_array
-from .job import Channels, Job, address_of
+from .job import Channels, Job
+from .memory import address_of
 from .slice import check_index
 from .threads import check_threads
 

@@ -13,8 +13,9 @@ from ..base.arrays import Array, ArraySpec, array_over
 from ..base.packing import Packed, Part
 from ..base.table import Scale
 from . import jobs, restore, strided
-from .job import Job, address_of, moving
+from .job import Job, moving
 from .jobs import Batch
+from .memory import ALIGNMENT, POOLED_BELOW, address_of, aligned_bytes, private_array
 from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
 from .progress import Progress
 from .weight_file import WeightFile
@@ -33,8 +34,8 @@ class Reads:
 
     Args:
         out: arrays to fill, by name; None for new ones.
-        memory: of new arrays, each of which is then C-contiguous, aligned to `jobs.ALIGNMENT`, and shares no bytes with
-            others; None for `jobs.private_array`.
+        memory: of new arrays, each of which is then C-contiguous, aligned to `ALIGNMENT`, and shares no bytes with
+            others; None for `private_array`.
 
     Attributes:
         arrays: the arrays of all tensors added, by name; `run` fills them.
@@ -80,7 +81,7 @@ class Reads:
         """An aligned array that will hold the bytes of a stored tensor unchanged."""
         size = part.end - part.begin
         dtype, shape = dtypes.array_dtype(part.row.number), dtypes.array_shape(part.row, part.shape, size)
-        array = array_over(jobs.aligned_bytes(size), dtype, shape, 0)
+        array = array_over(aligned_bytes(size), dtype, shape, 0)
         if size:
             number = part.row.number
             self._batch.add(Job(part.file, part.begin, self._batch.into(array), size, number, number))
@@ -90,7 +91,7 @@ class Reads:
         """The array for one tensor: the caller's, or a new one."""
         if self._out is not None:
             return self._out[name]
-        return jobs.private_array(shape, dtype) if self._memory is None else self._memory.array(shape, dtype)
+        return private_array(shape, dtype) if self._memory is None else self._memory.array(shape, dtype)
 
     def _read(self, plan: Plan, k: int) -> None:
         """Adds the job that reads one tensor into an array of its own."""
@@ -110,7 +111,7 @@ class Reads:
         if len(which) < 2:
             return
         sources, begins, ends = plan.sources, plan.begins, plan.ends
-        least = 1 if self._memory is None else jobs.ALIGNMENT
+        least = 1 if self._memory is None else ALIGNMENT
         steps = {source: _step(source, to, least) for source, to in set(zip(sources, plan.targets, strict=True))}
         pool = _Pool([], [], [])
         at, previous, kind = 0, -1, -1
@@ -118,16 +119,16 @@ class Reads:
             begin, end, source = begins[k], ends[k], sources[k]
             mask, stored, made = steps[source]
             size = (end - begin) // stored * made
-            if size >= jobs.POOLED_BELOW:
+            if size >= POOLED_BELOW:
                 self._read(plan, k)
                 continue
-            if at + size + 2 * jobs.ALIGNMENT > POOL_SIZE:
+            if at + size + 2 * ALIGNMENT > POOL_SIZE:
                 self._fill(plan, pool, at)
                 pool = _Pool([], [], [])
                 at, previous = 0, -1
             if begin != previous or at & mask or (converted and source != kind):
                 # The same address modulo ALIGNMENT as in the file: tensors that are aligned there are aligned here.
-                at += -at % jobs.ALIGNMENT if converted or begin & mask else (begin - at) % jobs.ALIGNMENT
+                at += -at % ALIGNMENT if converted or begin & mask else (begin - at) % ALIGNMENT
                 pool.runs.append([k, begin, end, at])
             else:
                 pool.runs[-1][2] = end
@@ -139,7 +140,7 @@ class Reads:
 
     def _fill(self, plan: Plan, pool: _Pool, size: int) -> None:
         """Adds the jobs that read small tensors into a shared pool, and the arrays over it."""
-        memory = jobs.aligned_bytes(size) if self._memory is None else self._memory.array((size,), np.dtype(np.uint8))
+        memory = aligned_bytes(size) if self._memory is None else self._memory.array((size,), np.dtype(np.uint8))
         base = address_of(memory)
         for k, begin, end, at in pool.runs:
             source, target = plan.sources[k], plan.targets[k]

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..base.arrays import Array, array_over
 from ..base.native import ffi, pointer, short
-from . import jobs
+from .memory import POOLED_BELOW, aligned_bytes
 
 # Memory is not used for an array that is smaller by more than this part of it.
 _WASTE = 4
@@ -51,8 +51,8 @@ class Recycler:
             UnsupportedError: numpy does not support an array of this shape.
         """
         size = dtype.itemsize * math.prod(shape)
-        if size < jobs.POOLED_BELOW:
-            return array_over(jobs.aligned_bytes(size), dtype, shape, 0)
+        if size < POOLED_BELOW:
+            return array_over(aligned_bytes(size), dtype, shape, 0)
         held, address = self._take(size)
         memory = ffi.gc(ffi.cast("void *", address), partial(self._give_back, held))
         return array_over(ffi.buffer(memory, size), dtype, shape, 0)

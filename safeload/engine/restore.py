@@ -20,7 +20,8 @@ from ..errors import FormatError
 from . import jobs
 from .cast import astype
 from .code_tables import table_of
-from .job import Job, Origin, address_of
+from .job import Job, Origin
+from .memory import address_of
 
 _F32 = dtypes.BY_CODE["F32"]
 

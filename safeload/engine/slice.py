@@ -10,7 +10,8 @@ import numpy as np
 
 from ..base.arrays import Array, ArraySpec, array_over, c_strides, with_article
 from . import jobs
-from .job import Job, Origin, address_of
+from .job import Job, Origin
+from .memory import address_of
 from .weight_file import WeightFile
 
 # Rows at most this far apart are read with the gaps between them: the system reads whole pages anyway.

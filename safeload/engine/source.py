@@ -14,7 +14,8 @@ from ..base.packing import CODES, Packed
 from ..base.text import subject
 from . import jobs, restore
 from .cast import astype
-from .job import Channels, Grid, Job, Origin, address_of, moving
+from .job import Channels, Grid, Job, Origin, moving
+from .memory import address_of
 from .weight_file import WeightFile
 
 _F32 = dtypes.BY_CODE["F32"]

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.arrays import Array
-from . import jobs
 from .ahead import REMOTE_WORKERS, Ahead, Check, Task
 from .chunks import Chunk, chunks_of
 from .delivery import deliver
 from .entries import Entry
-from .job import address_of
 from .jobs import Batch
 from .load import selections_of
+from .memory import ALIGNMENT, address_of, aligned_bytes, private_array
 
 # Bytes of a buffer, and the number of buffers: more makes nothing faster. A buffer has work for all threads; to copy it
 # to a device takes 0.6 ms over PCIe 4 x16, which hides what starting a copy costs. To pin memory takes 0.5 s per GB.
@@ -112,7 +111,7 @@ def _tasks(
             yield Task(entry.nbytes, partial(_make, entry, threads))
             continue
         for chunk in chunks:
-            at = -(-end // jobs.ALIGNMENT) * jobs.ALIGNMENT
+            at = -(-end // ALIGNMENT) * ALIGNMENT
             if at + chunk.nbytes > size:
                 yield fill()
                 at = 0
@@ -153,7 +152,7 @@ def _joined(batch: Iterable[tuple[Chunk, int]]) -> list[Piece]:
 def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
     """A tensor that cannot be divided, C-contiguous."""
     assert entry.target is not None
-    out = {entry.name: jobs.private_array(entry.shape, entry.dtype)}
+    out = {entry.name: private_array(entry.shape, entry.dtype)}
     deliver(
         selections_of([entry[:3]]),
         target=None if entry.source == entry.target and entry.packed is None else dtypes.BY_NUMBER[entry.target],
@@ -180,10 +179,10 @@ class StagedBytes:
         total = sum(entry.nbytes for entry in entries)
         self._filled: Generator[Filled] | Ahead[Filled]
         if total <= _IN_TURN:
-            self._buffers = [jobs.aligned_bytes(max(SMALLEST_BUFFER, total))]
+            self._buffers = [aligned_bytes(max(SMALLEST_BUFFER, total))]
             self._filled = (task.run(_nothing) for task in _tasks(entries, self._buffers, _nothing, threads))
         else:
-            self._buffers = [jobs.aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
+            self._buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
             self._filled = staged(entries, self._buffers, _nothing, threads)
         self._waiting: deque[tuple[int, int]] = deque()
         self._array: Any = None

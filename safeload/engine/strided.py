@@ -8,10 +8,10 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, ArraySpec, array_over, foreign_order
-from . import jobs
 from .cast import astype
-from .job import Job, address_of, moving
+from .job import Job, moving
 from .jobs import Batch
+from .memory import ALIGNMENT, address_of, private_array
 from .weight_file import WeightFile
 
 
@@ -44,8 +44,8 @@ class Block:
         """
         size = self._end - self._begin
         largest = max(self.members.values(), key=lambda spec: dtypes.TABLE[spec.source].bits)
-        raw = jobs.private_array((size + jobs.ALIGNMENT,), np.dtype(np.uint8))
-        start = -(address_of(raw) + largest.begin - self._begin) % jobs.ALIGNMENT
+        raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
+        start = -(address_of(raw) + largest.begin - self._begin) % ALIGNMENT
         self._memory = raw[start : start + size]
         batch.add(Job(self._file, self._begin, address_of(self._memory), size))
 
@@ -58,7 +58,7 @@ class Block:
         """The array of one member after the block has been read: a view, a converted array, or ``given``, filled."""
         offset = spec.begin - self._begin
         if spec.source != spec.target and spec.strides is None:
-            array = jobs.private_array(spec.shape, spec.dtype) if given is None else given
+            array = private_array(spec.shape, spec.dtype) if given is None else given
             batch = Batch()
             place = None, address_of(self._memory) + offset, batch.into(array), spec.end - spec.begin
             batch.add(Job(*place, spec.source, spec.target, moving(spec.source, spec.target)))

@@ -21,8 +21,8 @@ from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
 from ..base.text import show
 from ..engine.atomic_file import AtomicFile
-from ..engine.job import address_of
 from ..engine.lazy import Lazy, materialize
+from ..engine.memory import address_of
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from .registry import Candidate, Content, Wanted

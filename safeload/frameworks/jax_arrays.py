@@ -11,8 +11,8 @@ import numpy as np
 from ..base.arrays import Array as NumpyArray
 from ..base.arrays import check_mapping, not_an_array
 from ..base.text import show
-from ..engine.jobs import POOLED_BELOW
 from ..engine.lazy import Lazy
+from ..engine.memory import POOLED_BELOW
 from ..engine.quantized_tensor import QuantizedTensor
 from ..errors import RangeError, UnsupportedError
 from .absent import not_installed

@@ -18,9 +18,9 @@ from ..checkpoint import Checkpoint
 from ..engine import restore
 from ..engine.cast import astype
 from ..engine.entries import entries_of
-from ..engine.jobs import POOLED_BELOW
 from ..engine.lazy import materialize
 from ..engine.load import Part, load_parts
+from ..engine.memory import POOLED_BELOW
 from ..engine.pieces import Meter
 from ..engine.progress import Progress
 from ..engine.weight_file import WeightFile

@@ -10,8 +10,8 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
 from ..engine.entries import entries_of
-from ..engine.job import address_of
 from ..engine.load import VIEWED_FROM, Part, load_parts
+from ..engine.memory import address_of
 from ..engine.slice import as_index
 from ..engine.weight_file import WeightFile
 from ..stores.local import mapping_of

@@ -14,8 +14,8 @@ from ..base.scheme import usual_axis
 from ..base.text import show
 from ..engine import jobs
 from ..engine.entries import Entry
-from ..engine.job import address_of
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
+from ..engine.memory import address_of, private_array
 from ..engine.quantized_tensor import QuantizedTensor, storage_of
 from ..engine.source import Source
 from ..errors import UnsupportedError
@@ -124,9 +124,7 @@ class Maker:
             given = value()
             # A stacked array is in the scratch memory itself.
             stacked = isinstance(given, np.ndarray)
-            data = (
-                jobs.private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
-            )
+            data = private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
             rounding = self._rounding if scheme == "q4_0" else None
             return quantize_source(given, scheme, axis=axis, rounding=rounding, data=data, threads=self._threads)
 

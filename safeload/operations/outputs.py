@@ -10,9 +10,9 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, foreign_order
 from ..base.packing import Part
-from ..engine import jobs
 from ..engine.entries import Entry
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
+from ..engine.memory import private_array
 from ..engine.restore import read_array
 from .shards import Output
 
@@ -28,7 +28,7 @@ class Scratch:
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
         if size > self._memory.size:
             self._memory = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
-            self._memory = jobs.private_array((size,), np.dtype(np.uint8))
+            self._memory = private_array((size,), np.dtype(np.uint8))
         array: Array = np.ndarray(shape, dtype, self._memory)
         return array
 

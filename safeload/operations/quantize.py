@@ -12,6 +12,7 @@ from ..base.native import lib
 from ..base.scheme import INT8, SCHEMES, parse
 from ..base.text import show
 from ..engine import jobs
+from ..engine.memory import private_array
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ..engine.source import Source, address, of_reals
@@ -36,7 +37,7 @@ def new_tensor(source: Source, scheme: str, axis: int | None, data: Array | None
     """A new quantized tensor, to be filled by `run_requests`, with codes in ``data`` if given."""
     (data_dtype, data_shape), scale = storage_of(scheme, source.shape, axis)
     scales = None if scale is None else np.zeros(scale[1], scale[0])
-    codes = jobs.private_array(data_shape, data_dtype) if data is None else data
+    codes = private_array(data_shape, data_dtype) if data is None else data
     return QuantizedTensor(scheme, source.shape, codes, scales, axis)
 
 
@@ -188,7 +189,7 @@ def quantize_source(
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
     if isinstance(source, Source) and scheme == INT8 and not source.in_order:
-        values = jobs.private_array(source.shape, np.dtype(np.float32))
+        values = private_array(source.shape, np.dtype(np.float32))
         run_requests([Request(source, values, lib.SL_F32)], threads=threads, progress=None)
         source = jobs.native_order(values)
     given = source if isinstance(source, Source) else of_reals("", source, threads)

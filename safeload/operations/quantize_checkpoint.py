@@ -16,6 +16,7 @@ from ..base.native import lib
 from ..base.scheme import INT8, SCHEMES, parse, row_of, usual_axis
 from ..base.text import show, subject
 from ..engine import jobs
+from ..engine.memory import private_array
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_reals
@@ -362,7 +363,7 @@ class _Work:
                 return value.dequantize(threads=self._threads)
             return value
         row = _F32 if source.row.floating else source.row
-        array = jobs.private_array(source.shape, dtypes.array_dtype(row.number))
+        array = private_array(source.shape, dtypes.array_dtype(row.number))
         self._requests.append(Request(source, array, row.number))
         return array
 

@@ -14,8 +14,8 @@ from ..base import dtypes
 from ..base.text import show
 from ..engine.atomic_file import AtomicFile
 from ..engine.digest import Digest
-from ..engine.job import address_of
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
+from ..engine.memory import address_of
 from ..errors import FormatError, SafetensorError
 from ..formats.folder import CONFIG, INDEX
 from ..formats.registry import WEIGHT_SUFFIXES

@@ -13,9 +13,10 @@ from ..base.listing import dict_repr
 from ..base.text import show
 from ..engine import jobs
 from ..engine.cast import target_array
-from ..engine.job import Grid, address_of
+from ..engine.job import Grid
 from ..engine.jobs import Batch
 from ..engine.load import parse_target
+from ..engine.memory import address_of, private_array
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array
@@ -291,7 +292,7 @@ def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: in
         return of_array("", value.dequantize(dtypes.element_dtype(row.number), threads=threads))
     if not value.row.packed:
         return value
-    decoded = jobs.private_array(value.shape, dtypes.array_dtype(row.number))
+    decoded = private_array(value.shape, dtypes.array_dtype(row.number))
     if value.size:
         Batch([value.job(address_of(decoded), row.number)]).run(threads=threads)
     return of_array(value.name, jobs.native_order(decoded))

@@ -11,7 +11,8 @@ from safeload.base import dtypes
 from safeload.base.native import Error, check, ffi, lib
 from safeload.base.paths import native_path
 from safeload.engine import jobs
-from safeload.engine.job import Channels, Grid, Job, Origin, address_of
+from safeload.engine.job import Channels, Grid, Job, Origin
+from safeload.engine.memory import address_of
 from safeload.errors import FormatError, SafeloadError
 
 rng = np.random.default_rng(3)

@@ -9,10 +9,10 @@ from builders.paths import DATA
 from builders.quantized import FIXTURES, FOLDER
 
 import safeload
-from safeload.engine import jobs
 from safeload.engine.chunks import chunks_of
 from safeload.engine.entries import entries_of
 from safeload.engine.load import parse_target
+from safeload.engine.memory import ALIGNMENT, aligned_bytes
 from safeload.engine.staging import staged
 from safeload.numpy import save_file
 
@@ -22,7 +22,7 @@ PLAIN.sort()
 
 
 def buffers(size, count=3):
-    return [jobs.aligned_bytes(size) for _ in range(count)]
+    return [aligned_bytes(size) for _ in range(count)]
 
 
 def entries(checkpoint, dtype):
@@ -40,7 +40,7 @@ def collected(found, ring, threads=2):
             got[filled.name][:] = filled.array.reshape(-1).view(np.uint8)
             alone.append(filled.name)
         for piece in filled.pieces:
-            assert piece.at % jobs.ALIGNMENT == 0
+            assert piece.at % ALIGNMENT == 0
             bytes_ = ring[filled.buffer][piece.at : piece.at + piece.nbytes]
             got[piece.name][piece.begin : piece.begin + piece.nbytes] = bytes_
     return got, alone

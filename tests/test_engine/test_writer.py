@@ -27,7 +27,7 @@ import safeload.gguf
 import safeload.moon
 from safeload import SafetensorError
 from safeload.engine.atomic_file import AtomicFile
-from safeload.engine.job import address_of
+from safeload.engine.memory import address_of
 from safeload.formats import npy, npz
 from safeload.numpy import load, load_file, save, save_file
 

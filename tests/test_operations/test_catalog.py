@@ -7,7 +7,7 @@ import pytest
 import safeload
 from safeload import QuantizedTensor, SafeloadError, TensorNotFoundError, UnsupportedError
 from safeload.engine import jobs
-from safeload.engine.job import address_of
+from safeload.engine.memory import address_of
 from safeload.engine.source import Source
 from safeload.numpy import save_file
 from safeload.operations.catalog import Catalog

@@ -16,8 +16,8 @@ from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.text import show
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
-from ...engine.job import address_of
 from ...engine.lazy import Lazy, LazyPacked, LazyQuantized, materialize
+from ...engine.memory import address_of
 from ...engine.quantized_tensor import QuantizedTensor
 from ...errors import SafeloadError, UnsupportedError
 from .read import Metadata

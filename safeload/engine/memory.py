@@ -1,0 +1,40 @@
+"""Memory that tensors are read into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..base.arrays import Array, array_over, empty_array
+from ..base.native import ffi, pointer, private_buffer
+
+# Arrays of at least this size get memory in huge pages, and tensors memory of their own. Smaller tensors share a pool,
+# so that 100,000 of them do not take 100,000 allocations and reads.
+POOLED_BELOW = 1 << 20
+# Alignment of pools: a cache line, which is more than any dtype needs.
+ALIGNMENT = 64
+
+
+def address_of(array: Array) -> int:
+    """Address of a contiguous array's first element. Numpy's own ways to get it take four times as long."""
+    return pointer(ffi.from_buffer(array))
+
+
+def aligned_bytes(size: int) -> Array:
+    """New memory aligned to `ALIGNMENT`, in huge pages if it is large."""
+    raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
+    start = -address_of(raw) % ALIGNMENT
+    return raw[start : start + size]
+
+
+def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A new array with undefined values, in huge pages if it is large.
+
+    Raises:
+        UnsupportedError: numpy does not support an array of this shape.
+    """
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    return empty_array(shape, dtype) if size < POOLED_BELOW else array_over(private_buffer(size), dtype, shape, 0)
