@@ -90,7 +90,8 @@ class Fetch:
                 begun = []
             tasks = iter(begun)
         run(tasks, RANGES, lambda: report(self.done))
-        each(RemoteStore.confirm, [file.store for file in self._files if isinstance(file.store, RemoteStore)])
+        stores = [file.store for file in self._files if isinstance(file.store, RemoteStore)]
+        each(lambda store: store.confirm(), stores)
         return self._others
 
     def _tasks(self, windows: Iterable[_Window]) -> Iterator[Callable[[], object]]:

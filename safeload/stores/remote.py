@@ -189,10 +189,14 @@ class ForeignStore(RemoteStore):
 
 def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
     """Fills spans from any store; see `RemoteStore.read_spans`."""
-    if isinstance(store, RemoteStore):
-        store.read_spans(spans)
-        return
     begin, end = spans[0].offset, spans[-1].end
+    if isinstance(store, RemoteStore):
+        held = store.held(begin, end - begin)
+        if held is None:
+            store.read_spans(spans)
+        else:
+            fill(spans, begin, held)
+        return
     memory = bytearray(end - begin)
     store.read_into(begin, memory)
     fill(spans, begin, memory)

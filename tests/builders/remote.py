@@ -5,7 +5,7 @@ import time
 
 from safeload.errors import missing_file
 from safeload.stores.crew import each
-from safeload.stores.remote import RemoteStore
+from safeload.stores.remote import RemoteStore, fill
 from safeload.stores.remote_path import RemotePath
 
 
@@ -24,8 +24,7 @@ class ServedStore(RemoteStore):
     def read_spans(self, spans):
         begin = spans[0].offset
         content = self._served.request(self.path, begin, spans[-1].end)
-        for offset, memory in spans:
-            memory[:] = content[offset - begin : offset - begin + len(memory)]
+        fill(spans, begin, content)
 
     def confirm(self):
         self._served.confirmed.append(self.path)

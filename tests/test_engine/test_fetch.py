@@ -1,0 +1,306 @@
+"""What is read from a store on the network: which bytes, in how many requests, into whose memory."""
+
+import json
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders.remote import Served
+
+import safeload.numpy
+from safeload.engine import fetch
+from safeload.errors import FormatError, RemoteError
+
+URL = "mem://model/model.safetensors"
+HEAD = 128 << 10
+
+
+def served(tensors, **options):
+    """A checkpoint of one file in memory, opened, whose requests are forgotten."""
+    store = Served({URL: safeload.numpy.save(tensors)}, **options)
+    opened = safeload.open(store.at(URL))
+    store.requests.clear()
+    return store, opened
+
+
+def numbers(count, dtype=np.float32, first=0):
+    return np.arange(first, first + count, dtype=np.int64).astype(np.int32).view(np.float32).astype(dtype)
+
+
+def same(found, want):
+    assert list(found) == list(want)
+    for name, array in want.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].tobytes() == np.ascontiguousarray(array).tobytes()
+
+
+LARGE = {"a": np.arange(6 << 20, dtype=np.int32), "b": np.arange(100, dtype=np.int64), "c": np.arange(1 << 20) * 1.0}
+
+
+def test_all_tensors_come_in_ranges_of_8_mib_that_meet():
+    store, opened = served(LARGE)
+    same(opened.load(), dict(opened.load(backend="pread")))
+    assert opened.last_load.backend == "remote"
+    store.requests.clear()
+    found = opened.load()
+    assert {name: found[name].tobytes() for name in LARGE} == {name: a.tobytes() for name, a in LARGE.items()}
+    assert store.nbytes() == sum(a.nbytes for a in LARGE.values())
+    assert max(end - begin for _, begin, end in store.requests) == fetch.RANGE
+    assert len(store.requests) == -(-store.nbytes() // fetch.RANGE)
+
+
+def test_one_tensor_reads_its_bytes_and_no_other():
+    store, opened = served(LARGE)
+    info = opened.tensors["c"]
+    assert opened.load(["c"])["c"].tobytes() == LARGE["c"].tobytes()
+    assert store.requests == [(URL, info.offset, info.offset + info.nbytes)]
+
+
+def test_a_slice_reads_its_rows():
+    store, opened = served({"w": LARGE["a"].reshape(3072, 2048)})
+    begin = opened.tensors["w"].offset
+    np.testing.assert_array_equal(opened.get_slice("w")[5:7], LARGE["a"].reshape(3072, 2048)[5:7])
+    assert store.requests == [(URL, begin + 5 * 8192, begin + 7 * 8192)]
+
+
+def test_an_item_is_read_once_and_kept():
+    store, opened = served(LARGE)
+    assert opened["c"] is opened["c"]
+    assert len(store.requests) == 1
+
+
+def test_a_file_that_came_with_the_first_request_is_not_asked_for_again():
+    tensors = {"w": np.arange(1000.0)}
+    store = Served({URL: safeload.numpy.save(tensors)})
+    with safeload.open(store.at(URL)) as opened:
+        np.testing.assert_array_equal(opened["w"], tensors["w"])
+    assert store.requests == [(URL, 0, len(store.content[URL]))]
+
+
+@pytest.mark.parametrize("gap, requests", [(1 << 14, 1), (1 << 19, 1), (3 << 20, 2)])
+def test_tensors_with_little_between_them_come_together(gap, requests):
+    tensors = {"a": np.zeros(1 << 20, np.uint8), "gap": np.zeros(gap, np.uint8), "z": np.ones(1 << 20, np.uint8)}
+    store, opened = served(tensors)
+    found = opened.load(["a", "z"])
+    assert found["a"].tobytes() == tensors["a"].tobytes()
+    assert found["z"].tobytes() == tensors["z"].tobytes()
+    assert len(store.requests) == requests
+
+
+def test_small_tensors_far_apart_do_not_bring_what_is_between_them():
+    tensors = {f"{k:03}": np.full(1 << (18 if k % 2 else 10), k, np.uint8) for k in range(20)}
+    store, opened = served(tensors)
+    found = opened.load(only="*[02468]")
+    assert all(found[name].tobytes() == tensors[name].tobytes() for name in found)
+    assert store.nbytes() < 20 << 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_conversion_reads_each_byte_once_and_has_the_bits_of_a_local_load(dtype, tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {f"w{k}": rng.standard_normal((k * 1000 + 1, 513)).astype(ml_dtypes.bfloat16) for k in range(12)}
+    safeload.numpy.save_file(tensors, tmp_path / "a.safetensors")
+    store, opened = served(tensors)
+    same(opened.load(dtype=dtype), safeload.load(tmp_path / "a.safetensors", dtype=dtype))
+    assert store.nbytes() == opened.nbytes
+
+
+def test_the_arrays_of_the_caller_are_filled_in_place():
+    store, opened = served(LARGE)
+    out = {name: np.empty_like(array) for name, array in LARGE.items()}
+    found = opened.load(out=out)
+    assert all(found[name] is out[name] for name in out)
+    same({name: found[name] for name in LARGE}, LARGE)
+    assert store.nbytes() == sum(a.nbytes for a in LARGE.values())
+
+
+def test_scales_and_codes_of_a_folder_come_in_few_requests(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors, weight_map = {}, {}
+    for k in range(40):
+        tensors[f"model.layers.{k}.weight"] = rng.standard_normal((256, 256)).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"model.layers.{k}.weight_scale_inv"] = rng.random((2, 2)).astype(np.float32)
+    shards = {"1": [n for n in tensors if n.endswith("weight")], "2": [n for n in tensors if not n.endswith("weight")]}
+    for shard, names in shards.items():  # the scales in a file of their own
+        safeload.numpy.save_file({name: tensors[name] for name in names}, tmp_path / f"{shard}.safetensors")
+        weight_map.update(dict.fromkeys(names, f"{shard}.safetensors"))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    store = Served.folder(tmp_path)
+    opened = safeload.open(store.at("mem://model"))
+    store.requests.clear()
+    same(opened.load(dtype="float32"), safeload.load(tmp_path, dtype="float32"))
+    assert len(store.requests) <= 2
+    name = "model.layers.7.weight"
+    np.testing.assert_array_equal(
+        opened.get_slice(name)[130:140], safeload.load(tmp_path, [name], dtype="float32")[name][130:140]
+    )
+
+
+def test_staging_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(fetch, "_WINDOW", 1 << 20)
+    monkeypatch.setattr(fetch, "_STAGED", 3 << 20)
+    most = 0
+    take = fetch.Fetch._take
+
+    def watched(self, nbytes):
+        nonlocal most
+        memory = take(self, nbytes)
+        most = max(most, self._staged)
+        return memory
+
+    monkeypatch.setattr(fetch.Fetch, "_take", watched)
+    store, opened = served({f"w{k}": np.full(1 << 18, k, ml_dtypes.bfloat16) for k in range(40)}, latency=0.001)
+    found = opened.load(dtype="float32")
+    assert all((found[f"w{k}"] == k).all() for k in range(40))
+    assert 0 < most <= 3 << 20
+    assert store.nbytes() == opened.nbytes
+
+
+def test_many_requests_are_in_flight_and_no_thread_is_left():
+    store, opened = served({f"w{k}": np.full(1 << 20, k, np.int64) for k in range(40)}, latency=0.02)
+    before = threading.active_count()
+    opened.load()
+    assert 8 <= store.most <= 32
+    assert threading.active_count() == before
+
+
+def test_a_stream_hides_latency_and_keeps_the_order():
+    tensors = {f"w{k:02}": np.full(1 << 19, k, np.int64) for k in range(32)}
+    store, opened = served(tensors, latency=0.05)
+    names = []
+    begun = time.perf_counter()
+    for name, array in opened.stream(ahead=128 << 20):
+        names.append(name)
+        assert (array == int(name[1:])).all()
+    assert names == sorted(tensors)
+    assert store.most > 2
+    assert time.perf_counter() - begun < 8 * 0.05 + 1
+
+
+def test_a_stream_gives_what_is_ready_first():
+    store, opened = served({f"w{k}": np.full(1 << 21, k, np.int64) for k in range(4)})
+    waiting = threading.Event()
+    first = opened.tensors["w0"].offset
+
+    def slow(begin, end):
+        if begin == first:
+            waiting.wait(5)
+
+    store.failing[URL] = slow
+    stream = opened.stream(order="ready", ahead=128 << 20)
+    name, _ = next(stream)
+    assert name != "w0"
+    waiting.set()
+    assert {name, *(name for name, _ in stream)} == {"w0", "w1", "w2", "w3"}
+
+
+def refuse(position):
+    def fail(begin, end):
+        if begin <= position < end:
+            raise RemoteError("the server answers 500", URL, begin, end)
+
+    return fail
+
+
+@pytest.mark.parametrize("dtype", [None, "float64"])
+def test_an_error_names_tensor_url_and_range(dtype):
+    store, opened = served({f"w{k}": np.full(1 << 21, k, np.float32) for k in range(8)})
+    at = opened.tensors["w5"].offset
+    store.failing[URL] = refuse(at)
+    with pytest.raises(
+        RemoteError, match=rf"^tensor 'w5': the server answers 500 \({URL}, bytes \[{at}, \d+\)\)$"
+    ) as e:
+        opened.load(dtype=dtype)
+    assert isinstance(e.value, OSError)
+    assert e.value.tensor == "w5"
+    store.failing.clear()
+    assert (opened.load(["w5"])["w5"] == 5).all()
+
+
+def test_a_stream_gives_all_before_a_tensor_that_cannot_be_read():
+    store, opened = served({f"w{k}": np.full(1 << 19, k, np.float32) for k in range(8)})
+    store.failing[URL] = refuse(opened.tensors["w5"].offset)
+    names = []
+    with pytest.raises(RemoteError, match="tensor 'w4'"):  # the first one in the range, which begins with it
+        for name, _ in opened.stream():
+            names.append(name)
+    assert names == ["w0", "w1", "w2", "w3"]
+
+
+def test_nothing_is_written_after_an_error():
+    """Threads that still read leave the caller's memory alone."""
+    store, opened = served({f"w{k}": np.full(1 << 21, k, np.int64) for k in range(8)})
+    hold = threading.Event()
+    last = opened.tensors["w7"].offset
+
+    def fail(begin, end):
+        if begin >= last:
+            raise RemoteError("broken", URL, begin, end)
+        hold.wait(3)
+
+    store.failing[URL] = fail
+    out = {f"w{k}": np.zeros(1 << 21, np.int64) for k in range(8)}
+    with pytest.raises(RemoteError):
+        opened.load(out=out)
+    hold.set()
+    time.sleep(0.2)
+    assert not any(array.any() for array in out.values())
+
+
+def test_every_file_is_asked_whether_it_has_changed():
+    store, opened = served(LARGE)
+    opened.load()
+    assert store.confirmed == [URL]
+
+
+def test_a_change_is_an_error_before_anyone_has_the_bytes(monkeypatch):
+    _, opened = served(LARGE)
+
+    def changed(self):
+        raise FormatError("the file has changed since it was opened", self.path)
+
+    monkeypatch.setattr("builders.remote.ServedStore.confirm", changed)
+    with pytest.raises(FormatError, match="has changed"):
+        opened.load()
+    with pytest.raises(FormatError, match="has changed"):
+        next(opened.stream())
+
+
+def test_progress_counts_all_bytes():
+    _, opened = served(LARGE)
+    seen = []
+    opened.load(progress=lambda done, total: seen.append((done, total)))
+    total = sum(a.nbytes for a in LARGE.values())
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+
+
+def test_what_progress_raises_ends_the_load():
+    store, opened = served({f"w{k}": np.full(1 << 21, k, np.int64) for k in range(20)}, latency=0.1)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        opened.load(progress=stop)
+    assert len(store.requests) < 38
+
+
+def test_quantizing_names_the_element_of_the_whole_tensor():
+    values = np.zeros((4096, 1024), np.float32)
+    values[4000, 7] = np.nan
+    _, opened = served({"w": values})
+    with pytest.raises(safeload.RangeError, match=r"element \[4000, 7\] is nan"):
+        safeload.load_quantized(opened, "q8_0")
+
+
+def test_no_tensors_and_no_bytes():
+    store, opened = served({})
+    assert opened.load() == {}
+    store, opened = served({"a": np.zeros((0, 3)), "b": np.float32(4)})
+    assert opened.load()["b"] == 4
+    assert opened.load(["a"])["a"].shape == (0, 3)
