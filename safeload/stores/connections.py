@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -246,16 +246,17 @@ class Connections:
     """The connections of all files that are opened with the same options. Any thread may use it.
 
     Args:
-        context: for TLS.
+        context: makes that for TLS, when it is first needed: to read the system's certificates takes long.
         timeout: seconds without a byte after which an answer is given up.
         connect_timeout: seconds after which a connect is.
     """
 
-    def __init__(self, context: ssl.SSLContext, timeout: float, connect_timeout: float) -> None:
-        self._context = context
+    def __init__(self, context: Callable[[], ssl.SSLContext], timeout: float, connect_timeout: float) -> None:
+        self._make_context = context
+        self._context: ssl.SSLContext | None = None
         self._timeout = urllib3.Timeout(connect=connect_timeout, read=timeout)
-        # By process and proxy: sockets that a fork has copied belong to the parent, and its locks may be held there.
-        self._managers: dict[tuple[int, str | None], Any] = {}
+        # By process, scheme and proxy: the sockets that a fork copies are the parent's, and so are locks that are held.
+        self._managers: dict[tuple[int, str, str | None], Any] = {}
         self._proxies: dict[tuple[str, str], str | None] = {}
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, _close, self._managers)
@@ -266,16 +267,16 @@ class Connections:
         exchange = Exchange()
         with current().aborting(exchange.abort):
             try:
-                exchange.begin(self._manager(self._proxy_of(url)), url, headers, self._timeout)
+                exchange.begin(self._manager(url), url, headers, self._timeout)
                 yield exchange
             finally:
                 exchange.end()
 
-    def _manager(self, proxy: str | None) -> Any:
-        key = os.getpid(), proxy
+    def _manager(self, url: str) -> Any:
+        key = os.getpid(), urlsplit(url).scheme, self._proxy_of(url)
         found = self._managers.get(key)
         if found is None:
-            found = self._managers.setdefault(key, self._make(proxy))
+            found = self._managers.setdefault(key, self._make(*key[1:]))
         return found
 
     def _proxy_of(self, url: str) -> str | None:
@@ -285,9 +286,12 @@ class Connections:
             self._proxies[key] = _proxy_of(*key)
         return self._proxies[key]
 
-    def _make(self, proxy: str | None) -> Any:
-        verified = "CERT_NONE" if self._context.verify_mode == ssl.CERT_NONE else "CERT_REQUIRED"
-        options: dict[str, Any] = {"maxsize": _IDLE, "ssl_context": self._context, "cert_reqs": verified}
+    def _make(self, scheme: str, proxy: str | None) -> Any:
+        options: dict[str, Any] = {"maxsize": _IDLE}
+        if "https" in (scheme, urlsplit(proxy or "").scheme):
+            context = self._context = self._context or self._make_context()
+            verified = "CERT_NONE" if context.verify_mode == ssl.CERT_NONE else "CERT_REQUIRED"
+            options.update(ssl_context=context, cert_reqs=verified)
         if proxy is None:
             manager = urllib3.PoolManager(**options)
         else:
@@ -298,7 +302,8 @@ class Connections:
                 user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
                 options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=user)
             place = parts.netloc.rpartition("@")[2]
-            manager = urllib3.ProxyManager(f"{parts.scheme}://{place}", proxy_ssl_context=self._context, **options)
+            options["proxy_ssl_context"] = options.get("ssl_context")
+            manager = urllib3.ProxyManager(f"{parts.scheme}://{place}", **options)
         manager.pool_classes_by_scheme = {"http": _PlainPool, "https": _TlsPool}
         return manager
 
@@ -313,7 +318,7 @@ class Connections:
             _close(self._managers)
 
 
-def _close(managers: dict[tuple[int, str | None], Any]) -> None:
+def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
     """Closes the connections of this process."""
     for key in [key for key in managers if key[0] == os.getpid()]:
         manager = managers.pop(key, None)

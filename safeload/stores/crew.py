@@ -138,8 +138,19 @@ class _Crew:
             return self._condition.wait_for(lambda: not self._alive or self.error is not None, seconds)
 
     def end(self) -> None:
-        """Ends all threads and waits for them."""
-        self._stop.stop()
+        """Ends all threads and waits for them, also where Ctrl-C is pressed once more."""
         until = time.monotonic() + _GRACE
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        interrupted: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._stop.stop()
+                with self._condition:  # an interrupted `join` would take a thread that runs for one that has ended
+                    ended = self._condition.wait_for(lambda: not self._alive, max(0.0, until - time.monotonic()))
+                if ended:
+                    for thread in self._threads:
+                        thread.join()
+                break
+            except KeyboardInterrupt as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted

@@ -37,7 +37,7 @@ _FINAL = frozenset((errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG,
 _DENIED = re.compile(r"Credential|Authenti|Authoriz|Forbidden|AccessDenied|PermissionDenied|TokenError|RefreshError")
 _PASSING = re.compile(r"Connect|Timeout|TimedOut|Incomplete|Payload|Stream|Protocol|Transport|ServerError|HttpError")
 # Characters of another library's message.
-_MOST = 300
+_MOST = 500
 # Values of options that are shorter are words such as "us" or "true", and too common to be looked for.
 _LEAST = 5
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s'\"<>|\\^`{}]+")

@@ -197,6 +197,7 @@ class HttpStore(RemoteStore):
                 return found
             if isinstance(found.error, RemoteError):
                 found.error.begin, found.error.end = wanted.at, wanted.end
+            debug("%s: bytes [%d, %d): %s", self.path, wanted.at, wanted.end, found.error.args[0])
             if found.refused and not renewed and self._renew(route):
                 renewed = True
             else:
@@ -316,12 +317,13 @@ class HttpStore(RemoteStore):
 
     def _read(self, exchange: Exchange, url: str, wanted: _Wanted) -> Failure | None:
         """Takes the bytes that are missing from an answer."""
-        self._compare(exchange)
+        route = self._route
+        known = route.proven and url == route.url
+        self._compare(exchange, known)
         failure = self._misplaced(exchange, wanted.at, wanted.end)
         if failure is not None:
             return failure
-        route = self._route
-        if url != route.url or not route.proven:
+        if not known:
             self._route = _Route(url, url != self._target.url, True)
         return None if wanted.receive(exchange) else broken_off(self.path)
 
@@ -344,8 +346,13 @@ class HttpStore(RemoteStore):
             return None
         return Failure(RemoteError(what, self.path))
 
-    def _compare(self, exchange: Exchange) -> None:
-        """Raises FormatError if an answer is of another version than the one that was opened."""
+    def _compare(self, exchange: Exchange, known: bool) -> None:
+        """Raises FormatError if an answer is of another version than the one that was opened.
+
+        Args:
+            exchange: has the answer.
+            known: whether its URL has given bytes of that version before, and was asked for it.
+        """
         total = _total(exchange)
         if total is not None:
             compare((total,), self.version[:1], self.path)
@@ -356,8 +363,8 @@ class HttpStore(RemoteStore):
             same = True  # an error for other reasons
         elif self._etag is not None and etag is not None:
             same = _opaque(etag) == _opaque(self._etag) and (_is_strong(etag) or self._agrees(modified))
-        elif self._etag is not None and not self._route.proven:
-            same = False  # a URL that has not been asked for this version, and does not say which it has
+        elif self._etag is not None and not known:
+            same = False  # it does not say of which it is
         else:
             same = self._agrees(modified)
         if not same:

@@ -7,7 +7,8 @@ import math
 import os
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -78,7 +79,7 @@ class Client:
         if not isinstance(self.retries, int) or isinstance(self.retries, bool) or self.retries < 0:
             raise ValueError(f"retries: a number of at least 0 is wanted, found {show(self.retries)}")
         connect_timeout = _seconds(options, "connect_timeout", CONNECT_TIMEOUT)
-        self.connections = Connections(_context(options), self.timeout, connect_timeout)
+        self.connections = Connections(_context_of(options), self.timeout, connect_timeout)
 
     def __repr__(self) -> str:
         return "<Client>"  # headers are secrets
@@ -113,17 +114,25 @@ def _seconds(options: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _context(options: Mapping[str, Any]) -> ssl.SSLContext:
-    context, verify = options.get("ssl_context"), options.get("verify", True)
-    if context is not None:
-        if not isinstance(context, ssl.SSLContext) or "verify" in options:
+def _context_of(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
+    """What makes the context for TLS."""
+    given, verify = options.get("ssl_context"), options.get("verify", True)
+    if given is not None:
+        if not isinstance(given, ssl.SSLContext) or "verify" in options:
             raise TypeError("ssl_context: an ssl.SSLContext is wanted, without verify beside it")
-        return context
+        return lambda: given
+    if not isinstance(verify, (bool, str, os.PathLike)):
+        raise TypeError(f"verify: a bool, or a path of certificates, is wanted, found {show(verify)}")
+    return partial(_context, verify)
+
+
+def _context(verify: bool | str | os.PathLike[str]) -> ssl.SSLContext:
     if isinstance(verify, bool):
         context = ssl.create_default_context()
     else:
         path = os.fspath(verify)
-        context = ssl.create_default_context(**{"capath" if os.path.isdir(path) else "cafile": path})
+        folder = os.path.isdir(path)
+        context = ssl.create_default_context(cafile=None if folder else path, capath=path if folder else None)
     if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

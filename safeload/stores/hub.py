@@ -23,9 +23,10 @@ from .store import ByteStore
 
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _URL = re.compile(
-    r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repo>[^/@]+/[^/@]+)"
+    r"(?i:hf)://(?:(?P<kind>models|datasets|spaces)/)?"
+    r"(?P<repo>(?!(?:models|datasets|spaces|buckets|kernels)/)[^/@]+/[^/@]+)"
     r"(?:@(?P<revision>refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(?P<path>.*))?",
-    re.DOTALL | re.IGNORECASE,
+    re.DOTALL,
 )
 # What the Hub says when there is nothing, as opposed to no access; by the names of huggingface_hub's classes.
 _MISSING = ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")
@@ -54,12 +55,12 @@ def place_of(url: str) -> Place:
         UnsupportedError: it does not name a repository.
     """
     match = _URL.fullmatch(url)
-    if match is None or url.startswith("hf://buckets/"):
+    if match is None:
         raise UnsupportedError(
             f"{urls.shown(url)}: expected hf://owner/name[@revision][/path], hf://datasets/... or hf://spaces/...; "
             "for a bucket pass safeload.remote.of_fsspec(huggingface_hub.HfFileSystem(), path)"
         )
-    kind = _KINDS[(match["kind"] or "models").lower()]
+    kind = _KINDS[match["kind"] or "models"]
     revision = None if match["revision"] is None else unquote(match["revision"])
     return Place(kind, match["repo"], revision, (match["path"] or "").strip("/"))
 

@@ -15,7 +15,7 @@ from ..errors import FormatError, RemoteError
 if TYPE_CHECKING:
     from .fsspec_store import Handle
     from .http import HttpStore
-    from .http_client import Client
+    from .http_client import Client, Target
 
 # Seconds for which a URL is signed; when it has expired, which temporary credentials may do earlier, it is signed anew.
 _VALID = 3600
@@ -44,10 +44,10 @@ class Signer:
         """
         if not self.works or not _signable(handle.fs):
             return None
-        from .http import HttpStore
-        from .http_client import Target
 
         def resolve() -> Target:
+            from .http_client import Target
+
             fs = handle.fs
             named = {key: value for key, value in _settings(fs, "req_kw").items() if key == "RequestPayer" and value}
             url = handle.ask(shown, "url", place, expires=_VALID, **named)
@@ -56,6 +56,8 @@ class Signer:
             return Target(url, headers)
 
         try:
+            from .http import HttpStore
+
             return HttpStore(shown, resolve, self._shared(handle))
         except (FormatError, FileNotFoundError):
             raise

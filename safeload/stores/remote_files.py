@@ -154,11 +154,12 @@ class RemoteFiles:
 
 
 def _backend(scheme: str, url: str, options: Mapping[str, Any]) -> Backend:
-    if "::" not in url and scheme in ("http", "https"):
+    chained = len(urls.links(url)) > 1
+    if not chained and scheme in ("http", "https"):
         from .http import Web
 
         return Web(options)
-    if "::" not in url and scheme == "hf":
+    if not chained and scheme == "hf":
         from .hub import Hub
 
         return Hub(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -73,8 +74,23 @@ class Stop:
                 self._condition.notify_all()
 
 
+class _Never(Stop):
+    """That of the program's own threads. It has no lock: a fork might find it held by another thread."""
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @contextmanager
+    def aborting(self, abort: Callable[[], object]) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        yield
+
+
 _of_thread = threading.local()
-_NEVER = Stop()
+_NEVER = _Never()
 
 
 def current() -> Stop:

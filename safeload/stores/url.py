@@ -11,11 +11,15 @@ from ..errors import UnsupportedError
 
 # A scheme has two letters or more: one is a drive of Windows. Chains of fsspec begin with "scheme::".
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
+# Between two links of a chain. Addresses of IPv6 and queries may have "::" too, with no scheme behind it.
+_CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+(?:://|::))")
 # A link of a chain: its scheme, and where that is, the rest as RFC 3986 divides it.
 _LINK = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://([^/?#]*)([^?#]*)(.*))?", re.DOTALL)
 
 # Schemes that need no `storage_options`: a path in a configuration must not reach whatever fsspec can reach.
 PLAIN = ("https", "http", "hf", "s3", "gs", "az", "file", "memory")
+# Those where what stands before "@" is the name of a repository or a container.
+_NAMED = ("hf", "abfs", "abfss", "az")
 # Those that stay on this machine.
 _HERE = ("file", "memory")
 # Variables that forbid the network; huggingface_hub reads the first one the same way.
@@ -32,26 +36,37 @@ def scheme_of(url: str) -> str:
     return re.split(r"://|::", url, maxsplit=1)[0].lower()
 
 
+def links(url: str) -> list[str]:
+    """The links of a chain; a plain URL is a chain of one."""
+    return _CHAINED.split(url)
+
+
 def shown(url: str) -> str:
     """A URL as messages, reprs and pickles have it: without user, password, query and fragment, which may be secret."""
-    links = []
-    for link in url.split("::"):
-        match = _LINK.fullmatch(link)
-        if match is None or match[2] is None:
-            links.append(link)
-            continue
-        scheme, host, path = match[1].lower(), match[2], match[3]
-        links.append(f"{scheme}://{host if scheme == 'hf' else host.rpartition('@')[2]}{path}")
-    return "::".join(links)
+    return "::".join(map(_shown_link, links(url)))
+
+
+def _shown_link(link: str) -> str:
+    match = _LINK.fullmatch(link)
+    if match is None or match[2] is None:
+        return re.split("[?#]", link, maxsplit=1)[0]
+    scheme, host, path = match[1].lower(), match[2], match[3]
+    user, at, place = host.rpartition("@")
+    if scheme in _NAMED and ":" not in user:
+        return f"{scheme}://{host}{path}"
+    if not at and "@" in path and not re.fullmatch(r"[^:]*|\[.*\]|.*:[0-9]*", host):
+        # A password with a slash in it, which is not escaped: what looks like the path is the rest of it.
+        return f"{scheme}://{path.rpartition('@')[2]}"
+    return f"{scheme}://{place}{path}"
 
 
 def needs_query(url: str) -> bool:
     """Whether a URL has a query, or a fragment, without which it leads elsewhere, or nowhere."""
-    return any(mark in link for link in url.split("::") if "://" in link for mark in "?#")
+    return any(mark in link for link in links(url) if "://" in link for mark in "?#")
 
 
 def check_allowed(url: str, asked: bool) -> None:
-    """Refuses URLs that nobody asked for.
+    """Refuses URLs that a caller has not asked for.
 
     Args:
         url: a URL.
@@ -62,14 +77,15 @@ def check_allowed(url: str, asked: bool) -> None:
             forbids it.
     """
     scheme = scheme_of(url)
-    if not asked and ("::" in url or scheme not in PLAIN):
-        what = "a chain of URLs" if "::" in url else f"the scheme {show(scheme)}"
+    chained = len(links(url)) > 1
+    if not asked and (chained or scheme not in PLAIN):
+        what = "a chain of URLs" if chained else f"the scheme {show(scheme)}"
         raise UnsupportedError(
             f"{shown(url)}: {what} is opened only with storage_options= (which may be empty): "
             f"without, only {', '.join(PLAIN)} are"
         )
     variable = offline()
-    if variable is not None and any(scheme_of(link) not in _HERE for link in url.split("::") if "://" in link):
+    if variable is not None and any(scheme_of(link) not in _HERE for link in links(url) if "://" in link):
         raise UnsupportedError(f"{shown(url)}: {variable} is set, which forbids the network")
 
 

@@ -1,0 +1,263 @@
+"""The threads that read for a call: they end with it, by whatever way; and what ends them."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from safeload.stores import crew, stop
+from safeload.stores.crew import each, run
+from safeload.stores.stop import Stop, Stopped
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "safeload"]
+
+
+def wait(condition):
+    until = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+# ---- run ----
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 100])
+def test_all_tasks_are_done(count):
+    done = []
+    run((functools.partial(done.append, k) for k in range(count)), 8)
+    assert sorted(done) == list(range(count))
+    assert not threads()
+
+
+def test_there_are_no_more_threads_than_tasks_and_than_the_limit():
+    names, gate = set(), threading.Barrier(4)
+
+    def task():
+        names.add(threading.get_ident())
+        gate.wait(5)
+
+    run([task] * 8, 4)
+    assert len(names) == 4
+    names.clear()
+    run([lambda: names.add(threading.get_ident())], 8)
+    assert len(names) == 1
+
+
+def test_the_first_error_is_raised_and_ends_the_others():
+    ended = []
+
+    def slow():
+        try:
+            stop.current().sleep(30)
+        except Stopped:
+            ended.append(True)
+            raise
+
+    def bad():
+        wait(lambda: len(threads()) >= 3)
+        raise ValueError("first")
+
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="first") as caught:
+        run([slow, slow, bad, *[slow] * 100], 3)
+    assert time.monotonic() - begun < 2
+    assert len(ended) == 2
+    assert not threads()
+    assert caught.value.__context__ is None
+
+
+def test_an_error_of_the_tasks_themselves_is_raised():
+    def tasks():
+        yield lambda: None
+        raise KeyError("tasks")
+
+    with pytest.raises(KeyError, match="tasks"):
+        run(tasks(), 4)
+
+
+def test_what_tick_raises_ends_the_tasks():
+    def tick():
+        raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run([lambda: stop.current().sleep(30)] * 4, 4, tick)
+    assert time.monotonic() - begun < 1
+    assert not threads()
+
+
+def test_tick_is_called_at_the_end():
+    seen, done = [], []
+    run([lambda: done.append(1)], 1, lambda: seen.append(len(done)))
+    assert seen[-1] == 1
+
+
+def test_tasks_go_on_where_a_thread_cannot_be_started(monkeypatch):
+    started = itertools.count()
+    start = threading.Thread.start
+
+    def some(self):
+        if self.name == "safeload" and next(started) >= limit:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", some)
+    limit, done = 2, []
+    run([lambda: done.append(1)] * 20, 8)
+    assert len(done) == 20
+    limit = 0
+    with pytest.raises(RuntimeError, match="new thread"):
+        run([lambda: done.append(1)], 8)
+
+
+def test_a_task_that_cannot_be_ended_is_not_waited_for_long(monkeypatch):
+    monkeypatch.setattr(crew, "_GRACE", 0.1)
+    gate = threading.Event()
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        run([lambda: gate.wait(10)], 1, lambda: 1 // 0)
+    assert time.monotonic() - begun < 1
+    gate.set()
+    wait(lambda: not threads())
+
+
+def test_the_end_of_a_call_ends_those_within_it():
+    begun = threading.Event()
+
+    def inner():
+        begun.set()
+        stop.current().sleep(30)
+
+    def tick():
+        if begun.is_set():
+            raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run([lambda: each(lambda item: inner(), range(4))] * 2, 2, tick)
+    assert time.monotonic() - start < 1
+    wait(lambda: not threads())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no signal to one process here")
+def test_ctrl_c_pressed_twice_still_waits_for_the_threads():
+    code = """
+import os, signal, threading, time
+from safeload.stores import crew, stop
+signal.signal(signal.SIGINT, signal.default_int_handler)
+written = []
+def task():
+    try:
+        stop.current().sleep(30)
+    finally:
+        time.sleep(0.4)
+        written.append(time.monotonic())
+def press():
+    for _ in range(2):
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press).start()
+try:
+    crew.run([task], 1)
+except KeyboardInterrupt:
+    print(len(written))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert done.stdout == "1\n", done.stderr
+
+
+# ---- each ----
+
+
+def test_results_come_in_the_order_of_items():
+    assert each(lambda item: (time.sleep(0.01 * (3 - item)), item)[1], range(4), 4) == [0, 1, 2, 3]
+    assert each(str, []) == []
+    assert each(str, [None, None]) == ["None", "None"]
+    here = threading.get_ident()
+    assert each(lambda item: threading.get_ident(), [1]) == [here]
+    assert here not in each(lambda item: threading.get_ident(), [1, 2])
+
+
+# ---- Stop ----
+
+
+def test_a_stopped_wait_ends_at_once():
+    ending = Stop()
+    threading.Timer(0.05, ending.stop).start()
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        ending.sleep(30)
+    assert time.monotonic() - begun < 1
+    for use in (ending.check, lambda: ending.sleep(0)):
+        with pytest.raises(Stopped):
+            use()
+    with pytest.raises(Stopped), ending.filling():
+        pytest.fail("it was entered")
+    with pytest.raises(Stopped), ending.aborting(lambda: None):
+        pytest.fail("it was entered")
+
+
+def test_a_stop_aborts_and_the_failure_is_that_of_the_stop():
+    ending, broken = Stop(), threading.Event()
+    outcome = []
+
+    def work():
+        try:
+            with ending.aborting(broken.set):
+                broken.wait(5)
+                raise OSError("connection reset")
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    wait(lambda: ending._aborts)
+    ending.stop()
+    thread.join()
+    assert isinstance(outcome[0], Stopped)
+    assert not ending._aborts
+
+
+def test_a_failure_without_a_stop_stays_what_it_is():
+    with pytest.raises(OSError, match="reset"), Stop().aborting(pytest.fail):
+        raise OSError("reset")
+
+
+def test_a_stop_waits_until_nothing_is_written():
+    ending, events = Stop(), []
+
+    def work():
+        with ending.filling():
+            events.append("begun")
+            time.sleep(0.1)
+            events.append("written")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    wait(lambda: events)
+    ending.stop()
+    assert events == ["begun", "written"]
+    thread.join()
+
+
+def test_each_thread_has_its_own_stop():
+    ending = Stop()
+    before = stop.current()
+    with stop.belonging(ending):
+        assert stop.current() is ending
+        with stop.belonging(before):
+            assert stop.current() is before
+        assert stop.current() is ending
+        assert each(lambda item: stop.current() is ending, [1, 2]) == [False, False]
+    assert stop.current() is before
+    stop.current().check()
+    with stop.current().aborting(pytest.fail), stop.current().filling():
+        stop.current().sleep(0)

@@ -1,0 +1,589 @@
+"""Files behind https: whom secrets are sent to, redirects, proxies, TLS, options, the end of a call, forks."""
+
+import base64
+import functools
+import importlib
+import logging
+import multiprocessing
+import os
+import pickle
+import socket
+import ssl
+import sys
+import threading
+import time
+import traceback
+import warnings
+
+import pytest
+from builders import http_server as server
+from builders.http_server import CERTIFICATE, Server
+
+from safeload import FormatError, UnsupportedError
+from safeload.errors import RemoteError, RemotePermissionError
+from safeload.stores import crew
+from safeload.stores.remote import WINDOW
+from safeload.stores.remote_files import RemoteFiles
+from safeload.stores.store import Span
+
+urllib3 = pytest.importorskip("urllib3")
+retries = importlib.import_module("safeload.stores.retries")
+client = importlib.import_module("safeload.stores.http_client")
+http = importlib.import_module("safeload.stores.http")
+Web = http.Web
+
+MIB = 1 << 20
+CONTENT = os.urandom(MIB)
+SIZE = len(CONTENT)
+FILES = {"/a": CONTENT, "/b": CONTENT, "/c": CONTENT}
+SECRETS = ("s3cr3t", "us3r", "t0ken", "qu3ry", base64.b64encode(b"us3r:s3cr3t").decode())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(retries, "_BACKOFF", 0.01)
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+
+
+def serve(*faults, files=FILES, **options):
+    return Server(files, faults=faults, **options)
+
+
+def read(store, begin=WINDOW, end=SIZE):
+    memory = bytearray(end - begin)
+    store.read_into(begin, memory)
+    return bytes(memory)
+
+
+# ---- secrets ----
+
+
+def in_all_words(error):
+    """Everything that a report of an error may show."""
+    chain = []
+    while error is not None:
+        chain += [str(error), repr(error), *traceback.format_exception(error), repr(getattr(error, "__dict__", None))]
+        assert error.__cause__ is None
+        error = error.__context__
+    return "\n".join(chain)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        server.reset(),
+        server.short(5),
+        server.silent(),
+        server.stall(5),
+        server.garbage(),
+        server.garbage(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 100_000),
+        server.garbage(b"HTTP/1.1 206 qu3ry\r\nContent-Length: t0ken\r\n\r\n"),
+        *(server.status(code) for code in (204, 400, 401, 403, 404, 407, 410, 412, 416, 418, 429, 503)),
+        server.status(429, retry_after=1000),
+        server.total(3),
+        server.whole(),
+        server.moved(1),
+        server.header("Content-Encoding", "gzip"),
+        server.redirect("/b?qu3ry"),
+        server.redirect("/a?qu3ry"),
+        server.redirect("ftp://us3r:s3cr3t@host/a?qu3ry"),
+        server.redirect("http://us3r:s3cr3t@127.0.0.1:1/a?qu3ry"),
+        server.redirect("http://us3r:s3cr3t@name.invalid/a?qu3ry"),
+        server.redirect("http://[::1/qu3ry"),
+        server.redirect("http://" + "x" * 300 + "/a?qu3ry"),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1], ids=["opening", "reading"])
+def test_no_secret_is_shown(fault, first, caplog):
+    caplog.set_level(logging.DEBUG)
+    fault.first, fault.seen = first, server.itertools.count()
+    with serve(fault) as there:
+        url = there.url("/a?key=qu3ry#qu3ry", user="us3r:s3cr3t@")
+        web = Web({"headers": {"X-Key": "t0ken"}, "timeout": 0.1, "retries": 1})
+        store, error = None, None
+        try:
+            store = web.open(url)
+            read(store)
+        except Exception as caught:
+            error = caught
+        assert there.requests[0].headers["x-key"] == "t0ken"
+    shown = "\n".join(
+        [in_all_words(error), repr(web), repr(store), caplog.text, *map(repr, vars(store or web).values())]
+    )
+    for secret in SECRETS:
+        assert secret not in shown
+    assert "/a: bytes [0, 131072)" in caplog.text
+
+
+def test_other_programs_keep_their_log(caplog):
+    caplog.set_level(logging.DEBUG)
+    with serve() as there, urllib3.PoolManager() as manager:
+        manager.request("GET", there.url("/a?mine"))
+    assert "/a?mine" in caplog.text
+
+
+def test_a_store_is_not_pickled():
+    with serve() as there:
+        store = Web({}).open(there.url("/a?qu3ry"))
+        with pytest.raises(TypeError, match="cannot be copied or pickled") as caught:
+            pickle.dumps(store)
+        assert "qu3ry" not in str(caught.value)
+        store.close()
+
+
+def test_user_and_password_of_the_url_are_sent_as_a_header():
+    with serve() as there:
+        Web({}).open(there.url("/a", user="me%40here:p%C3%A4ss@")).close()
+        assert (
+            there.requests[0].headers["authorization"] == "Basic " + base64.b64encode("me@here:päss".encode()).decode()
+        )
+        assert "@" not in there.requests[0].headers["host"]
+
+
+# ---- redirects ----
+
+
+def test_redirects_are_followed_once_and_remembered():
+    with serve(server.redirect("/c?x=1", path="/b"), server.redirect("b", code=307, path="/a")) as there:
+        store = Web({"headers": {"X-Key": "1"}}).open(there.url("/a"))
+        assert read(store) == CONTENT[WINDOW:]
+        assert [request.path for request in there.requests] == ["/a", "/b", "/c?x=1", "/c?x=1"]
+        assert all(request.headers["x-key"] == "1" for request in there.requests)
+        assert store.path == there.url("/a")
+        assert there.connections == 1
+        store.close()
+
+
+def test_headers_are_sent_to_no_other_host_or_port():
+    with serve() as other, serve() as there:
+        there.faults.append(server.redirect(other.url("/b?qu3ry")))
+        options = {"headers": {"X-Key": "1", "Cookie": "c", "authorization": "overwritten"}}
+        store = Web(options).open(there.url("/a", user="us3r:s3cr3t@"))
+        assert read(store) == CONTENT[WINDOW:]
+        assert there.requests[0].headers["x-key"] == "1"
+        assert there.requests[0].headers["authorization"].startswith("Basic ")
+        assert len(other.requests) == 2
+        for request in other.requests:
+            assert not {"x-key", "cookie", "authorization"} & set(request.headers)
+        store.close()
+
+
+def test_a_redirect_from_https_to_http_is_refused():
+    with serve() as plain, serve(tls=True) as there:
+        there.faults.append(server.redirect(plain.url("/b?qu3ry"), path="/a"))
+        with pytest.raises(RemoteError, match=r"redirects from https to http .http://"):
+            Web({"verify": CERTIFICATE}).open(there.url("/a"))
+        plain.faults.append(server.redirect(there.url("/b"), path="/a"))
+        store = Web({"verify": str(CERTIFICATE), "headers": {"X-Key": "1"}}).open(plain.url("/a"))
+        assert read(store) == CONTENT[WINDOW:]
+        assert "x-key" not in there.requests[-1].headers
+        store.close()
+    assert len(plain.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("faults", "message", "requests"),
+    [
+        ([server.redirect("/b", path="/a"), server.redirect("/a", path="/b")], "in a circle", 2),
+        ([server.redirect("", path="/a")], "not a URL of http", 1),
+        ([server.status(302)], "not a URL of http", 1),
+        ([server.redirect("file:///etc/passwd")], "not a URL of http", 1),
+        ([server.redirect("ftp://127.0.0.1/a")], "not a URL of http", 1),
+        ([server.redirect("http://127.0.0.1:99999/a")], "not a URL of http", 1),
+    ],
+)
+def test_redirects_that_lead_nowhere_are_errors(faults, message, requests):
+    for fault in faults:
+        fault.seen = server.itertools.count()
+    with serve(*faults) as there:
+        with pytest.raises(RemoteError, match=message):
+            Web({}).open(there.url("/a"))
+        assert len(there.requests) == requests
+
+
+def test_there_are_ten_redirects_at_most():
+    chain = {f"/{k}": server.redirect(f"/{k + 1}", path=f"/{k}") for k in range(20)}
+    with serve(*chain.values(), files={"/20": CONTENT}) as there:
+        store = Web({}).open(there.url("/10"))
+        assert len(there.requests) == 11
+        with pytest.raises(RemoteError, match="more than 10 times"):
+            Web({}).open(there.url("/9"))
+        assert len(there.requests) == 22
+        store.close()
+
+
+def test_a_redirect_of_a_later_range_is_followed():
+    with serve() as other, serve() as there:
+        store = Web({"headers": {"X-Key": "1"}}).open(there.url("/a"))
+        there.faults.append(server.redirect(other.url("/b")))
+        assert read(store) == CONTENT[WINDOW:]
+        assert read(store) == CONTENT[WINDOW:]
+        assert len(there.requests) == 2
+        assert ["x-key" in request.headers for request in other.requests] == [False, False]
+        assert ["if-match" in request.headers for request in other.requests] == [False, True]
+        store.close()
+
+
+def test_a_redirect_to_another_version_is_an_error():
+    with serve(files={"/b": CONTENT[::-1]}) as other, serve() as there:
+        for etag in ("strong", None):
+            other.etag = etag
+            there.faults.clear()
+            store = Web({}).open(there.url("/a"))
+            there.faults.append(server.redirect(other.url("/b")))
+            with pytest.raises(FormatError, match="has changed since it was opened"):
+                read(store)
+            store.close()
+
+
+def test_locations_beyond_ascii_are_understood():
+    name = "/mod\u00e8le \u4e2d.safetensors"
+    with serve(files={name: CONTENT}) as there:
+        raw = f"HTTP/1.1 302 Found\r\nLocation: {name}\r\nContent-Length: 0\r\n\r\n".encode()
+        there.faults.append(server.garbage(raw, path="/a"))
+        store = Web({}).open(there.url("/a"))
+        assert read(store) == CONTENT[WINDOW:]
+        store.close()
+        store = Web({}).open(there.url(name))
+        assert read(store) == CONTENT[WINDOW:]
+        store.close()
+
+
+# ---- URLs that expire ----
+
+
+def test_an_expired_url_is_resolved_again():
+    """As the Hub and presigned URLs have it; in several threads at once, the resolving is done by one."""
+    issued = []
+
+    def resolve():
+        issued.append(there.url(f"/a?signature={len(issued)}"))
+        return client.Target(issued[-1], {})
+
+    def check(answer, request):
+        if request.path != f"/a?signature={valid[0]}":
+            server.status(403).change(answer, request)
+
+    valid = [0]
+    with serve(server.Fault(check)) as there:
+        store = http.HttpStore("s3://bucket/a", resolve, client.Client({}))
+        valid[0] = 1
+        memory = [bytearray(1000) for _ in range(8)]
+        spans = [[Span(WINDOW + 1000 * k, memoryview(one))] for k, one in enumerate(memory)]
+        crew.run([functools.partial(store.read_spans, one) for one in spans], 8)
+        assert b"".join(memory) == CONTENT[WINDOW : WINDOW + 8000]
+        assert len(issued) == 2
+        valid[0] = 2
+        assert read(store) == CONTENT[WINDOW:]
+        valid[0] = -1
+        with pytest.raises(RemotePermissionError, match="refuses access"):
+            read(store)
+        assert len(issued) == 4
+        there.files["/a"], valid[0] = CONTENT[::-1], 4
+        with pytest.raises(Exception, match="has changed since it was opened"):
+            read(store)
+        store.close()
+
+
+def test_an_expired_redirect_is_followed_again():
+    with serve(server.redirect("/b?1", path="/a", times=1), server.redirect("/b?2", path="/a")) as there:
+        there.faults.reverse()
+        there.faults[0].first = 1
+        store = Web({}).open(there.url("/a"))
+        there.faults.append(
+            server.Fault(lambda answer, request: request.path == "/b?1" and server.status(403).change(answer, request))
+        )
+        assert read(store) == CONTENT[WINDOW:]
+        assert [request.path for request in there.requests] == ["/a", "/b?1", "/b?1", "/a", "/b?2"]
+        store.close()
+
+
+# ---- TLS ----
+
+
+def test_certificates_are_checked():
+    with serve(tls=True) as there:
+        with pytest.raises(RemoteError, match="certificate is not trusted: self") as caught:
+            Web({}).open(there.url("/a?qu3ry"))
+        assert "tried" not in str(caught.value)
+        for options in ({"verify": CERTIFICATE}, {"ssl_context": ssl.create_default_context(cafile=CERTIFICATE)}):
+            for host in ("localhost", "127.0.0.1")[: 1 if urllib3.__version__ < "2" else 2]:
+                store = Web(options).open(there.url("/a", host))
+                assert read(store) == CONTENT[WINDOW:]
+                store.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Web({"verify": False}).open(there.url("/a")).close()
+
+
+def test_a_certificate_for_another_host_is_refused(monkeypatch):
+    asked = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest: asked("127.0.0.1", *rest))
+    with serve(tls=True) as there, pytest.raises(RemoteError, match="certificate is not trusted"):
+        Web({"verify": CERTIFICATE}).open(there.url("/a", "other.example"))
+
+
+def test_a_server_that_speaks_no_tls_is_an_error_at_once():
+    with serve() as there, pytest.raises(RemoteError, match="TLS fails") as caught:
+        Web({}).open(there.url("/a").replace("http:", "https:"))
+    assert "tried" not in str(caught.value)
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": 1}, "https: unknown storage option 'key'; known are connect_timeout, headers"),
+        ({"headers": "x"}, "a mapping is wanted"),
+        ({"headers": {"A": 1}}, "texts"),
+        ({"headers": {"A b": "t0ken"}}, "'A b' cannot be the name"),
+        ({"headers": {"A": "t0ken\r\nB: c"}}, "the value of A has a character"),
+        ({"headers": {"A": "t0ken\u4e2d"}}, "the value of A has a character"),
+        ({"headers": {"range": "bytes=0-1"}}, "set by safeload"),
+        ({"timeout": 0}, "timeout: a number of seconds above 0"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"connect_timeout": "1"}, "connect_timeout"),
+        ({"retries": -1}, "retries"),
+        ({"retries": True}, "retries"),
+        ({"ssl_context": 1}, "SSLContext"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_wrong_options_are_errors(options, message):
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        Web(options)
+    assert "t0ken" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///a", "http://:80/a", "http://[::1/a", "http://host:x/a"])
+def test_urls_without_a_host_are_errors(url):
+    with pytest.raises(RemoteError, match="no host"):
+        Web({}).open(url)
+
+
+def test_there_are_no_folders_and_no_uploads():
+    web = Web({})
+    assert not web.is_folder("https://host/folder/")
+    with pytest.raises(UnsupportedError, match=r"https://host/folder/: https has no folders: open an index"):
+        web.listing("https://host/folder/?qu3ry")
+    with pytest.raises(UnsupportedError, match="cannot be written to"):
+        web.upload("here", "https://host/there?qu3ry")
+
+
+def test_files_behind_urls_are_opened_by_their_scheme():
+    with serve() as there:
+        files = RemoteFiles()
+        assert files.exists(there.url("/a"))
+        assert not files.exists(there.url("/x"))
+        store = files.open(there.url("/a"))
+        assert (store.size, read(store)) == (MIB, CONTENT[WINDOW:])
+        store.close()
+
+
+# ---- proxies ----
+
+
+def test_proxies_of_the_environment_are_used(monkeypatch):
+    # A request to a proxy has the whole URL; this server gives the file of its path.
+    with serve() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url(user="us3r:s3cr3t@"))
+        store = Web({"headers": {"X-Key": "1"}}).open("http://weights.example/a?x=1")
+        assert read(store) == CONTENT[WINDOW:]
+        assert {request.path for request in proxy.requests} == {"http://weights.example/a?x=1"}
+        wanted = "Basic " + base64.b64encode(b"us3r:s3cr3t").decode()
+        assert {request.headers["proxy-authorization"] for request in proxy.requests} == {wanted}
+        store.close()
+        with serve() as there:
+            monkeypatch.setenv("no_proxy", "127.0.0.1")
+            Web({}).open(there.url("/a")).close()
+            assert len(there.requests) == 1
+
+
+def test_https_goes_through_a_tunnel(monkeypatch):
+    with serve() as proxy, serve(tls=True) as there:
+        monkeypatch.setenv("https_proxy", f"127.0.0.1:{proxy.port}")
+        store = Web({"verify": CERTIFICATE, "headers": {"X-Key": "1"}}).open(there.url("/a", "localhost"))
+        assert read(store) == CONTENT[WINDOW:]
+        assert [(request.method, request.path) for request in proxy.requests] == [
+            ("CONNECT", f"localhost:{there.port}")
+        ]
+        assert "x-key" not in proxy.requests[0].headers
+        store.close()
+
+
+def test_proxies_that_refuse_are_named(monkeypatch):
+    with serve(server.garbage(b"HTTP/1.1 407 No\r\nContent-Length: 0\r\n\r\n")) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url(user="us3r:s3cr3t@"))
+        monkeypatch.setenv("https_proxy", "http://us3r:s3cr3t@127.0.0.1:1")
+        with pytest.raises(RemotePermissionError, match="proxy"):
+            Web({}).open("http://weights.example/a")
+        with pytest.raises(RemoteError, match="the proxy: the connection failed") as caught:
+            Web({"retries": 0}).open("https://weights.example/a")
+        assert "s3cr3t" not in in_all_words(caught.value)
+        monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
+        with pytest.raises(UnsupportedError, match="a proxy by socks5 is not supported"):
+            Web({}).open("http://weights.example/a")
+
+
+# ---- connections ----
+
+
+def test_connections_are_kept_until_the_last_file_is_closed():
+    with serve() as there:
+        web = Web({})
+        one, two = web.open(there.url("/a")), web.open(there.url("/b"))
+        one.close()
+        assert read(two) == CONTENT[WINDOW:]
+        assert there.connections == 1
+        two.close()
+        web.open(there.url("/a")).close()
+        assert there.connections == 2
+
+
+def test_a_connection_that_the_server_has_closed_is_made_again():
+    with serve() as there:
+        store = Web({"retries": 0}).open(there.url("/a"))
+        for one in list(there._sockets):
+            one.shutdown(socket.SHUT_RDWR)
+        time.sleep(0.05)
+        assert read(store) == CONTENT[WINDOW:]
+        assert (there.connections, len(there.requests)) == (2, 2)
+        store.close()
+
+
+def test_many_threads_read_at_once():
+    with serve(latency=0.05) as there:
+        store = Web({}).open(there.url("/a"))
+        memory = bytearray(len(CONTENT))
+        view, step = memoryview(memory), len(CONTENT) // 64
+        tasks = [
+            functools.partial(store.read_spans, [Span(at, view[at : at + step])]) for at in range(0, len(CONTENT), step)
+        ]
+        crew.run(tasks, 16)
+        assert memory == CONTENT
+        assert 8 <= there.most_in_flight <= 16
+        assert there.connections <= 17
+        store.close()
+
+
+def read_in_child(store, pipe):
+    try:
+        pipe.send(read(store) == CONTENT[WINDOW:])
+    except BaseException as error:
+        pipe.send(repr(error))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_makes_connections_of_its_own():
+    with serve() as there:
+        store = Web({}).open(there.url("/a"))
+        ours, theirs = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=read_in_child, args=(store, theirs))
+        child.start()
+        assert read(store) == CONTENT[WINDOW:]
+        assert ours.poll(10)
+        assert ours.recv() is True
+        child.join(10)
+        assert read(store) == CONTENT[WINDOW:]
+        assert there.connections == 2
+        store.close()
+
+
+# ---- the end of a call ----
+
+
+class EndError(Exception):
+    pass
+
+
+def interrupt_when(condition):
+    begun = time.monotonic()
+
+    def tick():
+        if condition():
+            raise EndError
+        assert time.monotonic() - begun < 10
+
+    return tick
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize("where", ["before the answer", "in the body", "between tries"])
+def test_a_read_ends_within_a_second(where, tls):
+    fault = {
+        "before the answer": server.silent(first=1),
+        "in the body": server.stall(100_000, first=1),
+        "between tries": server.status(503, retry_after=50, first=1),
+    }[where]
+    with serve(fault, tls=tls) as there:
+        store = Web({"verify": CERTIFICATE} if tls else {}).open(there.url("/a", "localhost"))
+        memory = bytearray(len(CONTENT))
+        tasks = [functools.partial(store.read_spans, [Span(WINDOW, memoryview(memory)[WINDOW:])])] * 4
+        until = [None]
+
+        def ready():
+            if len(there.requests) < 5:
+                return False
+            until[0] = until[0] or time.monotonic() + 0.2
+            return time.monotonic() > until[0]
+
+        with pytest.raises(EndError):
+            crew.run(tasks, 4, interrupt_when(ready))
+        assert time.monotonic() - until[0] < 1
+        assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
+        memory[:] = bytes(len(memory))
+        time.sleep(0.1)
+        assert not any(memory)
+        there.faults.clear()
+        assert read(store) == CONTENT[WINDOW:]  # in connections that work
+        store.close()
+
+
+@pytest.mark.parametrize("stage", ["connect", "handshake"])
+def test_an_opening_ends_within_a_second(stage):
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        place = f"127.0.0.1:{deaf.getsockname()[1]}"
+        waiting = []
+        if stage == "connect":  # the queue of connections is full, where the system has one
+            for _ in range(4):
+                one = socket.socket()
+                one.setblocking(False)
+                one.connect_ex(deaf.getsockname())
+                waiting.append(one)
+        begun = time.monotonic()
+        with pytest.raises(EndError):
+            crew.run(
+                [lambda: Web({}).open(f"https://{place}/a")], 1, interrupt_when(lambda: time.monotonic() > begun + 0.3)
+            )
+        assert time.monotonic() - begun < 1.3
+        assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
+        for one in waiting:
+            one.close()
+
+
+def test_the_first_error_ends_all_reads():
+    with serve(server.stall(1000, first=1, path="/a"), server.status(404, first=1, path="/b")) as there:
+        web = Web({})
+        slow, bad = web.open(there.url("/a")), web.open(there.url("/b"))
+        begun = time.monotonic()
+        with pytest.raises(FileNotFoundError):
+            crew.run([functools.partial(read, slow)] * 3 + [functools.partial(read, bad)], 4)
+        assert time.monotonic() - begun < 1
+        slow.close()
+        bad.close()
+
+
+def test_without_urllib3_the_error_names_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("safeload.stores.")]:
+        if name.rpartition(".")[2] in ("connections", "http", "http_client", "retries"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "urllib3", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'safeload\[remote\]'"):
+        RemoteFiles().open("https://host/a")

@@ -1,0 +1,323 @@
+"""hf:// URLs: one request to the Hub's API for each revision, then ranges of the commit; tokens stay with the Hub."""
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("huggingface_hub")
+pytest.importorskip("urllib3")
+
+from builders import http_server
+from builders.hub import Hub, Repository
+
+from safeload import FormatError, UnsupportedError
+from safeload.errors import RemoteError, RemotePermissionError
+from safeload.stores import foreign_errors, hub, retries
+from safeload.stores.remote_files import RemoteFiles
+from safeload.stores.store import Span
+
+CONTENT = hashlib.shake_256(b"weights").digest(2_000_000)
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": CONTENT,
+    "original/consolidated.pth": CONTENT[::-1],
+    "a b%.bin": CONTENT[:5000],
+}
+FILE = "hf://owner/name/model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(foreign_errors, "PAUSE", 0.001)
+    monkeypatch.setattr(retries, "_BACKOFF", 0.001)
+    for name in ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def server():
+    with Hub() as server:
+        server.repositories["owner/name"] = repository = Repository()
+        repository.commit(FILES)
+        yield server
+
+
+@pytest.fixture
+def repository(server):
+    return server.repositories["owner/name"]
+
+
+@pytest.fixture
+def files(server):
+    return RemoteFiles({"endpoint": server.url(), "token": False})
+
+
+def read(store):
+    memory = bytearray(store.size)
+    store.read_into(0, memory)
+    store.confirm()
+    return bytes(memory)
+
+
+def test_a_file_takes_one_request_of_each_kind_and_one_for_its_bytes(server, files):
+    store = files.open(FILE)
+    assert (store.path, store.size) == (FILE, len(CONTENT))
+    assert server.kinds == {"api": 1, "resolve": 1, "cdn": 1}
+    assert store.read_at(0, 1000) == CONTENT[:1000]
+    assert server.kinds == {"api": 1, "resolve": 1, "cdn": 1}
+    memory = bytearray(500_000)
+    store.read_spans([Span(300_000, memoryview(memory))])
+    assert memory == CONTENT[300_000:800_000]
+    assert server.kinds == {"api": 1, "resolve": 1, "cdn": 2}
+    assert all("if-match" in request.headers for request in server.cdn.requests[1:])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_read_right(name, files):
+    assert read(files.open(f"hf://owner/name/{name}")) == FILES[name]
+
+
+def test_many_files_at_once_take_one_request_to_the_api(server, files):
+    with ThreadPoolExecutor(16) as pool:
+        stores = list(pool.map(lambda k: files.open(FILE), range(32)))
+    assert {read(store) for store in stores} == {CONTENT}
+    assert server.kinds["api"] == 1
+
+
+def test_folders_are_those_of_the_list_of_files(server, files):
+    assert files.listing("hf://owner/name") == [
+        ("a b%.bin", False), ("config.json", False), ("model.safetensors", False), ("original", True),
+    ]  # fmt: skip
+    assert files.listing("hf://owner/name/") == files.listing("hf://owner/name")
+    assert files.listing("hf://owner/name/original") == [("consolidated.pth", False)]
+    assert files.is_folder("hf://owner/name")
+    assert files.is_folder("hf://owner/name/original/")
+    assert not files.is_folder("hf://owner/name/orig")
+    assert not files.is_folder("hf://owner/other")
+    assert not files.exists("hf://owner/name/none")
+    assert server.kinds == {"api": 2}
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("hf://o/n", hub.Place("model", "o/n", None, "")),
+        ("hf://models/o/n/x", hub.Place("model", "o/n", None, "x")),
+        ("hf://datasets/o/n@v1.0/a/b.bin", hub.Place("dataset", "o/n", "v1.0", "a/b.bin")),
+        ("hf://spaces/o/n/", hub.Place("space", "o/n", None, "")),
+        ("hf://o/n@refs%2Fpr%2F1/x", hub.Place("model", "o/n", "refs/pr/1", "x")),
+        ("hf://o/n@refs/pr/1/x", hub.Place("model", "o/n", "refs/pr/1", "x")),
+        ("hf://o/n@refs/convert/parquet/x", hub.Place("model", "o/n", "refs/convert/parquet", "x")),
+        ("hf://o/n@feature%2Fa/x@2", hub.Place("model", "o/n", "feature/a", "x@2")),
+    ],
+)
+def test_a_url_is_divided_as_by_huggingface_hub(url, place, server):
+    assert hub.place_of(url) == place
+    from huggingface_hub import HfFileSystem
+
+    page = {"model": "", "dataset": "datasets/", "space": "spaces/"}[place.kind] + place.repo
+    server.repositories[page] = Repository()
+    server.repositories[page].commit({"x": b"x"}, place.revision or "main")
+    fs = HfFileSystem(endpoint=server.url(), token=False, skip_instance_cache=True)
+    found = fs.resolve_path(url.replace("hf://models/", "hf://"))
+    theirs = (found.repo_type, found.repo_id, found.revision, found.path_in_repo.strip("/"))
+    assert theirs == (place.kind, place.repo, place.revision or "main", place.path)
+
+
+@pytest.mark.parametrize(
+    "url", ["hf://", "hf://gpt2", "hf://o/", "hf://buckets/o/n/x", "hf://datasets/o", "hf://o@v/n"]
+)
+def test_what_names_no_repository_is_refused(url, files):
+    with pytest.raises(UnsupportedError, match=r"hf://owner/name\[@revision\]"):
+        files.open(url)
+
+
+def test_a_branch_that_moves_is_read_at_its_commit(repository, files):
+    before = repository.refs["main"]
+    first = files.open(FILE)
+    repository.commit({**FILES, "model.safetensors": CONTENT[::-1]})
+    assert read(first) == read(files.open(FILE)) == CONTENT
+    assert files.public(FILE) == f"hf://owner/name@{before}/model.safetensors"
+    assert read(RemoteFiles(files._options).open(FILE)) == CONTENT[::-1]
+
+
+def test_another_process_reads_the_same_commit(server, repository, files):
+    store = files.open(FILE)
+    again, path = pickle.loads(pickle.dumps((files, files.public(FILE))))
+    repository.commit({**FILES, "model.safetensors": CONTENT[::-1]})
+    other = again.open(path)
+    assert other.version == store.version
+    assert read(other) == CONTENT
+
+
+def test_a_file_that_changes_beneath_its_commit_is_an_error(server, files):
+    store = files.open(FILE)
+    [path] = server.cdn.files
+    server.cdn.files[path] = CONTENT[::-1]
+    memory = bytearray(10)
+    with pytest.raises(FormatError, match="changed since it was opened"):
+        store.read_spans([Span(1_000_000, memoryview(memory))])
+    assert memory == bytes(10)
+
+
+def test_a_signed_url_that_has_expired_is_made_anew(server, files):
+    store = files.open(FILE)
+    server.signature += 1
+    assert read(store) == CONTENT
+    assert server.kinds["api"] == 1
+    assert server.kinds["resolve"] == 2
+
+
+def test_the_token_goes_to_the_hub_and_nowhere_else(server, repository, caplog, tmp_path):
+    caplog.set_level(logging.DEBUG, logger="safeload")
+    repository.private = True
+    files = RemoteFiles({"endpoint": server.url(), "token": server.token})
+    store = files.open(FILE)
+    assert read(store) == CONTENT
+    assert all(request.headers["authorization"] == f"Bearer {server.token}" for request in server.requests)
+    assert all("authorization" not in request.headers for request in server.cdn.requests)
+    texts = [repr(value) for value in (files, store, files.backend(FILE), pickle.dumps(files))]
+    assert caplog.text
+    assert server.token not in "".join([*texts, caplog.text])
+
+
+def refused(files, url=FILE):
+    with pytest.raises(OSError, match="hf://") as caught:
+        files.open(url)
+    assert caught.value.__context__ is None
+    return caught.value
+
+
+def test_a_private_repository_is_not_found_without_its_token(server, repository):
+    repository.private = True
+    error = refused(RemoteFiles({"endpoint": server.url(), "token": False}))
+    assert isinstance(error, FileNotFoundError)
+    assert "make sure you are authenticated" in str(error)
+
+
+def test_a_wrong_token_is_refused_and_not_shown(server, repository):
+    error = refused(RemoteFiles({"endpoint": server.url(), "token": "hf_another-token-of-mine"}))
+    assert isinstance(error, RemotePermissionError)
+    assert "Invalid credentials" in str(error)
+    assert "another-token" not in f"{error}{error!r}{error.__dict__}"
+
+
+def test_a_gated_repository_says_so(server, repository, files):
+    repository.gated = True
+    assert files.listing("hf://owner/name")
+    error = refused(files)
+    assert isinstance(error, RemotePermissionError)
+    assert "Access to model owner/name is restricted" in str(error)
+
+
+@pytest.mark.parametrize("url", ["hf://owner/other/x", "hf://owner/name@none/x", "hf://owner/name/x"])
+def test_what_is_missing_is_not_found(url, files):
+    assert isinstance(refused(files, url), FileNotFoundError)
+
+
+def test_a_busy_hub_is_asked_again_when_it_says(server, files):
+    server.faults = [http_server.status(429, headers={"RateLimit": '"api";r=0;t=1'}, times=1)]
+    assert files.open(FILE).size == len(CONTENT)
+    assert server.requests[1].time - server.requests[0].time >= 0.9
+    assert server.kinds["api"] == 2
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_hub_that_stays_busy_is_an_error_after_some_tries(status, server, files):
+    server.faults = [http_server.status(status)]
+    with pytest.raises(RemoteError, match=f"{status}.*{FILE}"):
+        files.open(FILE)
+    assert server.kinds == {"api": foreign_errors.TRIES}
+
+
+def test_a_hub_that_nobody_reaches_is_an_error():
+    with pytest.raises(RemoteError, match="hf://owner/name"):
+        RemoteFiles({"endpoint": "http://127.0.0.1:9", "token": False}).open(FILE)
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(TypeError, match="tokn"):
+        RemoteFiles({"tokn": "x"}).open(FILE)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "SAFELOAD_OFFLINE"])
+def test_nothing_is_asked_offline(variable, server, files, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(UnsupportedError, match=variable):
+        files.open(FILE)
+    assert not server.kinds
+
+
+def test_the_environment_of_huggingface_hub_holds(server, repository):
+    repository.private = True
+    code = f"from safeload.stores.remote_files import RemoteFiles; print(RemoteFiles().open({FILE!r}).size)"
+    environment = {**os.environ, "HF_ENDPOINT": server.url(), "HF_TOKEN": server.token}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{len(CONTENT)}\n", done.stderr
+
+
+def test_an_upload_is_a_commit(server, files, tmp_path):
+    (tmp_path / "new.bin").write_bytes(CONTENT[:4000])
+    writer = RemoteFiles({"endpoint": server.url(), "token": server.token})
+    old = writer.open(FILE)
+    writer.backend(FILE).upload(str(tmp_path / "new.bin"), "hf://owner/name/sub/new.bin")
+    assert read(writer.open("hf://owner/name/sub/new.bin")) == CONTENT[:4000]
+    assert writer.listing("hf://owner/name/sub") == [("new.bin", False)]
+    assert read(old) == CONTENT
+
+
+def test_an_upload_that_is_refused_leaves_nothing(server, repository, files, tmp_path):
+    (tmp_path / "new.bin").write_bytes(b"x")
+    with pytest.raises(RemotePermissionError, match="may not write"):
+        files.backend(FILE).upload(str(tmp_path / "new.bin"), "hf://owner/name/new.bin")
+    assert len(repository.commits) == 1
+    with pytest.raises(UnsupportedError, match="a path in the repository"):
+        files.backend(FILE).upload(str(tmp_path / "new.bin"), "hf://owner/name")
+
+
+def _read_in_child(store, queue):
+    queue.put(hashlib.sha256(read(store)).hexdigest())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_reads_on(files):
+    store = files.open(FILE)
+    read(store)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_read_in_child, args=(store, queue))
+    child.start()
+    assert queue.get(timeout=20) == hashlib.sha256(CONTENT).hexdigest()
+    child.join()
+
+
+def test_without_huggingface_hub_the_error_says_what_to_type(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install huggingface_hub"):
+        RemoteFiles().open(FILE)
+
+
+def test_an_empty_repository_is_an_empty_folder(server, files):
+    server.repositories["owner/empty"] = Repository()
+    server.repositories["owner/empty"].commit({})
+    assert files.is_folder("hf://owner/empty")
+    assert files.listing("hf://owner/empty") == []
+
+
+def test_an_answer_of_the_api_that_is_nonsense_is_an_error(server, files):
+    def nonsense(answer, request):
+        answer.content = json.dumps({"id": "owner/name"}).encode()
+        answer.begin, answer.end = 0, len(answer.content)
+        answer.headers["Content-Length"] = str(len(answer.content))
+
+    server.faults = [http_server.Fault(nonsense)]
+    with pytest.raises(RemoteError, match="does not say which commit"):
+        files.open(FILE)

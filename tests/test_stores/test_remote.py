@@ -1,0 +1,136 @@
+"""What stores on a network have in common: windows for small reads, what is read ahead, and reads past the end."""
+
+import copy
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from safeload import FormatError
+from safeload.stores.remote import WINDOW, RemoteStore
+from safeload.stores.store import Span
+
+CONTENT = os.urandom(1 << 20)
+
+
+class Store(RemoteStore):
+    """Counts requests."""
+
+    def __init__(self, content=CONTENT):
+        super().__init__()
+        self.path, self.content, self.size, self.version = "test://a", content, len(content), (len(content), None)
+        self.requests = []
+        self.lock = threading.Lock()
+
+    def read_spans(self, spans):
+        with self.lock:
+            self.requests.append((spans[0].offset, spans[-1].end))
+        for span in spans:
+            span.memory[:] = self.content[span.offset : span.end]
+
+
+def test_small_reads_are_answered_from_windows():
+    store = Store()
+    assert store.read_at(0, 8) == CONTENT[:8]
+    assert store.read_at(8, 100_000) == CONTENT[8:100_008]
+    assert store.requests == [(0, WINDOW)]
+    assert store.read_at(WINDOW - 1, 2) == CONTENT[WINDOW - 1 : WINDOW + 1]
+    assert store.requests[1:] == [(WINDOW - 1, 2 * WINDOW - 1)]
+
+
+def test_the_window_at_the_end_reaches_back():
+    store = Store()
+    assert store.read_at(len(CONTENT) - 22, 100) == CONTENT[-22:]
+    assert store.read_at(len(CONTENT) - 70_000, 10) == CONTENT[-70_000:-69_990]
+    assert store.requests == [(len(CONTENT) - WINDOW, len(CONTENT))]
+
+
+def test_reads_larger_than_a_window_take_one_request():
+    store = Store()
+    assert store.read_at(5, 500_000) == CONTENT[5:500_005]
+    assert store.requests == [(5, 500_005)]
+
+
+@pytest.mark.parametrize(("offset", "size"), [(len(CONTENT), 1), (len(CONTENT) + 5, 7), (3, 0), (3, -1)])
+def test_there_is_nothing_past_the_end(offset, size):
+    store = Store()
+    assert store.read_at(offset, size) == b""
+    assert store.requests == []
+
+
+def test_reading_into_memory_past_the_end_is_an_error():
+    store = Store()
+    with pytest.raises(FormatError, match=r"the file ends at byte 1048576 \(test://a, byte 1048576\)"):
+        store.read_into(len(CONTENT) - 3, bytearray(4))
+    store.read_into(len(CONTENT) + 100, bytearray(0))
+    assert store.requests == []
+
+
+def test_memory_of_any_kind_is_filled():
+    store = Store()
+    array = np.zeros((4, 8), np.float64)
+    store.read_into(7, array)
+    assert array.tobytes() == CONTENT[7 : 7 + 256]
+    store.read_into(9, memoryview(array)[1:2])
+    assert array[1].tobytes() == CONTENT[9 : 9 + 64]
+
+
+def test_windows_are_dropped_but_not_a_whole_file():
+    store = Store()
+    store.read_at(0, 1)
+    store.settle()
+    assert store.held(0, 1) is None
+    small = Store(CONTENT[:1000])
+    small.read_at(0, 1)
+    small.settle()
+    assert small.held(0, 1000) == CONTENT[:1000]
+    small.close()
+    assert small.held(0, 1) is None
+    empty = Store(b"")
+    empty.settle()
+    assert empty.read_at(0, 10) == b""
+
+
+def test_what_is_read_ahead_is_read_together():
+    store = Store()
+    store.keep(0, CONTENT[:1000])
+    store.prefetch([(600_000, 600_010), (0, 500), (200_000, 200_500), (230_000, 230_001), (900_000, 9_000_000), (5, 5)])
+    assert sorted(store.requests) == [(200_000, 230_001), (600_000, 600_010), (900_000, len(CONTENT))]
+    store.requests.clear()
+    assert store.read_at(900_000, 100) == CONTENT[900_000:900_100]
+    assert store.read_at(230_000, 1) == CONTENT[230_000:230_001]
+    assert store.requests == []
+
+
+def test_threads_may_read_while_others_fetch():
+    store = Store()
+    store.prefetch([(k * 100_000 % len(CONTENT), k * 100_000 % len(CONTENT) + 1) for k in range(100)])
+    failures = []
+
+    def work(seed):
+        generator = np.random.default_rng(seed)
+        try:
+            for _ in range(300):
+                at = int(generator.integers(len(CONTENT)))
+                assert store.read_at(at, 10) == CONTENT[at : at + 10]
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_stores_are_not_copied(way):
+    with pytest.raises(TypeError, match="test://a: an open file cannot be copied or pickled"):
+        way(Store())
+
+
+def test_a_span_knows_its_end():
+    assert Span(5, memoryview(bytearray(3))).end == 8
