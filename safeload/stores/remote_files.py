@@ -79,13 +79,11 @@ class RemoteFiles:
         if self._backend is not None:
             urls.check_allowed(url, True)
             return self._backend
-        # One for each host: what a redirect or a key of one store says concerns no other.
-        host = url.partition("://")[2].partition("/")[0] if scheme in ("http", "https") else ""
-        found = self._backends.get((scheme, host))
+        found = self._backends.get(_key(url))
         if found is None:
             urls.check_allowed(url, self._options is not None)
             made = _backend(scheme, url, self._options or {})
-            found = self._backends.setdefault((scheme, host), made)
+            found = self._backends.setdefault(_key(url), made)
         return found
 
     def open(self, path: str) -> ByteStore:
@@ -140,7 +138,7 @@ class RemoteFiles:
                 f"{urls.shown(path)}: the query of this URL may be a secret, and stays in this process: "
                 "a pickle, a plan or a journal cannot carry it"
             )
-        pinned = getattr(self.backend(path), "pinned", None)
+        pinned = getattr(self._backend or self._backends.get(_key(path)), "pinned", None)  # a revision of the Hub
         return urls.shown(path if pinned is None else pinned(path))
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
@@ -151,6 +149,12 @@ class RemoteFiles:
     def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """See `Files`."""
         return each(function, items)
+
+
+def _key(url: str) -> tuple[str, str]:
+    """What has a backend of its own: each host, as a redirect or a key of one store concerns no other."""
+    scheme = urls.scheme_of(url)
+    return scheme, url.partition("://")[2].partition("/")[0] if scheme in ("http", "https") else ""
 
 
 def _backend(scheme: str, url: str, options: Mapping[str, Any]) -> Backend:

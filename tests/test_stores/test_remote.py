@@ -37,7 +37,7 @@ def test_small_reads_are_answered_from_windows():
     assert store.read_at(8, 100_000) == CONTENT[8:100_008]
     assert store.requests == [(0, WINDOW)]
     assert store.read_at(WINDOW - 1, 2) == CONTENT[WINDOW - 1 : WINDOW + 1]
-    assert store.requests[1:] == [(WINDOW - 1, 2 * WINDOW - 1)]
+    assert store.requests[1:] == [(WINDOW, 2 * WINDOW)]
 
 
 def test_the_window_at_the_end_reaches_back():
