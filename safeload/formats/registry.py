@@ -289,7 +289,7 @@ def _find(candidate: Candidate, wanted: Wanted) -> Format:
         row = BY_NAME[SAFETENSORS]  # whose first bytes, the size of its header, may be those of another format
     if row is None:
         if not foreign.is_safetensors(head):
-            _refuse(candidate.file, head, whatever=True)
+            _refuse(candidate.file, head, whatever=candidate.file.files is LOCAL)
         row = BY_NAME[SAFETENSORS]
     if wanted.formats is not None and row.name not in wanted.formats:
         kind = _describe(head, path) or foreign.Kind(row.kind)
