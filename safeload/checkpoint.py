@@ -20,7 +20,7 @@ from .engine.progress import Progress
 from .engine.views import Views
 from .engine.weight_file import WeightFile, quantization_in
 from .errors import FormatError
-from .formats.opening import Found, Recipe, Seen, reopen, seen_of
+from .formats.opening import Found, Recipe, Seen, pickled, reopen, seen_of
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
@@ -356,11 +356,8 @@ class Checkpoint(Mapping[str, Any]):
         return self._recipe
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process may be on another machine, where device and inode mean nothing.
-        recipe = self.recipe()
-        public, seen = recipe.files.public, seen_of(self.weight_files, self._index)
-        kept = tuple((public(path), tuple(known[:2])) for path, known in seen)
-        return _reopen, (tuple(recipe.public()), kept, quantization_in(self.weight_files))
+        kept = pickled(self.recipe(), seen_of(self.weight_files, self._index))
+        return _reopen, (*kept, quantization_in(self.weight_files))
 
     def __copy__(self) -> Checkpoint:
         return _reopen(self.recipe(), seen_of(self.weight_files, self._index), quantization_in(self.weight_files))

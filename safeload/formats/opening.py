@@ -72,14 +72,6 @@ class Recipe(NamedTuple):
         formats = None if self.format is None else registry.FORMATS[self.format]
         return Wanted(formats, self.root, self.unknown_globals == "inert", self.files)
 
-    def public(self) -> Recipe:
-        """The same without secrets, as it is pickled.
-
-        Raises:
-            UnsupportedError: a path leads nowhere without them.
-        """
-        return self._replace(paths=tuple(map(self.files.public, self.paths)))
-
 
 class Found(NamedTuple):
     """The opened files of a path.
@@ -150,6 +142,18 @@ def seen_of(files: Iterable[WeightFile], index_file: tuple[str, tuple[Any, ...]]
     """What `reopen` compares: see `Found` for the arguments."""
     seen = tuple((file.place, file.identity) for file in files)
     return seen if index_file is None else (*seen, index_file)
+
+
+def pickled(recipe: Recipe, seen: Seen) -> tuple[tuple[Any, ...], Seen]:
+    """What `reopen` takes as another process gets it: without secrets.
+
+    Raises:
+        UnsupportedError: a path leads nowhere without them.
+    """
+    public = recipe.files.public
+    # The process may be on another machine, where device and inode mean nothing.
+    kept = tuple((public(path), tuple(known[:2])) for path, known in seen)
+    return tuple(recipe._replace(paths=tuple(map(public, recipe.paths)))), kept
 
 
 def reopen(recipe: Recipe, seen: Seen) -> Found:

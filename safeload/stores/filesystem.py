@@ -13,6 +13,7 @@ from ..errors import FormatError, UnsupportedError
 from . import url as urls
 from .foreign_errors import checked, secrets_of
 from .local import LocalStore, open_local
+from .options import PUBLIC
 from .presigned import Signer
 from .store import ByteStore
 
@@ -57,7 +58,6 @@ class Filesystem:
     """
 
     def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
-        from .remote_files import PUBLIC
 
         _need_fsspec("a filesystem")
         self._options = _copied(options or {})
@@ -267,7 +267,7 @@ def _copy(source: str, path: str) -> None:
 
 
 def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options whose dicts are nobody else's."""
+    """A copy of options, whose dicts belong to no one else."""
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in options.items()}
 
 

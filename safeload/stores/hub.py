@@ -19,6 +19,7 @@ from . import url as urls
 from .foreign_errors import again, cleaned, in_our_words, may_pass, secrets_of
 from .http import HttpStore
 from .http_client import Client, Target
+from .options import PUBLIC
 from .store import ByteStore
 
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
@@ -99,7 +100,6 @@ class Hub:
                 "hf:// URLs need huggingface_hub, which is not installed: pip install huggingface_hub",
                 name="huggingface_hub",
             ) from None
-        from .remote_files import PUBLIC
 
         self._token = options.get("token")
         self._endpoint = options.get("endpoint")

@@ -11,8 +11,9 @@ from ..errors import RemoteError, RemotePermissionError, UnsupportedError
 from . import url as urls
 from .filesystem import Filesystem
 from .foreign_errors import again, changed, cleaned, in_our_words, may_pass, secrets_of
+from .options import PUBLIC
 from .remote import ForeignStore, RemoteStore, fill
-from .remote_files import PUBLIC, RemoteFiles
+from .remote_files import RemoteFiles
 from .remote_path import RemotePath
 from .store import ByteStore, Span
 

@@ -25,7 +25,7 @@ class FilesystemPath(Protocol):
         """The path there."""
 
 
-# What is opened that is no path of this machine, and no text.
+# What is opened beside paths of this machine and URLs.
 Located: TypeAlias = RemotePath | FilesystemPath | ByteStore
 
 

@@ -9,19 +9,11 @@ from ..errors import UnsupportedError
 from . import url as urls
 from .crew import each
 from .files import LOCAL
+from .options import public_options
 from .store import ByteStore
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-
-# Options that say where something is and name no one. All others may be secrets, and stay in this process.
-PUBLIC = frozenset(
-    (
-        "account_name", "anon", "cache_check", "cache_storage", "check_files", "client_kwargs", "config_kwargs",
-        "endpoint", "endpoint_url", "expiry_time", "project", "region", "region_name", "repo_type", "requester_pays",
-        "revision", "same_names", "target_options", "target_protocol", "use_ssl", "verify", "version_aware",
-    )
-)  # fmt: skip
 
 
 class Backend(Protocol):
@@ -174,16 +166,3 @@ def _backend(scheme: str, url: str, options: Mapping[str, Any]) -> Backend:
     from .filesystem import Filesystem
 
     return Filesystem.of_url(url, options)
-
-
-def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The ``storage_options`` that pickles, plans and journals carry; the others come from the worker's environment."""
-    if options is None:
-        return None
-    found: dict[str, Any] = {}
-    for key, value in options.items():
-        if isinstance(value, Mapping):  # options of a client, or of one link of a chain
-            found[key] = public_options(value)
-        elif key in PUBLIC and isinstance(value, (str, int, float, bool, type(None))):
-            found[key] = urls.shown(value) if isinstance(value, str) and urls.is_url(value) else value
-    return found

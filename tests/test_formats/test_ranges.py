@@ -6,10 +6,11 @@ import zipfile
 
 import numpy as np
 import pytest
-import safeload.numpy
 from builders.paths import DATA
 from builders.remote import Served
 from builders.thorough import THOROUGH
+
+import safeload.numpy
 from safeload.errors import FormatError, MissingShardError, UnsupportedError
 
 URL = "mem://model"

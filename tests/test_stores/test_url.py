@@ -4,7 +4,8 @@ import pytest
 
 from safeload import UnsupportedError
 from safeload.stores import url as urls
-from safeload.stores.remote_files import RemoteFiles, public_options
+from safeload.stores.options import public_options
+from safeload.stores.remote_files import RemoteFiles
 
 
 @pytest.mark.parametrize(

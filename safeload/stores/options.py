@@ -1,0 +1,30 @@
+"""``storage_options``: which of them may leave this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import url as urls
+
+# Options that say where something is and name no one. All others may be secrets, and stay in this process.
+PUBLIC = frozenset(
+    (
+        "account_name", "anon", "cache_check", "cache_storage", "check_files", "client_kwargs", "config_kwargs",
+        "endpoint", "endpoint_url", "expiry_time", "project", "region", "region_name", "repo_type", "requester_pays",
+        "revision", "same_names", "target_options", "target_protocol", "use_ssl", "verify", "version_aware",
+    )
+)  # fmt: skip
+
+
+def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The ``storage_options`` that pickles, plans and journals carry; the others come from the worker's environment."""
+    if options is None:
+        return None
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        if isinstance(value, Mapping):  # options of a client, or of one link of a chain
+            found[key] = public_options(value)
+        elif key in PUBLIC and isinstance(value, (str, int, float, bool, type(None))):
+            found[key] = urls.shown(value) if isinstance(value, str) and urls.is_url(value) else value
+    return found
