@@ -87,6 +87,35 @@ static parsed parse(const uint8_t *data, size_t size) {
     return out;
 }
 
+static int32_t parse_head(const uint8_t *data, size_t held, size_t size, parsed *out) {
+    uint8_t *head = malloc(held + 1); /* of its own, so that a read beyond it is found */
+    REQUIRE(head != NULL);
+    memcpy(head, data, held);
+    out->status = sl_gguf_parse_head(head, held, size, &out->table, &out->gguf, &out->error);
+    free(head);
+    return out->status;
+}
+
+/* From its first bytes, of which more are given as long as they are wanted, a file means the same. */
+static void check_head(const uint8_t *data, size_t size, const parsed *whole) {
+    parsed out = {NULL, NULL, untouched_error(), SL_OK};
+    size_t held = size < 16 ? size : 16;
+    while (parse_head(data, held, size, &out) == SL_E_TRUNCATED) {
+        REQUIRE(out.error.position > (int64_t)held && out.error.position <= (int64_t)size);
+        held = (size_t)out.error.position;
+        out.error = untouched_error();
+    }
+    REQUIRE(out.status == whole->status);
+    if (out.status == SL_OK) {
+        REQUIRE(out.gguf->size == whole->gguf->size && out.gguf->count == whole->gguf->count);
+        REQUIRE(memcmp(out.gguf->bytes, whole->gguf->bytes, out.gguf->size) == 0);
+        check_shifted_table(whole->table, out.table, 0);
+        sl_table_free(out.table);
+        sl_gguf_free(out.gguf);
+    } else
+        REQUIRE(out.error.position == whole->error.position);
+}
+
 static void release(parsed *out) {
     sl_table_free(out->table);
     sl_gguf_free(out->gguf);
@@ -115,6 +144,7 @@ static bool holds(const uint8_t *data, size_t size, const char *word, size_t wor
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     parsed plain = parse(data, size);
+    check_head(data, size, &plain);
     uint64_t entries = size >= PREAMBLE ? sl_load_le64(data + 16) : UINT64_MAX;
     /* Where the first read ends in the input's own bytes: at each multiple of STEP within the first 2 KiB. */
     size_t filler = WINDOW - STEP * (1 + size % 64);

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from builders import gguf_build as g
+from builders.remote import Served
 from builders.thorough import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,6 +224,7 @@ def ways(path):
     yield lambda: safeload.open(path, format="gguf")
     yield lambda: safeload.load(path, backend="pread")
     yield lambda: safeload.open(path.parent)
+    yield lambda: safeload.open(Served({str(path): path.read_bytes()}, head=8).at(str(path)))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from builders.malformed import ACCEPTED, CASES, GOOD_HEADER, build, change, one
+from builders.remote import Served
 
 import safeload
 from safeload import FormatError, LimitError, SafeloadError
@@ -23,6 +24,7 @@ WAYS = {
     "safe_open": list_all,
     "safe_open pread": lambda path: list_all(path, "pread"),
     "open": safeload.open,
+    "ranges": lambda path: safeload.open(Served({str(path): path.read_bytes()}, head=8).at(str(path))),
 }
 
 
