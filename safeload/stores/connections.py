@@ -38,6 +38,9 @@ _IDLE = 32
 _SLICE = 0.1
 # A body that is of no use is read, so that its connection can be used again, if it has at most this many bytes.
 _DRAINED = 16 << 10
+# A receive over TLS gives one record of at most 16 KiB. This many bytes are taken together: C asks for the next record
+# faster than the loop around it.
+_RECORDS = 128 << 10
 _PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
 
 _of_thread = threading.local()
@@ -80,6 +83,7 @@ class _Body(http.client.HTTPResponse):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         exchange = _exchange()
+        self._tls = exchange is not None and exchange.tls
         if exchange is not None:
             exchange.body = self
 
@@ -89,8 +93,11 @@ class _Body(http.client.HTTPResponse):
             return 0
         if self.chunked or self.length is None:
             return self.readinto(memory)
-        # `readinto` would wait for all, and forget how much that was when it fails.
-        count: int = self.fp.readinto1(memory[: self.length])
+        # `readinto` waits for all, and forgets how much that was when it fails.
+        if self._tls:
+            count = self.fp.readinto(memory[: min(self.length, _RECORDS)])
+        else:
+            count = self.fp.readinto1(memory[: self.length])
         self.length -= count
         if not self.length:
             self.close()
@@ -188,6 +195,7 @@ class Exchange:
         status: of the answer.
         headers: of the answer, by name in any case.
         body: of the answer, or of the proxy's before it.
+        tls: whether the bytes come in records of TLS.
     """
 
     status: int
@@ -195,6 +203,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self.body: _Body | None = None
+        self.tls = False
         self._response: Any = None
         self._line: _Line | None = None
         self._aborted = False
@@ -213,6 +222,7 @@ class Exchange:
 
     def begin(self, manager: Any, url: str, headers: Mapping[str, str], timeout: Any) -> None:
         """Sends the request, and reads the head of the answer."""
+        self.tls = urlsplit(url).scheme == "https"
         _of_thread.exchange = self
         try:
             self._response = manager.urlopen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import FormatError, UnsupportedError
 from . import url as urls
-from .foreign_errors import checked, secrets_of
+from .foreign_errors import checked
 from .local import LocalStore, open_local
-from .options import PUBLIC
+from .options import secrets_of
 from .presigned import Signer
 from .store import ByteStore
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 # Filesystems whose `put_file` shows a file when all of it has arrived.
 _ATOMIC = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss", "oci", "tos"))
+_SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]+(?=://)")
 # Links of a chain that have no path of their own.
 _CACHES = frozenset(("filecache", "simplecache", "blockcache", "cached"))
 
@@ -58,17 +60,16 @@ class Filesystem:
     """
 
     def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
-
         _need_fsspec("a filesystem")
         self._options = _copied(options or {})
         self._known: dict[object, Handle] = {}
         self._own: Handle | None = None
         self._signer = Signer()
-        self._secrets = secrets_of(self._options, PUBLIC)
+        self._secrets = secrets_of(self._options)
         if fs is not None:
             from .fsspec_store import Handle
 
-            self._secrets = secrets_of(getattr(fs, "storage_options", None), PUBLIC)
+            self._secrets = secrets_of(getattr(fs, "storage_options", None))
             self._own = Handle(fs, self._secrets)
 
     def __repr__(self) -> str:
@@ -99,6 +100,7 @@ class Filesystem:
 
         from .fsspec_store import Handle
 
+        url = _SCHEME.sub(lambda match: match[0].lower(), url)  # fsspec knows them in lower case only
         key = self._key(url)
         handle = self._known.get(key)
         if handle is not None and key != url:
@@ -267,7 +269,7 @@ def _copy(source: str, path: str) -> None:
 
 
 def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of options, whose dicts belong to no one else."""
+    """A copy of options, down to the dicts in them: fsspec changes those."""
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in options.items()}
 
 

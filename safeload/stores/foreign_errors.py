@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from ..base import log
 from ..base.text import printable
@@ -38,8 +38,6 @@ _DENIED = re.compile(r"Credential|Authenti|Authoriz|Forbidden|AccessDenied|Permi
 _PASSING = re.compile(r"Connect|Timeout|TimedOut|Incomplete|Payload|Stream|Protocol|Transport|ServerError|HttpError")
 # Characters of another library's message.
 _MOST = 500
-# Values of options that are shorter are words such as "us" or "true", and too common to be looked for.
-_LEAST = 5
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s'\"<>|\\^`{}]+")
 # What keys and tokens look like: those of AWS and of the Hub, and values behind their usual names.
 _KEYS = re.compile(
@@ -159,19 +157,6 @@ def changed(url: str, before: int, now: int | None = None) -> FormatError:
     """The error for a file that is another one than when it was opened."""
     what = "it was replaced" if now in (None, before) else f"it had {before:,} bytes, and has {now:,}"
     return FormatError(f"the file has changed since it was opened: {what}", url)
-
-
-def secrets_of(options: Mapping[str, Any] | None, public: frozenset[str]) -> list[str]:
-    """Texts in ``storage_options`` that no message may have, the longest first."""
-    return sorted(set(_texts(options or {}, public)), key=len, reverse=True)
-
-
-def _texts(options: Mapping[str, Any], public: frozenset[str]) -> Iterator[str]:
-    for key, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _texts(value, public)
-        elif isinstance(value, (str, bytes)) and key not in public and len(value) >= _LEAST:
-            yield value if isinstance(value, str) else value.decode("latin-1")
 
 
 def cleaned(error: BaseException, secrets: list[str]) -> str:

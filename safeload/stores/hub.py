@@ -16,10 +16,10 @@ from .._version import __version__
 from ..base import log
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
-from .foreign_errors import again, cleaned, in_our_words, may_pass, secrets_of
+from .foreign_errors import again, cleaned, in_our_words, may_pass
 from .http import HttpStore
 from .http_client import Client, Target
-from .options import PUBLIC
+from .options import secrets_of
 from .store import ByteStore
 
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
@@ -100,14 +100,13 @@ class Hub:
                 "hf:// URLs need huggingface_hub, which is not installed: pip install huggingface_hub",
                 name="huggingface_hub",
             ) from None
-
         self._token = options.get("token")
         self._endpoint = options.get("endpoint")
         self._client = Client({key: value for key, value in options.items() if key not in ("token", "endpoint")}, "hf")
         self._api = huggingface_hub.HfApi(
             endpoint=self._endpoint, token=self._token, library_name="safeload", library_version=__version__
         )
-        self._secrets = [*secrets_of(options, PUBLIC), *filter(None, (huggingface_hub.get_token(),))]
+        self._secrets = [*secrets_of(options), *filter(None, (huggingface_hub.get_token(),))]
         self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
         self._asking = threading.Lock()
 

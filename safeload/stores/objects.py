@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from ..base import log
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError
 from . import url as urls
 from .filesystem import Filesystem
-from .foreign_errors import again, changed, cleaned, in_our_words, may_pass, secrets_of
-from .options import PUBLIC
+from .foreign_errors import again, changed, cleaned, in_our_words, may_pass
+from .options import secrets_of
 from .remote import ForeignStore, RemoteStore, fill
 from .remote_files import RemoteFiles
 from .remote_path import RemotePath
@@ -123,12 +124,14 @@ class Obstore:
         self.root = urls.shown(f"{scheme}://{'/' if scheme == 'file' else ''}{where}").rstrip("/") + "/"
         if self.root.count("/") < 3:  # "memory:/"
             self.root = f"{scheme}://"
-        self._secrets = secrets_of(config, PUBLIC)
+        self._secrets = secrets_of(config)
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"<Obstore {self.root}>"  # its configuration holds keys
 
     def _place(self, url: str) -> str:
+        check_process(self._process, url)
         if not f"{url}/".startswith(self.root):
             raise ValueError(f"{urls.shown(url)} is not in {self.root}")
         return url[len(self.root) :].strip("/")
@@ -172,7 +175,7 @@ class ObstoreFile(RemoteStore):
     def __init__(self, store: Any, place: str, url: str, secrets: list[str]) -> None:
         super().__init__()
         self.path = url
-        self._store, self._place, self._secrets = store, place, secrets
+        self._store, self._place, self._secrets, self._process = store, place, secrets, os.getpid()
         meta = checked_call(lambda: store.head(place), url, secrets)
         self.size = meta["size"]
         self._etag = meta.get("e_tag")
@@ -188,6 +191,7 @@ class ObstoreFile(RemoteStore):
         fill(spans, begin, content)
 
     def _range(self, begin: int, end: int) -> memoryview:
+        check_process(self._process, self.path)
         options: dict[str, Any] = {"range": (begin, end)}
         if self._etag is not None and not self._etag.startswith("W/"):
             options["if_match"] = self._etag
@@ -203,6 +207,18 @@ class ObstoreFile(RemoteStore):
 def _version(meta: Mapping[str, Any]) -> tuple[Any, ...]:
     found = meta.get("version") or meta.get("e_tag") or meta.get("last_modified")
     return meta["size"], None if found is None else str(found)
+
+
+def check_process(process: int, url: str) -> None:
+    """Refuses a fork: obstore's threads are not in it, and a read would wait for them for ever.
+
+    Raises:
+        UnsupportedError: this is another process than ``process``.
+    """
+    if os.getpid() != process:
+        raise UnsupportedError(
+            f"{url}: a forked process cannot use obstore: begin processes by spawn or forkserver, and open it there"
+        )
 
 
 def checked_call(function: Any, url: str, secrets: list[str]) -> Any:

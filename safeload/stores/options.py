@@ -1,8 +1,8 @@
-"""``storage_options``: which of them may leave this process."""
+"""``storage_options``: which of them may be known, and which are secrets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import url as urls
@@ -15,6 +15,8 @@ PUBLIC = frozenset(
         "revision", "same_names", "target_options", "target_protocol", "use_ssl", "verify", "version_aware",
     )
 )  # fmt: skip
+# Values of options that are shorter are words such as "us" or "true", and too common to be looked for.
+_LEAST = 5
 
 
 def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -28,3 +30,16 @@ def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
         elif key in PUBLIC and isinstance(value, (str, int, float, bool, type(None))):
             found[key] = urls.shown(value) if isinstance(value, str) and urls.is_url(value) else value
     return found
+
+
+def secrets_of(options: Mapping[str, Any] | None) -> list[str]:
+    """Texts in ``storage_options`` that no message may have, the longest first."""
+    return sorted(set(_texts(options or {})), key=len, reverse=True)
+
+
+def _texts(options: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value)
+        elif isinstance(value, (str, bytes)) and key not in PUBLIC and len(value) >= _LEAST:
+            yield value if isinstance(value, str) else value.decode("latin-1")

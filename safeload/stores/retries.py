@@ -111,7 +111,7 @@ def of_error(error: BaseException, path: str, timeout: float) -> Failure:
     if isinstance(inner, (TimeoutError, urllib3.exceptions.TimeoutError)):
         what = getattr(inner, "strerror", None) or f"no byte for {timeout:g} s"
         return Failure(RemoteTimeoutError(f"{proxy}{what}", path), True)
-    if isinstance(inner, (ssl.SSLError, ssl.CertificateError)):
+    if isinstance(inner, ssl.SSLError) or _is_of_certificate(inner):
         return _of_tls(inner, proxy, path)
     if isinstance(inner, socket.gaierror):
         what = f"the name of the host cannot be resolved: {inner.strerror}"
@@ -147,8 +147,13 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
+def _is_of_certificate(error: BaseException) -> bool:
+    """Whether an error says that a server is another one. urllib3 1 has a class of its own, in varying places."""
+    return isinstance(error, ssl.CertificateError) or type(error).__name__ == "CertificateError"
+
+
 def _of_tls(error: BaseException, proxy: str, path: str) -> Failure:
-    if isinstance(error, ssl.CertificateError):
+    if _is_of_certificate(error):
         why = getattr(error, "verify_message", None) or "it is for another host"
         text = (
             f"{proxy}the server's certificate is not trusted: {why}; storage_options={{'verify': PATH}} trusts another"

@@ -107,7 +107,10 @@ def split(url: str) -> tuple[str, str]:
 def join(folder: str, name: str) -> str:
     """The URL of a name in a folder. A query is kept: like Azure's signatures, it may be valid for all of a folder."""
     plain, mark, query = _divided(folder)
-    return f"{plain.rstrip('/')}/{name}{mark}{query}"
+    before = plain.rstrip("/")
+    if before.endswith(":"):  # the root of a store: "memory://"
+        before = f"{before}//"
+    return f"{before}/{name}{mark}{query}"
 
 
 def _divided(url: str) -> tuple[str, str, str]:

@@ -293,6 +293,12 @@ def test_options_stay_as_they_are(memory, tmp_path):
     assert json.dumps(options) == before
 
 
+def test_a_scheme_may_be_in_upper_case(memory, tmp_path):
+    url = f"{memory}/model.bin".replace("memory:", "MEMORY:")
+    assert_reads(RemoteFiles().open(url))
+    assert_reads(RemoteFiles({"cache_storage": str(tmp_path)}).open(f"filecache::{url}"))
+
+
 def test_threads_share_one_filesystem(memory, tmp_path):
     """fsspec would give each thread one of its own: and each a cache of its own."""
     for k in range(20):

@@ -1,22 +1,19 @@
-"""Files behind https: whom secrets are sent to, redirects, proxies, TLS, options, the end of a call, forks."""
+"""Files behind https: whom secrets are sent to, redirects, URLs that expire, proxies, TLS, options."""
 
 import base64
 import functools
 import importlib
 import logging
-import multiprocessing
 import os
 import pickle
 import socket
 import ssl
 import sys
-import threading
-import time
 import traceback
 import warnings
 
 import pytest
-from builders import http_server as server
+from builders import http_faults as server
 from builders.http_server import CERTIFICATE, Server
 
 from safeload import FormatError, UnsupportedError
@@ -429,155 +426,7 @@ def test_proxies_that_refuse_are_named(monkeypatch):
             Web({}).open("http://weights.example/a")
 
 
-# ---- connections ----
-
-
-def test_connections_are_kept_until_the_last_file_is_closed():
-    with serve() as there:
-        web = Web({})
-        one, two = web.open(there.url("/a")), web.open(there.url("/b"))
-        one.close()
-        assert read(two) == CONTENT[WINDOW:]
-        assert there.connections == 1
-        two.close()
-        web.open(there.url("/a")).close()
-        assert there.connections == 2
-
-
-def test_a_connection_that_the_server_has_closed_is_made_again():
-    with serve() as there:
-        store = Web({"retries": 0}).open(there.url("/a"))
-        for one in list(there._sockets):
-            one.shutdown(socket.SHUT_RDWR)
-        time.sleep(0.05)
-        assert read(store) == CONTENT[WINDOW:]
-        assert (there.connections, len(there.requests)) == (2, 2)
-        store.close()
-
-
-def test_many_threads_read_at_once():
-    with serve(latency=0.05) as there:
-        store = Web({}).open(there.url("/a"))
-        memory = bytearray(len(CONTENT))
-        view, step = memoryview(memory), len(CONTENT) // 64
-        tasks = [
-            functools.partial(store.read_spans, [Span(at, view[at : at + step])]) for at in range(0, len(CONTENT), step)
-        ]
-        crew.run(tasks, 16)
-        assert memory == CONTENT
-        assert 8 <= there.most_in_flight <= 16
-        assert there.connections <= 17
-        store.close()
-
-
-def read_in_child(store, pipe):
-    try:
-        pipe.send(read(store) == CONTENT[WINDOW:])
-    except BaseException as error:
-        pipe.send(repr(error))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_process_makes_connections_of_its_own():
-    with serve() as there:
-        store = Web({}).open(there.url("/a"))
-        ours, theirs = multiprocessing.Pipe()
-        child = multiprocessing.get_context("fork").Process(target=read_in_child, args=(store, theirs))
-        child.start()
-        assert read(store) == CONTENT[WINDOW:]
-        assert ours.poll(10)
-        assert ours.recv() is True
-        child.join(10)
-        assert read(store) == CONTENT[WINDOW:]
-        assert there.connections == 2
-        store.close()
-
-
-# ---- the end of a call ----
-
-
-class EndError(Exception):
-    pass
-
-
-def interrupt_when(condition):
-    begun = time.monotonic()
-
-    def tick():
-        if condition():
-            raise EndError
-        assert time.monotonic() - begun < 10
-
-    return tick
-
-
-@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
-@pytest.mark.parametrize("where", ["before the answer", "in the body", "between tries"])
-def test_a_read_ends_within_a_second(where, tls):
-    fault = {
-        "before the answer": server.silent(first=1),
-        "in the body": server.stall(100_000, first=1),
-        "between tries": server.status(503, retry_after=50, first=1),
-    }[where]
-    with serve(fault, tls=tls) as there:
-        store = Web({"verify": CERTIFICATE} if tls else {}).open(there.url("/a", "localhost"))
-        memory = bytearray(len(CONTENT))
-        tasks = [functools.partial(store.read_spans, [Span(WINDOW, memoryview(memory)[WINDOW:])])] * 4
-        until = [None]
-
-        def ready():
-            if len(there.requests) < 5:
-                return False
-            until[0] = until[0] or time.monotonic() + 0.2
-            return time.monotonic() > until[0]
-
-        with pytest.raises(EndError):
-            crew.run(tasks, 4, interrupt_when(ready))
-        assert time.monotonic() - until[0] < 1
-        assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
-        memory[:] = bytes(len(memory))
-        time.sleep(0.1)
-        assert not any(memory)
-        there.faults.clear()
-        assert read(store) == CONTENT[WINDOW:]  # in connections that work
-        store.close()
-
-
-@pytest.mark.parametrize("stage", ["connect", "handshake"])
-def test_an_opening_ends_within_a_second(stage):
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen(0)
-        place = f"127.0.0.1:{deaf.getsockname()[1]}"
-        waiting = []
-        if stage == "connect":  # the queue of connections is full, where the system has one
-            for _ in range(4):
-                one = socket.socket()
-                one.setblocking(False)
-                one.connect_ex(deaf.getsockname())
-                waiting.append(one)
-        begun = time.monotonic()
-        with pytest.raises(EndError):
-            crew.run(
-                [lambda: Web({}).open(f"https://{place}/a")], 1, interrupt_when(lambda: time.monotonic() > begun + 0.3)
-            )
-        assert time.monotonic() - begun < 1.3
-        assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
-        for one in waiting:
-            one.close()
-
-
-def test_the_first_error_ends_all_reads():
-    with serve(server.stall(1000, first=1, path="/a"), server.status(404, first=1, path="/b")) as there:
-        web = Web({})
-        slow, bad = web.open(there.url("/a")), web.open(there.url("/b"))
-        begun = time.monotonic()
-        with pytest.raises(FileNotFoundError):
-            crew.run([functools.partial(read, slow)] * 3 + [functools.partial(read, bad)], 4)
-        assert time.monotonic() - begun < 1
-        slow.close()
-        bad.close()
+# ---- packages ----
 
 
 def test_without_urllib3_the_error_names_what_to_install(monkeypatch):

@@ -6,8 +6,8 @@ import os
 import time
 
 import pytest
-from builders import http_server as server
-from builders.http_server import Server
+from builders import http_faults as server
+from builders.http_server import CERTIFICATE, Server
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError
@@ -30,6 +30,9 @@ FILES = {"/a": CONTENT, "/small": SMALL, "/empty": b""}
 def quick(monkeypatch):
     """Waits are tested by their own test."""
     monkeypatch.setattr(retries, "_BACKOFF", 0.01)
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
 
 
 def serve(*faults, files=FILES, **options):
@@ -89,6 +92,17 @@ def test_reading_goes_on_at_the_byte_that_was_reached():
         assert [request.range[0] for request in there.requests] == begins
         assert {request.range[1] for request in there.requests[1:]} == {len(CONTENT)}
         assert all(request.headers["if-match"] == store.version[1] for request in there.requests[1:])
+        store.close()
+
+
+@pytest.mark.parametrize("fault", [server.short, server.reset, server.stall])
+def test_reading_over_tls_goes_on_near_the_byte_that_was_reached(fault):
+    with serve(fault(MIB, first=1, times=1), tls=True) as there:
+        store = Web({"verify": CERTIFICATE, "timeout": 0.3}).open(there.url("/a", "localhost"))
+        assert read(store, 0) == CONTENT
+        assert len(there.requests) == 3
+        if fault is not server.reset:  # which may overtake the bytes before it
+            assert MIB - (128 << 10) <= there.requests[2].range[0] <= MIB
         store.close()
 
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("huggingface_hub")
 pytest.importorskip("urllib3")
 
-from builders import http_server
+from builders import http_faults
 from builders.hub import Hub, Repository
 
 from safeload import FormatError, UnsupportedError
@@ -224,7 +224,7 @@ def test_what_is_missing_is_not_found(url, files):
 
 
 def test_a_busy_hub_is_asked_again_when_it_says(server, files):
-    server.faults = [http_server.status(429, headers={"RateLimit": '"api";r=0;t=1'}, times=1)]
+    server.faults = [http_faults.status(429, headers={"RateLimit": '"api";r=0;t=1'}, times=1)]
     assert files.open(FILE).size == len(CONTENT)
     assert server.requests[1].time - server.requests[0].time >= 0.9
     assert server.kinds["api"] == 2
@@ -232,7 +232,7 @@ def test_a_busy_hub_is_asked_again_when_it_says(server, files):
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_hub_that_stays_busy_is_an_error_after_some_tries(status, server, files):
-    server.faults = [http_server.status(status)]
+    server.faults = [http_faults.status(status)]
     with pytest.raises(RemoteError, match=f"{status}.*{FILE}"):
         files.open(FILE)
     assert server.kinds == {"api": foreign_errors.TRIES}
@@ -318,6 +318,6 @@ def test_an_answer_of_the_api_that_is_nonsense_is_an_error(server, files):
         answer.begin, answer.end = 0, len(answer.content)
         answer.headers["Content-Length"] = str(len(answer.content))
 
-    server.faults = [http_server.Fault(nonsense)]
+    server.faults = [http_faults.Fault(nonsense)]
     with pytest.raises(RemoteError, match="does not say which commit"):
         files.open(FILE)

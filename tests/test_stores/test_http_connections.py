@@ -1,0 +1,270 @@
+"""The connections of files behind https: how long they live, in forks, and that the end of a call ends them."""
+
+import functools
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from builders import http_faults as server
+from builders.http_server import CERTIFICATE, Server
+
+from safeload.stores import crew
+from safeload.stores.remote import WINDOW
+from safeload.stores.store import Span
+
+urllib3 = pytest.importorskip("urllib3")
+retries = importlib.import_module("safeload.stores.retries")
+connections = importlib.import_module("safeload.stores.connections")
+http = importlib.import_module("safeload.stores.http")
+Web = http.Web
+
+MIB = 1 << 20
+CONTENT = os.urandom(MIB)
+SIZE = len(CONTENT)
+FILES = {"/a": CONTENT, "/b": CONTENT, "/c": CONTENT}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(retries, "_BACKOFF", 0.01)
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+
+
+def serve(*faults, files=FILES, **options):
+    return Server(files, faults=faults, **options)
+
+
+def read(store, begin=WINDOW, end=SIZE):
+    memory = bytearray(end - begin)
+    store.read_into(begin, memory)
+    return bytes(memory)
+
+
+def test_connections_are_kept_until_the_last_file_is_closed():
+    with serve() as there:
+        web = Web({})
+        one, two = web.open(there.url("/a")), web.open(there.url("/b"))
+        one.close()
+        assert read(two) == CONTENT[WINDOW:]
+        assert there.connections == 1
+        two.close()
+        web.open(there.url("/a")).close()
+        assert there.connections == 2
+
+
+def test_a_connection_that_the_server_has_closed_is_made_again():
+    with serve() as there:
+        store = Web({"retries": 0}).open(there.url("/a"))
+        for one in list(there._sockets):
+            one.shutdown(socket.SHUT_RDWR)
+        time.sleep(0.05)
+        assert read(store) == CONTENT[WINDOW:]
+        assert (there.connections, len(there.requests)) == (2, 2)
+        store.close()
+
+
+def test_many_threads_read_at_once():
+    with serve(latency=0.05) as there:
+        store = Web({}).open(there.url("/a"))
+        memory = bytearray(len(CONTENT))
+        view, step = memoryview(memory), len(CONTENT) // 64
+        tasks = [
+            functools.partial(store.read_spans, [Span(at, view[at : at + step])]) for at in range(0, len(CONTENT), step)
+        ]
+        crew.run(tasks, 16)
+        assert memory == CONTENT
+        assert 8 <= there.most_in_flight <= 16
+        assert there.connections <= 17
+        store.close()
+
+
+def read_in_child(store, pipe):
+    try:
+        pipe.send(read(store) == CONTENT[WINDOW:])
+    except BaseException as error:
+        pipe.send(repr(error))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_makes_connections_of_its_own():
+    with serve() as there:
+        store = Web({}).open(there.url("/a"))
+        ours, theirs = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=read_in_child, args=(store, theirs))
+        child.start()
+        assert read(store) == CONTENT[WINDOW:]
+        assert ours.poll(10)
+        assert ours.recv() is True
+        child.join(10)
+        assert read(store) == CONTENT[WINDOW:]
+        assert there.connections == 2
+        store.close()
+
+
+# ---- the end of a call ----
+
+
+class EndError(Exception):
+    pass
+
+
+def interrupt_when(condition):
+    begun = time.monotonic()
+
+    def tick():
+        if condition():
+            raise EndError
+        assert time.monotonic() - begun < 10
+
+    return tick
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize("where", ["before the answer", "in the body", "between tries"])
+def test_a_read_ends_within_a_second(where, tls):
+    fault = {
+        "before the answer": server.silent(first=1),
+        "in the body": server.stall(100_000, first=1),
+        "between tries": server.status(503, retry_after=50, first=1),
+    }[where]
+    with serve(fault, tls=tls) as there:
+        store = Web({"verify": CERTIFICATE} if tls else {}).open(there.url("/a", "localhost"))
+        memory = bytearray(len(CONTENT))
+        tasks = [functools.partial(store.read_spans, [Span(WINDOW, memoryview(memory)[WINDOW:])])] * 4
+        until = [None]
+
+        def ready():
+            if len(there.requests) < 5:
+                return False
+            until[0] = until[0] or time.monotonic() + 0.2
+            return time.monotonic() > until[0]
+
+        with pytest.raises(EndError):
+            crew.run(tasks, 4, interrupt_when(ready))
+        assert time.monotonic() - until[0] < 1
+        assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
+        memory[:] = bytes(len(memory))
+        time.sleep(0.1)
+        assert not any(memory)
+        there.faults.clear()
+        assert read(store) == CONTENT[WINDOW:]  # in connections that work
+        store.close()
+
+
+@pytest.mark.parametrize("stage", ["connect", "handshake"])
+def test_an_opening_ends_within_a_second(stage):
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        place = f"127.0.0.1:{deaf.getsockname()[1]}"
+        waiting = []
+        if stage == "connect":  # the queue of connections is full, where the system has one
+            for _ in range(4):
+                one = socket.socket()
+                one.setblocking(False)
+                one.connect_ex(deaf.getsockname())
+                waiting.append(one)
+        begun = time.monotonic()
+        with pytest.raises(EndError):
+            crew.run(
+                [lambda: Web({}).open(f"https://{place}/a")], 1, interrupt_when(lambda: time.monotonic() > begun + 0.3)
+            )
+        assert time.monotonic() - begun < 1.3
+        assert not [thread for thread in threading.enumerate() if thread.name == "safeload"]
+        for one in waiting:
+            one.close()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no signal to one process here")
+def test_ctrl_c_ends_an_opening_in_the_main_thread():
+    code = """
+import sys, time
+from safeload.stores.http import Web
+try:
+    Web({}).open(sys.argv[1])
+except KeyboardInterrupt:
+    print("ended")
+"""
+    with serve(server.silent()) as there:
+        child = subprocess.Popen([sys.executable, "-c", code, there.url("/a")], stdout=subprocess.PIPE, text=True)
+        while not there.requests:
+            assert child.poll() is None
+            time.sleep(0.01)
+        pressed = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=10)[0] == "ended\n"
+        assert time.monotonic() - pressed < 1
+
+
+def test_an_open_file_leaves_nothing_behind(recwarn):
+    with serve() as there, serve(tls=True) as secure:
+        for url in (there.url("/a"), secure.url("/a", "localhost")):
+            store = Web({"verify": CERTIFICATE}).open(url)
+            line = weakref.ref(store)
+            del store
+            gc.collect()
+            assert line() is None
+            until = time.monotonic() + 5
+            while (there if url.startswith("http:") else secure)._sockets:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+    assert [str(one.message) for one in recwarn] == []
+
+
+def test_a_read_goes_on_where_another_thread_closes_the_last_file(monkeypatch):
+    pools = urllib3.connectionpool.HTTPConnectionPool
+    with serve() as there:
+        store = Web({}).open(there.url("/a"))
+        close = functools.partial(connections._close, store._client.connections._managers)
+        closing, urlopen = iter([close]), pools.urlopen
+
+        def late(self, *arguments, **options):
+            next(closing, lambda: None)()
+            return urlopen(self, *arguments, **options)
+
+        monkeypatch.setattr(pools, "urlopen", late)
+        assert read(store) == CONTENT[WINDOW:]
+        assert len(there.requests) == 2
+        store.close()
+
+
+def test_a_server_of_http_1_0_is_understood(tmp_path):
+    """Python's own, which has no ranges and closes each connection."""
+    (tmp_path / "a").write_bytes(CONTENT)
+    handler = functools.partial(QuietHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as there:
+        threading.Thread(target=there.serve_forever, args=(0.02,)).start()
+        store = Web({}).open(f"http://127.0.0.1:{there.server_address[1]}/a")
+        assert read(store, 0) == CONTENT
+        store.close()
+        there.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format, *arguments):
+        pass
+
+
+def test_the_first_error_ends_all_reads():
+    with serve(server.stall(1000, first=1, path="/a"), server.status(404, first=1, path="/b")) as there:
+        web = Web({})
+        slow, bad = web.open(there.url("/a")), web.open(there.url("/b"))
+        begun = time.monotonic()
+        with pytest.raises(FileNotFoundError):
+            crew.run([functools.partial(read, slow)] * 3 + [functools.partial(read, bad)], 4)
+        assert time.monotonic() - begun < 1
+        slow.close()
+        bad.close()
