@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
@@ -25,6 +24,7 @@ from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 from .packed import grouping  # not where it is used: a child forked while a thread imports it would wait for ever
+from .stores.files import LOCAL, Files, Location
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,7 +84,7 @@ class Checkpoint(Mapping[str, Any]):
         self._closed = False
         self._recipe = found.recipe
         self._index = found.index_file
-        self.index = None if found.index_file is None else found.index_file[0]
+        self.index = None if self._index is None else self._files.shown(self._index[0])
         self.notes = list(found.notes)
         self.format = found.format
         self.files = list(dict.fromkeys(file.path for file in found.files))
@@ -273,15 +273,33 @@ class Checkpoint(Mapping[str, Any]):
         return arrays
 
     @property
-    def folder(self) -> str | None:
+    def _files(self) -> Files:
+        """Where the paths that it was opened by lead."""
+        return LOCAL if self._recipe is None else self._recipe.files
+
+    @property
+    def index_location(self) -> Location | None:
+        """The ``index.json`` that it was opened by. Internal.
+
+        :meta private:
+        """
+        return None if self._index is None else Location(self._files, self._index[0])
+
+    @property
+    def folder(self) -> Location | None:
         """The folder that it was opened by, as itself or by its index; None for files. Internal.
 
         :meta private:
         """
+        files = self._files
         if self._index is not None:
-            return os.path.dirname(self._index[0])
-        paths = () if self._recipe is None or self._recipe.listed else self._recipe.paths
-        return next((path for path in paths if os.path.isdir(path)), None)
+            return Location(files, files.split(self._index[0])[0])
+        if self._recipe is None or self._recipe.listed:
+            return None
+        path = self._recipe.paths[0]
+        # Asking a store on the network would take a request.
+        file = any(file.place == path for file in self.weight_files) if files.remote else not files.is_folder(path)
+        return None if file else Location(files, path)
 
     def stream(
         self,

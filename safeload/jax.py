@@ -134,7 +134,7 @@ def load_checkpoint(
     unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,
     adapters: Any = None,
-    storage_options: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Array]:
@@ -148,7 +148,7 @@ def load_checkpoint(
     apart (GPTQ, AWQ) and F4 and F6 tensors that are decoded are read whole.
 
     Args:
-        path: what `safeload.open` takes: a weight file, a folder of them, an ``index.json`` or a list of files.
+        path: what `safeload.open` takes: a weight file, a folder of them, an ``index.json``, a URL or a list of files.
         dtype: dtype that floating tensors are converted to, and packed ones dequantized to, while they are read:
             "bfloat16", "float32", ``jnp.bfloat16``, ... None to leave plain tensors as they are, and for packed ones
             the dtype that ``config.json`` names. Integer, bool and complex tensors are not converted.
@@ -164,7 +164,7 @@ def load_checkpoint(
             "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
         adapters: not supported in this version.
-        storage_options: not supported in this version.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `safeload.open`.
         threads: for reading; None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 

@@ -113,7 +113,7 @@ def load_checkpoint(
     """Loads the tensors of a checkpoint of any format, with their true values where they are quantized.
 
     Args:
-        path: a weight file, a folder of them, an ``index.json`` or a list of files; see `safeload.open`.
+        path: a weight file, a folder of them, an ``index.json``, a URL or a list of files; see `safeload.open`.
         device: of the tensors, as torch takes it. On "meta" they have dtype and shape only, and nothing is read.
         dtype: floating dtype that floating tensors are converted to, and quantized ones dequantized to, while they are
             read. None: plain tensors keep theirs, and quantized ones get the one that ``config.json`` names.
@@ -126,7 +126,7 @@ def load_checkpoint(
             "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
         adapters: not supported in this version.
-        storage_options: not supported in this version.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `safeload.open`.
         threads: for reading; None: chosen automatically.
         progress: for reading: True for a bar, or a callable that gets (bytes_done, bytes_total).
 

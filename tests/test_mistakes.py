@@ -53,33 +53,13 @@ def assert_says(text, *parts):
 
 # ---- paths ----
 
-SNAPSHOT = 'safeload.open(huggingface_hub.snapshot_download("meta-llama/Llama-3.2-1B"))'
-LOCAL = "safeload opens local files: download it first"
+HUB = 'if this is a repository of the Hugging Face Hub: safeload.open("hf://meta-llama/Llama-3.2-1B")'
 PATHS = {
     "a plain name": ("missing.safetensors", ["not: ;"]),
-    "a repository": ("meta-llama/Llama-3.2-1B", [SNAPSHOT]),
-    "a repository and a slash": ("meta-llama/Llama-3.2-1B/", [SNAPSHOT]),
+    "a repository": ("meta-llama/Llama-3.2-1B", [HUB]),
+    "a repository and a slash": ("meta-llama/Llama-3.2-1B/", [HUB]),
     "a folder that is here": ("home/Llama-3.2-1B", ["not: Hugging Face"]),
     "a file in a folder": ("checkpoints/model.safetensors", ["not: Hugging Face"]),
-    "hf://": ("hf://a/b@v1", [LOCAL, 'huggingface_hub.snapshot_download("a/b", revision="v1")']),
-    "a file of hf://": ("hf://a/b/x/c.gguf", [LOCAL, 'huggingface_hub.hf_hub_download("a/b", "x/c.gguf")']),
-    "a data set of hf://": ("hf://datasets/a/b", ['snapshot_download("a/b", repo_type="dataset")']),
-    "a page of the Hub": ("https://huggingface.co/a/b", [LOCAL, 'huggingface_hub.snapshot_download("a/b")']),
-    "a link of the Hub": (
-        "https://huggingface.co/a/b/resolve/main/c.safetensors",
-        [LOCAL, 'huggingface_hub.hf_hub_download("a/b", "c.safetensors")'],
-    ),
-    "a URL": ("https://example.org/a b.gguf", [LOCAL, "curl -LO 'https://example.org/a b.gguf'"]),
-    "a signed URL": (
-        "https://me:password@example.org/a.gguf?sig=secret" + "x" * 300,
-        ["https://example.org/a.gguf;", LOCAL, "curl -LO URL", "not: secret", "not: password"],
-    ),
-    "a URL of JSON": ("https://example.org/index.json", [LOCAL]),
-    "a URL through pathlib": (Path("s3://bucket/a.gguf"), [LOCAL, "aws s3 cp s3://bucket/a.gguf ."]),
-    "gs://": ("gs://bucket/a.gguf", [LOCAL, "gcloud storage cp gs://bucket/a.gguf ."]),
-    "an unknown scheme": ("ipfs://x", [LOCAL]),
-    "a broken URL": ("https://[x/", [LOCAL]),
-    "file://": ("file:///a/b.gguf", ["pass the path itself, '/a/b.gguf'"]),
     "a drive": ("C:/models/a.gguf", ["not: URL", "not: download"]),
     "~ and no file": ("~/a.gguf", ["`~` is not expanded: os.path.expanduser gives ", "where there is nothing either"]),
     "~": ("~/b.gguf", ["`~` is not expanded: os.path.expanduser gives ", "b.gguf", "not: nothing"]),
@@ -106,6 +86,49 @@ def test_a_path_that_leads_nowhere(case, here):
     assert_says(text, *parts)
 
 
+LOCAL = "this function reads local files: safeload.load("
+NETWORK = " reads it over the network"
+URLS = {
+    "hf://": ("hf://a/b@v1", [f'{LOCAL}"hf://a/b@v1"){NETWORK}']),
+    "a page of the Hub": ("https://huggingface.co/a/b", [f'{LOCAL}"hf://a/b"){NETWORK}']),
+    "a data set of the Hub": ("https://huggingface.co/datasets/a/b", ['load("hf://datasets/a/b")']),
+    "a link of the Hub": (
+        "https://huggingface.co/a/b/resolve/v1/x/c.safetensors?download=true",
+        ['load("hf://a/b@v1/x/c.safetensors")'],
+    ),
+    "a URL": ("https://example.org/a b.gguf", [f'{LOCAL}"https://example.org/a b.gguf"){NETWORK}']),
+    "a signed URL": (
+        "https://me:password@example.org/a.gguf?sig=secret" + "x" * 300,
+        ["https://example.org/a.gguf;", f"{LOCAL}URL)", "not: secret", "not: password"],
+    ),
+    "a URL of JSON": ("https://example.org/config.json", ["this function reads local files", "not: safeload.load"]),
+    "file://": ("file:///a/b.gguf", ["pass the path itself, '/a/b.gguf'"]),
+    "s3://": ("s3://bucket/a.gguf", ['load("s3://bucket/a.gguf")']),
+    "an unknown scheme": ("ipfs://x", ['load("ipfs://x", storage_options={})']),
+    "a broken URL": ("https://[x/", [LOCAL]),
+}
+
+
+@pytest.mark.parametrize("case", URLS)
+def test_drop_ins_take_no_urls(case, here):
+    """Nor does anything that reads a file beside weights."""
+    path, parts = URLS[case]
+    ways = [
+        load_file,
+        lambda path: safeload.safe_open(path, "np"),
+        lambda path: safeload.validate({}, config=path),
+        safeload.Layout.from_json,
+    ]
+    (text,) = {message(lambda way=way: way(path), FileNotFoundError) for way in ways}
+    assert text.startswith("No such file or directory: " + path.partition("?")[0].replace("me:password@", ""))
+    assert_says(text, *parts)
+
+
+def test_a_url_through_pathlib_is_recognised(here):
+    text = message(lambda: safeload.open(Path("s3://bucket/a.gguf")), FileNotFoundError)
+    assert_says(text, "s3://bucket/a.gguf; a URL is passed as text, pathlib changes it: ", 'load("s3://bucket/a.gguf")')
+
+
 def test_the_pattern_of_the_message_works(here):
     assert list(safeload.open(sorted(here.glob("*.safetensors")))) == ["embed", "w"]
 
@@ -124,14 +147,14 @@ def test_a_repository_in_the_cache_is_named(here):
     (cache / "snapshots" / "old" / "model.safetensors").unlink()
     assert_says(message(lambda: safeload.open("owner/name")), repr(str(cache / "snapshots" / "new")))
     (cache / "snapshots" / "new" / "model.safetensors").unlink()
-    assert_says(message(lambda: safeload.open("owner/name")), "snapshot_download", "not: cache")
+    assert_says(message(lambda: safeload.open("owner/name")), "hf://owner/name", "not: cache")
 
 
 def test_the_command_line_says_it_too(here, capsys):
-    assert main(["info", "hf://a/b"]) == 1
+    assert main(["info", "owner/name"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert_says(err, "safeload: No such file or directory: hf://a/b; " + LOCAL)
+    assert_says(err, "safeload: No such file or directory: owner/name; if this is a repository of the Hugging Face Hub")
 
 
 def test_a_missing_file_is_a_plain_file_not_found_error(here):

@@ -8,18 +8,12 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shlex
 
 # A scheme has two letters or more: one is a drive of Windows. `pathlib` makes "https:/host" of "https://host".
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
-# What downloads a URL of each scheme, "{}" being the URL.
-_DOWNLOADS = {
-    **dict.fromkeys(("http", "https", "ftp"), "curl -LO {}"),
-    "s3": "aws s3 cp {} . (--recursive for a folder)",
-    **dict.fromkeys(("gs", "gcs"), "gcloud storage cp {} . (-r for a folder)"),
-    **dict.fromkeys(("az", "abfs", "abfss"), "azcopy"),
-}
-_SCHEMES = {"hf", "file", *_DOWNLOADS}
+# Schemes that are also recognised with one slash, and of these those that need no `storage_options`.
+_PLAIN = {"hf", "http", "https", "s3", "gs", "az"}
+_SCHEMES = {*_PLAIN, "file", "ftp", "gcs", "abfs", "abfss"}
 
 # "owner/name" as the Hub allows it (huggingface_hub.utils.validate_repo_id); the old names have no owner.
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -59,29 +53,28 @@ def _of_url(path: str) -> tuple[str, str] | None:
     host, slash, tail = public.partition("/")
     place = f"{host if scheme == 'hf' else host.rpartition('@')[2]}{slash}{tail}"
     url = f"{scheme}://{place}"
-    signed = rest != public
-    how = _of_hub_url(scheme, place) or _DOWNLOADS.get(scheme, "").format("URL" if signed else shlex.quote(url))
-    return url, "safeload opens local files: download it first" + (f", with {how}" if how else "")
+    why = "this function reads local files" if match[2] else "a URL is passed as text, pathlib changes it"
+    if public.endswith(".json") and not public.endswith("index.json"):
+        return url, why  # no weights
+    page = _of_page(scheme, place)
+    argument = "URL" if rest != public and page is None else f'"{page or url}"'
+    options = "" if scheme in _PLAIN else ", storage_options={}"
+    return url, f"{why}: safeload.load({argument}{options}) reads it over the network"
 
 
-def _of_hub_url(scheme: str, place: str) -> str | None:
-    """How to download ``hf://owner/name[@revision][/file]`` or a page of huggingface.co; None for other URLs."""
-    names = place.rstrip("/").split("/")
-    kind = ""
-    if scheme != "hf" and names.pop(0) not in ("huggingface.co", "www.huggingface.co", "hf.co"):
+def _of_page(scheme: str, place: str) -> str | None:
+    """The ``hf://`` URL of what a page of huggingface.co shows; None for other URLs."""
+    host, *names = place.rstrip("/").split("/")
+    if scheme not in ("http", "https") or host not in ("huggingface.co", "www.huggingface.co", "hf.co"):
         return None
-    if names[:1] in (["datasets"], ["spaces"]):
-        kind = f', repo_type="{names.pop(0)[:-1]}"'
+    kind = f"{names.pop(0)}/" if names[:1] in (["datasets"], ["spaces"]) else ""
     if len(names) < 2 or not all(names[:2]):
         return None
-    name, at, revision = names[1].partition("@")
-    repository, inner = f"{names[0]}/{name}", names[2:]
-    if not at and len(inner) > 1 and inner[0] in ("resolve", "blob", "tree", "raw"):
+    (owner, name), inner, revision = names[:2], names[2:], "main"
+    if len(inner) > 1 and inner[0] in ("resolve", "blob", "tree", "raw"):
         revision, inner = inner[1], inner[2:]
-    options = kind + (f', revision="{revision}"' if revision not in ("", "main") else "")
-    if inner:
-        return f'huggingface_hub.hf_hub_download("{repository}", "{"/".join(inner)}"{options})'
-    return f'huggingface_hub.snapshot_download("{repository}"{options})'
+    at = "" if revision == "main" else f"@{revision}"
+    return "/".join((f"hf://{kind}{owner}/{name}{at}", *inner))
 
 
 # ---- local paths ----
@@ -115,10 +108,7 @@ def _of_hub(path: str) -> str | None:
     owner, slash, _ = path.partition("/")
     if not slash or os.path.exists(owner) or _FILE.search(path):
         return None
-    return (
-        "if this is a repository of the Hugging Face Hub, "
-        f'download it first: safeload.open(huggingface_hub.snapshot_download("{path}"))'
-    )
+    return f'if this is a repository of the Hugging Face Hub: safeload.open("hf://{path}")'
 
 
 def _cached(repository: str) -> str | None:

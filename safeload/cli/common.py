@@ -17,6 +17,7 @@ from ..checkpoint import Checkpoint
 from ..engine import progress
 from ..engine.progress import Report
 from ..errors import one_line
+from ..stores import url as urls
 
 STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
 
@@ -56,7 +57,7 @@ def add_verbose(parser: Any) -> None:
 
 def add_path(parser: Any, name: str = "path", *, several: bool = False) -> None:
     """Adds the path of a checkpoint, or ``paths`` of one or more."""
-    text = "a weight file, a folder of them or an index.json"
+    text = "a weight file, a folder of them, an index.json, or a URL of one: hf://, s3://, https://, ..."
     if several:
         parser.add_argument("paths", metavar="PATH", nargs="+", help=f"{text}; may be repeated")
     else:
@@ -69,7 +70,7 @@ def expanded(paths: Iterable[str]) -> list[str]:
 
 
 def _matching(path: str) -> list[str]:
-    if SHELL_EXPANDS or os.path.lexists(path):
+    if SHELL_EXPANDS or urls.is_url(path) or os.path.lexists(path):
         return [path]
     import glob  # only here: it is needed on Windows alone
 
@@ -109,6 +110,14 @@ def add_opening(parser: Any) -> None:
         default="refuse",
         help="what to do with a torch checkpoint that names classes or functions off the list of harmless ones: "
         "refuse it (default), or replace them by inert placeholders and read the tensors around them",
+    )
+    parser.add_argument(
+        "--storage-option",
+        "--storage-options",
+        metavar="KEY=VALUE",
+        action="append",
+        help="for URLs: an option of the filesystem, as in anon=true or client_kwargs.endpoint_url=URL; may be "
+        "repeated. Others on this machine see it: keys are better in the environment",
     )
 
 
@@ -152,7 +161,55 @@ def positive(text: str) -> int:
 
 def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
     """Opens a checkpoint with the options of `add_opening`."""
-    return loading.open(path, root=options.root, unknown_globals=options.unknown_globals, stored=options.stored)
+    return loading.open(
+        path,
+        root=options.root,
+        unknown_globals=options.unknown_globals,
+        stored=options.stored,
+        storage_options=storage_options(options),
+    )
+
+
+def shown(path: str) -> str:
+    """A path as it is printed: of a URL without what may be secret."""
+    return urls.shown(path) if urls.is_url(path) else path
+
+
+def storage_options(options: argparse.Namespace) -> dict[str, Any] | None:
+    """What --storage-option says; None without one. Dots in a key lead into nested options.
+
+    Raises:
+        ValueError: not KEY=VALUE; the message does not have what was given, which may be a secret.
+    """
+    given: list[str] | None = options.storage_option
+    if given is None:
+        return None
+    found: dict[str, Any] = {}
+    for text in given:
+        key, sign, value = text.partition("=")
+        *outer, last = key.split(".")
+        if not sign or not all((*outer, last)):
+            raise ValueError("--storage-option takes KEY=VALUE, as in anon=true or client_kwargs.endpoint_url=URL")
+        inner = found
+        for name in outer:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"--storage-option {printable(key)}: {printable(name)} has a value already")
+        inner[last] = _parsed(value)
+    return found
+
+
+def _parsed(text: str) -> Any:
+    """A value: true, false, null, a number, an object, a list or a text in quotes as JSON has it, else text."""
+    import json  # only here: few commands need it
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)  # NaN and Infinity are not JSON
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return text
 
 
 # ---- rows ----

@@ -15,7 +15,7 @@ from ..models.layout import Layout, built_in
 from ..operations.convert import convert
 from ..operations.convert_report import ConvertReport
 from .cluster import add_dask, cluster
-from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path, suggest
+from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path, storage_options, suggest
 
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
@@ -47,7 +47,9 @@ def register(commands: Any) -> None:
         f"largest tensor or less. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
         epilog=_EPILOG,
     )
-    parser.add_argument("source", metavar="SOURCE", nargs="+", help="files, folders or index.json; several are merged")
+    parser.add_argument(
+        "source", metavar="SOURCE", nargs="+", help="files, folders, index.json or URLs; several are merged"
+    )
     parser.add_argument("destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size")
     dtype = parser.add_argument("--dtype", help='dtype for floating tensors: "float32", "BF16", ...')
     suggest(dtype, targets)
@@ -144,6 +146,7 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
             rename=None if options.rename is None else [tuple(pair) for pair in options.rename],
             metadata=_metadata(options.metadata),
             extras=not options.no_extras,
+            storage_options=storage_options(options),
             max_shard_size=options.max_shard_size,
             overwrite=options.overwrite,
             resume=options.resume,

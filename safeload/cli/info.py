@@ -33,6 +33,7 @@ from .common import (
     painter,
     positive,
     rest,
+    shown,
 )
 
 # Most rows on a terminal.
@@ -49,6 +50,7 @@ _EPILOG = f"""examples:
   safeload info Llama-3.2-1B/ --only '*.mlp.*' --sort size
   safeload info Llama-3.2-1B/ --all | grep layers.5.
   safeload info *.safetensors --limit 5
+  safeload info hf://openai-community/gpt2
   safeload info lightning.ckpt --unknown-globals inert --root state_dict
   safeload info model.safetensors --json | jq '.tensors[0]'
 
@@ -113,10 +115,15 @@ def _show(path: str, options: argparse.Namespace) -> None:
 
 
 def _title(path: str, options: argparse.Namespace) -> str:
-    """A folder by its name alone, unless there are several paths; a file as it was given."""
+    """A folder by its name alone, unless there are several paths; a file as it was given, a URL without secrets."""
     if len(options.paths) == 1 and os.path.isdir(path):
         return os.path.basename(os.path.abspath(path)) or path
-    return path
+    return shown(path)
+
+
+def _sizes(opened: Checkpoint) -> dict[str, int]:
+    """Bytes of each file when it was opened."""
+    return {file.path: file.identity[0] for file in opened.weight_files}
 
 
 def _per_dtype(infos: Sequence[TensorInfo]) -> dict[str, tuple[int, int, int]]:
@@ -175,9 +182,9 @@ def _as_json(path: str, opened: Checkpoint) -> dict[str, Any]:
     infos = list(opened.tensors.values())
     headers = _headers(opened)
     return {
-        "path": path,
+        "path": shown(path),
         "format": opened.format,
-        "files": [{"path": file, "nbytes": os.path.getsize(file)} for file in opened.files],
+        "files": [{"path": file, "nbytes": nbytes} for file, nbytes in _sizes(opened).items()],
         "header_nbytes": sum(headers.values()) if headers else None,
         "notes": opened.notes,
         "model": description.model(opened.config, opened.metadata) or None,
@@ -239,22 +246,22 @@ def _listing(infos: Sequence[TensorInfo], width: int | None, options: argparse.N
         rows, show = listing.as_tree(rows, options.sort, options.depth), listing.tree_table
     else:
         rows, show = listing.ordered(rows, options.sort), listing.as_table
-    shown = rows[: most_rows(options, _ROWS)]
-    head, *lines = show(shown, width)
+    first = rows[: most_rows(options, _ROWS)]
+    head, *lines = show(first, width)
     yield head, "head"
     for line in lines:
         yield line, ""
-    if len(shown) < len(rows):
+    if len(first) < len(rows):
         if options.tree:
-            yield rest(len(rows) - len(shown), "row", options), ""
+            yield rest(len(rows) - len(first), "row", options), ""
         else:
-            yield rest(len(infos) - sum(row.number for row in shown), "tensor", options), ""
+            yield rest(len(infos) - sum(row.number for row in first), "tensor", options), ""
 
 
 def _head(path: str, opened: Checkpoint, width: int | None, options: argparse.Namespace) -> Iterator[str]:
     """What it is: files, parameters, model, quantization, memory."""
     infos = list(opened.tensors.values())
-    sizes = [os.path.getsize(file) for file in opened.files]
+    sizes = list(_sizes(opened).values())
     what = [opened.format, plural(len(infos), "tensor")]
     if len(opened.files) > 1:
         what.insert(0, plural(len(opened.files), "file"))

@@ -10,7 +10,8 @@ from typing import Any
 from ..base.scheme import SCHEMES
 from ..base.text import printable, size
 from ..engine.atomic_file import write_text
-from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path
+from ..stores.url import is_url
+from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, shown
 
 _EPILOG = f"""examples:
   safeload report model.safetensors -o report.html
@@ -45,7 +46,7 @@ def register(commands: Any) -> None:
         "--no-digest",
         dest="digest",
         action="store_false",
-        help="leave out the SHA-256 of the files, for which they are read a second time",
+        help="leave out the SHA-256 of the files, for which they are read a second time; of URLs it is never there",
     )
     add_opening(parser)
     add_threads(parser)
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     from ..operations.validate.settings import settings
     from .report_content import digest_section, found_section, sections
     from .report_page import facts, head, page
-    from .report_source import about, files_of, now
+    from .report_source import File, about, files_of, now
 
     date = now()
     _check_output(options.output, options.path)
@@ -68,21 +69,24 @@ def run(options: argparse.Namespace) -> int:
         wanted = settings(threads=options.threads, progress=progress, histogram=True)
         found = validate_path(options.path, lambda: open_path(options.path, options), wanted)
     parts = [found_section(found)]
+    path, remote = shown(options.path), is_url(options.path)
+    files = [] if remote else files_of(found.files or [path], digest=options.digest, threads=options.threads)
     if found.files:
         with open_path(options.path, options) as opened:
             parts += sections(opened, found, options.quantize, options.threads)
-    files = files_of(found.files or [options.path], digest=options.digest, threads=options.threads)
+            if remote:  # they are not read a second time
+                files = [File(file.path, file.identity[0]) for file in opened.weight_files]
     parts.append(digest_section(files))
-    title = os.path.basename(os.path.abspath(options.path)) or options.path
+    title = os.path.basename(path.rstrip("/") if remote else os.path.abspath(path)) or path
     mood = "bad" if found.errors else "odd" if found.warnings else "calm" if found.notes else "good"
     checked = f"checked: {found.checked}" if found.tensors else ""
-    top = head(title, found.verdict, mood, checked, facts(about(options.path, files, date), "meta"))
+    top = head(title, found.verdict, mood, checked, facts(about(path, files, date), "meta"))
     write_text(options.output, page(title, top, parts))
     nbytes = os.path.getsize(options.output)
     if options.json:
         print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": found.ok}, indent=1))
     else:
-        print(f"{printable(options.output)}: {size(nbytes)}; {printable(options.path)} is {found.verdict}")
+        print(f"{printable(options.output)}: {size(nbytes)}; {printable(path)} is {found.verdict}")
     return 0 if found.ok else 1
 
 
@@ -92,6 +96,8 @@ def _check_output(output: str, path: str) -> None:
     Raises:
         ValueError: the output is such a file.
     """
+    if is_url(path):
+        return
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     beside = os.path.realpath(os.path.dirname(output)) == os.path.realpath(folder)
     page = os.path.splitext(output)[1].lower() in (".html", ".htm")

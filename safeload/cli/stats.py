@@ -24,6 +24,7 @@ from .common import (
     open_path,
     painter,
     rest,
+    shown,
 )
 
 # Most rows on a terminal.
@@ -86,13 +87,13 @@ def run(options: argparse.Namespace) -> int:
         from ..operations.validate.findings import stats_json
 
         tensors = [{"name": name, "dtype": s.dtype, "shape": list(s.shape), **stats_json(s)} for name, s in rows]
-        print(json.dumps({"path": options.path, "tensors": tensors[: options.limit]}, indent=1))
+        print(json.dumps({"path": shown(options.path), "tensors": tensors[: options.limit]}, indent=1))
         return 0
-    shown = rows[: most_rows(options, _ROWS)]
-    for line in _lines(shown, columns(), options.histogram):
+    first = rows[: most_rows(options, _ROWS)]
+    for line in _lines(first, columns(), options.histogram):
         print(line)
-    if len(shown) < len(rows):
-        print(rest(len(rows) - len(shown), "tensor", options))
+    if len(first) < len(rows):
+        print(rest(len(rows) - len(first), "tensor", options))
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base import dtypes
@@ -51,7 +51,7 @@ def open_checkpoint(
     unknown_globals: UnknownGlobals,
     stored: bool,
     adapters: Any,
-    storage_options: Any,
+    storage_options: Mapping[str, Any] | None,
 ) -> Checkpoint:
     """Opens what `load_checkpoint` was given.
 
@@ -62,20 +62,23 @@ def open_checkpoint(
         unknown_globals: see `safeload.open`.
         stored: see `safeload.open`.
         adapters: LoRA adapters, which this version cannot apply.
-        storage_options: options of a remote store, which this version cannot read.
+        storage_options: see `safeload.open`.
 
     Raises:
-        UnsupportedError: adapters or options of a store; also what `safeload.open` raises.
+        UnsupportedError: adapters; also what `safeload.open` raises.
     """
     if adapters is not None:
         raise UnsupportedError(
             "adapters= is not supported in this version: load the base model, and apply the adapter with PEFT"
         )
-    if storage_options is not None:
-        raise UnsupportedError(
-            "storage_options= is not supported in this version, which reads local files: download the checkpoint first"
-        )
-    return open(path, format=format, root=root, unknown_globals=unknown_globals, stored=stored)
+    return open(
+        path,
+        format=format,
+        root=root,
+        unknown_globals=unknown_globals,
+        stored=stored,
+        storage_options=storage_options,
+    )
 
 
 def select(

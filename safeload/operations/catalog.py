@@ -33,6 +33,7 @@ from ..loading import open
 from ..packed import grouping
 from ..packed.group import Stored
 from ..packed.grouping import Codes
+from ..stores.places import Located, is_located
 from .about import About, about_value, stored_as
 
 
@@ -63,7 +64,7 @@ class Catalog:
         format: format of the origins; None for dicts and for more than one format.
         config: the first ``config.json`` that is not empty; None without one.
         files: paths of the files that hold the tensors.
-        index: path of the ``index.json`` of a single origin, else None.
+        index: the ``index.json`` of a single origin, else None.
         folder: the folder that a single origin was opened by, as itself or by its index; else None.
         weight_files: the open files.
         checkpoints: the origins that are open checkpoints.
@@ -84,7 +85,7 @@ class Catalog:
         self.files = [path for opened in checkpoints for path in opened.files]
         self.weight_files = [file for opened in checkpoints for file in opened.weight_files]
         self.ignored = {name: part for opened in checkpoints for name, part in opened.ignored.items()}
-        self.index = None if single is None else single.index
+        self.index = None if single is None else single.index_location
         self.folder = None if single is None else single.folder
         self.mapped = True
         self._origins = tuple(origins)
@@ -96,12 +97,13 @@ class Catalog:
         self._owned = ExitStack()
 
     @classmethod
-    def of(cls, given: Given | Sequence[Given]) -> Catalog:
+    def of(cls, given: Given | Sequence[Given], storage_options: Mapping[str, Any] | None = None) -> Catalog:
         """The catalog of the input of an operation.
 
         Args:
-            given: a path, which is opened, and closed with the catalog; an open `Checkpoint`; a dict of arrays and
-                quantized tensors; a catalog, which the new one does not close; or a list of these.
+            given: a path or a URL, which is opened, and closed with the catalog; an open `Checkpoint`; a dict of arrays
+                and quantized tensors; a catalog, which the new one does not close; or a list of these.
+            storage_options: for URLs, see `safeload.open`.
 
         Raises:
             SafeloadError: two origins have a tensor of the same name; or see `safeload.open`.
@@ -118,8 +120,10 @@ class Catalog:
             for one in several:
                 if isinstance(one, Catalog):
                     origins += one._origins
+                elif isinstance(one, Mapping):
+                    origins.append(one)
                 else:
-                    origins.append(one if isinstance(one, Mapping) else stack.enter_context(open(one)))
+                    origins.append(stack.enter_context(open(one, storage_options=storage_options)))
             made = cls(origins)
             made._owned = stack.pop_all()
         return made
@@ -367,12 +371,12 @@ class Catalog:
 
 
 # Input of an operation.
-Given: TypeAlias = PathLike | Checkpoint | Mapping[str, Any] | Catalog
+Given: TypeAlias = PathLike | Located | Checkpoint | Mapping[str, Any] | Catalog
 
 
 def has_names(given: Any) -> TypeGuard[Given]:
     """Whether an input has tensors by name, for `Catalog.of`, and is not a single array."""
-    return isinstance(given, (str, os.PathLike, Mapping, Catalog))
+    return isinstance(given, (str, os.PathLike, Mapping, Catalog)) or is_located(given)
 
 
 def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, Place]:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from ..base.paths import PathLike, native_path
@@ -41,6 +42,7 @@ def convert(
     metadata: Mapping[str, Any] | None = None,
     max_shard_size: int | str | None = None,
     extras: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     resume: bool = False,
     executor: Executor | None = None,
@@ -59,8 +61,8 @@ def convert(
     that the format does not support is refused by name before anything is written.
 
     Args:
-        src: a path, an open `Checkpoint` (such as ``open(path, root="state_dict")``) or a dict of arrays; or a list of
-            these, whose tensors are merged.
+        src: a path or a URL, an open `Checkpoint` (such as ``open(path, root="state_dict")``) or a dict of arrays; or a
+            list of these, whose tensors are merged.
         dst: the destination. Its suffix selects the format, such as ".safetensors", ".gguf", ".npz" or ".npy" (for one
             tensor); the error for an unknown suffix lists them all. With ``max_shard_size``
             it is a folder, which gets safetensors shards, an index, and the source's ``config.json`` with the new
@@ -84,7 +86,10 @@ def convert(
             is still what it was. With the same number of shards as before, a crash during the renames leaves some of
             both.
         extras: whether a folder that is made from a folder also gets the tokenizer, the chat template and
-            ``generation_config.json``, so that other libraries load the result.
+            ``generation_config.json``, so that other libraries load the result. From https, which lists no folders, it
+            gets none of these.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`. Workers of an executor get
+            only those that are no secrets, and take keys from their environment.
         overwrite: False to raise FileExistsError if the destination exists.
         resume: True to write a folder shard by shard, with a record beside each that is whole, and to go on where an
             earlier call with the same options stopped. A call that fails then leaves what is whole.
@@ -129,6 +134,7 @@ def convert(
         "metadata": metadata,
         "max_shard_size": max_shard_size,
         "extras": extras,
+        "storage_options": storage_options,
     }
     started = time.perf_counter()
     if executor is not None or resume:
@@ -181,15 +187,15 @@ def _in_pieces(
     plan = plan_convert(src, dst, overwrite=overwrite, resume=resume, **options)
     sizes = [piece["nbytes"] for piece in plan.pieces]
     new = [place for place in {piece["folder"] for piece in plan.pieces} if not os.path.isdir(place)]
+    own = options.get("storage_options")
+    run = convert_folder.run if executor is not None else partial(convert_folder.run, storage_options=own)
     try:
-        results = executing.run(
-            convert_folder.run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress
-        )
+        results = executing.run(run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)
     except BaseException:
         for place in new:
             remove_if_empty(place)
         raise
     path = native_path(dst)[0]
-    report = convert_folder.finalize(plan, results)
+    report = convert_folder.finalize(plan, results, storage_options=own)
     files = [os.path.join(path, os.path.basename(file)) for file in report.files]
     return report._replace(destination=path, files=files)

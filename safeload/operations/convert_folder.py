@@ -22,10 +22,12 @@ from .making import Maker
 from .plan import Plan, bare_name, check_version, field
 from .quantize_checkpoint import Summary
 from .shards import Beside, config_with, write_beside, write_shard
-from .sources import config_from, opened
+from .sources import config_from, location_of, opened
 
 
-def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Writes a shard, or finds that it is whole; see `run_piece`."""
     check_version(piece)
     started = time.perf_counter()
@@ -37,7 +39,7 @@ def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
     if record is None and folder == journal.aside(target, plan):  # `finalize` may have moved it
         record = journal.is_whole(os.path.join(target, file), piece)
     if record is None:
-        size, digest = _write(piece, path, threads)
+        size, digest = _write(piece, path, threads, storage_options)
         journal.write(path, piece, size, digest)
     else:
         size, digest = record["size"], record["sha256"]
@@ -53,11 +55,13 @@ def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
     }
 
 
-def _write(piece: Mapping[str, Any], path: str, threads: int | None) -> tuple[int, str]:
+def _write(
+    piece: Mapping[str, Any], path: str, threads: int | None, storage_options: Mapping[str, Any] | None
+) -> tuple[int, str]:
     decisions = decisions_of(piece)
     names = [name for one in decisions.values() for name in one.sources]
     with ExitStack() as stack, Digest() as digest:
-        catalog = stack.enter_context(opened(field(piece, "sources", list), names))
+        catalog = stack.enter_context(opened(field(piece, "sources", list), names, storage_options))
         outputs = Maker(catalog, decisions, "safetensors", threads).outputs()
         new = renamed(outputs, _pairs(piece))
         outputs = {new[name]: output for name, output in outputs.items()}
@@ -94,12 +98,18 @@ def _metadata(piece: Mapping[str, Any]) -> dict[str, str] | None:
     return {key: field(found, key, str) for key in found}
 
 
-def finalize(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> ConvertReport:
+def finalize(
+    plan: Mapping[str, Any],
+    results: Iterable[Mapping[str, Any]],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ConvertReport:
     """Completes the folder of a conversion whose pieces are all done: its config, other files, and last its index.
 
     Args:
         plan: made by `plan_convert`; or a dict of the same content.
         results: what `run_piece` has returned for each piece, in any order; duplicates do no harm.
+        storage_options: for URLs: options that the plan cannot carry, such as keys.
 
     Returns:
         What was written; ``seconds`` is the time of all pieces together.
@@ -129,7 +139,7 @@ def finalize(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> C
     seconds = sum(field(done[file], "seconds", float) for file in places)
     folder, tensors = field(plan, "folder", str), field(plan, "tensors", int)
     config, extras = _config_of(plan), field(plan, "extras", dict)
-    extras = {bare_name(name): field(extras, name, str) for name in extras}
+    extras = {bare_name(name): location_of(plain, storage_options) for name, plain in extras.items()}
     files, total = _stored(plan.id, places, folder, sizes)
     summary, aside = _summary(plan, total), journal.aside(folder, plan.id)
     with ExitStack() as stack:

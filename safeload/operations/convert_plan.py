@@ -25,7 +25,7 @@ from .decisions import runs_of
 from .plan import Plan, piece_of
 from .preparing import ConvertOptions, Prepared, Wanted, check_free, prepare, wanted_of
 from .shards import divide, weight_map
-from .sources import Sources, source_of
+from .sources import Sources, location_as_plain, source_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,8 +49,8 @@ def plan_convert(
     """Plans a conversion to a folder of shards, for an engine that runs its pieces on several machines.
 
     Only the headers of the sources are read, and nothing is written. `run_piece` does one of ``plan.pieces``, on any
-    machine that has the same files under the same paths; `finalize` completes the folder with what all of them have
-    returned. ``convert(executor=...)`` does all of this where the engine has an executor.
+    machine that has the same files under the same paths, or reaches the same URLs; `finalize` completes the folder with
+    what all of them have returned. ``convert(executor=...)`` does all of this where the engine has an executor.
 
     A plan is as trusted as code: who can write one can have files read and shards written.
 
@@ -63,7 +63,8 @@ def plan_convert(
         resume: whether to go on with a conversion that was interrupted: shards that are whole stay, by the records
             beside them. Without ``overwrite`` a folder that has other files, and none of its records, is refused.
         options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, rename, metadata,
-            max_shard_size (needed) and extras.
+            max_shard_size (needed), extras and storage_options. Only those that are no secrets (``endpoint_url``,
+            ``region``, ``anon``, ...) go into the plan.
 
     Returns:
         The plan: less than 100 KB for 1,000 tensors.
@@ -125,7 +126,7 @@ def _plan(prepared: Prepared, wanted: Wanted, *, overwrite: bool, resume: bool) 
         piece.update(plan=plan["id"], folder=places[piece["file"]], options=options)
     plan["tensors"] = prepared.tensors
     plan["config"] = _config(prepared, wanted)
-    plan["extras"] = {name: absolute(path) for name, path in prepared.extras.items()}
+    plan["extras"] = {name: location_as_plain(location) for name, location in prepared.extras.items()}
     summary = prepared.work.summary(prepared.nbytes)
     if summary is not None:
         told = {name for name, one in prepared.decisions.items() if one.kept is not None}
@@ -139,6 +140,7 @@ def _plan(prepared: Prepared, wanted: Wanted, *, overwrite: bool, resume: bool) 
 def _options(wanted: Wanted) -> dict[str, Any]:
     """The options that make one plan differ from another, as plain data."""
     plain: dict[str, Any] = {**wanted.options, "max_shard_size": wanted.limit}
+    plain.pop("storage_options", None)  # may be secret; what is not is in the sources
     plain["dtype"] = None if wanted.target is None else wanted.target.name
     plain["rename"] = _texts_of(plain.get("rename"))
     plain["layout"] = None if plain.get("layout") is None else plain["layout"].to_json()
@@ -190,9 +192,9 @@ def _config(prepared: Prepared, wanted: Wanted) -> dict[str, Any] | None:
         return None
     change = {"dtype": None if wanted.target is None else wanted.target.code, "restored": prepared.work.restored}
     folder = next((one.folder for one in prepared.catalog.checkpoints if one.config is config), None)
-    if folder is None:
+    if folder is None or folder.files.remote:
         return {"content": config, **change}
-    return {"source": source_of(os.path.join(folder, CONFIG)), **change}
+    return {"source": source_of(folder.join(CONFIG).path), **change}
 
 
 # ---- the destination ----

@@ -34,6 +34,7 @@ def diff(
     *,
     only: Patterns = None,
     drop: Patterns = None,
+    storage_options: Mapping[str, Any] | None = None,
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -43,10 +44,12 @@ def diff(
     Quantized tensors are dequantized, and those values are compared.
 
     Args:
-        a: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized tensors.
+        a: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized
+            tensors.
         b: what to compare it with, in the same forms.
         only: shell pattern, or several, of the names to compare, such as ``"model.layers.0.*"``; None for all.
         drop: shell pattern, or several, of names to leave out.
+        storage_options: for URLs, of either: options of the filesystems that they lead to, see `open`.
         executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
             with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``client.get_executor(pure=False)``.
             The report is that of one process.
@@ -71,7 +74,7 @@ def diff(
     """
     check_threads(threads)
     executing.check_executor(executor)
-    with Catalog.of(a) as one, Catalog.of(b) as other:
+    with Catalog.of(a, storage_options) as one, Catalog.of(b, storage_options) as other:
         chosen = set(select([*one, *(name for name in other if name not in one)], only, drop))
         report = DiffReport(one.title, other.title)
         shapes = _structure(one, other, chosen, report)
@@ -151,13 +154,15 @@ def _in_pieces(
     return {name: TensorDiff._make(plan.of_plain(found[name])) for name in sizes}
 
 
-def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Compares the tensors of a piece; see `run_piece`."""
     plan.check_version(piece)
     names = plan.texts(piece, "names")
     with (
-        sources.opened(plan.field(piece, "sources", list), names) as a,
-        sources.opened(plan.field(piece, "against", list), names) as b,
+        sources.opened(plan.field(piece, "sources", list), names, storage_options) as a,
+        sources.opened(plan.field(piece, "against", list), names, storage_options) as b,
     ):
         shapes = {name: a.about(name).shape for name in names}
         return {"tensors": {name: plan.as_plain(found) for name, found in _values(a, b, shapes, threads, None).items()}}

@@ -35,12 +35,18 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def make(
-    given: Given, *, executor: Executor | None = None, threads: int | None = None, progress: Progress = None
+    given: Given,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    executor: Executor | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
 ) -> dict[str, Any]:
     """Makes the manifest of a checkpoint. Tensors are read on several threads, a piece at a time.
 
     Args:
         given: what `Catalog.of` takes.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
         executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
             with the ``submit`` of `concurrent.futures.Executor`. The manifest is that of one process.
         threads: None: chosen automatically, and one for each piece of an executor.
@@ -53,7 +59,7 @@ def make(
     """
     check_threads(threads)
     executing.check_executor(executor)
-    with Catalog.of(given) as catalog:
+    with Catalog.of(given, storage_options) as catalog:
         sizes = {name: catalog.about(name).nbytes for name in catalog}
         if executor is None:
             found = _entries(catalog, sizes, threads, progress)
@@ -63,11 +69,13 @@ def make(
         return {KEY: VERSION, "tensors": found}
 
 
-def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The entries of the tensors of a piece; see `run_piece`."""
     plan.check_version(piece)
     names = plan.texts(piece, "names")
-    with sources.opened(plan.field(piece, "sources", list), names) as catalog:
+    with sources.opened(plan.field(piece, "sources", list), names, storage_options) as catalog:
         return {"tensors": _entries(catalog, {name: catalog.about(name).nbytes for name in names}, threads, None)}
 
 

@@ -13,7 +13,7 @@ from .plan import field
 from .validate import gathering
 
 # By the name of the operation.
-_FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None], dict[str, Any]]] = {
+_FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {
     "convert": convert_folder.run,
     "diff": diff.run,
     "manifest": manifest.run,
@@ -22,7 +22,9 @@ _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None], dict[str, Any
 }
 
 
-def run_piece(piece: Mapping[str, Any], *, threads: int | None = None) -> dict[str, Any]:
+def run_piece(
+    piece: Mapping[str, Any], *, threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Does one piece of a plan: reads what it names, and writes its shard under a temporary name that it then renames.
 
     It also does what `stats`, `diff` and `validate` give to an executor; these pieces write nothing.
@@ -35,6 +37,7 @@ def run_piece(piece: Mapping[str, Any], *, threads: int | None = None) -> dict[s
     Args:
         piece: one of ``plan.pieces``.
         threads: for reading and converting; None: chosen automatically.
+        storage_options: for URLs: options that the piece cannot carry, such as keys; they win over those that it has.
 
     Returns:
         The result, plain data. For `finalize`: the name of the shard, its size and its SHA-256.
@@ -55,4 +58,4 @@ def run_piece(piece: Mapping[str, Any], *, threads: int | None = None) -> dict[s
     function = _FUNCTIONS.get(operation)
     if function is None:
         raise FormatError(f"a piece of a plan has an operation, {', '.join(_FUNCTIONS)}; found {show(operation)}")
-    return function(piece, threads)
+    return function(piece, threads, storage_options)

@@ -20,6 +20,7 @@ from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME, SAFETENSORS, SUFFIXES
 from ..models.layout import Layout
 from ..packed.config import is_kept_by
+from ..stores.files import Location
 from .catalog import Catalog, Given, has_names
 from .conversion import Conversion, Some
 from .decisions import Decision
@@ -42,6 +43,7 @@ class ConvertOptions(TypedDict, total=False):
     metadata: Mapping[str, Any] | None
     max_shard_size: int | str | None
     extras: bool
+    storage_options: Mapping[str, Any] | None
 
 
 class Wanted(NamedTuple):
@@ -88,7 +90,7 @@ class Prepared(NamedTuple):
         decisions: what becomes of each tensor of the result, by its name before ``rename``.
         outputs: the tensors by name.
         metadata: of the result.
-        extras: other files to copy into a folder: name to path.
+        extras: other files to copy into a folder, by name.
     """
 
     catalog: Catalog
@@ -96,7 +98,7 @@ class Prepared(NamedTuple):
     decisions: dict[str, Decision]
     outputs: dict[str, Output]
     metadata: Mapping[Any, Any]
-    extras: dict[str, str]
+    extras: dict[str, Location]
 
     @property
     def tensors(self) -> int:
@@ -124,7 +126,7 @@ def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, thre
     options, format = wanted.options, wanted.format
     quantize, keep, layout = options.get("quantize"), options.get("keep"), options.get("layout")
     rules = None if quantize is None else Rules(quantize, keep)
-    catalog = stack.enter_context(_catalog_of(src))
+    catalog = stack.enter_context(_catalog_of(src, options.get("storage_options")))
     some = Some(options.get("names"), options.get("only"), options.get("drop"))
     work = Conversion(catalog, some, wanted.target, rules, format)
     if not callable(keep):
@@ -159,13 +161,13 @@ def check_free(path: str, folder: bool, overwrite: bool) -> None:
         raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
 
 
-def _catalog_of(src: Given | Sequence[Given]) -> Catalog:
+def _catalog_of(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> Catalog:
     if has_names(src):
-        return Catalog.of(src)
+        return Catalog.of(src, storage_options)
     given: list[Given] = list(src)  # type: ignore[arg-type]
     if not given:
         raise ValueError("there is nothing to convert: no source")
-    return Catalog.of(given)
+    return Catalog.of(given, storage_options)
 
 
 def _check_rename(name: str, new: str, output: Output) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -45,16 +45,22 @@ _COMPARED = 1 << 20
 @overload
 def quantization_error(source: Array, quantized: QuantizedTensor) -> QuantizationError: ...
 @overload
-def quantization_error(source: Given, quantized: Given) -> dict[str, QuantizationError]: ...
 def quantization_error(
-    source: Given | Array, quantized: Given | QuantizedTensor
+    source: Given, quantized: Given, *, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, QuantizationError]: ...
+def quantization_error(
+    source: Given | Array,
+    quantized: Given | QuantizedTensor,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, QuantizationError] | QuantizationError:
     """The quantization error of one tensor, or of each quantized tensor of a checkpoint.
 
     Args:
-        source: the original values: an array, a dict of arrays, a `Checkpoint` or a path.
+        source: the original values: an array, a dict of arrays, a `Checkpoint`, a path or a URL.
         quantized: the quantized values: a `QuantizedTensor` for an array, else a dict (as `load_quantized` returns it),
-            a `Checkpoint` or a path. A tied head is compared with the embedding.
+            a `Checkpoint`, a path or a URL. A tied head is compared with the embedding.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
 
     Returns:
         A `QuantizationError` for one tensor, else a dict of them by name for the quantized tensors.
@@ -76,7 +82,7 @@ def quantization_error(
         return _error_of("", source, quantized)
     if isinstance(source, np.ndarray):
         raise ValueError(f"an array is compared with a QuantizedTensor, not with a {type(quantized).__name__}")
-    with Catalog.of(source) as originals, Catalog.of(quantized) as made:
+    with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as made:
         tied = Model.of(originals).tied_heads()
         names = {name: tied.get(name, name) for name in made if made.about(name).quantized}
         originals.check(names.values())

@@ -224,6 +224,7 @@ def load_quantized(
     tie_lm_head: bool = True,
     rounding: Rounding | None = None,
     axis: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> QuantizedDict:
@@ -240,7 +241,7 @@ def load_quantized(
     ``model.embed_tokens.weight``, and in GGUF files ``output.weight`` to ``token_embd.weight``.
 
     Args:
-        source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
+        source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
         scheme: as in `quantize`; or a dict of ``fnmatch`` pattern to scheme for mixed precision. The first pattern that
             matches decides, None leaves the tensor unquantized, and any pattern other than "*" overrides the schema
             and `KEPT_NAMES`.
@@ -249,6 +250,7 @@ def load_quantized(
         rounding: for "q4_0": "absmax" (the default) or "ggml".
         axis: for int8 the axis with a scale for each of its elements; None for one scale for each matrix, so shape [N]
             for a tensor of N matrices.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
@@ -274,7 +276,7 @@ def load_quantized(
     SCHEMES["q4_0"].target(rounding)
     check_threads(threads)
     rules = Rules(scheme, keep)
-    with Catalog.of(source) as catalog:
+    with Catalog.of(source, storage_options) as catalog:
         catalog.refuse_codes(catalog, "load_quantized")
         work = _Work(catalog, rules, tie_lm_head, rounding, axis, threads)
         return work.run(progress)

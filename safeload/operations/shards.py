@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -16,13 +16,15 @@ from ..engine.atomic_file import AtomicFile
 from ..engine.digest import Digest
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
 from ..engine.memory import address_of
-from ..errors import FormatError, SafetensorError
+from ..errors import RemotePermissionError, SafetensorError, UnsupportedError
 from ..formats.folder import CONFIG, INDEX
 from ..formats.registry import WEIGHT_SUFFIXES
 from ..formats.safetensors.file import Writer
 from ..formats.safetensors.quantized import pack
 from ..models.config_dtype import with_dtype
 from ..packed.config import without_quantization
+from ..stores.files import Location
+from ..stores.remote import RemoteStore
 
 # Files of a model's folder that other libraries need beside its weights and config.json: tokenizers (also of
 # sentencepiece and tiktoken), chat templates, settings of generation and of processors.
@@ -56,18 +58,25 @@ def config_with(
     return dict(config) if target is None else with_dtype(config, target)
 
 
-def extras_of(folder: str) -> dict[str, str]:
-    """Files beside the weights that other libraries need: name to path."""
-    with os.scandir(folder) as entries:
-        found = sorted(
-            (entry.name, entry.path)
-            for entry in entries
-            if any(fnmatchcase(entry.name, pattern) for pattern in _EXTRAS)
-            and os.path.splitext(entry.name)[1] not in WEIGHT_SUFFIXES
-            and entry.is_file()
-            and entry.stat().st_size <= _LARGEST_EXTRA
-        )
-    return dict(found)
+def extras_of(folder: Location) -> dict[str, Location]:
+    """Files beside the weights that other libraries need, by name. Stores that list no folders have none."""
+    try:
+        listed = folder.files.listing(folder.path)
+    except (UnsupportedError, RemotePermissionError):  # https; a key that may read, but not list
+        return {}
+    names = [
+        name
+        for name, is_folder in listed
+        if not is_folder
+        and any(fnmatchcase(name, pattern) for pattern in _EXTRAS)
+        and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
+    ]
+    found = {name: folder.join(name) for name in names}
+    return found if folder.files.remote else {name: one for name, one in found.items() if _may_be_copied(one.path)}
+
+
+def _may_be_copied(path: str) -> bool:
+    return os.path.isfile(path) and os.stat(path).st_size <= _LARGEST_EXTRA
 
 
 def divide(outputs: Mapping[str, Output], limit: int) -> dict[str, dict[str, Output]]:
@@ -110,13 +119,13 @@ class Beside(NamedTuple):
         weight_map: the file of each tensor.
         total_size: bytes of all tensors.
         config: content of ``config.json``; None to write none.
-        extras: other files to copy into the folder: name to path.
+        extras: other files to copy into the folder, by name.
     """
 
     weight_map: Mapping[str, str]
     total_size: int
     config: Mapping[str, Any] | None
-    extras: Mapping[str, str]
+    extras: Mapping[str, Location]
 
 
 def write_shards(
@@ -197,24 +206,26 @@ def write_beside(stack: ExitStack, beside: Beside, folder: str, *, overwrite: bo
         written = stack.enter_context(AtomicFile(os.path.join(folder, name), data.size, overwrite=overwrite))
         written.write([(address_of(data), data.size)])
         written.seal()
-    for name, path in beside.extras.items():
-        _copy(stack, path, os.path.join(folder, name), overwrite=overwrite)
+    for name, location in beside.extras.items():
+        _copy(stack, location, os.path.join(folder, name), overwrite=overwrite)
 
 
-def _copy(stack: ExitStack, path: str, place: str, *, overwrite: bool) -> None:
+def _copy(stack: ExitStack, source: Location, place: str, *, overwrite: bool) -> None:
     """Copies a file; leaving the stack puts the copy in place."""
-    if os.path.exists(place) and os.path.samefile(path, place):
+    local = not source.files.remote
+    if local and os.path.exists(place) and os.path.samefile(source.path, place):
         return
-    buffer = np.empty(_COPY_BUFFER, np.uint8)
-    with open(path, "rb", buffering=0) as source:
-        size = os.fstat(source.fileno()).st_size
-        copy = stack.enter_context(AtomicFile(place, size, overwrite=overwrite))
-        while size > 0:
-            count = source.readinto(buffer[:size].data)
-            if not count:
-                raise FormatError("the file became shorter while it was copied", path)
+    with closing(source.files.open(source.path)) as store:
+        if store.size > _LARGEST_EXTRA:
+            return
+        buffer = np.empty(min(_COPY_BUFFER, max(1, store.size)), np.uint8)
+        copy = stack.enter_context(AtomicFile(place, store.size, overwrite=overwrite))
+        for at in range(0, store.size, _COPY_BUFFER):
+            count = min(_COPY_BUFFER, store.size - at)
+            store.read_into(at, buffer[:count].data)
             copy.write([(address_of(buffer), count)])
-            size -= count
+        if isinstance(store, RemoteStore):
+            store.confirm()
         copy.seal()
 
 

@@ -16,6 +16,8 @@ from ..errors import FormatError, MissingShardError
 from ..formats.folder import CONFIG
 from ..formats.opening import Recipe, find_some
 from ..formats.registry import FORMATS
+from ..stores import url as urls
+from ..stores.files import LOCAL, Files, Location
 from ..stores.local import check_unchanged, identity_of
 from .catalog import Catalog
 from .plan import field, texts
@@ -90,8 +92,12 @@ class Sources:
         """What `opened` needs to open the files of these tensors.
 
         Returns:
-            For each checkpoint {"folder": text, "files": [[name, bytes, mtime in ns, index of the first of the names],
-            ...]}, and what else it takes to open them as the checkpoint was opened.
+            For each checkpoint {"folder": text, "files": [[name, bytes, version, index of the first of the names],
+            ...]}, and what else it takes to open them as the checkpoint was opened. The version of a local file is its
+            mtime in ns. URLs come without secrets.
+
+        Raises:
+            UnsupportedError: a URL that leads nowhere without its query; a store of this process.
         """
         found: dict[int, dict[str, Any]] = {}
         seen: set[str] = set()
@@ -101,12 +107,13 @@ class Sources:
                     continue
                 seen.add(file.place)
                 owner = self._owners[file]
-                folder, path = os.path.split(file.place)
-                source = found.setdefault(id(owner), {"folder": folder, "files": []})
-                path = path if folder == source["folder"] else file.place
+                whole = file.files.public(file.place)
+                folder, path = file.files.split(whole)
+                source = found.setdefault(id(owner), {"folder": folder, "files": [], **_options_of(file.files)})
+                path = path if folder == source["folder"] else whole
                 source["files"].append([path, *file.identity[:2], k])
                 if file.place in self._unlisted:
-                    source.setdefault("unlisted", {})[file.place] = self._unlisted[file.place]
+                    source.setdefault("unlisted", {})[whole] = self._unlisted[file.place]
                 if dtypes.may_hold_codes(file.table.numbers):
                     if "config" not in source:
                         source.update(_config_of(owner))
@@ -138,63 +145,146 @@ def _config_of(opened: Checkpoint) -> dict[str, Any]:
     """The configuration that packed tensors need; nothing for files without one of their folder."""
     if opened.config is None:
         return {}
-    if opened.folder is None:  # a list of folders, with that of any of them
+    folder = opened.folder
+    if folder is None or folder.files.remote:  # a list of folders, with that of any of them
         return {"config": opened.config}
-    return {"config": source_of(os.path.join(opened.folder, CONFIG))}
+    return {"config": source_of(folder.join(CONFIG).path)}
 
 
 def _beside(file: WeightFile) -> list[list[Any]]:
     """The configurations in the folder of a file, which are read with it unless that of a checkpoint is given."""
     from ..packed.logical import BESIDE  # only here: most checkpoints do not need it
 
+    if file.files.remote:
+        return []
     paths = (os.path.join(os.path.dirname(file.place), name) for name in BESIDE)
     return [source_of(path) for path in paths if os.path.exists(path)]
 
 
 def source_of(path: str) -> list[Any]:
-    """A small file that is read when it is needed: path, bytes, mtime in ns."""
+    """A small local file that is read when it is needed: path, bytes, mtime in ns."""
     return [absolute(path), *identity_of(os.stat(path))[:2]]
 
 
+# ---- where paths lead ----
+
+_STORAGE_OPTIONS = "storage_options"
+
+
+def _options_of(files: Files) -> dict[str, Any]:
+    """The public options of URLs; nothing for local files."""
+    options = files.public_options()
+    return {} if options is None else {_STORAGE_OPTIONS: options}
+
+
+def files_of(source: Mapping[str, Any], path: str, storage_options: Mapping[str, Any] | None) -> Files:
+    """Where the paths of a source lead.
+
+    Args:
+        source: has "storage_options" where URLs need some.
+        path: one of the paths.
+        storage_options: of this process, which win.
+
+    Raises:
+        FormatError: these are not options.
+    """
+    if not urls.is_url(path):
+        return LOCAL
+    from ..stores.remote_files import RemoteFiles  # only here: most paths are local
+
+    planned = field(source, _STORAGE_OPTIONS, dict) if _STORAGE_OPTIONS in source else None
+    if planned is None and storage_options is None:
+        return RemoteFiles()
+    return RemoteFiles(_merged(planned or {}, storage_options or {}))
+
+
+def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    found = {**planned, **own}
+    for key, value in planned.items():
+        if isinstance(value, dict) and isinstance(own.get(key), Mapping):
+            found[key] = _merged(value, own[key])
+    return found
+
+
+def file_as_plain(file: WeightFile) -> str | dict[str, Any]:
+    """The path of an open file; see `location_as_plain`."""
+    return location_as_plain(Location(file.files, file.place))
+
+
+def file_of(plain: Any, storage_options: Mapping[str, Any] | None) -> tuple[Location, tuple[Any, ...]]:
+    """A file that is given as [what `location_as_plain` returns, bytes, version], and its version.
+
+    Raises:
+        FormatError: it is something else.
+    """
+    first, *more = plain if isinstance(plain, (list, tuple)) and plain else [None]
+    location = location_of(first, storage_options)
+    return location, identified([location.path, *more])[1]
+
+
+def location_as_plain(location: Location) -> str | dict[str, Any]:
+    """A file as a plan has it: a path; of a URL with options an object.
+
+    Raises:
+        UnsupportedError: see `Sources.of`.
+    """
+    path, options = location.files.public(location.files.absolute(location.path)), _options_of(location.files)
+    return {"path": path, **options} if options else path
+
+
+def location_of(plain: Any, storage_options: Mapping[str, Any] | None = None) -> Location:
+    """The inverse of `location_as_plain`.
+
+    Raises:
+        FormatError: it is something else.
+    """
+    source = plain if isinstance(plain, Mapping) else {"path": plain}
+    path = field(source, "path", str)
+    return Location(files_of(source, path, storage_options), path)
+
+
+# ---- in a worker ----
+
+
 @contextmanager
-def opened(sources: Any, names: Sequence[str]) -> Iterator[Catalog]:
+def opened(sources: Any, names: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Iterator[Catalog]:
     """Opens the files of a piece, and closes them again. They are read through descriptors, never through a mapping.
 
     Args:
         sources: what `Sources.of` has returned.
         names: the tensors of the piece.
+        storage_options: of this process, which win over those of the sources.
 
     Raises:
         FormatError: a file has changed since the plan was made, or is gone; or these are not sources.
         SafeloadError, OSError: see `safeload.open`.
     """
     with ExitStack() as stack:
-        checkpoints = [stack.enter_context(Checkpoint(_find(source, names))) for source in sources]
+        checkpoints = [stack.enter_context(Checkpoint(_find(source, names, storage_options))) for source in sources]
         catalog = Catalog.of(checkpoints or {})
         catalog.mapped = False
         catalog.check(name for name in names if name not in catalog.ignored)
         yield catalog
 
 
-def _find(source: Any, names: Sequence[str]) -> Any:
+def _find(source: Any, names: Sequence[str], storage_options: Mapping[str, Any] | None) -> Any:
     files = field(source, "files", list)
     seen = []
+    tensors: dict[str, str] = {}  # the first one of each file
     folder = field(source, "folder", str)
+    place = files_of(source, folder, storage_options)
     if not files:
         raise FormatError("a source of a piece has files, found none")
     for file in files:
         name, identity, first = identified(file)
-        path = os.path.join(folder, name)
+        path = name if urls.is_url(name) and place.remote else place.join(folder, name)
         tensor = names[first] if first < len(names) else ""
-        more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
-        if not os.path.exists(path):
-            message = f"the file of tensor {show(tensor)}{more} is gone, or not on this machine"
-            raise MissingShardError(message, path, tensor=tensor)
-        try:
-            check_unchanged(path, identity)
-        except FormatError as error:
-            message = f"the file of tensor {show(tensor)}{more}: {error.args[0]}"
-            raise FormatError(message, path, tensor=tensor) from None
+        tensors[place.shown(path)] = tensor
+        if not place.remote:
+            with _of_tensor(tensors, names):
+                if not os.path.exists(path):
+                    raise FileNotFoundError(path)
+                check_unchanged(path, identity)
         seen.append((path, identity))
     for beside in field(source, "beside", list) if "beside" in source else ():
         path, identity, _ = identified(beside)
@@ -206,10 +296,35 @@ def _find(source: Any, names: Sequence[str]) -> Any:
         if value != _OPTIONS[key] and not _fits(key, value):
             raise FormatError(f"a source of a piece has {show(key)} as safeload.open, found {show(value)}")
     unlisted = field(source, "unlisted", dict) if "unlisted" in source else {}
-    recipe = Recipe(tuple(path for path, _ in seen), True, **options)
-    return find_some(
-        tuple(seen), config_from(source.get("config")), recipe, {path: texts(unlisted, path) for path in unlisted}
-    )
+    recipe = Recipe(tuple(path for path, _ in seen), True, **options, files=place)
+    config = config_from(source.get("config"))
+    with _of_tensor(tensors, names):
+        return find_some(tuple(seen), config, recipe, {path: texts(unlisted, path) for path in unlisted})
+
+
+@contextmanager
+def _of_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[None]:
+    """Adds the tensor to errors about a file that is gone or has changed.
+
+    Args:
+        tensors: the first tensor of each file, by its path in messages.
+        names: all tensors of the piece.
+    """
+    more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
+    try:
+        yield
+    except FileNotFoundError as error:
+        path = str(error.filename or error)
+        if path not in tensors:
+            raise
+        message = f"the file of tensor {show(tensors[path])}{more} is gone, or not on this machine"
+        raise MissingShardError(message, path, tensor=tensors[path]) from None
+    except FormatError as error:
+        path = error.path or ""
+        if type(error) is not FormatError or error.tensor is not None or path not in tensors:
+            raise
+        message = f"the file of tensor {show(tensors[path])}{more}: {error.args[0]}"
+        raise FormatError(message, path, error.offset, tensor=tensors[path]) from None
 
 
 def _fits(key: str, value: Any) -> bool:
@@ -219,17 +334,18 @@ def _fits(key: str, value: Any) -> bool:
     return isinstance(value, str) if key == "root" else value == ("inert" if key == "unknown_globals" else True)
 
 
-def identified(file: Any) -> tuple[str, tuple[int, ...], int]:
-    """The path of a file, its size and mtime, and the index of the first tensor in it (0 where that is not given).
+def identified(file: Any) -> tuple[str, tuple[Any, ...], int]:
+    """The path of a file, its size and version, and the index of the first tensor in it (0 where that is not given).
 
     Raises:
         FormatError: it is something else.
     """
-    path, *numbers = file if isinstance(file, (list, tuple)) and file else [None]
-    integers = len(numbers) > 1 and all(type(number) is int for number in numbers)
-    if not isinstance(path, str) or "\0" in path or not integers:
-        raise FormatError(f"a source of a piece is [path, bytes, mtime in ns, ...], found {show(file)}")
-    return path, tuple(numbers[:2]), max(0, sum(numbers[2:3]))
+    path, size, version, *first = file if isinstance(file, (list, tuple)) and len(file) > 2 else [None] * 3
+    integers = type(size) is int and all(type(number) is int for number in first)
+    plain = integers and isinstance(version, (int, float, str, type(None)))
+    if not isinstance(path, str) or "\0" in path or not plain:
+        raise FormatError(f"a source of a piece is [path, bytes, mtime in ns or version, ...], found {show(file)}")
+    return path, (size, version), max(0, sum(first[:1]))
 
 
 def config_from(file: Any) -> dict[str, Any] | None:

@@ -74,17 +74,19 @@ def stack(
     *,
     dtype: Any = None,
     out: Mapping[str, Array] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> StackedDict:
     """Arranges the tensors of a checkpoint by a layout: read, converted, transposed and stacked in one pass.
 
     Args:
-        source: path of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
+        source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
         layout: the layout of the result; see `safeload.layouts`.
         dtype: dtype for floating tensors; None to leave it unchanged. Quantized tensors require one.
         out: arrays to fill, by name. Each must be C-contiguous and have the dtype and shape of the result; all are
             checked before the first byte is written.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
 
@@ -110,7 +112,7 @@ def stack(
     target = parse_target(dtype)
     if out is not None:
         check_mapping(out, "out")
-    with Catalog.of(source) as catalog:
+    with Catalog.of(source, storage_options) as catalog:
         plans = plan({name: catalog.about(name) for name in catalog}, layout, target)
         named = {name for planned in plans for name in planned.names}
         catalog.refuse_codes(named, "stack")

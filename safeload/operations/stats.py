@@ -102,6 +102,7 @@ def stats(
     names: Iterable[str] | None = None,
     only: Patterns = None,
     drop: Patterns = None,
+    storage_options: Mapping[str, Any] | None = None,
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -114,6 +115,7 @@ def stats(
     names: None = None,
     only: None = None,
     drop: None = None,
+    storage_options: None = None,
     executor: None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -125,6 +127,7 @@ def stats(
     names: Iterable[str] | None = None,
     only: Patterns = None,
     drop: Patterns = None,
+    storage_options: Mapping[str, Any] | None = None,
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -139,12 +142,13 @@ def stats(
     A path or a `Checkpoint` is read through descriptors, never through a mapping.
 
     Args:
-        x: an array (or anything that numpy converts to one) or a `QuantizedTensor`; or the path of a checkpoint, an
-            open `Checkpoint`, or a dict of arrays and quantized tensors.
+        x: an array (or anything that numpy converts to one) or a `QuantizedTensor`; or the path or URL of a checkpoint,
+            an open `Checkpoint`, or a dict of arrays and quantized tensors.
         histogram: whether to count values by binary exponent, see `HISTOGRAM_EDGES`.
         names: exact names of the tensors of x to include; None for all.
         only: shell pattern, or several, of the names to include, such as ``"*norm*"``; instead of ``names``.
         drop: shell pattern, or several, of names to leave out.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
         executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
             with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``client.get_executor(pure=False)``.
             The statistics are those of one process.
@@ -172,7 +176,7 @@ def stats(
     check_threads(threads)
     executing.check_executor(executor)
     if has_names(x):
-        with Catalog.of(x) as catalog:
+        with Catalog.of(x, storage_options) as catalog:
             wanted = catalog.choose(names, only, drop)
             catalog.refuse_codes(wanted, "stats")
             if executor is None:
@@ -242,11 +246,13 @@ def _in_pieces(
     return {name: of_plain(found[name]) for name in wanted if name in found}
 
 
-def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Statistics of the tensors of a piece, as plain data; see `run_piece`."""
     plan.check_version(piece)
     names = plan.texts(piece, "names")
-    with sources.opened(plan.field(piece, "sources", list), names) as catalog:
+    with sources.opened(plan.field(piece, "sources", list), names, storage_options) as catalog:
         found = measure(catalog, names, bool(piece.get("histogram")), threads)
     return {"tensors": {name: as_plain(one) for name, one in found.items()}}
 

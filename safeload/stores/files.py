@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..base.paths import absolute
 from .local import check_unchanged, open_local
@@ -56,6 +56,13 @@ class Files(Protocol):
 
         Raises:
             UnsupportedError: it leads nowhere without them.
+        """
+
+    def public_options(self) -> dict[str, Any] | None:
+        """The ``storage_options`` as plans carry them, without secrets; None without any.
+
+        Raises:
+            UnsupportedError: the files are in a store of this process.
         """
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
@@ -114,6 +121,10 @@ class LocalFiles:
         """See `Files`."""
         return path
 
+    def public_options(self) -> dict[str, Any] | None:
+        """See `Files`."""
+        return None
+
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
         """See `Files`."""
         check_unchanged(path, seen)
@@ -124,3 +135,27 @@ class LocalFiles:
 
 
 LOCAL = LocalFiles()
+
+
+class Location(NamedTuple):
+    """Where a file or a folder is.
+
+    Attributes:
+        files: finds and opens it.
+        path: as ``files`` takes it, with the secrets of a URL: messages have `shown`.
+    """
+
+    files: Files
+    path: str
+
+    def __repr__(self) -> str:
+        return f"<Location {self.shown}>"
+
+    @property
+    def shown(self) -> str:
+        """The path as messages have it."""
+        return self.files.shown(self.path)
+
+    def join(self, name: str) -> Location:
+        """The location of a bare name in this folder."""
+        return Location(self.files, self.files.join(self.path, name))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..errors import FormatError, UnsupportedError
+from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign_errors import checked
 from .local import LocalStore, open_local
@@ -35,7 +35,11 @@ class LocalUrls:
 
     def open(self, url: str) -> LocalStore:
         """See `Backend`."""
-        return open_local(urls.local_path(url), shown=urls.shown(url))
+        shown = urls.shown(url)
+        try:
+            return open_local(urls.local_path(url), shown=shown)
+        except FileNotFoundError:
+            raise missing_file(shown, f"No such file or directory: {shown}") from None
 
     def is_folder(self, url: str) -> bool:
         """See `Backend`."""

@@ -29,6 +29,14 @@ class FilesystemPath(Protocol):
 Located: TypeAlias = RemotePath | FilesystemPath | ByteStore
 
 
+def is_located(given: object) -> bool:
+    """Whether an object, which is no path of this machine and no array, is a `Located`."""
+    if isinstance(given, RemotePath):
+        return True
+    members = ("fs", "path") if hasattr(given, "fs") else ("size", "version", "read_into", "close")
+    return all(hasattr(given, name) for name in members)
+
+
 def places_of(
     given: Sequence[PathLike | Located], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[list[str], Files]:

@@ -62,6 +62,14 @@ class RemoteFiles:
             raise TypeError(f"{self._backend!r} holds a store of this process: a pickle cannot carry it")
         return RemoteFiles, (public_options(self._options),)
 
+    def public_options(self) -> dict[str, Any] | None:
+        """See `Files`."""
+        if self._backend is not None and self._options is None:
+            raise UnsupportedError(
+                f"{self._backend!r} is a store of this process: a plan cannot carry it, and workers cannot open it"
+            )
+        return public_options(self._options)
+
     def __repr__(self) -> str:
         return "<RemoteFiles>"  # options are secrets
 

@@ -16,7 +16,7 @@ CASES = [
     (["in"], {"info"}),
     (["c"], {"check", "convert", "completion"}),
     (["--vers"], {"--version"}),
-    (["info", "--st"], {"--stored"}),
+    (["info", "--sto"], {"--stored", "--storage-option", "--storage-options"}),
     (["info", "--sort", ""], {"name", "dtype", "shape", "parameters", "size"}),
     (["-v", "stats", "--sort", "abs"], {"absmax"}),
     (["check", "x", "--strict", "--man"], {"--manifest"}),
@@ -74,7 +74,7 @@ def test_bash_completes_after_an_equals_sign_and_leaves_paths_to_readline(script
 def test_bash_completes_on_a_terminal(script):
     """Keys typed into a shell: a path after the command, a command, an option."""
     path = script("bash")
-    keys = f'source {path}\rsafeload() {{ echo "got<$*>"; }}\rsafeload inf\twei\tmo\t --st\t\rexit\r'
+    keys = f'source {path}\rsafeload() {{ echo "got<$*>"; }}\rsafeload inf\twei\tmo\t --store\t\rexit\r'
     _, shown = on_terminal("--norc", "--noprofile", "-i", program=("bash",), keys=keys, PS1="$ ")
     assert "got<info weights/model.safetensors --stored>" in shown
 
@@ -105,7 +105,7 @@ def test_zsh_completes_on_a_terminal(script, tmp_path):
     path = script("zsh")
     keys = f"autoload -U compinit; compinit -D; source {path}\r"
     keys += 'safeload() { echo "got<$*>"; }\r'
-    keys += "safeload inf\twei\tmo\t--st\t\r"
+    keys += "safeload inf\twei\tmo\t--store\t\r"
     keys += "safeload report --qu\tint\twei\t\r"
     keys += "safeload completion fi\t\rexit\r"
     _, shown = on_terminal("-f", "-i", program=("zsh",), keys=keys, columns=200)

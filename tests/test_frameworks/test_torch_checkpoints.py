@@ -191,8 +191,6 @@ def test_the_other_options(tmp_path):
     assert seen[-1] == (4000, 4000)
     with pytest.raises(UnsupportedError, match="adapters="):
         load_checkpoint(tmp_path / "x", adapters="lora")
-    with pytest.raises(UnsupportedError, match="storage_options="):
-        load_checkpoint(tmp_path / "x", storage_options={})
     with pytest.raises(UnsupportedError, match="cannot load as int8"):
         load_checkpoint(tmp_path / "x", dtype="int8")
     with pytest.raises(FileNotFoundError):

@@ -9,7 +9,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...base.text import show
 from ...engine.pieces import file_pieces, in_order
@@ -17,6 +17,7 @@ from ...engine.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, SafeloadError, one_line
 from ...formats.foreign import is_zip
 from ...formats.zip import Archive
+from ...stores.files import Location
 from ..catalog import Catalog
 from .findings import Finding, error, warning
 
@@ -31,9 +32,9 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
         return
     from ...stores.json_file import read_json
 
-    base = os.path.basename(catalog.index)
+    base = os.path.basename(catalog.index.shown)
     try:
-        index = read_json(catalog.index, "index.json")
+        index = read_json(catalog.index.path, "index.json", catalog.index.files)
     except (SafeloadError, OSError) as problem:  # it was readable a moment ago
         yield error("file.read", None, one_line(problem))
         return
@@ -132,25 +133,32 @@ def crc_finding(entry: Entry, fault: str) -> Finding:
 
 
 @contextmanager
-def reopened(path: str, names: Sequence[str]) -> Iterator[list[Entry]]:
+def reopened(location: Location, identity: tuple[Any, ...], names: Sequence[str]) -> Iterator[list[Entry]]:
     """Opens an archive, for some of its entries by name; what tensors they hold is not looked up.
 
+    Args:
+        location: of the archive.
+        identity: its size and version when it was first opened.
+        names: of the entries.
+
     Raises:
-        FormatError: there is no such entry, or it is not an archive.
+        FormatError: there is no such entry, it is not an archive, or it has changed.
         SafeloadError, OSError: see `open_without_table`.
     """
-    with closing(open_without_table(path)) as file:
+    with closing(open_without_table(location.path, files=location.files)) as file:
+        file.check_identity(identity)
         archive = Archive(file)
         unknown = next((name for name in names if name not in archive.entries), None)
         if unknown is not None:
-            raise FormatError(f"the archive has no entry {show(unknown)}", path)
+            raise FormatError(f"the archive has no entry {show(unknown)}", file.path)
         yield [Entry(archive, file, archive.entries[name], archive.locate(name), []) for name in names]
 
 
 def _entries(opened: WeightFile, format: str | None) -> Iterator[Entry]:
     """The entries of a file that is a zip archive."""
     # Compressed arrays have been unpacked into a temporary file.
-    file = open_without_table(opened.path) if format == "npz" and not _is_zip(opened) else opened
+    unpacked = format == "npz" and not _is_zip(opened)
+    file = open_without_table(opened.place, shown=opened.path, files=opened.files) if unpacked else opened
     if not _is_zip(file):
         return
     archive = Archive(file)

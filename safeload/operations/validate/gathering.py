@@ -9,12 +9,11 @@ from typing import Any
 from ...base.scheme import INT8
 from ...base.text import show
 from ...errors import FormatError, one_line
-from ...stores.local import check_unchanged
 from .. import executing
 from ..catalog import Catalog
 from ..executing import EXECUTOR, Executor
 from ..plan import check_version, field, piece_of, texts
-from ..sources import Sources, groups, identified, opened
+from ..sources import Sources, file_as_plain, file_of, groups, opened
 from ..stats import TensorStats, as_plain, of_plain
 from . import files
 from .contents import Contents, readable
@@ -23,6 +22,8 @@ from .findings import Finding, Limits
 from .settings import Settings, settings
 
 _OPERATION = "validate"
+
+_Options = Mapping[str, Any] | None
 
 # What a piece says of a file that cannot be read. The engine gets no error, as `validate` raises none: the report then
 # has the same finding as that of one process, whichever piece is done first.
@@ -108,7 +109,7 @@ def _entry_pieces(entries: Sequence[Entry]) -> Iterator[_Planned]:
         archives: dict[str, list[Any]] = {}
         for k in group:
             file = entries[k].file
-            archive = archives.setdefault(file.place, [file.place, *file.identity[:2], {}])
+            archive = archives.setdefault(file.place, [file_as_plain(file), *file.identity[:2], {}])
             archive[-1][str(k)] = entries[k].name
         piece = piece_of(_OPERATION, [], check="archives", archives=list(archives.values()))
         yield piece, sum(sizes[k] for k in group), group
@@ -141,13 +142,15 @@ def _tied_pieces(catalog: Catalog, pairs: Mapping[str, str], sources: Sources) -
         yield piece, sum(catalog.about(name).nbytes for name in names), [pair]
 
 
-def run(piece: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Reads what a piece names; see `run_piece`."""
     check_version(piece)
     check = field(piece, "check", str)
     if check not in _CHECKS:
         raise FormatError(f"a piece of validate checks {', '.join(_CHECKS)}; found {show(check)}")
-    return _CHECKS[check](piece, threads)
+    return _CHECKS[check](piece, threads, storage_options)
 
 
 @contextmanager
@@ -158,29 +161,29 @@ def _told(found: dict[str, Any]) -> Iterator[None]:
         found[_PROBLEM] = one_line(problem)
 
 
-def _check_archives(piece: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
+def _check_archives(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
     found: dict[str, Any] = {}
     archives = field(piece, "archives", list)
     with _told(found):
         faults: dict[str, str] = {}
         for archive in archives:
-            path, identity, _ = identified(archive[:3] if isinstance(archive, list) else archive)
+            location, identity = file_of(archive[:3] if isinstance(archive, list) else archive, storage_options)
             names = field({"entries": archive[-1]}, "entries", dict)
-            check_unchanged(path, identity)
-            with files.reopened(path, list(names.values())) as entries:
+            location.files.check_unchanged(location.path, identity)
+            with files.reopened(location, identity, list(names.values())) as entries:
                 several = zip(names, files.faults_of(entries, threads), strict=True)
                 faults.update((k, fault) for k, fault in several if fault is not None)
         found["faults"] = faults
     return found
 
 
-def _check_values(piece: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
+def _check_values(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
     names, sources = texts(piece, "names"), field(piece, "sources", list)
     limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
     wanted = settings(limits=limits, threads=threads, histogram=bool(piece.get("histogram")))
     scales: dict[str, list[list[Any]]] = {}
     found: dict[str, Any] = {"scales": scales}
-    with _told(found), opened(sources, names) as catalog:
+    with _told(found), opened(sources, names, storage_options) as catalog:
         contents = Contents(catalog, wanted)
         known = {name: catalog.about(name) for name in names}
         for name in names:
@@ -192,12 +195,12 @@ def _check_values(piece: Mapping[str, Any], threads: int | None) -> dict[str, An
     return found
 
 
-def _check_tied(piece: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
+def _check_tied(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
     names, sources = texts(piece, "names"), field(piece, "sources", list)
     if len(names) != 2:
         raise FormatError(f"a piece of validate compares two tensors; found {show(names)}")
     found: dict[str, Any] = {}
-    with _told(found), opened(sources, names) as catalog:
+    with _told(found), opened(sources, names, storage_options) as catalog:
         finding = Contents(catalog, settings(threads=threads)).tied(*names)
         found["tied"] = [] if finding is None else [list(finding)]
     return found

@@ -112,11 +112,11 @@ def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
         packed = (table.packed(k) for k in range(len(ranges)))
         ends += [part.end for one in packed if one is not None for part in one.parts.values() if part.file is file]
     ranges = sorted(place for place in ranges if place[0] < place[1])
-    if not ranges or is_zip(file.read_at(0, 4)):
+    if not ranges:
         return None
     end = min(file.size, max(ends))
     hole = min(end, hole_begin(file))
-    if hole == end and not values:
+    if (hole == end and not values) or is_zip(file.read_at(0, 4)):
         return None
     begin = zeros_begin(file, ranges[0][0], hole)
     if begin == end:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,23 +14,27 @@ import numpy as np
 from ... import loading
 from ...base import log
 from ...base.arrays import Array, refuse_masked
-from ...base.paths import PathLike, native_path, os_error
+from ...base.paths import PathLike, os_error
 from ...base.selecting import Patterns
 from ...base.text import show
 from ...checkpoint import Checkpoint
 from ...engine.progress import Progress
 from ...engine.quantized_tensor import QuantizedTensor
+from ...engine.weight_file import WeightFile
 from ...errors import (
     ForbiddenError,
     FormatError,
     LimitError,
     MissingShardError,
+    RemotePermissionError,
     SafeloadError,
     UnsupportedError,
     one_line,
 )
 from ...models.choosing import Choice, choose, choose_inner, choose_prefix
 from ...models.schema import Schema
+from ...stores.json_file import read_if_there
+from ...stores.places import Located, places_of
 from ..about import About
 from ..catalog import Catalog, Given
 from ..executing import EXECUTOR, Executor
@@ -41,7 +44,7 @@ from . import names as naming
 from .contents import Contents, Model, check_contents
 from .findings import Finding, Limits, ValidationReport, error
 from .gathering import gathered
-from .settings import Settings, read_config, settings
+from .settings import Settings, settings
 
 # Codes of the findings about files that cannot be opened.
 _REFUSALS = (
@@ -71,6 +74,7 @@ def validate(
     values: bool = True,
     only: Patterns = None,
     drop: Patterns = None,
+    storage_options: Mapping[str, Any] | None = None,
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -85,7 +89,8 @@ def validate(
     checked: quantized weights of other libraries, and heads and models without a schema.
 
     Args:
-        source: path of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single array.
+        source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single
+            array.
         config: parsed config.json or its path; None for the one of a folder, or for the params.json beside
             consolidated.00.pth or consolidated.safetensors.
         schema: the expected names and shapes: "auto" to choose by the config's architectures and model_type, the name
@@ -99,6 +104,7 @@ def validate(
         only: shell pattern, or several, of the tensors whose values are read; what is found about the values and the
             shapes of others is left out of the report. Names are compared as a whole: what is missing is always said.
         drop: shell pattern, or several, of tensors to leave out in the same way.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
         executor: reads the values in pieces, each of some tensors, on other processes or machines that have the same
             files: anything with the ``submit`` of `concurrent.futures.Executor`, such as Dask's
             ``client.get_executor(pure=False)``. The findings are those of one process; headers are read here.
@@ -142,32 +148,40 @@ def validate(
             if executor is not None:
                 check_paths(catalog, EXECUTOR)
             return _validate_tensors(ValidationReport(catalog.title), catalog, wanted)
-    return validate_path(source, lambda: loading.open(source), wanted)
+    return validate_path(source, lambda: loading.open(source, storage_options=storage_options), wanted)
 
 
-def _params_beside(paths: Sequence[str]) -> Mapping[str, Any] | None:
+def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
     """The parsed params.json beside the only file, if that holds weights under Meta's or Mistral's own names.
 
     None without one, and for a slice of a model-parallel checkpoint, whose shapes are not those of the model.
 
     Raises:
-        FormatError, OSError: see `read_config`.
+        FormatError, OSError: see `read_json`.
     """
-    if len(paths) != 1 or not os.path.basename(paths[0]).startswith(_CONSOLIDATED):
+    if len(weights) != 1:
         return None
-    folder = os.path.dirname(paths[0])
-    params = os.path.join(folder, _PARAMS)
-    if not os.path.isfile(params):
+    files = weights[0].files
+    folder, name = files.split(weights[0].place)
+    if not name.startswith(_CONSOLIDATED):
         return None
-    slices = [name for name in os.listdir(folder or ".") if fnmatchcase(name, f"{_CONSOLIDATED}*.pth")]
-    return read_config(params) if len(slices) < 2 else None
+    params = read_if_there(files.join(folder, _PARAMS), _PARAMS, files)
+    if params is None:
+        return None
+    try:
+        listed = files.listing(folder)
+    except (UnsupportedError, RemotePermissionError):  # https lists no folders
+        listed = []
+    slices = [name for name, _ in listed if fnmatchcase(name, f"{_CONSOLIDATED}*.pth")]
+    return params if len(slices) < 2 else None
 
 
-def validate_path(path: PathLike, open: Callable[[], Checkpoint], wanted: Settings) -> ValidationReport:
-    """`validate` for a path, which ``open`` opens."""
-    text = native_path(path)[0]
+def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], wanted: Settings) -> ValidationReport:
+    """`validate` for a path or a URL, which ``open`` opens."""
+    (place,), where = places_of([path])
+    text = where.shown(place)
     report = ValidationReport(text)
-    if not os.path.lexists(text):
+    if not where.remote and not where.exists(place):
         raise os_error(errno.ENOENT, text)
     try:
         opened = open()
@@ -232,7 +246,7 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
     report.parameters = sum(math.prod(tensor.shape) for tensor in known.values())
     if config is None:
         try:
-            config = _params_beside(catalog.files) or catalog.config
+            config = _params_beside(catalog.weight_files) or catalog.config
         except (FormatError, OSError) as problem:
             report.add([error("schema.config", None, one_line(problem))])
     report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
