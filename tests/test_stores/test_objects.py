@@ -142,7 +142,8 @@ def test_a_compressed_file_is_refused(folder):
 
 @pytest.mark.parametrize("value", ["x", Path("x"), None, 3, {}, SimpleNamespace(fs=None, path="x")])
 def test_other_objects_are_nothing_of_ours(value):
-    assert objects.path_of(value) is None
+    with pytest.raises(TypeError, match=f"a store .* is wanted, found {type(value).__name__}"):
+        objects.path_of(value)
 
 
 def test_a_remote_path_names_itself(folder):
