@@ -63,7 +63,7 @@ def plan_convert(
         resume: whether to go on with a conversion that was interrupted: shards that are whole stay, by the records
             beside them. Without ``overwrite`` a folder that has other files, and none of its records, is refused.
         options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, rename, metadata,
-            max_shard_size (needed), extras and storage_options. Only those that are no secrets (``endpoint_url``,
+            max_shard_size (needed), extras and storage_options. Only those without secrets (``endpoint_url``,
             ``region``, ``anon``, ...) go into the plan.
 
     Returns:

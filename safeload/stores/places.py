@@ -30,7 +30,7 @@ Located: TypeAlias = RemotePath | FilesystemPath | ByteStore
 
 
 def is_located(given: object) -> bool:
-    """Whether an object, which is no path of this machine and no array, is a `Located`."""
+    """Whether an object, neither a path of this machine nor an array, is a `Located`."""
     if isinstance(given, RemotePath):
         return True
     members = ("fs", "path") if hasattr(given, "fs") else ("size", "version", "read_into", "close")
