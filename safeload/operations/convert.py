@@ -89,7 +89,7 @@ def convert(
             ``generation_config.json``, so that other libraries load the result. From https, which lists no folders, it
             gets none of these.
         storage_options: for URLs: options of the filesystem that a URL leads to, see `open`. Workers of an executor get
-            only those that are no secrets, and take keys from their environment.
+            only those without secrets, and take keys from their environment.
         overwrite: False to raise FileExistsError if the destination exists.
         resume: True to write a folder shard by shard, with a record beside each that is whole, and to go on where an
             earlier call with the same options stopped. A call that fails then leaves what is whole.
