@@ -19,12 +19,12 @@ from .engine.progress import Progress
 from .engine.views import Views
 from .engine.weight_file import WeightFile, quantization_in
 from .errors import FormatError
-from .formats.opening import Found, Recipe, Seen, pickled, reopen, seen_of
+from .formats.opening import Found, Recipe, Seen, folder_of, index_of, pickled, reopen, seen_of
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 from .packed import grouping  # not where it is used: a child forked while a thread imports it would wait for ever
-from .stores.files import LOCAL, Files, Location
+from .stores.files import Location
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,11 +44,11 @@ class Checkpoint(Mapping[str, Any]):
     ``numpy.memmap`` with mode "c"): writing into it changes no file. Views outlive `close`. Any thread may use it.
 
     A mapping shows the file itself: if another program truncates the file in place, touching a lost page kills the
-    process (SIGBUS). ``load(backend="pread")`` does not have this hazard.
+    process (SIGBUS). ``load(backend="pread")`` has no such hazard. From a URL an array is fetched, once.
 
-    A checkpoint pickles as its absolute path and the arguments of `open`. Unpickling opens it again, in any process,
-    and raises FormatError if the files have changed (in size or time of the last change). ``copy.copy`` does the same.
-    Both raise `ValueError` if the checkpoint is closed.
+    A checkpoint pickles as its absolute path, or URL, and the arguments of `open`. Unpickling opens it again, in any
+    process, and raises FormatError if the files have changed. ``copy.copy`` does the same. Both raise `ValueError` if
+    the checkpoint is closed.
 
     Attributes:
         format: such as "safetensors", "torch zip", "torch legacy" or "gguf": a value that ``format=`` of `open` takes.
@@ -84,7 +84,7 @@ class Checkpoint(Mapping[str, Any]):
         self._closed = False
         self._recipe = found.recipe
         self._index = found.index_file
-        self.index = None if self._index is None else self._files.shown(self._index[0])
+        self.index = None if self.index_location is None else self.index_location.shown
         self.notes = list(found.notes)
         self.format = found.format
         self.files = list(dict.fromkeys(file.path for file in found.files))
@@ -117,10 +117,6 @@ class Checkpoint(Mapping[str, Any]):
                 self.weight_files, self.entries(), self.config, alone=alone, indexed=self.index is not None
             )
         return self._found_codes
-
-    def _refuse_codes(self, names: Iterable[str]) -> None:
-        if codes := self.codes():
-            grouping.refuse(codes, names, "dtype=", self.path)
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:
         if self._hidden and name in self._hidden and name not in self:
@@ -211,7 +207,7 @@ class Checkpoint(Mapping[str, Any]):
         self._check_open()
         file, index = self._locate(name)
         if dtype is not None:
-            self._refuse_codes([name])
+            grouping.refuse(self.codes(), [name], "dtype=", self.path)
         options = Wanted() if self._recipe is None else self._recipe.options
         return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
 
@@ -273,17 +269,12 @@ class Checkpoint(Mapping[str, Any]):
         return arrays
 
     @property
-    def _files(self) -> Files:
-        """Where the paths that it was opened by lead."""
-        return LOCAL if self._recipe is None else self._recipe.files
-
-    @property
     def index_location(self) -> Location | None:
         """The ``index.json`` that it was opened by. Internal.
 
         :meta private:
         """
-        return None if self._index is None else Location(self._files, self._index[0])
+        return index_of(self._recipe, self._index)
 
     @property
     def folder(self) -> Location | None:
@@ -291,15 +282,7 @@ class Checkpoint(Mapping[str, Any]):
 
         :meta private:
         """
-        files = self._files
-        if self._index is not None:
-            return Location(files, files.split(self._index[0])[0])
-        if self._recipe is None or self._recipe.listed:
-            return None
-        path = self._recipe.paths[0]
-        # Asking a store on the network would take a request.
-        file = any(file.place == path for file in self.weight_files) if files.remote else not files.is_folder(path)
-        return None if file else Location(files, path)
+        return folder_of(self._recipe, self._index, self.weight_files)
 
     def stream(
         self,
@@ -399,7 +382,7 @@ def chosen(
         names = choose(checkpoint, names, only, drop)
     parts = checkpoint.entries(names)
     if dtype is not None:
-        checkpoint._refuse_codes(part[0] for part in parts)
+        grouping.refuse(checkpoint.codes(), (part[0] for part in parts), "dtype=", checkpoint.path)
     return parts
 
 

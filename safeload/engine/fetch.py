@@ -32,8 +32,9 @@ _LONG_FROM = 1 << 30
 # Bytes between two tensors that are read and dropped, to save a request: as many as come in the time that it takes. Not
 # if they were most of the request, unless that is little.
 _GAP, _SMALL_GAP = 1 << 20, 64 << 10
-# Bytes of jobs that are planned together; bytes of staging memory in use, but at least what one job needs.
-_WINDOW, _STAGED = 64 << 20, 256 << 20
+# Bytes of jobs that are planned together, which is also what callers ask for that read in pieces: enough for many
+# requests. Bytes of staging memory in use, but at least what one job needs.
+WINDOW, _STAGED = 64 << 20, 256 << 20
 # Seconds after which a thread that waits for staging memory looks whether it is still wanted.
 _POLL = 0.05
 
@@ -109,7 +110,7 @@ class Fetch:
                     if memory.size >= nbytes:
                         return self._free.pop(k)
                 if not self._staged or self._staged + nbytes <= _STAGED:
-                    memory = aligned_bytes(max(nbytes, min(_WINDOW, self._total)))
+                    memory = aligned_bytes(max(nbytes, min(WINDOW, self._total)))
                     self._staged += memory.size
                     return memory
                 if self._free:  # too small: room for a larger one
@@ -282,7 +283,7 @@ def _windows(jobs: Iterable[Job], most: int) -> Iterator[_Window]:
     window, size = _Window(), 0
     for job in chain.from_iterable(_divided(job, most) for job in jobs):
         cost = _extent(job)
-        if size and size + cost > _WINDOW:
+        if size and size + cost > WINDOW:
             yield window
             window, size = _Window(), 0
         window.add(job)

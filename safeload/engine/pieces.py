@@ -12,6 +12,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from .fetch import WINDOW
 from .job import Job
 from .jobs import Batch
 from .memory import address_of
@@ -22,8 +23,6 @@ from .weight_file import WeightFile
 
 # Bytes read at a time by each thread: enough to amortize the cost of a read, little compared with any machine's memory.
 PIECE = 4 << 20
-# Bytes of a file on the network, which come in several requests at a time.
-REMOTE_PIECE = 64 << 20
 # Bytes of float64 values that are processed at a time, several times over: they stay in a core's cache.
 VALUES = 1 << 20
 
@@ -107,7 +106,7 @@ def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = N
         FormatError: the file ends too early.
         OSError: the file cannot be read.
     """
-    step = REMOTE_PIECE if file.remote else PIECE
+    step = WINDOW if file.remote else PIECE
     memory = np.empty(min(step, max(1, end - begin)), np.uint8) if buffer is None or file.remote else buffer
     for at in range(begin, end, step):
         size = min(step, end - at)

@@ -10,13 +10,14 @@ import numpy as np
 
 from ..base.arrays import Array, ArraySpec, array_over, c_strides, with_article
 from . import jobs
+from .fetch import WINDOW
 from .job import Job, Origin
 from .memory import address_of
 from .weight_file import WeightFile
 
 # Rows at most this far apart are read with the gaps between them: the system reads whole pages anyway.
 _DENSE_PITCH = 4096
-# Bytes read at once when rows are read with the gaps between them.
+# Bytes read at once when rows are read with the gaps between them, from a file of this machine.
 _BLOCK = 1 << 20
 
 
@@ -114,8 +115,15 @@ class _Run(NamedTuple):
     pitch: int
 
 
-def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int) -> Iterator[_Run]:
-    """The reads that cover the selected elements of a tensor in C order."""
+def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[_Run]:
+    """The reads that cover the selected elements of a tensor in C order.
+
+    Args:
+        axes: what is selected.
+        shape: of the tensor.
+        itemsize: bytes of an element.
+        block: bytes read at once when rows are read with the gaps between them.
+    """
     strides = c_strides(shape, itemsize)
 
     def walk(k: int, index: tuple[Any, ...], offset: int) -> Iterator[_Run]:
@@ -136,8 +144,8 @@ def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int) -> Iterator[
         selected = itemsize
         for a in axes[k + 1 :]:
             selected *= a.length
-        if pitch <= _BLOCK and (pitch <= _DENSE_PITCH or selected * 4 >= pitch):
-            rows = _BLOCK // pitch
+        if pitch <= block and (pitch <= _DENSE_PITCH or selected * 4 >= pitch):
+            rows = block // pitch
             for first in range(0, axis.length, rows):
                 count = min(rows, axis.length - first)
                 at = (*index, slice(first, first + count))
@@ -181,7 +189,7 @@ def _read_dense(
     result: Array = np.empty(tuple(axis.length for axis in axes), dtype)
     if result.size:
         direct = jobs.Batch()
-        for run in _runs(axes, shape, dtype.itemsize):
+        for run in _runs(axes, shape, dtype.itemsize, WINDOW if file.remote else _BLOCK):
             at = (*run.at, ...)  # the ellipsis makes the result an array even if a single element is selected
             target = result[at]
             if run.pitch == 0:

@@ -12,7 +12,7 @@ from ..base.text import plural, show
 from ..engine.load import LoadOptions
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError
-from ..stores.files import LOCAL, Files
+from ..stores.files import LOCAL, Files, Location
 from ..stores.local import compare
 from ..stores.places import Located, places_of
 from . import foreign, registry
@@ -142,6 +142,27 @@ def seen_of(files: Iterable[WeightFile], index_file: tuple[str, tuple[Any, ...]]
     """What `reopen` compares: see `Found` for the arguments."""
     seen = tuple((file.place, file.identity) for file in files)
     return seen if index_file is None else (*seen, index_file)
+
+
+def index_of(recipe: Recipe | None, index_file: tuple[str, tuple[Any, ...]] | None) -> Location | None:
+    """Where the index is that a checkpoint was opened by; see `Found` for the arguments."""
+    files = LOCAL if recipe is None else recipe.files
+    return None if index_file is None else Location(files, index_file[0])
+
+
+def folder_of(
+    recipe: Recipe | None, index_file: tuple[str, tuple[Any, ...]] | None, weight_files: Iterable[WeightFile]
+) -> Location | None:
+    """The folder that a checkpoint was opened by, as itself or by its index; None for files."""
+    index = index_of(recipe, index_file)
+    if index is not None:
+        return Location(index.files, index.files.split(index.path)[0])
+    if recipe is None or recipe.listed:
+        return None
+    files, path = recipe.files, recipe.paths[0]
+    # Asking a store on the network would take a request.
+    file = any(file.place == path for file in weight_files) if files.remote else not files.is_folder(path)
+    return None if file else Location(files, path)
 
 
 def pickled(recipe: Recipe, seen: Seen) -> tuple[tuple[Any, ...], Seen]:

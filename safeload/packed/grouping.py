@@ -204,7 +204,7 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     Raises:
         UnsupportedError: the message names tensor, scale and quant_method.
     """
-    name = next((name for name in names if name in codes), None)
+    name = next((name for name in names if name in codes), None) if codes else None
     if name is None:
         return
     dtype, scale, method = codes[name]

@@ -141,7 +141,7 @@ def test_scales_and_codes_of_a_folder_come_in_few_requests(tmp_path):
 
 
 def test_staging_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(fetch, "_WINDOW", 1 << 20)
+    monkeypatch.setattr(fetch, "WINDOW", 1 << 20)
     monkeypatch.setattr(fetch, "_STAGED", 3 << 20)
     most = 0
     take = fetch.Fetch._take
