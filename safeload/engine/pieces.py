@@ -12,6 +12,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..stores.stop import Stop, belonging
 from .fetch import WINDOW
 from .job import Job
 from .jobs import Batch
@@ -35,7 +36,8 @@ def in_order(
 ) -> Iterator[Result]:
     """Results of a function that releases the GIL, called on several threads, in the order of its arguments.
 
-    Only a few calls run ahead of the consumer, and none outlives this generator.
+    Only a few calls run ahead of the consumer, and none outlives this generator: what they read from a network is
+    broken off.
 
     Args:
         function: called in any thread.
@@ -50,10 +52,16 @@ def in_order(
     from concurrent.futures import Future, ThreadPoolExecutor  # only here: it takes milliseconds
 
     waiting: deque[Future[Result]] = deque()
+    stop = Stop()
+
+    def call(item: Item) -> Result:
+        with belonging(stop):
+            return function(item)
+
     with ThreadPoolExecutor(count) as pool:
         try:
             for item in items:
-                waiting.append(pool.submit(function, item))
+                waiting.append(pool.submit(call, item))
                 if len(waiting) > 2 * count:
                     yield waiting.popleft().result()
             while waiting:
@@ -61,6 +69,7 @@ def in_order(
         finally:
             for future in waiting:
                 future.cancel()
+            stop.stop()
 
 
 class Meter:

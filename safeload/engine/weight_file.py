@@ -52,8 +52,9 @@ class WeightFile:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
     def stand_for(self, origin: WeightFile) -> None:
-        """Makes `place` and `identity` those of another file, of which this one is the unpacked content."""
+        """Makes `place`, `files` and `identity` those of another file, of which this one is the unpacked content."""
         self._origin = origin.place, origin.identity
+        self.files = origin.files
 
     @property
     def unpacked(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ..base import log
@@ -11,8 +11,8 @@ from ..base.paths import PathLike
 from ..base.text import plural, show
 from ..engine.load import LoadOptions
 from ..engine.weight_file import WeightFile
-from ..errors import FormatError, SafeloadError
-from ..stores.files import LOCAL, Files, Location
+from ..errors import FormatError
+from ..stores.files import LOCAL, Files, Location, rather_changed
 from ..stores.local import compare
 from ..stores.places import Located, places_of
 from . import foreign, registry
@@ -186,7 +186,7 @@ def reopen(recipe: Recipe, seen: Seen) -> Found:
     """
     for path, identity in seen:
         recipe.files.check_unchanged(path, identity)
-    with _rather_changed(recipe.files, seen):
+    with rather_changed(recipe.files, seen):
         found = _find_again(recipe)
     try:
         again = seen_of(found.files, found.index_file)
@@ -201,18 +201,6 @@ def reopen(recipe: Recipe, seen: Seen) -> Found:
             file.close()
         raise
     return found
-
-
-@contextmanager
-def _rather_changed(files: Files, seen: Iterable[tuple[str, tuple[Any, ...]]]) -> Iterator[None]:
-    """Says of files on the network that cannot be opened that they have changed, if they have."""
-    try:
-        yield
-    except SafeloadError:
-        for path, identity in seen if files.remote else ():
-            with closing(files.open(path)) as store:
-                compare(store.version, identity, files.shown(path))
-        raise
 
 
 def _find_again(recipe: Recipe) -> Found:
@@ -246,7 +234,7 @@ def find_some(
         def open_one(place: tuple[str, tuple[Any, ...]]) -> registry.Opened:
             path, identity = place
             recipe.files.check_unchanged(path, identity)
-            with _rather_changed(recipe.files, [place]):
+            with rather_changed(recipe.files, [place]):
                 one = registry.open_file(path, recipe.options)
             compare(one.file.identity, identity, one.file.path)
             return one

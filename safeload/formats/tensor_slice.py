@@ -15,6 +15,7 @@ from ..engine.quantized_tensor import dequantize_index
 from ..engine.slice import read_slice
 from ..engine.weight_file import WeightFile
 from ..errors import UnsupportedError
+from ..stores.files import rather_changed
 from . import registry
 from .registry import Wanted
 
@@ -80,7 +81,8 @@ def _reopen_slice(
     """Opens the slice of the same file again."""
     options = Wanted(*wanted)
     options.files.check_unchanged(path, seen)
-    files = registry.open_file(path, options).files
+    with rather_changed(options.files, [(path, seen)]):
+        files = registry.open_file(path, options).files
     files[0].check_identity(seen)
     file = next((file for file in files if file.table.find(name) >= 0), files[0])
     return TensorSlice(file, file.table.index(name), options, parse_target(dtype))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..base.paths import absolute
-from .local import check_unchanged, open_local
+from ..errors import SafeloadError
+from .local import check_unchanged, compare, open_local
 from .store import ByteStore
 
 _Item = TypeVar("_Item")
@@ -159,3 +161,23 @@ class Location(NamedTuple):
     def join(self, name: str) -> Location:
         """The location of a bare name in this folder."""
         return Location(self.files, self.files.join(self.path, name))
+
+
+@contextmanager
+def rather_changed(files: Files, seen: Iterable[tuple[str, tuple[Any, ...]]]) -> Iterator[None]:
+    """Says of files on the network that cannot be opened again that they have changed, if they have.
+
+    Args:
+        files: where they are.
+        seen: path and version of each.
+
+    Raises:
+        FormatError: they have.
+    """
+    try:
+        yield
+    except SafeloadError:
+        for path, version in seen if files.remote else ():
+            with closing(files.open(path)) as store:
+                compare(store.version, version, files.shown(path))
+        raise

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from safeload.errors import missing_file
+from safeload.errors import UnsupportedError, missing_file
 from safeload.stores.crew import each
 from safeload.stores.remote import RemoteStore, fill
 from safeload.stores.remote_path import RemotePath
@@ -113,6 +113,9 @@ class Served:
 
     def public(self, path):
         return path
+
+    def public_options(self):
+        raise UnsupportedError("a store of this process")
 
     def check_unchanged(self, path, seen):
         pass
