@@ -14,6 +14,7 @@ from ..formats.registry import SUFFIXES
 from ..models.layout import Layout, built_in
 from ..operations.convert import convert
 from ..operations.convert_report import ConvertReport
+from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path, storage_options, suggest
 
@@ -26,6 +27,7 @@ _EPILOG = """examples:
   safeload convert old.safetensors new.safetensors --rename '^model\\.' ''
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
   safeload convert DeepSeek-V3/ bf16/ --dtype bf16 --max-shard-size 5GB --resume
+  safeload convert Llama-3.2-1B/ s3://bucket/llama/ --dtype float16
 
 Options apply in this order: --only and --drop choose tensors by their names in the source, --dtype and --quantize
 convert them, --rename changes their names. Names stay as they are otherwise: this does not convert between model
@@ -50,7 +52,9 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "source", metavar="SOURCE", nargs="+", help="files, folders, index.json or URLs; several are merged"
     )
-    parser.add_argument("destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size")
+    parser.add_argument(
+        "destination", metavar="DESTINATION", help="a file, or a folder with --max-shard-size; a URL is a folder"
+    )
     dtype = parser.add_argument("--dtype", help='dtype for floating tensors: "float32", "BF16", ...')
     suggest(dtype, targets)
     scheme = parser.add_argument("--quantize", metavar="SCHEME", help=f"scheme for the matrices: {', '.join(SCHEMES)}")
@@ -97,7 +101,7 @@ def register(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Converts; returns the exit status."""
     for option in ("resume", "dask"):
-        if getattr(options, option) and options.max_shard_size is None:
+        if getattr(options, option) and options.max_shard_size is None and not is_url(options.destination):
             raise ValueError(f"--{option} is for a folder of shards, which --max-shard-size makes")
     try:
         report = _convert(options)
@@ -120,6 +124,7 @@ def run(options: argparse.Namespace) -> int:
 # What messages advise, and the options of the command line for it.
 _ADVICE = {
     " and overwrite=False": ", --overwrite replaces it",
+    "max_shard_size=": "--max-shard-size",
     "overwrite=True": "--overwrite",
     "resume=True": "--resume",
 }

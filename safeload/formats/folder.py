@@ -62,7 +62,7 @@ def open_path(path: str, wanted: Wanted) -> Shards:
     """
     files = wanted.files
     name = files.split(path)[1]
-    if files.remote and name.endswith(SUFFIXES_OF_FILES):
+    if files.remote and name.endswith(SUFFIXES_OF_FILES) and not path.endswith("/"):
         # The usual case is a file; a question whether it is a folder would be a request.
         with suppress(FileNotFoundError):
             return open_index(path, wanted) if name.endswith(".json") else open_parts(open_file(path, wanted), wanted)

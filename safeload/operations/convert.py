@@ -6,10 +6,8 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
-from ..base.paths import PathLike, native_path
 from ..base.selecting import Patterns, Renames
 from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
@@ -18,18 +16,20 @@ from ..formats.registry import BY_NAME
 from ..models.layout import Layout
 from . import convert_folder, executing, journal
 from .catalog import Given
-from .convert_plan import plan_convert
+from .convert_plan import planned
 from .convert_report import ConvertReport
+from .destinations import Destination
 from .executing import Executor
 from .outputs import reporting
-from .preparing import ConvertOptions, check_free, prepare, wanted_of
+from .preparing import ConvertOptions, prepare, wanted_of
 from .quantize_checkpoint import Keep, Scheme
-from .shards import Beside, divide, remove_if_empty, weight_map, write_shards
+from .shard_folder import check_free
+from .shards import Beside, divide, weight_map, write_shards
 
 
 def convert(
     src: Given | Sequence[Given],
-    dst: PathLike,
+    dst: Destination,
     *,
     dtype: Any = None,
     quantize: Scheme | None = None,
@@ -146,7 +146,7 @@ def convert(
 
 def _at_once(
     src: Given | Sequence[Given],
-    dst: PathLike,
+    dst: Destination,
     options: ConvertOptions,
     overwrite: bool,
     threads: int | None,
@@ -154,27 +154,31 @@ def _at_once(
 ) -> ConvertReport:
     """Writes everything in this process: all files are put in place together, at the end."""
     wanted = wanted_of(dst, options)
-    path, limit = wanted.path, wanted.limit
-    check_free(path, limit is not None, overwrite)
+    path, folder = wanted.path, wanted.folder
+    if folder is None:
+        check_free(path, overwrite)
+    else:
+        folder.check_free(overwrite)
     with ExitStack() as stack:
         made = prepare(stack, src, wanted, threads)
         outputs = reporting(made.outputs, stack.enter_context(reporter(progress, made.nbytes)))
-        if limit is not None:
-            shards = divide(outputs, limit)
+        if folder is not None:
+            shards = divide(outputs, wanted.limit)
+            names = folder.free_names([*shards])
+            shards = {names[file]: shard for file, shard in shards.items()}
             beside = Beside(weight_map(shards), made.nbytes, made.work.config(), made.extras)
-            files = write_shards(shards, as_texts(made.metadata) or None, beside, path, overwrite)
-            for file in files:
-                journal.forget(file)
+            size = write_shards(shards, as_texts(made.metadata) or None, beside, folder, overwrite)
+            journal.forget(folder, [*shards])
+            files = [folder.shown(file) for file in shards]
         else:
             BY_NAME[wanted.format].load().write(outputs, made.metadata, path, overwrite=overwrite)
-            files = [path]
-        size = sum(map(os.path.getsize, files))
+            files, size = [path], os.path.getsize(path)
         return ConvertReport(path, wanted.format, files, made.tensors, size, 0.0, made.work.summary(made.nbytes))
 
 
 def _in_pieces(
     src: Given | Sequence[Given],
-    dst: PathLike,
+    dst: Destination,
     options: ConvertOptions,
     overwrite: bool,
     resume: bool,
@@ -184,18 +188,12 @@ def _in_pieces(
 ) -> ConvertReport:
     """Writes a folder piece by piece: each shard is put in place, and recorded, when it is whole."""
     executing.check_executor(executor)
-    plan = plan_convert(src, dst, overwrite=overwrite, resume=resume, **options)
+    plan, folder = planned(src, dst, overwrite, resume, options)
     sizes = [piece["nbytes"] for piece in plan.pieces]
-    new = [place for place in {piece["folder"] for piece in plan.pieces} if not os.path.isdir(place)]
     own = options.get("storage_options")
-    run = convert_folder.run if executor is not None else partial(convert_folder.run, storage_options=own)
-    try:
+    run = convert_folder.Runner(folder, own)
+    with ExitStack() as stack:
+        for place in {piece["folder"]: run.folder_of(piece) for piece in plan.pieces}.values():
+            stack.enter_context(place.undone())
         results = executing.run(run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)
-    except BaseException:
-        for place in new:
-            remove_if_empty(place)
-        raise
-    path = native_path(dst)[0]
-    report = convert_folder.finalize(plan, results, storage_options=own)
-    files = [os.path.join(path, os.path.basename(file)) for file in report.files]
-    return report._replace(destination=path, files=files)
+    return convert_folder.complete(plan, results, folder, own)

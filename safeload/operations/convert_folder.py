@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..base.selecting import renamed
 from ..base.text import plural, show
-from ..engine.atomic_file import leftovers
 from ..engine.digest import Digest
 from ..errors import FormatError
 from ..formats.folder import CONFIG, INDEX
-from ..formats.safetensors.file import open_file
 from . import journal
 from .convert_report import ConvertReport
 from .decisions import decisions_of, row_of
+from .destinations import of_piece
 from .making import Maker
-from .plan import Plan, bare_name, check_version, field
+from .plan import Plan, bare_name, check_version, field, texts
 from .quantize_checkpoint import Summary
+from .shard_folder import Folder
 from .shards import Beside, config_with, write_beside, write_shard
 from .sources import config_from, location_of, opened
 
 
 def run(
-    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+    piece: Mapping[str, Any],
+    threads: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    folder: Folder | None = None,
 ) -> dict[str, Any]:
-    """Writes a shard, or finds that it is whole; see `run_piece`."""
+    """Writes a shard, or finds that it is whole; see `run_piece`.
+
+    Args:
+        piece: of a plan.
+        threads: for reading and converting; None: chosen automatically.
+        storage_options: of this process.
+        folder: the piece's, where it is at hand.
+    """
     check_version(piece)
     started = time.perf_counter()
-    plan = field(piece, "plan", str)
-    folder, file = field(piece, "folder", str), bare_name(field(piece, "file", str))
-    path, nbytes = os.path.join(folder, file), field(piece, "nbytes", int)
-    record = journal.is_whole(path, piece)
-    target = os.path.dirname(folder)
-    if record is None and folder == journal.aside(target, plan):  # `finalize` may have moved it
-        record = journal.is_whole(os.path.join(target, file), piece)
+    plan, file, nbytes = field(piece, "plan", str), bare_name(field(piece, "file", str)), field(piece, "nbytes", int)
+    folder = of_piece(piece, storage_options) if folder is None else folder
+    found = (journal.is_whole(place, file, piece) for place in folder.places(plan))  # `finalize` may have moved it
+    record = next((one for one in found if one is not None), None)
     if record is None:
-        size, digest = _write(piece, path, threads, storage_options)
-        journal.write(path, piece, size, digest)
+        size, digest = _write(piece, folder, file, threads, storage_options)
+        journal.write(folder, file, piece, size, digest)
     else:
         size, digest = record["size"], record["sha256"]
     seconds = time.perf_counter() - started
@@ -55,8 +61,36 @@ def run(
     }
 
 
+class Runner:
+    """`run` with the store and the options of this process. A pickle has those that are no secrets, as a plan does.
+
+    Args:
+        folder: the destination.
+        storage_options: for sources behind URLs.
+    """
+
+    def __init__(self, folder: Folder, storage_options: Mapping[str, Any] | None) -> None:
+        self._folder = folder
+        self._storage_options = storage_options
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runner, (self._folder, None)  # pieces have the public ones
+
+    def folder_of(self, piece: Mapping[str, Any]) -> Folder:
+        """The folder of a piece."""
+        return self._folder if self._folder.files.remote else of_piece(piece)
+
+    def __call__(self, piece: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
+        """Does a piece."""
+        return run(piece, threads, self._storage_options, self.folder_of(piece))
+
+
 def _write(
-    piece: Mapping[str, Any], path: str, threads: int | None, storage_options: Mapping[str, Any] | None
+    piece: Mapping[str, Any],
+    folder: Folder,
+    file: str,
+    threads: int | None,
+    storage_options: Mapping[str, Any] | None,
 ) -> tuple[int, str]:
     decisions = decisions_of(piece)
     names = [name for one in decisions.values() for name in one.sources]
@@ -68,15 +102,15 @@ def _write(
         total = sum(output.nbytes for output in outputs.values())
         if total != piece["nbytes"]:
             raise FormatError(
-                f"the shard was planned with {piece['nbytes']:,} bytes of tensors, and has {total:,}", path
+                f"the shard was planned with {piece['nbytes']:,} bytes of tensors, and has {total:,}",
+                folder.shown(file),
             )
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         size = -1
         try:
             with ExitStack() as written:
-                size = write_shard(written, outputs, _metadata(piece), path, overwrite=True, digest=digest)
+                size = write_shard(written, outputs, _metadata(piece), folder, file, overwrite=True, digest=digest)
         except PermissionError:  # Windows: a process that does the same piece reads the shard that it has just written
-            if not journal.has(path, size, digest.hexdigest()):
+            if folder.files.remote or not folder.holds(file, {"size": size, "sha256": digest.hexdigest()}):
                 raise
         return size, digest.hexdigest()
 
@@ -128,75 +162,80 @@ def finalize(
     """
     if not isinstance(plan, Mapping):
         raise FormatError(f"a plan is an object; found {show(plan)}")
+    return complete(plan, results, of_piece(plan, storage_options), storage_options)
+
+
+def complete(
+    plan: Mapping[str, Any],
+    results: Iterable[Mapping[str, Any]],
+    folder: Folder,
+    storage_options: Mapping[str, Any] | None,
+) -> ConvertReport:
+    """`finalize` for a folder that is at hand."""
     plan = Plan(plan)
     check_version(plan)
-    places = {field(piece, "file", str): field(piece, "folder", str) for piece in plan.pieces}
+    runner = Runner(folder, None)
+    places = {bare_name(field(piece, "file", str)): runner.folder_of(piece) for piece in plan.pieces}
     done = {field(one, "file", str): one for one in results if isinstance(one, Mapping) and one.get("plan") == plan.id}
     left = [file for file in places if file not in done]
     if left:
         raise ValueError(f"{plural(len(left), 'piece')} of {len(places):,} without a result: {show(left[0])}")
     sizes = {file: field(done[file], "size", int) for file in places}
+    digests = {file: field(done[file], "sha256", str) for file in places}
     seconds = sum(field(done[file], "seconds", float) for file in places)
-    folder, tensors = field(plan, "folder", str), field(plan, "tensors", int)
+    tensors = field(plan, "tensors", int)
     config, extras = _config_of(plan), field(plan, "extras", dict)
     extras = {bare_name(name): location_of(plain, storage_options) for name, plain in extras.items()}
-    files, total = _stored(plan.id, places, folder, sizes)
-    summary, aside = _summary(plan, total), journal.aside(folder, plan.id)
+    outdated = [bare_name(name) for name in texts(plan, "outdated")] if "outdated" in plan else []
+    files, total = _stored(plan.id, places, folder, sizes, digests)
+    summary = _summary(plan, total)
     with ExitStack() as stack:
         # First, as it may fail: an existing checkpoint is then still whole.
-        write_beside(stack, Beside(files, total, config, extras), folder, overwrite=True)
-        for file, place in places.items():
-            for source in {place, aside} - {folder}:  # also what it left there when it was interrupted
-                journal.move(file, source, folder)
-    _tidy(folder, aside, [*places, INDEX, CONFIG, *extras])
-    shards = [os.path.join(folder, file) for file in places]
-    return ConvertReport(folder, "safetensors", shards, tensors, sum(sizes.values()), seconds, summary)
+        write_beside(stack, Beside(files, total, config, extras), folder, overwrite=True, outdated=outdated)
+        for file, source, target in folder.moves(plan.id, places):
+            journal.move(file, source, target)
+    names = [*places, INDEX, CONFIG, *extras]
+    folder.tidy(plan.id, [*names, *(file + journal.SUFFIX for file in names)])
+    shards = [folder.shown(file) for file in places]
+    return ConvertReport(folder.title, "safetensors", shards, tensors, sum(sizes.values()), seconds, summary)
 
 
-def _stored(plan: str, places: Mapping[str, str], folder: str, sizes: Mapping[str, int]) -> tuple[dict[str, str], int]:
+def _stored(
+    plan: str, places: Mapping[str, Folder], folder: Folder, sizes: Mapping[str, int], digests: Mapping[str, str]
+) -> tuple[dict[str, str], int]:
     """The file of each tensor, and the bytes of all, read off the headers of the shards.
 
     Raises:
         FormatError: a shard is not there, or not as its piece has left it.
     """
-    for place in {*places.values(), folder}:
+    for place in {place.title: place for place in [*places.values(), folder]}.values():
         with suppress(OSError):
-            os.listdir(place)  # on NFS: what this machine remembers of the folder may be seconds old
-    files: dict[str, str] = {}
-    total = 0
-    for file, place in places.items():
-        path = os.path.join(place, bare_name(file))
-        record = journal.read(path)
-        if not os.path.exists(path):
-            moved = os.path.join(folder, file)
-            record = journal.read(moved)
-            if record is not None and record["plan"] == plan:  # `finalize` was interrupted
-                path = moved
-        elif record is not None and record["plan"] != plan:
-            raise FormatError("another conversion has written the shard since: run its piece again", path)
+            place.names()  # on NFS: what this machine remembers of the folder may be seconds old
+
+    def header(file: str) -> tuple[list[str], int]:
+        place = places[file]
+        record = journal.read(place, file)
+        if record is not None and record["plan"] != plan:
+            raise FormatError("another conversion has written the shard since: run its piece again", place.shown(file))
         try:
-            shard = open_file(path, brief=True)
+            shard = place.open_shard(file)
         except FileNotFoundError:
-            raise FormatError(
-                "the shard is gone: run its piece again, on a machine that shares this folder", path
-            ) from None
+            moved = None if place.title == folder.title else journal.read(folder, file)
+            if moved is None or moved["plan"] != plan:  # else `finalize` was interrupted
+                advice = "run its piece again, on a machine that shares this folder"
+                raise FormatError(f"the shard is gone: {advice}", place.shown(file)) from None
+            shard = folder.open_shard(file)
         try:
             if shard.size != sizes[file]:
-                raise FormatError(f"the shard has {shard.size:,} bytes, its piece wrote {sizes[file]:,}", path)
-            files.update(dict.fromkeys(shard.table.names, file))
-            total += sum(shard.table.sizes())
+                raise FormatError(f"the shard has {shard.size:,} bytes, its piece wrote {sizes[file]:,}", shard.path)
+            if place.files.remote and not place.holds(file, {"sha256": digests[file], **(record or {})}):
+                raise FormatError("the shard is not what its piece wrote: run its piece again", shard.path)
+            return [*shard.table.names], sum(shard.table.sizes())
         finally:
             shard.close()
-    return files, total
 
-
-def _tidy(folder: str, aside: str, files: Sequence[str]) -> None:
-    """Removes what killed processes have left of these files, and the folder that they were written in before."""
-    with suppress(OSError):  # another process has removed it, or Windows has it open
-        for place in (folder, aside):
-            for path in leftovers(place, [*files, *(file + journal.SUFFIX for file in files)]):
-                os.unlink(path)
-        os.rmdir(aside)
+    found = dict(zip(places, folder.files.each(header, [*places]), strict=True))
+    return {name: file for file, (names, _) in found.items() for name in names}, sum(size for _, size in found.values())
 
 
 def _config_of(plan: Plan) -> dict[str, Any] | None:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ..base.paths import PathLike, absolute
 from ..base.scheme import parse
 from ..base.selecting import pairs_of
 from ..base.text import show
-from ..engine.atomic_file import leftovers
 from ..formats.folder import CONFIG, INDEX
 from ..formats.metadata import as_texts
 from . import journal
 from .catalog import Given
 from .decisions import runs_of
+from .destinations import Destination
 from .plan import Plan, piece_of
-from .preparing import ConvertOptions, Prepared, Wanted, check_free, prepare, wanted_of
+from .preparing import ConvertOptions, Prepared, Wanted, prepare, wanted_of
+from .shard_folder import Folder
 from .shards import divide, weight_map
 from .sources import Sources, location_as_plain, source_of
 
@@ -40,7 +39,7 @@ _ID_DIGITS = 16
 
 def plan_convert(
     src: Given | Sequence[Given],
-    dst: PathLike,
+    dst: Destination,
     *,
     overwrite: bool = False,
     resume: bool = False,
@@ -57,9 +56,9 @@ def plan_convert(
     Args:
         src: the path of a checkpoint, or a `Checkpoint` that `open` has made; or a list of these, whose tensors are
             merged.
-        dst: the folder. It must be on a file system that all machines share.
+        dst: the folder. It must be on a file system that all machines share, or in a store that all of them reach.
         overwrite: whether to replace what the folder has. Until `finalize` the shards of an existing checkpoint stay as
-            they are: the new ones are written into a folder beside them.
+            they are: the new ones are written into a folder beside them, or in a store under other names.
         resume: whether to go on with a conversion that was interrupted: shards that are whole stay, by the records
             beside them. Without ``overwrite`` a folder that has other files, and none of its records, is refused.
         options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, rename, metadata,
@@ -81,12 +80,24 @@ def plan_convert(
         >>> safeload.finalize(plan, results).tensors
         30
     """
+    plan, folder = planned(src, dst, overwrite, resume, options)
+    shared = folder.public_options()
+    if shared is not None:
+        for one in (plan, *plan.pieces):
+            one["storage_options"] = shared
+    return plan
+
+
+def planned(
+    src: Given | Sequence[Given], dst: Destination, overwrite: bool, resume: bool, options: ConvertOptions
+) -> tuple[Plan, Folder]:
+    """The plan of a conversion, for workers that are given the destination, and the destination; see `plan_convert`."""
     options = _repeatable(options)
     wanted = wanted_of(dst, options)
-    if wanted.limit is None:
+    if wanted.folder is None:
         raise ValueError("a single file is written by one process: max_shard_size= makes a folder of shards")
     with ExitStack() as stack:
-        return _plan(prepare(stack, src, wanted), wanted, overwrite=overwrite, resume=resume)
+        return _plan(prepare(stack, src, wanted), wanted, wanted.folder, overwrite, resume), wanted.folder
 
 
 def _repeatable(options: ConvertOptions) -> ConvertOptions:
@@ -103,8 +114,7 @@ def _repeatable(options: ConvertOptions) -> ConvertOptions:
     return found  # type: ignore[return-value]
 
 
-def _plan(prepared: Prepared, wanted: Wanted, *, overwrite: bool, resume: bool) -> Plan:
-    assert wanted.limit is not None
+def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, resume: bool) -> Plan:
     sources = Sources(prepared.catalog, "a conversion in pieces")
     options = _options(wanted)
     shards = divide(prepared.outputs, wanted.limit)
@@ -120,10 +130,14 @@ def _plan(prepared: Prepared, wanted: Wanted, *, overwrite: bool, resume: bool) 
     plan = Plan({KEY: VERSION, "operation": "convert", "version": __version__, "options": options, "pieces": pieces})
     text = json.dumps(plan, sort_keys=True, default=str)
     plan["id"] = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
-    plan["folder"] = absolute(wanted.path)
-    places = _places(plan, wanted.path, overwrite=overwrite, resume=resume)
+    plan["folder"] = folder.place
+    places = _places(plan, folder, overwrite=overwrite, resume=resume)
     for piece in pieces:
-        piece.update(plan=plan["id"], folder=places[piece["file"]], options=options)
+        place, name = places[piece["file"]]
+        piece.update(plan=plan["id"], folder=place.place, file=name, options=options)
+    outdated = folder.outdated([name for _, name in places.values()]) if overwrite else []
+    if outdated:
+        plan["outdated"] = outdated
     plan["tensors"] = prepared.tensors
     plan["config"] = _config(prepared, wanted)
     plan["extras"] = {name: location_as_plain(location) for name, location in prepared.extras.items()}
@@ -200,50 +214,53 @@ def _config(prepared: Prepared, wanted: Wanted) -> dict[str, Any] | None:
 # ---- the destination ----
 
 
-def _places(plan: Plan, path: str, *, overwrite: bool, resume: bool) -> dict[str, str]:
-    """The folder that each piece writes into: the destination, or a folder inside it while that has other content.
+def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dict[str, tuple[Folder, str]]:
+    """The folder that each piece writes into, and the name of its file there.
+
+    That is the usual name in the destination, unless the destination has other content.
 
     Raises:
         FileExistsError, ValueError: see `plan_convert`.
     """
-    folder, files = str(plan["folder"]), [piece["file"] for piece in plan.pieces]
-    present = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    files = [piece["file"] for piece in plan.pieces]
+    usual = {file: (folder, file) for file in files}
+    present = folder.names()
     if not present:
-        check_free(path, True, overwrite)
-        return dict.fromkeys(files, folder)
-    aside = journal.aside(folder, plan.id)
-    begun = os.path.isdir(aside)
+        folder.check_free(overwrite)
+        return usual
+    begun = folder.waits(plan.id)
     records = journal.recorded(folder)
     ours = {file for file, record in records.items() if record["plan"] == plan.id}
     if resume and not overwrite:
         others = [file for file in records if file not in ours and (not ours or (file in files and not begun))]
         if others:
             differs = journal.difference(records[others[0]], plan)
-            raise ValueError(
-                f"resume: {show(os.path.join(path, others[0]))} was written {differs}: pass overwrite=True"
-            )
+            raise ValueError(f"resume: {show(folder.shown(others[0]))} was written {differs}: pass overwrite=True")
         if not ours:
-            _check_unfinished(path, present, files)
+            _check_unfinished(folder, present, files)
     elif not overwrite:
         if ours:
             message = "The conversion has begun: resume=True goes on, overwrite=True replaces it"
-            raise FileExistsError(errno.EEXIST, message, path)
-        check_free(path, True, overwrite)
+            raise FileExistsError(errno.EEXIST, message, folder.title)
+        folder.check_free(overwrite)
     if not begun and not (overwrite and present & ({INDEX, *files} - ours)):
-        return dict.fromkeys(files, folder)
+        return usual
+    apart = folder.apart(plan.id, files)
+    waiting = {name for place in {place.title: place for place, _ in apart.values()}.values() for name in place.names()}
     # What `finalize` has moved before it was interrupted is done already.
-    return {file: folder if file in ours and not os.path.exists(os.path.join(aside, file)) else aside for file in files}
+    return {file: usual[file] if file in ours and apart[file][1] not in waiting else apart[file] for file in files}
 
 
-def _check_unfinished(path: str, present: Set[str], files: Sequence[str]) -> None:
+def _check_unfinished(folder: Folder, present: Set[str], files: Sequence[str]) -> None:
     """Refuses to go on in a folder without records that has more than what workers leave that were killed early.
 
     Raises:
         FileExistsError: it has.
     """
     if INDEX in present:
-        raise FileExistsError(errno.EEXIST, "The folder is complete, with no record of how: pass overwrite=True", path)
-    left = map(os.path.basename, leftovers(path, [*files, *(file + journal.SUFFIX for file in files)]))
+        message = "The folder is complete, with no record of how: pass overwrite=True"
+        raise FileExistsError(errno.EEXIST, message, folder.title)
+    left = folder.leftovers([*files, *(file + journal.SUFFIX for file in files)])
     if present >= set(files) or not present <= {*files, *left}:
         message = "The folder has other files, and no record of this conversion: pass overwrite=True"
-        raise FileExistsError(errno.EEXIST, message, path)
+        raise FileExistsError(errno.EEXIST, message, folder.title)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple, TypedDict
 
 from ..base import dtypes
 from ..base.arrays import check_mapping
-from ..base.paths import PathLike, native_path
 from ..base.selecting import Patterns, Renames, check_matches, renamed
 from ..base.text import parse_size, show
 from ..engine.lazy import LazyPacked
@@ -24,8 +22,10 @@ from ..stores.files import Location
 from .catalog import Catalog, Given, has_names
 from .conversion import Conversion, Some
 from .decisions import Decision
+from .destinations import USUAL_SIZE, Destination, of, where
 from .making import Maker
 from .quantize_checkpoint import Keep, Rules, Scheme
+from .shard_folder import Folder
 from .shards import Output, extras_of
 
 
@@ -50,35 +50,40 @@ class Wanted(NamedTuple):
     """The checked options of a conversion.
 
     Attributes:
-        path: of the destination.
+        path: of the destination, as messages have it.
         format: of the result.
-        limit: most bytes of a shard; None for a single file.
+        folder: the destination, if it is a folder.
+        limit: most bytes of a shard of a folder.
         target: dtype for floating tensors; None to leave it.
         options: as given.
     """
 
     path: str
     format: str
-    limit: int | None
+    folder: Folder | None
+    limit: int
     target: dtypes.Dtype | None
     options: ConvertOptions
 
 
-def wanted_of(dst: PathLike, options: ConvertOptions) -> Wanted:
+def wanted_of(dst: Destination, options: ConvertOptions) -> Wanted:
     """Checks the options that need no source.
 
     Raises:
         TypeError, ValueError: wrong arguments.
+        UnsupportedError: a destination that cannot be written to.
+        FileNotFoundError: a repository that does not exist.
     """
     for key in options.keys() - ConvertOptions.__annotations__.keys():
         raise TypeError(f"unexpected argument {show(key)}")
     target = parse_target(options.get("dtype"))
     if options.get("keep") is not None and options.get("quantize") is None:
         raise ValueError("keep= says what quantize= leaves unquantized: pass quantize= too")
-    path, most = native_path(dst)[0], options.get("max_shard_size")
-    format = _format_of(path, most)
-    limit = None if most is None else parse_size(most, "max_shard_size")
-    return Wanted(path, format, limit, target, options)
+    place, most = where(dst, options.get("storage_options")), options.get("max_shard_size")
+    format = SAFETENSORS if place.files.remote else _format_of(place.path, most)
+    folder = None if most is None and not place.files.remote else of(place)
+    limit = parse_size(USUAL_SIZE if most is None else most, "max_shard_size")
+    return Wanted(place.shown, format, folder, limit, target, options)
 
 
 class Prepared(NamedTuple):
@@ -138,7 +143,7 @@ def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, thre
         _check_rename(name, names[name], output)
     outputs = {names[name]: output for name, output in outputs.items()}
     metadata = _merged(catalog.metadata, options.get("metadata"), format)
-    folder = catalog.folder if options.get("extras", True) and wanted.limit is not None else None
+    folder = catalog.folder if options.get("extras", True) and wanted.folder is not None else None
     extras = {} if folder is None else extras_of(folder)
     return Prepared(catalog, work, decisions, outputs, metadata, extras)
 
@@ -153,12 +158,6 @@ def _format_of(path: str, max_shard_size: int | str | None) -> str:
         known = ", ".join(SUFFIXES)
         raise ValueError(f"{show(path)}: the suffix must be one of {known}; a folder needs max_shard_size")
     return SUFFIXES[suffix]
-
-
-def check_free(path: str, folder: bool, overwrite: bool) -> None:
-    """Refuses an existing destination before anything is read."""
-    if not overwrite and os.path.lexists(path) and not (folder and os.path.isdir(path) and not os.listdir(path)):
-        raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
 
 
 def _catalog_of(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> Catalog:

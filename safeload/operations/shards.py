@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.text import show
-from ..engine.atomic_file import AtomicFile
 from ..engine.digest import Digest
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
 from ..engine.memory import address_of
@@ -25,6 +24,7 @@ from ..models.config_dtype import with_dtype
 from ..packed.config import without_quantization
 from ..stores.files import Location
 from ..stores.remote import RemoteStore
+from .shard_folder import Folder
 
 # Files of a model's folder that other libraries need beside its weights and config.json: tokenizers (also of
 # sentencepiece and tiktoken), chat templates, settings of generation and of processors.
@@ -132,13 +132,13 @@ def write_shards(
     shards: Mapping[str, Mapping[str, Output]],
     texts: Mapping[str, str] | None,
     beside: Beside,
-    folder: str,
+    folder: Folder,
     overwrite: bool,
-) -> list[str]:
+) -> int:
     """Writes shards, an index and the config.
 
-    All files are written under temporary names first. The index is renamed into place last, so that a new folder has no
-    index until its shards are complete.
+    Each file is in place when it is complete, and the index comes last, so that a new folder has no index until its
+    shards are complete.
 
     Args:
         shards: name of each file to its tensors.
@@ -148,27 +148,24 @@ def write_shards(
         overwrite: False to refuse existing files.
 
     Returns:
-        Paths of the shards.
+        Bytes of the shards.
     """
-    made = not os.path.isdir(folder)
-    os.makedirs(folder, exist_ok=True)
-    try:
-        with ExitStack() as stack:  # closed in reverse order: the first one entered is renamed into place last
-            write_beside(stack, beside, folder, overwrite=overwrite)
-            for file, shard in shards.items():
-                write_shard(stack, shard, texts, os.path.join(folder, file), overwrite=overwrite)
-    except BaseException:
-        if made:
-            remove_if_empty(folder)
-        raise
-    return [os.path.join(folder, file) for file in shards]
+    written = 0
+    outdated = folder.outdated([*shards]) if overwrite else []
+    with folder.undone(), ExitStack() as stack:  # closed in reverse order: the first one entered is put in place last
+        write_beside(stack, beside, folder, overwrite=overwrite, outdated=outdated)
+        for file, shard in shards.items():
+            with folder.shard(stack, file) as own:
+                written += write_shard(own, shard, texts, folder, file, overwrite=overwrite)
+    return written
 
 
 def write_shard(
     stack: ExitStack,
     outputs: Mapping[str, Output],
     texts: Mapping[str, str] | None,
-    path: str,
+    folder: Folder,
+    name: str,
     *,
     overwrite: bool,
     digest: Digest | None = None,
@@ -179,7 +176,8 @@ def write_shard(
         stack: gets the file under construction.
         outputs: the tensors by name.
         texts: metadata; None for none.
-        path: of the shard.
+        folder: gets the shard.
+        name: of the file.
         overwrite: False to refuse an existing file.
         digest: gets every byte of the file; None for none.
 
@@ -187,39 +185,51 @@ def write_shard(
         Bytes of the file.
     """
     writer = Writer(*pack(outputs, texts))
-    file = stack.enter_context(AtomicFile(path, writer.size, overwrite=overwrite, digest=digest))
+    file = stack.enter_context(folder.writing(name, writer.size, overwrite=overwrite, digest=digest))
     writer.write_to(file)
     file.seal()  # closes it: there may be more shards than descriptors
     return writer.size
 
 
-def write_beside(stack: ExitStack, beside: Beside, folder: str, *, overwrite: bool) -> None:
-    """Writes what stands beside the shards; leaving the stack puts it in place, the index last."""
+def write_beside(
+    stack: ExitStack, beside: Beside, folder: Folder, *, overwrite: bool, outdated: Sequence[str] = ()
+) -> None:
+    """Writes what stands beside the shards; leaving the stack puts it in place, the index last.
+
+    Args:
+        stack: gets the files under construction.
+        beside: the files.
+        folder: gets them.
+        overwrite: False to refuse existing files.
+        outdated: what `Folder.outdated` has said; removed after that.
+    """
     import json
 
+    stack.enter_context(folder.after_index(outdated))
     index = {"metadata": {"total_size": beside.total_size}, "weight_map": dict(sorted(beside.weight_map.items()))}
     small: dict[str, Any] = {INDEX: index}
     if beside.config is not None:
         small[CONFIG] = dict(beside.config)
-    for name, content in small.items():
-        data = np.frombuffer((json.dumps(content, indent=2) + "\n").encode(), np.uint8)
-        written = stack.enter_context(AtomicFile(os.path.join(folder, name), data.size, overwrite=overwrite))
+    texts = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in small.items()}
+    for name, text in texts.items():
+        data = np.frombuffer(text, np.uint8)
+        written = stack.enter_context(folder.writing(name, data.size, overwrite=overwrite))
         written.write([(address_of(data), data.size)])
         written.seal()
+    stack.enter_context(folder.before_config(texts.get(CONFIG)))
     for name, location in beside.extras.items():
-        _copy(stack, location, os.path.join(folder, name), overwrite=overwrite)
+        _copy(stack, location, folder, name, overwrite=overwrite)
 
 
-def _copy(stack: ExitStack, source: Location, place: str, *, overwrite: bool) -> None:
+def _copy(stack: ExitStack, source: Location, folder: Folder, name: str, *, overwrite: bool) -> None:
     """Copies a file; leaving the stack puts the copy in place."""
-    local = not source.files.remote
-    if local and os.path.exists(place) and os.path.samefile(source.path, place):
+    if folder.same_file(name, source):
         return
     with closing(source.files.open(source.path)) as store:
         if store.size > _LARGEST_EXTRA:
             return
         buffer = np.empty(min(_COPY_BUFFER, max(1, store.size)), np.uint8)
-        copy = stack.enter_context(AtomicFile(place, store.size, overwrite=overwrite))
+        copy = stack.enter_context(folder.writing(name, store.size, overwrite=overwrite))
         for at in range(0, store.size, _COPY_BUFFER):
             count = min(_COPY_BUFFER, store.size - at)
             store.read_into(at, buffer[:count].data)
@@ -227,9 +237,3 @@ def _copy(stack: ExitStack, source: Location, place: str, *, overwrite: bool) ->
         if isinstance(store, RemoteStore):
             store.confirm()
         copy.seal()
-
-
-def remove_if_empty(folder: str) -> None:
-    """Removes a folder in which nothing was written after all."""
-    with suppress(OSError):
-        os.rmdir(folder)

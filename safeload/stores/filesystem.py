@@ -6,12 +6,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls
+from .crew import each
 from .foreign_errors import checked
 from .local import LocalStore, open_local
 from .options import secrets_of
@@ -53,6 +54,15 @@ class LocalUrls:
     def upload(self, source: str, url: str) -> None:
         """See `Backend`."""
         _copy(source, urls.local_path(url))
+
+    def remove(self, several: Sequence[str]) -> None:
+        """See `Backend`."""
+        for url in several:
+            with suppress(FileNotFoundError):
+                os.remove(urls.local_path(url))
+
+    def check_writable(self, url: str) -> None:
+        """See `Backend`."""
 
 
 class Filesystem:
@@ -212,24 +222,47 @@ class Filesystem:
         A multipart upload that is broken off leaves parts in the store that no listing shows: a rule of the bucket
         removes them.
         """
-        from fsspec.implementations.cached import CachingFileSystem
         from fsspec.implementations.local import LocalFileSystem
+
+        handle, path = self._find_to_write(url)
+        shown = urls.shown(url)
+        if isinstance(handle.fs, LocalFileSystem):
+            _copy(source, path)
+        elif _ATOMIC.intersection(_protocols(handle.fs)):
+            handle.ask(shown, "put_file", source, path)
+        else:
+            self._move_in(handle, source, path, shown)
+
+    def remove(self, several: Sequence[str]) -> None:
+        """See `Backend`."""
+
+        def remove_one(url: str) -> None:
+            handle, path = self._find_to_write(url)
+            with suppress(FileNotFoundError):
+                handle.ask(urls.shown(url), "rm_file", path)
+
+        each(remove_one, several)
+
+    def check_writable(self, url: str) -> None:
+        """See `Backend`."""
+        self._find_to_write(url)
+
+    def _find_to_write(self, url: str) -> tuple[Handle, str]:
+        """`_find`, behind all caches.
+
+        Raises:
+            UnsupportedError: it is one of those that cannot be written to.
+        """
+        from fsspec.implementations.cached import CachingFileSystem
 
         from .fsspec_store import Handle
 
         handle, path = self._find(url)
         while isinstance(handle.fs, CachingFileSystem):
             handle = Handle(handle.fs.fs, self._secrets)
-        shown, fs = urls.shown(url), handle.fs
-        names = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-        if isinstance(fs, LocalFileSystem):
-            _copy(source, path)
-        elif _ATOMIC.intersection(names):
-            handle.ask(shown, "put_file", source, path)
-        elif {"http", "https"}.intersection(names):
-            raise UnsupportedError(f"{shown}: http has no standard way to write files")
-        else:
-            self._move_in(handle, source, path, shown)
+        if {"http", "https"}.intersection(_protocols(handle.fs)):
+            raise UnsupportedError(f"{urls.shown(url)}: http has no standard way to write files")
+        return handle, path
 
     def _move_in(self, handle: Handle, source: str, path: str, shown: str) -> None:
         """Uploads to a hidden name in the same folder, and renames."""
@@ -254,9 +287,14 @@ def _has_files(fs: Any) -> bool:
     return bool(getattr(fs, "local_file", False))
 
 
+def _protocols(fs: Any) -> tuple[str, ...]:
+    """The names of a filesystem's scheme."""
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
 def _is_s3(fs: Any) -> bool:
     """Whether it is s3fs itself, not a cache of it."""
-    return "s3" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol) and hasattr(fs, "call_s3")
+    return "s3" in _protocols(fs) and hasattr(fs, "call_s3")
 
 
 def _copy(source: str, path: str) -> None:

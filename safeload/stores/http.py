@@ -69,6 +69,14 @@ class Web:
 
     def upload(self, source: str, url: str) -> NoReturn:
         """Never returns: each server has its own way to write, if it has one."""
+        self.check_writable(url)
+
+    def remove(self, several: Sequence[str]) -> NoReturn:
+        """Never returns, see `upload`."""
+        self.check_writable(several[0])
+
+    def check_writable(self, url: str) -> NoReturn:
+        """Never returns, see `upload`."""
         raise UnsupportedError(f"{urls.shown(url)}: https cannot be written to: write to a local folder, s3, gs or az")
 
 

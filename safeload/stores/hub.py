@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -239,6 +239,39 @@ class Hub:
             )
 
         again(commit, shown, self._secrets, passing=_may_pass, words=self._words)
+        self._forget(place)
+
+    def remove(self, several: Sequence[str]) -> None:
+        """See `Backend`: one commit for all of them."""
+        from huggingface_hub import CommitOperationDelete
+
+        place, shown = place_of(several[0]), urls.shown(several[0])
+        self._forget(place)
+        files = self.snapshot(place, several[0]).files
+        there = sorted({found for url in several if (found := place_of(url).path) in files})
+        if not there:
+            return
+
+        def commit() -> None:
+            self._api.create_commit(
+                place.repo,
+                [CommitOperationDelete(path) for path in there],
+                commit_message=f"Remove {there[0].rpartition('/')[2]}" + (" and others" if len(there) > 1 else ""),
+                repo_type=place.kind,
+                revision=place.revision,
+            )
+
+        again(commit, shown, self._secrets, passing=_may_pass, words=self._words)
+        self._forget(place)
+
+    def check_writable(self, url: str) -> None:
+        """See `Backend`: the repository exists."""
+        place = place_of(url)
+        self._forget(place)
+        self.snapshot(place, url)
+
+    def _forget(self, place: Place) -> None:
+        """Has the next question about a revision asked anew."""
         self._snapshots.pop((place.kind, place.repo, place.revision), None)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..base import log
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError
 from . import url as urls
+from .crew import each
 from .filesystem import Filesystem
 from .foreign_errors import again, changed, cleaned, in_our_words, may_pass
 from .options import secrets_of
@@ -102,6 +104,14 @@ class Single:
         """See `Backend`."""
         raise UnsupportedError(f"{urls.shown(url)}: a store of the caller's is only read")
 
+    def remove(self, several: Sequence[str]) -> None:
+        """See `Backend`."""
+        self.check_writable(several[0])
+
+    def check_writable(self, url: str) -> None:
+        """See `Backend`."""
+        raise UnsupportedError(f"{urls.shown(url)}: a store of the caller's is only read")
+
 
 class Obstore:
     """A store of obstore as a `Backend`.
@@ -160,6 +170,20 @@ class Obstore:
         """See `Backend`. obstore's ``put`` shows an object when all of it is there."""
         place = self._place(url)
         checked_call(lambda: self._store.put(place, Path(source)), url, self._secrets)
+
+    def remove(self, several: Sequence[str]) -> None:
+        """See `Backend`."""
+
+        def remove_one(url: str) -> None:  # of a list it would not say which of them do not exist
+            place = self._place(url)
+            with suppress(FileNotFoundError):
+                checked_call(lambda: self._store.delete(place), url, self._secrets)
+
+        each(remove_one, several)
+
+    def check_writable(self, url: str) -> None:
+        """See `Backend`."""
+        self._place(url)
 
 
 class ObstoreFile(RemoteStore):

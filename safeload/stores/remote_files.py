@@ -41,6 +41,23 @@ class Backend(Protocol):
             RemoteError, OSError: it cannot be written.
         """
 
+    def remove(self, several: Sequence[str]) -> None:
+        """Removes files. Those that do not exist do no harm.
+
+        Raises:
+            UnsupportedError: the store cannot be written to.
+            RemoteError, OSError: one of them cannot be removed.
+        """
+
+    def check_writable(self, url: str) -> None:
+        """Refuses a folder that no file can be written into, as far as that is known before it is tried.
+
+        Raises:
+            UnsupportedError: the store cannot be written to.
+            FileNotFoundError: what must exist before the folder does not, such as a repository.
+            RemoteError, OSError: the store does not answer.
+        """
+
 
 class RemoteFiles:
     """The files behind URLs, and beside them those of this machine; see `Files`.
@@ -149,6 +166,21 @@ class RemoteFiles:
     def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """See `Files`."""
         return each(function, items)
+
+    # ---- writing ----
+
+    def upload(self, source: str, url: str) -> None:
+        """See `Backend`."""
+        self.backend(url).upload(source, url)
+
+    def remove(self, several: Sequence[str]) -> None:
+        """See `Backend`; all of the URLs are in one store."""
+        if several:
+            self.backend(several[0]).remove(several)
+
+    def check_writable(self, url: str) -> None:
+        """See `Backend`."""
+        self.backend(url).check_writable(url)
 
 
 def _key(url: str) -> tuple[str, str]:

@@ -157,6 +157,8 @@ class Hub(Server):
             item = json.loads(line)
             if item["key"] == "file":
                 files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+            elif item["key"] == "deletedFile":
+                del files[item["value"]["path"]]
         oid = known.commit(files, parts[5])
         return _json({"success": True, "commitOid": oid, "commitUrl": self.url(f"/{page}/commit/{oid}")})
 

@@ -1,0 +1,306 @@
+"""A folder of shards that is being written: what any has in common, and one of this machine.
+
+A file is in place when it is complete: a local one is renamed, one for a store waits on this machine and is uploaded.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, Protocol
+
+from ..base.paths import absolute
+from ..engine.atomic_file import AtomicFile, leftovers
+from ..engine.digest import Digest
+from ..engine.weight_file import WeightFile
+from ..formats.safetensors.file import open_file
+from ..stores.files import LOCAL, Files, Location
+from ..stores.json_file import read_json
+
+_BUFFER = 4 << 20
+
+
+class Folder(Protocol):
+    """A folder of shards that is being written."""
+
+    @property
+    def files(self) -> Files:
+        """Where its path leads."""
+
+    @property
+    def title(self) -> str:
+        """The path as messages and reports have it."""
+
+    @property
+    def place(self) -> str:
+        """The path as plans have it, without secrets."""
+
+    def public_options(self) -> dict[str, Any] | None:
+        """The ``storage_options`` that plans have; see `Files`."""
+
+    def shown(self, name: str) -> str:
+        """The path of one of its files, as messages and reports have it."""
+
+    # ---- what is in it ----
+
+    def names(self) -> set[str]:
+        """What is in the folder; nothing where there is none."""
+
+    def check_free(self, overwrite: bool) -> None:
+        """Refuses a folder that has content, before anything is read.
+
+        Raises:
+            FileExistsError: there is a file of this name; or the folder has content, and ``overwrite`` is not set.
+        """
+
+    def read_json(self, name: str, what: str) -> dict[str, Any]:
+        """Parses a file of the folder, see `stores.json_file.read_json`."""
+
+    def open_shard(self, name: str) -> WeightFile:
+        """Opens a shard, for its header.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            FormatError, OSError: it cannot be opened.
+        """
+
+    def same_file(self, name: str, other: Location) -> bool:
+        """Whether a file of the folder is the one at another path."""
+
+    def stamp(self, name: str) -> dict[str, Any]:
+        """What the record of a file has beside its size and digest."""
+
+    def holds(self, name: str, record: Mapping[str, Any]) -> bool:
+        """Whether a file is still what its record says."""
+
+    # ---- writing ----
+
+    def writing(
+        self, name: str, size: int, *, overwrite: bool, digest: Digest | None = None
+    ) -> AbstractContextManager[AtomicFile]:
+        """A file under construction, which the end of the ``with`` block puts in place; see `AtomicFile`."""
+
+    def shard(self, stack: ExitStack, name: str) -> AbstractContextManager[ExitStack]:
+        """Gives the stack for a shard that is written together with all others: its end puts the shard in place.
+
+        Local shards wait for each other, in ``stack``. Of those for a store only one at a time waits on this machine.
+        """
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Removes files. Those that do not exist do no harm."""
+
+    def undone(self) -> AbstractContextManager[object]:
+        """While it is entered, an error removes what was made: the folder if it is empty, and each `shard`."""
+
+    # ---- replacing a checkpoint ----
+
+    def free_names(self, files: Sequence[str]) -> dict[str, str]:
+        """Names for shards that are written together; others than the given ones where these would be in the way."""
+
+    def apart(self, plan: str, files: Sequence[str]) -> dict[str, tuple[Folder, str]]:
+        """Folder and name for the shards of a plan while the folder has other content."""
+
+    def waits(self, plan: str) -> bool:
+        """Whether shards of a plan are there, or were, as `apart` has it."""
+
+    def places(self, plan: str) -> list[Folder]:
+        """Where a shard may be that a plan has for this folder."""
+
+    def outdated(self, files: Sequence[str]) -> list[str]:
+        """What has to be removed when the index names these shards."""
+
+    def before_config(self, config: bytes | None) -> AbstractContextManager[object]:
+        """Its end comes when only the config and the index are left to be put in place.
+
+        Args:
+            config: what the config will be; None for none.
+        """
+
+    def after_index(self, outdated: Sequence[str]) -> AbstractContextManager[object]:
+        """Its end comes when everything is in place."""
+
+    def moves(self, plan: str, places: Mapping[str, Folder]) -> list[tuple[str, LocalFolder, LocalFolder]]:
+        """Shards of a plan that have to be moved, from one folder to another.
+
+        Args:
+            plan: its id.
+            places: the folder of each of its shards.
+        """
+
+    def leftovers(self, names: Sequence[str]) -> list[str]:
+        """Names of what killed processes have left of these files."""
+
+    def tidy(self, plan: str, names: Sequence[str]) -> None:
+        """Removes what killed processes have left of these files."""
+
+
+class LocalFolder:
+    """A folder of this machine; see `Folder`.
+
+    Args:
+        path: of the folder.
+    """
+
+    files: Files = LOCAL
+
+    def __init__(self, path: str) -> None:
+        self.title = path
+
+    @property
+    def place(self) -> str:
+        """See `Folder`."""
+        return absolute(self.title)
+
+    def public_options(self) -> None:
+        """See `Folder`."""
+
+    def shown(self, name: str) -> str:
+        """See `Folder`."""
+        return os.path.join(self.title, name)
+
+    def names(self) -> set[str]:
+        """See `Folder`. On NFS this also has the machine forget what it remembers of the folder."""
+        return set(os.listdir(self.title)) if os.path.isdir(self.title) else set()
+
+    def check_free(self, overwrite: bool) -> None:
+        """See `Folder`."""
+        if not os.path.isdir(self.title) or self.names():
+            check_free(self.title, overwrite)
+
+    def read_json(self, name: str, what: str) -> dict[str, Any]:
+        """See `Folder`."""
+        return read_json(self.shown(name), what)
+
+    def open_shard(self, name: str) -> WeightFile:
+        """See `Folder`."""
+        return open_file(self.shown(name), brief=True)
+
+    def same_file(self, name: str, other: Location) -> bool:
+        """See `Folder`."""
+        path = self.shown(name)
+        return not other.files.remote and os.path.exists(path) and os.path.samefile(other.path, path)
+
+    def stamp(self, name: str) -> dict[str, Any]:
+        """See `Folder`: nothing, as the digest is compared."""
+        return {}
+
+    def holds(self, name: str, record: Mapping[str, Any]) -> bool:
+        """See `Folder`."""
+        path = self.shown(name)
+        try:
+            return os.path.getsize(path) == record["size"] and bool(_digest_of(path) == record["sha256"])
+        except OSError:
+            return False
+
+    def writing(self, name: str, size: int, *, overwrite: bool, digest: Digest | None = None) -> AtomicFile:
+        """See `Folder`."""
+        os.makedirs(self.title, exist_ok=True)
+        return AtomicFile(self.shown(name), size, overwrite=overwrite, digest=digest)
+
+    def shard(self, stack: ExitStack, name: str) -> AbstractContextManager[ExitStack]:
+        """See `Folder`."""
+        return nullcontext(stack)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """See `Folder`."""
+        for name in names:
+            with suppress(OSError):
+                os.unlink(self.shown(name))
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """See `Folder`."""
+        made = not os.path.isdir(self.title)
+        try:
+            yield
+        except BaseException:
+            if made:
+                with suppress(OSError):
+                    os.rmdir(self.title)
+            raise
+
+    def free_names(self, files: Sequence[str]) -> dict[str, str]:
+        """See `Folder`: all files are renamed into place together."""
+        return {file: file for file in files}
+
+    def aside(self, plan: str) -> LocalFolder:
+        """Where the shards of a plan wait that replaces what the folder has."""
+        return LocalFolder(os.path.join(self.title, f".safeload-{plan}"))
+
+    def apart(self, plan: str, files: Sequence[str]) -> dict[str, tuple[Folder, str]]:
+        """See `Folder`: `moves` brings them here."""
+        return {file: (self.aside(plan), file) for file in files}
+
+    def waits(self, plan: str) -> bool:
+        """See `Folder`."""
+        return os.path.isdir(self.aside(plan).title)
+
+    def places(self, plan: str) -> list[Folder]:
+        """See `Folder`."""
+        target = LocalFolder(os.path.dirname(self.title))
+        return [self, target] if self.title == target.aside(plan).title else [self]
+
+    def outdated(self, files: Sequence[str]) -> list[str]:
+        """See `Folder`: nothing. Shards that the index does not name stay."""
+        return []
+
+    def before_config(self, config: bytes | None) -> AbstractContextManager[object]:
+        """See `Folder`."""
+        return nullcontext()
+
+    def after_index(self, outdated: Sequence[str]) -> AbstractContextManager[object]:
+        """See `Folder`."""
+        return nullcontext()
+
+    def moves(self, plan: str, places: Mapping[str, Folder]) -> list[tuple[str, LocalFolder, LocalFolder]]:
+        """See `Folder`. What an interruption has left elsewhere is moved too."""
+        aside = self.aside(plan)
+        found = []
+        for file, place in places.items():
+            sources = {place.title, aside.title} - {self.title}
+            found += [(file, LocalFolder(source), self) for source in sorted(sources)]
+        return found
+
+    def take(self, name: str, other: LocalFolder) -> None:
+        """Moves a file here, if it is there. One that is replaced keeps its mode, as `AtomicFile` has it."""
+        old, new = other.shown(name), self.shown(name)
+        if os.name != "nt":
+            with suppress(FileNotFoundError):
+                os.chmod(old, stat.S_IMODE(os.stat(new).st_mode))
+        with suppress(FileNotFoundError):
+            os.replace(old, new)
+
+    def leftovers(self, names: Sequence[str]) -> list[str]:
+        """See `Folder`."""
+        return list(map(os.path.basename, leftovers(self.title, names)))
+
+    def tidy(self, plan: str, names: Sequence[str]) -> None:
+        """See `Folder`; and the folder where shards have waited."""
+        aside = self.aside(plan).title
+        with suppress(OSError):  # another process has removed it, or Windows has it open
+            for folder in (self.title, aside):
+                for path in leftovers(folder, names):
+                    os.unlink(path)
+            os.rmdir(aside)
+
+
+def check_free(path: str, overwrite: bool) -> None:
+    """Refuses an existing file before anything is read.
+
+    Raises:
+        FileExistsError: it exists, and ``overwrite`` is not set.
+    """
+    if not overwrite and os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
+
+
+def _digest_of(path: str) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
