@@ -118,10 +118,8 @@ class Catalog:
         origins: list[Checkpoint | Mapping[str, Any]] = []
         with ExitStack() as stack:
             for one in several:
-                if isinstance(one, Catalog):
-                    origins += one._origins
-                elif isinstance(one, Mapping):
-                    origins.append(one)
+                if isinstance(one, (Mapping, Catalog)):
+                    origins += one._origins if isinstance(one, Catalog) else [one]
                 else:
                     origins.append(stack.enter_context(open(one, storage_options=storage_options)))
             made = cls(origins)

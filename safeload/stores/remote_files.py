@@ -70,6 +70,8 @@ class RemoteFiles:
     remote = True
 
     def __init__(self, options: Mapping[str, Any] | None = None, backend: Backend | None = None) -> None:
+        if not isinstance(options, (Mapping, type(None))):
+            raise TypeError(f"storage_options: expected a dict, found {type(options).__name__}")
         self._options = options
         self._backend = backend
         self._backends: dict[tuple[str, str], Backend] = {}
