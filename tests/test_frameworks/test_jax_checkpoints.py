@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from builders.http_server import Server
 from builders.paths import DATA
 from builders.quantized import FIXTURES
 
@@ -249,3 +250,26 @@ def test_a_checkpoint_opens_as_safeload_opens_it():
     assert (
         load_checkpoint(module, unknown_globals="inert").keys() == safeload.load(module, unknown_globals="inert").keys()
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"only": "*norm*"}, {"sharding": jax.devices()[0]}])
+def test_a_url_of_a_quantized_checkpoint(options):
+    """The arrays of the local copy; each file is asked for with the options of the store."""
+    pytest.importorskip("urllib3")
+    folder = DATA / "quantized" / "fp8_block"
+    options = {"dtype": "bfloat16", **options}
+    with Server(folder) as server:
+        url = server.url("/model.safetensors.index.json")
+        there = load_checkpoint(url, storage_options={"headers": {"X-Key": "k"}}, **options)
+        assert {request.headers.get("x-key") for request in server.requests} == {"k"}
+    here = load_checkpoint(folder, **options)
+    assert list(there) == list(here)
+    for name, array in there.items():
+        same(array, here[name])
+
+
+@pytest.mark.parametrize("function", ["load_file", "safe_open"])
+def test_drop_ins_take_no_urls(function):
+    call = {"load_file": load_file, "safe_open": lambda url: safeload.safe_open(url, "flax")}[function]
+    with pytest.raises(FileNotFoundError, match=r'this function reads local files: safeload\.load\("hf://a/b"\)'):
+        call("hf://a/b")

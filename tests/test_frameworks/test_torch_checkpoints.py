@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from builders.http_server import Server
 from builders.paths import DATA
 from builders.quantized import FIXTURES
 
@@ -235,3 +236,32 @@ def test_a_checkpoint_opens_as_safeload_opens_it(tmp_path):
     assert got.keys() == safeload.load(module, unknown_globals="inert").keys()
     with pytest.raises(safeload.FormatError, match="gguf"):
         load_checkpoint(path, format="gguf")
+
+
+INDEX = "/model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"only": "*norm*"}, {"device": "meta"}])
+def test_a_url_of_a_quantized_checkpoint(options):
+    """The tensors of the local copy; each file is asked for with the options of the store."""
+    pytest.importorskip("urllib3")
+    folder = DATA / "quantized" / "fp8_block"
+    options = {"dtype": "bfloat16", **options}
+    with Server(folder) as server:
+        there = load_checkpoint(server.url(INDEX), storage_options={"headers": {"X-Key": "k"}}, **options)
+        assert {request.headers.get("x-key") for request in server.requests} == {"k"}
+    here = load_checkpoint(folder, **options)
+    assert list(there) == list(here)
+    for name, tensor in there.items():
+        assert (tensor.dtype, tensor.shape, tensor.device) == (here[name].dtype, here[name].shape, here[name].device)
+        assert tensor.is_meta or torch.equal(tensor, here[name])
+
+
+@pytest.mark.parametrize("function", ["load_file", "safe_open"])
+def test_drop_ins_take_no_urls(function):
+    call = {
+        "load_file": lambda url: safeload.torch.load_file(url),
+        "safe_open": lambda url: safeload.safe_open(url, "pt"),
+    }[function]
+    with pytest.raises(FileNotFoundError, match=r'this function reads local files: safeload\.load\("hf://a/b"\)'):
+        call("hf://a/b")
