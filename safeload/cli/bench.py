@@ -15,6 +15,7 @@ from ..base import dtypes
 from ..base.text import plural, printable, size, table
 from ..checkpoint import Checkpoint
 from ..formats.registry import BY_NAME
+from ..stores.url import is_url
 from .common import STATUS, add_command, add_json, add_opening, add_path, columns, open_path, painter, positive
 
 _EPILOG = f"""examples:
@@ -53,6 +54,8 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Times ``options.path``; returns the exit status."""
+    if is_url(options.path):
+        raise ValueError("bench times files on this machine, not a network: download the checkpoint first")
     with open_path(options.path, options) as opened:
         files, nbytes, format = list(opened.files), opened.nbytes, opened.format
         dtype_rows = [dtypes.BY_CODE.get(info.dtype) for info in opened.tensors.values()]
