@@ -66,7 +66,8 @@ def convert(
         dst: the destination. Its suffix selects the format, such as ".safetensors", ".gguf", ".npz" or ".npy" (for one
             tensor); the error for an unknown suffix lists them all. With ``max_shard_size``
             it is a folder, which gets safetensors shards, an index, and the source's ``config.json`` with the new
-            dtype, and without a quantization that the weights no longer have.
+            dtype, and without a quantization that the weights no longer have. A URL such as "s3://bucket/model/", or a
+            path of `safeload.remote`, is always a folder: shards are uploaded one by one, and the index last.
         dtype: dtype for floating tensors, and for quantized and packed ones, which are dequantized. For ".gguf" tensors
             of one axis always become float32, as llama.cpp requires for norms and biases.
         quantize: "int8", "q4_0", "q8_0", ... or a dict for mixed precision, as in `load_quantized`: the same tensors
@@ -81,16 +82,17 @@ def convert(
             or a dict of these.
         metadata: text for the header, merged with that of the source; the value None removes a key. Values for
             ".gguf" may also be numbers and lists.
-        max_shard_size: bytes, or text such as "500MB" or "5GB"; a larger tensor gets a shard of its own. The index is
-            renamed into place last: until then a new folder has none, and an old folder with another number of shards
-            is still what it was. With the same number of shards as before, a crash during the renames leaves some of
-            both.
+        max_shard_size: bytes, or text such as "500MB" or "5GB", which is what URLs get by default; a larger tensor gets
+            a shard of its own. The index is put in place last: until then a new folder has none, and an old folder with
+            another number of shards is still what it was. With the same number of shards as before, a crash during the
+            renames leaves some of both; in a store, which renames nothing, the new shards get other names.
         extras: whether a folder that is made from a folder also gets the tokenizer, the chat template and
             ``generation_config.json``, so that other libraries load the result. From https, which lists no folders, it
             gets none of these.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`. Workers of an executor get
-            only those without secrets, and take keys from their environment.
-        overwrite: False to raise FileExistsError if the destination exists.
+        storage_options: for URLs, of ``src`` and of ``dst``: options of the filesystem that a URL leads to, see `open`.
+            Workers of an executor get only those without secrets, and take keys from their environment.
+        overwrite: False to raise FileExistsError if the destination exists. In a store the shards and the
+            ``model.safetensors`` of the old checkpoint are removed when the new index is in place.
         resume: True to write a folder shard by shard, with a record beside each that is whole, and to go on where an
             earlier call with the same options stopped. A call that fails then leaves what is whole.
         executor: runs a piece for each shard of a folder, on other processes or machines that have the same files:
@@ -112,7 +114,8 @@ def convert(
         TensorNotFoundError: an unknown name, or a pattern that matches none.
         ValueError: wrong arguments, such as ``rename`` that gives two tensors one name, ``executor`` without
             ``max_shard_size`` or for tensors in memory, or ``resume`` of a conversion with other options.
-        FormatError, OSError: a source cannot be read, or ``dst`` cannot be written; no partial file is left.
+        FormatError, OSError: a source cannot be read, or ``dst`` cannot be written; no partial file is left. Shards in
+            a store that could not be removed have no index.
 
     Example:
         >>> import safeload

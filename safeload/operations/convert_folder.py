@@ -62,7 +62,7 @@ def run(
 
 
 class Runner:
-    """`run` with the store and the options of this process. A pickle has those that are no secrets, as a plan does.
+    """`run` with the store and the options of this process. A pickle leaves out the secrets, as a plan does.
 
     Args:
         folder: the destination.
@@ -208,7 +208,7 @@ def _stored(
     Raises:
         FormatError: a shard is not there, or not as its piece has left it.
     """
-    for place in {place.title: place for place in [*places.values(), folder]}.values():
+    for place in {place.place: place for place in [*places.values(), folder]}.values():
         with suppress(OSError):
             place.names()  # on NFS: what this machine remembers of the folder may be seconds old
 
@@ -220,7 +220,7 @@ def _stored(
         try:
             shard = place.open_shard(file)
         except FileNotFoundError:
-            moved = None if place.title == folder.title else journal.read(folder, file)
+            moved = None if place.place == folder.place else journal.read(folder, file)
             if moved is None or moved["plan"] != plan:  # else `finalize` was interrupted
                 advice = "run its piece again, on a machine that shares this folder"
                 raise FormatError(f"the shard is gone: {advice}", place.shown(file)) from None

@@ -246,7 +246,7 @@ def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dic
     if not begun and not (overwrite and present & ({INDEX, *files} - ours)):
         return usual
     apart = folder.apart(plan.id, files)
-    waiting = {name for place in {place.title: place for place, _ in apart.values()}.values() for name in place.names()}
+    waiting = {name for place in {place.place: place for place, _ in apart.values()}.values() for name in place.names()}
     # What `finalize` has moved before it was interrupted is done already.
     return {file: usual[file] if file in ours and apart[file][1] not in waiting else apart[file] for file in files}
 

@@ -241,8 +241,8 @@ class LocalFolder:
 
     def places(self, plan: str) -> list[Folder]:
         """See `Folder`."""
-        target = LocalFolder(os.path.dirname(self.title))
-        return [self, target] if self.title == target.aside(plan).title else [self]
+        target = LocalFolder(os.path.dirname(self.place))
+        return [self, target] if self.place == target.aside(plan).place else [self]
 
     def outdated(self, files: Sequence[str]) -> list[str]:
         """See `Folder`: nothing. Shards that the index does not name stay."""
@@ -261,7 +261,7 @@ class LocalFolder:
         aside = self.aside(plan)
         found = []
         for file, place in places.items():
-            sources = {place.title, aside.title} - {self.title}
+            sources = {place.place, aside.place} - {self.place}
             found += [(file, LocalFolder(source), self) for source in sorted(sources)]
         return found
 

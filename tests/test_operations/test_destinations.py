@@ -256,25 +256,24 @@ def test_one_shard_at_a_time_waits_on_this_machine(model, monkeypatch):
 # ---- what a destination is ----
 
 
-@pytest.mark.parametrize(
-    ("url", "error", "message"),
-    [
-        ("memory://a/x.safetensors", ValueError, "stores get folders of shards.*max_shard_size=.*a slash"),
-        ("memory://a/x.GGUF", ValueError, "has the suffix of a file"),
-        ("memory://a/x.pt", ValueError, "has the suffix of a file"),
-        ("s3://user:password@b/x.npz", ValueError, "'s3://b/x.npz' has the suffix"),
-        ("https://example.org/x/", UnsupportedError, "https cannot be written to"),
-        ("http://example.org/x.safetensors", UnsupportedError, "https cannot be written to"),
-        ("memory://a/b?x=secret", UnsupportedError, r"memory://a/b: expected .* without \? and #"),
-        ("zip://a::memory://b", UnsupportedError, "only with storage_options="),
-        ("ftp://host/a", UnsupportedError, "only with storage_options="),
-        (Path("s3://bucket/model"), ValueError, "pathlib drops a slash"),
-        (7, TypeError, "found int"),
-        (b"abc\0", TypeError, "a path, not the content"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("call", [safeload.convert, safeload.plan_convert])
+REFUSED = [
+    ("memory://a/x.safetensors", ValueError, "stores get folders of shards.*max_shard_size=.*a slash"),
+    ("memory://a/x.GGUF", ValueError, "has the suffix of a file"),
+    ("memory://a/x.pt", ValueError, "has the suffix of a file"),
+    ("s3://user:password@b/x.npz", ValueError, "'s3://b/x.npz' has the suffix"),
+    ("https://example.org/x/", UnsupportedError, "https cannot be written to"),
+    ("http://example.org/x.safetensors", UnsupportedError, "https cannot be written to"),
+    ("memory://a/b?x=secret", UnsupportedError, r"memory://a/b: expected .* without \? and #"),
+    ("zip://a::memory://b", UnsupportedError, "only with storage_options="),
+    ("ftp://host/a", UnsupportedError, "only with storage_options="),
+    (Path("s3://bucket/model"), ValueError, "pathlib drops a slash"),
+    (7, TypeError, "found int"),
+    (b"abc\0", TypeError, "a path, not the content"),
+]
+
+
+@pytest.mark.parametrize(("url", "error", "message"), REFUSED, ids=[str(row[0]) for row in REFUSED])
+@pytest.mark.parametrize("call", [safeload.convert, safeload.plan_convert], ids=["convert", "plan_convert"])
 def test_what_is_refused_before_anything_is_read(call, url, error, message):
     with pytest.raises(error, match=message) as caught:
         call("no such source", url)
@@ -304,6 +303,16 @@ def test_file_urls_are_this_machine(model, tmp_path, want):
         safeload.convert(model, f"{tmp_path.as_uri()}/a b", **HALF)
     with pytest.raises(ValueError, match="the suffix must be one of"):
         safeload.convert(model, f"{tmp_path.as_uri()}/folder/")
+
+
+def test_a_relative_path_of_this_machine(model, want, tmp_path, monkeypatch):
+    """Its records stay, also where the plan names the folder by its absolute path."""
+    monkeypatch.chdir(tmp_path)
+    for overwrite in (False, False, True):
+        report = safeload.convert(model, "made", resume=True, overwrite=overwrite, **HALF)
+        assert (report.destination, os.path.dirname(report.files[0])) == ("made", "made")
+        assert of_folder(tmp_path / "made") == want
+        assert len(list((tmp_path / "made").glob(f"*{RECORD}"))) == len(report.files)
 
 
 def test_a_filesystem_that_only_reads(model):
