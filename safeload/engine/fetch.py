@@ -315,7 +315,7 @@ def _divided(job: Job, most: int) -> Iterator[Job]:
     if _is_direct(job):
         unit = to = 1
     elif job.op == lib.SL_OP_CONVERT:
-        source, target = dtypes.BY_NUMBER[job.source], dtypes.BY_NUMBER[job.target]
+        source, target = dtypes.of_number(job.source), dtypes.of_number(job.target)
         count = math.lcm(source.block, target.block)
         unit, to = source.nbytes(count), target.nbytes(count)
     else:

@@ -10,6 +10,7 @@ import pytest
 from builders.remote import Served
 
 import safeload.numpy
+from safeload.base.scheme import SCHEMES
 from safeload.engine import fetch
 from safeload.errors import FormatError, RemoteError
 
@@ -295,6 +296,17 @@ def test_quantizing_names_the_element_of_the_whole_tensor():
     _, opened = served({"w": values})
     with pytest.raises(safeload.RangeError, match=r"element \[4000, 7\] is nan"):
         safeload.load_quantized(opened, "q8_0")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rounding"),
+    [(scheme, rounding) for scheme, row in SCHEMES.items() for rounding in (None, *row.roundings)],
+)
+def test_quantizing_gives_the_bytes_of_local_values(scheme, rounding):
+    values = np.random.default_rng(1).standard_normal((40, 96 << 10), np.float32)  # more than one request
+    _, opened = served({"w": values})
+    found = safeload.load_quantized(opened, scheme, rounding=rounding)["w"]
+    assert (found.data == safeload.quantize(values, scheme, rounding=rounding).data).all()
 
 
 def test_no_tensors_and_no_bytes():
