@@ -56,14 +56,15 @@ def _of_url(path: str) -> tuple[str, str] | None:
     why = "this function reads local files" if match[2] else "a URL is passed as text, pathlib changes it"
     if public.endswith(".json") and not public.endswith("index.json"):
         return url, why  # no weights
-    page = _of_page(scheme, place)
+    page = of_page(url)
     argument = "URL" if rest != public and page is None else f'"{page or url}"'
     options = "" if scheme in _PLAIN else ", storage_options={}"
     return url, f"{why}: safeload.load({argument}{options}) reads it over the network"
 
 
-def _of_page(scheme: str, place: str) -> str | None:
+def of_page(url: str) -> str | None:
     """The ``hf://`` URL of what a page of huggingface.co shows; None for other URLs."""
+    scheme, _, place = url.partition("://")
     host, *names = place.rstrip("/").split("/")
     if scheme not in ("http", "https") or host not in ("huggingface.co", "www.huggingface.co", "hf.co"):
         return None

@@ -107,7 +107,10 @@ class RemoteFiles:
 
     def open(self, path: str) -> ByteStore:
         """See `Files`."""
-        return self.backend(path).open(path) if urls.is_url(path) else LOCAL.open(path)
+        if not urls.is_url(path):
+            return LOCAL.open(path)
+        urls.check_no_page(path)
+        return self.backend(path).open(path)
 
     def is_folder(self, path: str) -> bool:
         """See `Files`."""

@@ -6,6 +6,7 @@ import os
 import re
 from urllib.parse import urlsplit
 
+from ..base.missing import of_page
 from ..base.text import show
 from ..errors import UnsupportedError
 
@@ -87,6 +88,18 @@ def check_allowed(url: str, asked: bool) -> None:
     variable = offline()
     if variable is not None and any(scheme_of(link) not in _HERE for link in links(url) if "://" in link):
         raise UnsupportedError(f"{shown(url)}: {variable} is set, which forbids the network")
+
+
+def check_no_page(url: str) -> None:
+    """Refuses a page of the Hub, which is HTML about a model or a file of it.
+
+    Raises:
+        UnsupportedError: it says what to open instead.
+    """
+    plain = shown(url)
+    page = of_page(plain)
+    if page is not None and "/resolve/" not in plain and "/raw/" not in plain:
+        raise UnsupportedError(f"{plain}: this is a page of the Hub: open {page}")
 
 
 def offline() -> str | None:

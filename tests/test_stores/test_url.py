@@ -124,3 +124,18 @@ def test_what_is_pickled_has_no_secret():
     with pytest.raises(UnsupportedError, match="the query of this URL may be a secret"):
         files.public("https://host/a?s3cr3t")
     assert files.public("https://me:s3cr3t@host/a") == "https://host/a"
+
+
+@pytest.mark.parametrize(
+    ("page", "url"),
+    [
+        ("https://huggingface.co/owner/name", "hf://owner/name"),
+        ("https://huggingface.co/owner/name/tree/v1.0", "hf://owner/name@v1.0"),
+        ("https://hf.co/owner/name/blob/main/model.safetensors?download=true", "hf://owner/name/model.safetensors"),
+    ],
+)
+def test_a_page_of_the_hub_is_told_from_a_file(page, url):
+    with pytest.raises(UnsupportedError, match=f"this is a page of the Hub: open {url}$"):
+        RemoteFiles().open(page)
+    urls.check_no_page("https://huggingface.co/owner/name/resolve/main/model.safetensors")
+    urls.check_no_page("https://host/owner/name")
