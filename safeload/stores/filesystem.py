@@ -120,8 +120,10 @@ class Filesystem:
         if handle is not None and key != url:
             return handle, str(handle.fs._strip_protocol(url.rpartition("::")[2]))
         shown = urls.shown(url)
-        # fsspec changes what is in nested options.
-        fs, path = checked(lambda: url_to_fs(url, **_copied(self._options)), shown, self._secrets)
+        options = _copied(self._options)  # fsspec changes what is in nested ones
+        if urls.scheme_of(url) in ("s3", "s3a"):  # by itself botocore signs as AWS and others no longer accept
+            options["config_kwargs"] = {"signature_version": "s3v4", **(options.get("config_kwargs") or {})}
+        fs, path = checked(lambda: url_to_fs(url, **options), shown, self._secrets)
         return self._known.setdefault(key, Handle(fs, self._secrets)), str(path)
 
     def _key(self, url: str) -> object:

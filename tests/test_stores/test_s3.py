@@ -143,6 +143,16 @@ def test_a_signed_url_that_has_expired_is_made_anew(fs, options, monkeypatch):
     assert signed == ["url"]
 
 
+@pytest.mark.parametrize("region", [None, "us-east-1", "eu-central-1"])
+def test_urls_are_signed_as_aws_accepts_them(region, options, fs):
+    """AWS takes version 4 alone for new buckets; without a region, or in the oldest ones, botocore takes version 2."""
+    more = {key: value for key, value in options.items() if key != "client_kwargs"}
+    store = RemoteFiles({**more, "client_kwargs": {"region_name": region} if region else {}}).open(FILE)
+    assert isinstance(store, HttpStore)
+    assert "X-Amz-Algorithm=AWS4-HMAC-SHA256" in store._target.url
+    store.close()
+
+
 @pytest.mark.parametrize(
     "extra",
     [
