@@ -56,6 +56,7 @@ class Client:
             ``verify`` (False: any certificate will do; a path: of the certificates to trust) or ``ssl_context``.
         scheme: in errors.
         credentials: which may be missing where access is refused, as a sentence of an error.
+        others: options that the caller takes itself, for errors.
 
     Attributes:
         headers: of the caller.
@@ -68,10 +69,17 @@ class Client:
         TypeError, ValueError: an option is unknown, or wrong.
     """
 
-    def __init__(self, options: Mapping[str, Any], scheme: str = "https", credentials: str = _CREDENTIALS) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        scheme: str = "https",
+        credentials: str = _CREDENTIALS,
+        others: tuple[str, ...] = (),
+    ) -> None:
         for key in options:
             if key not in _KNOWN:
-                raise TypeError(f"{scheme}: unknown storage option {show(key)}; known are {', '.join(_KNOWN)}")
+                known = ", ".join(sorted((*_KNOWN, *others)))
+                raise TypeError(f"{scheme}: unknown storage option {show(key)}; known are {known}")
         self.credentials = credentials
         self.headers = checked_headers(options.get("headers") or {})
         self.timeout = _seconds(options, "timeout", TIMEOUT)

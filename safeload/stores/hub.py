@@ -29,6 +29,8 @@ _URL = re.compile(
     r"(?:@(?P<revision>refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(?P<path>.*))?",
     re.DOTALL,
 )
+# Storage options of the Hub itself.
+_OPTIONS = ("endpoint", "token")
 # What the Hub says when there is nothing, as opposed to no access; by the names of huggingface_hub's classes.
 _MISSING = ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")
 
@@ -102,7 +104,8 @@ class Hub:
             ) from None
         self._token = options.get("token")
         self._endpoint = options.get("endpoint")
-        self._client = Client({key: value for key, value in options.items() if key not in ("token", "endpoint")}, "hf")
+        rest = {key: value for key, value in options.items() if key not in _OPTIONS}
+        self._client = Client(rest, "hf", others=_OPTIONS)
         self._api = huggingface_hub.HfApi(
             endpoint=self._endpoint, token=self._token, library_name="safeload", library_version=__version__
         )
