@@ -144,7 +144,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     except NoMatchError as error:
         complain(error)
         return 2
-    except (SafeloadError, OSError, MemoryError) as error:
+    except (SafeloadError, OSError, MemoryError, ModuleNotFoundError) as error:  # the last one: a package of a URL
         complain(error)
         return 1
     except (ValueError, TypeError) as error:  # wrong arguments; faults of files are SafeloadError

@@ -241,7 +241,8 @@ def _is_terminal(stream: TextIO | None) -> bool:
 def complain(error: Exception) -> None:
     """Prints an error on stderr, after what was printed on stdout before it."""
     sys.stdout.flush()
-    print(f"safeload: {printable(one_line(error))}", file=sys.stderr)
+    text = one_line(error).replace("storage_options= (which may be empty)", "--storage-option KEY=VALUE")
+    print(f"safeload: {printable(text)}", file=sys.stderr)
 
 
 # Symbols of safeload itself, and what a terminal that cannot encode them shows instead; everything else is escaped.

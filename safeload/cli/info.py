@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
             _show(path, options)
         except BrokenPipeError:
             raise
-        except (SafeloadError, OSError, MemoryError, ValueError) as error:
+        except (SafeloadError, OSError, MemoryError, ModuleNotFoundError, ValueError) as error:
             complain(error)
             status = 1
     return status

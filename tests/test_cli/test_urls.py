@@ -1,6 +1,7 @@
 """The command line on URLs: the output of the local copy, few requests, and no secret in anything that is printed."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -208,7 +209,15 @@ def test_nothing_that_is_printed_has_secrets(run, server):
 def test_schemes_that_need_options_are_refused_in_one_line(run):
     status, _, err = run("info", "nosuch://bucket/a.safetensors")
     assert (status, err.count("\n")) == (1, 1)
-    assert "storage" in err
+    assert "is opened only with --storage-option KEY=VALUE: without" in err
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_missing_package_is_named_in_one_line(run, monkeypatch, count):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    status, _, err = run("info", *["hf://owner/name"] * count)
+    assert (status, err.count("\n")) == (1, count)
+    assert err.endswith("not installed: pip install huggingface_hub\n")
 
 
 def test_the_network_may_be_forbidden(run, server, monkeypatch):
