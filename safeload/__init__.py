@@ -1,10 +1,12 @@
 """safeload opens any file or folder of model weights as arrays of numpy, torch or JAX, on a C core.
 
-- `open`, `load`: safetensors, torch checkpoints, GGUF, files of numpy; folders, shards; true weights with ``dtype=``.
+- `open`, `load`: safetensors, torch checkpoints, GGUF, files of numpy; folders, shards; URLs (hf://, s3://, https://,
+  ...), of which only the bytes are read that are needed; true weights with ``dtype=``.
   ``open(path).stream()`` reads one tensor after the other, ahead of whoever takes them
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's blocks
 - `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
 - `validate`, `stats`, `diff`: whether a checkpoint is sound, and what is in it
+- `safeload.remote`: paths in stores that the program has opened
 - `safe_open`, `safeload.numpy`, `safeload.torch`, `safeload.jax`: drop-ins for ``safetensors``
 - `safeload.torch.load_checkpoint`, `safeload.jax.load_checkpoint`: any format as tensors of torch, also on devices, or
   as arrays of JAX, also divided among devices. torch and JAX are imported when one of them is used
@@ -22,6 +24,9 @@ from .errors import (
     FormatError,
     LimitError,
     RangeError,
+    RemoteError,
+    RemotePermissionError,
+    RemoteTimeoutError,
     SafeloadError,
     SafetensorError,
     TensorNotFoundError,
@@ -90,7 +95,7 @@ _LATER = {
     }.items()
     for name in names
 }
-_MODULES = ("jax", "layouts", "numpy", "torch")
+_MODULES = ("jax", "layouts", "numpy", "remote", "torch")
 
 __all__ = [
     "HISTOGRAM_EDGES",
@@ -110,6 +115,9 @@ __all__ = [
     "QuantizedDict",
     "QuantizedTensor",
     "RangeError",
+    "RemoteError",
+    "RemotePermissionError",
+    "RemoteTimeoutError",
     "SafeSlice",
     "SafeloadError",
     "SafetensorError",

@@ -176,6 +176,14 @@ class RemoteError(OSError):
         begin: first byte of the range that was asked for; None if no range was.
         end: one past the last byte of it.
         tensor: name of the first tensor in the range; None if it belongs to none.
+
+    Example:
+        >>> import safeload
+        >>> try:
+        ...     safeload.open("http://127.0.0.1:1/model.safetensors", storage_options={"retries": 0})
+        ... except safeload.RemoteError as error:
+        ...     print(error.path, error.begin, error.end, error.tensor)
+        http://127.0.0.1:1/model.safetensors 0 131072 None
     """
 
     def __init__(

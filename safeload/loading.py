@@ -51,8 +51,9 @@ def open(
             weight of a quantized checkpoint appears once, under its logical name, as a `QuantizedTensor`, and its
             scales vanish into it.
         storage_options: for URLs: options of the filesystem that a URL leads to, as fsspec takes them (keys,
-            ``endpoint_url``, ``token``, ...). Empty options allow schemes beyond https, http, hf, s3, gs, az, file and
-            memory, and chains such as ``filecache::s3://...``.
+            ``endpoint_url``, ``token``, ...); for https ``headers``, ``timeout``, ``retries`` and others. Options, also
+            empty ones, allow schemes beyond https, http, hf, s3, gs, az, file and memory, and chains such as
+            ``filecache::s3://...``.
 
     Returns:
         The open checkpoint; ``with safeload.open(path) as checkpoint:`` closes it.
@@ -63,7 +64,9 @@ def open(
         UnsupportedError: a format or a tensor that this version does not read, or a folder without weights.
         LimitError: a named limit is exceeded.
         TensorNotFoundError: an unknown ``root``; the message lists the existing ones.
+        RemoteError: the network, or the server of a URL, fails.
         OSError: a system error, such as FileNotFoundError or PermissionError.
+        ImportError: a URL needs a package that is not installed.
 
     Example:
         >>> import safeload
@@ -123,12 +126,12 @@ def load(
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
             "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
-        storage_options: for URLs: options of the filesystem that a URL leads to, as fsspec takes them.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
         dtype: dtype that floating tensors are converted to, and packed ones dequantized to, while they are read:
             "float32", "bf16", a numpy or ml_dtypes type, ...; None to convert nothing. Integer, bool and complex
             tensors are not converted.
         backend: "mmap" for copy-on-write views of tensors that are not converted, "pread" to read into private memory
-            on all cores.
+            on all cores. From URLs both read.
         out: arrays to fill, by name, each C-contiguous and of the dtype and shape of its tensor.
         threads: for reading; None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
@@ -142,6 +145,7 @@ def load(
         UnsupportedError: a format, a tensor or a conversion that this version does not support.
         TensorNotFoundError: an unknown name or ``root``, or a pattern that matches no name.
         ValueError: an array of ``out`` that does not fit; both ``names`` and ``only``.
+        RemoteError: the network, or the server of a URL, fails.
         OSError: a system error, such as FileNotFoundError.
 
     Example:

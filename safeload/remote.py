@@ -21,6 +21,9 @@ def of_fsspec(fs: Any, path: str) -> RemotePath:
         fs: the filesystem.
         path: in it, with or without its protocol.
 
+    Returns:
+        The path, which can be pickled: with what the filesystem's options have that names no one.
+
     Raises:
         ImportError: fsspec is not installed.
         TypeError: not a filesystem.
@@ -51,6 +54,9 @@ def of_obstore(store: Any, path: str) -> RemotePath:
         store: such as ``obstore.store.S3Store``; any object with the methods ``get``, ``head``,
             ``list_with_delimiter`` and ``put`` of obstore's.
         path: in it, behind the prefix of the store if it has one.
+
+    Returns:
+        The path. It cannot be pickled.
 
     Raises:
         TypeError: not such a store.

@@ -54,8 +54,8 @@ def plan_convert(
     A plan is as trusted as code: who can write one can have files read and shards written.
 
     Args:
-        src: the path of a checkpoint, or a `Checkpoint` that `open` has made; or a list of these, whose tensors are
-            merged.
+        src: the path or URL of a checkpoint, or a `Checkpoint` that `open` has made; or a list of these, whose tensors
+            are merged.
         dst: the folder. It must be on a file system that all machines share, or in a store that all of them reach.
         overwrite: whether to replace what the folder has. Until `finalize` the shards of an existing checkpoint stay as
             they are: the new ones are written into a folder beside them, or in a store under other names.
