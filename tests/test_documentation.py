@@ -5,12 +5,14 @@ import inspect
 import pkgutil
 import re
 import shutil
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from builders.doc_examples import FLAGS, PAGES, ROOT, examples_of, failure_of, make_files
+from builders.doc_stores import stores
 from builders.quantized import FIXTURES
 
 import safeload
@@ -19,7 +21,12 @@ import safeload
 NOT_RUN = {"sh", "json", "text"}
 
 # Pages about packages that tests do not otherwise need.
-NEEDS = {"torch.md": ("torch",), "jax.md": ("jax",), "several-machines.md": ("distributed", "loky")}
+NEEDS = {
+    "torch.md": ("torch",),
+    "jax.md": ("jax",),
+    "several-machines.md": ("distributed", "loky"),
+    "remote.md": ("urllib3", "huggingface_hub", "s3fs", "moto.server"),
+}
 # Modules whose examples need a package; those of safeload.frameworks cannot even be imported without it.
 FRAMEWORKS = ("torch", "jax")
 
@@ -39,7 +46,8 @@ def folder(tmp_path, monkeypatch):
 def test_examples_of_a_page_do_what_they_show(page, folder):
     for package in NEEDS.get(page.name, ()):
         pytest.importorskip(package)
-    failures = [failure for example in examples_of(page) if (failure := failure_of(example))]
+    with stores(folder) if page == ROOT / "docs" / "remote.md" else nullcontext():
+        failures = [failure for example in examples_of(page) if (failure := failure_of(example))]
     assert not failures, "\n\n".join(failures)
 
 
@@ -122,7 +130,9 @@ def _limits():
     for path in (*(ROOT / "safeload").rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]")):
         text = path.read_text("utf-8").replace("(uint64_t)", "")
         for name, value in re.findall(
-            r"^(?:#define )?((?:SL_[A-Z]+_)?MAX_\w+)(?: =)? \(?([0-9_]+(?: << \d+)?)\b", text, re.MULTILINE
+            r"^(?:#define )?((?:SL_[A-Z]+_)?MAX_\w+|\w*MOST\w*|WHOLE)(?: =)? \(?([0-9_]+(?: << \d+)?)\b",
+            text,
+            re.MULTILINE,
         ):
             number, _, shift = value.replace("_", "").partition(" << ")
             found.setdefault(name, set()).add(int(number) << int(shift or 0))
@@ -134,7 +144,7 @@ def test_the_threat_model_has_the_limits_of_the_code():
     units = {"": 1, " MiB": 1 << 20, " GiB": 1 << 30}
     limits = _limits()
     said = re.findall(r"([\d,]+)( [MG]iB)?[a-z ]*\(`(\w+)`\)", page)
-    assert len(said) == page.count("MAX_") > 15
+    assert len(said) == len(re.findall(r"\(`[A-Z_]+`\)", page)) > 15
     wrong = [
         (name, number) for number, unit, name in said if int(number.replace(",", "")) * units[unit] not in limits[name]
     ]
@@ -143,7 +153,7 @@ def test_the_threat_model_has_the_limits_of_the_code():
 
 def _public():
     """Every public function and class, and the public methods of these, by name."""
-    modules = [safeload, safeload.numpy, safeload.torch, safeload.jax, safeload.gguf, safeload.moon]
+    modules = [safeload, safeload.numpy, safeload.torch, safeload.jax, safeload.remote, safeload.gguf, safeload.moon]
     for place, name in [(module, name) for module in modules for name in module.__all__]:
         value = getattr(place, name)
         if callable(value):
@@ -192,6 +202,7 @@ def test_the_reference_has_every_public_name():
     reference = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = set(re.findall(r"^\.\. \w+:: ([\w.]+)", reference, re.MULTILINE))
     names = {f"safeload.{name}" for name in safeload.__all__ if not name.startswith("_")}
-    for module in (safeload.numpy, safeload.torch, safeload.jax, safeload.gguf, safeload.moon, safeload.layouts):
+    places = ("numpy", "torch", "jax", "remote", "gguf", "moon", "layouts")
+    for module in (getattr(safeload, place) for place in places):
         names |= {f"{module.__name__}.{name}" for name in module.__all__}
     assert names <= listed

@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 from builders.http_faults import Answer, Fault, Request, size_of
 from builders.paths import DATA
 
-# For localhost and 127.0.0.1, valid for a hundred years; the certificate is its own authority.
+# For localhost, 127.0.0.1 and models.example, valid for a hundred years; the certificate is its own authority.
 CERTIFICATE = DATA / "localhost.pem"
 _MODIFIED = 1_700_000_000.0
 _PIECE = 64 << 10
@@ -137,6 +137,11 @@ class Server:
             self._free_at = max(self._free_at, now) + sent / self.bandwidth
             wait = self._free_at - now
         self.ended.wait(wait)
+
+    def place_of(self, target: str) -> tuple[str, int]:
+        """Host and port of a tunnel, which it makes as a proxy."""
+        host, _, port = target.rpartition(":")
+        return host, int(port)
 
     def content(self, path: str) -> Any:
         """The bytes of a file, or its path; None if there is none."""
@@ -273,8 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.owner.begun(Request("CONNECT", self.path, headers, time.monotonic()))
         self.owner.done()
         self.close_connection = True
-        host, _, port = self.path.rpartition(":")
-        with socket.create_connection((host, int(port))) as other:
+        with socket.create_connection(self.owner.place_of(self.path)) as other:
             self.send_response(200)
             self.end_headers()
             while not self.owner.ended.is_set():
