@@ -1,13 +1,14 @@
 """A server of files over HTTP/1.1 with ranges, on this machine, that counts what it does and fails as it is told.
 
-`python -m builders.http_server FOLDER` serves a folder from a process of its own: it prints its URL, and ends when its
-input does.
+`python -m builders.http_server FOLDER` serves a folder from a process of its own: it prints its URL, and what it has
+counted for each line of its input, see `obey`; it ends when its input does.
 """
 
 import argparse
 import contextlib
 import email.utils
 import hashlib
+import json
 import select
 import socket
 import ssl
@@ -15,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -289,6 +291,20 @@ class _Handler(BaseHTTPRequestHandler):
                     (other if ready is self.request else self.request).sendall(data)
 
 
+def obey(*servers: Server) -> None:
+    """Sets the attributes that each line of the input has as JSON, and answers with what was counted since the last."""
+    for line in sys.stdin:
+        counted = Counter[str]()
+        for server in servers:
+            for name, value in json.loads(line).items():
+                setattr(server, name, value)
+            counted.update(sent=server.sent, requests=len(server.requests), connections=server.connections)
+            counted["most_in_flight"] = max(counted["most_in_flight"], server.most_in_flight)
+            server.sent = server.connections = server.most_in_flight = 0
+            server.requests.clear()
+        print(json.dumps(counted), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -298,7 +314,7 @@ def main() -> None:
     options = parser.parse_args()
     with Server(options.folder, latency=options.latency, bandwidth=options.bandwidth, tls=options.tls) as server:
         print(server.url(), flush=True)
-        sys.stdin.read()
+        obey(server)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """A stand-in for the Hugging Face Hub on this machine: the part of its API that huggingface_hub and safeload use.
 
 Files are given by a server of their own, as by the Hub's CDN, which refuses requests that carry a token.
+`python -m builders.hub FOLDER owner/name` gives the files of a folder from a process of its own, as
+`builders.http_server` does.
 """
 
+import argparse
 import base64
 import hashlib
 import json
@@ -10,10 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from builders.http_server import Answer, Request, Server
+from builders.http_faults import size_of
+from builders.http_server import Answer, Request, Server, obey
 
 # Files of at least this many bytes are on the CDN; the Hub itself gives the others.
 LARGE = 1000
@@ -24,26 +29,26 @@ class Repository:
     """What the Hub has of a repository.
 
     Attributes:
-        commits: files by commit.
+        commits: files by commit; of large ones the path.
         refs: the commit of each branch and tag.
         private: whether only `Hub.token` may see it.
         gated: whether its files are refused: all tokens may see that it is there.
     """
 
-    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    commits: dict[str, dict[str, bytes | Path]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     private: bool = False
     gated: bool = False
 
-    def commit(self, files: Mapping[str, bytes], ref: str = "main") -> str:
+    def commit(self, files: Mapping[str, bytes | Path], ref: str = "main") -> str:
         """Adds a commit, of which these are all files."""
-        said = json.dumps([len(self.commits), sorted((name, len(content)) for name, content in files.items())])
+        said = json.dumps([len(self.commits), sorted((name, size_of(content)) for name, content in files.items())])
         oid = hashlib.sha1(said.encode()).hexdigest()
         self.commits[oid] = dict(files)
         self.refs[ref] = oid
         return oid
 
-    def files(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+    def files(self, revision: str) -> tuple[str, dict[str, bytes | Path]] | None:
         """The commit of a revision, and its files."""
         oid = self.refs.get(revision, revision)
         return (oid, self.commits[oid]) if oid in self.commits else None
@@ -114,12 +119,14 @@ class Hub(Server):
         return None
 
     def _api(self, known: Repository, page: str, rest: list[str]) -> Answer:
-        found = known.files(rest[1] if rest[:1] == ["revision"] else "main")
+        found = known.files(rest[1] if rest[:1] in (["revision"], ["tree"]) else "main")
         if rest == ["auth-check"]:
             return _json({})
         if found is None:
             return _error(404, "RevisionNotFound", "Invalid rev id")
         oid, files = found
+        if rest[:1] == ["tree"]:
+            return _json([{"type": "file", "oid": oid, "path": path, "size": size_of(files[path])} for path in files])
         name = "/".join(page.split("/")[-2:])
         return _json({"id": name, "sha": oid, "siblings": [{"rfilename": path} for path in files], "tags": []})
 
@@ -131,15 +138,18 @@ class Hub(Server):
         if path not in files:
             return _error(404, "EntryNotFound", "Entry not found")
         content = files[path]
-        digest = hashlib.sha256(content).hexdigest()
-        if len(content) < LARGE:
+        if isinstance(content, Path):  # too large to read it all for each request
+            digest = hashlib.sha256(f"{content} {content.stat()}".encode()).hexdigest()
+        else:
+            digest = hashlib.sha256(content).hexdigest()
+        if size_of(content) < LARGE:
             self.files[request.path] = content
             answer = super().answer(request)
             answer.headers.update({"X-Repo-Commit": oid, "ETag": f'"{digest[:40]}"'})
             return answer
         self.cdn.files[f"/{digest}"] = content
         to = self.cdn.url(f"/{digest}?Signature=signed{self.signature}-{id(self)}")
-        headers = {"X-Repo-Commit": oid, "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
+        headers = {"X-Repo-Commit": oid, "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(size_of(content))}
         return Answer(302, {"Content-Length": "0", "Location": to, **headers})
 
     def write(self, request: Request, body: bytes) -> Answer:
@@ -210,3 +220,19 @@ def _error(status: int, code: str | None, message: str) -> Answer:
     if code is not None:
         answer.headers["X-Error-Code"] = code
     return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("name")
+    options = parser.parse_args()
+    with Hub() as hub:
+        repository = hub.repositories[options.name] = Repository()
+        repository.commit({path.name: path for path in sorted(options.folder.iterdir())})
+        print(hub.url(), flush=True)
+        obey(hub, hub.cdn)
+
+
+if __name__ == "__main__":
+    main()

@@ -315,6 +315,30 @@ def test_certificates_are_checked():
             Web({"verify": False}).open(there.url("/a")).close()
 
 
+def test_the_systems_certificates_are_read_once(monkeypatch, tmp_path):
+    """It takes as long as an open; but not those of another file, and a context that verifies nothing is not shared."""
+    made, make = [], ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda **options: made.append(options) or make(**options))
+    client._system_context.cache_clear()
+    with serve(tls=True) as there:
+        for trusted, count in ((str(CERTIFICATE), 1), (str(tmp_path / "none.pem"), 2), (str(CERTIFICATE), 2)):
+            monkeypatch.setenv("SSL_CERT_FILE", trusted)
+            for _ in range(2):
+                if trusted == str(CERTIFICATE):
+                    Web({}).open(there.url("/a", "localhost")).close()
+                else:
+                    with pytest.raises(RemoteError, match="certificate is not trusted"):
+                        Web({}).open(there.url("/a", "localhost"))
+            assert len(made) == count
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Web({"verify": False}).open(there.url("/a")).close()
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+        with pytest.raises(RemoteError, match="certificate is not trusted"):
+            Web({}).open(there.url("/a", "localhost"))
+    client._system_context.cache_clear()
+
+
 def test_a_certificate_for_another_host_is_refused(monkeypatch):
     asked = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest: asked("127.0.0.1", *rest))
