@@ -126,9 +126,9 @@ class Killed(BaseException):
 def place(request, tmp_path):
     """A destination, the options for it, its filesystem and its path there."""
     if request.param == "s3":
+        options = request.getfixturevalue("s3")
         import s3fs
 
-        options = request.getfixturevalue("s3")
         return f"s3://{BUCKET}/a/model/", options, s3fs.S3FileSystem(**options), f"{BUCKET}/a/model"
     fs = Memory() if request.param == "memory" else LocalFileSystem()
     path = "/model" if request.param == "memory" else f"{tmp_path.as_posix()}/there/model"
@@ -260,7 +260,7 @@ REFUSED = [
     ("memory://a/x.safetensors", ValueError, "stores get folders of shards.*max_shard_size=.*a slash"),
     ("memory://a/x.GGUF", ValueError, "has the suffix of a file"),
     ("memory://a/x.pt", ValueError, "has the suffix of a file"),
-    ("s3://user:password@b/x.npz", ValueError, "'s3://b/x.npz' has the suffix"),
+    ("memory://user:password@b/x.npz", ValueError, "'memory://b/x.npz' has the suffix"),
     ("https://example.org/x/", UnsupportedError, "https cannot be written to"),
     ("http://example.org/x.safetensors", UnsupportedError, "https cannot be written to"),
     ("memory://a/b?x=secret", UnsupportedError, r"memory://a/b: expected .* without \? and #"),
