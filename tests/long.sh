@@ -1,11 +1,13 @@
 #!/bin/sh
 # What .ci/run leaves out because it takes hours: long.sh FOLDER [SECONDS for each fuzz target, 3600]
 #   - faults: CI runs the half of the variants that differ most (tests/faults/README.md);
-#   - random examples, and what a byte or a key may be instead: CI tries a part of it (tests/builders/thorough.py);
+#   - random examples, what a byte or a key may be instead, and where a conversion to a store is killed: CI tries a part of it
+#     (tests/builders/thorough.py);
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
 # Needs safeload with its extra `test`, and what tests/fuzz_targets/run.sh needs. FOLDER keeps what was found, and a later run goes
 # on from there.
 set -eu
 here=$(dirname "$0")
-SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_engine" "$here/test_formats" "$here/test_faults.py"
+SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_engine" "$here/test_formats" "$here/test_faults.py" \
+    "$here/test_operations/test_destinations.py"
 "$here/fuzz_targets/run.sh" "${2:-3600}" "$1/fuzz"

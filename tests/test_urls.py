@@ -354,14 +354,14 @@ def test_ctrl_c_ends_a_load_that_stalls(model, way):
         program = [sys.executable, "-c", PROGRAM, server.url(INDEX), way]
         with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout.readline() == "opened\n"
-            until = time.monotonic() + 20
+            until = time.monotonic() + 60
             while len([r for r in server.requests if r.path == LAST]) < 2 and time.monotonic() < until:
                 time.sleep(0.01)
             time.sleep(0.2)
             begun = time.monotonic()
             process.send_signal(signal.SIGINT)
             assert process.stdout.readline() == "interrupted 1\n"
-            assert time.monotonic() - begun < 3  # a second on an idle machine
+            assert time.monotonic() - begun < 20  # a second on an idle machine, and 30 with the time-out
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 

@@ -35,6 +35,7 @@ from safeload.models import choosing, reading
 from safeload.models.config import Config, ConfigError
 from safeload.models.expressions import LIMIT, ExpressionError, evaluate, names_in
 from safeload.numpy import save_file
+from safeload.stores.files import LOCAL
 
 for row in registry.ROWS:
     row.load()
@@ -375,7 +376,7 @@ def config(data):
     path.write_bytes(data)
     try:
         with watched():
-            values = folder.read_config(FOLDER)
+            values = folder.read_config(FOLDER, LOCAL)
     except SafeloadError as error:
         check_refusal(error, len(data))
         return

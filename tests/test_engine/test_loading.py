@@ -140,7 +140,7 @@ def packed(code, count, bits_each):
     ("code", "name", "bits_each"),
     [("F4", "float4_e2m1fn", 4), ("F6_E2M3", "float6_e2m3fn", 6), ("F6_E3M2", "float6_e3m2fn", 6)],
 )
-@pytest.mark.parametrize("count", [8, 800, 10_000_000])
+@pytest.mark.parametrize("count", [8, 800, 2_000_000])
 def test_packed_tensors_are_decoded(code, name, bits_each, count, tmp_path):
     content, codes = packed(code, count, bits_each)
     path = tmp_path / "x"

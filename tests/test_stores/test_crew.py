@@ -19,8 +19,12 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "safeload"]
 
 
+# Seconds: what is ended takes a few milliseconds, what is not 30 s, on machines of any speed.
+SLEEP, SOON = 30, 15
+
+
 def wait(condition):
-    until = time.monotonic() + 5
+    until = time.monotonic() + SOON
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -42,7 +46,7 @@ def test_there_are_no_more_threads_than_tasks_and_than_the_limit():
 
     def task():
         names.add(threading.get_ident())
-        gate.wait(5)
+        gate.wait(SLEEP)
 
     run([task] * 8, 4)
     assert len(names) == 4
@@ -56,7 +60,7 @@ def test_the_first_error_is_raised_and_ends_the_others():
 
     def slow():
         try:
-            stop.current().sleep(30)
+            stop.current().sleep(SLEEP)
         except Stopped:
             ended.append(True)
             raise
@@ -68,7 +72,7 @@ def test_the_first_error_is_raised_and_ends_the_others():
     begun = time.monotonic()
     with pytest.raises(ValueError, match="first") as caught:
         run([slow, slow, bad, *[slow] * 100], 3)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < SOON
     assert len(ended) == 2
     assert not threads()
     assert caught.value.__context__ is None
@@ -89,8 +93,8 @@ def test_what_tick_raises_ends_the_tasks():
 
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run([lambda: stop.current().sleep(30)] * 4, 4, tick)
-    assert time.monotonic() - begun < 1
+        run([lambda: stop.current().sleep(SLEEP)] * 4, 4, tick)
+    assert time.monotonic() - begun < SOON
     assert not threads()
 
 
@@ -123,8 +127,8 @@ def test_a_task_that_cannot_be_ended_is_not_waited_for_long(monkeypatch):
     gate = threading.Event()
     begun = time.monotonic()
     with pytest.raises(ZeroDivisionError):
-        run([lambda: gate.wait(10)], 1, lambda: 1 // 0)
-    assert time.monotonic() - begun < 1
+        run([lambda: gate.wait(SLEEP)], 1, lambda: 1 // 0)
+    assert time.monotonic() - begun < SOON
     gate.set()
     wait(lambda: not threads())
 
@@ -134,7 +138,7 @@ def test_the_end_of_a_call_ends_those_within_it():
 
     def inner():
         begun.set()
-        stop.current().sleep(30)
+        stop.current().sleep(SLEEP)
 
     def tick():
         if begun.is_set():
@@ -143,7 +147,7 @@ def test_the_end_of_a_call_ends_those_within_it():
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run([lambda: each(lambda item: inner(), range(4))] * 2, 2, tick)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < SOON
     wait(lambda: not threads())
 
 
@@ -170,7 +174,7 @@ try:
 except KeyboardInterrupt:
     print(len(written))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "1\n", done.stderr
 
 
@@ -194,8 +198,8 @@ def test_a_stopped_wait_ends_at_once():
     threading.Timer(0.05, ending.stop).start()
     begun = time.monotonic()
     with pytest.raises(Stopped):
-        ending.sleep(30)
-    assert time.monotonic() - begun < 1
+        ending.sleep(SLEEP)
+    assert time.monotonic() - begun < SOON
     for use in (ending.check, lambda: ending.sleep(0)):
         with pytest.raises(Stopped):
             use()
@@ -212,7 +216,7 @@ def test_a_stop_aborts_and_the_failure_is_that_of_the_stop():
     def work():
         try:
             with ending.aborting(broken.set):
-                broken.wait(5)
+                broken.wait(SLEEP)
                 raise OSError("connection reset")
         except BaseException as error:
             outcome.append(error)
