@@ -17,7 +17,20 @@ import files
 import pytest
 from compare import Comparison
 
-PACKAGES = ("safeload", "safetensors", "numpy", "ml_dtypes", "torch", "gguf", "pywhispercpp", "runai-model-streamer")
+PACKAGES = (
+    "safeload",
+    "safetensors",
+    "numpy",
+    "ml_dtypes",
+    "torch",
+    "gguf",
+    "pywhispercpp",
+    "runai-model-streamer",
+    "huggingface_hub",
+    "fsspec",
+    "urllib3",
+    "obstore",
+)
 
 _table = pytest.StashKey["Table"]()
 
@@ -154,17 +167,7 @@ def _machine() -> dict[str, str]:
     found["cpus"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     if hasattr(os, "getloadavg"):
         found["load average"] = f"{os.getloadavg()[0]:.1f}"
-    packages = (
-        "safeload",
-        "safetensors",
-        "numpy",
-        "ml_dtypes",
-        "torch",
-        "gguf",
-        "pywhispercpp",
-        "runai-model-streamer",
-    )
-    return found | {package: _version(package) for package in packages}
+    return found | {package: _version(package) for package in PACKAGES}
 
 
 def _version(package: str) -> str:

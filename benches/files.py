@@ -113,6 +113,51 @@ def llama_folder() -> Path:
     return folder
 
 
+def remote_folder(layers: int) -> Path:
+    """A model of 5 shards, to be read by URL: 121 MB of BF16 a layer, a norm of 4 KB in the last shard."""
+    folder = CACHE / f"by-url-{layers}-v{VERSION}"
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = [entry for entry in llama_1b() if ".layers.0." in entry.name]
+    weight_map, block = {}, weights()
+    for shard in range(5):
+        own = [
+            entry._replace(name=entry.name.replace(".0.", f".{layer}."))
+            for layer in range(layers * shard // 5, layers * (shard + 1) // 5)
+            for entry in entries
+        ]
+        if shard == 4:
+            own.append(Entry("model.norm.weight", "BF16", (2048,)))
+        file = f"model-{shard + 1:05}-of-00005.safetensors"
+        make(file, own, path=folder / file, block=block)
+        weight_map |= dict.fromkeys((entry.name for entry in own), file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def sparse_file() -> Path:
+    """5 GB of BF16 in 600 tensors of 8 MiB, of which ``model.layers.300.weight`` alone is on the disk."""
+    folder = CACHE / f"sparse-v{VERSION}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path, nbytes, count = folder / "model.safetensors", 8 << 20, 600
+    header = {
+        f"model.layers.{k}.weight": {
+            "dtype": "BF16",
+            "shape": [2048, 2048],
+            "data_offsets": [k * nbytes, (k + 1) * nbytes],
+        }
+        for k in range(count)
+    }
+    text = json.dumps(header).encode()
+    begin = 8 + len(text)
+    if not path.exists() or path.stat().st_size != begin + count * nbytes:
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.seek(begin + 300 * nbytes)
+            file.write(np.random.default_rng(22).bytes(nbytes))
+            file.truncate(begin + count * nbytes)
+    return path
+
+
 def fp8_folder(layers: int = 12, shards: int = 2) -> Path:
     """A model in fp8 with blocks of 128 x 128, 250 MB a layer, the scales of each shard in the next one."""
     folder = CACHE / f"fp8-{layers}-{shards}-v{VERSION}"
