@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .stores.remote_path import RemotePath
+from .stores.files import Location
 
-__all__ = ["RemotePath", "of_fsspec", "of_obstore"]
+__all__ = ["Location", "of_fsspec", "of_obstore"]
 
 
-def of_fsspec(fs: Any, path: str) -> RemotePath:
+def of_fsspec(fs: Any, path: str) -> Location:
     """A file or folder in a filesystem of fsspec, for `safeload.open` and every function that takes a path.
 
     The filesystem keeps its credentials, caches and settings, and is used by several threads at once.
@@ -35,7 +35,7 @@ def of_fsspec(fs: Any, path: str) -> RemotePath:
         >>> memory.put_file("model.safetensors", "/models/model.safetensors")
         >>> path = safeload.remote.of_fsspec(memory, "/models/model.safetensors")
         >>> path
-        <RemotePath memory:///models/model.safetensors>
+        <Location memory:///models/model.safetensors>
         >>> path.files.open(path.path).size == memory.size("/models/model.safetensors")
         True
     """
@@ -44,7 +44,7 @@ def of_fsspec(fs: Any, path: str) -> RemotePath:
     return objects.of_fsspec(fs, path)
 
 
-def of_obstore(store: Any, path: str) -> RemotePath:
+def of_obstore(store: Any, path: str) -> Location:
     """A file or folder in a store of obstore, for `safeload.open` and every function that takes a path.
 
     Each range is read with the ETag that the file had when it was opened. obstore's limits apply to a range, which has

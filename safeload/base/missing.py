@@ -9,6 +9,8 @@ import glob
 import os
 import re
 
+from .shown_url import shown
+
 # A scheme has two letters or more: one is a drive of Windows. `pathlib` makes "https:/host" of "https://host".
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
 # Schemes that are also recognised with one slash, and of these those that need no `storage_options`.
@@ -41,25 +43,36 @@ def describe(path: str) -> tuple[str, str] | None:
 
 
 def _of_url(path: str) -> tuple[str, str] | None:
-    """The answer to a URL: without user, password and query, which may be secrets."""
-    match = _URL.fullmatch(path.replace("\\", "/") if os.name == "nt" else path)
-    if match is None or not (match[2] or match[1].lower() in _SCHEMES):
+    """The answer to a URL."""
+    match = _matched(path)
+    if match is None:
         return None
     scheme, rest = match[1].lower(), match[3]
     if scheme == "file":
         local = rest if rest.startswith("/") or match[2] else f"/{rest}"
         return path, f"this is a URL: pass the path itself, {local!r}"
-    public = rest.split("?")[0].split("#")[0]
-    host, slash, tail = public.partition("/")
-    place = f"{host if scheme == 'hf' else host.rpartition('@')[2]}{slash}{tail}"
-    url = f"{scheme}://{place}"
+    url = shown(f"{scheme}://{rest}")
     why = "this function reads local files" if match[2] else "a URL is passed as text, pathlib changes it"
-    if public.endswith(".json") and not public.endswith("index.json"):
+    if url.endswith(".json") and not url.endswith("index.json"):
         return url, why  # no weights
     page = of_page(url)
-    argument = "URL" if rest != public and page is None else f'"{page or url}"'
+    argument = "URL" if url != f"{scheme}://{rest}" and page is None else f'"{page or url}"'
     options = "" if scheme in _PLAIN else ", storage_options={}"
     return url, f"{why}: safeload.load({argument}{options}) reads it over the network"
+
+
+def destination(path: str) -> tuple[str, str] | None:
+    """What `describe` returns, for a path that no file can be written to."""
+    match = _matched(path)
+    if match is None or match[1].lower() == "file":
+        return None
+    why = "this function writes local files" if match[2] else "a URL is passed as text, pathlib changes it"
+    return shown(f"{match[1]}://{match[3]}"), f"{why}: safeload.convert(..., URL) writes folders in stores"
+
+
+def _matched(path: str) -> re.Match[str] | None:
+    match = _URL.fullmatch(path.replace("\\", "/") if os.name == "nt" else path)
+    return match if match is not None and (match[2] or match[1].lower() in _SCHEMES) else None
 
 
 def of_page(url: str) -> str | None:

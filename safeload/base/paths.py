@@ -52,10 +52,20 @@ def os_error(number: int, path: str | None) -> OSError:
 
         known = describe(path)
         if known is not None:
-            return missing_file(path, f"No such file or directory: {known[0]}; {known[1]}")
+            return missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
     if number == errno.ENOENT:
         return missing_file(path, f"No such file or directory: {path}")
     return OSError(number, os.strerror(number), path)
+
+
+def unwritable(error: OSError, path: str) -> OSError:
+    """The error to raise for one of writing a file: of a URL it says, without secrets, what writes there."""
+    if error.errno not in _NOWHERE:
+        return error
+    from .missing import destination  # only here: most paths can be written to
+
+    known = destination(path)
+    return error if known is None else missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
 
 
 def absolute(path: str) -> str:

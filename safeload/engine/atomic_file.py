@@ -15,7 +15,7 @@ import numpy as np
 
 from ..base.arrays import Array
 from ..base.native import Error, check, lib
-from ..base.paths import PathLike, native_path
+from ..base.paths import PathLike, native_path, unwritable
 from . import jobs
 from .job import Job
 from .memory import address_of
@@ -65,11 +65,19 @@ class AtomicFile:
         self._temporary: str | None = None
         self._position = 0
         try:
+            self._begin(size)
+            return
+        except OSError as error:
+            ours = unwritable(error, self.path)
+        raise ours
+
+    def _begin(self, size: int) -> None:
+        try:
             existing = os.stat(self.path)
         except FileNotFoundError:
             existing = None
             _check_place(self.path)
-        if existing is not None and not overwrite:
+        if existing is not None and not self._overwrite:
             raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", self.path)
         if existing is not None and stat.S_ISDIR(existing.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 from ..base import dtypes
@@ -44,7 +44,8 @@ class Fetch:
 
     Args:
         jobs: all of them; `run` returns those that read nothing from the network.
-        execute: runs jobs whose sources are in memory; gets the path of the file for errors. Called in several threads.
+        execute: runs jobs whose sources are in memory; gets the path of their file for errors. Called in several
+            threads, where it looks at `stop.current` now and then.
         threads: of those, at most so many run jobs at a time.
     """
 
@@ -143,9 +144,9 @@ class Fetch:
                         if not work.waits:
                             ready.append(work)
         if ready:
-            with self._turns:
-                current().check()
-                self._execute([work.placed() for work in ready], file.path)
+            with self._turns, current().filling():  # as it writes where the caller can see it
+                for path, works in groupby(ready, lambda work: work.path):
+                    self._execute([work.placed() for work in works], path)
             with self._lock:
                 self.done += sum(work.job.size for work in ready)
                 window.works -= len(ready)
@@ -190,6 +191,12 @@ class _Work:
 
     def __init__(self, job: Job, pieces: dict[str, _Piece]) -> None:
         self.job, self.pieces, self.waits = job, pieces, len(pieces)
+
+    @property
+    def path(self) -> str:
+        """The path of the file that has the values or codes of the tensor, as messages show it."""
+        file = self.job.file
+        return file.path if isinstance(file, WeightFile) else next(iter(self.pieces.values())).file.path
 
     def placed(self) -> Job:
         """The job, as it reads from memory."""

@@ -13,6 +13,7 @@ from ..base.native import TIER, Error, check, ffi, lib, short
 from ..base.text import subject
 from ..errors import RangeError
 from ..stores.local import groups
+from ..stores.stop import current
 from .job import Channels, Grid, Job, Origin
 from .memory import address_of
 from .progress import Progress, reporter
@@ -111,7 +112,11 @@ class Batch:
             return self.jobs
         from .fetch import Fetch  # only here: local files do not need it
 
-        return Fetch(self.jobs, lambda jobs, path: Batch(jobs, path).run(threads=1), threads).run(report)
+        def execute(jobs: Sequence[Job], path: str) -> None:
+            stop = current()
+            Batch(jobs, path).run(threads=1, progress=lambda done, total: stop.check())
+
+        return Fetch(self.jobs, execute, threads).run(report)
 
     def _run(self, given: Sequence[Job], count: int, done: int, report: Callable[[int], object]) -> None:
         """Runs jobs on files of this machine, and in memory, after others of ``done`` bytes."""

@@ -81,11 +81,13 @@ class Prepared:
         packed: what the codes mean, and where the parts are.
         part: the range.
         name: of the tensor, for errors.
+        stored: where the parts are stored, for errors; None for where they are read.
     """
 
-    def __init__(self, packed: Packed, part: Range, name: str) -> None:
+    def __init__(self, packed: Packed, part: Range, name: str, stored: Mapping[str, Part] | None = None) -> None:
         self._packed, self._parts = packed
         self._part, self._name = part, name
+        self._stored = packed.parts if stored is None else stored
 
     @property
     def cost(self) -> int:
@@ -111,7 +113,7 @@ class Prepared:
         for role, address in addresses.items():
             part = parts[role]
             parts[role] = part._replace(file=None, begin=address, end=address + part.end - part.begin)
-        return Prepared(Packed(self._packed, parts), self._part, self._name)
+        return Prepared(Packed(self._packed, parts), self._part, self._name, self._stored)
 
     def prepare(self) -> dict[str, Any]:
         """The fields of an ``sl_packed``.
@@ -151,7 +153,7 @@ class Prepared:
         return fields
 
     def _fail(self, message: str, role: str) -> FormatError:
-        file = self._parts[role].file
+        file = self._stored[role].file
         path = None if file is None else str(file.path)
         return FormatError(f"tensor {show(self._name)}: {message}", path=path, tensor=self._name)
 

@@ -208,7 +208,7 @@ def _config(prepared: Prepared, wanted: Wanted) -> dict[str, Any] | None:
     folder = next((one.folder for one in prepared.catalog.checkpoints if one.config is config), None)
     if folder is None or folder.files.remote:
         return {"content": config, **change}
-    return {"source": source_of(folder.join(CONFIG).path), **change}
+    return {"source": source_of((folder / CONFIG).path), **change}
 
 
 # ---- the destination ----

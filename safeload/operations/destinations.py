@@ -38,7 +38,8 @@ def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) ->
     path_like = isinstance(dst, (str, os.PathLike))
     if not urls.is_url(text):
         if path_like and not isinstance(dst, str) and _PATH_OF_URL.match(text):
-            raise ValueError(f"{show(text)}: pathlib drops a slash of URLs: pass the URL as a str")
+            url = urls.shown(_PATH_OF_URL.sub(r"\1://", text))
+            raise ValueError(f"{show(url)}: pathlib drops a slash of URLs: pass the URL as a str")
         return Location(LOCAL, native_path(text)[0])
     if path_like and len(urls.links(text)) == 1 and urls.scheme_of(text) == "file":
         return Location(LOCAL, native_path(urls.local_path(text))[0])
@@ -53,7 +54,7 @@ def of(location: Location) -> Folder:
         UnsupportedError: a store that cannot be written to.
         FileNotFoundError: a repository that does not exist.
     """
-    files, path = location
+    files, path = location.files, location.path
     if not files.remote:
         return LocalFolder(path)
     from ..stores.remote_files import RemoteFiles  # only here: most destinations are local

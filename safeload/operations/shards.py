@@ -71,7 +71,7 @@ def extras_of(folder: Location) -> dict[str, Location]:
         and any(fnmatchcase(name, pattern) for pattern in _EXTRAS)
         and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
     ]
-    found = {name: folder.join(name) for name in names}
+    found = {name: folder / name for name in names}
     return found if folder.files.remote else {name: one for name, one in found.items() if _may_be_copied(one.path)}
 
 

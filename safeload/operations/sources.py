@@ -148,7 +148,7 @@ def _config_of(opened: Checkpoint) -> dict[str, Any]:
     folder = opened.folder
     if folder is None or folder.files.remote:  # a list of folders, with that of any of them
         return {"config": opened.config}
-    return {"config": source_of(folder.join(CONFIG).path)}
+    return {"config": source_of((folder / CONFIG).path)}
 
 
 def _beside(file: WeightFile) -> list[list[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..base.paths import absolute
 from ..errors import SafeloadError
@@ -139,28 +139,49 @@ class LocalFiles:
 LOCAL = LocalFiles()
 
 
-class Location(NamedTuple):
-    """Where a file or a folder is.
+class Location:
+    """Where a file or a folder is: a path, and what finds and opens files there.
 
-    Attributes:
+    `safeload.open`, and every function that takes a path, takes a location too. A pickle of it has no secrets.
+
+    Args:
         files: finds and opens it.
         path: as ``files`` takes it, with the secrets of a URL: messages have `shown`.
+
+    Attributes:
+        files: see above.
+        path: see above.
     """
 
-    files: Files
-    path: str
+    __slots__ = ("files", "path")
+
+    def __init__(self, files: Files, path: str) -> None:
+        self.files = files
+        self.path = path
 
     def __repr__(self) -> str:
         return f"<Location {self.shown}>"
 
+    def __str__(self) -> str:
+        return self.shown
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Location) and (self.files, self.path) == (other.files, other.path)
+
+    def __hash__(self) -> int:
+        return hash((self.files, self.path))
+
+    def __truediv__(self, name: str) -> Location:
+        """The location of a name in this folder."""
+        return Location(self.files, self.files.join(self.path, name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Location, (self.files, self.files.public(self.files.absolute(self.path)))
+
     @property
     def shown(self) -> str:
-        """The path as messages have it."""
+        """The path as messages have it, without secrets."""
         return self.files.shown(self.path)
-
-    def join(self, name: str) -> Location:
-        """The location of a bare name in this folder."""
-        return Location(self.files, self.files.join(self.path, name))
 
 
 @contextmanager

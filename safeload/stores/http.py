@@ -16,7 +16,7 @@ from . import url as urls
 from .connections import Exchange
 from .http_client import Client, Target, origin_of, redirected, target_of
 from .local import compare
-from .remote import WINDOW, RemoteStore
+from .remote import WINDOW, RemoteStore, fill
 from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status
 from .stop import current
 from .store import Span
@@ -183,8 +183,7 @@ class HttpStore(RemoteStore):
         begin, end = spans[0].offset, spans[-1].end
         held = self.held(begin, end - begin)
         if held is not None:
-            for span in spans:
-                span.memory[:] = held[span.offset - begin : span.end - begin]
+            fill(spans, begin, held)
             return
         wanted = _Wanted(spans)
         self._persist(wanted, lambda exchange, url: self._read(exchange, url, wanted))

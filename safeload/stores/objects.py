@@ -12,12 +12,12 @@ from ..base import log
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError
 from . import url as urls
 from .crew import each
+from .files import Location
 from .filesystem import Filesystem
 from .foreign_errors import again, changed, cleaned, in_our_words, may_pass
 from .options import secrets_of
 from .remote import ForeignStore, RemoteStore, fill
 from .remote_files import RemoteFiles
-from .remote_path import RemotePath
 from .store import ByteStore, Span
 
 # Schemes of obstore's classes; another class gets its name.
@@ -27,7 +27,7 @@ _SCHEMES = {
 }  # fmt: skip
 
 
-def of_fsspec(fs: Any, path: str) -> RemotePath:
+def of_fsspec(fs: Any, path: str) -> Location:
     """A path in a filesystem of fsspec; see `safeload.remote.of_fsspec`."""
     needed = ("cat_file", "info", "ls", "_strip_protocol", "unstrip_protocol")
     if not all(hasattr(fs, name) for name in needed):
@@ -37,29 +37,29 @@ def of_fsspec(fs: Any, path: str) -> RemotePath:
     url = path if urls.is_url(path) else fs.unstrip_protocol(fs._strip_protocol(path))
     # What a pickle carries of a cache leads to the files behind it.
     options = getattr(getattr(fs, "fs", fs), "storage_options", None)
-    return RemotePath(RemoteFiles(options if isinstance(options, Mapping) else {}, Filesystem(fs)), url)
+    return Location(RemoteFiles(options if isinstance(options, Mapping) else {}, Filesystem(fs)), url)
 
 
-def of_obstore(store: Any, path: str) -> RemotePath:
+def of_obstore(store: Any, path: str) -> Location:
     """A path in a store of obstore; see `safeload.remote.of_obstore`."""
     if not all(callable(getattr(store, name, None)) for name in ("get", "head", "list_with_delimiter")):
         raise TypeError(f"store: expected a store of obstore, found {type(store).__name__}")
     if not isinstance(path, str):
         raise TypeError(f"path: expected a str, found {type(path).__name__}")
     backend = Obstore(store)
-    return RemotePath(RemoteFiles(None, backend), backend.root + path.strip("/"))
+    return Location(RemoteFiles(None, backend), backend.root + path.strip("/"))
 
 
-def path_of(value: Any) -> RemotePath:
+def path_of(value: Any) -> Location:
     """What an object names that is neither a text nor a path of the local file system.
 
-    Taken are a `RemotePath`; objects with a filesystem of fsspec as ``fs`` and a path in it as ``path``
+    Taken are a `Location`; objects with a filesystem of fsspec as ``fs`` and a path in it as ``path``
     (``fsspec.core.OpenFile``, universal_pathlib's ``UPath``); and stores with the members of `ByteStore`.
 
     Raises:
         TypeError: it is something else.
     """
-    if isinstance(value, RemotePath):
+    if isinstance(value, Location):
         return value
     fs, path = getattr(value, "fs", None), getattr(value, "path", None)
     if isinstance(path, str) and hasattr(fs, "cat_file"):
@@ -68,7 +68,7 @@ def path_of(value: Any) -> RemotePath:
         return of_fsspec(fs, path)
     if callable(getattr(value, "read_into", None)) and hasattr(value, "size"):
         name = path if isinstance(path, str) else type(value).__name__
-        return RemotePath(RemoteFiles(None, Single(value)), name if urls.is_url(name) else f"store://{name}")
+        return Location(RemoteFiles(None, Single(value)), name if urls.is_url(name) else f"store://{name}")
     raise TypeError(
         f"a path, a URL, a path of fsspec or a store (size, version, read_into, close) is wanted, "
         f"found {type(value).__name__}"

@@ -7,20 +7,16 @@ import re
 from urllib.parse import urlsplit
 
 from ..base.missing import of_page
+from ..base.shown_url import links as links
+from ..base.shown_url import shown as shown
 from ..base.text import show
 from ..errors import UnsupportedError
 
 # A scheme has two letters or more: one is a drive of Windows. Chains of fsspec begin with "scheme::".
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
-# Between two links of a chain. Addresses of IPv6 and queries may have "::" too, with no scheme behind it.
-_CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+(?:://|::))")
-# A link of a chain: its scheme, and where that is, the rest as RFC 3986 divides it.
-_LINK = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://([^/?#]*)([^?#]*)(.*))?", re.DOTALL)
 
 # Schemes that need no `storage_options`: a path in a configuration must not reach whatever fsspec can reach.
 PLAIN = ("https", "http", "hf", "s3", "gs", "az", "file", "memory")
-# Those where what stands before "@" is the name of a repository or a container.
-_NAMED = ("hf", "abfs", "abfss", "az")
 # Those that stay on this machine.
 _HERE = ("file", "memory")
 # Variables that forbid the network; huggingface_hub reads the first one the same way.
@@ -35,30 +31,6 @@ def is_url(path: str) -> bool:
 def scheme_of(url: str) -> str:
     """The scheme of a URL in lower case; of a chain the first one."""
     return re.split(r"://|::", url, maxsplit=1)[0].lower()
-
-
-def links(url: str) -> list[str]:
-    """The links of a chain; a plain URL is a chain of one."""
-    return _CHAINED.split(url)
-
-
-def shown(url: str) -> str:
-    """A URL as messages, reprs and pickles have it: without user, password, query and fragment, which may be secret."""
-    return "::".join(map(_shown_link, links(url)))
-
-
-def _shown_link(link: str) -> str:
-    match = _LINK.fullmatch(link)
-    if match is None or match[2] is None:
-        return re.split("[?#]", link, maxsplit=1)[0]
-    scheme, host, path = match[1].lower(), match[2], match[3]
-    user, at, place = host.rpartition("@")
-    if scheme in _NAMED and ":" not in user:
-        return f"{scheme}://{host}{path}"
-    if not at and "@" in path and not re.fullmatch(r"[^:]*|\[.*\]|.*:[0-9]*", host):
-        # A password with a slash in it, which is not escaped: what looks like the path is the rest of it.
-        return f"{scheme}://{path.rpartition('@')[2]}"
-    return f"{scheme}://{place}{path}"
 
 
 def needs_query(url: str) -> bool:

@@ -5,8 +5,8 @@ import time
 
 from safeload.errors import UnsupportedError, missing_file
 from safeload.stores.crew import each
+from safeload.stores.files import Location
 from safeload.stores.remote import RemoteStore, fill
-from safeload.stores.remote_path import RemotePath
 
 
 class ServedStore(RemoteStore):
@@ -61,7 +61,7 @@ class Served:
 
     def at(self, path):
         """What `safeload.open` takes."""
-        return RemotePath(self, path)
+        return Location(self, path)
 
     def request(self, path, begin, end):
         with self._lock:

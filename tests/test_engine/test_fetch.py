@@ -11,8 +11,9 @@ from builders.remote import Served
 
 import safeload.numpy
 from safeload.base.scheme import SCHEMES
-from safeload.engine import fetch
+from safeload.engine import fetch, jobs
 from safeload.errors import FormatError, RemoteError
+from safeload.stores import crew
 
 URL = "mem://model/model.safetensors"
 HEAD = 128 << 10
@@ -249,6 +250,85 @@ def test_nothing_is_written_after_an_error(monkeypatch):
     hold.set()
     time.sleep(0.2)
     assert not any(array.any() for array in out.values())
+
+
+class SlowCore:
+    """The C core, whose time slices take longer than the call waits for its threads."""
+
+    def __init__(self, core):
+        self._core = core
+        self.begun = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    def sl_jobs_run(self, *arguments):
+        status = self._core.sl_jobs_run(*arguments)
+        self.begun.set()
+        time.sleep(0.03)
+        return status
+
+
+def test_nothing_is_converted_after_ctrl_c(monkeypatch):
+    shape = 4096, 4096
+    tensors = {
+        "model.w.weight": np.full(shape, 0x38, np.uint8).view(ml_dtypes.float8_e4m3fn),
+        "model.w.weight_scale_inv": np.ones((32, 32), np.float32),
+    }
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    store = Served({URL: safeload.numpy.save(tensors), "mem://model/config.json": json.dumps(config).encode()})
+    opened = safeload.open(store.at(URL))
+    core = SlowCore(jobs.lib)
+    monkeypatch.setattr(jobs, "lib", core)
+    monkeypatch.setattr(jobs, "SLICE_MS", 1)
+    monkeypatch.setattr(crew, "_GRACE", 0.0)
+    out = {"model.w.weight": np.zeros(shape, np.float32)}
+
+    def stop(done, total):
+        if core.begun.is_set():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        opened.load(out=out, dtype="float32", progress=stop)
+    seen = np.count_nonzero(out["model.w.weight"])
+    assert 0 < seen < out["model.w.weight"].size
+    time.sleep(0.3)
+    assert np.count_nonzero(out["model.w.weight"]) == seen
+
+
+def sharded_fp8(folder, scale):
+    codes = np.full((256, 256), 0x38, np.uint8).view(ml_dtypes.float8_e4m3fn)
+    safeload.numpy.save_file({"w.weight": codes}, folder / "codes.safetensors")
+    safeload.numpy.save_file({"w.weight_scale_inv": scale}, folder / "scales.safetensors")
+    weight_map = {"w.weight": "codes.safetensors", "w.weight_scale_inv": "scales.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    store = Served.folder(folder, head=8)
+    return store, safeload.open(store.at("mem://model"))
+
+
+def test_a_scale_that_is_not_finite_has_the_error_of_a_local_file(tmp_path):
+    _, opened = sharded_fp8(tmp_path, np.array([[1, 1], [1, np.inf]], np.float32))
+    with pytest.raises(FormatError) as local:
+        safeload.load(tmp_path, dtype="float32")
+    with pytest.raises(FormatError) as there:
+        opened.load(dtype="float32")
+    assert there.value.args == local.value.args
+    assert there.value.path == "mem://model/scales.safetensors"
+
+
+@pytest.mark.parametrize("last", ["codes", "scales"])
+def test_an_error_of_a_value_names_the_file_of_the_codes_whichever_part_comes_last(tmp_path, last):
+    store, opened = sharded_fp8(tmp_path, np.full((2, 2), 1e38, np.float32))  # 448e38 is infinite
+    safeload.numpy.save_file(
+        {"w.weight": np.full((256, 256), 448, ml_dtypes.float8_e4m3fn)}, tmp_path / "codes.safetensors"
+    )
+    store.content["mem://model/codes.safetensors"] = (tmp_path / "codes.safetensors").read_bytes()
+    store.failing[f"mem://model/{last}.safetensors"] = lambda begin, end: time.sleep(0.1)
+    with pytest.raises(safeload.RangeError) as there:
+        safeload.load_quantized(opened, "q8_0")
+    assert there.value.path == "mem://model/codes.safetensors"
 
 
 def test_every_file_is_asked_whether_it_has_changed():

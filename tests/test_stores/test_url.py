@@ -38,6 +38,8 @@ def test_a_scheme_makes_a_url(path, is_url):
         ("https://host#s3cr3t", "https://host"),
         ("https://me:s3@cr3t@host/a", "https://host/a"),
         ("https://me:s3cr3t/s3cr3t@host/a", "https://host/a"),
+        ("https://me:s3cr3t?s3cr3t@host/a?s3cr3t", "https://host/a"),
+        ("https://me:s3cr3t#s3cr3t@host", "https://host"),
         ("https://[fe80::1]:8/a?s3cr3t", "https://[fe80::1]:8/a"),
         ("https://[::1]/a@b?s3cr3t", "https://[::1]/a@b"),
         ("https://me:s3cr3t@[::ffff:1.2.3.4]/a", "https://[::ffff:1.2.3.4]/a"),
