@@ -104,7 +104,8 @@ REASONS = {
     "processor's time": (
         "on a link of 1 Gbit/s three quarters of ours is the system's. Fewer connections, and a receive of at least "
         "64 or 256 KiB (SO_RCVLOWAT), made no difference. It varies twofold with what else the machine does. Over "
-        "TLS the reason is not known."
+        "TLS strace counts 153,000 reads and 453,000 calls of futex for 0.6 GB on 16 threads, and 2,400 and 49 of the "
+        "peer, which has one: it makes waiting longer itself, so that the second number is an upper bound."
     ),
     "transposed to float16": (
         "np.stack of transposed views gives an array that is not C-contiguous and moves nothing across; ours "

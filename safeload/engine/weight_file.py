@@ -15,6 +15,7 @@ from ..base.table import Table, TensorInfo
 from ..errors import UnsupportedError
 from ..stores.files import LOCAL, Files
 from ..stores.local import Descriptor, LocalStore, compare, descriptor_of, open_local
+from ..stores.remote import RemoteStore
 from ..stores.store import ByteStore, read_at
 
 
@@ -100,6 +101,13 @@ class WeightFile:
         if descriptor is None:
             raise UnsupportedError(f"{self.path} is not a local file, which this needs", path=self.path)
         return descriptor
+
+    def check_open(self) -> None:
+        """Raises ValueError after `close`."""
+        if isinstance(self.store, RemoteStore):
+            self.store.check_open()
+        else:
+            _ = self.descriptor
 
     def close(self) -> None:
         """Closes the store; arrays over mappings stay valid."""

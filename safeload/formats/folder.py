@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -69,7 +70,7 @@ def open_path(path: str, wanted: Wanted) -> Shards:
     if files.is_folder(path):
         return open_folder(path, wanted)
     if name.endswith(".json"):
-        if not files.remote and not files.exists(path):
+        if not files.remote and not os.path.lexists(path):
             raise os_error(errno.ENOENT, path)
         return open_index(path, wanted)
     return open_parts(open_file(path, wanted), wanted)

@@ -46,8 +46,7 @@ class TensorSlice:
             self.dtype = dtypes.array_dtype(target.number)
 
     def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...], str | None]:
-        if not self._file.remote:
-            _ = self._file.descriptor  # raises if the file is closed
+        self._file.check_open()
         dtype = None if self._target is None else self._target.name
         return self._file.place, tuple(self._wanted), self._file.table.names[self._index], seen, dtype
 

@@ -35,9 +35,6 @@ class Files(Protocol):
     def is_folder(self, path: str) -> bool:
         """Whether there is a folder at a path."""
 
-    def exists(self, path: str) -> bool:
-        """Whether there is anything at a path."""
-
     def listing(self, folder: str) -> list[tuple[str, bool]]:
         """Names in a folder, sorted, and whether each is a folder itself; hidden ones are left out."""
 
@@ -93,10 +90,6 @@ class LocalFiles:
     def is_folder(self, path: str) -> bool:
         """See `Files`."""
         return os.path.isdir(path)
-
-    def exists(self, path: str) -> bool:
-        """See `Files`."""
-        return os.path.lexists(path)
 
     def listing(self, folder: str) -> list[tuple[str, bool]]:
         """See `Files`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 from typing import Any
 
 from ..base.paths import PathLike, native_path
@@ -41,7 +42,7 @@ def read_version(path: str, what: str, files: Files = LOCAL) -> tuple[dict[str, 
 
 def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] | None:
     """What `read_json` returns; None if there is no file."""
-    if not files.remote and not files.exists(path):
+    if not files.remote and not os.path.lexists(path):
         return None
     try:
         return read_json(path, what, files)

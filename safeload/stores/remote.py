@@ -15,8 +15,9 @@ from .store import ByteStore, Memory, Span
 
 # Bytes of the first request: 97 % of the headers of the Hub's safetensors files fit into 100,000.
 WINDOW = 128 << 10
-# Ranges that are read ahead are read together, with the gap between them, if it has at most this many bytes.
-_GAP = 64 << 10
+# Ranges that are read ahead are read together, with the gap between them, if it has at most this many bytes; and as
+# many ranges as this many bytes hold.
+_GAP, _TOGETHER = 64 << 10, 8 << 20
 
 
 class RemoteStore(ABC):
@@ -34,6 +35,7 @@ class RemoteStore(ABC):
     path: str
     size: int
     version: tuple[Any, ...]
+    _closed = False
 
     def __init__(self) -> None:
         self._windows: dict[int, bytes] = {}  # by offset
@@ -67,11 +69,18 @@ class RemoteStore(ABC):
         """
 
     def close(self) -> None:
-        """Releases what the store holds."""
+        """Releases what the store holds. Nothing more is read from it, whatever it would have."""
+        self._closed = True
         self._drop()
+
+    def check_open(self) -> None:
+        """Raises ValueError after `close`."""
+        if self._closed:
+            raise ValueError(f"{self.path} is closed")
 
     def read_into(self, offset: int, memory: Memory) -> None:
         """Fills memory with the bytes from ``offset`` on; see `read_spans` for errors."""
+        self.check_open()
         view = memoryview(memory).cast("B")  # type: ignore[arg-type]
         if not view.nbytes:
             return
@@ -117,6 +126,7 @@ class RemoteStore(ABC):
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Bytes of the file, fewer at its end: from a window, or from the file with what lies behind them."""
+        self.check_open()
         size = max(0, min(size, self.size - offset))
         if not size:
             return b""
@@ -128,27 +138,32 @@ class RemoteStore(ABC):
             if offset < end:
                 return content[offset - begin :] + self.read_at(end, offset + size - end)
         begin = max(0, min(offset, self.size - WINDOW))
-        self._fetch(begin, max(offset + size, min(begin + WINDOW, self.size)))
-        found = self.held(offset, size)
-        assert found is not None
-        return found
-
-    def _fetch(self, begin: int, end: int) -> None:
-        memory = bytearray(end - begin)
+        memory = bytearray(max(offset + size, min(begin + WINDOW, self.size)) - begin)
         self.read_into(begin, memory)
-        self.keep(begin, bytes(memory))
+        content = bytes(memory)
+        self.keep(begin, content)
+        return content[offset - begin : offset - begin + size]
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Reads ranges [begin, end) that `read_at` will be asked for, many at a time."""
-        wanted: list[list[int]] = []
-        for begin, end in sorted((max(0, begin), min(end, self.size)) for begin, end in ranges):
+        requests: list[list[tuple[int, int]]] = []
+        for begin, end in sorted({(max(0, begin), min(end, self.size)) for begin, end in ranges}):
             if begin >= end or self.held(begin, end - begin) is not None:
                 continue
-            if wanted and begin - wanted[-1][1] <= _GAP:
-                wanted[-1][1] = max(wanted[-1][1], end)
+            last = requests[-1] if requests else None
+            if last is not None and begin - last[-1][1] <= _GAP and end - last[0][0] <= _TOGETHER:
+                last.append((begin, end))
             else:
-                wanted.append([begin, end])
-        each(lambda one: self._fetch(*one), wanted)
+                requests.append([(begin, end)])
+        each(self._fetch_all, requests)
+
+    def _fetch_all(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Reads ranges in one request, and keeps them, but not what is between them."""
+        first = ranges[0][0]
+        memory = memoryview(bytearray(max(end for _, end in ranges) - first))
+        self.read_into(first, memory)
+        for begin, end in ranges:
+            self.keep(begin, bytes(memory[begin - first : end - first]))
 
 
 class ForeignStore(RemoteStore):
@@ -191,6 +206,7 @@ def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
     """Fills spans from any store; see `RemoteStore.read_spans`."""
     begin, end = spans[0].offset, spans[-1].end
     if isinstance(store, RemoteStore):
+        store.check_open()
         held = store.held(begin, end - begin)
         if held is None:
             store.read_spans(spans)

@@ -116,18 +116,6 @@ class RemoteFiles:
         """See `Files`."""
         return self.backend(path).is_folder(path) if urls.is_url(path) else LOCAL.is_folder(path)
 
-    def exists(self, path: str) -> bool:
-        """See `Files`."""
-        if not urls.is_url(path):
-            return LOCAL.exists(path)
-        if self.backend(path).is_folder(path):
-            return True
-        try:
-            self.open(path).close()
-        except FileNotFoundError:
-            return False
-        return True
-
     def listing(self, folder: str) -> list[tuple[str, bool]]:
         """See `Files`."""
         if not urls.is_url(folder):

@@ -90,9 +90,6 @@ class Served:
     def is_folder(self, path):
         return any(one.startswith(path.rstrip("/") + "/") for one in self.content)
 
-    def exists(self, path):
-        return path in self.content or self.is_folder(path)
-
     def listing(self, folder):
         start = folder.rstrip("/") + "/"
         inside = [one.removeprefix(start) for one in self.content if one.startswith(start)]

@@ -163,8 +163,6 @@ def test_a_missing_file_is_not_found(chain, memory, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.bin") as caught:
         files.open(f"{chain}{memory}/none.bin")
     assert caught.value.filename == f"{chain}{memory}/none.bin"
-    assert not files.exists(f"{chain}{memory}/none.bin")
-    assert files.exists(f"{chain}{memory}/model.bin")
 
 
 def test_a_folder_is_not_a_file(memory):
@@ -406,7 +404,7 @@ def test_a_folder_is_listed(chain, memory, tmp_path):
     assert files.listing(folder) == files.listing(folder + "/") == expected
     assert [files.is_folder(files.join(folder, name)) for name, _ in expected] == [False, False, True]
     assert not files.is_folder(folder + "/none")
-    assert files.exists(folder)
+    assert files.is_folder(folder)
     with pytest.raises(FileNotFoundError):
         files.listing(folder + "/none")
 

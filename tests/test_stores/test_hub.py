@@ -102,7 +102,6 @@ def test_folders_are_those_of_the_list_of_files(server, files):
     assert files.is_folder("hf://owner/name/original/")
     assert not files.is_folder("hf://owner/name/orig")
     assert not files.is_folder("hf://owner/other")
-    assert not files.exists("hf://owner/name/none")
     assert server.kinds == {"api": 2}
 
 

@@ -7,7 +7,10 @@ import threading
 
 import numpy as np
 import pytest
+from builders.remote import Served
 
+import safeload
+import safeload.numpy
 from safeload import FormatError
 from safeload.stores.remote import WINDOW, RemoteStore
 from safeload.stores.store import Span
@@ -104,6 +107,19 @@ def test_what_is_read_ahead_is_read_together():
     assert store.requests == []
 
 
+def test_what_is_read_ahead_takes_no_memory_for_what_is_between():
+    """The headers of an archive with a million small entries would bring all of it."""
+    size = 64 << 20
+    store = Store(bytes(size))
+    store.prefetch([(at, at + 500) for at in range(0, size, 60_000)])
+    assert max(end - begin for begin, end in store.requests) <= 8 << 20
+    assert len(store.requests) == 8
+    assert sum(map(len, store._windows.values())) == 500 * -(-size // 60_000)
+    store.requests.clear()
+    assert store.read_at(600_000, 500) == bytes(500)
+    assert store.requests == []
+
+
 def test_threads_may_read_while_others_fetch():
     store = Store()
     store.prefetch([(k * 100_000 % len(CONTENT), k * 100_000 % len(CONTENT) + 1) for k in range(100)])
@@ -134,3 +150,30 @@ def test_stores_are_not_copied(way):
 
 def test_a_span_knows_its_end():
     assert Span(5, memoryview(bytearray(3))).end == 8
+
+
+@pytest.mark.parametrize("size", [5, 100_000])
+@pytest.mark.parametrize("where", ["memory", "local"])
+def test_a_closed_checkpoint_gives_nothing_more_not_even_what_came_with_the_first_request(size, where, tmp_path):
+    content = safeload.numpy.save({"w": np.arange(float(size))})
+    (tmp_path / "a.safetensors").write_bytes(content)
+    store = Served({"mem://m/a.safetensors": content})
+    opened = safeload.open(tmp_path / "a.safetensors" if where == "local" else store.at("mem://m/a.safetensors"))
+    rows, stream = opened.get_slice("w"), opened.stream()
+    opened.close()
+    store.requests.clear()
+    for use in (
+        lambda: opened["w"],
+        opened.load,
+        lambda: rows[:3],
+        lambda: pickle.dumps(rows),
+        lambda: copy.copy(rows),
+        lambda: list(stream),
+        lambda: safeload.stats(opened),
+        lambda: safeload.validate(opened),
+        lambda: safeload.load_quantized(opened, "int8"),
+        lambda: safeload.convert(opened, tmp_path / "b.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=r"a\.safetensors is closed"):
+            use()
+    assert not store.requests

@@ -192,7 +192,6 @@ def test_what_is_missing_is_not_found(files):
         with pytest.raises(FileNotFoundError, match=url) as caught:
             files.open(url)
         assert caught.value.__context__ is None
-        assert not files.exists(url)
 
 
 def test_folders_are_listed(fs, files):

@@ -6,6 +6,7 @@ the whole.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,7 +56,7 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
         )
     else:
         paths = [files.join(folder, f"{name[1]}-{k + 1:05}-of-{count:05}{name[4]}") for k in range(count)]
-    missing = [] if files.remote else [path for path in paths if not files.exists(path)]
+    missing = [] if files.remote else [path for path in paths if not os.path.lexists(path)]
     if not missing:
         try:
             parts = files.each(lambda k: file if k == number else open_part(paths[k]), range(count))

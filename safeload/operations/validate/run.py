@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -181,7 +182,7 @@ def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], want
     (place,), where = places_of([path])
     text = where.shown(place)
     report = ValidationReport(text)
-    if not where.remote and not where.exists(place):
+    if not where.remote and not os.path.lexists(place):
         raise os_error(errno.ENOENT, text)
     try:
         opened = open()
