@@ -34,7 +34,7 @@ _LONG_FROM = 1 << 30
 _GAP, _SMALL_GAP = 1 << 20, 64 << 10
 # Bytes of jobs that are planned together, which is also what callers ask for that read in pieces: enough for many
 # requests. Bytes of staging memory in use, but at least what one job needs.
-WINDOW, _STAGED = 64 << 20, 256 << 20
+WINDOW, _STAGED = 64 << 20, 192 << 20
 # Seconds after which a thread that waits for staging memory looks whether it is still wanted.
 _POLL = 0.05
 
