@@ -144,6 +144,13 @@ class Location:
     Attributes:
         files: see above.
         path: see above.
+
+    Example:
+        >>> import fsspec
+        >>> import safeload.remote
+        >>> folder = safeload.remote.of_fsspec(fsspec.filesystem("memory"), "models")
+        >>> folder / "model.safetensors"
+        <Location memory:///models/model.safetensors>
     """
 
     __slots__ = ("files", "path")
