@@ -66,6 +66,9 @@ class Recipe(NamedTuple):
     stored: bool = False
     files: Files = LOCAL
 
+    def __repr__(self) -> str:
+        return f"<Recipe {', '.join(map(self.files.shown, self.paths))}>"  # paths hold the secrets of URLs
+
     @property
     def options(self) -> Wanted:
         """Options for opening each of the files."""
@@ -99,6 +102,9 @@ class Found(NamedTuple):
     notes: Sequence[str] = ()
     recipe: Recipe | None = None
     complete: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Found {self.title}>"  # the path of an index holds the secrets of its URL
 
 
 def find(

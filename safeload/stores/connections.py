@@ -41,6 +41,8 @@ _DRAINED = 16 << 10
 # A receive over TLS gives one record of at most 16 KiB. This many bytes are taken together: C asks for the next record
 # faster than the loop around it.
 _RECORDS = 128 << 10
+# Heads of an answer: "100 Continue", which no request asks for, may come before the last one, without end.
+_HEADS = 10
 _PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
 
 _of_thread = threading.local()
@@ -84,8 +86,15 @@ class _Body(http.client.HTTPResponse):
         super().__init__(*arguments, **options)
         exchange = _exchange()
         self._tls = exchange is not None and exchange.tls
+        self._heads = 0
         if exchange is not None:
             exchange.body = self
+
+    def _read_status(self) -> Any:
+        self._heads += 1
+        if self._heads > _HEADS:
+            raise http.client.HTTPException(f"more than {_HEADS} heads before the answer")
+        return super()._read_status()  # type: ignore[misc]
 
     def receive(self, memory: memoryview) -> int:
         """Fills the beginning of memory with what has arrived. Returns the number of bytes, 0 at the end."""

@@ -178,7 +178,7 @@ class Filesystem:
 
     def _check_size(self, handle: Handle, path: str, name: str, shown: str) -> None:
         try:
-            whole = handle.call("info", path)["size"]
+            whole = handle.info(shown, path)["size"]
         except Exception:  # the store is out of reach, and the cache is there for that
             return
         if isinstance(whole, int) and os.path.getsize(name) != whole:

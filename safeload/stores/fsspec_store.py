@@ -57,7 +57,9 @@ class Handle:
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Calls a method of the filesystem; the call ends with `stop.current`, and by Ctrl-C."""
-        fs = self.fs
+        return self._call(self.fs, name, *arguments, **named)
+
+    def _call(self, fs: Any, name: str, *arguments: Any, **named: Any) -> Any:
         if not isinstance(fs, AsyncFileSystem) or getattr(fs, "fs", None) is not None:  # a wrapper decides by itself
             return getattr(fs, name)(*arguments, **named)
         future = asyncio.run_coroutine_threadsafe(getattr(fs, f"_{name}")(*arguments, **named), fs.loop)
@@ -75,13 +77,19 @@ class Handle:
         return checked(lambda: self.call(name, *arguments, **named), url, self.secrets)
 
     def info(self, url: str, path: str) -> dict[str, Any]:
-        """What the store says about a path now, not what a cache says."""
+        """What the store says about a path now, not what a cache says.
+
+        Nor does it ask a cache, which looks into the folder: http has none.
+        """
 
         def read() -> Any:
-            self.fs.invalidate_cache(path)
-            method = getattr(self.fs, "_info", None) or self.fs.info
+            fs = self.fs
+            while isinstance(fs, CachingFileSystem):
+                fs = fs.fs
+            fs.invalidate_cache(path)
+            method = getattr(fs, "_info", None) or fs.info
             again = {"refresh": True} if "refresh" in inspect.signature(method).parameters else {}
-            return self.call("info", path, **again)
+            return self._call(fs, "info", path, **again)
 
         return dict(checked(read, url, self.secrets))
 

@@ -282,7 +282,7 @@ class HttpStore(RemoteStore):
         if isinstance(found, Failure):
             return found
         self.size, window = found
-        self._etag, self._modified = exchange.headers.get("ETag"), exchange.headers.get("Last-Modified")
+        self._etag, self._modified = exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified")
         self.version = (self.size, self._etag or self._modified)
         self._route = _Route(url, url != self._target.url, True)
         self.keep(0, window)
@@ -363,7 +363,7 @@ class HttpStore(RemoteStore):
         total = _total(exchange)
         if total is not None:
             compare((total,), self.version[:1], self.path)
-        etag, modified = exchange.headers.get("ETag"), exchange.headers.get("Last-Modified")
+        etag, modified = exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified")
         if exchange.status == 412:
             same = False
         elif exchange.status != 206:

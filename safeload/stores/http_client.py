@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import math
 import os
 import re
@@ -106,7 +107,7 @@ def checked_headers(headers: Any) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError("headers: names and values are texts")
         if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
-            raise ValueError(f"headers: {show(name)} cannot be the name of a header")
+            raise ValueError("headers: a name has characters that no name of a header can have")
         if not all(" " <= char <= "\xff" or char == "\t" for char in value) or "\x7f" in value:
             raise ValueError(f"headers: the value of {name} has a character that no header can have")
         if name.lower() in _OWN_HEADERS:
@@ -131,6 +132,8 @@ def _context_of(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
         return lambda: given
     if not isinstance(verify, (bool, str, os.PathLike)):
         raise TypeError(f"verify: a bool, or a path of certificates, is wanted, found {show(verify)}")
+    if not isinstance(verify, bool) and not os.path.exists(verify):
+        raise FileNotFoundError(errno.ENOENT, "verify: no such file of certificates", os.fspath(verify))
     return partial(_context, verify)
 
 

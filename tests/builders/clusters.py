@@ -113,8 +113,8 @@ def die_while_reading(note: str) -> None:
     opened = sources.opened
 
     @contextmanager
-    def dying(sources, names):
-        with opened(sources, names) as catalog:
+    def dying(*arguments):
+        with opened(*arguments) as catalog:
             with suppress(FileExistsError):
                 os.close(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -83,9 +83,9 @@ def test_whatever_is_not_in_the_subset_is_refused(text):
     ids=range(5),
 )  # fmt: skip
 def test_no_pattern_takes_longer_than_its_length_times_that_of_the_name(text):
-    begin = time.perf_counter()
+    begin = time.process_time()
     Pattern(text, "config_groups").matches("a" * 1000)
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 def test_errors_show_the_pattern_escaped():

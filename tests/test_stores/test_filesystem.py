@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from builders.http_server import Server
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -112,6 +113,18 @@ def test_the_bytes_are_right(chain, memory, tmp_path):
     assert isinstance(store, LocalStore) == (chain in ("filecache::", "simplecache::"))
     assert_reads(store)
     store.close()
+
+
+@pytest.mark.parametrize("cache", ["blockcache", "filecache", "simplecache"])
+def test_a_cache_of_https_which_lists_no_folders(cache, tmp_path):
+    pytest.importorskip("aiohttp")
+    with Server({"/model.bin": CONTENT}) as server:
+        files = RemoteFiles({cache: {"cache_storage": str(tmp_path / "cache")}})
+        store = files.open(f"{cache}::{server.url('/model.bin')}")
+        assert_reads(store)
+        store.close()
+        with pytest.raises(FileNotFoundError, match=r"none\.bin"):
+            files.open(f"{cache}::{server.url('/none.bin')}")
 
 
 def test_a_read_takes_one_call(faulty):

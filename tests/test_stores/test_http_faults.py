@@ -222,6 +222,22 @@ def test_a_file_that_is_replaced_is_an_error(etag):
         store.close()
 
 
+def test_an_empty_etag_is_none():
+    with serve(server.header("ETag", "")) as there:
+        store = Web({}).open(there.url("/a"))
+        assert read(store) == CONTENT[WINDOW:]
+        assert store.version[1].endswith("GMT")
+        assert not any("if-match" in request.headers for request in there.requests)
+        store.close()
+
+
+def test_heads_without_end_before_an_answer_are_an_error():
+    """http.client would skip them for ever."""
+    raw = b"HTTP/1.1 100 Continue\r\n\r\n" * 5000
+    with serve(server.garbage(raw)) as there, pytest.raises(RemoteError, match="not HTTP; tried 5 times"):
+        Web({}).open(there.url("/a"))
+
+
 def test_a_weak_etag_is_not_sent_back():
     with serve(etag="weak") as there:
         store = Web({}).open(there.url("/a"))
