@@ -237,18 +237,14 @@ class _Window:
             assert isinstance(file, WeightFile)
             self.pieces.append(_Piece(file, job.offset, job.offset + job.size, job.memory, name))
             return
-        wanted: dict[str, tuple[Any, int, int]] = {"": (file, job.offset, job.offset + _extent(job))}
-        if job.packed is not None:
-            wanted.update(job.packed.stored())
         pieces: dict[str, _Piece] = {}
-        for role, place in wanted.items():
-            if is_remote(place[0]) and place[1] < place[2]:
-                piece = self._shared.get(place)
-                if piece is None:
-                    piece = self._shared[place] = _Piece(*place, name=name)
-                    self.pieces.append(piece)
-                    self.staged += -(-(place[2] - place[1]) // ALIGNMENT) * ALIGNMENT
-                pieces[role] = piece
+        for role, place in _remote_parts(job).items():
+            piece = self._shared.get(place)
+            if piece is None:
+                piece = self._shared[place] = _Piece(*place, name=name)
+                self.pieces.append(piece)
+                self.staged += -(-(place[2] - place[1]) // ALIGNMENT) * ALIGNMENT
+            pieces[role] = piece
         work = _Work(job, pieces)
         for piece in pieces.values():
             piece.works.append(work)
@@ -300,7 +296,15 @@ def _windows(jobs: Iterable[Job], most: int) -> Iterator[_Window]:
 
 
 def _reads_remote(job: Job) -> bool:
-    return bool(job.size) and any(map(is_remote, job.files))
+    return bool(job.size) and any(map(is_remote, job.files)) and bool(_remote_parts(job))
+
+
+def _remote_parts(job: Job) -> dict[str, tuple[Any, int, int]]:
+    """What a job reads from the network: by role the file and the bytes; under "" what it reads itself."""
+    wanted: dict[str, tuple[Any, int, int]] = {"": (job.file, job.offset, job.offset + _extent(job))}
+    if job.packed is not None:
+        wanted.update(job.packed.stored())
+    return {role: place for role, place in wanted.items() if is_remote(place[0]) and place[1] < place[2]}
 
 
 def _is_direct(job: Job) -> bool:

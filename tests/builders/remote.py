@@ -5,7 +5,7 @@ import time
 
 from safeload.errors import UnsupportedError, missing_file
 from safeload.stores.crew import each
-from safeload.stores.files import Location
+from safeload.stores.files import LOCAL, Location
 from safeload.stores.remote import RemoteStore, fill
 
 
@@ -83,6 +83,8 @@ class Served:
         return sum(end - begin for _, begin, end in self.requests)
 
     def open(self, path):
+        if "://" not in path:
+            return LOCAL.open(path)
         if path not in self.content:
             raise missing_file(path, f"No such file: {path}")
         return ServedStore(self, path)

@@ -10,11 +10,14 @@ import pytest
 from builders.remote import Served
 
 import safeload.numpy
+from safeload.base import dtypes
 from safeload.base.scheme import SCHEMES
-from safeload.engine import fetch, jobs
+from safeload.engine import fetch, jobs, restore
+from safeload.engine.memory import address_of
 from safeload.errors import FormatError, RemoteError
 from safeload.stores import crew
 
+F32 = dtypes.BY_CODE["F32"].number
 URL = "mem://model/model.safetensors"
 HEAD = 128 << 10
 
@@ -316,6 +319,42 @@ def test_a_scale_that_is_not_finite_has_the_error_of_a_local_file(tmp_path):
         opened.load(dtype="float32")
     assert there.value.args == local.value.args
     assert there.value.path == "mem://model/scales.safetensors"
+
+
+@pytest.mark.parametrize("local", ["codes", "scales"])
+def test_codes_and_scales_may_be_on_this_machine_and_in_a_store(tmp_path, local):
+    store, _ = sharded_fp8(tmp_path, np.full((2, 2), 3, np.float32))
+    paths = [
+        str(tmp_path / f"{name}.safetensors") if name == local else store.at(f"mem://model/{name}.safetensors")
+        for name in ("codes", "scales")
+    ]
+    same(safeload.load(paths, dtype="float32"), safeload.load(tmp_path, dtype="float32"))
+
+
+def test_a_part_in_a_store_that_has_no_bytes_is_not_waited_for(tmp_path):
+    _, opened = sharded_fp8(tmp_path, np.full((2, 2), 3, np.float32))
+    scales = next(file for file in opened.weight_files if "scales" in file.path)
+    local = safeload.open(tmp_path)
+    out = np.zeros((256, 256), np.float32)
+    (packed,) = [file.table.packed(0) for file in local.weight_files if file.table.packed(0) is not None]
+    empty = packed.parts["scale"]._replace(name="empty", file=scales, begin=0, end=0)
+    (job,) = restore.restore_jobs(packed, address_of(out), F32, "w")
+    job = job._replace(packed=WithPart(job.packed, empty))
+    jobs.Batch([job]).run()
+    assert (out == safeload.load(tmp_path, dtype="float32")["w.weight"]).all()
+
+
+class WithPart:
+    """Packed codes with one more part, which they do not need."""
+
+    def __init__(self, packed, part):
+        self._packed, self._part = packed, part
+
+    def __getattr__(self, name):
+        return getattr(self._packed, name)
+
+    def stored(self):
+        return {**self._packed.stored(), "more": (self._part.file, self._part.begin, self._part.end)}
 
 
 @pytest.mark.parametrize("last", ["codes", "scales"])
