@@ -293,8 +293,8 @@ typedef struct sl_gguf {
 
 /* Reads and validates everything before the data of an open file of `file_size` bytes; the data is not touched. */
 int32_t sl_gguf_read(int64_t file, uint64_t file_size, sl_table **table, sl_gguf **gguf, sl_error *error);
-/* The same of a file whose first `held` bytes are in memory. SL_E_TRUNCATED when the header is longer: call again with at
- * least as many bytes as error->position says. */
+/* The same of a file whose first `held` bytes are in memory. SL_E_TRUNCATED when the header is longer: call again with
+ * at least as many bytes as error->position says. */
 int32_t sl_gguf_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table, sl_gguf **gguf,
                            sl_error *error);
 void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */

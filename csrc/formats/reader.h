@@ -1,14 +1,14 @@
 /* Reads the fields of a binary format in order from a file, of which a growing prefix is held in memory. Read, never
- * mapped: a file that shrinks meanwhile causes an error, not a SIGBUS. Or from the first bytes of a file that the caller
- * has in memory. */
+ * mapped: a file that shrinks meanwhile causes an error, not a SIGBUS. Or from the first bytes of a file that the
+ * caller has in memory. */
 #ifndef SL_READER_H
 #define SL_READER_H
 
 #include "platform/platform.h"
 
 typedef struct sl_reader {
-    int64_t file;       /* SL_MEMORY: `given` */
-    const void *given;  /* the first bytes of the file */
+    int64_t file;      /* SL_MEMORY: `given` */
+    const void *given; /* the first bytes of the file */
     uint64_t given_size;
     uint64_t file_size;
     uint8_t *bytes; /* [0, held) of the file, owned; moves when more is held */
