@@ -68,7 +68,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if sdist.is_file():
             with tarfile.open(sdist) as archive:
-                archive.extractall(Path(folder) / "sdist", filter="data")
+                filtered = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # PEP 706: 3.11.4, 3.10.12
+                archive.extractall(Path(folder) / "sdist", **filtered)
             sdist = next((Path(folder) / "sdist").iterdir())
         tests = Path(folder) / "tests"
         (tests / "tests" / "data").mkdir(parents=True)  # they write files here too
