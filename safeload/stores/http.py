@@ -16,7 +16,7 @@ from . import url as urls
 from .connections import Exchange
 from .http_client import Client, Target, origin_of, redirected, target_of
 from .local import compare
-from .remote import WINDOW, RemoteStore, fill
+from .remote import WINDOW, RemoteStore
 from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status
 from .stop import current
 from .store import Span
@@ -179,11 +179,6 @@ class HttpStore(RemoteStore):
         """See `RemoteStore.read_spans`."""
         spans = [span for span in spans if len(span.memory)]
         if not spans:
-            return
-        begin, end = spans[0].offset, spans[-1].end
-        held = self.held(begin, end - begin)
-        if held is not None:
-            fill(spans, begin, held)
             return
         wanted = _Wanted(spans)
         self._persist(wanted, lambda exchange, url: self._read(exchange, url, wanted))

@@ -86,7 +86,7 @@ class RemoteStore(ABC):
             return
         if offset + view.nbytes > self.size:
             raise FormatError(f"the file ends at byte {self.size}", self.path, self.size)
-        self.read_spans([Span(offset, view)])
+        read_spans(self, [Span(offset, view)])
 
     # ---- small reads ----
 
@@ -203,7 +203,7 @@ class ForeignStore(RemoteStore):
 
 
 def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
-    """Fills spans from any store; see `RemoteStore.read_spans`."""
+    """Fills spans from any store, from what it holds if that is enough; see `RemoteStore.read_spans`."""
     begin, end = spans[0].offset, spans[-1].end
     if isinstance(store, RemoteStore):
         store.check_open()

@@ -6,7 +6,7 @@ import time
 from safeload.errors import UnsupportedError, missing_file
 from safeload.stores.crew import each
 from safeload.stores.files import LOCAL, Location
-from safeload.stores.remote import RemoteStore, fill
+from safeload.stores.remote import WINDOW, RemoteStore, fill
 
 
 class ServedStore(RemoteStore):
@@ -121,3 +121,10 @@ class Served:
 
     def each(self, function, items):
         return each(function, items)
+
+
+def read(store, begin=WINDOW, end=None):
+    """Bytes of a store, from behind its first window on."""
+    memory = bytearray((store.size if end is None else end) - begin)
+    store.read_into(begin, memory)
+    return bytes(memory)

@@ -15,6 +15,7 @@ import warnings
 import pytest
 from builders import http_faults as server
 from builders.http_server import CERTIFICATE, Server
+from builders.remote import read
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
@@ -29,6 +30,8 @@ client = importlib.import_module("safeload.stores.http_client")
 http = importlib.import_module("safeload.stores.http")
 Web = http.Web
 
+pytestmark = pytest.mark.usefixtures("quick_web")
+
 MIB = 1 << 20
 CONTENT = os.urandom(MIB)
 SIZE = len(CONTENT)
@@ -36,22 +39,8 @@ FILES = {"/a": CONTENT, "/b": CONTENT, "/c": CONTENT}
 SECRETS = ("s3cr3t", "us3r", "t0ken", "qu3ry", base64.b64encode(b"us3r:s3cr3t").decode())
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(retries, "_BACKOFF", 0.01)
-    for name in list(os.environ):
-        if name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-
-
 def serve(*faults, files=FILES, **options):
     return Server(files, faults=faults, **options)
-
-
-def read(store, begin=WINDOW, end=SIZE):
-    memory = bytearray(end - begin)
-    store.read_into(begin, memory)
-    return bytes(memory)
 
 
 # ---- secrets ----

@@ -17,6 +17,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from builders import http_faults as server
 from builders.http_server import CERTIFICATE, Server
+from builders.remote import read
 
 from safeload.stores import crew
 from safeload.stores.remote import WINDOW
@@ -28,6 +29,8 @@ connections = importlib.import_module("safeload.stores.connections")
 http = importlib.import_module("safeload.stores.http")
 Web = http.Web
 
+pytestmark = pytest.mark.usefixtures("quick_web")
+
 MIB = 1 << 20
 CONTENT = os.urandom(MIB)
 SIZE = len(CONTENT)
@@ -36,22 +39,8 @@ SOON = 15
 FILES = {"/a": CONTENT, "/b": CONTENT, "/c": CONTENT}
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(retries, "_BACKOFF", 0.01)
-    for name in list(os.environ):
-        if name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-
-
 def serve(*faults, files=FILES, **options):
     return Server(files, faults=faults, **options)
-
-
-def read(store, begin=WINDOW, end=SIZE):
-    memory = bytearray(end - begin)
-    store.read_into(begin, memory)
-    return bytes(memory)
 
 
 def test_connections_are_kept_until_the_last_file_is_closed():

@@ -8,16 +8,19 @@ import time
 import pytest
 from builders import http_faults as server
 from builders.http_server import CERTIFICATE, Server
+from builders.remote import read
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError
-from safeload.stores.remote import WINDOW
+from safeload.stores.remote import WINDOW, read_spans
 from safeload.stores.store import Span
 
 pytest.importorskip("urllib3")
 retries = importlib.import_module("safeload.stores.retries")
 http = importlib.import_module("safeload.stores.http")
 Web, WHOLE = http.Web, http.WHOLE
+
+pytestmark = pytest.mark.usefixtures("quick_web")
 
 MIB = 1 << 20
 CONTENT = os.urandom(3 * MIB)
@@ -26,23 +29,8 @@ SMALL = b"small" * 100
 FILES = {"/a": CONTENT, "/small": SMALL, "/empty": b""}
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Waits are tested by their own test."""
-    monkeypatch.setattr(retries, "_BACKOFF", 0.01)
-    for name in list(os.environ):
-        if name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-
-
 def serve(*faults, files=FILES, **options):
     return Server(files, faults=faults, **options)
-
-
-def read(store, begin=WINDOW, end=SIZE):
-    memory = bytearray(end - begin)
-    store.read_into(begin, memory)
-    return bytes(memory)
 
 
 # ---- what passes ----
@@ -328,7 +316,7 @@ def test_a_small_file_is_read_in_one_request():
         store = Web({}).open(there.url("/small"))
         assert read(store, 0, len(SMALL)) == SMALL
         one, two = bytearray(3), bytearray(4)
-        store.read_spans([Span(1, memoryview(one)), Span(10, memoryview(two))])
+        read_spans(store, [Span(1, memoryview(one)), Span(10, memoryview(two))])
         assert (bytes(one), bytes(two)) == (SMALL[1:4], SMALL[10:14])
         assert len(there.requests) == 1
         store.close()
