@@ -174,7 +174,7 @@ try:
 except KeyboardInterrupt:
     print(len(written))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "1\n", done.stderr
 
 

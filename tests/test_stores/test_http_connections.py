@@ -196,7 +196,7 @@ except KeyboardInterrupt:
     print("ended")
 """
     with serve(server.silent()) as there:
-        child = subprocess.Popen([sys.executable, "-c", code, there.url("/a")], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen([sys.executable, "-I", "-c", code, there.url("/a")], stdout=subprocess.PIPE, text=True)
         while not there.requests:
             assert child.poll() is None
             time.sleep(0.01)
