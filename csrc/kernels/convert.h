@@ -26,7 +26,10 @@ extern const sl_kernel sl_quant_kernels_scalar[]; /* blocks: quant.h */
 extern const sl_kernel sl_quant_kernels_avx2[];
 extern const sl_kernel sl_quant_kernels_avx512[];
 extern const sl_kernel sl_quant_kernels_neon[];
-extern const sl_kernel sl_dequant_kernels[]; /* other blocks to f32, for every tier: dequant.c */
+extern const sl_kernel sl_dequant_kernels_scalar[]; /* blocks to f32: dequant.h */
+extern const sl_kernel sl_dequant_kernels_avx2[];
+extern const sl_kernel sl_dequant_kernels_avx512[];
+extern const sl_kernel sl_dequant_kernels_neon[];
 
 /* Converts the remainder of a vector kernel's length with the scalar kernel, which must exist. */
 void sl_convert_rest(int32_t from, int32_t to, const void *source, void *destination, size_t count);

@@ -1,9 +1,9 @@
 /* Quantization. Scalar C is the reference; every other tier gives the same bits.
  *
- * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0, and back; SL_Q4_1,
- * SL_Q5_0 and SL_Q5_1 (as ggml rounds) in scalar C only. Each block of SL_QK elements has its own scale d, an f16. d is
- * not finite exactly where an element is not finite or f16 cannot hold the scale: sl_blocks_finite finds such blocks,
- * whose codes are meaningless.
+ * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0; to SL_Q4_1,
+ * SL_Q5_0 and SL_Q5_1 (as ggml rounds) in scalar C only. The way back is in dequant.h. Each block of SL_QK elements has
+ * its own scale d, an f16. d is not finite exactly where an element is not finite or f16 cannot hold the scale:
+ * sl_blocks_finite finds such blocks, whose codes are meaningless.
  *
  * int8 has one scale for a tensor or a channel and therefore takes two passes: the largest |x|, then the codes.
  */

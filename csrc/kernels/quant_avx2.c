@@ -128,13 +128,6 @@ TARGET static void sl_f32_to_int8_each_avx2(const void *source, int8_t *destinat
     sl_quant_scalar.to_int8_each(in + 4 * i, destination + i, count - i, factors + i);
 }
 
-/* The first eight of the codes, times their factors. */
-TARGET static void store_values(uint8_t *out, __m128i codes, __m256 factors) {
-    _mm256_storeu_ps((float *)out, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), factors));
-}
-
-TARGET static __m128i load_8(const int8_t *codes) { return _mm_loadl_epi64((const __m128i *)codes); }
-
 const sl_quant sl_quant_avx2 = {
     .absmax_f32 = sl_absmax_f32_avx2,
     .absmax_bf16 = sl_absmax_bf16_avx2,
@@ -243,46 +236,10 @@ TARGET static void store_q8_0(int8_t *codes, const uint8_t *in, __m256 inverse) 
 
 BLOCK_QUANTIZER(sl_f32_to_q8_0_avx2, sl_q8_0, SL_Q8_0, absmax_of_blocks, scales_q8_0, store_q8_0)
 
-/* ---- blocks to f32 ---- */
-
-TARGET static __m256 scale(const uint8_t d[2]) {
-    return _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(d[0] | d[1] << 8)));
-}
-
-TARGET static void sl_q4_0_to_f32_avx2(const void *source, void *destination, size_t count) {
-    const sl_q4_0 *block = source;
-    uint8_t *out = destination;
-    const __m128i nibble = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-    for (size_t i = 0; i < count; i += SL_QK, block++, out += BLOCK) {
-        __m256 d = scale(block->d);
-        __m128i codes = _mm_loadu_si128((const __m128i *)block->codes);
-        __m128i low = _mm_sub_epi8(_mm_and_si128(codes, nibble), eight);
-        __m128i high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(codes, 4), nibble), eight);
-        store_values(out, low, d);
-        store_values(out + 32, _mm_srli_si128(low, 8), d);
-        store_values(out + 64, high, d);
-        store_values(out + 96, _mm_srli_si128(high, 8), d);
-    }
-}
-
-TARGET static void sl_q8_0_to_f32_avx2(const void *source, void *destination, size_t count) {
-    const sl_q8_0 *block = source;
-    uint8_t *out = destination;
-    for (size_t i = 0; i < count; i += SL_QK, block++, out += BLOCK) {
-        __m256 d = scale(block->d);
-        store_values(out, load_8(block->codes), d);
-        store_values(out + 32, load_8(block->codes + 8), d);
-        store_values(out + 64, load_8(block->codes + 16), d);
-        store_values(out + 96, load_8(block->codes + 24), d);
-    }
-}
-
 const sl_kernel sl_quant_kernels_avx2[] = {
     {SL_F32, SL_Q4_0_ABSMAX, sl_f32_to_q4_0_absmax_avx2},
     {SL_F32, SL_Q4_0, sl_f32_to_q4_0_avx2},
     {SL_F32, SL_Q8_0, sl_f32_to_q8_0_avx2},
-    {SL_Q4_0, SL_F32, sl_q4_0_to_f32_avx2},
-    {SL_Q8_0, SL_F32, sl_q8_0_to_f32_avx2},
     {-1, -1, NULL},
 };
 

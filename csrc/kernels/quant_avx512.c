@@ -46,12 +46,6 @@ TARGET static void sl_f32_to_int8_each_avx512(const void *source, int8_t *destin
     sl_quant_scalar.to_int8_each(in + 4 * i, destination + i, count - i, factors + i);
 }
 
-/* 16 codes times their factors. */
-TARGET static void store_values(uint8_t *out, const int8_t *codes, __m512 factors) {
-    __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes));
-    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_cvtepi32_ps(wide), factors));
-}
-
 const sl_quant sl_quant_avx512 = {
     .to_int8 = sl_f32_to_int8_avx512,
     .to_int8_each = sl_f32_to_int8_each_avx512,
@@ -137,41 +131,10 @@ TARGET static void store_q8_0(int8_t *codes, const uint8_t *in, __m512 inverse) 
 
 BLOCK_QUANTIZER(sl_f32_to_q8_0_avx512, sl_q8_0, SL_Q8_0, absmax_of_blocks, scales_q8_0, store_q8_0)
 
-/* ---- blocks to f32 ---- */
-
-TARGET static __m512 scale(const uint8_t d[2]) {
-    return _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(d[0] | d[1] << 8)));
-}
-
-/* One register holds the 16 values that a block can have; the permutation selects among them by the low four bits. */
-TARGET static void sl_q4_0_to_f32_avx512(const void *source, void *destination, size_t count) {
-    const sl_q4_0 *block = source;
-    uint8_t *out = destination;
-    const __m512 codes = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    for (size_t i = 0; i < count; i += SL_QK, block++, out += BLOCK) {
-        __m512 values = _mm512_mul_ps(codes, scale(block->d));
-        __m512i nibbles = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)block->codes));
-        _mm512_storeu_ps(out, _mm512_permutexvar_ps(nibbles, values));
-        _mm512_storeu_ps(out + 64, _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 4), values));
-    }
-}
-
-TARGET static void sl_q8_0_to_f32_avx512(const void *source, void *destination, size_t count) {
-    const sl_q8_0 *block = source;
-    uint8_t *out = destination;
-    for (size_t i = 0; i < count; i += SL_QK, block++, out += BLOCK) {
-        __m512 d = scale(block->d);
-        store_values(out, block->codes, d);
-        store_values(out + 64, block->codes + 16, d);
-    }
-}
-
 const sl_kernel sl_quant_kernels_avx512[] = {
     {SL_F32, SL_Q4_0_ABSMAX, sl_f32_to_q4_0_absmax_avx512},
     {SL_F32, SL_Q4_0, sl_f32_to_q4_0_avx512},
     {SL_F32, SL_Q8_0, sl_f32_to_q8_0_avx512},
-    {SL_Q4_0, SL_F32, sl_q4_0_to_f32_avx512},
-    {SL_Q8_0, SL_F32, sl_q8_0_to_f32_avx512},
     {-1, -1, NULL},
 };
 

@@ -14,10 +14,6 @@ static float32x4_t load_f32(const uint8_t *source, int k) { return vreinterpretq
 
 static uint32x4_t load_bits(const uint8_t *source, int k) { return vreinterpretq_u32_u8(vld1q_u8(source + 16 * k)); }
 
-static void store_f32(uint8_t *destination, int k, float32x4_t value) {
-    vst1q_u8(destination + 16 * k, vreinterpretq_u8_f32(value));
-}
-
 /* ---- the largest |x| ---- */
 
 static uint32x4_t abs_bits(const uint8_t *source, int k) {
@@ -106,13 +102,6 @@ static void sl_f32_to_int8_each_neon(const void *source, int8_t *destination, si
                  codes_of_16(in + 4 * i, vld1q_f32(f), vld1q_f32(f + 4), vld1q_f32(f + 8), vld1q_f32(f + 12)));
     }
     sl_quant_scalar.to_int8_each(in + 4 * i, destination + i, count - i, factors + i);
-}
-
-/* Eight codes times their factors. */
-static void store_values(uint8_t *out, int8x8_t codes, float32x4_t low, float32x4_t high) {
-    int16x8_t wide = vmovl_s8(codes);
-    store_f32(out, 0, vmulq_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), low));
-    store_f32(out, 1, vmulq_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide))), high));
 }
 
 const sl_quant sl_quant_neon = {
@@ -231,45 +220,10 @@ static void sl_f32_to_q8_0_neon(const void *source, void *destination, size_t co
     }
 }
 
-/* ---- blocks to f32 ---- */
-
-static float32x4_t load_scale(const uint8_t d[2]) {
-    uint16_t half;
-    memcpy(&half, d, sizeof half);
-    return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half)));
-}
-
-static void sl_q4_0_to_f32_neon(const void *source, void *destination, size_t count) {
-    const sl_q4_0 *block = source;
-    uint8_t *out = destination;
-    const int8x16_t eight = vdupq_n_s8(8);
-    for (size_t i = 0; i < count; i += SL_QK, block++, out += BLOCK) {
-        float32x4_t d = load_scale(block->d);
-        uint8x16_t codes = vld1q_u8(block->codes);
-        int8x16_t low = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(codes, vdupq_n_u8(15))), eight);
-        int8x16_t high = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(codes, 4)), eight);
-        store_values(out, vget_low_s8(low), d, d);
-        store_values(out + 32, vget_high_s8(low), d, d);
-        store_values(out + 64, vget_low_s8(high), d, d);
-        store_values(out + 96, vget_high_s8(high), d, d);
-    }
-}
-
-static void sl_q8_0_to_f32_neon(const void *source, void *destination, size_t count) {
-    const sl_q8_0 *block = source;
-    uint8_t *out = destination;
-    for (size_t i = 0; i < count; i += SL_QK, block++, out += BLOCK) {
-        float32x4_t d = load_scale(block->d);
-        for (int k = 0; k < 4; k++) store_values(out + 32 * k, vld1_s8(block->codes + 8 * k), d, d);
-    }
-}
-
 const sl_kernel sl_quant_kernels_neon[] = {
     {SL_F32, SL_Q4_0_ABSMAX, sl_f32_to_q4_0_absmax_neon},
     {SL_F32, SL_Q4_0, sl_f32_to_q4_0_neon},
     {SL_F32, SL_Q8_0, sl_f32_to_q8_0_neon},
-    {SL_Q4_0, SL_F32, sl_q4_0_to_f32_neon},
-    {SL_Q8_0, SL_F32, sl_q8_0_to_f32_neon},
     {-1, -1, NULL},
 };
 

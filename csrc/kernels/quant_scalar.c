@@ -54,10 +54,6 @@ static void sl_f32_to_int8_each_scalar(const void *source, int8_t *destination, 
     for (size_t i = 0; i < count; i++) destination[i] = int8_code(float_of(load32(source, i)) * factors[i]);
 }
 
-static void sl_int8_to_f32_scalar(const int8_t *source, void *destination, size_t count, float factor) {
-    for (size_t i = 0; i < count; i++) store_float(destination, i, (float)source[i] * factor);
-}
-
 const sl_quant sl_quant_scalar = {
     .absmax_f32 = sl_absmax_f32_scalar,
     .absmax_bf16 = sl_absmax_bf16_scalar,
@@ -256,26 +252,6 @@ static void sl_f32_to_q5_1_scalar(const void *source, void *destination, size_t 
     for (size_t b = 0; b < count / SL_QK; b++) q5_1_block((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
-/* ---- blocks to f32 ---- */
-
-static void sl_q4_0_to_f32_scalar(const void *source, void *destination, size_t count) {
-    const sl_q4_0 *block = source;
-    for (size_t i = 0; i < count; i += SL_QK, block++) {
-        float d = float_of(f16_to_f32(load16(block->d, 0)));
-        for (size_t j = 0; j < 16; j++) {
-            store_float(destination, i + j, (float)((block->codes[j] & 15) - 8) * d);
-            store_float(destination, i + j + 16, (float)((block->codes[j] >> 4) - 8) * d);
-        }
-    }
-}
-
-static void sl_q8_0_to_f32_scalar(const void *source, void *destination, size_t count) {
-    const sl_q8_0 *block = source;
-    for (size_t i = 0; i < count; i += SL_QK, block++)
-        sl_int8_to_f32_scalar(block->codes, (uint8_t *)destination + 4 * i, SL_QK,
-                              float_of(f16_to_f32(load16(block->d, 0))));
-}
-
 const sl_kernel sl_quant_kernels_scalar[] = {
     {SL_F32, SL_Q4_0_ABSMAX, sl_f32_to_q4_0_absmax_scalar},
     {SL_F32, SL_Q4_0, sl_f32_to_q4_0_scalar},
@@ -283,7 +259,5 @@ const sl_kernel sl_quant_kernels_scalar[] = {
     {SL_F32, SL_Q4_1, sl_f32_to_q4_1_scalar},
     {SL_F32, SL_Q5_0, sl_f32_to_q5_0_scalar},
     {SL_F32, SL_Q5_1, sl_f32_to_q5_1_scalar},
-    {SL_Q4_0, SL_F32, sl_q4_0_to_f32_scalar},
-    {SL_Q8_0, SL_F32, sl_q8_0_to_f32_scalar},
     {-1, -1, NULL},
 };

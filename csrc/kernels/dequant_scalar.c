@@ -1,0 +1,95 @@
+/* Blocks of ggml to f32 in scalar C: the reference for all tiers.
+ *
+ * The speed comes from loops that compilers vectorize: their lengths are constants, their bodies apply one operation to
+ * adjacent bytes or floats, and shifts are constants after inlining. */
+#include "kernels/convert.h"
+#include "kernels/scalar.h"
+
+#define TARGET
+#define KERNEL(type) sl_##type##_to_f32_scalar
+
+typedef struct codes {
+    int8_t at[16];
+} codes;
+
+SL_INLINE codes codes_at(const void *bytes) {
+    codes all;
+    memcpy(all.at, bytes, sizeof all.at);
+    return all;
+}
+
+SL_INLINE codes codes_of(uint64_t low, uint64_t high) {
+    codes all;
+    sl_store_le64(all.at, low);
+    sl_store_le64(all.at + 8, high);
+    return all;
+}
+
+SL_INLINE codes take(codes all, int shift, uint8_t mask) {
+    for (size_t l = 0; l < 16; l++) {
+        unsigned byte = (uint8_t)all.at[l];
+        all.at[l] = (int8_t)((shift < 0 ? byte << -shift : byte >> shift) & mask);
+    }
+    return all;
+}
+
+SL_INLINE codes spread(uint16_t bits, uint8_t weight) {
+    static const uint16_t MASKS[16] = {0x0001, 0x0002, 0x0004, 0x0008, 0x0010, 0x0020, 0x0040, 0x0080,
+                                       0x0100, 0x0200, 0x0400, 0x0800, 0x1000, 0x2000, 0x4000, 0x8000};
+    uint16_t wide[16];
+    codes all;
+    for (size_t l = 0; l < 16; l++) wide[l] = (bits & MASKS[l]) != 0 ? weight : 0;
+    for (size_t l = 0; l < 16; l++) all.at[l] = (int8_t)wide[l];
+    return all;
+}
+
+SL_INLINE codes either(codes a, codes b) {
+    for (size_t l = 0; l < 16; l++) a.at[l] = (int8_t)(a.at[l] | b.at[l]);
+    return a;
+}
+
+SL_INLINE codes less(codes all, int8_t bias) {
+    for (size_t l = 0; l < 16; l++) all.at[l] = (int8_t)(all.at[l] - bias);
+    return all;
+}
+
+SL_INLINE void scales_of(float floats[16], codes all, float factor) {
+    for (size_t l = 0; l < 16; l++) floats[l] = (float)all.at[l] * factor;
+}
+
+/* Stores 16 values in one copy: compilers do not vectorize stores of single bytes. */
+SL_INLINE void store_all(uint8_t *out, const float values[16]) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    for (size_t l = 0; l < 16; l++) store_float(out, l, values[l]);
+#else
+    memcpy(out, values, 16 * sizeof *values);
+#endif
+}
+
+SL_INLINE void put(uint8_t *out, codes all, float scale) {
+    float values[16];
+    scales_of(values, all, scale);
+    store_all(out, values);
+}
+
+SL_INLINE void put_plus(uint8_t *out, codes all, float scale, float more) {
+    float values[16];
+    for (size_t l = 0; l < 16; l++) {
+        float product = (float)all.at[l] * scale;
+        values[l] = product + more;
+    }
+    store_all(out, values);
+}
+
+SL_INLINE void put_from(uint8_t *out, const int8_t table[16], codes all, float scale) {
+    float numbers[16], values[16];
+    for (size_t l = 0; l < 16; l++) numbers[l] = (float)table[l] * scale;
+    for (size_t l = 0; l < 16; l++) values[l] = numbers[all.at[l]];
+    store_all(out, values);
+}
+
+static float half_at(const uint8_t bytes[2]) { return float_of(f16_to_f32(load16(bytes, 0))); }
+
+#include "kernels/dequant.h"
+
+const sl_kernel sl_dequant_kernels_scalar[] = {DEQUANT_KERNELS{-1, -1, NULL}};
