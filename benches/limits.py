@@ -41,6 +41,19 @@ def reader(source: np.ndarray, workers: int) -> Callable[[], None]:
     return shared(work, source.nbytes // 4, workers)
 
 
+def storers(target: np.ndarray) -> dict[str, Callable[[], None]]:
+    """Storing as many bytes, plainly and past the cache; the better one is the limit.
+
+    Not of zeros, which some machines store in less than half the time.
+    """
+    return {
+        "numpy's fill, plain stores": lambda: target.fill(1),
+        "memset, by rep stosb or non-temporal stores": lambda: (
+            ctypes.memset(target.ctypes.data, 1, target.nbytes) and None
+        ),
+    }
+
+
 def stream(nbytes: int, workers: int) -> Callable[[], np.ndarray]:
     """memcpy that moves ``nbytes`` in all, half read and half written, in memory that has been touched.
 

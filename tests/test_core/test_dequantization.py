@@ -109,6 +109,51 @@ def test_every_tier_at_any_alignment(scheme, tier):
             assert (out[elements:] == 7).all()
 
 
+def convert(tier, scheme, blocks, dtype):
+    """The bits that a tier makes of blocks."""
+    row, target = dtypes.BLOCK_TYPES[scheme], dtypes.BY_CODE[dtype]
+    out = np.zeros(len(blocks) * row.block * target.bits // 8, np.uint8)
+    places = (ffi.from_buffer(np.ascontiguousarray(blocks).ravel()), ffi.from_buffer(out))
+    assert lib.sl_convert(tier, row.number, target.number, *places, len(blocks) * row.block) == lib.SL_OK
+    return out.view(f"u{target.bits // 8}")
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "mxfp4"])
+@pytest.mark.parametrize("tier", [t for t in available_tiers() if t != lib.SL_TIER_SCALAR], ids=tier_name)
+def test_a_tier_gives_the_bits_of_scalar_with_scales_that_are_not_finite(scheme, tier):
+    """NaNs of both signs and several payloads, infinities, zeros of both signs and subnormals, each with each."""
+    odd = np.array(
+        [
+            0x7C01,
+            0x7E00,
+            0x7FFF,
+            0xFC01,
+            0xFE55,
+            0xFFFF,
+            0x7C00,
+            0xFC00,
+            0x0000,
+            0x8000,
+            0x0001,
+            0x83FF,
+            0x7BFF,
+            0x3C00,
+        ],
+        np.uint16,
+    )
+    each = np.array(np.meshgrid(odd, odd)).reshape(2, -1)
+    blocks = random_blocks(scheme, 4 * each.shape[1])
+    for at, scales in zip(HALVES[scheme], each, strict=False):
+        blocks[:, at : at + 2] = np.tile(scales, 4).view(np.uint8).reshape(-1, 2)
+    for dtype in ("F32", "F16", "BF16"):
+        want = convert(lib.SL_TIER_SCALAR, scheme, blocks, dtype)
+        np.testing.assert_array_equal(convert(tier, scheme, blocks, dtype), want)
+    values, by_gguf_py = convert(tier, scheme, blocks, "F32"), by_gguf(scheme, blocks)
+    known = ~np.isnan(by_gguf_py)
+    np.testing.assert_array_equal(values[known], bits(by_gguf_py)[known])
+    assert np.isnan(values.view(np.float32)[~known]).all()
+
+
 @pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
