@@ -231,6 +231,13 @@ void sl_file_close(int64_t file);
  * Interrupted and short reads are continued. error may be NULL. */
 int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error);
 
+/* The same open file once more, for reads past the page cache (O_DIRECT); 0 where the system or the file system has
+ * none, which is not a failure. Close it with sl_file_close. */
+int64_t sl_file_open_direct(int64_t file);
+
+/* Bytes of [0, size) that the page cache holds, by whole pages; -1 where the system does not tell. */
+int64_t sl_file_cached(int64_t file, uint64_t size);
+
 /* A private copy-on-write mapping of [0, size); size > 0. */
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error);
 void sl_file_unmap(void *address, uint64_t size);
@@ -392,14 +399,22 @@ typedef struct sl_job {
     const sl_grid *grid;         /* NULL: contiguous on both sides */
     const sl_channels *channels; /* NULL: values are not scaled */
     const sl_packed *packed;     /* NULL: the source holds elements of `from` */
+    int64_t direct;              /* the file from sl_file_open_direct; 0: it is read through the page cache. Grids and
+                                  * packed codes always are */
 } sl_job;
 
-/* Zero before the first call. */
+/* Bytes of the room that a thread needs for reads past the page cache: a chunk, and the rest of its first and its last
+ * page. It begins at a page. */
+#define SL_DIRECT_ROOM 3153920
+
+/* Zero before the first call, except for `room`. */
 typedef struct sl_cursor {
     uint64_t chunks_done; /* where the next slice starts */
     uint64_t bytes_done;  /* for progress */
     uint64_t failed_job;  /* set on failure */
     int32_t finished;
+    int32_t rooms; /* threads that `room` is enough for; others read through the page cache */
+    void *room;    /* SL_DIRECT_ROOM bytes for each of them, from the start of a page on */
 } sl_cursor;
 
 /* Works for at most slice_ms (0: no limit), joins its threads and returns; call again until cursor->finished.

@@ -242,7 +242,7 @@ class Checkpoint(Mapping[str, Any]):
                 ml_dtypes, torch or JAX. Integer, bool and complex tensors are not converted. F4 and F6 tensors are
                 decoded.
             backend: "mmap" for new copy-on-write views of tensors that are not converted, "pread" to read into private
-                memory on all cores. From URLs both read.
+                memory on all cores, "direct" to do so past the page cache. From URLs all read.
             out: arrays to fill, by name, each C-contiguous and of the dtype and shape of its tensor; all are checked
                 before the first byte is written. If reading fails they may be partly filled.
             threads: for reading; None: chosen automatically.

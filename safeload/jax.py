@@ -46,7 +46,8 @@ def load_file(
     Args:
         filename: path of the file.
         backend: "mmap" to copy from the mapped file to the device, "pread" to read into private memory first, on all
-            cores. On a CPU that memory is the array's, and large tensors are always read.
+            cores, "direct" to do so past the page cache. On a CPU that memory is the array's, and large tensors are
+            always read.
         dtype: dtype that floating tensors are converted to while they are read, see `safeload.numpy.load_file`.
         names: exact names of the tensors to load; None for all.
         sharding: where arrays go, see `load_checkpoint`.

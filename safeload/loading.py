@@ -131,7 +131,9 @@ def load(
             "float32", "bf16", a numpy or ml_dtypes type, ...; None to convert nothing. Integer, bool and complex
             tensors are not converted.
         backend: "mmap" for copy-on-write views of tensors that are not converted, "pread" to read into private memory
-            on all cores. From URLs both read.
+            on all cores, "direct" to do so past the page cache, for weights that are not in it and will not soon be
+            read again. What the system cannot read so (some network file systems, Windows, macOS) is read as by
+            "pread". From URLs all read.
         out: arrays to fill, by name, each C-contiguous and of the dtype and shape of its tensor.
         threads: for reading; None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).

@@ -111,7 +111,8 @@ def load_file(
         filename: path of the file.
         backend: "mmap" for copy-on-write views of one private mapping: loading takes microseconds, each page is read
             when it is first touched, and writing into an array changes no file. "pread" to read everything now, on all
-            cores, into private memory that later changes to the file cannot affect.
+            cores, into private memory that later changes to the file cannot affect. "direct" to do so past the page
+            cache, where system and disk allow it: see `safeload.load`.
         dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32, float16,
             bfloat16, float8_e4m3fn or float8_e5m2, as type of numpy, ml_dtypes, torch or JAX, name ("bf16") or code.
             Integer, bool and complex tensors are not converted; F4 and F6 tensors are decoded.

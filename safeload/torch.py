@@ -58,7 +58,8 @@ def load_file(
         device: of the tensors, as torch takes it. On "meta" they have dtype and shape only, and nothing is read.
         backend: on the CPU, "mmap" for copy-on-write views of one private mapping: loading takes microseconds, each
             page is read when it is first touched, and writing into a tensor changes no file. "pread" to read everything
-            now, on all cores. What goes to another device is always read.
+            now, on all cores, "direct" to do so past the page cache (see `safeload.load`). What goes to another device
+            is always read, through the page cache.
         dtype: dtype that floating tensors are converted to while they are read, in one pass: float64, float32, float16,
             bfloat16, float8_e4m3fn or float8_e5m2, as dtype of torch, name ("bf16") or type of numpy. Integer, bool and
             complex tensors are not converted; F4 and F6 tensors are decoded.

@@ -20,7 +20,7 @@ import safeload
 from safeload import Checkpoint, FormatError, LoadStats, TensorInfo, TensorNotFoundError, UnsupportedError
 from safeload.numpy import save_file
 
-BACKENDS = ("mmap", "pread")
+BACKENDS = ("mmap", "pread", "direct")
 TENSORS = {
     "weight": np.arange(12, dtype=np.float32).reshape(3, 4),
     "large": np.arange(300_000, dtype=np.int64),

@@ -57,7 +57,7 @@ def check_arrays(arrays, want):
         assert array.flags.c_contiguous, name
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 @pytest.mark.parametrize(("path", "want"), FILES)
 def test_every_way_of_loading_gives_the_expected_tensors(path, want, backend):
     check_arrays(load_file(path, backend=backend), want)
@@ -91,7 +91,7 @@ def test_bytes_in_memory_give_the_expected_tensors(path, want):
 
 
 @needs_shared
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 @pytest.mark.parametrize("index", ["", "model.safetensors.index.json"])
 def test_a_sharded_folder_is_the_union_of_its_shards(index, backend):
     folder = "safetensors/minilm-l0-sharded-f16"

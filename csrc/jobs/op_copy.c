@@ -6,12 +6,14 @@
  * 0.9 1.0, 1.1; fio's best direct read 1.6 1.7, 1.2 1.3. The disk itself varies from 0.9 to 3.3 between samples. Only
  * WILLNEED for a whole file might be faster, but it is a single call of seconds that no signal interrupts and that
  * evicts other cached files. */
+#include "jobs/direct.h"
 #include "jobs/op.h"
 
 static int32_t plan_copy(const sl_job *job, sl_plan *plan, sl_error *error) {
     if (job->from != job->to)
         return sl_fail(error, SL_E_ARGUMENT, -1, "copying cannot turn dtype %d into dtype %d", job->from, job->to);
-    sl_plan_bytes(job, SL_CHUNK, 0, plan);
+    /* Chunks that are read past the page cache begin at a page, and most of them end at one. */
+    sl_plan_bytes(job, SL_CHUNK, sl_direct_can(job) ? job->offset % SL_DIRECT_PAGE : 0, plan);
     return SL_OK;
 }
 

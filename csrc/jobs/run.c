@@ -1,6 +1,7 @@
 /* Running jobs: the table of operations, and the chunks of all jobs, which threads share. */
 #include <stdlib.h>
 
+#include "jobs/direct.h"
 #include "jobs/op.h"
 #include "jobs/packed.h"
 #include "platform/parallel.h"
@@ -41,7 +42,10 @@ typedef struct run {
     uint64_t count;
     sl_plan *plans;        /* of each job */
     uint64_t *first_chunk; /* of each job, and at the end the number of chunks */
-    uint64_t scratch;      /* bytes that each thread needs */
+    uint64_t scratch_size; /* bytes that each thread needs */
+    uint8_t *scratch;
+    uint8_t *room; /* SL_DIRECT_ROOM bytes for each of the first `rooms` threads */
+    uint64_t rooms;
     int32_t threads;
 } run;
 
@@ -58,11 +62,29 @@ static uint64_t job_of(const run *self, uint64_t chunk) {
     return low;
 }
 
+/* Reads a chunk past the page cache. What becomes of it is the same as of bytes in memory. */
+static int32_t run_direct(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *room, uint8_t *scratch,
+                          sl_error *error) {
+    uint64_t begin = sl_chunk_begin(job, plan, chunk), size = sl_chunk_size(job, plan, chunk);
+    if (job->op == SL_OP_COPY) return sl_direct_copy(job, begin, size, room, (uint8_t *)job->memory + begin, error);
+    const uint8_t *bytes;
+    int32_t status = sl_direct_read(job, begin, size, room, &bytes, error);
+    if (status != SL_OK) return status;
+    sl_job own = *job;
+    own.file = SL_MEMORY;
+    own.offset = (uint64_t)(uintptr_t)bytes - begin;
+    return OPS[job->op]->run(&own, plan, chunk, scratch, error);
+}
+
 static int32_t run_chunk(void *context, uint64_t chunk, void *scratch, sl_error *error) {
     const run *self = context;
-    uint64_t i = job_of(self, chunk);
+    uint64_t i = job_of(self, chunk), thread = (uint64_t)((uint8_t *)scratch - self->scratch) / self->scratch_size;
     const sl_job *job = &self->jobs[i];
-    return OPS[job->op]->run(job, &self->plans[i], chunk - self->first_chunk[i], scratch, error);
+    const sl_plan *plan = &self->plans[i];
+    chunk -= self->first_chunk[i];
+    if (thread < self->rooms && sl_direct_can(job))
+        return run_direct(job, plan, chunk, self->room + thread * SL_DIRECT_ROOM, scratch, error);
+    return OPS[job->op]->run(job, plan, chunk, scratch, error);
 }
 
 /* Bytes of the jobs in the chunks before `chunk`. */
@@ -83,10 +105,10 @@ static int32_t plan_all(run *self, int32_t tier, uint64_t *failed, sl_error *err
             return status;
         }
         self->first_chunk[i + 1] = self->first_chunk[i] + plan->chunks;
-        if (plan->scratch > self->scratch) self->scratch = plan->scratch;
+        if (plan->scratch > self->scratch_size) self->scratch_size = plan->scratch;
         if (self->jobs[i].op == SL_OP_APPEND) self->threads = 1; /* in order */
     }
-    self->scratch = (self->scratch + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    self->scratch_size = (self->scratch_size / ALIGNMENT + 1) * ALIGNMENT; /* not 0: it tells threads apart */
     return SL_OK;
 }
 
@@ -94,14 +116,20 @@ int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t th
                     sl_cursor *cursor, sl_error *error) {
     if (sl_tier_name(tier) == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "unknown tier %d", tier);
     uint64_t memory = (count + 1) * (sizeof(uint64_t) + sizeof(sl_plan));
-    run self = {
-        jobs, count,  malloc((size_t)((count + 1) * sizeof(sl_plan))), malloc((size_t)((count + 1) * sizeof(uint64_t))),
-        0,    threads};
+    run self = {.jobs = jobs, .count = count, .room = cursor->room, .threads = threads};
+    self.rooms = cursor->room == NULL || cursor->rooms < 0 ? 0 : (uint64_t)cursor->rooms;
+    self.plans = malloc((size_t)((count + 1) * sizeof(sl_plan)));
+    self.first_chunk = malloc((size_t)((count + 1) * sizeof(uint64_t)));
     int32_t status = self.plans != NULL && self.first_chunk != NULL ? SL_OK : sl_fail_memory(error, memory);
     if (status == SL_OK) status = plan_all(&self, tier, &cursor->failed_job, error);
     if (status == SL_OK) {
         uint64_t total = self.first_chunk[count], next = cursor->chunks_done;
-        status = sl_parallel(run_chunk, &self, self.scratch, next, total, self.threads, slice_ms, &next, error);
+        self.threads = sl_parallel_threads(self.threads, next, total);
+        uint64_t scratch = self.scratch_size * (uint64_t)self.threads;
+        self.scratch = malloc((size_t)scratch + 1);
+        status = self.scratch == NULL ? sl_fail_memory(error, scratch)
+                                      : sl_parallel(run_chunk, &self, self.scratch, self.scratch_size, next, total,
+                                                    self.threads, slice_ms, &next, error);
         if (status == SL_OK) {
             cursor->chunks_done = next;
             cursor->finished = next == total;
@@ -109,6 +137,7 @@ int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t th
         } else
             cursor->failed_job = job_of(&self, next);
     }
+    free(self.scratch);
     free(self.first_chunk);
     free(self.plans);
     return status;

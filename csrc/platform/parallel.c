@@ -37,20 +37,19 @@ static void work(void *argument) {
     } while (all->deadline_us == 0 || sl_platform_now_us() < all->deadline_us);
 }
 
-int32_t sl_parallel(sl_item_fn item, void *context, uint64_t scratch_size, uint64_t first, uint64_t count,
-                    int32_t threads, int32_t slice_ms, uint64_t *next, sl_error *error) {
+int32_t sl_parallel_threads(int32_t threads, uint64_t first, uint64_t count) {
+    uint64_t some = threads < 1 ? 1 : threads > SL_MAX_THREADS ? SL_MAX_THREADS : (uint64_t)threads;
+    return (int32_t)sl_min_u64(some, count - first);
+}
+
+int32_t sl_parallel(sl_item_fn item, void *context, uint8_t *scratch, uint64_t scratch_size, uint64_t first,
+                    uint64_t count, int32_t threads, int32_t slice_ms, uint64_t *next, sl_error *error) {
     shared all = {item,    context, count, slice_ms > 0 ? sl_platform_now_us() + (uint64_t)slice_ms * 1000 : 0,
                   {first}, {count}};
-    int32_t requested = threads < 1 ? 1 : threads > SL_MAX_THREADS ? SL_MAX_THREADS : threads;
-    if ((uint64_t)requested > count - first) requested = (int32_t)(count - first);
+    int32_t requested = sl_parallel_threads(threads, first, count);
     /* Not on the stack: each holds an sl_error, and musl gives a thread 128 KiB of stack. */
     worker *workers = malloc((size_t)requested * sizeof *workers + 1);
     if (workers == NULL) return sl_fail_memory(error, (uint64_t)requested * sizeof *workers);
-    uint8_t *scratch = malloc((size_t)(scratch_size * (uint64_t)requested) + 1);
-    if (scratch == NULL) {
-        free(workers);
-        return sl_fail_memory(error, scratch_size * (uint64_t)requested);
-    }
     int32_t started = 0; /* if the system grants fewer threads, the work takes longer but does not fail */
     for (int32_t i = 0; i < requested; i++) {
         workers[i].shared = &all;
@@ -70,7 +69,6 @@ int32_t sl_parallel(sl_item_fn item, void *context, uint64_t scratch_size, uint6
         status = error->status;
     }
     *next = failed < count ? failed : sl_min_u64(sl_atomic_load(&all.next), count);
-    free(scratch);
     free(workers);
     return status;
 }

@@ -9,6 +9,14 @@
 int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,
                           sl_error *error);
 
+/* What sl_file_open_direct needs of memory, offsets and sizes: a page, which is a multiple of what any disk asks for.
+ */
+#define SL_DIRECT_PAGE ((uint64_t)4096)
+
+/* Reads up to `size` bytes at `offset` past the page cache, all multiples of SL_DIRECT_PAGE. Returns their number;
+ * fewer at the end of the file, and 0 where the system refuses for whatever reason: the file is then read as usual. */
+uint64_t sl_platform_read_direct(int64_t direct, uint64_t offset, void *memory, uint64_t size);
+
 /* Microseconds of a monotonic clock. */
 uint64_t sl_platform_now_us(void);
 

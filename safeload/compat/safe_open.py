@@ -35,7 +35,8 @@ class safe_open:  # noqa: N801 - safetensors' name
         framework: "np" or "numpy" for arrays; "pt", "torch" or "pytorch" for tensors of torch; "jax" or "flax" for
             arrays of JAX.
         device: of tensors, as torch takes it; "cpu" for arrays, which JAX has on its default device.
-        backend: "mmap" for copy-on-write views where possible, "pread" to read into private memory.
+        backend: "mmap" for copy-on-write views where possible, "pread" to read into private memory,
+            "direct" to do so past the page cache, see `safeload.load`.
 
     Raises:
         FileNotFoundError: the file does not exist.

@@ -34,20 +34,22 @@ def deliver(
     *,
     target: dtypes.Dtype | None = None,
     view: bool = False,
+    direct: bool = False,
     mappings: dict[WeightFile, Any] | None = None,
     out: Mapping[str, Array] | None = None,
     memory: Recycler | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Arrays (or quantized tensors) by name, in any order, and whether the system allowed every mapping.
+    """Arrays (or quantized tensors) by name, in any order, and whether the system allowed what was asked for.
 
-    A file whose mapping is refused is read instead.
+    A file whose mapping is refused, or reading past the page cache, is read through it instead.
 
     Args:
         selections: tensors to deliver.
         target: dtype that floating tensors are converted to and quantized ones dequantized to; None to convert nothing.
         view: whether to return views of mapped files where possible.
+        direct: whether to read past the page cache where possible.
         mappings: mappings to use; new ones are added. None for new mappings.
         out: arrays to fill, by name; all of them are checked before the first byte is written.
         memory: of new arrays that are read, see `Reads`.
@@ -85,7 +87,7 @@ def deliver(
         if plan.ways.count(VIEW) < len(plan.ways):
             to_read.append(plan)
     if to_read or packed:
-        reads = Reads(out, memory)
+        reads = Reads(out, memory, direct=direct)
         for plan in to_read:
             reads.add(plan)
         mapped = {} if mappings is None else mappings
@@ -98,6 +100,7 @@ def deliver(
         if reading or packed:
             reads.run(threads, progress)
             reading = True
+            allowed &= not reads.refused
         delivered = _joined(delivered, reads.arrays)
     for plan in plans:
         if plan.file.table.quantized:

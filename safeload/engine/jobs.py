@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..base.arrays import Array, ArraySpec, empty_array
-from ..base.native import TIER, Error, check, ffi, lib, short
+from ..base.native import TIER, Error, check, ffi, lib, private_buffer, short
 from ..base.text import subject
 from ..errors import RangeError
-from ..stores.local import groups
+from ..stores.local import direct_of, groups
 from ..stores.stop import current
 from .job import Channels, Grid, Job, Origin
 from .memory import address_of
@@ -44,7 +44,9 @@ def struct_dtype(name: str) -> np.dtype[Any]:
 
 _GRID = struct_dtype("sl_grid")
 # With its fields in the order of `Job`.
-_JOB = struct_dtype("sl_job")[["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed"]]
+_JOB = struct_dtype("sl_job")[
+    ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct"]
+]
 _CHANNELS = struct_dtype("sl_channels")
 _PACKED = struct_dtype("sl_packed")
 
@@ -57,11 +59,17 @@ class Batch:
     Args:
         jobs: initial jobs.
         path: for errors: the file of jobs that have a handle instead of a `WeightFile`.
+        direct: whether files are read past the page cache where the system allows it.
+
+    Attributes:
+        refused: whether a file that was to be read past the page cache had to be read through it.
     """
 
-    def __init__(self, jobs: Iterable[Job] = (), path: str | None = None) -> None:
+    def __init__(self, jobs: Iterable[Job] = (), path: str | None = None, *, direct: bool = False) -> None:
         self.jobs = list(jobs)
+        self.refused = False
         self._path = path
+        self._direct = direct
         self._results: list[Array] = []
 
     def add(self, job: Job) -> None:
@@ -95,7 +103,7 @@ class Batch:
             MemoryError: the core's scratch memory cannot be allocated.
         """
         total = sum(job.size for job in self.jobs)
-        count = thread_count(total, threads)
+        count = thread_count(total, threads, direct=self._direct)
         with reporter(progress, total) as report:
             here = self._fetch(count, report)
             self._run(here, count, total - sum(job.size for job in here), report)
@@ -120,12 +128,13 @@ class Batch:
 
     def _run(self, given: Sequence[Job], count: int, done: int, report: Callable[[int], object]) -> None:
         """Runs jobs on files of this machine, and in memory, after others of ``done`` bytes."""
-        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0) for job in given]
+        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0, 0) for job in given]
         array = np.array(rows, dtype=_JOB)
         kept = [
             _point_at([job.grid for job in given], array["grid"], _GRID),
             _point_at([job.channels for job in given], array["channels"], _CHANNELS),
         ]
+        room: Any = None
         files = [job.file for job in given]
         opened = [file if isinstance(file, WeightFile) else None for file in files]
         for begin, end in _affordable(given, groups(opened)):
@@ -133,8 +142,14 @@ class Batch:
             prepared = _prepare(given[begin:end], part["packed"])
             held = {file: _descriptor(file) for file in set(files[begin:end])}
             part["file"] = [held[file] for file in files[begin:end]]
+            direct = self._open_direct(opened[begin:end])
+            part["direct"] = [direct.get(file, 0) for file in opened[begin:end]]
             described = ffi.from_buffer("sl_job[]", part)
             cursor = ffi.new("sl_cursor *")
+            if direct:
+                if room is None:
+                    room = ffi.from_buffer(private_buffer(count * lib.SL_DIRECT_ROOM))
+                cursor.room, cursor.rooms = room, count
             error = Error()
             while not cursor.finished:
                 status = lib.sl_jobs_run(described, len(part), TIER, count, SLICE_MS, cursor, error)
@@ -142,8 +157,16 @@ class Batch:
                     self._fail(status, error, given, begin + cursor.failed_job)
                 report(done + cursor.bytes_done)
             done += cursor.bytes_done
-            del prepared
+            del prepared, direct
         del kept
+
+    def _open_direct(self, files: Iterable[WeightFile | None]) -> dict[WeightFile | None, int]:
+        """Handles for reads past the page cache, for as long as the dict lives."""
+        if not self._direct:
+            return {}
+        asked = {file: direct_of(file.store) for file in files if file is not None}
+        self.refused |= None in asked.values()
+        return {file: handle for file, handle in asked.items() if handle is not None}
 
     def _fail(self, status: int, error: Any, given: Sequence[Job], index: int) -> None:
         """Raises the core's error with the file and the tensor of the job that failed."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, eq
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args, overload
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from .progress import Progress
 from .threads import check_threads
 from .weight_file import WeightFile
 
-Backend = Literal["mmap", "pread"]
+Backend = Literal["mmap", "pread", "direct"]
+_BACKENDS: tuple[str, ...] = get_args(Backend)
 
 _F64 = dtypes.BY_CODE["F64"]
 # The dtypes that loading converts to, in the order of messages.
@@ -57,8 +58,8 @@ class LoadStats(NamedTuple):
         bytes: size of the arrays.
         tensors: number of tensors.
         seconds: wall-clock time.
-        backend: "mmap" or "pread"; "pread" also if the system refused the requested mapping; "remote" if a file came
-            over the network.
+        backend: "mmap", "pread" or "direct"; "pread" also if the system refused the requested mapping or direct reads;
+            "remote" if a file came over the network.
 
     Example:
         >>> import safeload
@@ -75,9 +76,10 @@ class LoadStats(NamedTuple):
 
 
 def check_backend(backend: object) -> None:
-    """Refuses backends other than "mmap" and "pread"."""
-    if backend not in ("mmap", "pread"):
-        raise SafeloadError(f'backend {show(backend)} is invalid (expected one of: "mmap", "pread")')
+    """Refuses backends other than those of `Backend`."""
+    if backend not in _BACKENDS:
+        expected = ", ".join(f'"{one}"' for one in _BACKENDS)
+        raise SafeloadError(f"backend {show(backend)} is invalid (expected one of: {expected})")
 
 
 def parse_target(dtype: Any) -> dtypes.Dtype | None:
@@ -154,9 +156,10 @@ def load_parts(
 
     Args:
         parts: tensors to load, each name once.
-        backend: "mmap" for views into one mapping per file, "pread" for private memory. Tensors that cannot be views
-            (converted, not aligned in the file, or the system refuses the mapping) are read. Tensors that share bytes
-            share memory with both backends, unless they are converted.
+        backend: "mmap" for views into one mapping per file, "pread" for private memory, "direct" for private memory
+            that is read past the page cache. Tensors that cannot be views (converted, not aligned in the file, or the
+            system refuses the mapping) are read. Tensors that share bytes share memory with every backend, unless they
+            are converted.
         dtype: dtype that floating tensors are converted to and quantized ones dequantized to; None to convert nothing.
         out: arrays to fill, by name; all of them are checked before the first byte is written.
         threads: for reading.
@@ -177,11 +180,12 @@ def load_parts(
     names = selections[0].names if len(selections) == 1 else [name for name, _, _ in parts]
     if out is not None:
         check_out_names(out, names, "load")
-        backend = "pread"
+        backend = "pread" if backend == "mmap" else backend
     arrays, allowed = deliver(
         selections,
         target=target,
         view=backend == "mmap",
+        direct=backend == "direct",
         mappings=mappings,
         out=out,
         threads=threads,

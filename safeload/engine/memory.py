@@ -14,6 +14,8 @@ from ..base.native import ffi, pointer, private_buffer
 POOLED_BELOW = 1 << 20
 # Alignment of pools: a cache line, which is more than any dtype needs.
 ALIGNMENT = 64
+# What reads past the page cache move: see SL_DIRECT_PAGE in the core.
+PAGE = 4096
 
 
 def address_of(array: Array) -> int:
@@ -38,3 +40,24 @@ def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     for dim in shape:
         size *= dim
     return empty_array(shape, dtype) if size < POOLED_BELOW else array_over(private_buffer(size), dtype, shape, 0)
+
+
+def paged_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> Array:
+    """A new array that can be read past the page cache without a copy: what fills a page of the file fills one of it.
+
+    Args:
+        shape: of the array.
+        dtype: of the array.
+        begin: its first byte in the file. It lies there within a page as the array does in memory, unless the dtype's
+            alignment forbids it.
+
+    Raises:
+        UnsupportedError: numpy does not support an array of this shape.
+    """
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    at = begin % PAGE
+    if size < POOLED_BELOW or at % max(dtype.alignment, 1):
+        return private_array(shape, dtype)
+    return array_over(private_buffer(size + at), dtype, shape, at)

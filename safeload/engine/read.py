@@ -15,7 +15,7 @@ from ..base.table import Scale
 from . import jobs, restore, strided
 from .job import Job, moving
 from .jobs import Batch
-from .memory import ALIGNMENT, POOLED_BELOW, address_of, aligned_bytes, private_array
+from .memory import ALIGNMENT, POOLED_BELOW, address_of, aligned_bytes, paged_array, private_array
 from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
 from .progress import Progress
 from .weight_file import WeightFile
@@ -36,16 +36,20 @@ class Reads:
         out: arrays to fill, by name; None for new ones.
         memory: of new arrays, each of which is then C-contiguous, aligned to `ALIGNMENT`, and shares no bytes with
             others; None for `private_array`.
+        direct: whether to read past the page cache where the system allows it.
 
     Attributes:
         arrays: the arrays of all tensors added, by name; `run` fills them.
     """
 
-    def __init__(self, out: Mapping[str, Array] | None, memory: Recycler | None = None) -> None:
+    def __init__(
+        self, out: Mapping[str, Array] | None, memory: Recycler | None = None, *, direct: bool = False
+    ) -> None:
         self.arrays: dict[str, Array] = {}
         self._out = out
         self._memory = memory
-        self._batch = Batch()
+        self._direct = direct
+        self._batch = Batch(direct=direct)
         self._shared: list[tuple[Plan, strided.Block]] = []
 
     def add(self, plan: Plan) -> None:
@@ -95,8 +99,12 @@ class Reads:
 
     def _read(self, plan: Plan, k: int) -> None:
         """Adds the job that reads one tensor into an array of its own."""
-        array = self.arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
         begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
+        if self._direct and source == target and self._out is None and self._memory is None:
+            array = paged_array(plan.shapes[k], plan.dtype(k), begin)
+        else:
+            array = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
+        self.arrays[plan.names[k]] = array
         place = plan.file, begin, self._batch.into(array), plan.ends[k] - begin
         self._batch.add(Job(*place, source, target, moving(source, target)))
 
@@ -151,6 +159,11 @@ class Reads:
         arrays = over(memory, kinds, shapes, pool.places)
         self._batch.results(arrays)
         self.arrays.update(zip([plan.names[k] for k in pool.members], arrays, strict=True))
+
+    @property
+    def refused(self) -> bool:
+        """Whether a file that was to be read past the page cache had to be read through it."""
+        return self._batch.refused
 
     def run(self, threads: int | None, progress: Progress) -> None:
         """Reads all tensors added."""

@@ -12,6 +12,9 @@ from ..base.text import show
 MAX_THREADS = 16
 # Most threads that can be requested: the core starts the requested number, whatever the machine has.
 MOST_THREADS = 4096
+# Threads that read past the page cache, however few processors there are: they wait for the disk, which is fast only
+# while it has several large reads to do, and for which no readahead asks.
+DIRECT_READERS = 8
 # A thread for fewer bytes than this costs more to start than it saves.
 BYTES_PER_THREAD = 4 << 20
 
@@ -57,14 +60,21 @@ def check_threads(threads: int | None) -> None:
         raise ValueError(f"threads is {show(number)}, but at most {MOST_THREADS:,} are started")
 
 
-def thread_count(nbytes: int, threads: int | None) -> int:
-    """Threads for a job of ``nbytes``: as requested, else ``SAFELOAD_NUM_THREADS``, else chosen automatically."""
+def thread_count(nbytes: int, threads: int | None, *, direct: bool = False) -> int:
+    """Threads for a job of ``nbytes``: as requested, else ``SAFELOAD_NUM_THREADS``, else chosen automatically.
+
+    Args:
+        nbytes: bytes that are moved.
+        threads: as requested; None for no wish.
+        direct: whether they read past the page cache.
+    """
     check_threads(threads)
     if threads is not None:
         return operator.index(threads)
     setting = os.environ.get("SAFELOAD_NUM_THREADS")
     if not setting:
-        return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
+        most = max(available_cpus(), DIRECT_READERS) if direct else available_cpus()
+        return max(1, min(nbytes // BYTES_PER_THREAD, most, MAX_THREADS))
     # The length is checked first: int() refuses thousands of digits with an error message of its own.
     if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
         raise ValueError(f"SAFELOAD_NUM_THREADS is {show(setting)}, but a number from 1 to {MOST_THREADS:,} is wanted")

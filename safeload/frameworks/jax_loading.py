@@ -150,6 +150,11 @@ class _Loader:
         if group:
             yield self._together(group), size
 
+    @property
+    def _reading(self) -> str:
+        """The backend of tensors that are not mapped."""
+        return "pread" if self._options.backend == "mmap" else self._options.backend
+
     def _read(self, tensors: Sequence[Tensor], backend: str) -> list[NumpyArray]:
         """The values of whole tensors."""
         parts = [one.part for one in tensors]
@@ -189,7 +194,7 @@ class _Loader:
             read = [one for one in tensors if one.nbytes >= POOLED_BELOW]
             mapped = [one for one in tensors if one.nbytes < POOLED_BELOW]
         made: dict[str, Array] = {}
-        for some, backend in ((mapped, "mmap"), (read, "pread")):
+        for some, backend in ((mapped, "mmap"), (read, self._reading)):
             if some:
                 arrays = jax_arrays.put(self._read(some, backend), place, borrowed=backend == "mmap")
                 made.update(zip(_names(some), arrays, strict=True))
@@ -199,7 +204,7 @@ class _Loader:
         """Whole tensors on several devices, by name."""
         made: dict[str, Array] = {}
         undivided: list[tuple[Tensor, NumpyArray]] = []
-        for one, array in zip(tensors, self._read(tensors, "pread"), strict=True):
+        for one, array in zip(tensors, self._read(tensors, self._reading), strict=True):
             parts = jax_arrays.slices(one.place, one.shape, one.part[0])
             views = [array[_inside((), part)] for part in parts]
             if jax_arrays.partly_aliased(views, one.place):
@@ -242,7 +247,7 @@ class _Loader:
         """
         name, file, index = one.part
         if _only_whole(file, index, self._target):
-            values: Any = self._read([one], "pread")[0]
+            values: Any = self._read([one], self._reading)[0]
             together = True
         else:
             values = self._options.lazy(name, self._target)

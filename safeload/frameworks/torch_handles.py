@@ -29,7 +29,7 @@ class TorchHandle:
 
     Args:
         device: see `torch_arrays.device_of`.
-        backend: "mmap" or "pread".
+        backend: "mmap", "pread" or "direct".
 
     Raises:
         SafeloadError: the device is invalid or not available.
@@ -108,7 +108,8 @@ class TorchHandle:
             buffer = _mapping(file, self._inner)
             if buffer is not None:
                 return array_over(buffer, dtypes.array_dtype(file.table.row(index).number), shape, begin)
-        arrays, _ = load_parts([(file.table.names[index], file, index)], backend="pread")
+        backend = self._backend if self._backend != "mmap" else "pread"
+        arrays, _ = load_parts([(file.table.names[index], file, index)], backend=backend)
         array: Array = arrays[file.table.names[index]]
         return array
 

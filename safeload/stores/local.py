@@ -238,6 +238,12 @@ class LocalStore:
         check(status, error, self.path)
         return mapped_buffer(address[0], self.size)
 
+    def open_direct(self) -> Descriptor | None:
+        """Another handle to the file, for jobs that read past the page cache; None where system or disk has none."""
+        descriptor = self.descriptor
+        handle = short.sl_file_open_direct(descriptor)
+        return Descriptor(handle) if handle else None
+
     def close(self) -> None:
         """Closes the descriptor once no job needs it; arrays over mappings stay valid."""
         self._closed = True
@@ -268,6 +274,11 @@ def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
 def descriptor_of(store: ByteStore) -> Descriptor | None:
     """The handle by which the C core reads a store itself; None if it has none."""
     return store.descriptor if isinstance(store, LocalStore) else None
+
+
+def direct_of(store: ByteStore) -> Descriptor | None:
+    """A new handle for jobs that read a store past the page cache; None if it, or the system, has none."""
+    return store.open_direct() if isinstance(store, LocalStore) else None
 
 
 def mapping_of(store: ByteStore) -> Any:

@@ -54,6 +54,8 @@ def hashes(path):
 LOADS = {
     "list": listing,
     "load": lambda path: digest(safeload.load(path, backend="pread")),
+    "load directly": lambda path: digest(safeload.load(path, backend="direct")),
+    "load directly as f32": lambda path: digest(safeload.load(path, backend="direct", dtype="float32")),
     "load as f32": lambda path: digest(safeload.load(path, backend="pread", dtype="float32")),
     "slice": slices,
     "fill": filled,

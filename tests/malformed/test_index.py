@@ -274,7 +274,7 @@ def test_a_file_of_another_kind_is_told_as_what_it_is(kind, name, tmp_path):
     what, content = FOREIGN[kind]
     path = tmp_path / name
     path.write_bytes(content)
-    for backend in ("mmap", "pread"):
+    for backend in ("mmap", "pread", "direct"):
         with pytest.raises(FormatError, match=what) as caught:
             load_file(path, backend=backend)
         assert caught.value.path == str(path)

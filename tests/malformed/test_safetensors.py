@@ -65,7 +65,7 @@ def test_what_is_well_formed_is_accepted(name, tmp_path):
     path = tmp_path / "good.safetensors"
     path.write_bytes(ACCEPTED[name])
     expected = {k: v.tobytes() for k, v in load(ACCEPTED[name]).items()}
-    for backend in ("mmap", "pread"):
+    for backend in ("mmap", "pread", "direct"):
         arrays = load_file(path, backend=backend)
         assert {k: v.tobytes() for k, v in arrays.items()} == expected
         assert all(array.flags.aligned for array in arrays.values())

@@ -522,7 +522,7 @@ for name, keys, message in (
 def safe(path, **options):
     """Everything that reads a file, as far as it comes."""
     with safeload.open(path, **options) as checkpoint:
-        for backend in ("mmap", "pread"):
+        for backend in ("mmap", "pread", "direct"):
             checkpoint.load(backend=backend)
         checkpoint.load(dtype="float32")
         assert checkpoint.nbytes >= 0

@@ -97,6 +97,16 @@ static void write_file(const char *path, uint8_t *bytes, uint64_t size, int32_t 
     EXPECT(fclose(stream) == 0);
 }
 
+static sl_job conversion(int64_t file, uint64_t offset, uint8_t *memory, uint64_t size) {
+    return (sl_job){.op = SL_OP_CONVERT,
+                    .from = SL_BF16,
+                    .to = SL_F32,
+                    .file = file,
+                    .offset = offset,
+                    .memory = memory,
+                    .size = size};
+}
+
 /* Written by jobs, read by jobs that convert, with several threads, beside one conversion in memory. */
 static void check_jobs(void) {
     const uint64_t size = 19 * MIB + 6, count = size / 2;
@@ -111,8 +121,8 @@ static void check_jobs(void) {
         EXPECT(file.size == size);
         const uint64_t first = 5 * MIB;
         const sl_job jobs[] = {
-            {SL_OP_CONVERT, SL_BF16, SL_F32, file.handle, 0, got, first, NULL, NULL, NULL},
-            {SL_OP_CONVERT, SL_BF16, SL_F32, file.handle, first, got + 2 * first, size - first, NULL, NULL, NULL},
+            conversion(file.handle, 0, got, first),
+            conversion(file.handle, first, got + 2 * first, size - first),
         };
         memset(got, 0, 4 * count);
         EXPECT(run(jobs, 2, 4, &error, &status) == size);
@@ -124,6 +134,47 @@ static void check_jobs(void) {
     free(bytes);
     free(wanted);
     free(got);
+}
+
+/* ---- past the page cache ---- */
+
+/* From anywhere to anywhere: to memory that lies within a page as the file does, and that does not. */
+static void check_direct(void) {
+    enum { THREADS = 3, ROOMS = THREADS * SL_DIRECT_ROOM + 4096 };
+    const uint64_t size = 7 * MIB + 4099;
+    const uint64_t begins[] = {0, 1, 4095, 4096, 4097, 100000}, sizes[] = {1, 4095, 4096, 8193, 3 * MIB, 6 * MIB + 17};
+    uint8_t *bytes = random_bytes(size), *memory = allocate(size + 8192 + ROOMS);
+    uint8_t *page = memory + (4096 - (uintptr_t)memory % 4096) % 4096, *rooms = page + (size / 4096 + 1) * 4096 + 4096;
+    sl_error error = {0};
+    sl_file file;
+    write_file(path_of("direct"), bytes, size, SL_OP_WRITE);
+    OK(sl_file_open(path_of("direct"), &file, &error));
+    int64_t direct = sl_file_open_direct(file.handle), cached = sl_file_cached(file.handle, size);
+    EXPECT(direct >= 0 && cached <= (int64_t)size);
+    for (size_t i = 0; i < 6; i++)
+        for (size_t k = 0; k < 6; k++)
+            for (uint64_t shift = 0; shift < 2; shift++) {
+                uint64_t some = sl_min_u64(sizes[k], size - begins[i]);
+                uint8_t *to = page + (begins[i] + shift) % 4096;
+                sl_cursor cursor = {.room = rooms, .rooms = THREADS - 1}; /* the last thread has none */
+                const sl_job job = {
+                    .file = file.handle, .direct = direct, .offset = begins[i], .memory = to, .size = some};
+                to[some] = 171;
+                do OK(sl_jobs_run(&job, 1, SL_TIER_SCALAR, THREADS, 50, &cursor, &error));
+                while (!cursor.finished);
+                EXPECT(memcmp(to, bytes + begins[i], some) == 0 && to[some] == 171);
+            }
+    /* Where it ends too early. */
+    sl_cursor cursor = {.room = rooms, .rooms = THREADS};
+    const sl_job beyond = {
+        .file = file.handle, .direct = direct, .offset = 5 * MIB + 1, .memory = page, .size = 3 * MIB};
+    EXPECT(sl_jobs_run(&beyond, 1, SL_TIER_SCALAR, THREADS, 0, &cursor, &error) == SL_E_TRUNCATED &&
+           error.position == (int64_t)size);
+    if (direct != 0) sl_file_close(direct);
+    sl_file_close(file.handle);
+    EXPECT(delete(path_of("direct")));
+    free(bytes);
+    free(memory);
 }
 
 /* ---- refusals ---- */
@@ -284,6 +335,7 @@ int main(int count, char **arguments) {
     if (count < 2) return 2;
     snprintf(folder, sizeof folder, "%s", arguments[1]);
     check_jobs();
+    check_direct();
     check_refusals();
     check_sharing();
     check_threads();

@@ -192,7 +192,7 @@ static void check_quantization(void) {
 /* ---- statistics ---- */
 
 static void run_job(int32_t tier, const sl_job *job) {
-    sl_cursor cursor = {0, 0, 0, 0};
+    sl_cursor cursor = {0};
     sl_error error;
     EXPECT(sl_jobs_run(job, 1, tier, 1, 0, &cursor, &error) == SL_OK && cursor.finished);
 }

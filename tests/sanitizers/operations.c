@@ -47,7 +47,8 @@ static const sl_packed PACKED = {.layout = SL_LAYOUT_ROWS,
                                  .grid_rows = ROWS,
                                  .grid_columns = 1,
                                  .scales = factors};
-static int64_t source_file, target_file;
+static int64_t source_file, direct_file, target_file;
+static uint8_t *rooms;
 static unsigned runs, refusals;
 
 static sl_grid grid_of(int32_t from, int32_t to) {
@@ -61,7 +62,7 @@ static uint64_t size_of(int32_t dtype) {
 }
 
 static int32_t run(const sl_job *jobs, uint64_t count, int32_t threads, sl_error *error) {
-    sl_cursor cursor = {0};
+    sl_cursor cursor = {.room = rooms, .rooms = 2}; /* a third thread has none */
     memset(error, 0, sizeof *error);
     while (!cursor.finished) {
         int32_t status = sl_jobs_run(jobs, count, SL_TIER_SCALAR, threads, 1, &cursor, error);
@@ -72,9 +73,13 @@ static int32_t run(const sl_job *jobs, uint64_t count, int32_t threads, sl_error
 
 static bool writes(int32_t op) { return op == SL_OP_WRITE || op == SL_OP_APPEND; }
 
-static sl_job job_of(int32_t op, int32_t from, int32_t to, bool in_file) {
+/* Where a job's source is. */
+enum { IN_MEMORY, IN_FILE, DIRECTLY, PLACES };
+
+static sl_job job_of(int32_t op, int32_t from, int32_t to, int place) {
     sl_job job = {.op = op, .from = from, .to = to, .memory = memory, .size = size_of(from)};
-    job.file = writes(op) ? target_file : in_file ? source_file : SL_MEMORY;
+    job.file = writes(op) ? target_file : place == IN_MEMORY ? SL_MEMORY : source_file;
+    if (place == DIRECTLY) job.direct = direct_file;
     if (job.file == SL_MEMORY) job.offset = (uint64_t)(uintptr_t)source;
     return job;
 }
@@ -93,8 +98,8 @@ static bool takes(int what, bool given) { return what == MAYBE || what == (int)g
 
 /* The job of `row` with what it is given, of which everything but the dtypes is right. */
 static void try(size_t row, int32_t from, int32_t to, const sl_grid *grid, const sl_channels *channels,
-                const sl_packed *packed, bool in_file) {
-    sl_job job = job_of(ROWS_OF_OPS[row].op, from, to, in_file);
+                const sl_packed *packed, int place) {
+    sl_job job = job_of(ROWS_OF_OPS[row].op, from, to, place);
     sl_error error;
     job.grid = grid;
     job.channels = channels;
@@ -128,15 +133,15 @@ static void try_all(void) {
     static const sl_channels CHANNELS[] = {{COLUMNS, 1, factors}, {ROWS, COLUMNS, factors}, {1, 1, factors}};
     enum { DTYPE_COUNT = sizeof DTYPES / sizeof *DTYPES };
     for (size_t row = 0; row < SL_OP_COUNT; row++)
-        for (size_t k = 0; k < 2 * DTYPE_COUNT * DTYPE_COUNT; k++) {
-            int32_t from = DTYPES[k / 2 % DTYPE_COUNT], to = DTYPES[k / 2 / DTYPE_COUNT];
+        for (size_t k = 0; k < PLACES * DTYPE_COUNT * DTYPE_COUNT; k++) {
+            int32_t from = DTYPES[k / PLACES % DTYPE_COUNT], to = DTYPES[k / PLACES / DTYPE_COUNT];
             const sl_grid grid = grid_of(from, to);
             for (int with = 0; with < 4; with++) {
                 const sl_grid *strided = with % 2 != 0 ? &grid : NULL;
                 const sl_packed *packed = with / 2 != 0 ? &PACKED : NULL;
-                try(row, from, to, strided, NULL, packed, k % 2);
+                try(row, from, to, strided, NULL, packed, (int)(k % PLACES));
                 for (size_t c = 0; c < sizeof CHANNELS / sizeof *CHANNELS; c++)
-                    try(row, from, to, strided, &CHANNELS[c], packed, k % 2);
+                    try(row, from, to, strided, &CHANNELS[c], packed, (int)(k % PLACES));
             }
         }
 }
@@ -210,7 +215,7 @@ static void run_together(void) {
     sl_error error;
     for (size_t row = 0; row < SL_OP_COUNT; row++) {
         sl_job *job = &jobs[row];
-        *job = job_of(ROWS_OF_OPS[row].op, ROWS_OF_OPS[row].from, ROWS_OF_OPS[row].to, row % 2);
+        *job = job_of(ROWS_OF_OPS[row].op, ROWS_OF_OPS[row].from, ROWS_OF_OPS[row].to, (int)(row % PLACES));
         if (ROWS_OF_OPS[row].grid == YES) job->grid = &grid;
         if (ROWS_OF_OPS[row].channels == YES) job->channels = &channels;
         if (ROWS_OF_OPS[row].packed == YES) job->packed = &PACKED;
@@ -247,11 +252,17 @@ int main(void) {
     write_file(content, source_path);
     write_file((bytes){NULL, 0, 0}, target_path);
     source_file = open_again(source_path);
+    direct_file = sl_file_open_direct(source_file);
+    CHECK(direct_file >= 0); /* 0 where the file system has none */
+    rooms = aligned_alloc(4096, 2 * SL_DIRECT_ROOM);
+    CHECK(rooms != NULL);
     target_file = open_again(target_path);
     try_all();
     refuse_malformed();
     run_together();
+    if (direct_file != 0) sl_file_close(direct_file);
     close((int)source_file);
+    free(rooms);
     close((int)target_file);
     unlink(source_path);
     unlink(target_path);

@@ -47,7 +47,7 @@ ML_DTYPES = {
 }
 DTYPES = NUMPY_DTYPES | ML_DTYPES
 BITS = {code: dtype.itemsize * 8 for code, dtype in DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-BACKENDS = ("mmap", "pread")
+BACKENDS = ("mmap", "pread", "direct")
 
 rng = np.random.default_rng(20250807)
 

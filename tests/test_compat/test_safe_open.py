@@ -35,7 +35,7 @@ from safeload import (
 )
 from safeload.numpy import save_file
 
-BACKENDS = ("mmap", "pread")
+BACKENDS = ("mmap", "pread", "direct")
 TENSORS = {
     "weight": np.arange(12, dtype=np.float32).reshape(3, 4),
     "bias": np.arange(4, dtype=np.float64),

@@ -56,7 +56,7 @@ def assert_same(arrays, tensors, dtype=None):
 
 @pytest.mark.parametrize("odd", range(8))
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 def test_small_tensors_of_any_dtype_at_any_offset(tmp_path, backend, dtype, odd):
     tensors = mixed(200)
     raw_file(tmp_path / "x", tensors, " " * odd)
@@ -100,7 +100,7 @@ def count_runs(monkeypatch):
     return ran
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 @pytest.mark.parametrize("axis", [None, 0, 1])
 def test_int8_is_dequantized_in_the_one_run_that_reads(tmp_path, monkeypatch, backend, axis):
     values = {f"w{k}": rng.standard_normal((64, 96)).astype(np.float32) for k in range(5)}
@@ -114,7 +114,7 @@ def test_int8_is_dequantized_in_the_one_run_that_reads(tmp_path, monkeypatch, ba
         arrays = checkpoint.load(dtype="float32", backend=backend, progress=lambda *report: seen.append(report))
         assert len(ran) == 1
         assert len([job for job in ran[0] if job.packed is not None]) == 5
-        nbytes = 4 * 5 * 64 * 96 + plain["bias"].nbytes + (plain["steps"].nbytes if backend == "pread" else 0)
+        nbytes = 4 * 5 * 64 * 96 + plain["bias"].nbytes + (plain["steps"].nbytes if backend != "mmap" else 0)
         assert seen[-1] == (nbytes, nbytes)
         out = {name: np.zeros(array.shape, array.dtype) for name, array in arrays.items()}
         checkpoint.load(dtype="float32", out=out)
@@ -126,7 +126,7 @@ def test_int8_is_dequantized_in_the_one_run_that_reads(tmp_path, monkeypatch, ba
 def test_what_is_named_after_an_empty_tensor(tmp_path):
     tensors = {"a": np.zeros((0, 3), np.float32), "b": np.ones(2, np.float32), "c": np.zeros(0, np.float16)}
     raw_file(tmp_path / "x", tensors)
-    for backend in ("mmap", "pread"):
+    for backend in ("mmap", "pread", "direct"):
         for dtype in (None, np.float64):
             assert_same(load_file(tmp_path / "x", backend=backend, dtype=dtype), tensors, dtype)
     assert load_file(tmp_path / "x", names=[]) == {}

@@ -54,7 +54,7 @@ def path(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 @pytest.mark.parametrize("dtype", TARGETS)
 def test_loading_with_a_dtype_is_loading_then_astype(path, dtype, backend):
     plain = load_file(path)

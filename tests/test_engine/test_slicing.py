@@ -339,7 +339,7 @@ def test_slices_have_memory_of_their_own(tmp_path):
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 def test_both_backends_slice_alike(backend, tmp_path):
     save_file({"m": numbered((50, 60))}, tmp_path / "x", durable=False)
     with safe_open(tmp_path / "x", backend=backend) as file:

@@ -48,7 +48,8 @@ def test_every_way_to_read_it(path, kind, version):
     with safeload.open(path) as opened:
         assert (opened.format, list(opened), opened.metadata) == ("npy", ["tensor"], {})
         assert opened.tensors["tensor"].shape == want.shape
-        for got in (opened["tensor"], *(opened.load(backend=backend)["tensor"] for backend in ("mmap", "pread"))):
+        backends = ("mmap", "pread", "direct")
+        for got in (opened["tensor"], *(opened.load(backend=backend)["tensor"] for backend in backends)):
             assert got.dtype == want.dtype.newbyteorder("=")
             np.testing.assert_array_equal(got, want)
             assert got.flags.writeable

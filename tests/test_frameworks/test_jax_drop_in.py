@@ -23,7 +23,7 @@ import safeload  # noqa: E402
 import safeload.jax as ours  # noqa: E402
 import safeload.numpy  # noqa: E402
 
-BACKENDS = ("mmap", "pread")
+BACKENDS = ("mmap", "pread", "direct")
 DTYPES = {
     "BOOL": np.dtype(bool),
     "U8": np.dtype(np.uint8),

@@ -18,7 +18,7 @@ import safeload  # noqa: E402
 import safeload.numpy  # noqa: E402
 
 FRAMEWORKS = ("flax", "jax")
-BACKENDS = ("mmap", "pread")
+BACKENDS = ("mmap", "pread", "direct")
 rng = np.random.default_rng(3)
 
 

@@ -21,7 +21,7 @@ import safeload.numpy  # noqa: E402
 import safeload.torch as ours  # noqa: E402
 from safeload import FormatError, SafetensorError, TensorNotFoundError, UnsupportedError  # noqa: E402
 
-BACKENDS = ["mmap", "pread"]
+BACKENDS = ["mmap", "pread", "direct"]
 TENSORS = every_dtype()
 
 # Shapes that go wrong, by name.

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import safeload  # noqa: E402
 import safeload.torch as ours  # noqa: E402
 
-BACKENDS = ["mmap", "pread"]
+BACKENDS = ["mmap", "pread", "direct"]
 TENSORS = every_dtype()
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 

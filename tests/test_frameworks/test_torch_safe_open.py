@@ -12,7 +12,7 @@ import safeload  # noqa: E402
 import safeload.torch as ours  # noqa: E402
 from safeload import SafetensorError, TensorNotFoundError  # noqa: E402
 
-BACKENDS = ["mmap", "pread"]
+BACKENDS = ["mmap", "pread", "direct"]
 TENSORS = {
     **every_dtype(),
     "scalar": torch.tensor(3.5),

@@ -49,7 +49,7 @@ def same(got, want):
 
 
 @every_fixture
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_float32_is_what_the_reader_of_the_family_computes(fixture, backend, threads):
     got, want = safeload.load(fixture.path, dtype="float32", backend=backend, threads=threads), fixture.expected()
@@ -104,7 +104,7 @@ def test_progress_ends_with_everything(fixture):
 
 
 @every_fixture
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 def test_without_dtype_packed_tensors_hold_what_is_stored(fixture, backend):
     want, stored = fixture.expected(), fixture.stored()
     with safeload.open(fixture.path) as opened:
@@ -499,7 +499,7 @@ def test_many_threads_load_one_checkpoint():
 def test_what_is_left_of_a_closed_checkpoint():
     fixture = FIXTURES["fp8_block"]
     with safeload.open(fixture.path) as opened:
-        held = [opened.load(backend=backend) for backend in ("mmap", "pread")]
+        held = [opened.load(backend=backend) for backend in ("mmap", "pread", "direct")]
     for values in held:
         for name, value in values.items():
             same(np.asarray(value, np.float32), fixture.expected()[name])

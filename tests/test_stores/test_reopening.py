@@ -86,7 +86,7 @@ def opened(request, tmp_path):
 
 def assert_right(checkpoint):
     for name, array in WEIGHTS.items():
-        for backend in ("mmap", "pread"):
+        for backend in ("mmap", "pread", "direct"):
             assert np.array_equal(checkpoint.load([name], backend=backend)[name], array)
         assert np.array_equal(checkpoint[name], array)
 
@@ -291,7 +291,7 @@ def count(): return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" 
 with safeload.open(folder) as opened:
     assert len(opened) == 300
     check(dict(opened))
-    for backend in ("mmap", "pread"):
+    for backend in ("mmap", "pread", "direct"):
         check(opened.load(backend=backend))
         check(opened.load(backend=backend, dtype="float64", threads=3))
     assert count() < limit * 3 // 4 + 8, count()

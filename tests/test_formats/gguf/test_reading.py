@@ -201,7 +201,7 @@ def write_all(path, alignment=None):
 
 
 @pytest.mark.parametrize("alignment", [None, 8, 64, 4096])
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 def test_every_type_and_shape_equals_gguf_py(path, alignment, backend):
     want = write_all(path, alignment)
     with safeload.open(path) as opened:
@@ -255,7 +255,7 @@ def test_slices(path):
             np.testing.assert_array_equal(opened.get_slice(name)[1:, ...], opened[name].dequantize()[1:])
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 @pytest.mark.parametrize("scheme", ["Q4_0", "Q8_0"])
 def test_loading_as_a_dtype_restores_blocks(path, scheme, backend):
     names = [f"{scheme} {shape}" for shape in SHAPES] + ["F16 (256,)", "I32 (256,)", "BF16 (3, 256)"]
@@ -310,7 +310,7 @@ def test_scalars_and_empty_tensors(path):
         g.tensor("after", (1,), 24, 32),
     ]
     path.write_bytes(g.build([], tensors, np.float32(1.5).tobytes() + bytes(28) + b"\7"))
-    for backend in ("mmap", "pread"):
+    for backend in ("mmap", "pread", "direct"):
         got = safeload.load(path, backend=backend)
         assert got["scalar"].shape == ()
         assert got["scalar"] == 1.5
@@ -335,7 +335,7 @@ def test_without_tensors_the_data_may_begin_past_the_end(path):
 def test_alignment_of_one_copies_what_is_not_aligned(path):
     entries = [g.entry("general.alignment", g.U32, 1)]
     path.write_bytes(g.build(entries, [g.tensor("w", (2,), 0, 1)], b"\0" + np.float32([1, 2]).tobytes(), alignment=1))
-    for backend in ("mmap", "pread"):
+    for backend in ("mmap", "pread", "direct"):
         array = safeload.load(path, backend=backend)["w"]
         assert array.tolist() == [1, 2]
         assert array.flags.aligned

@@ -64,7 +64,7 @@ def same(got, want, name=""):
 # ---- real files ----
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread", "one by one"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct", "one by one"])
 @pytest.mark.parametrize("path", READ, ids=name_of)
 def test_real_files_give_the_expected_tensors(path, backend):
     want = READ[path]
@@ -219,7 +219,7 @@ def made(request, tmp_path):
     return path
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 def test_every_dtype_and_layout(made, backend):
     with safeload.open(made) as checkpoint:
         assert checkpoint.metadata == {}
@@ -251,7 +251,7 @@ def test_shared_storages_share_memory(made):
         assert checkpoint.load()["whole"][21] != 1234
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct"])
 def test_conversion(made, backend):
     with safeload.open(made) as checkpoint:
         loaded = checkpoint.load(dtype="float32", backend=backend)
