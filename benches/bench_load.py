@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +13,6 @@ from typing import Any
 import files
 import ml_dtypes  # without it safetensors.numpy cannot load BF16 at all
 import numpy as np
-import pytest
 import safetensors.numpy
 from compare import Comparison, race, release, same_arrays, touch
 
@@ -165,38 +161,3 @@ def test_pread(llama: Path, table, report) -> None:
     }
     targets = {PEER: 5, f'{PEER}(backend="pread")': 5}
     _run('load_file 2.5 GB, backend="pread"', sides, targets, llama, table, report)
-
-
-def _direct_read(path: Path) -> float:
-    """Seconds of the best of fio's direct reads of the whole file."""
-    best = float("inf")
-    for block, depth in (("1M", 8), ("4M", 4), ("16M", 4)):
-        command = ["fio", "--name=read", f"--filename={path}", "--rw=read", "--readonly", "--direct=1"]
-        command += ["--ioengine=libaio", f"--bs={block}", f"--iodepth={depth}", "--output-format=json"]
-        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-        best = min(best, path.stat().st_size / json.loads(out[out.index("{") :])["jobs"][0]["read"]["bw_bytes"])
-    return best
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be dropped without posix_fadvise")
-def test_cold(llama: Path, table, report) -> None:
-    def prepare() -> None:
-        release()
-        files.settle(int(llama.stat().st_size * 1.1))
-        descriptor = os.open(llama, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-        assert not files.cached(llama)
-
-    sides = {
-        "ours": lambda: safeload.numpy.load_file(llama, backend="pread"),
-        PEER: lambda: safetensors.numpy.load_file(llama),
-    }
-    job = 'load_file 2.5 GB, page cache cold, backend="pread"'
-    samples = race(sides, ROUNDS, check=same, prepare=prepare)
-    rows = [table.add(job, PEER, Comparison(samples["ours"], samples[PEER]), target=2)]
-    if shutil.which("fio"):
-        direct = [_direct_read(llama) for _ in range(3)]
-        ours = samples["ours"][: len(direct)]
-        rows.append(table.add(job, "limit: fio's best direct read", Comparison(ours, direct), target=0.65))
-    report(sides["ours"], rows, rounds=1, prepare=prepare)

@@ -31,6 +31,7 @@ PLOTS = HERE / "plots"
 SECTIONS = {
     "bench_open": "Opening and listing",
     "bench_load": "Loading",
+    "bench_cold": "Files that are not in the page cache",
     "bench_streamer": "Reading, beside runai-model-streamer",
     "bench_convert": "Converting while loading, and the kernels",
     "bench_quantize": "Quantizing while loading",

@@ -136,24 +136,24 @@ typedef struct extended_status {
 
 _Static_assert(offsetof(extended_status, memory_align) == 0x98 && sizeof(extended_status) == 0x100, "see statx(2)");
 
-/* Whether the kernel says that the file cannot be read so, or not from SL_DIRECT_PAGE on. */
-static bool refuses(int file) {
+/* Whether the kernel says that the file cannot be read so, or not by SL_DIRECT_PAGE; `silent` where it does not say. */
+static bool refuses(int file, bool silent) {
 #if defined(SYS_statx)
     extended_status status;
     memset(&status, 0, sizeof status);
     if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, DIOALIGN, &status) != 0 || (status.mask & DIOALIGN) == 0)
-        return false; /* it does not say: reads will show */
+        return silent;
     return status.offset_align == 0 || SL_DIRECT_PAGE % status.offset_align != 0 || status.memory_align == 0 ||
            SL_DIRECT_PAGE % status.memory_align != 0;
 #else
     (void)file;
-    return false;
+    return silent;
 #endif
 }
 
 #endif
 
-int64_t sl_file_open_direct(int64_t file) {
+int64_t sl_file_open_direct(int64_t file, int32_t certain) {
 #if defined(__linux__)
     /* Not by its path, where another file may be by now; and not the descriptor itself, which others read through. */
     char path[32];
@@ -167,10 +167,10 @@ int64_t sl_file_open_direct(int64_t file) {
         close(0);
     }
     if (descriptor < 0) return 0;
-    if (!refuses(descriptor)) return descriptor;
+    if (!refuses(descriptor, certain != 0)) return descriptor;
     close(descriptor);
 #else
-    (void)file;
+    (void)file, (void)certain;
 #endif
     return 0;
 }
@@ -183,18 +183,18 @@ uint64_t sl_platform_read_direct(int64_t direct, uint64_t offset, void *memory, 
     return got < 0 ? 0 : (uint64_t)got;
 }
 
-int64_t sl_file_cached(int64_t file, uint64_t size) {
+int64_t sl_file_cached(int64_t file, uint64_t begin, uint64_t size) {
 #if defined(__linux__)
     struct {
         uint64_t offset, size;
-    } range = {0, size};
+    } range = {begin, size};
     struct {
         uint64_t cached, dirty, written, evicted, recently_evicted;
     } found;
     if (syscall(SYS_CACHESTAT, (int)file, &range, &found, 0) != 0) return -1;
     return (int64_t)sl_min_u64(found.cached * (uint64_t)sysconf(_SC_PAGESIZE), size);
 #else
-    (void)file, (void)size;
+    (void)file, (void)begin, (void)size;
     return -1;
 #endif
 }

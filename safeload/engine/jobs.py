@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from ..base.arrays import Array, ArraySpec, empty_array
-from ..base.native import TIER, Error, check, ffi, lib, private_buffer, short
+from ..base.native import TIER, Error, check, ffi, lib, short
 from ..base.text import subject
 from ..errors import RangeError
-from ..stores.local import direct_of, groups
+from ..stores.local import cold_of, direct_of, groups
 from ..stores.stop import current
 from .job import Channels, Grid, Job, Origin
-from .memory import address_of
+from .memory import Rooms, address_of
 from .progress import Progress, reporter
 from .threads import thread_count
 from .weight_file import WeightFile, is_remote
@@ -59,17 +60,27 @@ class Batch:
     Args:
         jobs: initial jobs.
         path: for errors: the file of jobs that have a handle instead of a `WeightFile`.
-        direct: whether files are read past the page cache where the system allows it.
+        direct: whether files are read past the page cache where the system allows it; None to do so where the cache
+            does not hold them, for what reads a file once and from end to end.
+        rooms: memory for that, of batches that follow each other.
 
     Attributes:
         refused: whether a file that was to be read past the page cache had to be read through it.
     """
 
-    def __init__(self, jobs: Iterable[Job] = (), path: str | None = None, *, direct: bool = False) -> None:
+    def __init__(
+        self,
+        jobs: Iterable[Job] = (),
+        path: str | None = None,
+        *,
+        direct: bool | None = False,
+        rooms: Rooms | None = None,
+    ) -> None:
         self.jobs = list(jobs)
         self.refused = False
         self._path = path
         self._direct = direct
+        self._rooms = rooms
         self._results: list[Array] = []
 
     def add(self, job: Job) -> None:
@@ -103,10 +114,10 @@ class Batch:
             MemoryError: the core's scratch memory cannot be allocated.
         """
         total = sum(job.size for job in self.jobs)
-        count = thread_count(total, threads, direct=self._direct)
+        count = thread_count(total, threads)
         with reporter(progress, total) as report:
             here = self._fetch(count, report)
-            self._run(here, count, total - sum(job.size for job in here), report)
+            self._run(here, threads, total - sum(job.size for job in here), total, report)
         for result in self._results:
             result.byteswap(inplace=True)
         return total
@@ -126,47 +137,69 @@ class Batch:
 
         return Fetch(self.jobs, execute, threads).run(report)
 
-    def _run(self, given: Sequence[Job], count: int, done: int, report: Callable[[int], object]) -> None:
-        """Runs jobs on files of this machine, and in memory, after others of ``done`` bytes."""
+    def _run(
+        self, given: Sequence[Job], threads: int | None, done: int, total: int, report: Callable[[int], object]
+    ) -> None:
+        """Runs jobs on files of this machine, and in memory, after others of ``done`` bytes of ``total``."""
         rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0, 0) for job in given]
         array = np.array(rows, dtype=_JOB)
         kept = [
             _point_at([job.grid for job in given], array["grid"], _GRID),
             _point_at([job.channels for job in given], array["channels"], _CHANNELS),
         ]
-        room: Any = None
         files = [job.file for job in given]
         opened = [file if isinstance(file, WeightFile) else None for file in files]
+        rooms, readers = self._rooms or Rooms(), thread_count(total, threads, direct=True)
         for begin, end in _affordable(given, groups(opened)):
             part = array[begin:end]
             prepared = _prepare(given[begin:end], part["packed"])
             held = {file: _descriptor(file) for file in set(files[begin:end])}
             part["file"] = [held[file] for file in files[begin:end]]
-            direct = self._open_direct(opened[begin:end])
-            part["direct"] = [direct.get(file, 0) for file in opened[begin:end]]
+            direct: dict[WeightFile | None, int] = {}
+            if self._direct or (self._direct is None and readers >= _LEAST_READERS):
+                direct = self._open_direct(opened[begin:end], part)
+            if direct:
+                part["direct"] = [direct.get(file, 0) for file in opened[begin:end]]
+            count = readers if direct else thread_count(total, threads)
             described = ffi.from_buffer("sl_job[]", part)
             cursor = ffi.new("sl_cursor *")
-            if direct:
-                if room is None:
-                    room = ffi.from_buffer(private_buffer(count * lib.SL_DIRECT_ROOM))
-                cursor.room, cursor.rooms = room, count
             error = Error()
-            while not cursor.finished:
-                status = lib.sl_jobs_run(described, len(part), TIER, count, SLICE_MS, cursor, error)
-                if status != lib.SL_OK:
-                    self._fail(status, error, given, begin + cursor.failed_job)
-                report(done + cursor.bytes_done)
+            with rooms.of(count) if direct else nullcontext() as room:
+                if direct:
+                    cursor.room, cursor.rooms = ffi.from_buffer(room), count
+                while not cursor.finished:
+                    status = lib.sl_jobs_run(described, len(part), TIER, count, SLICE_MS, cursor, error)
+                    if status != lib.SL_OK:
+                        self._fail(status, error, given, begin + cursor.failed_job)
+                    report(done + cursor.bytes_done)
             done += cursor.bytes_done
             del prepared, direct
         del kept
 
-    def _open_direct(self, files: Iterable[WeightFile | None]) -> dict[WeightFile | None, int]:
-        """Handles for reads past the page cache, for as long as the dict lives."""
-        if not self._direct:
-            return {}
-        asked = {file: direct_of(file.store) for file in files if file is not None}
-        self.refused |= None in asked.values()
-        return {file: handle for file, handle in asked.items() if handle is not None}
+    def _open_direct(self, files: Sequence[WeightFile | None], part: Array) -> dict[WeightFile | None, int]:
+        """Handles for reads past the page cache, for as long as the dict lives.
+
+        Args:
+            files: of the jobs.
+            part: the jobs as the core takes them.
+        """
+        numbers = {file: k for k, file in enumerate(dict.fromkeys(files))}
+        of_file = np.fromiter(map(numbers.__getitem__, files), np.int64, len(files))
+        plain = (part["grid"] == 0) & (part["packed"] == 0)
+        found: dict[WeightFile | None, int] = {}
+        for file, number in numbers.items():
+            mine = part[plain & (of_file == number)]
+            if file is None or not mine.size:
+                continue
+            begin, end = int(mine["offset"].min()), int((mine["offset"] + mine["size"]).max())
+            if self._direct:
+                handle = direct_of(file.store)
+                self.refused |= handle is None
+            else:
+                handle = cold_of(file.store, begin, end)
+            if handle is not None:
+                found[file] = handle
+        return found
 
     def _fail(self, status: int, error: Any, given: Sequence[Job], index: int) -> None:
         """Raises the core's error with the file and the tensor of the job that failed."""
@@ -187,6 +220,8 @@ class Batch:
         check(status, error, path, tensor=tensor)
 
 
+# Fewer readers than this are slower than one that the kernel reads ahead for.
+_LEAST_READERS = 4
 # File handle of a job before its file is opened.
 _NO_FILE = -2
 # Memory for the scales of the packed codes of all jobs that run together.

@@ -17,6 +17,8 @@ MOST_THREADS = 4096
 DIRECT_READERS = 8
 # A thread for fewer bytes than this costs more to start than it saves.
 BYTES_PER_THREAD = 4 << 20
+# One that waits for the disk is worth it for fewer.
+BYTES_PER_READER = 2 << 20
 
 
 def _cgroup_cpus() -> float:
@@ -73,8 +75,9 @@ def thread_count(nbytes: int, threads: int | None, *, direct: bool = False) -> i
         return operator.index(threads)
     setting = os.environ.get("SAFELOAD_NUM_THREADS")
     if not setting:
-        most = max(available_cpus(), DIRECT_READERS) if direct else available_cpus()
-        return max(1, min(nbytes // BYTES_PER_THREAD, most, MAX_THREADS))
+        if direct:
+            return max(1, min(nbytes // BYTES_PER_READER, max(available_cpus(), DIRECT_READERS), MAX_THREADS))
+        return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
     # The length is checked first: int() refuses thousands of digits with an error message of its own.
     if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
         raise ValueError(f"SAFELOAD_NUM_THREADS is {show(setting)}, but a number from 1 to {MOST_THREADS:,} is wanted")

@@ -149,7 +149,7 @@ static void check_direct(void) {
     sl_file file;
     write_file(path_of("direct"), bytes, size, SL_OP_WRITE);
     OK(sl_file_open(path_of("direct"), &file, &error));
-    int64_t direct = sl_file_open_direct(file.handle), cached = sl_file_cached(file.handle, size);
+    int64_t direct = sl_file_open_direct(file.handle, 0), cached = sl_file_cached(file.handle, 0, size);
     EXPECT(direct >= 0 && cached <= (int64_t)size);
     for (size_t i = 0; i < 6; i++)
         for (size_t k = 0; k < 6; k++)

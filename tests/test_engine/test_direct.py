@@ -59,7 +59,7 @@ def on_disk(path):
     """The file, if its file system lets reads past the page cache, and tells what the cache holds."""
     with contextlib.closing(open_local(path)) as store:
         direct = direct_of(store)
-        if direct is None or lib.sl_file_cached(store.descriptor, store.size) < 0:
+        if direct is None or lib.sl_file_cached(store.descriptor, 0, store.size) < 0:
             pytest.skip("needs O_DIRECT and cachestat(2)")
     drop(path)
     if cached(path):
@@ -76,7 +76,7 @@ def drop(path):
 def cached(path):
     """Bytes of a file in the page cache."""
     with contextlib.closing(open_local(path)) as store:
-        return lib.sl_file_cached(store.descriptor, store.size)
+        return lib.sl_file_cached(store.descriptor, 0, store.size)
 
 
 def same(loaded, want):
@@ -295,10 +295,76 @@ def test_many_threads_load_one_checkpoint(path):
 
 def test_more_readers_than_processors_but_not_for_little():
     assert thread_count(1 << 30, None, direct=True) == min(max(available_cpus(), DIRECT_READERS), 16)
-    assert thread_count(5 << 20, None, direct=True) == 1
+    assert thread_count(3 << 20, None, direct=True) == 1
     assert thread_count(1 << 30, 3, direct=True) == 3
 
 
 def test_a_url_is_read_as_ever(path):
     with Server(path.parent) as server:
         same(safeload.load(server.url(f"/{path.name}"), backend="direct"), load_file(path, backend="pread"))
+
+
+# ---- unasked ----
+
+
+@pytest.fixture(scope="module")
+def larger(folder):
+    """Of tensors that are enough for four readers each."""
+    path = folder / "larger.safetensors"
+    save_file({f"w{k}": rng.standard_normal((3000, 1024), np.float32) for k in range(4)}, path, durable=True)
+    return path
+
+
+@pytest.fixture
+def cold(larger):
+    with contextlib.closing(open_local(larger)) as store:
+        drop(larger)
+        if store.open_direct(certain=True) is None or store.cached(0, store.size) is None:
+            pytest.skip("needs a file system that says it takes O_DIRECT, and cachestat(2)")
+    if cached(larger):
+        pytest.skip("a file system that keeps its files in memory")
+    return larger
+
+
+def compared(found):
+    """What a job has made, without paths and times."""
+    return {name: (a.tobytes() if isinstance(a, np.ndarray) else a) for name, a in found.items()}
+
+
+ONCE = {
+    "stats": lambda path, to: compared(safeload.stats(path)),
+    "validate": lambda path, to: compared(safeload.validate(path).stats),
+    "convert": lambda path, to: safeload.convert(path, to, dtype="bf16") and to.read_bytes(),
+    "convert to GGUF": lambda path, to: (
+        safeload.convert(path, to.with_suffix(".gguf"), dtype="f16") and to.with_suffix(".gguf").read_bytes()
+    ),
+    "quantize": lambda path, to: safeload.convert(path, to, quantize="q8_0") and to.read_bytes(),
+}
+
+
+@pytest.mark.parametrize("what", ONCE)
+def test_what_reads_a_cold_file_once_leaves_it_cold_and_a_warm_one_warm(cold, what, tmp_path):
+    found = ONCE[what](cold, tmp_path / "cold.safetensors")
+    assert cached(cold) <= 1 << 20  # the header, and what is read ahead with it
+    load_file(cold, backend="pread")
+    size = cached(cold)
+    assert size >= 4 * 12_000_000
+    assert ONCE[what](cold, tmp_path / "warm.safetensors") == found
+    assert cached(cold) >= size - (1 << 20)
+
+
+def test_one_thread_has_the_kernel_read_ahead(cold):
+    safeload.stats(cold, threads=1)
+    assert cached(cold) >= 4 * 12_000_000
+
+
+def test_what_is_read_twice_is_read_through_the_cache(cold, tmp_path):
+    safeload.convert(cold, tmp_path / "int8.safetensors", quantize="int8")
+    assert cached(cold) >= 4 * 12_000_000
+
+
+def test_a_system_that_does_not_tell_is_read_through_the_cache(cold, monkeypatch):
+    monkeypatch.setattr("safeload.stores.local.LocalStore.cached", lambda self, begin, end: None)
+    safeload.stats(cold)
+    monkeypatch.undo()
+    assert cached(cold) >= 4 * 12_000_000
