@@ -1,4 +1,10 @@
-/* Reads past the page cache. */
+/* Reads past the page cache.
+ *
+ * 2 GiB that are not in it, ext4 on a virtual disk, two busy processors, memory at hand, medians of 4 or 5 shuffled
+ * rounds, seconds: through the cache, 2 threads x 3 MiB, 0.99; past it into the result, 2 x 8 MiB 0.82, 8 x 8 MiB 0.78;
+ * into rooms to be summed there, 8 x 8 MiB 0.76, 8 x 3 MiB 0.80, 8 x 1 MiB 0.82, 4 x 3 MiB 0.91; into rooms and from
+ * there into the result 0.94. Processor time 0.31 through the cache, 0.13 past it. Rooms of small pages take 2.4: a
+ * request to the disk has at most 254 pieces of memory. */
 #include "jobs/direct.h"
 
 #define PAGE SL_DIRECT_PAGE

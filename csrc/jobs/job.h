@@ -14,7 +14,7 @@
  *
  * A file that is not in the page cache is read by the same plain loop: two threads keep two reads of 3 MiB in flight,
  * and the kernel's readahead does the rest. WILLNEED, readahead(2) and more threads were no faster; op_copy.c has the
- * numbers. */
+ * numbers. Reads past the page cache, which are faster: direct.c. */
 #define SL_CHUNK ((uint64_t)3 << 20)
 
 /* Bytes of a thread's staging buffer: a file's bytes are read into it and converted while they are in the second-level

@@ -76,6 +76,13 @@ int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error
      * strict overcommit would count every mapped byte as if it were going to be written. */
     void *mapped = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, (int)file, 0);
     if (mapped == MAP_FAILED) return sl_fail_os(error, errno, -1);
+#if defined(__linux__)
+    /* Doubles what a page fault reads around it, of whoever faults: one call, and nothing is read by it. A cold file, a
+     * byte of each page, medians of 6 and 3 rounds, GiB/s: ext4 1.3, with this 1.7; FUSE with 128 KiB of readahead 0.24
+     * and 0.39. MADV_SEQUENTIAL 1.2 and 0.19, and pages that are mapped so are the first that go when memory is short.
+     * WILLNEED reads no more than a window, but takes 2 to 20 ms for that, where mapping takes microseconds. */
+    posix_fadvise((int)file, 0, 0, POSIX_FADV_SEQUENTIAL);
+#endif
     *address = mapped;
     return SL_OK;
 }
