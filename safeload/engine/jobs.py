@@ -23,6 +23,9 @@ from .weight_file import WeightFile, is_remote
 
 # Length of one time slice in C, after which signals are handled and progress is reported.
 SLICE_MS = 50
+# The same past the page cache, where the disk has nothing to do from the end of a slice until all readers are back.
+# Statistics of 1 GiB took 0.49 s in slices of 50 ms, 0.43 in these, 0.49 in those of 1 s.
+DIRECT_SLICE_MS = 200
 
 # Whether this machine's byte order is not the one of files.
 _SWAPS = sys.byteorder == "big"
@@ -161,6 +164,7 @@ class Batch:
             if direct:
                 part["direct"] = [direct.get(file, 0) for file in opened[begin:end]]
             count = readers if direct else thread_count(total, threads)
+            slice_ms = DIRECT_SLICE_MS if direct else SLICE_MS
             described = ffi.from_buffer("sl_job[]", part)
             cursor = ffi.new("sl_cursor *")
             error = Error()
@@ -168,7 +172,7 @@ class Batch:
                 if direct:
                     cursor.room, cursor.rooms = ffi.from_buffer(room), count
                 while not cursor.finished:
-                    status = lib.sl_jobs_run(described, len(part), TIER, count, SLICE_MS, cursor, error)
+                    status = lib.sl_jobs_run(described, len(part), TIER, count, slice_ms, cursor, error)
                     if status != lib.SL_OK:
                         self._fail(status, error, given, begin + cursor.failed_job)
                     report(done + cursor.bytes_done)
