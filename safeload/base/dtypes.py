@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,10 +198,17 @@ def of_array(array: Any, name: str) -> Dtype:
     Raises:
         SafeloadError: safetensors does not have the array's dtype.
     """
-    row = BY_NAME.get(array.dtype.name)
-    if row is None or row.packed:
+    row = _stored_row(array.dtype)
+    if row is None:
         raise not_stored(shown(array.dtype), name)
     return row
+
+
+@lru_cache(maxsize=256)  # a program may make dtypes without end
+def _stored_row(dtype: np.dtype[Any]) -> Dtype | None:
+    """The row of a dtype of arrays that safetensors has; None for others. numpy computes a name on each access."""
+    row = BY_NAME.get(dtype.name)
+    return None if row is None or row.packed else row
 
 
 def shown(dtype: np.dtype[Any]) -> str:

@@ -1,56 +1,31 @@
-"""Python's side of the engine: describes jobs, runs them in time slices, reports progress, handles signals."""
+"""Python's side of the engine: describes jobs, runs them in groups, reports progress and whose job has failed."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from ..base.arrays import Array, ArraySpec, empty_array
-from ..base.native import TIER, Error, check, ffi, lib, short
+from ..base.native import check, ffi, lib, short
 from ..base.text import subject
 from ..errors import RangeError
-from ..stores.local import cold_of, direct_of, groups
+from ..stores.local import groups
 from ..stores.stop import current
 from .job import Channels, Grid, Job, Origin
 from .memory import Rooms, address_of
 from .progress import Progress, reporter
+from .runner import JOB, Runner, struct_dtype
 from .threads import thread_count
 from .weight_file import WeightFile, is_remote
-
-# Length of one time slice in C, after which signals are handled and progress is reported.
-SLICE_MS = 50
-# The same past the page cache, where the disk has nothing to do from the end of a slice until all readers are back.
-# Statistics of 1 GiB took 0.49 s in slices of 50 ms, 0.43 in these, 0.49 in those of 1 s.
-DIRECT_SLICE_MS = 200
 
 # Whether this machine's byte order is not the one of files.
 _SWAPS = sys.byteorder == "big"
 
 
-def struct_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a struct of the C core, with fields at the compiler's offsets; pointers are uint64."""
-    kind = ffi.typeof(name)
-    fields = [(field, info.offset, info.type) for field, info in kind.fields]
-    codes = {"int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8", "double": "f8"}
-    return np.dtype(
-        {
-            "names": [field for field, _, _ in fields],
-            "formats": ["u8" if of.kind == "pointer" else codes[of.cname] for _, _, of in fields],
-            "offsets": [offset for _, offset, _ in fields],
-            "itemsize": ffi.sizeof(kind),
-        }
-    )
-
-
 _GRID = struct_dtype("sl_grid")
-# With its fields in the order of `Job`.
-_JOB = struct_dtype("sl_job")[
-    ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct"]
-]
 _CHANNELS = struct_dtype("sl_channels")
 _PACKED = struct_dtype("sl_packed")
 
@@ -145,71 +120,31 @@ class Batch:
     ) -> None:
         """Runs jobs on files of this machine, and in memory, after others of ``done`` bytes of ``total``."""
         rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0, 0) for job in given]
-        array = np.array(rows, dtype=_JOB)
+        array = np.array(rows, dtype=JOB)
         kept = [
             _point_at([job.grid for job in given], array["grid"], _GRID),
             _point_at([job.channels for job in given], array["channels"], _CHANNELS),
         ]
         files = [job.file for job in given]
         opened = [file if isinstance(file, WeightFile) else None for file in files]
-        rooms, readers = self._rooms or Rooms(), thread_count(total, threads, direct=True)
+        runner = Runner(total, threads, self._direct, self._rooms)
         for begin, end in _affordable(given, groups(opened)):
             part = array[begin:end]
             prepared = _prepare(given[begin:end], part["packed"])
-            held = {file: _descriptor(file) for file in set(files[begin:end])}
-            part["file"] = [held[file] for file in files[begin:end]]
-            direct: dict[WeightFile | None, int] = {}
-            if self._direct or (self._direct is None and readers >= _LEAST_READERS):
-                direct = self._open_direct(opened[begin:end], part)
-            if direct:
-                part["direct"] = [direct.get(file, 0) for file in opened[begin:end]]
-            count = readers if direct else thread_count(total, threads)
-            slice_ms = DIRECT_SLICE_MS if direct else SLICE_MS
-            described = ffi.from_buffer("sl_job[]", part)
-            cursor = ffi.new("sl_cursor *")
-            error = Error()
-            with rooms.of(count) if direct else nullcontext() as room:
-                if direct:
-                    cursor.room, cursor.rooms = ffi.from_buffer(room), count
-                while not cursor.finished:
-                    status = lib.sl_jobs_run(described, len(part), TIER, count, slice_ms, cursor, error)
-                    if status != lib.SL_OK:
-                        self._fail(status, error, given, begin + cursor.failed_job)
-                    report(done + cursor.bytes_done)
-            done += cursor.bytes_done
-            del prepared, direct
+
+            def fail(status: int, error: Any, index: int, first: int = begin) -> None:
+                self._fail(status, error, given[first + index] if given else None)
+
+            done = runner.run(part, files[begin:end], done, report, fail)
+            del prepared
+        self.refused |= runner.refused
         del kept
 
-    def _open_direct(self, files: Sequence[WeightFile | None], part: Array) -> dict[WeightFile | None, int]:
-        """Handles for reads past the page cache, for as long as the dict lives.
-
-        Args:
-            files: of the jobs.
-            part: the jobs as the core takes them.
-        """
-        numbers = {file: k for k, file in enumerate(dict.fromkeys(files))}
-        of_file = np.fromiter(map(numbers.__getitem__, files), np.int64, len(files))
-        plain = (part["grid"] == 0) & (part["packed"] == 0)
-        found: dict[WeightFile | None, int] = {}
-        for file, number in numbers.items():
-            mine = part[plain & (of_file == number)]
-            if file is None or not mine.size:
-                continue
-            begin, end = int(mine["offset"].min()), int((mine["offset"] + mine["size"]).max())
-            if self._direct:
-                handle = direct_of(file.store)
-                self.refused |= handle is None
-            else:
-                handle = cold_of(file.store, begin, end)
-            if handle is not None:
-                found[file] = handle
-        return found
-
-    def _fail(self, status: int, error: Any, given: Sequence[Job], index: int) -> None:
+    def _fail(self, status: int, error: Any, job: Job | None) -> None:
         """Raises the core's error with the file and the tensor of the job that failed."""
-        if status == lib.SL_E_MEMORY:  # this error belongs to no single job, and the list of jobs may be empty
+        if status == lib.SL_E_MEMORY or job is None:  # that error belongs to no single job
             check(status, error)
-        job = given[index]
+            return
         path = job.file.path if isinstance(job.file, WeightFile) else self._path
         if job.origin is not None:
             tensor = job.origin.tensor or None
@@ -224,8 +159,56 @@ class Batch:
         check(status, error, path, tensor=tensor)
 
 
-# Fewer readers than this are slower than one that the kernel reads ahead for.
-_LEAST_READERS = 4
+def move(
+    files: Sequence[WeightFile],
+    file: Array,
+    offsets: Array,
+    memory: Array,
+    sizes: Array,
+    sources: Array,
+    targets: Array,
+    *,
+    threads: int | None = None,
+    check: Callable[[], object] = lambda: None,
+    direct: bool | None = False,
+    rooms: Rooms | None = None,
+) -> None:
+    """Reads ranges of local files, described in columns: what a `Batch` does with jobs of which there are few.
+
+    Args:
+        files: the files.
+        file: index of the file of each range.
+        offsets: its first byte there.
+        memory: address that it is read to.
+        sizes: its bytes in the file.
+        sources: number of the dtype of its elements.
+        targets: number of the dtype that they are converted to; never one of blocks.
+        threads: None for `thread_count`'s choice.
+        check: called after each time slice.
+        direct: as for a `Batch`.
+        rooms: as for a `Batch`.
+
+    Raises:
+        FormatError, OSError: a file cannot be read.
+    """
+    order = np.lexsort((offsets, file))
+    file = file[order]
+    array = np.zeros(len(order), JOB)
+    array["op"] = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT)[order]
+    columns = {"offset": offsets, "memory": memory, "size": sizes, "from": sources, "to": targets}
+    for field, column in columns.items():
+        array[field] = column[order]
+    opened = [files[k] for k in file.tolist()]
+    runner = Runner(int(sizes.sum()), threads, direct, rooms)
+    for begin, end in groups(opened):
+
+        def fail(status: int, error: Any, index: int, first: int = begin) -> None:
+            at = first + index
+            Batch()._fail(status, error, Job(opened[at], int(array["offset"][at]), 0, int(array["size"][at])))
+
+        runner.run(array[begin:end], opened[begin:end], 0, lambda done: check(), fail)
+
+
 # File handle of a job before its file is opened.
 _NO_FILE = -2
 # Memory for the scales of the packed codes of all jobs that run together.
@@ -278,12 +261,6 @@ def _point_at(given: Sequence[Grid | Channels | None], column: Array, dtype: np.
     places = {key: begin + k * table.itemsize for k, key in enumerate(distinct)}
     column[...] = [0 if one is None else places[id(one)] for one in given]
     return table
-
-
-def _descriptor(file: WeightFile | int | None) -> int:
-    if file is None:
-        return int(lib.SL_MEMORY)
-    return file.descriptor if isinstance(file, WeightFile) else file
 
 
 def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None) -> Array:

@@ -77,6 +77,14 @@ class Source(NamedTuple):
         return Job(self.file, self.offset, memory, self.size, self.row.number, target, op, origin=origin)
 
 
+def in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:
+    """A tensor's bytes in place in its file; None unless they are in C order and little-endian."""
+    layout = file.layout(index)
+    if layout.strides is not None or layout.big_endian:
+        return None
+    return Source(name, file.table.shape(index), file.table.row(index), layout.begin, file, owner)
+
+
 def of_packed(name: str, packed: Packed, owner: Any) -> Source:
     """A packed tensor as a source of its values; ``owner`` keeps the memory of its parts alive."""
     return Source(name, packed.packing.shape, _F32, 0, packed.parts[CODES].file, owner, packed)

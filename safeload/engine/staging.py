@@ -25,7 +25,7 @@ SMALLEST_BUFFER = 64 << 10
 # A chunk takes at most this part of a buffer: what does not fit at its end is less than that.
 _PER_BUFFER = 4
 # Up to this size all tensors of a writer are read when it asks for them: reading them ahead, on a thread, takes longer.
-_IN_TURN = 4 << 20
+IN_TURN = 4 << 20
 
 
 class Piece(NamedTuple):
@@ -174,7 +174,7 @@ def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
     return Filled(None, (), entry.name, out[entry.name])
 
 
-def _nothing(*_: object) -> None:
+def nothing(*_: object) -> None:
     """Where there is nothing to wait for or to check."""
 
 
@@ -189,12 +189,12 @@ class StagedBytes:
     def __init__(self, entries: Sequence[Entry], threads: int | None) -> None:
         total = sum(entry.nbytes for entry in entries)
         self._filled: Generator[Filled] | Ahead[Filled]
-        if total <= _IN_TURN:
+        if total <= IN_TURN:
             self._buffers = [aligned_bytes(max(SMALLEST_BUFFER, total))]
-            self._filled = (task.run(_nothing) for task in _tasks(entries, self._buffers, _nothing, threads))
+            self._filled = (task.run(nothing) for task in _tasks(entries, self._buffers, nothing, threads))
         else:
             self._buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
-            self._filled = staged(entries, self._buffers, _nothing, threads, Rooms())
+            self._filled = staged(entries, self._buffers, nothing, threads, Rooms())
         self._waiting: deque[tuple[int, int]] = deque()
         self._array: Any = None
 

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -26,7 +27,7 @@ from ..engine.entries import Entry, entries_of
 from ..engine.load import Backend, Part
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.read import packed_of
-from ..engine.source import Source, of_array, of_numbers, of_packed
+from ..engine.source import Source, in_file, of_array, of_numbers, of_packed
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError
 from ..loading import open
@@ -92,7 +93,7 @@ class Catalog:
         self.checkpoints = checkpoints
         self.in_memory = len(checkpoints) < len(origins)
         self._where = "" if single is None else single.path
-        self._places = _places_of(origins)
+        self._known = self._places if single is None else single  # two tensors of one name are refused at once
         self._codes: Mapping[str, Codes] | None = None
         self._owned = ExitStack()
 
@@ -134,11 +135,15 @@ class Catalog:
     ) -> None:
         self._owned.close()
 
+    @cached_property
+    def _places(self) -> dict[str, Place]:
+        return _places_of(self._origins)
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._known)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._known)
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -195,7 +200,7 @@ class Catalog:
             ValueError: both ``names`` and ``only``.
         """
         if names is None:
-            return choose([*self._places, *more], None, only, drop)
+            return choose([*self, *more], None, only, drop)
         wanted = choose((), names, only, None)
         self.check(wanted)
         return select(wanted, None, drop)
@@ -263,7 +268,7 @@ class Catalog:
             FormatError, OSError: the file cannot be read.
         """
         origin, file, index = self._places[name]
-        source = None if file is None or file.table.packed(index) else _in_file(origin, name, file, index)
+        source = None if file is None or file.table.packed(index) else in_file(origin, name, file, index)
         if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
             value = self._load(name, threads=threads)
             if isinstance(value, QuantizedTensor):
@@ -293,7 +298,7 @@ class Catalog:
             restoring = self.restoring(name)
             if restoring is not None:
                 return restoring if restoring.in_order else None
-            return _in_file(origin, name, file, index)
+            return in_file(origin, name, file, index)
         value, about = origin[name], self.about(name)
         if isinstance(value, QuantizedTensor):
             found = value.restoring()
@@ -389,11 +394,3 @@ def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, P
             raise SafeloadError(f"tensor {show(twice)} is in both {places[twice].title} and {found[twice].title}")
         places.update(found)
     return places
-
-
-def _in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:
-    """A tensor's bytes in place in its file; None unless they are in C order and little-endian."""
-    layout = file.layout(index)
-    if layout.strides is not None or layout.big_endian:
-        return None
-    return Source(name, file.table.shape(index), file.table.row(index), layout.begin, file, owner)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from ..base.selecting import Patterns, Renames
+from ..engine.atomic_file import AtomicFile
 from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
 from ..formats.metadata import as_texts
@@ -18,13 +20,17 @@ from . import convert_folder, executing, journal
 from .catalog import Given
 from .convert_plan import planned
 from .convert_report import ConvertReport
+from .copying import Copies, CopyWriter, copies_of, files_of
 from .destinations import Destination
 from .executing import Executor
 from .outputs import reporting
-from .preparing import ConvertOptions, prepare, wanted_of
+from .preparing import ConvertOptions, Wanted, catalog_of, prepare, wanted_of
 from .quantize_checkpoint import Keep, Scheme
-from .shard_folder import check_free
-from .shards import Beside, divide, weight_map, write_shards
+from .shard_folder import Folder, check_free
+from .shards import Beside, ShardWriter, divide, weight_map, write_shards, writer_of
+
+# The tensors of a shard.
+Shard = TypeVar("Shard")
 
 
 def convert(
@@ -163,20 +169,62 @@ def _at_once(
     else:
         folder.check_free(overwrite)
     with ExitStack() as stack:
-        made = prepare(stack, src, wanted, threads)
+        catalog = stack.enter_context(catalog_of(src, options.get("storage_options")))
+        copies = copies_of(catalog, wanted)
+        if copies is not None:
+            return _copied(copies, wanted, overwrite, threads, progress)
+        made = prepare(stack, catalog, wanted, threads)
         outputs = reporting(made.outputs, stack.enter_context(reporter(progress, made.nbytes)))
-        if folder is not None:
-            shards = divide(outputs, wanted.limit)
-            names = folder.free_names([*shards])
-            shards = {names[file]: shard for file, shard in shards.items()}
-            beside = Beside(weight_map(shards), made.nbytes, made.work.config(), made.extras)
-            size = write_shards(shards, as_texts(made.metadata) or None, beside, folder, overwrite)
-            journal.forget(folder, [*shards])
-            files = [folder.shown(file) for file in shards]
-        else:
+        if folder is None:
             BY_NAME[wanted.format].load().write(outputs, made.metadata, path, overwrite=overwrite)
             files, size = [path], os.path.getsize(path)
+        else:
+            shards = divide(outputs, wanted.limit)
+            beside = partial(Beside, total_size=made.nbytes, config=made.work.config(), extras=made.extras)
+            write = partial(writer_of, texts=as_texts(made.metadata) or None)
+            files, size = _sharded(shards, weight_map, write, beside, folder, overwrite)
         return ConvertReport(path, wanted.format, files, made.tensors, size, 0.0, made.work.summary(made.nbytes))
+
+
+def _copied(copies: Copies, wanted: Wanted, overwrite: bool, threads: int | None, progress: Progress) -> ConvertReport:
+    """Writes tensors that are only copied or cast."""
+    path, folder = wanted.path, wanted.folder
+    done = 0
+
+    with reporter(progress, copies.nbytes) as report:
+
+        def written(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            report(done)
+
+        if folder is None:
+            writer = CopyWriter(copies, threads, written)
+            with AtomicFile(path, writer.size, overwrite=overwrite) as file:
+                writer.write_to(file)
+            files, size = [path], writer.size
+        else:
+            beside = partial(Beside, total_size=copies.nbytes, config=copies.config, extras=copies.extras)
+            write = partial(CopyWriter, threads=threads, report=written)
+            files, size = _sharded(copies.divided(wanted.limit), files_of, write, beside, folder, overwrite)
+    return ConvertReport(path, wanted.format, files, len(copies.names), size, 0.0, None)
+
+
+def _sharded(
+    shards: Mapping[str, Shard],
+    map_of: Callable[[Mapping[str, Shard]], Mapping[str, str]],
+    write: Callable[[Shard], ShardWriter],
+    beside: Callable[[Mapping[str, str]], Beside],
+    folder: Folder,
+    overwrite: bool,
+) -> tuple[list[str], int]:
+    """Writes a folder. Returns its shards, and their bytes."""
+    names = folder.free_names([*shards])
+    shards = {names[file]: shard for file, shard in shards.items()}
+    writers = {file: partial(write, shard) for file, shard in shards.items()}
+    size = write_shards(writers, beside(map_of(shards)), folder, overwrite)
+    journal.forget(folder, [*shards])
+    return [folder.shown(file) for file in shards], size
 
 
 def _in_pieces(

@@ -20,7 +20,7 @@ from .making import Maker
 from .plan import Plan, bare_name, check_version, field, texts
 from .quantize_checkpoint import Summary
 from .shard_folder import Folder
-from .shards import Beside, config_with, write_beside, write_shard
+from .shards import Beside, config_with, write_beside, write_shard, writer_of
 from .sources import config_from, location_of, opened
 
 
@@ -108,7 +108,9 @@ def _write(
         size = -1
         try:
             with ExitStack() as written:
-                size = write_shard(written, outputs, _metadata(piece), folder, file, overwrite=True, digest=digest)
+                size = write_shard(
+                    written, writer_of(outputs, _metadata(piece)), folder, file, overwrite=True, digest=digest
+                )
         except PermissionError:  # Windows: a process that does the same piece reads the shard that it has just written
             if folder.files.remote or not folder.holds(file, {"size": size, "sha256": digest.hexdigest()}):
                 raise

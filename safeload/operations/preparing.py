@@ -131,7 +131,7 @@ def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, thre
     options, format = wanted.options, wanted.format
     quantize, keep, layout = options.get("quantize"), options.get("keep"), options.get("layout")
     rules = None if quantize is None else Rules(quantize, keep)
-    catalog = stack.enter_context(_catalog_of(src, options.get("storage_options")))
+    catalog = stack.enter_context(catalog_of(src, options.get("storage_options")))
     some = Some(options.get("names"), options.get("only"), options.get("drop"))
     work = Conversion(catalog, some, wanted.target, rules, format)
     if not callable(keep):
@@ -142,10 +142,13 @@ def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, thre
     for name, output in outputs.items():
         _check_rename(name, names[name], output)
     outputs = {names[name]: output for name, output in outputs.items()}
-    metadata = _merged(catalog.metadata, options.get("metadata"), format)
-    folder = catalog.folder if options.get("extras", True) and wanted.folder is not None else None
-    extras = {} if folder is None else extras_of(folder)
-    return Prepared(catalog, work, decisions, outputs, metadata, extras)
+    return Prepared(catalog, work, decisions, outputs, metadata_for(catalog, wanted), extras_for(catalog, wanted))
+
+
+def extras_for(catalog: Catalog, wanted: Wanted) -> dict[str, Location]:
+    """Other files to copy into the folder that a conversion makes, by name."""
+    folder = catalog.folder if wanted.options.get("extras", True) and wanted.folder is not None else None
+    return {} if folder is None else extras_of(folder)
 
 
 def _format_of(path: str, max_shard_size: int | str | None) -> str:
@@ -160,7 +163,8 @@ def _format_of(path: str, max_shard_size: int | str | None) -> str:
     return SUFFIXES[suffix]
 
 
-def _catalog_of(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> Catalog:
+def catalog_of(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> Catalog:
+    """The sources of a conversion, open."""
     if has_names(src):
         return Catalog.of(src, storage_options)
     given: list[Given] = list(src)  # type: ignore[arg-type]
@@ -186,13 +190,14 @@ def _check_rename(name: str, new: str, output: Output) -> None:
         )
 
 
-def _merged(own: Mapping[Any, Any], given: Mapping[str, Any] | None, format: str) -> Mapping[Any, Any]:
+def metadata_for(catalog: Catalog, wanted: Wanted) -> Mapping[Any, Any]:
     """The metadata of the result: that of the sources, with what the caller adds, replaces and removes.
 
     Raises:
         TypeError: it is not a mapping of text.
         ValueError: the format has no metadata to add to.
     """
+    own, given, format = catalog.metadata, wanted.options.get("metadata"), wanted.format
     if not given:
         return own
     check_mapping(given, "metadata", "text to text")

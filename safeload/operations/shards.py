@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..base import dtypes
 from ..base.text import show
+from ..engine.atomic_file import AtomicFile
 from ..engine.digest import Digest
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized
 from ..engine.memory import address_of
@@ -112,6 +113,11 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
     return files
 
 
+def writer_of(outputs: Mapping[str, Output], texts: Mapping[str, str] | None) -> ShardWriter:
+    """The writer of a shard of these tensors, with these texts as its metadata."""
+    return Writer(*pack(outputs, texts))
+
+
 class Beside(NamedTuple):
     """What stands beside the shards of a folder.
 
@@ -128,9 +134,17 @@ class Beside(NamedTuple):
     extras: Mapping[str, Location]
 
 
+class ShardWriter(Protocol):
+    """A shard to write: its size is known, its tensors are not made yet."""
+
+    size: int
+
+    def write_to(self, file: AtomicFile) -> None:
+        """Writes all bytes into a file under construction."""
+
+
 def write_shards(
-    shards: Mapping[str, Mapping[str, Output]],
-    texts: Mapping[str, str] | None,
+    shards: Mapping[str, Callable[[], ShardWriter]],
     beside: Beside,
     folder: Folder,
     overwrite: bool,
@@ -141,8 +155,7 @@ def write_shards(
     shards are complete.
 
     Args:
-        shards: name of each file to its tensors.
-        texts: metadata for each shard; None for none.
+        shards: name of each file to what makes its writer when its turn comes.
         beside: the other files.
         folder: the destination; it is created, and removed again on an error if it is empty.
         overwrite: False to refuse existing files.
@@ -156,14 +169,13 @@ def write_shards(
         write_beside(stack, beside, folder, overwrite=overwrite, outdated=outdated)
         for file, shard in shards.items():
             with folder.shard(stack, file) as own:
-                written += write_shard(own, shard, texts, folder, file, overwrite=overwrite)
+                written += write_shard(own, shard(), folder, file, overwrite=overwrite)
     return written
 
 
 def write_shard(
     stack: ExitStack,
-    outputs: Mapping[str, Output],
-    texts: Mapping[str, str] | None,
+    writer: ShardWriter,
     folder: Folder,
     name: str,
     *,
@@ -174,8 +186,7 @@ def write_shard(
 
     Args:
         stack: gets the file under construction.
-        outputs: the tensors by name.
-        texts: metadata; None for none.
+        writer: writes it.
         folder: gets the shard.
         name: of the file.
         overwrite: False to refuse an existing file.
@@ -184,7 +195,6 @@ def write_shard(
     Returns:
         Bytes of the file.
     """
-    writer = Writer(*pack(outputs, texts))
     file = stack.enter_context(folder.writing(name, writer.size, overwrite=overwrite, digest=digest))
     writer.write_to(file)
     file.seal()  # closes it: there may be more shards than descriptors
@@ -206,11 +216,9 @@ def write_beside(
     import json
 
     stack.enter_context(folder.after_index(outdated))
-    index = {"metadata": {"total_size": beside.total_size}, "weight_map": dict(sorted(beside.weight_map.items()))}
-    small: dict[str, Any] = {INDEX: index}
+    texts = {INDEX: _index(beside)}
     if beside.config is not None:
-        small[CONFIG] = dict(beside.config)
-    texts = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in small.items()}
+        texts[CONFIG] = (json.dumps(dict(beside.config), indent=2) + "\n").encode()
     for name, text in texts.items():
         data = np.frombuffer(text, np.uint8)
         written = stack.enter_context(folder.writing(name, data.size, overwrite=overwrite))
@@ -219,6 +227,17 @@ def write_beside(
     stack.enter_context(folder.before_config(texts.get(CONFIG)))
     for name, location in beside.extras.items():
         _copy(stack, location, folder, name, overwrite=overwrite)
+
+
+def _index(beside: Beside) -> bytes:
+    """The index as ``json.dumps(..., indent=2)`` writes it, which takes five times as long for very many tensors."""
+    from json.encoder import encode_basestring_ascii as quoted
+
+    rows = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in sorted(beside.weight_map.items())])
+    inside = f"{{\n{rows}\n  }}" if rows else "{}"
+    return (
+        f'{{\n  "metadata": {{\n    "total_size": {beside.total_size}\n  }},\n  "weight_map": {inside}\n}}\n'
+    ).encode()
 
 
 def _copy(stack: ExitStack, source: Location, folder: Folder, name: str, *, overwrite: bool) -> None:

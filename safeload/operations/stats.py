@@ -13,9 +13,10 @@ from ..base.arrays import Array, as_array
 from ..base.native import lib, short
 from ..base.scheme import row_of
 from ..base.selecting import Patterns
-from ..engine.jobs import Batch, struct_dtype
+from ..engine.jobs import Batch
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.runner import struct_dtype
 from ..engine.source import Source, address, of_numbers, of_packed, of_reals
 from ..engine.threads import check_threads
 from ..errors import UnsupportedError

@@ -12,7 +12,7 @@ from builders.packed_codes import COLUMNS, PLANES, ROWS, WORDS, Case
 from safeload import FormatError, RangeError, SafeloadError
 from safeload.base import dtypes
 from safeload.base.native import available_tiers, ffi, lib, tier_name
-from safeload.engine import jobs
+from safeload.engine import jobs, runner
 from safeload.engine.job import Channels, Job
 
 NUMBERS = {code: row.number for code, row in dtypes.BY_CODE.items()}
@@ -82,7 +82,7 @@ CASES = {
 @pytest.fixture
 def on(monkeypatch):
     """Chooses the tier of the jobs that follow."""
-    return lambda tier: monkeypatch.setattr(jobs, "TIER", tier)
+    return lambda tier: monkeypatch.setattr(runner, "TIER", tier)
 
 
 def handle_of(file):

@@ -16,7 +16,7 @@ from builders.http_server import Server
 
 import safeload
 from safeload.base.native import lib
-from safeload.engine import jobs
+from safeload.engine import jobs, runner
 from safeload.engine.memory import PAGE, address_of
 from safeload.engine.threads import DIRECT_READERS, available_cpus, thread_count
 from safeload.errors import FormatError
@@ -150,7 +150,7 @@ def test_last_load_says_which_it_was(on_disk, monkeypatch):
         assert checkpoint.last_load.backend == "direct"
         checkpoint.load(["f32"], out={"f32": np.empty((1100, 1000), np.float32)}, backend="direct")
         assert checkpoint.last_load.backend == "direct"
-        monkeypatch.setattr(jobs, "direct_of", lambda store: None)
+        monkeypatch.setattr(runner, "direct_of", lambda store: None)
         want = checkpoint.load(backend="pread")
         same(checkpoint.load(backend="direct"), want)
         assert checkpoint.last_load.backend == "pread"
@@ -165,7 +165,7 @@ def test_a_disk_that_refuses_while_it_is_read_is_read_through_the_cache(path, mo
     empty.touch()
     other = os.open(empty, os.O_RDONLY)
     number = {"a pipe": reading, "closed": 1 << 20, "another file": other}[how]
-    monkeypatch.setattr(jobs, "direct_of", lambda store: number)
+    monkeypatch.setattr(runner, "direct_of", lambda store: number)
     same(load_file(path, backend="direct"), load_file(path, backend="pread"))
     same(load_file(path, backend="direct", dtype="f4"), load_file(path, backend="pread", dtype="f4"))
     for descriptor in (reading, writing, other):

@@ -12,7 +12,7 @@ from builders.remote import Served
 import safeload.numpy
 from safeload.base import dtypes
 from safeload.base.scheme import SCHEMES
-from safeload.engine import fetch, jobs, restore
+from safeload.engine import fetch, jobs, restore, runner
 from safeload.engine.memory import address_of
 from safeload.errors import FormatError, RemoteError
 from safeload.stores import crew
@@ -281,9 +281,9 @@ def test_nothing_is_converted_after_ctrl_c(monkeypatch):
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     store = Served({URL: safeload.numpy.save(tensors), "mem://model/config.json": json.dumps(config).encode()})
     opened = safeload.open(store.at(URL))
-    core = SlowCore(jobs.lib)
-    monkeypatch.setattr(jobs, "lib", core)
-    monkeypatch.setattr(jobs, "SLICE_MS", 1)
+    core = SlowCore(runner.lib)
+    monkeypatch.setattr(runner, "lib", core)
+    monkeypatch.setattr(runner, "SLICE_MS", 1)
     monkeypatch.setattr(crew, "_GRACE", 0.0)
     out = {"model.w.weight": np.zeros(shape, np.float32)}
 

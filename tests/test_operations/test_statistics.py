@@ -14,7 +14,7 @@ import safeload
 from safeload import FormatError, TensorNotFoundError, UnsupportedError, stats
 from safeload.base.dtypes import BY_NAME
 from safeload.base.native import available_tiers, lib, tier_name
-from safeload.engine import jobs
+from safeload.engine import jobs, runner
 from safeload.engine.job import Job
 from safeload.numpy import save_file
 from safeload.operations.stats import _RECORD, HISTOGRAM_EDGES
@@ -279,15 +279,15 @@ def odd(name, length):
 def test_tiers_give_scalars_bits(name, histogram, tier, monkeypatch):
     for length in (*range(0, 131, 13), 4097, 300_007):
         for x in (normal(name, length), odd(name, length)):
-            monkeypatch.setattr(jobs, "TIER", SCALAR)
+            monkeypatch.setattr(runner, "TIER", SCALAR)
             wanted = stats(x, histogram=histogram)
-            monkeypatch.setattr(jobs, "TIER", tier)
+            monkeypatch.setattr(runner, "TIER", tier)
             same(stats(x, histogram=histogram), wanted)
 
 
 def record(monkeypatch, tier, name, address, length):
     """The record of one segment of bytes anywhere in memory, as bytes."""
-    monkeypatch.setattr(jobs, "TIER", tier)
+    monkeypatch.setattr(runner, "TIER", tier)
     row = BY_NAME[name]
     out = np.full(1, 0x5A, np.uint8).repeat(_RECORD.itemsize)
     job = Job(None, address, out.ctypes.data, row.nbytes(length), row.number, op=lib.SL_OP_STATS)
@@ -316,9 +316,9 @@ def test_any_alignment_between_guard_pages(name, tier, monkeypatch):
 def test_random_bits(name, tier, monkeypatch):
     x = F32_RANDOM.view(dtype_of(name)) if name != "float32" else np.concatenate([F32_SPECIALS, F32_RANDOM])
     for part in (x[:4096], x[:5000], x):
-        monkeypatch.setattr(jobs, "TIER", SCALAR)
+        monkeypatch.setattr(runner, "TIER", SCALAR)
         wanted = stats(part, histogram=True)
-        monkeypatch.setattr(jobs, "TIER", tier)
+        monkeypatch.setattr(runner, "TIER", tier)
         same(stats(part, histogram=True), wanted)
         with np.errstate(invalid="ignore"):  # signalling NaN, where ml_dtypes widens first
             assert wanted.first_nan == first(np.isnan(part))

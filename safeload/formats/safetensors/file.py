@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from array import array as plain_array
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from itertools import accumulate, islice
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from ...engine.weight_file import WeightFile, layouts
 from ...errors import SafetensorError
 from ...stores.local import LocalStore, make_room
 from ..registry import Candidate, Content, Wanted, explain
+from .header import Header, text
 
 if TYPE_CHECKING:
     from ...engine.staging import StagedBytes
@@ -117,6 +118,12 @@ def arrays_of(view: memoryview, table: Table, *, copy: bool) -> dict[str, Array]
 
 # ---- write ----
 
+# Arrays of at most this many bytes are copied into buffers of about this size, of which each is written at once.
+_SMALL, _TOGETHER = 64 << 10, 1 << 20
+
+# Types of values that are not masked arrays.
+_PLAIN = (np.ndarray, Lazy)
+
 
 class Memory(NamedTuple):
     """A tensor's bytes in file layout, at an address that the caller keeps valid.
@@ -154,6 +161,12 @@ class _Source(NamedTuple):
         return self.data.staged if isinstance(self.data, Lazy) else None
 
     @property
+    def small(self) -> bool:
+        """Whether it is an array that is written together with its neighbours."""
+        data = self.data
+        return isinstance(data, np.ndarray) and data.nbytes <= _SMALL and written_as_is(data)
+
+    @property
     def streamed(self) -> bool:
         """Whether each of `pieces` is a buffer that must be written before the next one is made."""
         if isinstance(self.data, Memory):
@@ -175,9 +188,10 @@ def _source(name: str, value: Any) -> _Source:
         return _Source(value.row, value.shape, value)
     if isinstance(value, np.generic):
         value = np.asarray(value)
-    refuse_masked(value, f"tensor {show(name)}")
     if not isinstance(value, (np.ndarray, Lazy)):
         raise not_an_array(f"tensor {show(name)}", value, safetensors=True)
+    if type(value) not in _PLAIN:
+        refuse_masked(value, f"tensor {show(name)}")
     return _Source(dtypes.of_array(value, name), value.shape, value)
 
 
@@ -213,61 +227,40 @@ class Writer:
         check_mapping(tensors, "tensors")
         if metadata is not None:
             check_mapping(metadata, "metadata", "text to text")
-        sources = {_text(name, "a tensor name", tensor=name): _source(name, value) for name, value in tensors.items()}
-        self._sources = list(sources.values())
-        count = len(sources)
-        columns = ffi.new("sl_columns *")
-        keep = _Columns(columns)
-        keep.texts("names", "name_ends", list(sources), separator=b"\n")
-        keep.column("dtypes", bytes([s.row.number for s in self._sources]))
-        keep.column("dims", plain_array("Q", [dim for s in self._sources for dim in s.shape]))
-        keep.column("dim_ends", plain_array("Q", accumulate(len(s.shape) for s in self._sources)))
-        columns.count = count
-        if metadata is not None:
-            pairs = sorted((_text(k, "a metadata key"), _text(v, f"metadata {show(k)}")) for k, v in metadata.items())
-            columns.has_metadata = 1
-            columns.metadata_count = len(pairs)
-            keep.texts("metadata_text", "metadata_ends", [part for pair in pairs for part in pair], separator=b"")
-        order, sizes = np.empty(count, np.uint32), np.empty(count, np.uint64)
-        header, header_size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
-        check(
-            lib.sl_safetensors_header(
-                columns,
-                ffi.from_buffer("uint32_t[]", order),
-                ffi.from_buffer("uint64_t[]", sizes),
-                header,
-                header_size,
-                error,
-            ),
-            error,
-            subject="Error while serializing",
-        )
-        self._header = ffi.gc(header[0], lib.sl_free)
-        self._header_size = header_size[0]
-        names = list(sources)
-        self._order: list[int] = order.tolist()
-        for name, source, size in zip(names, self._sources, sizes.tolist(), strict=True):
+        names = list(tensors)
+        for name in names:
+            if type(name) is not str:
+                text(name, "a tensor name", tensor=name)
+        self._sources = [_source(name, tensors[name]) for name in names]
+        shapes = [source.shape for source in self._sources]
+        self._header = Header(names, bytes([source.row.number for source in self._sources]), shapes, metadata)
+        self._order: list[int] = self._header.order.tolist()
+        for name, source, size in zip(names, self._sources, self._header.sizes.tolist(), strict=True):
             if isinstance(source.data, Memory):
                 _check_memory(name, source.data, size)
-        self.size: int = self._header_size + int(sizes.sum())
+        self.size: int = self._header.nbytes + int(self._header.sizes.sum())
 
     def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
         """All bytes in order as (owner, address, bytes, whether all so far must be used before the next step)."""
-        yield self._header, int(ffi.cast("uintptr_t", self._header)), self._header_size, False
+        yield self._header.memory, self._header.address, self._header.nbytes, False
         sources = [self._sources[index] for index in self._order]
         ahead = [source.staged for source in sources if source.staged is not None]
         with _staged(ahead) as staged:
-            for source in sources:
-                one = source.staged
-                if one is None or staged is None:
-                    streamed = source.streamed
-                    for owner, address, size in source.pieces():
-                        yield owner, address, size, streamed
+            for small, group in groupby(sources, attrgetter("small")):
+                if small:
+                    yield from _together(group)
                     continue
-                for address, size, last in staged.of_next(one.entry.nbytes):
-                    yield staged, address, size, last
-                if one.written is not None:
-                    one.written()
+                for source in group:
+                    one = source.staged
+                    if one is None or staged is None:
+                        streamed = source.streamed
+                        for owner, address, size in source.pieces():
+                            yield owner, address, size, streamed
+                        continue
+                    for address, size, last in staged.of_next(one.entry.nbytes):
+                        yield staged, address, size, last
+                    if one.written is not None:
+                        one.written()
 
     def to_bytes(self) -> bytes:
         """The whole file."""
@@ -297,39 +290,25 @@ class Writer:
             file.write(waiting)
 
 
-# The C type of each column.
-_COLUMNS = {name: field.type for name, field in ffi.typeof("sl_columns").fields}
+def _together(sources: Iterable[_Source]) -> Iterator[tuple[Any, int, int, bool]]:
+    """Small arrays one after the other in buffers: a system call for each would take longer than the copy."""
+    waiting: list[Any] = []
+    size = 0
+    for source in sources:
+        data = source.data
+        assert isinstance(data, np.ndarray)
+        waiting.append(data)
+        size += data.nbytes
+        if size >= _TOGETHER:
+            yield _joined(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield _joined(waiting)
 
 
-class _Columns:
-    """Fills the input columns of ``sl_safetensors_header`` and keeps their memory alive."""
-
-    def __init__(self, columns: Any) -> None:
-        self._columns = columns
-        self._alive: list[Any] = []
-
-    def column(self, field: str, values: bytes | plain_array[int]) -> None:
-        view = ffi.from_buffer(values) if len(values) else ffi.NULL
-        self._alive += [values, view]
-        setattr(self._columns, field, ffi.cast(_COLUMNS[field], view))
-
-    def texts(self, field: str, ends_field: str, texts: Sequence[str], *, separator: bytes) -> None:
-        encoded = [text.encode() for text in texts]
-        self.column(field, separator.join([*encoded, b""]) if separator else b"".join(encoded))
-        # The end of each is that of its text, before the separator.
-        ends = accumulate((len(part) + len(separator) for part in encoded), initial=-len(separator))
-        self.column(ends_field, plain_array("Q", islice(ends, 1, None)))
-
-
-def _text(value: Any, what: str, *, tensor: str | None = None) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{what} must be str, not {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        message = f"{what} {show(value)} holds a lone surrogate, which UTF-8 cannot write"
-        raise SafetensorError(message, tensor=tensor) from None
-    return value
+def _joined(arrays: list[Any]) -> tuple[Any, int, int, bool]:
+    joined = b"".join(arrays)
+    return joined, pointer(ffi.from_buffer(joined)), len(joined), True
 
 
 def _check_memory(name: str, memory: Memory, size: int) -> None:

@@ -1,0 +1,133 @@
+"""The header of a safetensors file that is to be written, from columns: csrc/formats/safetensors.c writes its JSON."""
+
+from __future__ import annotations
+
+from array import array as plain_array
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, islice
+from typing import Any
+
+import numpy as np
+
+from ...base.arrays import Array
+from ...base.native import Error, check, ffi, lib
+from ...base.text import show
+from ...errors import SafetensorError
+
+_NEWLINE = ord("\n")
+
+
+class Header:
+    """A header, and the order of the bytes that follow it.
+
+    Args:
+        names: of the tensors, each once.
+        numbers: of their dtypes.
+        shapes: logical shapes.
+        metadata: text to text, written in ascending order of keys; None for none.
+
+    Attributes:
+        memory: its bytes, with the length before them.
+        address: of the first of these.
+        nbytes: their number.
+        order: uint32, the tensors in the order of their bytes.
+        sizes: uint64, bytes of each tensor, in the order of the names.
+
+    Raises:
+        TypeError: a name is not a str, or metadata is not text.
+        SafetensorError: a name that UTF-8 cannot write, a dtype without whole bytes, or a header that is too large.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        numbers: bytes,
+        shapes: Sequence[Sequence[int]],
+        metadata: Mapping[str, str] | None,
+    ) -> None:
+        columns = ffi.new("sl_columns *")
+        keep = _Columns(columns)
+        keep.names(names)
+        keep.column("dtypes", numbers)
+        keep.column("dims", plain_array("Q", chain.from_iterable(shapes)))
+        keep.column("dim_ends", plain_array("Q", accumulate(map(len, shapes))))
+        columns.count = count = len(names)
+        if metadata is not None:
+            pairs = sorted((text(k, "a metadata key"), text(v, f"metadata {show(k)}")) for k, v in metadata.items())
+            columns.has_metadata = 1
+            columns.metadata_count = len(pairs)
+            keep.texts("metadata_text", "metadata_ends", [part for pair in pairs for part in pair], separator=b"")
+        self.order: Array = np.empty(count, np.uint32)
+        self.sizes: Array = np.empty(count, np.uint64)
+        made, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
+        check(
+            lib.sl_safetensors_header(
+                columns,
+                ffi.from_buffer("uint32_t[]", self.order),
+                ffi.from_buffer("uint64_t[]", self.sizes),
+                made,
+                size,
+                error,
+            ),
+            error,
+            subject="Error while serializing",
+        )
+        self.memory = ffi.gc(made[0], lib.sl_free)
+        self.address = int(ffi.cast("uintptr_t", self.memory))
+        self.nbytes: int = size[0]
+
+
+# The C type of each column.
+_COLUMNS = {name: field.type for name, field in ffi.typeof("sl_columns").fields}
+
+
+class _Columns:
+    """Fills the input columns of ``sl_safetensors_header`` and keeps their memory alive."""
+
+    def __init__(self, columns: Any) -> None:
+        self._columns = columns
+        self._alive: list[Any] = []
+
+    def column(self, field: str, values: bytes | plain_array[int] | Array) -> None:
+        view = ffi.from_buffer(values) if len(values) else ffi.NULL
+        self._alive += [values, view]
+        setattr(self._columns, field, ffi.cast(_COLUMNS[field], view))
+
+    def names(self, names: Sequence[str]) -> None:
+        """The names, encoded together where none of them has a newline of its own."""
+        try:
+            encoded = "\n".join([*names, ""]).encode()
+        except (TypeError, UnicodeEncodeError):
+            for name in names:
+                text(name, "a tensor name", tensor=name)
+            raise
+        ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE).astype(np.uint64)
+        if len(ends) == len(names):
+            self.column("names", encoded)
+            self.column("name_ends", ends)
+        else:
+            self.texts("names", "name_ends", names, separator=b"\n")
+
+    def texts(self, field: str, ends_field: str, texts: Sequence[str], *, separator: bytes) -> None:
+        encoded = [text.encode() for text in texts]
+        self.column(field, separator.join([*encoded, b""]) if separator else b"".join(encoded))
+        # The end of each is that of its text, before the separator.
+        ends = accumulate((len(part) + len(separator) for part in encoded), initial=-len(separator))
+        self.column(ends_field, plain_array("Q", islice(ends, 1, None)))
+
+
+def text(value: Any, what: str, *, tensor: str | None = None) -> str:
+    """A text that UTF-8 can write.
+
+    Raises:
+        TypeError: not a str.
+        SafetensorError: it holds a lone surrogate.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be str, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        message = f"{what} {show(value)} holds a lone surrogate, which UTF-8 cannot write"
+        raise SafetensorError(message, tensor=tensor) from None
+    return value

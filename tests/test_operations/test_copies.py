@@ -1,0 +1,222 @@
+"""Plain tensors are converted to safetensors in columns, with the bytes that tensor by tensor has."""
+
+import json
+import os
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders.remote import Served
+
+import safeload
+from safeload.engine import spans
+from safeload.errors import FormatError, SafeloadError, UnsupportedError
+from safeload.formats.safetensors import file as safetensors
+from safeload.numpy import load_file, save_file
+from safeload.operations import convert as operation
+from safeload.stores.files import Location
+
+DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64")
+rng = np.random.default_rng(61)
+
+
+def tensor(dtype, shape):
+    bits = rng.integers(0, 2, shape) if dtype == "bool" else rng.integers(-50, 50, shape)
+    return bits.astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+
+
+def many(count=300):
+    """Tensors of all dtypes and of many shapes, some of them empty or scalars, in no order of names."""
+    shapes = [(), (0, 3), (1,), (7,), (2, 3), (3, 1, 5), (64, 64)]
+    names = [f"{'zyx'[k % 3]}.{k * 7919 % count}.é{chr(10) if k == 5 else ''}" for k in range(count)]
+    return {name: tensor(DTYPES[k % len(DTYPES)], shapes[k % len(shapes)]) for k, name in enumerate(names)}
+
+
+def written(path, header, data):
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def unordered(path, tensors):
+    """A file whose bytes are in the order of the dict, as safetensors itself writes none."""
+    header, data = {}, b""
+    codes = {"float32": "F32", "float16": "F16", "int64": "I64"}
+    for name, array in tensors.items():
+        code = codes[array.dtype.name]
+        header[name] = {
+            "dtype": code,
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + array.nbytes],
+        }
+        data += array.tobytes()
+    return written(path, header, data)
+
+
+@pytest.fixture
+def model(tmp_path):
+    save_file(many(), tmp_path / "model.safetensors", {"origin": "here", "z": "1"})
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    safeload.convert(model, tmp_path / "folder", max_shard_size=100_000)
+    (tmp_path / "folder" / "config.json").write_text('{"torch_dtype": "float32", "model_type": "none"}')
+    return tmp_path / "folder"
+
+
+def contents(path):
+    return {one.name: one.read_bytes() for one in path.iterdir()} if path.is_dir() else path.read_bytes()
+
+
+@pytest.fixture
+def both(tmp_path, monkeypatch):
+    """Converts in columns and tensor by tensor, and returns what each has written, with its report."""
+
+    def run(source, suffix=".safetensors", **options):
+        found = []
+        for name in ("columns", "tensors"):
+            place = tmp_path / f"{name}{suffix}"
+            with monkeypatch.context() as patch:
+                if name == "tensors":
+                    patch.setattr(operation, "copies_of", lambda *_: None)
+                else:
+                    patch.setattr(operation, "prepare", None)
+                report = safeload.convert(source, place, overwrite=True, **options)
+            found.append((contents(place), report._replace(destination="", files=len(report.files), seconds=0)))
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("source", ["model", "folder"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"dtype": "float32"},
+        {"dtype": "float64", "only": "y.*"},
+        {"drop": ["x.*", "*1*"]},
+        {"only": "x.*", "rename": [("^x", "a"), (r"\d", "9\\g<0>")]},
+        {"metadata": {"more": "1", "z": None}},
+        {"threads": 1},
+    ],
+    ids=str,
+)
+def test_the_bytes_are_those_of_tensor_by_tensor(both, request, source, options):
+    path = request.getfixturevalue(source)
+    for suffix, more in ((".safetensors", {}), ("", {"max_shard_size": 30_000})):
+        one, other = both(path, suffix, **options, **more)
+        assert one == other
+
+
+def test_names_in_their_given_order(both, model):
+    names = list(load_file(model))[::-3]
+    one, other = both(model, names=names)
+    assert one == other
+    one, other = both(model, "", names=names, max_shard_size=9_000)
+    assert one == other
+
+
+def test_tensors_in_any_order_and_across_buffers(both, tmp_path, monkeypatch):
+    monkeypatch.setattr(spans, "IN_TURN", 1000)
+    tensors = {f"{k * 37 % 101}": tensor(("float32", "float16", "int64")[k % 3], (k * 97 % 900,)) for k in range(101)}
+    tensors["large"] = tensor("float32", (300_001,))  # several buffers of 64 KiB each
+    monkeypatch.setattr(spans, "buffer_size", lambda total: 64 << 10)
+    source = unordered(tmp_path / "source.safetensors", tensors)
+    for options in ({}, {"dtype": "float16"}, {"dtype": "float64"}):
+        one, other = both(source, **options)
+        assert one == other
+
+
+def test_other_formats(both, model, tmp_path):
+    plain = {name.strip(): array for name, array in load_file(model).items() if array.dtype.kind in "fiub"}
+    plain = {f"{k}": array for k, array in enumerate(plain.values())}
+    np.savez(tmp_path / "source.npz", **plain)
+    one, other = both(tmp_path / "source.npz")
+    assert one == other
+
+
+def test_no_tensor_at_all(both, tmp_path):
+    save_file({}, tmp_path / "none.safetensors")
+    for suffix, more in ((".safetensors", {}), ("", {"max_shard_size": 30_000})):
+        one, other = both(tmp_path / "none.safetensors", suffix, **more)
+        assert one == other
+
+
+def test_behind_a_url(model, tmp_path):
+    served = Served({"mem://x/model.safetensors": model.read_bytes()})
+    with safeload.open(Location(served, "mem://x/model.safetensors")) as opened:
+        safeload.convert(opened, tmp_path / "out.safetensors")
+    assert (tmp_path / "out.safetensors").read_bytes() == model.read_bytes()
+    assert len(served.requests) < 10
+
+
+def test_errors_are_the_same(model, tmp_path):
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(safeload.TensorNotFoundError, match="only='nothing"):
+        safeload.convert(model, out, only="nothing*")
+    with pytest.raises(ValueError, match="the same name 'a'"):
+        safeload.convert(model, out, rename=("(?s)^.+$", "a"))
+    with pytest.raises(SafeloadError, match="lone surrogate"):
+        safeload.convert(model, out, rename=("^x", "\udc80"))
+    written(tmp_path / "f4.safetensors", {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1")
+    with pytest.raises(UnsupportedError, match="F4"):
+        safeload.convert(tmp_path / "f4.safetensors", out)
+    assert not out.exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="an open file cannot be made shorter")
+def test_a_file_that_became_shorter_leaves_nothing(model, tmp_path):
+    with safeload.open(model) as opened:
+        os.truncate(model, model.stat().st_size - 20)
+        with pytest.raises(FormatError, match=r"model\.safetensors") as caught:
+            safeload.convert(opened, tmp_path / "out.safetensors")
+    assert caught.value.tensor is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_progress_ends_with_all_bytes(model, tmp_path):
+    for dtype, place, more in (
+        (None, "a.safetensors", {}),
+        ("float64", "b.safetensors", {}),
+        (None, "c", {"max_shard_size": 5000}),
+    ):
+        seen = []
+        safeload.convert(model, tmp_path / place, dtype=dtype, progress=lambda *at, seen=seen: seen.append(at), **more)
+        assert seen == sorted(seen)
+        assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_no_thread_is_left(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(spans, "IN_TURN", 0)
+    before = threading.active_count()
+
+    def stop(done, total):
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        safeload.convert(model, tmp_path / "a.safetensors", progress=stop)
+    assert threading.active_count() == before
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+# ---- writing small arrays together ----
+
+
+def test_small_arrays_are_written_together(tmp_path, monkeypatch):
+    """The bytes are those of arrays that are written one by one, whatever is between them."""
+    tensors = many(200)
+    tensors["transposed"] = np.arange(12, dtype=np.float32).reshape(3, 4).T
+    tensors["big-endian"] = np.arange(5, dtype=">f4")
+    tensors["large"] = np.arange(100_000, dtype=np.float32)
+    for together in (1, 300, 1 << 20):
+        monkeypatch.setattr(safetensors, "_TOGETHER", together)
+        save_file(tensors, tmp_path / f"{together}.safetensors")
+    monkeypatch.setattr(safetensors, "_SMALL", -1)
+    save_file(tensors, tmp_path / "each.safetensors")
+    assert safeload.numpy.save(tensors) == (tmp_path / "each.safetensors").read_bytes()
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
