@@ -164,6 +164,7 @@ def _machine() -> dict[str, str]:
                 break
     except OSError:
         pass
+    found["memory touched before each sample of a row of gigabytes"] = f"{files.hot_memory() / 1e9:.0f} GB"
     found["cpus"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     if hasattr(os, "getloadavg"):
         found["load average"] = f"{os.getloadavg()[0]:.1f}"

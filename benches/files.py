@@ -21,6 +21,10 @@ CACHE = Path(tempfile.gettempdir()) / "safeload-bench"
 # Part of every file's name: a new number when what is generated changes.
 VERSION = 2
 
+# A row of gigabytes is one of which a side takes so much memory; before each of its samples so much is made hot. Small
+# rows do not pay for it.
+GIGABYTES, HOT = 1 << 30, 9_000_000_000
+
 # Length of the random block that is repeated to fill a file. A prime, so that no two tensors hold the same bytes and
 # one read from the wrong place is seen.
 BLOCK = 67_108_859
@@ -265,16 +269,30 @@ def settle(nbytes: int) -> None:
 
     In a virtual machine with free page reporting, memory that has been free for 2 s goes back to the host, and taking
     it again costs ten times the copy that a bench wants to time: without this the order of the sides would decide.
-    Both in small pages and in huge ones, which come from different lists of the kernel.
+    Both in small pages and in huge ones, which come from different lists of the kernel. For a row of gigabytes it is
+    `HOT` bytes in all, more than any side of any row takes.
+
+    Args:
+        nbytes: what the side that takes most memory takes.
     """
     if not hasattr(mmap, "MADV_NOHUGEPAGE"):
         return
-    held = []
-    for advice in (mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE):
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(advice)
-        np.frombuffer(memory, np.uint8)[::4096] = 1
-        held.append(memory)
+    held = [_touched(nbytes, mmap.MADV_NOHUGEPAGE), _touched(nbytes, mmap.MADV_HUGEPAGE)]
+    if nbytes >= GIGABYTES:
+        more = hot_memory() - 2 * nbytes
+        held += [_touched(more, mmap.MADV_HUGEPAGE)] if more > 0 else []
+
+
+def hot_memory() -> int:
+    """Bytes that are made hot before each sample of a row of gigabytes: `HOT`, or half of what there is."""
+    return min(HOT, available_memory() // 2)
+
+
+def _touched(nbytes: int, advice: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(advice)
+    np.frombuffer(memory, np.uint8)[::4096] = 1
+    return memory
 
 
 def available_memory() -> int:

@@ -124,7 +124,8 @@ Written by `python benches/report.py`; do not edit. What each job is, and what i
 page-cache state, order shuffled in every round, results compared for equality beside the time (a difference fails the
 bench and there would be no row). Times are medians. A ratio is theirs by ours, so above 1 we are faster; the quartiles
 are of the ratios of single rounds, which on a noisy machine lie far apart. A peer called "limit" is what the machine
-gives to plain code that does only the unavoidable part.
+gives to plain code that does only the unavoidable part. Before each sample of a row of gigabytes, of either side, 9 GB
+of memory are touched and given back: a host that takes free memory away within seconds would charge whoever comes next.
 """
 
 
