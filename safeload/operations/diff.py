@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..base import log
+from ..base import dtypes, log
 from ..base.arrays import Array
 from ..base.scheme import INT8
 from ..base.selecting import Patterns, select
@@ -16,13 +16,20 @@ from ..engine.pieces import Meter, in_order, source_pieces, spans, values
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array
+from ..engine.stream import TensorStream
 from ..engine.threads import check_threads
 from ..engine.weight_file import is_remote
-from . import executing, plan, sources
+from . import diff_columns, executing, plan, sources
 from .about import About
 from .catalog import Catalog, Given
+from .columns import Columns
 from .diff_report import DiffReport, TensorDiff
 from .executing import Executor
+
+# Tensors that both have, with their shapes.
+_Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+# The columns of both, where they have any.
+_Both: TypeAlias = tuple[Columns | None, Columns | None]
 
 # Reads `size` elements from `begin` as float64: (begin, size) to array.
 _Read = Callable[[int, int], Array]
@@ -75,55 +82,81 @@ def diff(
     check_threads(threads)
     executing.check_executor(executor)
     with Catalog.of(a, storage_options) as one, Catalog.of(b, storage_options) as other:
-        chosen = set(select([*one, *(name for name in other if name not in one)], only, drop))
+        names = list(one)
+        known = set(names)
+        chosen = set(select([*names, *(name for name in other if name not in known)], only, drop))
         report = DiffReport(one.title, other.title)
-        shapes = _structure(one, other, chosen, report)
+        columns = Columns.of(one), Columns.of(other)
+        shapes = _structure(one, other, columns, chosen, report)
         for catalog in (one, other):
             catalog.refuse_codes(shapes, "diff")
         if executor is None:
-            report.tensors = _values(one, other, shapes, threads, progress)
+            report.tensors = _values(one, other, columns, shapes, threads, progress)
         else:
             report.tensors = _in_pieces(one, other, shapes, executor, threads, progress)
         return report
 
 
-def _structure(a: Catalog, b: Catalog, chosen: set[str], report: DiffReport) -> dict[str, tuple[int, ...]]:
+def _structure(a: Catalog, b: Catalog, columns: _Both, chosen: set[str], report: DiffReport) -> _Shapes:
     """Compares names, dtypes and shapes, and returns the shapes of the tensors whose values can be compared."""
     in_a, in_b = ([name for name in catalog if name in chosen] for catalog in (a, b))
-    report.only_a = [name for name in in_a if name not in b]
-    report.only_b = [name for name in in_b if name not in a]
+    names_a, names_b = set(in_a), set(in_b)
+    report.only_a = [name for name in in_a if name not in names_b]
+    report.only_b = [name for name in in_b if name not in names_a]
     alike = {}
+    about_a, about_b = (_described(*given) for given in zip((a, b), columns, strict=True))
     for name in in_a:
-        if name not in b:
+        if name not in names_b:
             continue
-        one, other = a.about(name), b.about(name)
-        if _dtype(one) != _dtype(other):
-            report.dtypes[name] = _dtype(one), _dtype(other)
-        if one.shape != other.shape:
-            report.shapes[name] = one.shape, other.shape
+        (dtype, shape), (dtype_b, shape_b) = about_a(name), about_b(name)
+        if dtype != dtype_b:
+            report.dtypes[name] = dtype, dtype_b
+        if shape != shape_b:
+            report.shapes[name] = shape, shape_b
         else:
-            alike[name] = one.shape
+            alike[name] = shape
     return alike
 
 
+def _described(catalog: Catalog, columns: Columns | None) -> Callable[[str], tuple[str, tuple[int, ...]]]:
+    """Gives dtype, as messages have it, and shape of a tensor."""
+    if columns is not None:
+        labels = [dtypes.BY_NUMBER[number].name for number in columns.numbers.tolist()]
+        return dict(zip(columns.names, zip(labels, columns.shapes, strict=True), strict=True)).__getitem__
+
+    def described(name: str) -> tuple[str, tuple[int, ...]]:
+        about = catalog.about(name)
+        return _dtype(about), about.shape
+
+    return described
+
+
 def _values(
-    a: Catalog, b: Catalog, shapes: Mapping[str, tuple[int, ...]], threads: int | None, progress: Progress
+    a: Catalog, b: Catalog, columns: _Both, shapes: _Shapes, threads: int | None, progress: Progress
 ) -> dict[str, TensorDiff]:
     """Compares tensors of the same shape.
 
     Args:
         a: the first checkpoint.
         b: the second.
+        columns: of both, see `Columns.of`.
         shapes: the tensors, and the shape of each.
         threads: see `diff`.
         progress: see `diff`.
     """
     meter = Meter(progress, sum(map(_size, shapes.values())))
-    found = {}
-    for name, shape in shapes.items():
-        found[name] = _compare(_value(a, name, threads), _value(b, name, threads), shape, threads, meter)
-        log.debug("diff of %s: %s", name, found[name])
-    return found
+    found: dict[str, TensorDiff] = {}
+    unequal: set[str] = set()
+    one, other = columns
+    if one is not None and other is not None and not any(is_remote(file) for file in (*one.files, *other.files)):
+        names = list(shapes)
+        found, unequal = diff_columns.compare(one.named(names), other.named(names), threads, meter)
+    left = [name for name in shapes if name not in found]
+    with _Values(a, left, threads) as in_a, _Values(b, left, threads) as in_b:
+        for name in left:
+            found[name] = _compare(in_a(name), in_b(name), shapes[name], name in unequal, threads, meter)
+            log.debug("diff of %s: %s", name, found[name])
+    return {name: found[name] for name in shapes}
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -134,7 +167,7 @@ def _size(shape: tuple[int, ...]) -> int:
 def _in_pieces(
     a: Catalog,
     b: Catalog,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: _Shapes,
     executor: Executor,
     threads: int | None,
     progress: Progress,
@@ -165,7 +198,8 @@ def run(
         sources.opened(plan.field(piece, "against", list), names, storage_options) as b,
     ):
         shapes = {name: a.about(name).shape for name in names}
-        return {"tensors": {name: plan.as_plain(found) for name, found in _values(a, b, shapes, threads, None).items()}}
+        found = _values(a, b, (Columns.of(a), Columns.of(b)), shapes, threads, None)
+        return {"tensors": {name: plan.as_plain(one) for name, one in found.items()}}
 
 
 def _dtype(about: About) -> str:
@@ -193,38 +227,43 @@ def _compare(
     one: Source | Array,
     other: Source | Array,
     shape: tuple[int, ...],
+    unequal: bool,
     threads: int | None,
     meter: Meter,
 ) -> TensorDiff:
-    """Compares two tensors of the same shape.
+    """Compares two tensors of the same shape, ``unequal`` if it is known that their bytes differ.
 
     Equal bytes of the same dtype need no arithmetic. Otherwise pieces are compared as float64 on several threads, and
     their partial sums are added up. A complex tensor gets one more axis for its real and imaginary parts.
     """
     count = math.prod(shape)
-    if isinstance(one, Source) and isinstance(other, Source) and one.row is other.row and _equal(one, other):
+    comparable = not unequal and isinstance(one, Source) and isinstance(other, Source) and one.row is other.row
+    if comparable and _equal(one, other):  # type: ignore[arg-type]
         meter.add(8 * count)
-        return TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
+        return diff_columns.EQUAL
     axes = shape
     if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in (one, other)):
         shape, count = (*shape, 2), 2 * count  # the real and the imaginary part
-        one, other = (np.asarray(value, np.complex128).view(np.float64) for value in (_whole(one), _whole(other)))
+        one, other = (
+            np.asarray(value, np.complex128).reshape(-1).view(np.float64) for value in (_whole(one), _whole(other))
+        )
+    weight = 8 * math.prod(axes) // max(1, count)  # of a number for the report of progress
     read_a, read_b = _reader(one, count), _reader(other, count)
 
     def sums(span: tuple[int, int]) -> _Sums:
         found = _sum_up(read_a(*span), read_b(*span), span[0])
-        meter.add(8 * span[1])
+        meter.add(weight * span[1])
         return found
 
     parts = list(in_order(sums, spans(shape), threads, 8 * count))
     largest = max(parts, key=lambda part: part.largest, default=None)
-    unequal = sum(part.unequal for part in parts)
+    different = sum(part.unequal for part in parts)
     finite = sum(part.finite for part in parts)
     squares, dot, norm_a, norm_b = (
         math.fsum(getattr(part, field) for part in parts) for field in ("squares", "dot", "norm_a", "norm_b")
     )
     length = math.sqrt(norm_a) * math.sqrt(norm_b)
-    cosine = 1.0 if unequal == 0 else dot / length if length else math.nan
+    cosine = 1.0 if different == 0 else dot / length if length else math.nan
     index = None
     if largest is not None and largest.largest > 0:
         index = tuple(int(k) for k in np.unravel_index(largest.at, shape)[: len(axes)])
@@ -233,7 +272,7 @@ def _compare(
         index,
         math.sqrt(squares / finite) if finite else 0.0,
         max(-1.0, min(1.0, cosine)) if not math.isnan(cosine) else cosine,
-        unequal,
+        different,
         sum(part.nonfinite for part in parts),
     )
 
@@ -271,15 +310,50 @@ def _dot(x: Array, y: Array) -> float:
     return float(np.einsum("i,i->", x, y))
 
 
-def _value(catalog: Catalog, name: str, threads: int | None) -> Source | Array:
-    """A tensor as a source; quantized, packed and complex ones are loaded whole."""
-    row = catalog.about(name).element
-    if row is None or row.packed or row.complex:
-        return catalog.array(name, threads)
-    found = catalog.source(name, threads=threads)
-    if isinstance(found, Source) and is_remote(found.file):  # which is read once, whatever is compared
-        return of_array(name, catalog.value(name, threads))
-    return found.dequantize(threads=threads) if isinstance(found, QuantizedTensor) else found
+class _Values:
+    """Gives some tensors of a checkpoint, in their order, as sources; those behind a network are read ahead.
+
+    Quantized, packed and complex ones are loaded whole.
+
+    Args:
+        catalog: has them.
+        names: of the tensors.
+        threads: None: chosen automatically.
+    """
+
+    def __init__(self, catalog: Catalog, names: Sequence[str], threads: int | None) -> None:
+        self._catalog, self._threads = catalog, threads
+        self._stream: TensorStream | None = None
+        if len(catalog.checkpoints) == 1 and not catalog.in_memory and any(map(is_remote, catalog.weight_files)):
+            ahead = [name for name in names if not _encoded(catalog.about(name))]
+            self._stream = catalog.checkpoints[0].stream(ahead, order="given", threads=threads)
+
+    def __enter__(self) -> _Values:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def __call__(self, name: str) -> Source | Array:
+        """The next tensor."""
+        catalog, threads, about = self._catalog, self._threads, self._catalog.about(name)
+        if _encoded(about):
+            return catalog.array(name, threads)
+        if self._stream is not None:
+            value = next(self._stream)[1]
+            if isinstance(value, QuantizedTensor):
+                return value.dequantize(threads=threads)
+            return value if about.row.complex else of_array(name, value)
+        if about.element is not None and about.element.complex:
+            return catalog.array(name, threads)
+        found = catalog.source(name, threads=threads)
+        return found.dequantize(threads=threads) if isinstance(found, QuantizedTensor) else found
+
+
+def _encoded(about: About) -> bool:
+    """Whether a tensor is decoded to float32 when it is read, or of a dtype that weights do not have."""
+    return about.element is None or about.element.packed
 
 
 def _equal(one: Source, other: Source) -> bool:
