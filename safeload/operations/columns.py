@@ -8,6 +8,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..base.collector import paused
+from ..checkpoint import Checkpoint
 from ..engine.spans import Spans
 from ..engine.weight_file import WeightFile
 from .catalog import Catalog
@@ -54,7 +56,11 @@ class Columns:
         """The tensors of a catalog, in its order; None unless it is of one checkpoint, and all of them are plain."""
         if catalog.in_memory or len(catalog.checkpoints) != 1 or catalog.ignored:
             return None
-        (checkpoint,) = catalog.checkpoints
+        with paused(len(catalog)):
+            return cls._of(catalog.checkpoints[0])
+
+    @classmethod
+    def _of(cls, checkpoint: Checkpoint) -> Columns | None:
         files = list(dict.fromkeys(checkpoint.weight_files))
         for file in files:
             table = file.table

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..base import dtypes, log
 from ..base.arrays import Array
+from ..base.collector import paused
 from ..base.scheme import INT8
 from ..base.selecting import Patterns, select
 from ..engine.pieces import Meter, in_order, source_pieces, spans, values
@@ -82,12 +83,15 @@ def diff(
     check_threads(threads)
     executing.check_executor(executor)
     with Catalog.of(a, storage_options) as one, Catalog.of(b, storage_options) as other:
-        names = list(one)
-        known = set(names)
-        chosen = set(select([*names, *(name for name in other if name not in known)], only, drop))
         report = DiffReport(one.title, other.title)
-        columns = Columns.of(one), Columns.of(other)
-        shapes = _structure(one, other, columns, chosen, report)
+        with paused(len(one) + len(other)):
+            columns = Columns.of(one), Columns.of(other)
+            in_a, in_b = list(one), list(other)
+            if only is not None or drop is not None:
+                known = set(in_a)
+                chosen = set(select([*in_a, *(name for name in in_b if name not in known)], only, drop))
+                in_a, in_b = ([name for name in names if name in chosen] for names in (in_a, in_b))
+            shapes = _structure((one, in_a), (other, in_b), columns, report)
         for catalog in (one, other):
             catalog.refuse_codes(shapes, "diff")
         if executor is None:
@@ -97,18 +101,25 @@ def diff(
         return report
 
 
-def _structure(a: Catalog, b: Catalog, columns: _Both, chosen: set[str], report: DiffReport) -> _Shapes:
-    """Compares names, dtypes and shapes, and returns the shapes of the tensors whose values can be compared."""
-    in_a, in_b = ([name for name in catalog if name in chosen] for catalog in (a, b))
-    names_a, names_b = set(in_a), set(in_b)
-    report.only_a = [name for name in in_a if name not in names_b]
-    report.only_b = [name for name in in_b if name not in names_a]
+def _structure(
+    a: tuple[Catalog, list[str]], b: tuple[Catalog, list[str]], columns: _Both, report: DiffReport
+) -> _Shapes:
+    """Compares names, dtypes and shapes, and returns the shapes of the tensors whose values can be compared.
+
+    Args:
+        a: the first checkpoint, and the names of its tensors.
+        b: the second.
+        columns: of both, see `Columns.of`.
+        report: gets what differs.
+    """
+    (one, in_a), (other, in_b) = a, b
+    known_a, known_b = set(in_a), set(in_b)
+    report.only_a = [name for name in in_a if name not in known_b]
+    report.only_b = [name for name in in_b if name not in known_a]
+    names = [name for name in in_a if name in known_b]
     alike = {}
-    about_a, about_b = (_described(*given) for given in zip((a, b), columns, strict=True))
-    for name in in_a:
-        if name not in names_b:
-            continue
-        (dtype, shape), (dtype_b, shape_b) = about_a(name), about_b(name)
+    described = (_described(*given, names) for given in zip((one, other), columns, strict=True))
+    for name, (dtype, shape), (dtype_b, shape_b) in zip(names, *described, strict=True):
         if dtype != dtype_b:
             report.dtypes[name] = dtype, dtype_b
         if shape != shape_b:
@@ -118,17 +129,12 @@ def _structure(a: Catalog, b: Catalog, columns: _Both, chosen: set[str], report:
     return alike
 
 
-def _described(catalog: Catalog, columns: Columns | None) -> Callable[[str], tuple[str, tuple[int, ...]]]:
-    """Gives dtype, as messages have it, and shape of a tensor."""
-    if columns is not None:
-        labels = [dtypes.BY_NUMBER[number].name for number in columns.numbers.tolist()]
-        return dict(zip(columns.names, zip(labels, columns.shapes, strict=True), strict=True)).__getitem__
-
-    def described(name: str) -> tuple[str, tuple[int, ...]]:
-        about = catalog.about(name)
-        return _dtype(about), about.shape
-
-    return described
+def _described(catalog: Catalog, columns: Columns | None, names: list[str]) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """Dtypes, as messages have them, and shapes of tensors."""
+    if columns is None:
+        return ((_dtype(about), about.shape) for about in map(catalog.about, names))
+    some = columns.named(names)
+    return zip([dtypes.BY_NUMBER[number].name for number in some.numbers.tolist()], some.shapes, strict=True)
 
 
 def _values(

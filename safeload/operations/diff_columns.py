@@ -11,6 +11,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..base.collector import paused
 from ..base.native import lib
 from ..engine.jobs import native_order
 from ..engine.memory import aligned_bytes
@@ -184,12 +185,12 @@ def _measured(
         number = counts[rows[some]]
         return _of_values(one(some), other(some), number, [a.shapes[k] for k in rows[some].tolist()])
 
-    names = (a.names[k] for k in rows.tolist())
-    elements = iter(counts[rows].tolist())
+    done = 0
     for found in in_order(function, blocks(), threads, 16 * total):
-        for one_found in found:
-            meter.add(8 * next(elements))
-            yield next(names), one_found
+        some = rows[done : done + len(found)]
+        done += len(found)
+        meter.add(8 * int(counts[some].sum()))
+        yield from zip([a.names[k] for k in some.tolist()], found, strict=True)
 
 
 def _floats(columns: Columns, rows: Array) -> Callable[[slice], Array]:
@@ -233,10 +234,11 @@ def _of_values(x: Array, y: Array, counts: Array, shapes: list[tuple[int, ...]])
     places = np.flatnonzero(difference == np.repeat(largest, counts))
     at = places[np.searchsorted(places, starts)] - starts
     columns = zip(*(column.tolist() for column in (largest, at, rms, cosine, unequal, nonfinite)), shapes, strict=True)
-    return [
-        TensorDiff(most, index_of(where, shape) if most > 0 else None, mean, angle, number, infinite)
-        for most, where, mean, angle, number, infinite, shape in columns
-    ]
+    with paused(len(counts)):
+        return [
+            TensorDiff(most, index_of(where, shape) if most > 0 else None, mean, angle, number, infinite)
+            for most, where, mean, angle, number, infinite, shape in columns
+        ]
 
 
 def index_of(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from ..base import dtypes
 from ..base.arrays import check_mapping
+from ..base.collector import paused
 from ..base.selecting import Patterns, Renames, check_matches, renamed
 from ..base.text import parse_size, show
 from ..engine.lazy import LazyPacked
@@ -128,10 +129,17 @@ def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, thre
     Raises:
         SafeloadError, ValueError, OSError: see `convert`.
     """
-    options, format = wanted.options, wanted.format
-    quantize, keep, layout = options.get("quantize"), options.get("keep"), options.get("layout")
+    options = wanted.options
+    quantize, keep = options.get("quantize"), options.get("keep")
     rules = None if quantize is None else Rules(quantize, keep)
     catalog = stack.enter_context(catalog_of(src, options.get("storage_options")))
+    with paused(len(catalog)):
+        return _prepared(catalog, wanted, rules, threads)
+
+
+def _prepared(catalog: Catalog, wanted: Wanted, rules: Rules | None, threads: int | None) -> Prepared:
+    options, format = wanted.options, wanted.format
+    keep, layout = options.get("keep"), options.get("layout")
     some = Some(options.get("names"), options.get("only"), options.get("drop"))
     work = Conversion(catalog, some, wanted.target, rules, format)
     if not callable(keep):

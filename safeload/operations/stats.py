@@ -10,6 +10,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, as_array
+from ..base.collector import paused
 from ..base.native import lib, short
 from ..base.scheme import row_of
 from ..base.selecting import Patterns
@@ -207,13 +208,14 @@ def measure(
     """
     ready: dict[str, _Part] = {}
     to_copy: list[str] = []
-    for name in wanted:
-        found = catalog.in_place(name)
-        if found is None:
-            to_copy.append(name)
-        elif _readable(found.row):
-            about = catalog.about(name)
-            ready[name] = _Part(found, about.dtype if about.packed else about.row.code)
+    with paused(len(wanted)):
+        for name in wanted:
+            found = catalog.in_place(name)
+            if found is None:
+                to_copy.append(name)
+            elif _readable(found.row):
+                about = catalog.about(name)
+                ready[name] = _Part(found, about.dtype if about.packed else about.row.code)
     done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
     for name in to_copy:
         part = _part(name, catalog.value(name, threads), threads)
@@ -341,19 +343,21 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
     places = address(memory) + (ends - words) * _WORD
     batch = Batch(direct=None)
     op = lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS
-    for part, count, place in zip(parts, counts.tolist(), places.tolist(), strict=True):
-        if count:
-            batch.add(part.source.work(op, place))
+    with paused(len(parts)):
+        for part, count, place in zip(parts, counts.tolist(), places.tolist(), strict=True):
+            if count:
+                batch.add(part.source.work(op, place))
     batch.run(threads=threads, progress=progress)
     merged = np.zeros(len(parts), _RECORD)
     first = (places + bins * _WORD).astype(np.uint64)
     numbers = segments.astype(np.uint64)
     short.sl_stats_merge(*map(address, (first, numbers)), len(parts), address(merged))
     result = []
-    for k, (part, record) in enumerate(zip(parts, merged.tolist(), strict=True)):
-        begin = int(ends[k] - words[k])
-        counted = memory[begin : begin + bins].astype(np.int64) if histogram else None
-        result.append(_of_record(part, record, counted))
+    with paused(len(parts)):
+        for k, (part, record) in enumerate(zip(parts, merged.tolist(), strict=True)):
+            begin = int(ends[k] - words[k])
+            counted = memory[begin : begin + bins].astype(np.int64) if histogram else None
+            result.append(_of_record(part, record, counted))
     return result
 
 
