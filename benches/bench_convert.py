@@ -1,4 +1,4 @@
-"""Conversion while loading, and the kernels in memory."""
+"""Conversion while loading, the kernels in memory, and files of 100,000 tiny tensors that are converted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 from bench_load import prepare, threads
 from builders import ggml_reference
-from compare import Comparison, race, same_bytes
+from compare import Comparison, race, release, same_bytes
 from limits import read_and_store, stream
 
 import safeload
@@ -21,6 +21,7 @@ import safeload.numpy
 
 ROUNDS = 5
 PEER = "safetensors.numpy.load_file, astype"
+SAVE = "safetensors.numpy load_file, save_file"
 
 
 @pytest.fixture(scope="session")
@@ -144,3 +145,51 @@ def test_rows_against_ggml_in_one_thread(function: str, source: str, target: str
     job = f"{source} to {target}, 64 Mi elements in memory, one thread"
     rows = [table.add(job, function, Comparison(samples["ours"], samples[function]))]
     report(sides["ours"], rows, rounds=3)
+
+
+@pytest.mark.parametrize("order", ["by name", "by layer"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"], ids=["copied", "bfloat16"])
+def test_a_file_of_tiny_tensors(order: str, dtype: str | None, tmp_path: Path, table, report) -> None:
+    """Both sides wait for the disk: `convert` always does, the peer's file and folder are synced after it."""
+    path = files.CACHE / f"tiny-{order.replace(' ', '-')}-v{files.VERSION}.safetensors"
+    if not path.exists():
+        entries = files.small(100_000, by_name=order == "by name")
+        values = np.random.default_rng(23).standard_normal((len(entries), *entries[0].shape), np.float32)
+        files.write(path, dict(zip((entry.name for entry in entries), values, strict=True)))
+
+    def ours() -> Path:
+        safeload.convert(path, tmp_path / "ours.safetensors", dtype=dtype, overwrite=True)
+        return tmp_path / "ours.safetensors"
+
+    def theirs() -> Path:
+        found = safetensors.numpy.load_file(path)
+        if dtype is not None:
+            found = {name: array.astype(ml_dtypes.bfloat16) for name, array in found.items()}
+        safetensors.numpy.save_file(found, tmp_path / "theirs.safetensors")
+        return tmp_path / "theirs.safetensors"
+
+    def theirs_synced() -> Path:
+        out = theirs()
+        files.sync(out)
+        return out
+
+    def limit() -> None:
+        out = tmp_path / "limit.safetensors"
+        out.write_bytes(path.read_bytes())
+        files.sync(out)
+
+    def check(one: Path, other: Path | None) -> None:
+        assert other is None or one.read_bytes() == other.read_bytes()
+
+    names = {
+        f"{SAVE}, fsync of file and folder": theirs_synced,
+        SAVE: theirs,
+        "limit: copying the file, fsync": limit,
+    }
+    samples = race({"ours": ours, **names}, ROUNDS, check=check, prepare=release)
+    job = f"convert 100,000 tiny tensors {order}, {'as they are' if dtype is None else f'f32 to {dtype}'}"
+    rows = [
+        table.add(job, name, Comparison(samples["ours"], samples[name]), target=1 if name.startswith(SAVE) else None)
+        for name in names
+    ]
+    report(ours, rows, rounds=3)

@@ -61,13 +61,6 @@ def tensors(nbytes: int) -> dict[str, np.ndarray]:
     }
 
 
-def _fsync(path: Path) -> None:
-    for place in (path, path.parent):
-        descriptor = os.open(place, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
 def test_save(folder: Path, table, report) -> None:
     data = tensors(1 << 30)
 
@@ -82,7 +75,7 @@ def test_save(folder: Path, table, report) -> None:
 
     def theirs_synced(path: Path) -> None:
         safetensors.numpy.save_file(data, path)
-        _fsync(path)
+        files.sync(path)
 
     def limit_plain(path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -94,7 +87,7 @@ def test_save(folder: Path, table, report) -> None:
 
     def limit_synced(path: Path) -> None:
         limit_plain(path)
-        _fsync(path)
+        files.sync(path)
 
     def side(name: str, save: Callable[[Path], None]) -> Callable[[], Path]:
         path = folder / f"{name}.safetensors"
@@ -141,6 +134,38 @@ def test_save(folder: Path, table, report) -> None:
         row(f"{durable}, default against default", "ours", PEER, "theirs_plain"),
     ]
     report(sides["ours"], rows, rounds=3, prepare=prepare)
+
+
+def test_save_tiny_tensors(folder: Path, table, report) -> None:
+    data = {entry.name: np.full(entry.shape, k, np.float32) for k, entry in enumerate(files.small(100_000))}
+
+    def side(name: str, save: Callable[[Path], None], durable: bool) -> Callable[[], Path]:
+        path = folder / f"{name}.safetensors"
+
+        def run() -> Path:
+            save(path)
+            if durable:
+                files.sync(path)
+            return path
+
+        return run
+
+    def check(ours: Path, theirs: Path) -> None:
+        assert filecmp.cmp(ours, theirs, shallow=False)
+
+    sides = {
+        "ours": side("ours", lambda path: safeload.numpy.save_file(data, path), durable=False),
+        "plain": side("plain", lambda path: safeload.numpy.save_file(data, path, durable=False), durable=False),
+        "synced": side("synced", lambda path: safetensors.numpy.save_file(data, path), durable=True),
+        "theirs": side("theirs", lambda path: safetensors.numpy.save_file(data, path), durable=False),
+    }
+    samples = race(sides, ROUNDS, check=check, prepare=release)
+    job = "save_file 100,000 tiny tensors"
+    rows = [
+        table.add(job, f"{PEER}, fsync of file and folder", Comparison(samples["ours"], samples["synced"]), target=1),
+        table.add(f"{job}, durable=False", PEER, Comparison(samples["plain"], samples["theirs"]), target=1),
+    ]
+    report(sides["ours"], rows, rounds=3)
 
 
 _GROWTH = """

@@ -1,8 +1,14 @@
-"""How cost grows: load time with the size of a file, opening with the number of tensors. The pictures of report.py."""
+"""How cost grows: with the size of a file, the number of tensors and that of threads. The pictures of report.py.
+
+More threads than processors are no measurement, and are left out.
+"""
 
 from __future__ import annotations
 
 import json
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +19,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 from bench_load import prepare
-from compare import race, same_list
+from bench_load import threads as processors
+from compare import race, release, same_list
 
 import safeload
 import safeload.numpy
@@ -64,6 +71,104 @@ def sparse(count: int) -> Path:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + (count << 12))
     return path
+
+
+def tiny(count: int) -> Path:
+    """A file of tensors of 32 bytes, all on the disk."""
+    name = f"n{count // 1000}k" if count >= 1000 else f"n{count}"
+    return files.make(name, files.small(count))
+
+
+@pytest.mark.parametrize("count", [count for count in COUNTS if count >= 1000])
+def test_operations_by_tensors(count: int, tmp_path: Path, table) -> None:
+    """What each tensor costs beside its bytes, of which it has 32."""
+    path = tiny(count)
+    tensors = safeload.numpy.load_file(path)
+    out, folder = tmp_path / "out.safetensors", tmp_path / "folder"
+
+    def stream() -> int:
+        with safeload.open(path) as opened:
+            return sum(1 for _ in opened.stream())
+
+    sides: dict[str, Callable[[], Any]] = {
+        "safeload.convert": lambda: safeload.convert(path, out, overwrite=True),
+        "safeload.convert, f32 to bf16": lambda: safeload.convert(path, out, dtype="bfloat16", overwrite=True),
+        "safeload.convert to a folder": lambda: safeload.convert(path, folder, overwrite=True, max_shard_size="1MB"),
+        "safeload.numpy.save_file": lambda: safeload.numpy.save_file(tensors, out, durable=False),
+        "safeload.diff": lambda: safeload.diff(path, path),
+        "safeload.stats": lambda: safeload.stats(path),
+        "safeload stream": stream,
+        "safetensors.numpy, load and save": lambda: safetensors.numpy.save_file(
+            safetensors.numpy.load_file(path), tmp_path / "theirs.safetensors"
+        ),
+    }
+    samples = race(sides, 5 if count <= 10_000 else 2, prepare=release)
+    for side, seconds in samples.items():
+        table.point("operations_by_tensors", side, count, seconds)
+
+
+@pytest.mark.parametrize("count", range(1, processors() + 1))
+def test_load_by_threads(count: int, llama: Path, table) -> None:
+    sides: dict[str, Callable[[], Any]] = {
+        "safeload, pread": lambda: safeload.numpy.load_file(llama, backend="pread", threads=count),
+        "safeload, as f32": lambda: safeload.numpy.load_file(llama, dtype="float32", threads=count),
+        "safeload.stats": lambda: safeload.stats(llama, threads=count),
+        "safeload.diff, with itself": lambda: safeload.diff(llama, llama, threads=count),
+    }
+    for side, seconds in race(sides, 3, prepare=prepare(llama, 2)).items():
+        table.point("by_threads", side, count, seconds)
+
+
+_PEAK = """
+import sys
+from pathlib import Path
+import ml_dtypes, numpy, {imports}
+path, out = {paths!r}
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here, see proc(5)
+before = peak()
+kept = {call}
+print(peak() - before)
+"""
+
+CALLS = {
+    "safeload, open and list": ("safeload", "list(safeload.open(path))"),
+    "safeload, load_file": ("safeload.numpy", "safeload.numpy.load_file(path)"),
+    "safeload.convert": ("safeload", "safeload.convert(path, out, overwrite=True)"),
+    "safeload.diff": ("safeload", "safeload.diff(path, path)"),
+    "safeload.stats": ("safeload", "safeload.stats(path)"),
+    "safetensors.numpy, load_file": ("safetensors.numpy", "safetensors.numpy.load_file(path)"),
+}
+
+
+def growth(side: str, path: Path, folder: Path) -> float:
+    """Bytes by which the peak of resident memory grows, in a process of its own."""
+    imports, call = CALLS[side]
+    code = _PEAK.format(imports=imports, call=call, paths=(str(path), str(folder / "out.safetensors")))
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=folder)
+    return max(4096.0, float(done.stdout))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
+@pytest.mark.parametrize("count", [count for count in COUNTS if count >= 1000])
+def test_memory_by_tensors(count: int, tmp_path: Path, table) -> None:
+    for side in CALLS:
+        table.point("memory_by_tensors", side, count, [growth(side, tiny(count), tmp_path) for _ in range(2)])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
+@pytest.mark.parametrize("mib", SIZES)
+def test_memory_by_size(mib: int, tmp_path: Path, table) -> None:
+    each = min(mib, 8)
+    entries = [files.Entry(f"w{k}", "BF16", (each << 9, 1024)) for k in range(mib // each)]
+    path = files.make(f"size-{mib}", entries, block=files.weights())
+    found = {side: [growth(side, path, tmp_path) for _ in range(2)] for side in CALLS}
+    for side, values in found.items():
+        table.point("memory_by_size", side, path.stat().st_size, values)
+    assert statistics.median(found["safeload.convert"]) < 256 << 20
+    assert statistics.median(found["safeload.diff"]) < 256 << 20
 
 
 @pytest.mark.parametrize("count", COUNTS)

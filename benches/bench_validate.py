@@ -1,4 +1,4 @@
-"""Checking 2.5 GB: validation, differences and hashes against what a user would write with numpy."""
+"""Checking 2.5 GB: validation and hashes against what a user would write with numpy."""
 
 from __future__ import annotations
 
@@ -72,42 +72,6 @@ def test_validate(llama_folder: Path, table, report) -> None:
     comparison = Comparison(samples["ours"], samples["numpy loop"])
     row = table.add("validate the 2.5 GB bf16 folder", "numpy loop", comparison, target=10)
     report(sides["ours"], [row], rounds=3, prepare=prepare(llama_folder))
-
-
-def test_diff(table, report) -> None:
-    """Against the same tensors as float32, so that every value is compared."""
-    entries = [files.Entry(f"w{k}", "BF16", (4096, 8192)) for k in range(6)]
-    path = files.make("diff", entries, block=files.weights())
-    other = path.with_name(f"diff-f32-v{files.VERSION}.safetensors")
-    if not other.exists():
-        safeload.convert(path, other, dtype="float32")
-
-    def loop() -> dict[str, tuple[float, float, float]]:
-        found = {}
-        second = safetensors.numpy.load_file(other)
-        for name, array in safetensors.numpy.load_file(path).items():
-            x, y = array.astype(np.float64).ravel(), second[name].astype(np.float64).ravel()
-            d = x - y
-            found[name] = np.abs(d).max(), np.sqrt(np.mean(d * d)), (x @ y) / np.sqrt((x @ x) * (y @ y))
-        return found
-
-    def same(ours: safeload.DiffReport, theirs: dict[str, tuple[float, float, float]]) -> None:
-        assert not ours.unequal
-        assert ours.tensors.keys() == theirs.keys()
-        assert all(worst == rms == 0 and abs(cosine - 1) < 1e-9 for worst, rms, cosine in theirs.values())
-
-    def prepare() -> None:
-        files.warm(path)
-        files.warm(other)
-        release()
-        files.settle(1 << 30)
-
-    sides = {"ours": lambda: safeload.diff(path, other), "numpy loop": loop}
-    samples = race(sides, ROUNDS, check=same, prepare=prepare)
-    row = table.add(
-        "diff: 0.4 GB bf16 and its float32", "numpy loop", Comparison(samples["ours"], samples["numpy loop"])
-    )
-    report(sides["ours"], [row], rounds=3, prepare=prepare)
 
 
 def test_manifest(llama_folder: Path, table, report) -> None:

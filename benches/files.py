@@ -229,6 +229,28 @@ def make(name: str, entries: list[Entry], *, path: Path | None = None, block: by
     return path
 
 
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes F32 tensors in the order given, by the standard library."""
+    header, end = {}, 0
+    for name, array in tensors.items():
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
+    temporary.rename(path)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, and its name in its folder, are on the disk."""
+    for place in (path, path.parent):
+        descriptor = os.open(place, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 def header_of(path: Path) -> tuple[dict[str, dict[str, object]], int]:
     """Header of a safetensors file by the standard library, and where the data begins: for the limits."""
     with path.open("rb") as file:

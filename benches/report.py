@@ -37,7 +37,8 @@ SECTIONS = {
     "bench_quantize": "Quantizing while loading",
     "bench_quantize_kernels": "Quantization kernels",
     "bench_statistics": "Statistics",
-    "bench_validate": "Validating, comparing, hashing",
+    "bench_validate": "Validating, hashing",
+    "bench_diff": "Comparing",
     "bench_save": "Saving",
     "bench_gguf": "GGUF",
     "bench_dequantize": "Restoring ggml's blocks",
@@ -54,9 +55,14 @@ SECTIONS = {
     "bench_scaling": "How cost grows",
 }
 
+# Pictures of the page, in this order: title, axis, unit of what is measured.
 PICTURES = {
-    "load_by_size": ("Seconds to load a file by its size in bytes", "bytes of the file"),
-    "open_by_tensors": ("Seconds by the number of tensors (4 KiB each, sparse)", "tensors"),
+    "load_by_size": ("Seconds to load a file by its size in bytes", "bytes of the file", "s"),
+    "open_by_tensors": ("Seconds by the number of tensors (4 KiB each, sparse)", "tensors", "s"),
+    "operations_by_tensors": ("Seconds by the number of tensors (32 bytes each)", "tensors", "s"),
+    "by_threads": ("Seconds for 2.5 GB by the number of threads, up to that of the processors", "threads", "s"),
+    "memory_by_tensors": ("Growth of peak memory by the number of tensors (32 bytes each)", "tensors", "B"),
+    "memory_by_size": ("Growth of peak memory by the size of a file in bytes", "bytes of the file", "B"),
 }
 
 # Why a target may be missed: words of the job, and the measured limit.
@@ -228,11 +234,11 @@ def write(found: dict[str, dict[str, Any]]) -> None:
     """The page and its pictures."""
     lines = [_HEAD, "## Machine and versions", "", *machine(found), "", "## Where we lose", *missed(found)]
     points = [point for result in found.values() for point in result["points"]]
-    for picture, (title, axis) in PICTURES.items():
+    for picture, (title, axis, unit) in PICTURES.items():
         some = [point for point in points if point["picture"] == picture]
         if some:
-            draw(picture, title, axis, some)
-            lines += ["", f"## {title}", "", f"![{title}](benches/plots/{picture}.svg)", "", *grid(some, axis)]
+            draw(picture, title, axis, unit, some)
+            lines += ["", f"## {title}", "", f"![{title}](benches/plots/{picture}.svg)", "", *grid(some, axis, unit)]
     for name, result in found.items():
         lines += section(name, result["rows"])
     PAGE.write_text("\n".join(lines) + "\n")
@@ -271,19 +277,19 @@ def by_side(points: list[dict[str, Any]]) -> dict[str, list[tuple[float, list[fl
     return {side: sorted(values) for side, values in sides.items()}
 
 
-def grid(points: list[dict[str, Any]], axis: str) -> list[str]:
+def grid(points: list[dict[str, Any]], axis: str, unit: str) -> list[str]:
     """The numbers of a picture as a table."""
     sides = by_side(points)
     places = sorted({point["x"] for point in points})
     rows = []
     for x in places:
         medians = [dict(values).get(x) for values in sides.values()]
-        rows.append([f"{x:,.0f}", *("" if s is None else seconds(statistics.median(s), "s") for s in medians)])
+        rows.append([f"{x:,.0f}", *("" if s is None else seconds(statistics.median(s), unit) for s in medians)])
     head = [axis, *sides]
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)]
 
 
-def draw(picture: str, title: str, axis: str, points: list[dict[str, Any]]) -> None:
+def draw(picture: str, title: str, axis: str, unit: str, points: list[dict[str, Any]]) -> None:
     """Lines of medians with a band from the first to the third quartile, both axes logarithmic."""
     from matplotlib.figure import Figure
 
@@ -306,7 +312,7 @@ def draw(picture: str, title: str, axis: str, points: list[dict[str, Any]]) -> N
             axes.fill_between(
                 x, [q[0] for q in quartiles], [q[2] for q in quartiles], color=line.get_color(), alpha=0.15
             )
-        axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="seconds", title=title)
+        axes.set(xscale="log", yscale="log", xlabel=axis, ylabel={"s": "seconds", "B": "bytes"}[unit], title=title)
         axes.grid(visible=True, alpha=0.3)
         axes.legend(frameon=False)
         PLOTS.mkdir(exist_ok=True)
