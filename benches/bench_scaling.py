@@ -74,9 +74,9 @@ def sparse(count: int) -> Path:
 
 
 def tiny(count: int) -> Path:
-    """A file of tensors of 32 bytes, all on the disk."""
-    name = f"n{count // 1000}k" if count >= 1000 else f"n{count}"
-    return files.make(name, files.small(count))
+    """A file of tensors of 32 bytes, all on the disk; of a million with longer names the header would be too large."""
+    width = len(str(count - 1))
+    return files.make(f"tiny-{count}", [files.Entry(f"w{k:0{width}}", "F32", (2, 4)) for k in range(count)])
 
 
 @pytest.mark.parametrize("count", [count for count in COUNTS if count >= 1000])

@@ -1,0 +1,100 @@
+"""Nothing takes longer for each tensor where there are more of them, whatever the order of their names."""
+
+import gc
+import random
+import time
+
+import numpy as np
+import pytest
+from builders.thorough import THOROUGH
+
+import safeload
+from safeload.numpy import load_file, save_file
+
+# Eight times as many tensors may take 24 times as long: what grows with the square would take 64 times as long.
+FEW = 10_000 if THOROUGH else 1000
+TIMES, MOST = 8, 24
+# Those that make one tensor after the other take fewer.
+FEWER = dict.fromkeys(("convert to gguf", "quantize"), FEW // 5)
+
+
+def streamed(path, out):
+    with safeload.open(path) as opened:
+        return sum(array.size for _, array in opened.stream())
+
+
+def infos(path, out):
+    with safeload.open(path) as opened:
+        return len(str(dict(opened.tensors)))
+
+
+OPERATIONS = {
+    "open": lambda path, out: list(safeload.open(path)),
+    "load": lambda path, out: load_file(path),
+    "load, pread": lambda path, out: load_file(path, backend="pread"),
+    "stream": streamed,
+    "info": infos,
+    "convert": lambda path, out: safeload.convert(path, out, overwrite=True),
+    "convert a selection": lambda path, out: safeload.convert(path, out, only="*7*", overwrite=True),
+    "convert to gguf": lambda path, out: safeload.convert(path, out.with_suffix(".gguf"), overwrite=True),
+    "quantize": lambda path, out: safeload.convert(path, out, quantize="int8", overwrite=True),
+    "diff": lambda path, out: safeload.diff(path, path),
+    "stats": lambda path, out: safeload.stats(path),
+    "validate": lambda path, out: safeload.validate(path),
+    "save": lambda path, out: save_file({f"x{k}": np.ones(3) for k in range(len(list(safeload.open(path))))}, out),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Files of few and of many tensors: names in ascending order, and in no order."""
+    folder = tmp_path_factory.mktemp("linear")
+    found = {}
+    for order in ("ascending", "none"):
+        for count in (FEW, TIMES * FEW, FEW // 5, TIMES * FEW // 5):
+            names = [f"model.layers.{k}.weight" for k in range(count)]
+            if order == "none":
+                random.Random(count).shuffle(names)
+            # Of two dtypes, so that the order of the bytes is not that of the names either.
+            tensors = {name: np.full((2, 3), k, (np.float32, np.int64)[k % 2]) for k, name in enumerate(names)}
+            found[order, count] = folder / f"{order}-{count}.safetensors"
+            save_file(tensors, found[order, count], durable=False)
+    return found
+
+
+def seconds(operation, path, out):
+    """The processor's time, the least of three."""
+    found = []
+    for _ in range(3):
+        started = time.process_time()
+        operation(path, out)
+        found.append(time.process_time() - started)
+    return min(found)
+
+
+@pytest.mark.parametrize("collects", [True, False] if THOROUGH else [True], ids=["gc on", "gc off"][: 1 + THOROUGH])
+@pytest.mark.parametrize("order", ["ascending", "none"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_nothing_grows_faster_than_linearly(name, order, collects, sources, tmp_path):
+    operation, out, least = OPERATIONS[name], tmp_path / "out.safetensors", FEWER.get(name, FEW)
+    operation(sources[order, least], out)  # what the first call imports
+    enabled = gc.isenabled()
+    try:
+        if not collects:
+            gc.disable()
+        few, many = (seconds(operation, sources[order, count], out) for count in (least, TIMES * least))
+    finally:
+        if enabled:
+            gc.enable()
+    assert many < MOST * max(few, 0.001), f"{least} tensors take {few:.4f} s, {TIMES} times as many {many:.4f} s"
+
+
+def test_what_grows_faster_is_found(tmp_path):
+    """Or the test above could not fail."""
+
+    def square(path, out):
+        names = [str(k) for k in range(path)]
+        return sum(name in names for name in names)
+
+    few, many = (seconds(square, count, tmp_path) for count in (500, 4000))
+    assert many > MOST * few
