@@ -30,6 +30,7 @@ PLOTS = HERE / "plots"
 # Sections of the page, in this order: file of benches, title.
 SECTIONS = {
     "bench_open": "Opening and listing",
+    "bench_small": "Small files",
     "bench_load": "Loading",
     "bench_cold": "Files that are not in the page cache",
     "bench_streamer": "Reading, beside runai-model-streamer",
@@ -180,6 +181,8 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["at_most"] and ratio:
         ratio = f"ours by theirs {ratio}"
     target = "" if row["target"] is None else f"{'at most ' if row['at_most'] else ''}{row['target']:g}"
+    if row.get("within"):
+        target += f", or {seconds(row['within'], 's')} more"
     reached = {True: "yes", False: "**no**", None: ""}[row["reached"]]
     return job, quantities[0], row["peer"], quantities[1], ratio, target, reached
 

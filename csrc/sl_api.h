@@ -195,8 +195,10 @@ typedef struct sl_columns {
     const uint64_t *dim_ends;  /* shape i is dims[dim_ends[i - 1] .. dim_ends[i]) */
     const uint64_t *begins;    /* byte range in the file: [begins[i], ends[i]) */
     const uint64_t *ends;
-    const uint32_t *by_name;       /* indices in ascending byte order of their names; NULL: 0, 1, 2, ... */
+    int32_t names_ascend;          /* in byte order; where they do not, sl_table_order has their order */
     int32_t newline_in_names;      /* some name contains '\n': use name_ends, do not split */
+    int32_t plain;                 /* every tensor has elements of whole bytes, at least one of them, and begins at a
+                                      multiple of its alignment: its bytes are its array */
     int32_t has_metadata;          /* 0: the file has none (or null) */
     uint64_t metadata_count;       /* pairs */
     const char *metadata_text;     /* UTF-8: key, value, key, value, ... in file order */
@@ -204,7 +206,10 @@ typedef struct sl_columns {
     uint64_t metadata_size;
 } sl_columns;
 
+/* A table begins with its columns: its address is theirs too. */
 const sl_columns *sl_table_columns(const sl_table *table);
+/* Fills `order`, of `count` entries, with the indices in ascending byte order of their names. */
+int32_t sl_table_order(const sl_table *table, uint32_t *order, sl_error *error);
 int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size); /* index or -1 */
 void sl_table_free(sl_table *table);                                                /* NULL: nothing */
 
@@ -251,8 +256,20 @@ int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
 
 /* Opens, reads and validates the header; data is not touched. On failure nothing stays open. */
 int32_t sl_safetensors_open(const char *path_utf8, sl_file *opened, sl_table **table, sl_error *error);
+
+/* A file that sl_safetensors_load has opened. */
+typedef struct sl_loaded {
+    sl_file file; /* closed where there is content: its handle is -1 */
+    sl_table *table;
+    void *content;  /* all bytes of the file, free with sl_free; NULL: larger than was asked for */
+    sl_error error; /* of the call; all else is untouched where it fails */
+} sl_loaded;
+
+/* The same, but a file of at most `largest` bytes is read whole, by one call, and closed. */
+int32_t sl_safetensors_load(const char *path_utf8, uint64_t largest, sl_loaded *loaded);
 /* The same over bytes in memory. */
 int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, sl_error *error);
+sl_table *sl_safetensors_table(const void *data, uint64_t size); /* its table, or NULL where it fails */
 /* The same over the first `held` bytes of a file of `file_size`, which must hold the header if its size is valid. */
 int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file_size, sl_table **table,
                                   sl_error *error);

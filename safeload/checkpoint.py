@@ -17,7 +17,7 @@ from .base.text import plural, show
 from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, load_parts, parts_of
 from .engine.progress import Progress
 from .engine.views import Views
-from .engine.weight_file import WeightFile, quantization_in
+from .engine.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError
 from .formats.opening import Found, Recipe, Seen, folder_of, index_of, pickled, reopen, seen_of
 from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
@@ -184,8 +184,7 @@ class Checkpoint(Mapping[str, Any]):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Description of each tensor, by name."""
         if self._tensors is None:
-            known = {file: file.infos() for file in self.weight_files}
-            self._tensors = TensorInfos({name: known[file][k] for name, file, k in self.entries()})
+            self._tensors = TensorInfos(infos_of(self.weight_files, self._where))
         return self._tensors
 
     def get_slice(self, name: str, *, dtype: Any = None) -> TensorSlice:

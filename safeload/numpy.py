@@ -7,7 +7,7 @@ from typing import Any
 
 from .base.arrays import Array
 from .base.paths import PathLike
-from .engine.load import Backend, check_backend, load_parts, parts_of
+from .engine.load import Backend, check_backend, load_all, load_parts, parts_of
 from .engine.progress import Progress
 from .formats.safetensors import file as safetensors
 from .formats.safetensors import quantized
@@ -142,6 +142,14 @@ def load_file(
         dtype('float16')
     """
     check_backend(backend)
+    if names is None and dtype is None and out is None and threads is None and progress is None:
+        found = safetensors.load_or_open(filename, backend)
+        if isinstance(found, safetensors.Resident):
+            return found.arrays
+        try:
+            return load_all(found, backend)
+        finally:
+            found.close()
     file = safetensors.open_file(filename, brief=True)
     try:
         parts = parts_of(file, names)

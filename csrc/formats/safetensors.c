@@ -335,6 +335,26 @@ int32_t sl_safetensors_parse(const void *data, uint64_t size, sl_table **table, 
     return sl_safetensors_parse_head(data, size, size, table, error);
 }
 
+sl_table *sl_safetensors_table(const void *data, uint64_t size) {
+    sl_table *table;
+    return sl_safetensors_parse(data, size, &table, NULL) == SL_OK ? table : NULL;
+}
+
+/* Reads a whole file, of which nothing else is then needed. */
+static int32_t read_whole(int64_t file, uint64_t file_size, sl_table **table, void **content, sl_error *error) {
+    uint64_t header_size = 0;
+    char *bytes = malloc((size_t)file_size + 1);
+    if (bytes == NULL) return sl_fail_memory(error, file_size);
+    int32_t status = sl_file_read(file, 0, bytes, file_size, error);
+    if (status == SL_OK) status = header_size_of(bytes, file_size, &header_size, error);
+    if (status == SL_OK) status = make_table(bytes + LENGTH_SIZE, header_size, file_size, table, error);
+    if (status == SL_OK)
+        *content = bytes;
+    else
+        free(bytes);
+    return status;
+}
+
 /* The header is read, never mapped: a file that shrinks meanwhile gives an error, not a SIGBUS. */
 static int32_t read_file(int64_t file, uint64_t file_size, sl_table **table, sl_error *error) {
     uint64_t header_size = 0, got = sl_min_u64(file_size, FIRST_READ);
@@ -364,6 +384,25 @@ int32_t sl_safetensors_open(const char *path_utf8, sl_file *opened, sl_table **t
         return status;
     }
     *opened = file;
+    return SL_OK;
+}
+
+int32_t sl_safetensors_load(const char *path_utf8, uint64_t largest, sl_loaded *loaded) {
+    sl_file file;
+    void *content = NULL;
+    int32_t status = sl_file_open(path_utf8, &file, &loaded->error);
+    if (status != SL_OK) return status;
+    if (file.size <= largest)
+        status = read_whole(file.handle, file.size, &loaded->table, &content, &loaded->error);
+    else
+        status = read_file(file.handle, file.size, &loaded->table, &loaded->error);
+    if (status != SL_OK || content != NULL) {
+        sl_file_close(file.handle);
+        file.handle = -1;
+    }
+    if (status != SL_OK) return status;
+    loaded->file = file;
+    loaded->content = content;
     return SL_OK;
 }
 

@@ -35,9 +35,41 @@ static int32_t reserve(sl_table *table, uint64_t tensors, uint64_t name_bytes, u
     return status;
 }
 
+/* A table of at most this many tensors, bytes of names and dims begins with columns behind it in one allocation: the
+ * eight that it takes otherwise take as long as parsing the header of one tensor. */
+#define FEW ((uint64_t)64)
+#define FEW_NAME_BYTES ((uint64_t)2048)
+
+typedef struct few {
+    sl_table table;
+    uint64_t name_ends[FEW], dim_ends[FEW], begins[FEW], ends[FEW], positions[FEW], dims[FEW];
+    uint8_t dtypes[FEW];
+    char names[FEW_NAME_BYTES];
+} few;
+
+/* A table whose columns are behind it. */
+static sl_table *new_few(void) {
+    few *made = malloc(sizeof *made);
+    if (made == NULL) return NULL;
+    memset(&made->table, 0, sizeof made->table);
+    made->table.name_ends = made->name_ends;
+    made->table.dim_ends = made->dim_ends;
+    made->table.begins = made->begins;
+    made->table.ends = made->ends;
+    made->table.positions = made->positions;
+    made->table.dtypes = made->dtypes;
+    made->table.capacity = FEW;
+    made->table.dims = made->dims;
+    made->table.dim_capacity = FEW;
+    made->table.names = made->names;
+    made->table.name_capacity = FEW_NAME_BYTES;
+    return &made->table;
+}
+
 int32_t sl_table_new(uint64_t tensors, uint64_t name_bytes, uint64_t dims, sl_table **table, sl_error *error) {
-    sl_table *made = calloc(1, sizeof *made);
-    if (made == NULL) return sl_fail_memory(error, sizeof *made);
+    bool small = tensors <= FEW && name_bytes <= FEW_NAME_BYTES && dims < FEW;
+    sl_table *made = small ? new_few() : calloc(1, sizeof *made);
+    if (made == NULL) return sl_fail_memory(error, small ? sizeof(few) : sizeof *made);
     int32_t status = reserve(made, tensors, name_bytes, dims + 1, error); /* + 1: scalars alone have none, never NULL */
     if (status == SL_OK)
         *table = made;
@@ -109,17 +141,21 @@ static int compare_names(const void *context, uint32_t a, uint32_t b) {
                             table->name_ends[b] - b_begin);
 }
 
-/* Indices sorted by `compare`, in a new block of the arena. */
-static int32_t sorted(sl_table *table, sl_compare_fn compare, uint32_t **out, sl_error *error) {
+/* Fills `order` with the indices sorted by `compare`. */
+static int32_t sort_into(const sl_table *table, sl_compare_fn compare, uint32_t *order, sl_error *error) {
     uint64_t count = table->columns.count;
-    uint32_t *order, *spare;
-    int32_t status = sl_arena_alloc(&table->arena, count * sizeof *order, (void **)&order, error);
-    if (status == SL_OK) status = sl_arena_alloc(&table->arena, count * 2 * sizeof *spare, (void **)&spare, error);
-    if (status != SL_OK) return status;
+    uint32_t *spare = malloc((size_t)count * 2 * sizeof *spare + 1);
+    if (spare == NULL) return sl_fail_memory(error, count * 2 * sizeof *spare);
     for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
     sl_sort(order, spare, count, compare, table);
-    *out = order;
+    free(spare);
     return SL_OK;
+}
+
+/* The same, in a new block of the arena. */
+static int32_t sorted(sl_table *table, sl_compare_fn compare, uint32_t **out, sl_error *error) {
+    int32_t status = sl_arena_alloc(&table->arena, table->columns.count * sizeof **out, (void **)out, error);
+    return status == SL_OK ? sort_into(table, compare, *out, error) : status;
 }
 
 /* Sorts all columns by their byte ranges. Writers usually leave them in that order, which costs one comparison per
@@ -176,19 +212,87 @@ static int32_t fail_duplicate(const sl_table *table, uint64_t a, uint64_t b, sl_
                    quoted_name(quoted, table, a), (unsigned long long)first);
 }
 
-/* Refuses duplicate names; makes the by_name column unless the names are in ascending order. */
+static uint64_t hash_of(const char *name, uint64_t size) {
+    const uint64_t odd = 0x9e3779b97f4a7c15u; /* 2^64 by the golden ratio, as in Fibonacci hashing */
+    uint64_t hash = size * odd, left = size;
+    for (; left >= 8; left -= 8, name += 8) {
+        hash = (hash ^ sl_load_le64(name)) * odd;
+        hash ^= hash >> 29;
+    }
+    uint64_t last = 0;
+    while (left > 0) last = last << 8 | (unsigned char)name[--left];
+    hash = (hash ^ last) * odd;
+    return hash ^ hash >> 29;
+}
+
+/* A slot holds the upper half of a hash and an index plus one; 0: it is free. */
+#define SLOT(hash, i) (((hash) & 0xffffffff00000000u) | ((i) + 1))
+#define INDEX_OF(slot) (((slot) & 0xffffffffu) - 1)
+
+/* Looks a name up, from its slot on: its index, or -1 with *free_slot at the place for it. *steps counts the slots. */
+static int64_t probe(const sl_table *table, const char *name, uint64_t size, uint64_t hash, uint64_t *free_slot,
+                     uint64_t *steps) {
+    for (uint64_t at = hash & table->slot_mask;; at = (at + 1) & table->slot_mask) {
+        uint64_t slot = table->slots[at];
+        ++*steps;
+        if (slot == 0) {
+            *free_slot = at;
+            return -1;
+        }
+        if ((slot ^ hash) >> 32 != 0) continue;
+        uint64_t i = INDEX_OF(slot), begin = name_begin(table, i);
+        if (table->name_ends[i] - begin == size && memcmp(table->names + begin, name, (size_t)size) == 0)
+            return (int64_t)i;
+    }
+}
+
+/* Puts all names into slots, of which at most half are taken. *again is a name that was there before, count if there is
+ * none. Without slots where names share too many of them, which only a hostile file brings about. */
+static int32_t hash_names(sl_table *table, uint64_t *again, sl_error *error) {
+    uint64_t count = table->columns.count, slots = 2, steps = 0, most = 8 * count + 1024;
+    while (slots < 2 * count) slots *= 2;
+    int32_t status = sl_arena_alloc(&table->arena, slots * sizeof *table->slots, (void **)&table->slots, error);
+    if (status != SL_OK) return status;
+    memset(table->slots, 0, (size_t)(slots * sizeof *table->slots));
+    table->slot_mask = slots - 1;
+    *again = count;
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t begin = name_begin(table, i), size = table->name_ends[i] - begin, place = 0;
+        uint64_t hash = hash_of(table->names + begin, size);
+        if (probe(table, table->names + begin, size, hash, &place, &steps) >= 0) {
+            *again = i;
+            return SL_OK;
+        }
+        if (steps > most) {
+            table->slots = NULL;
+            return SL_OK;
+        }
+        table->slots[place] = SLOT(hash, i);
+    }
+    return SL_OK;
+}
+
+/* Refuses duplicate names, and makes what finds names unless they ascend. Of several duplicates the first in the order
+ * of names is reported, whichever way they were found. */
 static int32_t check_names(sl_table *table, sl_error *error) {
-    uint64_t count = table->columns.count, i = 1;
+    uint64_t count = table->columns.count, i = 1, again;
     while (i < count && compare_names(table, (uint32_t)i - 1, (uint32_t)i) < 0) i++;
+    table->columns.names_ascend = i >= count;
     if (i >= count) return SL_OK;
+    int32_t status = hash_names(table, &again, error);
+    if (status != SL_OK || (table->slots != NULL && again == count)) return status;
     uint32_t *by_name;
-    int32_t status = sorted(table, compare_names, &by_name, error);
+    status = sorted(table, compare_names, &by_name, error);
     if (status != SL_OK) return status;
     for (i = 1; i < count; i++)
         if (compare_names(table, by_name[i - 1], by_name[i]) == 0)
             return fail_duplicate(table, by_name[i - 1], by_name[i], error);
-    table->columns.by_name = by_name;
+    table->by_name = by_name;
     return SL_OK;
+}
+
+int32_t sl_table_order(const sl_table *table, uint32_t *order, sl_error *error) {
+    return sort_into(table, compare_names, order, error);
 }
 
 /* Writes "F32 [2, 2]", truncated to `size`. */
@@ -286,10 +390,14 @@ static int32_t check_ranges(const sl_table *table, const sl_table_rules *rules, 
 /* Makes the finished columns visible to readers. */
 static void freeze(sl_table *table, uint64_t data_begin) {
     sl_columns *columns = &table->columns;
+    bool plain = true;
     for (uint64_t i = 0; i < columns->count; i++) {
+        const sl_dtype_info *info = sl_dtype_get(table->dtypes[i]);
         table->begins[i] += data_begin;
         table->ends[i] += data_begin;
+        plain &= info->bits >= 8 && table->begins[i] < table->ends[i] && table->begins[i] % (uint64_t)info->swap == 0;
     }
+    columns->plain = plain;
     columns->names = table->names;
     columns->name_ends = table->name_ends;
     columns->dtypes = table->dtypes;
@@ -312,12 +420,15 @@ int32_t sl_table_finish(sl_table *table, const sl_table_rules *rules, uint64_t d
 }
 
 int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size) {
-    const sl_columns *columns = &table->columns;
-    uint64_t low = 0, high = columns->count;
+    if (table->slots != NULL) {
+        uint64_t place, steps = 0;
+        return probe(table, name, name_size, hash_of(name, name_size), &place, &steps);
+    }
+    uint64_t low = 0, high = table->columns.count;
     while (low < high) {
-        uint64_t middle = low + (high - low) / 2, i = columns->by_name != NULL ? columns->by_name[middle] : middle;
-        uint64_t begin = i > 0 ? columns->name_ends[i - 1] + 1 : 0;
-        int order = sl_compare_bytes(name, name_size, columns->names + begin, columns->name_ends[i] - begin);
+        uint64_t middle = low + (high - low) / 2, i = table->by_name != NULL ? table->by_name[middle] : middle;
+        uint64_t begin = name_begin(table, i);
+        int order = sl_compare_bytes(name, name_size, table->names + begin, table->name_ends[i] - begin);
         if (order == 0) return (int64_t)i;
         if (order < 0)
             high = middle;

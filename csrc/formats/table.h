@@ -6,12 +6,12 @@
 #include "kernels/dtype.h"
 #include "platform/arena.h"
 
-/* Same numbers as the by_name column and the fields below. */
+/* Indices, and these plus one, are stored in 32 bits. */
 #define SL_MAX_TENSORS UINT32_MAX
 
 struct sl_table {
-    sl_arena arena;
     sl_columns columns; /* what readers see, filled in by finish; until then holds only counts and sizes */
+    sl_arena arena;
     /* The columns while they grow. Per tensor, all with the same capacity: */
     uint64_t *name_ends, *dim_ends, *begins, *ends;
     uint64_t *positions; /* of the entries in the file, for messages */
@@ -21,6 +21,10 @@ struct sl_table {
     char *names, *metadata_text;
     uint64_t *dims, *metadata_ends;
     uint64_t name_capacity, dim_capacity, metadata_capacity, metadata_end_capacity;
+    /* How names are found, unless they ascend: by their hashes, or else by their order. */
+    uint64_t *slots;
+    uint64_t slot_mask;
+    uint32_t *by_name;
 };
 
 /* A table with room for that many tensors, bytes of names and dims; it grows beyond them. */

@@ -42,6 +42,7 @@ int32_t sl_arena_grow(sl_arena *arena, void **array, uint64_t *capacity, uint64_
     if (slot == arena->used) {
         int32_t status = sl_arena_alloc(arena, size, &grown, error);
         if (status != SL_OK) return status;
+        if (*array != NULL) memcpy(grown, *array, (size_t)(*capacity * item));
     } else {
         sl_block block = {take(size), size};
         if (block.memory == NULL) return sl_fail_memory(error, size);

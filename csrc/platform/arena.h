@@ -4,7 +4,7 @@
 
 #include "base/error.h"
 
-/* A table has ten columns, two copies of each while they are sorted, and four blocks of scratch. */
+/* A table has ten columns, two copies of each while they are sorted, and three blocks of scratch. */
 #define SL_ARENA_BLOCKS 32
 
 typedef struct sl_block {
@@ -20,8 +20,8 @@ typedef struct sl_arena {
 /* A block of `size` bytes (0 gives a valid pointer). */
 int32_t sl_arena_alloc(sl_arena *arena, uint64_t size, void **out, sl_error *error);
 
-/* Makes *array (NULL at first, else a block of this arena) hold at least `needed` elements of `item` bytes,
- * doubling *capacity so that n appends cost O(n). */
+/* Makes *array (NULL at first, a block of this arena, or *capacity elements elsewhere) hold at least `needed` elements
+ * of `item` bytes, doubling *capacity so that n appends cost O(n). */
 int32_t sl_arena_grow(sl_arena *arena, void **array, uint64_t *capacity, uint64_t needed, size_t item, sl_error *error);
 
 void sl_arena_free(sl_arena *arena);

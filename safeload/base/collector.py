@@ -1,7 +1,7 @@
 """Python's garbage collector, paused while many objects are made that it could only visit in vain.
 
 While a list of 100,000 descriptions is built the collector runs hundreds of times, and each time finds nothing to free.
-The standard library's unpickler and others pause it likewise.
+The standard library's unpickler and others pause it too.
 """
 
 from __future__ import annotations

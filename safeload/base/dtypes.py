@@ -117,6 +117,13 @@ def array_dtype(number: int) -> np.dtype[Any]:
     return np.dtype(np.uint8) if row.packed or row.blocked else element_dtype(number)
 
 
+def array_dtypes(numbers: bytes) -> list[np.dtype[Any]]:
+    """`array_dtype` of each of these numbers."""
+    if numbers and numbers.count(numbers[0]) == len(numbers):
+        return [array_dtype(numbers[0])] * len(numbers)
+    return list(map(array_dtype, numbers))
+
+
 @cache
 def element_dtype(number: int) -> np.dtype[Any]:
     """The dtype of single elements of row ``number``; ml_dtypes stores packed ones in one byte each."""

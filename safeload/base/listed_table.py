@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from . import dtypes
 from .packing import Packed
-from .table import Columns, Scale, Table
+from .table import Columns, Entry, Scale, Table
 
 
 class Listing(NamedTuple):
@@ -101,6 +101,10 @@ class ListedTable(Table):
     def row(self, index: int) -> dtypes.Dtype:
         """Row of the dtype table of one tensor."""
         return self.rows[index]
+
+    def entry(self, index: int) -> Entry:
+        """What is needed of one tensor to read it."""
+        return self.rows[index].number, self.shapes[index], self._begins[index], self._ends[index]
 
     def byte_range(self, index: int) -> tuple[int, int]:
         """Bytes of one tensor in the file: [begin, end), including bytes of others between its elements."""

@@ -29,6 +29,7 @@ __all__ = [
     "Error",
     "available_tiers",
     "check",
+    "content_buffer",
     "ffi",
     "lib",
     "mapped_buffer",
@@ -66,9 +67,13 @@ def _choose_tier() -> int:
 TIER = _choose_tier()
 
 
+_ADDRESS = ffi.typeof("uintptr_t")
+_ERROR = ffi.typeof("sl_error *")
+
+
 def pointer(cdata: Any) -> int:
     """The address in a cffi pointer, as the functions of `short` take it."""
-    return int(ffi.cast("uintptr_t", cdata))
+    return int(ffi.cast(_ADDRESS, cdata))
 
 
 _C_TYPES = {
@@ -96,12 +101,15 @@ def _bind(name: str) -> Any:
 class short:  # noqa: N801 - a namespace beside `lib`
     """Functions of the C core that keep the GIL. Pointers are integers, see `pointer`."""
 
-    sl_safetensors_open = _bind("sl_safetensors_open")
+    sl_safetensors_load = _bind("sl_safetensors_load")
+    sl_safetensors_table = _bind("sl_safetensors_table")
+    sl_safetensors_parse = _bind("sl_safetensors_parse")
     sl_gguf_read = _bind("sl_gguf_read")
     sl_gguf_free = _bind("sl_gguf_free")
-    sl_table_columns = _bind("sl_table_columns")
+    sl_table_order = _bind("sl_table_order")
     sl_table_find = _bind("sl_table_find")
     sl_table_free = _bind("sl_table_free")
+    sl_free = _bind("sl_free")
     sl_memory_alloc = _bind("sl_memory_alloc")
     sl_memory_free = _bind("sl_memory_free")
     sl_file_open = _bind("sl_file_open")
@@ -116,7 +124,7 @@ class short:  # noqa: N801 - a namespace beside `lib`
 
 def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
     """A new ``sl_error`` for one call."""
-    return ffi.new("sl_error *")
+    return ffi.new(_ERROR)
 
 
 def check(
@@ -169,6 +177,15 @@ def private_buffer(size: int) -> Any:
         short.sl_memory_free(pointer(memory), size)
 
     return ffi.buffer(ffi.gc(ffi.cast("void *", address), free), size)
+
+
+def _free(memory: Any) -> None:
+    short.sl_free(pointer(memory))
+
+
+def content_buffer(content: Any, size: int) -> Any:
+    """A writable buffer over a block of the C core's, which `sl_free` frees when the last array over it is gone."""
+    return ffi.buffer(ffi.gc(content, _free), size)
 
 
 def mapped_buffer(address: Any, size: int) -> Any:

@@ -28,7 +28,8 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
     """
     if isinstance(path, (bytes, bytearray, memoryview)):
         _refuse_content(path)
-    text = os.fsdecode(os.fspath(path))
+    place = os.fspath(path)
+    text = place if isinstance(place, str) else os.fsdecode(place)
     encoded = text.encode() if os.name == "nt" else os.fsencode(text)
     if b"\0" in encoded:
         raise ValueError(f"embedded null byte in path {show(text)}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..errors import TensorNotFoundError
 from . import dtypes
-from .native import ffi, pointer, short
+from .native import Error, check, ffi, pointer, short
 from .packing import Packed
 from .text import clip, printable, show
 
@@ -22,9 +23,14 @@ _SUGGEST_UP_TO = 5_000
 # Characters of a name in that message, which shows the name without quotes: upstream's wording.
 _NAME = 200
 
-# One binary search in C takes as long as putting this many names into a dict. A dict is built once the searches have
-# cost as much.
+# One search in C takes as long as putting this many names into a dict. A dict is built once the searches have cost as
+# much.
 _SEARCH_COST = 16
+# So many searches cost less than a dict, and the columns, of even a single tensor.
+_FEW = 2
+
+_COLUMNS = ffi.typeof("const sl_columns *")
+_LITTLE = sys.byteorder == "little"
 
 
 class TensorInfo(NamedTuple):
@@ -87,6 +93,10 @@ class Columns(NamedTuple):
     ends: Sequence[int]
 
 
+# What `Table.entry` has of a tensor: number of its dtype, logical shape, first byte and one past the last byte.
+Entry: TypeAlias = tuple[int, tuple[int, ...], int, int]
+
+
 class Table:
     """The tensors of one file in the order of their bytes, read lazily from the C core's columns.
 
@@ -97,32 +107,40 @@ class Table:
         big_endian: whether elements are big-endian.
         quantized: whether any tensor may be in blocks, packed, or int8 with a scale.
         named_globals: globals that a pickle in the file names, and whether each is on the list of harmless ones.
+        plain: whether the bytes of each tensor are its array: none is empty, unaligned, of another byte order than this
+            machine's, or of elements that share bytes; and nothing above says more of any.
     """
 
     shaped = False
     big_endian = False
     quantized = False
+    plain = False
     named_globals: Mapping[str, bool] = MappingProxyType({})
 
-    def __init__(self, handle: Any) -> None:
-        self._address = pointer(handle)
-        self._columns = ffi.cast("const sl_columns *", short.sl_table_columns(self._address))
-        self.count: int = self._columns.count
-        self._names: list[str] | None = None
-        self._index: dict[str, int] | None = None
-        self._searches = 0
-        self._shapes: list[tuple[int, ...]] | None = None
-        self._rows: list[dtypes.Dtype] | None = None
+    _address = 0
+    _names: list[str] | None = None
+    _index: dict[str, int] | None = None
+    _shapes: list[tuple[int, ...]] | None = None
+    _rows: list[dtypes.Dtype] | None = None
+    _entries: list[Entry] | None = None
+    _searches = 0
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+        columns = self._columns = ffi.cast(_COLUMNS, address)
+        self.count: int = columns.count
+        if columns.plain and _LITTLE:
+            self.plain = True
 
     def __del__(self) -> None:
-        if hasattr(self, "_address"):
-            short.sl_table_free(self._address)
+        short.sl_table_free(self._address)
 
     def _bytes(self, column: str, size: int) -> bytes:
-        return bytes(ffi.buffer(getattr(self._columns, column), size)) if size else b""
+        return ffi.buffer(getattr(self._columns, column), size)[:] if size else b""
 
     def _column(self, name: str, count: int) -> list[int]:
-        return memoryview(ffi.buffer(getattr(self._columns, name), 8 * count)).cast("Q").tolist() if count else []
+        column: list[int] = ffi.unpack(getattr(self._columns, name), count) if count else []
+        return column
 
     @property
     def names(self) -> list[str]:
@@ -134,29 +152,28 @@ class Table:
     def _make_names(self) -> list[str]:
         if self.count == 0:
             return []
-        text = ffi.buffer(self._columns.names, self._columns.names_size)
+        text = ffi.buffer(self._columns.names, self._columns.names_size - 1)  # without the last newline
         if self._columns.newline_in_names:
             starts = [0] + [end + 1 for end in self._column("name_ends", self.count)]
             return [str(text[begin : end - 1], "utf-8") for begin, end in pairwise(starts)]
-        names = str(text, "utf-8").split("\n")
-        names.pop()  # after the last newline
-        return names
+        return str(text, "utf-8").split("\n")
 
     def sorted_names(self) -> list[str]:
         """Names in ascending order of their UTF-8 bytes, which is that of their code points."""
         # The caller gets a list of its own either way. A file that is only listed keeps no second one in memory.
         names = self._make_names() if self._names is None else list(self._names)
-        if self._columns.by_name == ffi.NULL:
+        if self._columns.names_ascend:
             return names
-        order = memoryview(ffi.buffer(self._columns.by_name, 4 * self.count)).cast("I")
-        return [names[i] for i in order]
+        order, error = ffi.new("uint32_t[]", self.count), Error()
+        check(short.sl_table_order(self._address, pointer(order), pointer(error)), error)
+        return list(map(names.__getitem__, ffi.unpack(order, self.count)))
 
     def find(self, name: str) -> int:
         """Index of a tensor, -1 when there is none."""
         if self._index is not None:
             return self._index.get(name, -1)
         self._searches += 1
-        if self._searches * _SEARCH_COST > self.count:
+        if self._searches > _FEW and self._searches * _SEARCH_COST > self.count:
             self._index = {known: index for index, known in enumerate(self.names)}
             return self._index.get(name, -1)
         try:
@@ -207,8 +224,12 @@ class Table:
         """Logical shape of one tensor, without decoding the others."""
         if self._shapes is not None:
             return self._shapes[index]
-        ends = self._columns.dim_ends
-        return tuple(self._columns.dims[ends[index - 1] if index else 0 : ends[index]])
+        columns = self._columns
+        if index == 0:
+            return tuple(ffi.unpack(columns.dims, columns.dim_ends[0]))
+        ends = columns.dim_ends
+        begin = ends[index - 1]
+        return tuple(ffi.unpack(columns.dims + begin, ends[index] - begin))
 
     def row(self, index: int) -> dtypes.Dtype:
         """Row of the dtype table of one tensor."""
@@ -222,10 +243,20 @@ class Table:
         """Bytes of each tensor in the file."""
         return list(zip(self._column("begins", self.count), self._column("ends", self.count), strict=True))
 
+    def entry(self, index: int) -> Entry:
+        """What is needed of one tensor to read it."""
+        if self._entries is not None:
+            return self._entries[index]
+        if self._index is not None:  # many have been searched for: from now on each takes one step
+            self._entries = list(zip(*self._all_columns(), strict=True))
+            return self._entries[index]
+        columns = self._columns
+        return columns.dtypes[index], self.shape(index), columns.begins[index], columns.ends[index]
+
     def columns(self, indices: Sequence[int]) -> Columns:
         """Properties of some tensors; where these are few, the others are not decoded."""
         whole = indices == range(self.count)
-        if len(indices) == 1 or (not whole and len(indices) * _SEARCH_COST < self.count):
+        if not whole and len(indices) * _SEARCH_COST < self.count:
             ranges = [self.byte_range(i) for i in indices]
             numbers = bytes([self.row(i).number for i in indices])
             return Columns(numbers, [self.shape(i) for i in indices], [b for b, _ in ranges], [e for _, e in ranges])

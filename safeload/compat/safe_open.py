@@ -13,6 +13,7 @@ from ..base.text import clip, plural, printable
 from ..engine.jobs import read_small
 from ..engine.load import VIEWED_FROM, check_backend, load_parts, parse_target, parts_of
 from ..engine.weight_file import WeightFile
+from ..engine.window import Window
 from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
 from ..stores.local import check_unchanged
@@ -64,6 +65,7 @@ class safe_open:  # noqa: N801 - safetensors' name
             raise
         self._file: WeightFile | None = file
         self._backend = backend
+        self._window = Window()
         self._arguments = (file.path, framework, device)
         self._handed_out: dict[int, object] = {}  # index of a tensor to a token of the call that got it first
         self._mappings: dict[WeightFile, Any] = {}
@@ -100,9 +102,9 @@ class safe_open:  # noqa: N801 - safetensors' name
         return self._array(name, file, index)
 
     def _array(self, name: str, file: WeightFile, index: int) -> Array:
-        layout = file.layout(index)
-        if layout.end - layout.begin < VIEWED_FROM:
-            return read_small(file, layout)
+        entry = file.table.entry(index)
+        if entry[3] - entry[2] < VIEWED_FROM[self._backend]:
+            return self._window.tensor(file, index, entry) if file.table.plain else read_small(file, file.layout(index))
         # The first call returns a view of the common mapping, each later one that of a new mapping: views of the same
         # bytes of one mapping would share memory.
         caller = object()
@@ -245,7 +247,6 @@ def _handle(framework: str, device: Any, backend: str) -> Handle | None:
         SafetensorError: the framework, the device or the backend is invalid.
         ImportError: the framework is not installed.
     """
-    named = clip(printable(str(framework)), 200)
     if framework in ("np", "numpy"):
         if device not in ("cpu", None):
             raise SafetensorError(
@@ -258,6 +259,7 @@ def _handle(framework: str, device: Any, backend: str) -> Handle | None:
         handle: Handle = getattr(import_module(f"..frameworks.{module}", __package__), name)(device, backend)
         check_backend(backend)
         return handle
+    named = clip(printable(str(framework)), 200)
     instead = _OTHERS.get(framework)
     if instead is None:
         raise SafetensorError(f'framework {named} is invalid: use "numpy", "pt" or "jax"')

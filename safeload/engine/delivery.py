@@ -14,7 +14,7 @@ from ..base.scheme import INT8
 from ..base.text import show
 from ..stores.local import mapping_of
 from . import jobs
-from .memory import POOLED_BELOW
+from .memory import HUGE_FROM
 from .plan import EMPTY, VIEW, Plan, Selection, decide
 from .progress import Progress, reporter
 from .quantized_tensor import QuantizedTensor
@@ -162,7 +162,7 @@ def _one(selection: Selection, view: bool, mappings: dict[WeightFile, Any] | Non
     size = spec.end - spec.begin
     if not view:
         # This takes one thread; `thread_count` is called to refuse an invalid SAFELOAD_NUM_THREADS here too.
-        return jobs.read_small(file, spec) if size < POOLED_BELOW and thread_count(size, threads) else None
+        return jobs.read_small(file, spec) if size < HUGE_FROM and thread_count(size, threads) else None
     if foreign_order(False) and spec.dtype.itemsize > 1:
         return None
     buffer = _mapping(file, mappings)
@@ -185,7 +185,7 @@ def _views(plan: Plan, buffer: Any) -> dict[str, Array]:
     if plan.file.table.shaped:
         specs = [(plan.names[k], plan.spec(k)) for k in which]
         return {name: array_over(buffer, s.dtype, s.shape, s.begin, s.strides) for name, s in specs}
-    kinds = map(dtypes.array_dtype, plan.sources)
+    kinds = dtypes.array_dtypes(plan.sources)
     if len(which) == len(plan.ways):
         return dict(zip(plan.names, over(buffer, kinds, plan.shapes, plan.begins), strict=True))
     columns = zip(plan.names, kinds, plan.shapes, plan.begins, plan.ways, strict=True)

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from ..base import dtypes
 from ..base.arrays import Array, ArraySpec, empty_array
-from ..base.native import check, ffi, lib, short
+from ..base.native import check, ffi, lib, pointer, short
+from ..base.table import Entry
 from ..base.text import subject
 from ..errors import RangeError
-from ..stores.local import groups
+from ..stores.local import LocalStore, groups
 from ..stores.stop import current
 from .job import Channels, Grid, Job, Origin
 from .memory import Rooms, address_of
@@ -273,6 +275,18 @@ def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None
         job = Job(file, layout.begin, address_of(array), size, origin=origin)
         Batch([job]).run()  # fails again, with an error message
     return native_order(array)
+
+
+def read_plain(file: WeightFile, index: int, entry: Entry) -> Array:
+    """`read_small` of a tensor of a table that is `Table.plain`, with its entry there."""
+    number, shape, begin, end = entry
+    array = empty_array(shape, dtypes.array_dtype(number))
+    store = file.store
+    if isinstance(store, LocalStore):
+        address = pointer(ffi.from_buffer(array))
+        if short.sl_file_read(store.descriptor, begin, address, end - begin, None) == lib.SL_OK:
+            return array
+    return read_small(file, file.layout(index))
 
 
 def native_order(array: Array) -> Array:

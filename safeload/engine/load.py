@@ -16,9 +16,12 @@ from ..base.native import lib
 from ..base.selecting import Patterns, distinct
 from ..base.text import show
 from ..errors import SafeloadError, UnsupportedError
+from ..stores.local import mapping_of
 from .delivery import deliver
+from .memory import HUGE_FROM
 from .plan import Selection
 from .progress import Progress
+from .resident import views_of
 from .threads import check_threads
 from .weight_file import WeightFile
 
@@ -29,8 +32,9 @@ _F64 = dtypes.BY_CODE["F64"]
 # The dtypes that loading converts to, in the order of messages.
 _TARGETS = tuple(row for row in reversed(dtypes.TABLE) if lib.sl_convertible(_F64.number, row.number))
 
-# Tensors of `safe_open` below this size, and slices, are read: a view would save less than the mapping costs.
-VIEWED_FROM = 64 << 10
+# Tensors of `safe_open` below this size, and slices, are read, with either backend: a view would save less than the
+# mapping costs, and one call of the system is less than a batch of jobs.
+VIEWED_FROM = {"mmap": 127 << 10, "pread": HUGE_FROM}
 
 # A tensor to load: its name, its file, its index there.
 Part = tuple[str, WeightFile, int]
@@ -199,6 +203,25 @@ def load_parts(
     elif not allowed:
         backend = "pread"
     return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend)
+
+
+def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
+    """All tensors of a file, by name in the order of their bytes; not converted.
+
+    Args:
+        file: of which no tensor is a `QuantizedTensor`.
+        backend: see `load_parts`.
+
+    Raises:
+        UnsupportedError, FormatError, OSError: see `load_parts`.
+    """
+    if backend == "mmap" and file.table.plain:
+        buffer = mapping_of(file.store)
+        if buffer is not None:
+            return views_of(file.table, buffer)
+    arrays: dict[str, Array]
+    arrays, _ = load_parts(parts_of(file), backend=backend)
+    return arrays
 
 
 def check_out_names(out: Mapping[str, Array], names: Iterable[str], what: str) -> None:

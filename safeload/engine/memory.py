@@ -11,9 +11,12 @@ import numpy as np
 from ..base.arrays import Array, array_over, empty_array
 from ..base.native import ffi, lib, pointer, private_buffer
 
-# Arrays of at least this size get memory in huge pages, and tensors memory of their own. Smaller tensors share a pool,
-# so that 100,000 of them do not take 100,000 allocations and reads.
+# Tensors of at least this size get memory of their own. Smaller ones share a pool, so that 100,000 of them do not take
+# 100,000 allocations and reads.
 POOLED_BELOW = 1 << 20
+# Arrays of at least this size, a huge page, get memory in huge pages. Below it there is none to get, and malloc reuses
+# pages: 1 MiB of new ones takes ten times as long to touch as to fill.
+HUGE_FROM = 2 << 20
 # Alignment of pools: a cache line, which is more than any dtype needs.
 ALIGNMENT = 64
 # What reads past the page cache move: see SL_DIRECT_PAGE in the core.
@@ -41,7 +44,7 @@ def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     size = dtype.itemsize
     for dim in shape:
         size *= dim
-    return empty_array(shape, dtype) if size < POOLED_BELOW else array_over(private_buffer(size), dtype, shape, 0)
+    return empty_array(shape, dtype) if size < HUGE_FROM else array_over(private_buffer(size), dtype, shape, 0)
 
 
 class Rooms:
@@ -82,6 +85,6 @@ def paged_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> Arr
     for dim in shape:
         size *= dim
     at = begin % PAGE
-    if size < POOLED_BELOW or at % max(dtype.alignment, 1):
+    if size < HUGE_FROM or at % max(dtype.alignment, 1):
         return private_array(shape, dtype)
     return array_over(private_buffer(size + at), dtype, shape, at)

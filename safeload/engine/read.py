@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,14 +207,13 @@ def _step(source: int, target: int, least: int) -> tuple[int, int, int]:
 
 
 def over(
-    buffer: Any, kinds: Iterable[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], places: Sequence[int]
+    buffer: Any, kinds: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], places: Sequence[int]
 ) -> list[Array]:
     """Arrays in C order over parts of a buffer.
 
     Raises:
         UnsupportedError: see `array_over`.
     """
-    kinds = list(kinds)
     try:
         return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
     except ValueError:  # once more, to find out which

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import repeat
+from operator import sub
 from typing import Any, BinaryIO, NoReturn
 
+from ..base import dtypes
 from ..base.arrays import ArraySpec, array_spec
+from ..base.collector import paused
 from ..base.listed_table import ListedTable
 from ..base.paths import PathLike
 from ..base.scheme import INT8
@@ -116,14 +121,13 @@ class WeightFile:
     def infos(self) -> list[TensorInfo]:
         """The description of each tensor, in the order of the table."""
         table = self.table
-        ranges = table.byte_ranges()
-        sizes = table.sizes() if table.shaped or table.quantized else [end - begin for begin, end in ranges]
-        infos = [
-            TensorInfo(name, row.code, shape, size, self.path, begin, (name,))
-            for name, row, shape, size, (begin, _) in zip(
-                table.names, table.rows, table.shapes, sizes, ranges, strict=True
-            )
-        ]
+        with paused(table.count):
+            names = table.names
+            numbers, shapes, begins, ends = table.columns(range(table.count))
+            sizes = table.sizes() if table.shaped or table.quantized else map(sub, ends, begins)
+            codes = map(_CODES.__getitem__, numbers)
+            fields = zip(names, codes, shapes, sizes, repeat(self.path), begins, zip(names))
+            infos: list[TensorInfo] = list(map(_INFO, fields))
         for k, info in enumerate(infos) if table.quantized else ():
             packed = table.packed(k)
             if packed is not None:
@@ -146,6 +150,21 @@ class WeightFile:
         return _shaped(self.table, index, layout) if self.table.shaped else layout
 
 
+def infos_of(
+    files: Sequence[WeightFile], where: Mapping[str, tuple[WeightFile, int]] | None
+) -> Iterable[tuple[str, TensorInfo]]:
+    """Name and description of each tensor of files.
+
+    Args:
+        files: the files.
+        where: file and index of each tensor; None for all of the only file.
+    """
+    if where is None:
+        return zip(files[0].table.names, files[0].infos(), strict=True)
+    known = {file: file.infos() for file in files}
+    return ((name, known[file][index]) for name, (file, index) in where.items())
+
+
 def is_remote(file: object) -> bool:
     """Whether jobs cannot read a file themselves: each read is a request."""
     return isinstance(file, WeightFile) and file.remote
@@ -157,6 +176,10 @@ def quantization_in(files: Iterable[WeightFile]) -> str | None:
     packed = (table.packed(index) for table in tables for index in range(table.count))
     return next((one.packing.config for one in packed if one is not None), None)
 
+
+# A `TensorInfo` from a tuple of its fields, without a step of Python; and the codes of dtypes by number.
+_INFO = partial(tuple.__new__, TensorInfo)
+_CODES = {number: row.code for number, row in dtypes.BY_NUMBER.items()}
 
 # Up to this many tensors are looked up one by one, which is faster than decoding columns.
 _FEW = 4

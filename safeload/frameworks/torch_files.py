@@ -9,9 +9,11 @@ from typing import Any
 from ..base import dtypes
 from ..base.paths import PathLike
 from ..base.selecting import Patterns
+from ..base.table import Table
 from ..base.text import clip, printable, show
+from ..engine import resident
 from ..engine.entries import entries_of
-from ..engine.load import check_backend, load_parts, parse_target, parts_of
+from ..engine.load import check_backend, load_all, load_parts, parse_target, parts_of
 from ..engine.progress import Progress
 from ..formats.opening import Paths
 from ..formats.safetensors import file as safetensors
@@ -32,7 +34,11 @@ def load_file(
     progress: Progress = None,
 ) -> dict[str, Any]:
     """Loads the tensors of a safetensors file; see `safeload.torch.load_file`."""
-    file = safetensors.open_file(filename, brief=device is None or device == "cpu")
+    on_cpu = device is None or (isinstance(device, str) and device == "cpu")
+    whole = names is None and dtype is None and threads is None and progress is None
+    if on_cpu and whole and backend in ("mmap", "pread"):
+        return _load_all(filename, backend)
+    file = safetensors.open_file(filename, brief=on_cpu)
     try:
         place = torch_arrays.device_of(device)
         check_backend(backend)
@@ -43,15 +49,35 @@ def load_file(
             grouping.refuse_floating(file, parts, "load_file")
         if place is None:
             arrays, _ = load_parts(parts, backend=backend, dtype=dtype, threads=threads, progress=progress)
-            if dtype is not None or not dtypes.holds_packed(file.table.numbers):
-                return torch_arrays.from_arrays(arrays)
-            return torch_arrays.from_arrays(arrays, torch_arrays.raw_of((n, f.table, i) for n, f, i in parts))
+            raw = None
+            if dtype is None and dtypes.holds_packed(file.table.numbers):
+                raw = torch_arrays.raw_of((n, f.table, i) for n, f, i in parts)
+            return torch_arrays.from_arrays(arrays, raw)
         entries = entries_of(parts, parse_target(dtype))
         if place.type == "meta":
             return torch_arrays.without_data(entries)
         return torch_devices.load(entries, place, threads=threads, progress=progress)
     finally:
         file.close()
+
+
+def _load_all(filename: PathLike, backend: str) -> dict[str, Any]:
+    """All tensors of a file on the CPU, not converted."""
+    found = safetensors.load_or_open(filename, backend)
+    if isinstance(found, safetensors.Resident):
+        return _tensors(*found)
+    try:
+        return _tensors(found.table, load_all(found, backend))
+    finally:
+        found.close()
+
+
+def _tensors(table: Table, arrays: dict[str, Any]) -> dict[str, Any]:
+    """All tensors of a file from its arrays."""
+    if table.plain or not dtypes.holds_packed(table.numbers):
+        return torch_arrays.from_arrays(arrays)
+    raw = torch_arrays.raw_of((name, table, index) for index, name in enumerate(table.names))
+    return torch_arrays.from_arrays(arrays, raw)
 
 
 def load_checkpoint(
@@ -90,12 +116,7 @@ def load(data: Any) -> dict[str, Any]:
             "safeload.torch.load_checkpoint take a path"
         )
     view, table = safetensors.parse_table(data)
-    arrays = safetensors.arrays_of(view, table, copy=True)
-    if not dtypes.holds_packed(table.numbers):
-        return torch_arrays.from_arrays(arrays)
-    return torch_arrays.from_arrays(
-        arrays, torch_arrays.raw_of((name, table, index) for index, name in enumerate(table.names))
-    )
+    return _tensors(table, resident.copies_of(table, view))
 
 
 def save(tensors: Any, metadata: Mapping[str, str] | None) -> bytes:

@@ -116,7 +116,7 @@ class TorchHandle:
     def _apart(self, file: WeightFile, index: int, part: Array) -> Array:
         """The elements of a part of `_whole` in memory that no other array shares: a view if they are many."""
         inner = self._inner.get(file)
-        if part.nbytes < VIEWED_FROM or inner is None or not part.flags.aligned:
+        if part.nbytes < VIEWED_FROM["mmap"] or inner is None or not part.flags.aligned:
             return np.array(part)
         caller = object()
         if self._sliced.setdefault(index, caller) is caller:  # atomic: of two threads only one is first

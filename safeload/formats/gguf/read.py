@@ -138,8 +138,8 @@ def _unpack_array(data: bytes, at: int) -> tuple[Any, int]:
 class GgufTable(Table):
     """The tensors of a GGUF file, in the order of their bytes."""
 
-    def __init__(self, handle: Any, metadata: Metadata) -> None:
-        super().__init__(handle)
+    def __init__(self, address: int, metadata: Metadata) -> None:
+        super().__init__(address)
         self._metadata = metadata
         self.quantized = any(row.blocked for row in self.rows)
 
@@ -168,4 +168,4 @@ def read_table(file: WeightFile) -> GgufTable:
                 break
             head += file.read_at(len(head), max(error.position, _GROWTH * len(head)) - len(head))
     check(status, error, file.path)
-    return GgufTable(table[0], Metadata(gguf[0]))
+    return GgufTable(pointer(table[0]), Metadata(gguf[0]))

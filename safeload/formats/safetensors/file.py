@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, array_over, check_mapping, not_an_array, refuse_masked
-from ...base.native import Error, check, ffi, lib, pointer, short
+from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
+from ...base.native import Error, check, content_buffer, ffi, lib, pointer, short
 from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show
-from ...engine import jobs
+from ...engine import resident
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.lazy import Lazy, Staged, materialize
-from ...engine.weight_file import WeightFile, layouts
+from ...engine.threads import thread_count
+from ...engine.weight_file import WeightFile
 from ...errors import SafetensorError
 from ...stores.local import LocalStore, make_room
 from ..registry import Candidate, Content, Wanted, explain
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 # Bytes of the size of the header, and the largest header that csrc/formats/safetensors.c takes.
 _LENGTH, _MAX_HEADER = 8, 100_000_000
+
+# The largest file that loading reads whole. Where views of a mapping were asked for, one that malloc gives memory for
+# that it has had before: from 128 KiB on glibc may map new memory, as slow as the mapping of the file.
+_SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1}
+
+_LOADED, _TABLE, _FILE = map(ffi.typeof, ("sl_loaded *", "sl_table **", "sl_file *"))
 
 # ---- read ----
 
@@ -45,18 +52,66 @@ def open_file(path: PathLike, *, brief: bool = False) -> WeightFile:
         FormatError: the file breaks the format, or has another format.
         OSError: the file cannot be opened.
     """
+    text, loaded = _loaded(path, 0)
+    return _open_file(text, loaded, brief)
+
+
+class Resident(NamedTuple):
+    """A small file, which has been read and closed.
+
+    Attributes:
+        table: its tensors.
+        arrays: the same, by name in the order of their bytes.
+    """
+
+    table: Table
+    arrays: dict[str, Array]
+
+
+def load_or_open(path: PathLike, backend: str) -> Resident | WeightFile:
+    """The tensors of a file if it is small; else the open file.
+
+    A small file is read whole, by one call, whatever the backend: a mapping, and the fault of its first page, take
+    longer. Like a mapping, the memory is private, and lives as long as the last array over it.
+
+    Args:
+        path: of the file.
+        backend: "mmap" or "pread", which decides how large a small file is.
+
+    Raises:
+        FormatError: the file breaks the format, or has another format.
+        UnsupportedError: too many axes for this numpy.
+        OSError: the file cannot be opened.
+        ValueError: SAFELOAD_NUM_THREADS is not a number of threads.
+    """
+    if backend == "pread":
+        thread_count(0, None)  # this takes one thread, but an invalid SAFELOAD_NUM_THREADS is refused all the same
+    text, loaded = _loaded(path, _SMALL[backend])
+    if not loaded.content:
+        return _open_file(text, loaded, brief=True)
+    table = Table(pointer(loaded.table))
+    return Resident(table, resident.views_of(table, content_buffer(loaded.content, loaded.file.size)))
+
+
+def _loaded(path: PathLike, largest: int) -> tuple[str, Any]:
+    """The path as messages show it, and the ``sl_loaded`` of the file."""
     text, encoded = native_path(path)
-    opened, table, error = ffi.new("sl_file *"), ffi.new("sl_table **"), Error()
-    arguments = encoded, pointer(opened), pointer(table), pointer(error)
-    status = short.sl_safetensors_open(*arguments)
-    if status == lib.SL_E_OS and make_room(error.os_errno):
-        status = short.sl_safetensors_open(*arguments)
+    loaded = ffi.new(_LOADED)
+    arguments = encoded, largest, pointer(loaded)
+    status = short.sl_safetensors_load(*arguments)
+    if status == lib.SL_E_OS and make_room(loaded.error.os_errno):
+        status = short.sl_safetensors_load(*arguments)
     if status == lib.SL_E_FORMAT:
         known = explain(text)
         if known is not None:
             raise known
-    check(status, error, text)
-    return WeightFile(text, LocalStore(text, opened, brief=brief), Table(table[0]))
+    check(status, loaded.error, text)
+    return text, loaded
+
+
+def _open_file(text: str, loaded: Any, brief: bool) -> WeightFile:
+    opened = ffi.new(_FILE, loaded.file)
+    return WeightFile(text, LocalStore(text, opened, brief=brief), Table(pointer(loaded.table)))
 
 
 def read(candidate: Candidate, wanted: Wanted) -> Content:
@@ -74,7 +129,7 @@ def read(candidate: Candidate, wanted: Wanted) -> Content:
     table, error = ffi.new("sl_table **"), Error()
     status = lib.sl_safetensors_parse_head(ffi.from_buffer(head), len(head), file.size, table, error)
     check(status, error, file.path)
-    file.table = Table(table[0])
+    file.table = Table(pointer(table[0]))
     return Content(file)
 
 
@@ -85,13 +140,20 @@ def parse_table(data: Any) -> tuple[memoryview, Table]:
         FormatError: the bytes break the format.
     """
     view = memoryview(data)
-    if not view.c_contiguous:
-        raise ValueError("data must be contiguous bytes")
-    view = view.cast("B") if view.nbytes else memoryview(b"")
-    table = ffi.new("sl_table **")
-    error = Error()
-    check(lib.sl_safetensors_parse(ffi.from_buffer(view), view.nbytes, table, error), error)
-    return view, Table(table[0])
+    place: tuple[bytes | int, int]  # of the first byte
+    if type(data) is bytes:
+        place = data, len(data)
+    else:
+        if not view.c_contiguous:
+            raise ValueError("data must be contiguous bytes")
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+        place = pointer(ffi.from_buffer(view)), len(view)
+    address = short.sl_safetensors_table(*place)
+    if address is None:
+        table, error = ffi.new(_TABLE), Error()  # once more, to get the error
+        check(short.sl_safetensors_parse(*place, pointer(table), pointer(error)), error)
+        address = pointer(table[0])
+    return view, Table(address)
 
 
 def parse(data: Any, *, copy: bool) -> dict[str, Array]:
@@ -101,25 +163,14 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
         data: any C-contiguous bytes-like object.
         copy: False for views, read-only where ``data`` is; unaligned tensors are copied all the same.
     """
-    return arrays_of(*parse_table(data), copy=copy)
-
-
-def arrays_of(view: memoryview, table: Table, *, copy: bool) -> dict[str, Array]:
-    """The tensors of a file in memory, see `parse`."""
-    arrays = {}
-    for name, (dtype, shape, begin, end, *_) in zip(table.names, layouts(table, range(table.count)), strict=True):
-        if begin == end:
-            arrays[name] = np.empty(shape, dtype)
-            continue
-        array = array_over(view, dtype, shape, begin)
-        arrays[name] = jobs.native_order(array.copy() if copy else array)
-    return arrays
+    view, table = parse_table(data)
+    return resident.copies_of(table, view) if copy else resident.views_of(table, view)
 
 
 # ---- write ----
 
 # Arrays of at most this many bytes are copied into buffers of about this size, of which each is written at once.
-_SMALL, _TOGETHER = 64 << 10, 1 << 20
+_TINY, _TOGETHER = 64 << 10, 1 << 20
 
 # Types of values that are not masked arrays.
 _PLAIN = (np.ndarray, Lazy)
@@ -164,7 +215,7 @@ class _Source(NamedTuple):
     def small(self) -> bool:
         """Whether it is an array that is written together with its neighbours."""
         data = self.data
-        return isinstance(data, np.ndarray) and data.nbytes <= _SMALL and written_as_is(data)
+        return isinstance(data, np.ndarray) and data.nbytes <= _TINY and written_as_is(data)
 
     @property
     def streamed(self) -> bool:
