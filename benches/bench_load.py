@@ -131,6 +131,49 @@ def test_mmap(llama: Path, table, report) -> None:
     _run("load_file 2.5 GB, mmap", sides, {PEER: 500}, llama, table, report)
 
 
+def _many(path: Path) -> Callable[[], dict[str, np.ndarray]]:
+    """One mapping and one array per tensor, from columns that are prepared: what plain code cannot do without."""
+    header, data = files.header_of(path)
+    layout = [(name, tuple(e["shape"]), data + e["data_offsets"][0]) for name, e in header.items()]
+    float32 = np.dtype(np.float32)
+
+    def load() -> dict[str, np.ndarray]:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return {name: np.ndarray(shape, float32, mapping, offset) for name, shape, offset in layout}
+
+    return load
+
+
+def test_many_tensors(n100k: Path, table, report) -> None:
+    data = n100k.read_bytes()
+    limit = "limit: np.ndarray over one mapping, header already parsed"
+    jobs = {
+        "load_file of 100,000 tensors, mmap": {
+            "ours": lambda: safeload.numpy.load_file(n100k),
+            PEER: lambda: safetensors.numpy.load_file(n100k),
+            limit: _many(n100k),
+        },
+        'load_file of 100,000 tensors, backend="pread"': {
+            "ours": lambda: safeload.numpy.load_file(n100k, backend="pread"),
+            f'{PEER}(backend="pread")': lambda: safetensors.numpy.load_file(n100k, backend="pread"),
+        },
+        "load(bytes) of 100,000 tensors": {
+            "ours": lambda: safeload.numpy.load(data),
+            "safetensors.numpy.load": lambda: safetensors.numpy.load(data),
+        },
+    }
+    for job, sides in jobs.items():
+        samples = race(sides, 15, check=same_arrays)
+        targets = {limit: 0.5}
+        rows = [
+            table.add(job, name, Comparison(samples["ours"], samples[name]), target=targets.get(name, 4))
+            for name in sides
+            if name != "ours"
+        ]
+    report(sides["ours"], rows, rounds=3)
+
+
 def test_mmap_then_touch(llama: Path, table, report) -> None:
     bare = bare_mapping(llama)
 

@@ -195,7 +195,7 @@ typedef struct sl_columns {
     const uint64_t *dim_ends;  /* shape i is dims[dim_ends[i - 1] .. dim_ends[i]) */
     const uint64_t *begins;    /* byte range in the file: [begins[i], ends[i]) */
     const uint64_t *ends;
-    int32_t names_ascend;          /* in byte order; where they do not, sl_table_order has their order */
+    int32_t names_ascend;          /* in the order of their bytes */
     int32_t newline_in_names;      /* some name contains '\n': use name_ends, do not split */
     int32_t plain;                 /* every tensor has elements of whole bytes, at least one of them, and begins at a
                                       multiple of its alignment: its bytes are its array */
@@ -208,8 +208,6 @@ typedef struct sl_columns {
 
 /* A table begins with its columns: its address is theirs too. */
 const sl_columns *sl_table_columns(const sl_table *table);
-/* Fills `order`, of `count` entries, with the indices in ascending byte order of their names. */
-int32_t sl_table_order(const sl_table *table, uint32_t *order, sl_error *error);
 int64_t sl_table_find(const sl_table *table, const char *name, uint64_t name_size); /* index or -1 */
 void sl_table_free(sl_table *table);                                                /* NULL: nothing */
 

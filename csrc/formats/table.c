@@ -141,21 +141,17 @@ static int compare_names(const void *context, uint32_t a, uint32_t b) {
                             table->name_ends[b] - b_begin);
 }
 
-/* Fills `order` with the indices sorted by `compare`. */
-static int32_t sort_into(const sl_table *table, sl_compare_fn compare, uint32_t *order, sl_error *error) {
+/* Indices sorted by `compare`, in a new block of the arena. */
+static int32_t sorted(sl_table *table, sl_compare_fn compare, uint32_t **out, sl_error *error) {
     uint64_t count = table->columns.count;
-    uint32_t *spare = malloc((size_t)count * 2 * sizeof *spare + 1);
-    if (spare == NULL) return sl_fail_memory(error, count * 2 * sizeof *spare);
+    uint32_t *order, *spare;
+    int32_t status = sl_arena_alloc(&table->arena, count * sizeof *order, (void **)&order, error);
+    if (status == SL_OK) status = sl_arena_alloc(&table->arena, count * 2 * sizeof *spare, (void **)&spare, error);
+    if (status != SL_OK) return status;
     for (uint64_t i = 0; i < count; i++) order[i] = (uint32_t)i;
     sl_sort(order, spare, count, compare, table);
-    free(spare);
+    *out = order;
     return SL_OK;
-}
-
-/* The same, in a new block of the arena. */
-static int32_t sorted(sl_table *table, sl_compare_fn compare, uint32_t **out, sl_error *error) {
-    int32_t status = sl_arena_alloc(&table->arena, table->columns.count * sizeof **out, (void **)out, error);
-    return status == SL_OK ? sort_into(table, compare, *out, error) : status;
 }
 
 /* Sorts all columns by their byte ranges. Writers usually leave them in that order, which costs one comparison per
@@ -289,10 +285,6 @@ static int32_t check_names(sl_table *table, sl_error *error) {
             return fail_duplicate(table, by_name[i - 1], by_name[i], error);
     table->by_name = by_name;
     return SL_OK;
-}
-
-int32_t sl_table_order(const sl_table *table, uint32_t *order, sl_error *error) {
-    return sort_into(table, compare_names, order, error);
 }
 
 /* Writes "F32 [2, 2]", truncated to `size`. */

@@ -4,7 +4,7 @@
 
 #include "base/error.h"
 
-/* A table has ten columns, two copies of each while they are sorted, and three blocks of scratch. */
+/* A table has ten columns, two copies of each while they are sorted, and five blocks of scratch. */
 #define SL_ARENA_BLOCKS 32
 
 typedef struct sl_block {

@@ -106,6 +106,10 @@ class ListedTable(Table):
         """What is needed of one tensor to read it."""
         return self.rows[index].number, self.shapes[index], self._begins[index], self._ends[index]
 
+    def begins(self) -> list[int]:
+        """First byte of each tensor in the file."""
+        return self._begins.tolist()
+
     def byte_range(self, index: int) -> tuple[int, int]:
         """Bytes of one tensor in the file: [begin, end), including bytes of others between its elements."""
         return self._begins[index], self._ends[index]

@@ -106,7 +106,6 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_safetensors_parse = _bind("sl_safetensors_parse")
     sl_gguf_read = _bind("sl_gguf_read")
     sl_gguf_free = _bind("sl_gguf_free")
-    sl_table_order = _bind("sl_table_order")
     sl_table_find = _bind("sl_table_find")
     sl_table_free = _bind("sl_table_free")
     sl_free = _bind("sl_free")

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import TensorNotFoundError
 from . import dtypes
-from .native import Error, check, ffi, pointer, short
+from .native import ffi, short
 from .packing import Packed
 from .text import clip, printable, show
 
@@ -26,6 +26,9 @@ _NAME = 200
 # One search in C takes as long as putting this many names into a dict. A dict is built once the searches have cost as
 # much.
 _SEARCH_COST = 16
+# From this many numbers on numpy compares faster than Python makes a list of them.
+_MANY = 100
+
 # So many searches cost less than a dict, and the columns, of even a single tensor.
 _FEW = 2
 
@@ -162,11 +165,9 @@ class Table:
         """Names in ascending order of their UTF-8 bytes, which is that of their code points."""
         # The caller gets a list of its own either way. A file that is only listed keeps no second one in memory.
         names = self._make_names() if self._names is None else list(self._names)
-        if self._columns.names_ascend:
-            return names
-        order, error = ffi.new("uint32_t[]", self.count), Error()
-        check(short.sl_table_order(self._address, pointer(order), pointer(error)), error)
-        return list(map(names.__getitem__, ffi.unpack(order, self.count)))
+        if not self._columns.names_ascend:
+            names.sort()
+        return names
 
     def find(self, name: str) -> int:
         """Index of a tensor, -1 when there is none."""
@@ -199,14 +200,25 @@ class Table:
     def shapes(self) -> list[tuple[int, ...]]:
         """Logical shapes."""
         if self._shapes is None:
-            ends = self._column("dim_ends", self.count)
-            dims = tuple(self._column("dims", ends[-1] if ends else 0))
-            rank = ends[0] if ends else 0
-            if rank and ends == list(range(rank, rank * self.count + 1, rank)):  # all of one rank
+            columns, count = self._columns, self.count
+            last = columns.dim_ends[count - 1] if count else 0
+            rank, dims = last // max(count, 1), tuple(self._column("dims", last))
+            if rank and self._are_of_rank(rank):
                 self._shapes = list(zip(*[iter(dims)] * rank, strict=True))
             else:
-                self._shapes = [dims[a:b] for a, b in pairwise([0, *ends])]
+                self._shapes = [dims[a:b] for a, b in pairwise([0, *self._column("dim_ends", count)])]
         return self._shapes
+
+    def _are_of_rank(self, rank: int) -> bool:
+        """Whether all shapes have so many dims."""
+        if self.count < _MANY:
+            return self._column("dim_ends", self.count) == list(range(rank, rank * self.count + 1, rank))
+        ends = np.frombuffer(ffi.buffer(self._columns.dim_ends, 8 * self.count), np.uint64)
+        return bool(ends[0] == rank and (np.diff(ends) == rank).all())
+
+    def begins(self) -> list[int]:
+        """First byte of each tensor in the file."""
+        return self._column("begins", self.count)
 
     @property
     def rows(self) -> list[dtypes.Dtype]:

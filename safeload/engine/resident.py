@@ -40,8 +40,7 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
         number, shape, begin, _ = table.entry(0)
         return {table.names[0]: array_over(buffer, dtypes.array_dtype(number), shape, begin)}
     with paused(table.count):
-        numbers, shapes, begins, _ = table.columns(range(table.count))
-        arrays = over(buffer, dtypes.array_dtypes(numbers), shapes, begins)
+        arrays = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
         return dict(zip(table.names, arrays, strict=True))
 
 

@@ -80,6 +80,22 @@ static void check_round_trip(const sl_table *table) {
     sl_free(first.header);
 }
 
+/* The same as a file that is read whole. */
+static void check_loaded(const char *path, const uint8_t *data, size_t size, int32_t status, const sl_error *error) {
+    sl_loaded loaded = {.file = {.handle = -7}, .table = NO_TABLE, .error = untouched_error()};
+    REQUIRE(sl_safetensors_load(path, size, &loaded) == status);
+    check_error(&loaded.error, status, size);
+    if (status == SL_OK) {
+        REQUIRE(loaded.file.handle == -1 && loaded.file.size == size && memcmp(loaded.content, data, size) == 0);
+        check_table(loaded.table, data, size);
+        sl_table_free(loaded.table);
+        sl_free(loaded.content);
+    } else {
+        REQUIRE(loaded.file.handle == -7 && loaded.table == NO_TABLE && loaded.content == NULL);
+        REQUIRE(loaded.error.position == error->position && strcmp(loaded.error.message, error->message) == 0);
+    }
+}
+
 /* The same as a file. */
 static void check_opened(const uint8_t *data, size_t size, int32_t status, const sl_error *error) {
     char path[64];
@@ -98,6 +114,7 @@ static void check_opened(const uint8_t *data, size_t size, int32_t status, const
         REQUIRE(file.handle == -1 && table == NO_TABLE);
         REQUIRE(opened_error.position == error->position && strcmp(opened_error.message, error->message) == 0);
     }
+    check_loaded(path, data, size, status, error);
 }
 
 /* The same header behind spaces, which JSON allows, means the same. */

@@ -121,6 +121,19 @@ static int32_t open_path(const char *path, sl_error *error) {
     return status;
 }
 
+static int32_t load_path(sl_error *error) {
+    sl_loaded loaded;
+    int32_t status = sl_safetensors_load(safetensors_path, UINT64_MAX, &loaded);
+    if (status != SL_OK) {
+        *error = loaded.error;
+        return status;
+    }
+    CHECK(loaded.file.handle == -1 && sl_table_find(loaded.table, "layer.3.weight", 14) >= 0);
+    sl_table_free(loaded.table);
+    sl_free(loaded.content);
+    return status;
+}
+
 static int32_t open_short(sl_error *error) { return open_path(safetensors_path, error); }
 static int32_t open_long(sl_error *error) { return open_path(long_path, error); }
 
@@ -214,6 +227,7 @@ static const struct {
     int32_t (*run)(sl_error *error);
 } OPERATIONS[] = {
     {"open safetensors", open_short},
+    {"load safetensors", load_path},
     {"open safetensors with a header of megabytes", open_long},
     {"open GGUF", open_gguf},
     {"write a header", write_header},
