@@ -72,9 +72,11 @@ def _arity(args: tuple[Any, ...], least: int, most: int, what: str) -> None:
 
 def _ordered_dict(args: tuple[Any, ...]) -> Any:
     """An empty dict, or one made from a list of pairs (Python 2)."""
-    _arity(args, 0, 1, "OrderedDict")
     made: dict[Any, Any] = {}
-    pairs = args[0] if args else []
+    if not args:
+        return made
+    _arity(args, 0, 1, "OrderedDict")
+    pairs = args[0]
     if type(pairs) not in (list, tuple) or any(type(p) not in (list, tuple) or len(p) != 2 for p in pairs):
         raise Fault("OrderedDict takes a list of pairs")
     if pairs:
@@ -111,6 +113,8 @@ def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
 
 
 def _rebuild_tensor_v2(args: tuple[Any, ...]) -> Any:
+    if len(args) == 6 and type(args[0]) is Storage:  # what torch writes, without steps on the way
+        return Tensor(args[0], args[1], args[2], args[3], None, None)
     _arity(args, 6, 7, "_rebuild_tensor_v2")
     return _tensor(args, None, args[6] if len(args) > 6 else None)
 
@@ -202,7 +206,8 @@ def read_persistent_id(value: Any, storages: dict[str, Storage]) -> Any:
         return value[1]
     if type(value) is not tuple or len(value) not in (5, 6) or value[0] != "storage":
         raise Fault(f"a persistent id must be a tuple of 'storage' and 4 or 5 more, found {_show_id(value)}")
-    _, type_, key, _, count, *more = value
+    _, type_, key, _, count = value[:5]
+    part = value[5] if len(value) == 6 else None
     if type(type_) in (Foreign, Inert):
         return Inert(type_.name, (key,))
     if type(type_) is not Global or type_.kind != STORAGE:
@@ -213,10 +218,10 @@ def read_persistent_id(value: Any, storages: dict[str, Storage]) -> Any:
         raise Fault(f"a storage's key must be a string, found {describe(key)}")
     if type(count) is not int or not 0 <= count < 1 << 63:
         raise Fault(f"storage {describe(key)}: the number of elements is {describe(count)}")
-    part = more[0] if more else None
-    storage = Storage(type_, key, count)
-    first = storages.setdefault(key, storage)
-    if (first.type, first.count) != (type_, count):
+    first = storages.get(key)
+    if first is None:
+        first = storages[key] = Storage(type_, key, count)
+    elif first.type is not type_ or first.count != count:
         raise Fault(
             f"storage {describe(key)} is {count} elements of {type_.name}, but before it was {first.count} of "
             f"{first.type.name}"

@@ -210,7 +210,7 @@ class Machine:
         if type(args) is not tuple:
             raise Fault(f"arguments must be a tuple, found {describe(args)}")
         if type(function) is Global and function.build is not None:
-            if function.copies:
+            if function.copies and args:
                 self.charge(_copied_size(args))
             return function.build(args)
         if type(function) in (Foreign, Inert):

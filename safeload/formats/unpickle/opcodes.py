@@ -16,7 +16,7 @@ from ...errors import LimitError, UnsupportedError
 from .keys import add, put
 from .machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, Machine, Stop, describe
 
-_U16, _U32, _U64 = (struct.Struct(f"<{code}").unpack_from for code in "HIQ")
+_U16, U32, _U64 = (struct.Struct(f"<{code}").unpack_from for code in "HIQ")
 _I32, _F64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
 
 Opcode = Callable[[Machine], None]
@@ -100,7 +100,7 @@ def _binget(m: Machine) -> None:
 def _long_binget(m: Machine) -> None:
     at = m.at
     m.at = at + 4
-    number = _U32(m.data, at)[0]
+    number = U32(m.data, at)[0]
     try:
         value = m.memo[number]
     except KeyError:
@@ -133,7 +133,7 @@ def _binput(m: Machine) -> None:
 def _long_binput(m: Machine) -> None:
     at = m.at
     m.at = at + 4
-    number = _U32(m.data, at)[0]
+    number = U32(m.data, at)[0]
     if number <= len(m.memo) + 8:
         m.memo[number] = m.stack[-1]
     else:
@@ -249,7 +249,7 @@ def _binunicode(m: Machine) -> None:
     data = m.data
     begin = m.at + 4
     m.at = begin
-    m.at = end = begin + _U32(data, begin - 4)[0]
+    m.at = end = begin + U32(data, begin - 4)[0]
     if end > len(data):
         raise IndexError
     m.stack.append(str(data[begin:end], "utf-8", "surrogatepass"))
@@ -283,7 +283,7 @@ def _short_binbytes(m: Machine) -> None:
 
 @_op(b"B")
 def _binbytes(m: Machine) -> None:
-    _bytes(m, m.take(_size(m, _U32, 4)))
+    _bytes(m, m.take(_size(m, U32, 4)))
 
 
 @_op(b"\x8e")

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ...base.collector import paused
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from .machine import Fault, Global, Machine, Stop, describe
-from .opcodes import OPCODES
+from .opcodes import OPCODES, U32
 
 # 50 times the opcodes of the largest known real file (400,000). Each allocates at most 216 bytes (an empty set) beyond
 # the bytes that it copies from the file; the worst case is a list of sets that becomes metadata, about 340 bytes
@@ -33,6 +35,8 @@ from .opcodes import OPCODES
 MAX_OPCODES = 20_000_000
 # Bytes of a pickle, which is read into memory. The largest real ones have about 10 MB, as tensors are stored elsewhere.
 MAX_PICKLE = 1 << 30
+# Bytes that the opcodes which `_run` handles itself take at most, without text: as many are left where it reads one.
+MARGIN = 5
 _ASKS = "the pickle asks"
 # Added to the message if unknown globals are the only fault of the pickle.
 ADVICE = '; unknown_globals="inert" reads the tensors around them'
@@ -97,7 +101,8 @@ def unpickle(
     """
     machine = Machine(data, table, persistent)
     try:
-        value = _run(machine, path, base)
+        with paused(len(data)):  # an object or so for each byte
+            value = _run(machine, path, base)
     except TruncatedError:
         if not complete:
             raise
@@ -138,25 +143,107 @@ def check_foreign(names: Sequence[str], path: str, inert: bool, asks: str, more:
 
 
 def _run(machine: Machine, path: str, base: int | None) -> Any:
-    """Runs the opcodes and returns the value on the stack; turns their exceptions into errors with a position."""
+    """Runs the opcodes and returns the value on the stack; turns their exceptions into errors with a position.
+
+    The opcodes that tensors consist of are run here, on local variables, where nothing is unusual about them; all
+    others, and every fault but an empty stack or wrong UTF-8, by their functions, which define them.
+    """
     data, size = machine.data, len(machine.data)
-    at = machine.at
-    opcodes = OPCODES
+    stack, marks, memo = machine.stack, machine.marks, machine.memo
+    call, persistent = machine.call, machine.persistent
+    last = size - MARGIN
+    at = room = 0
 
     def place(position: int) -> int | None:
         return None if base is None else base + position
 
     try:
-        for _ in range(MAX_OPCODES):
-            at = machine.at
-            if at >= size:
+        for _ in repeat(None, MAX_OPCODES):
+            if at <= last:
+                match data[at]:
+                    case 0x72:  # LONG_BINPUT
+                        number = U32(data, at + 1)[0]
+                        if number <= room or number <= (room := len(memo) + 8):  # see `Machine.remember`
+                            memo[number] = stack[-1]
+                            at += 5
+                            continue
+                    case 0x4B:  # BININT1
+                        stack.append(data[at + 1])
+                        at += 2
+                        continue
+                    case 0x68:  # BINGET
+                        number = data[at + 1]
+                        if number in memo:
+                            stack.append(memo[number])
+                            at += 2
+                            continue
+                    case 0x28:  # MARK
+                        marks.append(stack)
+                        stack = []
+                        at += 1
+                        continue
+                    case 0x74:  # TUPLE
+                        value = tuple(stack)
+                        stack = marks.pop()
+                        stack.append(value)
+                        at += 1
+                        continue
+                    case 0x86:  # TUPLE2
+                        value = stack.pop()
+                        stack[-1] = (stack[-1], value)
+                        at += 1
+                        continue
+                    case 0x58:  # BINUNICODE
+                        end = at + 5 + U32(data, at + 1)[0]
+                        text = data[at + 5 : end]
+                        if text.isascii() and end <= size:
+                            stack.append(text.decode())
+                            at = end
+                            continue
+                    case 0x52:  # REDUCE
+                        value = stack.pop()
+                        machine.at = at + 1
+                        stack[-1] = call(stack[-1], value)
+                        at += 1
+                        continue
+                    case 0x51:  # BINPERSID
+                        stack[-1] = persistent(stack[-1])
+                        at += 1
+                        continue
+                    case 0x89:  # NEWFALSE
+                        stack.append(False)
+                        at += 1
+                        continue
+                    case 0x29:  # EMPTY_TUPLE
+                        stack.append(())
+                        at += 1
+                        continue
+                    case 0x4D:  # BININT2
+                        stack.append(data[at + 1] | data[at + 2] << 8)
+                        at += 3
+                        continue
+                    case 0x85:  # TUPLE1
+                        stack[-1] = (stack[-1],)
+                        at += 1
+                        continue
+                    case 0x71:  # BINPUT
+                        number = data[at + 1]
+                        if number <= room or number <= (room := len(memo) + 8):
+                            memo[number] = stack[-1]
+                            at += 2
+                            continue
+            elif at >= size:
                 break
             machine.at = at + 1
-            opcodes[data[at]](machine)
+            machine.stack = stack
+            OPCODES[data[at]](machine)
+            stack, at = machine.stack, machine.at
+        else:
+            raise LimitError(f"{path}: a pickle of more than {MAX_OPCODES} opcodes")
     except Stop:
-        if machine.marks or len(machine.stack) != 1:
+        if marks or len(stack) != 1:
             raise FormatError("the pickle stops with values left on its stack", path, place(at)) from None
-        return machine.stack[0]
+        return stack[0]
     except Fault as fault:
         where = FormatError(f"pickle opcode {_opcode(data, at)}: {fault}", path, place(at))
         raise where if fault.kind is FormatError else fault.kind(str(where)) from None
@@ -172,9 +259,7 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
     except ValueError as error:  # text that is not UTF-8, or invalid digits
         message = f"pickle opcode {_opcode(data, at)}: {show(str(error))}"
         raise FormatError(message, path, place(at)) from None
-    if at >= size:
-        raise TruncatedError("the pickle ends without STOP", path, place(size))
-    raise LimitError(f"{path}: a pickle of more than {MAX_OPCODES} opcodes")
+    raise TruncatedError("the pickle ends without STOP", path, place(size))
 
 
 def _opcode(data: bytes, at: int) -> str:

@@ -6,6 +6,7 @@ import io
 import math
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -331,6 +332,87 @@ def test_opcodes_are_counted(monkeypatch):
     load(b"N0" * 499 + b"N.")
     with pytest.raises(LimitError, match="more than 1000 opcodes"):
         load(b"N0" * 500 + b"N.")
+
+
+# ---- opcodes that the loop runs itself ----
+
+PIECES = [
+    *(
+        b"N",
+        b"(",
+        b"t",
+        b")",
+        b"\x85",
+        b"\x86",
+        b"\x89",
+        b"0",
+        b"2",
+        b"1",
+        b"]",
+        b"}",
+        b"a",
+        b"e",
+        b"s",
+        b"u",
+        b".",
+        b"R",
+        b"Q",
+    ),
+    *(b"K\x07", b"K", b"M\x01\x02", b"M\x01", b"h\x00", b"h\x01", b"h\xff", b"h", b"q\x00", b"q\x01", b"q\x30", b"q"),
+    *(
+        b"r\x01\x00\x00\x00",
+        b"r\xff\xff\xff\xff",
+        b"r\x01",
+        b"j\x01\x00\x00\x00",
+        b"\x94",
+        b"ca\npair\n",
+        b"cb\nother\n",
+    ),
+    *(
+        b"X\x02\x00\x00\x00ab",
+        b"X\x02\x00\x00\x00\xc3\xa9",
+        b"X\x01\x00\x00\x00\xff",
+        b"X\xff\xff\xff\x7fa",
+        b"X\x03\x00",
+    ),
+    *(b"X\x03\x00\x00\x00bad", b"X\x03\x00\x00\x00\xed\xa0\x80", b"ccollections\nOrderedDict\n)R", b"\x8c\x01z"),
+]
+
+
+def by_definition(data, **options):
+    """The same pickle, with every opcode run by its function."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unpickler, "MARGIN", 1 << 40)
+        return attempt(data, **options)
+
+
+def shown(value):
+    """Without the addresses of objects."""
+    return re.sub(r" at 0x\w+", "", repr(value))
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=25), st.booleans())
+@settings(max_examples=examples(2000), deadline=None)
+def test_the_loop_does_what_the_functions_of_opcodes_do(pieces, inert):
+    data = b"".join(pieces)
+    for whole in (data, data + b".", b"(" + data + b"t."):
+        assert shown(attempt(whole, inert=inert)) == shown(by_definition(whole, inert=inert))
+
+
+@pytest.mark.parametrize("cut", range(42))
+def test_a_tensor_that_breaks_off_anywhere(cut):
+    data = b"\x80\x02}(X\x01\x00\x00\x00wr\x00\x00\x00\x00ca\npair\n(K\x01M\x02\x03\x86q\x01h\x00Q)\x89\x85tRu."
+    assert len(data) == 42
+    assert attempt(data[:cut]) == by_definition(data[:cut])
+    assert attempt(data) == by_definition(data)
+
+
+def test_opcodes_of_the_loop_are_counted(monkeypatch):
+    monkeypatch.setattr(unpickler, "MAX_OPCODES", 1000)
+    load(b"(" + b"K\x01" * 997 + b"t.")
+    for more in (b"t.", b""):  # also where the bytes end with the last one
+        with pytest.raises(LimitError, match="more than 1000 opcodes"):
+            load(b"(" + b"K\x01" * 999 + more)
 
 
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="its allocator serves the interpreter too")
