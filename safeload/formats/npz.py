@@ -6,9 +6,8 @@ when it is opened.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -23,6 +22,10 @@ from ..errors import SafeloadError, UnsupportedError
 from .npy import SUFFIX, Described, check_writable, read_array
 from .registry import Candidate, Content, Wanted, check_whole
 from .zip import Archive
+from .zip_directory import STORED
+
+if TYPE_CHECKING:
+    import zipfile  # elsewhere where it is used: it takes milliseconds, which opening a torch checkpoint would pay
 
 # Longest name of an entry in bytes: zip counts them in 16 bits.
 _MAX_NAME = (1 << 16) - 1
@@ -62,7 +65,7 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
     """
     names = [name for name in archive.entries if name.endswith(SUFFIX)]
     archive.prefetch(names)
-    if any(archive.entries[name].compress_type != zipfile.ZIP_STORED for name in names):
+    if any(archive.entries[name].method != STORED for name in names):
         check_whole(file, "a compressed npz must be unpacked as a whole")
         for name in names:
             archive.locate(name)
@@ -72,7 +75,7 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
     for name in names:
         archive.check_stored(name)
         begin = archive.locate(name)
-        arrays.append(_read_array(file, name, begin, archive.entries[name].file_size))
+        arrays.append(_read_array(file, name, begin, archive.entries[name].size))
     archive.check_overlap()
     file.table = _table(arrays, file.path)
     return file
@@ -84,7 +87,7 @@ def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFil
     for name in names:
         archive.check_packed(name)
         places.append(size)
-        size += archive.entries[name].file_size + -archive.entries[name].file_size % _ALIGNMENT
+        size += archive.entries[name].size + -archive.entries[name].size % _ALIGNMENT
 
     def write(out: BinaryIO, path: str) -> None:
         reserve(out.fileno(), size, path)  # fails before writing if the disk is too small
@@ -95,7 +98,7 @@ def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFil
 
     unpacked = open_temporary("safeload-npz-", write, shown=file.path)
     arrays = [
-        _read_array(unpacked, name, begin, archive.entries[name].file_size)
+        _read_array(unpacked, name, begin, archive.entries[name].size)
         for name, begin in zip(names, places, strict=True)
     ]
     unpacked.table = _table(arrays, file.path)
@@ -145,6 +148,8 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
         SafeloadError: a name that npz cannot hold.
         OSError: the file cannot be written; an existing one is unchanged.
     """
+    import zipfile
+
     check_mapping(tensors, "tensors")
     arrays = {name: check_writable(name, value, "npz") for name, value in tensors.items()}
     entries = [_entry(name) for name in arrays]
@@ -178,6 +183,8 @@ def _entry(name: str) -> zipfile.ZipInfo:
         raise SafeloadError(
             f"tensor {name[:40]!r}: its name has {size - len(SUFFIX)} bytes, but npz has at most {most}", tensor=name
         )
+    import zipfile
+
     info = zipfile.ZipInfo(SUFFIX, _NO_TIME)
     info.filename = name + SUFFIX  # set here: on Windows the constructor of ZipInfo turns backslashes into slashes
     return info

@@ -20,6 +20,7 @@ from functools import cache, cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from ..base.collector import paused
 from ..engine.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
 from ..stores.files import LOCAL, Files
@@ -164,7 +165,8 @@ class Candidate:
         """
         from .zip import Archive
 
-        return Archive(self.file)
+        with paused(self.file.size):  # each entry is an object of some bytes
+            return Archive(self.file)
 
 
 class Content(NamedTuple):

@@ -1,53 +1,52 @@
 """Zip archives whose entries are mapped: locates the bytes of each entry and checks everything.
 
-The standard library's zipfile reads the directory. The rest is checked here, so that all readers see the same
-contents: the archive is the whole file, names are unique, no two entries overlap, and the local header of an entry that
-is used agrees with the directory.
+zip_directory.py reads the directory. The rest is checked here, so that all readers see the same contents: the archive
+is the whole file, names are unique, no two entries overlap, and the local header of an entry that is used agrees with
+the directory.
 """
 
 from __future__ import annotations
 
-import errno
-import io
 import struct
-import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, pairwise
+from operator import le
+from typing import Any
+
+import numpy as np
 
 from ..base.text import show
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..stores.remote import RemoteStore
+from .zip_directory import DEFLATED, STORED, Columns, End, read_directory
 
 # Bytes that a compressed entry may inflate to in memory: pickles have a few MiB and are usually not compressed.
 MAX_INFLATED = 256 << 20
 
-# Largest directory in bytes: an entry takes 46 bytes plus its name, and becomes Python objects of about 600 bytes. The
-# limit allows a million entries; the largest real checkpoints have some ten thousand.
-MAX_DIRECTORY = 64 << 20
-
 # Largest ratio of deflate: a copy of 258 bytes takes two bits.
 _DEFLATE_RATIO = 1032
-
-# What zipfile raises for invalid archives.
-_ZIP_ERRORS = (
-    zipfile.BadZipFile,
-    zipfile.LargeZipFile,
-    NotImplementedError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    EOFError,
-    OverflowError,
-)
 
 # The local header: flags, method, compressed and full size, lengths of name and extra field; then the name.
 _LOCAL = struct.Struct("<6x2H8x2I2H").unpack_from
 _LOCAL_SIZE = 30
+# The same as columns.
+_FIELDS = np.dtype(
+    {
+        "names": ["magic", "flags", "method", "packed", "size", "name", "extra"],
+        "formats": ["<u4", "<u2", "<u2", "<u4", "<u4", "<u2", "<u2"],
+        "offsets": [0, 6, 8, 18, 22, 26, 28],
+        "itemsize": _LOCAL_SIZE,
+    }
+)
+_MAGIC = int.from_bytes(b"PK\x03\x04", "little")
+# Stands for a size in a ZIP64 field.
+_LARGE = 0xFFFFFFFF
 # Bytes read for a local header: a page, which the system reads anyway.
 _WINDOW = 4096
+# Bytes read for the local headers of entries that lie close together.
+_BLOCK = 1 << 20
 # The same over the network: what a local header and that of an array behind it take.
 _NEAR = 512
 
@@ -55,99 +54,6 @@ _NEAR = 512
 _PIECE = 1 << 20
 
 _ENCRYPTED, _UTF8 = 0x1, 0x800
-
-# The end record of an archive: numbers of two disks, entries on this disk and in total, size and offset of the
-# directory, length of the comment that follows. Where a field does not fit, a ZIP64 record (of the size that all
-# writers give it) and a locator with the offset of that record precede it.
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
-
-
-class _End(NamedTuple):
-    """What the end record of an archive says about its directory.
-
-    Attributes:
-        at: first byte of the end record; the directory must end there.
-        entries: number of entries in the directory.
-        size: of the directory in bytes.
-        offset: of the directory in the file.
-    """
-
-    at: int
-    entries: int
-    size: int
-    offset: int
-
-
-def _read_end(file: WeightFile) -> _End | None:
-    """Finds the end record of an archive as zipfile does; None where no record ends with the file.
-
-    Raises:
-        FormatError: the end record and the ZIP64 record disagree.
-    """
-    start = max(0, file.size - _END.size - 0xFFFF)
-    tail = file.read_at(start, file.size - start)
-    found = tail.rfind(b"PK\x05\x06")
-    if found < 0 or found + _END.size > len(tail):
-        return None
-    _, _, _, _, *small, comment = _END.unpack_from(tail, found)
-    at = start + found
-    if at + _END.size + comment != file.size:
-        return None
-    locator = file.read_at(at - _LOCATOR.size, _LOCATOR.size) if at >= _LOCATOR.size + _END64.size else b""
-    if locator[:4] != b"PK\x06\x07":
-        return _End(at, *small)
-    record_at = at - _LOCATOR.size - _END64.size
-    record = _END64.unpack(file.read_at(record_at, _END64.size))
-    large = record[-3:]
-    if record[0] != b"PK\x06\x06" or _LOCATOR.unpack(locator)[2] != record_at:
-        raise FormatError("the zip archive's ZIP64 record is not where its locator says", file.path, record_at)
-    for what, one, other, most in zip(
-        ("entries", "bytes of directory", "as its offset"), small, large, (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF), strict=True
-    ):
-        if one not in (other, most):
-            message = f"the zip archive's end says {one} {what}, its ZIP64 record {other}"
-            raise FormatError(message, file.path, record_at)
-    return _End(record_at, *large)
-
-
-class _Stream(io.RawIOBase):
-    """The file as the stream that zipfile expects.
-
-    Attributes:
-        failure: the error of a failed read, which zipfile would report as an invalid archive; None without one.
-    """
-
-    def __init__(self, file: WeightFile) -> None:
-        self.failure: OSError | None = None
-        self._file = file
-        self._at = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = offset + (0, self._at, self._file.size)[whence]
-        if at < 0:
-            raise OSError(errno.EINVAL, f"position {at}")  # as files do: zipfile seeks before the start of small ones
-        self._at = at
-        return at
-
-    def read(self, size: int = -1) -> bytes:
-        try:
-            data = self._file.read_at(self._at, self._file.size if size < 0 else size)
-        except OSError as error:
-            self.failure = error
-            raise
-        self._at += len(data)
-        return data
 
 
 class Archive:
@@ -164,36 +70,21 @@ class Archive:
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
-        self.entries: dict[str, zipfile.ZipInfo] = {}
-        self._used: dict[str, tuple[int, int]] = {}
+        self._used: dict[str, int] = {}  # the first byte of each entry that was located
+        self._sound: dict[str, int] = {}  # the same of entries whose local headers `prefetch` has checked
         self._window, self._window_at = b"", 0
         self._step = _NEAR if file.remote else _WINDOW
-        stream = _Stream(file)
-        end = _read_end(file)
-        if end is not None and end.size > MAX_DIRECTORY:
-            raise LimitError(f"{file.path}: the zip archive's directory has more than {MAX_DIRECTORY} bytes")
-        try:
-            with zipfile.ZipFile(stream) as archive:
-                infos = archive.infolist()
-                self._directory = archive.start_dir
-        except FormatError:
-            raise
-        except (*_ZIP_ERRORS, OSError) as error:
-            if stream.failure is not None:
-                raise stream.failure from None
-            what = show(str(error)) if str(error) else type(error).__name__
-            # Where the directory should begin; without an end record, the end of the file.
-            at = file.size if end is None else min(end.offset, file.size)
-            cut = "" if end is not None else ": the file is truncated, or its end was never written"
-            raise FormatError(f"the zip archive's directory cannot be read: {what}{cut}", file.path, at) from None
-        for info in infos:
-            if info.orig_filename in self.entries:
-                at = min(max(0, info.header_offset), file.size)
-                raise FormatError(f"duplicate zip entry {show(info.orig_filename)}", file.path, at)
-            self.entries[info.orig_filename] = info
+        entries, self._directory, end, self._fields = read_directory(file)
+        self.entries = {entry.name: entry for entry in entries}
+        if len(self.entries) < len(entries):
+            seen: set[str] = set()
+            for name, *_, at in entries:
+                if name in seen:
+                    raise FormatError(f"duplicate zip entry {show(name)}", file.path, min(max(0, at), file.size))
+                seen.add(name)
         self._check_whole(end)
 
-    def _check_whole(self, end: _End | None) -> None:
+    def _check_whole(self, end: End | None) -> None:
         """Refuses overlapping entries, and an archive that is not the whole file: other readers may find another.
 
         zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
@@ -207,17 +98,15 @@ class Archive:
         if end.entries != len(self.entries):
             message = f"the zip archive's directory has {len(self.entries)} entries, but its end says {end.entries}"
             raise FormatError(message, path, end.at)
-        for name, info in self.entries.items():
-            if not 0 <= info.header_offset < end.offset:
-                raise self._fault(name, "there is no local header at its offset", 0)
-        spans = sorted(
-            (info.header_offset, info.header_offset + _LOCAL_SIZE + info.compress_size, name)
-            for name, info in self.entries.items()
-        )
-        begin = spans[0][0] if spans else end.offset
+        entries = self.entries.values()
+        for entry in entries:
+            if not 0 <= entry.at < end.offset:
+                raise self._fault(entry.name, "there is no local header at its offset", 0)
+        begins = [entry.at for entry in entries]
+        begin = min(begins, default=end.offset)
         if begin:
             raise FormatError(f"the zip archive's first entry begins at byte {begin}, not at 0", path, 0)
-        self._check_apart(spans)
+        self._check_apart(list(self.entries), begins, [entry.at + _LOCAL_SIZE + entry.packed for entry in entries])
 
     def locate(self, name: str) -> int:
         """The offset of the first byte of an entry.
@@ -226,38 +115,70 @@ class Archive:
             FormatError: local header and directory disagree, or the entry extends past the data.
             UnsupportedError: the entry is encrypted.
         """
+        sound = self._sound.get(name)
+        if sound is not None:
+            self._used[name] = sound
+            return sound
         info = self.entries[name]
-        at = info.header_offset
-        wanted = name.encode("utf-8" if info.flag_bits & _UTF8 else "cp437", "surrogateescape")
+        at = info.at
+        wanted = name.encode("utf-8" if info.flags & _UTF8 else "cp437", "surrogateescape")
         head = self._head(at, _LOCAL_SIZE + len(wanted))
         if len(head) < _LOCAL_SIZE or head[:4] != b"PK\x03\x04":
             raise self._fault(name, "there is no local header at its offset", 0)
         flags, method, packed, size, name_size, extra_size = _LOCAL(head)
-        if (flags | info.flag_bits) & _ENCRYPTED:
+        if (flags | info.flags) & _ENCRYPTED:
             raise UnsupportedError(f"{self._file.path}: zip entry {show(name)} is encrypted")
         if name_size != len(wanted) or head[_LOCAL_SIZE:] != wanted:
             local = self._file.read_at(at + _LOCAL_SIZE, name_size)
             raise self._fault(name, f"it is called {show(local)} in its local header", _LOCAL_SIZE)
         # A size of 0 stands for one that follows the data, the largest value for one in a ZIP64 field.
-        if method != info.compress_type:
-            raise self._differ(name, "compression", method, info.compress_type, 8)
-        if packed not in (0, 0xFFFFFFFF, info.compress_size):
-            raise self._differ(name, "compressed size", packed, info.compress_size, 18)
-        if size not in (0, 0xFFFFFFFF, info.file_size):
-            raise self._differ(name, "size", size, info.file_size, 22)
+        if method != info.method:
+            raise self._differ(name, "compression", method, info.method, 8)
+        if packed not in (0, _LARGE, info.packed):
+            raise self._differ(name, "compressed size", packed, info.packed, 18)
+        if size not in (0, _LARGE, info.size):
+            raise self._differ(name, "size", size, info.size, 22)
         begin: int = at + _LOCAL_SIZE + name_size + extra_size
-        end = begin + info.compress_size
+        end = begin + info.packed
         if end > self._directory:
             message = f"bytes [{begin}, {end}) reach beyond the data, which ends at {self._directory}"
             raise self._fault(name, message, 0)
-        self._used[name] = (at, end)
+        self._used[name] = begin
         return begin
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Reads the local headers of entries on the network, many at a time, which `locate` will be asked for."""
+        """Reads local headers that `locate` will be asked for, many at a time: on the network, and of small entries."""
         if isinstance(self._file.store, RemoteStore):
-            begins = [self.entries[name].header_offset for name in names]
+            begins = [self.entries[name].at for name in names]
             self._file.store.prefetch((begin, begin + self._step) for begin in begins)
+        elif self._fields is not None and self._directory <= len(self.entries) * _WINDOW:
+            self._check_heads(self._fields)
+
+    def _check_heads(self, fields: Columns) -> None:
+        """Locates all entries about which nothing is unusual; the others are left to `locate`."""
+        names = list(self.entries)
+        lengths = np.array(list(map(len, names)))
+        order = np.argsort(fields["at"], kind="stable")
+        fields, lengths = fields[order], lengths[order]
+        begins = fields["at"].astype(np.int64)
+        at = 0
+        while at < len(begins):
+            start = int(begins[at])
+            block = self._file.read_at(start, _BLOCK)
+            # Up to the last entry whose local header is in the block; one that has none in its own block is skipped.
+            end = int(np.searchsorted(begins, start + len(block) - _LOCAL_SIZE, "right"))
+            while end > at and begins[end - 1] + _LOCAL_SIZE + lengths[end - 1] > start + len(block):
+                end -= 1
+            if end > at:
+                part = slice(at, end)
+                heads = begins[part] - start
+                found = start + _sound(block, heads, fields[part], lengths[part])
+                found[found + fields[part]["packed"] > self._directory] = -1
+                text = str(block, "latin-1")
+                for k, head, begin in zip(order[part].tolist(), heads.tolist(), found.tolist(), strict=True):
+                    if begin >= start and text.startswith(names[k], head + _LOCAL_SIZE):
+                        self._sound[names[k]] = begin
+            at = max(end, at + 1)
 
     def _head(self, at: int, size: int) -> bytes:
         """Bytes of a local header, from the last read if it covers them: small storages lie close together."""
@@ -269,7 +190,7 @@ class Archive:
 
     def _place(self, name: str, at: int = 0) -> int:
         """The offset of a byte of the local header, clamped to the file: the directory may hold any value."""
-        return min(max(0, self.entries[name].header_offset + at), self._file.size)
+        return min(max(0, self.entries[name].at + at), self._file.size)
 
     def _fault(self, name: str, message: str, at: int) -> FormatError:
         return FormatError(f"zip entry {show(name)}: {message}", self._file.path, self._place(name, at))
@@ -279,10 +200,14 @@ class Archive:
 
     def check_overlap(self) -> None:
         """Refuses overlaps of the entries located so far. Only now is the size of their extra fields known."""
-        self._check_apart(sorted((begin, end, name) for name, (begin, end) in self._used.items()))
+        used = [self.entries[name] for name in self._used]
+        ends = [begin + entry.packed for begin, entry in zip(self._used.values(), used, strict=True)]
+        self._check_apart(list(self._used), [entry.at for entry in used], ends)
 
-    def _check_apart(self, spans: list[tuple[int, int, str]]) -> None:
-        for (_, end, before), (begin, _, name) in pairwise(spans):
+    def _check_apart(self, names: Sequence[str], begins: Sequence[int], ends: Sequence[int]) -> None:
+        if all(map(le, ends, islice(begins, 1, None))):  # in the order of their bytes
+            return
+        for (_, end, before), (begin, _, name) in pairwise(sorted(zip(begins, ends, names, strict=True))):
             if begin < end:
                 message = f"zip entry {show(name)} begins within {show(before)}, which ends at {end}"
                 raise FormatError(message, self._file.path, min(max(0, begin), self._file.size))
@@ -296,10 +221,10 @@ class Archive:
         """
         info, file = self.entries[name], self._file
         begin = self.locate(name)
-        if info.compress_type == zipfile.ZIP_STORED:
+        if info.method == STORED:
             self.check_stored(name)
-            return file.read_at(begin, info.file_size), begin
-        if info.file_size > MAX_INFLATED:
+            return file.read_at(begin, info.size), begin
+        if info.size > MAX_INFLATED:
             raise LimitError(f"{file.path}: zip entry {show(name)} inflates to more than {MAX_INFLATED} bytes")
         return b"".join(self.inflate(name)), None
 
@@ -311,14 +236,12 @@ class Archive:
             UnsupportedError: its compression is not deflate.
         """
         info, file = self.entries[name], self._file
-        if info.compress_type == zipfile.ZIP_STORED:
+        if info.method == STORED:
             self.check_stored(name)
-        elif info.compress_type != zipfile.ZIP_DEFLATED:
-            raise UnsupportedError(f"{file.path}: zip entry {show(name)} has compression {info.compress_type}")
-        elif info.file_size > info.compress_size * _DEFLATE_RATIO:
-            raise self._fault(
-                name, f"{info.compress_size} bytes cannot inflate to the {info.file_size} in the directory", 0
-            )
+        elif info.method != DEFLATED:
+            raise UnsupportedError(f"{file.path}: zip entry {show(name)} has compression {info.method}")
+        elif info.size > info.packed * _DEFLATE_RATIO:
+            raise self._fault(name, f"{info.packed} bytes cannot inflate to the {info.size} in the directory", 0)
 
     def inflate(self, name: str) -> Iterator[bytes]:
         """The bytes of an entry in pieces, at most as many as the directory says.
@@ -329,15 +252,15 @@ class Archive:
         """
         info, file = self.entries[name], self._file
         at = self.locate(name)
-        end = at + info.compress_size
+        end = at + info.packed
         self.check_packed(name)
-        if info.compress_type == zipfile.ZIP_STORED:
+        if info.method == STORED:
             while at < end:
                 yield file.read_at(at, min(_PIECE, end - at))
                 at += _PIECE
             return
         machine = zlib.decompressobj(-15)
-        left = info.file_size
+        left = info.size
         while not machine.eof:
             data = machine.unconsumed_tail
             if not data:
@@ -352,24 +275,42 @@ class Archive:
                 break
             left -= len(piece)
             if left < 0:
-                message = f"zip entry {show(name)} inflates to more than the {info.file_size} bytes in the directory"
+                message = f"zip entry {show(name)} inflates to more than the {info.size} bytes in the directory"
                 raise FormatError(message, file.path, self._place(name))
             if piece:
                 yield piece
         if left:
-            message = (
-                f"zip entry {show(name)} inflates to {info.file_size - left} bytes, the directory says {info.file_size}"
-            )
+            message = f"zip entry {show(name)} inflates to {info.size - left} bytes, the directory says {info.size}"
             raise FormatError(message, file.path, self._place(name))
 
     def check_stored(self, name: str) -> None:
         """Refuses an entry that is compressed."""
         info = self.entries[name]
-        if info.compress_type != zipfile.ZIP_STORED:
+        if info.method != STORED:
             raise UnsupportedError(
                 f"{self._file.path}: zip entry {show(name)} is compressed; torch stores tensors uncompressed, and so "
                 "must other writers"
             )
-        if info.compress_size != info.file_size:
-            message = f"zip entry {show(name)} is stored, but has {info.compress_size} and {info.file_size} bytes"
+        if info.packed != info.size:
+            message = f"zip entry {show(name)} is stored, but has {info.packed} and {info.size} bytes"
             raise FormatError(message, self._file.path, self._place(name))
+
+
+def _sound(block: bytes, heads: Any, fields: Columns, lengths: Any) -> Any:
+    """Where the contents of entries begin in a block; far below 0 where a local header differs from the directory.
+
+    Names are not compared, only their lengths.
+
+    Args:
+        block: bytes of the file.
+        heads: where the local headers are in it.
+        fields: what the directory says.
+        lengths: of the names.
+    """
+    rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(block, np.uint8), _LOCAL_SIZE)[heads]
+    local = rows.view(_FIELDS)[:, 0]
+    sound = (local["magic"] == _MAGIC) & (local["method"] == fields["method"]) & (local["name"] == lengths)
+    sound &= (local["flags"] | fields["flags"]) & _ENCRYPTED == 0
+    for size in ("packed", "size"):
+        sound &= (local[size] == fields[size]) | (local[size] == 0) | (local[size] == _LARGE)
+    return np.where(sound, heads + _LOCAL_SIZE + lengths + local["extra"], -(1 << 62))

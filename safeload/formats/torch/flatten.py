@@ -113,6 +113,8 @@ class Tree:
         while waiting:
             node, links, rest = waiting[-1]
             for _, child in rest:
+                if type(child) in TENSORS:
+                    continue
                 if _is_container(child) and id(child) not in nodes and id(child) not in above and not _is_flat(child):
                     above.add(id(child))
                     inner = _links(child)
@@ -132,7 +134,7 @@ class Tree:
             step, child = link
             if type(child) in TENSORS:
                 node.tensors += 1
-                node.text += len(self._text(step)) + 1
+                node.text += len(step if type(step) is str else self._text(step)) + 1
                 kept.append(link)
             elif _is_container(child):
                 below = self._nodes.get(id(child))
@@ -194,6 +196,8 @@ class Tree:
         if type(value) is dict:
             if not links and _SCALARS.issuperset(map(type, value)):
                 return value
+            if links and TENSORS.issuperset(map(type, value.values())):
+                return _NOTHING
             pairs = {self._leaf(key): self._replace(item) for key, item in value.items()}
         else:
             pairs = {"<global>": value.name}

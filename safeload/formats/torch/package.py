@@ -13,7 +13,6 @@ Names of tensors begin with "package/resource" if there are several pickles.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,8 +25,8 @@ from ..unpickle import run as unpickler
 from ..unpickle.machine import Fault, Foreign, Inert, describe
 from ..unpickle.run import Unpickled, check_foreign, unpickle
 from ..zip import Archive
+from ..zip_directory import DEFLATED, STORED
 from .globals import ALLOWED, Storage, read_persistent_id
-from .storages import locate_entry
 
 KIND = "a torch.package archive"
 
@@ -117,11 +116,11 @@ class Package:
 
     def _is_pickle(self, name: str) -> bool:
         info = self._archive.entries[name]
-        if info.file_size < 3 or name.endswith((".py", "/")):
+        if info.size < 3 or name.endswith((".py", "/")):
             return False
-        if info.compress_type == zipfile.ZIP_STORED:
+        if info.method == STORED:
             head = self._file.read_at(self._archive.locate(name), 2)
-        elif info.compress_type == zipfile.ZIP_DEFLATED:
+        elif info.method == DEFLATED:
             head = next(self._archive.inflate(name), b"")
         else:
             return name.endswith(SUFFIX)
@@ -131,8 +130,8 @@ class Package:
         """Runs a pickle; None for bytes that begin like a pickle but are not one."""
         whole = self._top + name
         info = self._archive.entries[whole]
-        stored = info.compress_type == zipfile.ZIP_STORED
-        self._read[stored] += info.file_size
+        stored = info.method == STORED
+        self._read[stored] += info.size
         for size, most in zip(self._read, (archive.MAX_INFLATED, unpickler.MAX_PICKLE), strict=True):
             if size > most:
                 raise LimitError(f"{self._path}: the pickles of the package have more than {most} bytes")
@@ -188,12 +187,9 @@ def _fill(placeholder: Inert, value: Any) -> None:
         placeholder.state = value
 
 
-def locate(zipped: Archive, storage: Storage, top: str, path: str) -> int:
-    """The offset of the first byte of a storage.
-
-    Raises:
-        FormatError, UnsupportedError: see `locate_entry`.
-    """
-    key = storage.key
-    names = [f"{top}.data/{key}.storage", *([f"{top}.data/{key}"] if key.endswith(".storage") else [])]
-    return locate_entry(zipped, storage, names, path)
+def entry_of(zipped: Archive, storage: Storage, top: str) -> str:
+    """The name of a storage's entry, whether there is one or not."""
+    name = f"{top}.data/{storage.key}.storage"
+    if name not in zipped.entries and storage.key.endswith(".storage"):  # of a script
+        name = name.removesuffix(".storage")
+    return name

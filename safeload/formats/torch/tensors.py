@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ...base import dtypes
 from ...base.arrays import MAX_ARRAY, array_fits, c_strides
+from ...base.collector import paused
 from ...base.listed_table import ListedTable, Listing
 from ...base.text import show
 from ...engine.weight_file import WeightFile
@@ -48,7 +49,8 @@ class Made(NamedTuple):
 def content_of(file: WeightFile, wanted: Wanted, read: Callable[[Wanted], Made]) -> Content:
     """The result of a reader of pickles. An error recommends ``unknown_globals="inert"`` only if that works."""
     try:
-        made = read(wanted)
+        with paused(file.size):  # an object or so for each byte of a pickle
+            made = read(wanted)
     except (ForbiddenError, UnsupportedError) as error:
         if ADVICE not in str(error) or _helps(read, wanted._replace(inert=True)):
             raise
@@ -106,8 +108,9 @@ def make_table(
             continue
         place = places.get(id(tensor))
         if place is None:
-            place = places[id(tensor)] = _place(name, tensor, path, locate)
-        listings[name] = place._replace(name=name)
+            listings[name] = places[id(tensor)] = _place(name, tensor, path, locate)
+        else:
+            listings[name] = place._replace(name=name)
     named = dict.fromkeys(found.harmless, True) | dict.fromkeys(found.foreign, False)
     inside = [listing for listing in listings.values() if listing is not None]
     table = ListedTable(inside, tree.metadata, big_endian=big_endian, named_globals=named)
@@ -116,20 +119,24 @@ def make_table(
 
 def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int]) -> Listing:
     """Checks one tensor against its storage and describes it."""
-    storage = tensor.storage
+    storage, offset = tensor.storage, tensor.offset
     type_ = tensor.dtype or storage.type
     row = _row(name, tensor, type_, path)
     itemsize = type_.itemsize
+    count = _plain_count(tensor)
+    if count and storage.part is None and (offset + count) * itemsize <= storage.nbytes:
+        begin = _locate(name, storage, locate) + offset * itemsize
+        end = begin + count * itemsize
+        if row.packed:
+            return _listing(name, row, tensor.shape, begin, end, None, path)
+        return Listing(name, row, tensor.shape, begin, end)
     shape = _integers(tensor.shape, "the shape", name, path)
     strides = _integers(tensor.strides, "the strides", name, path)
-    (offset,) = _integers((tensor.offset,), "the offset", name, path)
+    (offset,) = _integers((offset,), "the offset", name, path)
     if len(shape) != len(strides) or len(shape) > MAX_RANK:
         message = f"{len(shape)} axes and {len(strides)} strides; expected equal numbers of at most {MAX_RANK}"
         raise _refusal(name, message, path)
-    try:
-        begin = locate(storage)
-    except (FormatError, UnsupportedError) as error:
-        raise _with_name(error, name) from None
+    begin = _locate(name, storage, locate)
     first, size = (0, storage.nbytes) if storage.part is None else (x * storage.type.itemsize for x in storage.part)
     begin += first
     if not array_fits(shape, itemsize):
@@ -157,6 +164,30 @@ def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int
     return _listing(name, row, shape, begin, end, None if plain else steps, path)
 
 
+def _plain_count(tensor: Tensor) -> int:
+    """The number of elements of a tensor in C order, as nearly all are; 0 where anything is unusual about it."""
+    shape, strides, offset = tensor.shape, tensor.strides, tensor.offset
+    if type(shape) is not tuple or type(strides) is not tuple or not len(shape) == len(strides) <= MAX_RANK:
+        return 0
+    if type(offset) is not int or offset < 0:
+        return 0
+    count, axis = 1, len(shape)
+    while axis:
+        axis -= 1
+        n, stride = shape[axis], strides[axis]
+        if type(n) is not int or n <= 0 or type(stride) is not int or stride != count:
+            return 0
+        count *= n
+    return count
+
+
+def _locate(name: str, storage: Storage, locate: Callable[[Storage], int]) -> int:
+    try:
+        return locate(storage)
+    except (FormatError, UnsupportedError) as error:
+        raise _with_name(error, name) from None
+
+
 def _listing(
     name: str,
     row: dtypes.Dtype,
@@ -182,7 +213,7 @@ def _row(name: str, tensor: Tensor, type_: Global, path: str) -> dtypes.Dtype:
             f"{path}: tensor {show(name)} is of {type_.name}, for which there is no array", path=path, tensor=name
         )
     pending = tensor.pending
-    if isinstance(pending, Mapping) and any(pending.get(bit) for bit in ("conj", "neg")):
+    if pending is not None and isinstance(pending, Mapping) and any(pending.get(bit) for bit in ("conj", "neg")):
         raise UnsupportedError(
             f"{path}: tensor {show(name)} was saved with its conjugation or negation pending; save it after "
             "resolve_conj() and resolve_neg()",

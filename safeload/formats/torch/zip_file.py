@@ -62,15 +62,12 @@ def read_table(archive: Archive, file: WeightFile, wanted: Wanted) -> Made:
     name = _find_pickle(archive, file.path)
     prefix = name[: name.rindex("/") + 1] if "/" in name else ""
     storages: dict[str, Storage] = {}
-    if archive.entries[name].file_size > unpickler.MAX_PICKLE:
+    if archive.entries[name].size > unpickler.MAX_PICKLE:
         raise LimitError(f"{file.path}: the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes")
     data, base = archive.read(name)
 
     def persistent(value: Any) -> Any:
         return read_persistent_id(value, storages)
-
-    def locate(storage: Storage) -> int:
-        return locate_entry(archive, storage, [f"{prefix}data/{storage.key}"], file.path)
 
     try:
         found = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=wanted.inert)
@@ -80,15 +77,15 @@ def read_table(archive: Archive, file: WeightFile, wanted: Wanted) -> Made:
         raise UnsupportedError(
             f"{file.path}: this is a TorchScript archive: {str(error).removeprefix(file.path + ': ')}"
         ) from None
-    return _make_table(archive, file, wanted, found, locate, prefix)
+    return _make_table(archive, file, wanted, found, lambda storage: f"{prefix}data/{storage.key}", prefix)
 
 
 def _read_package(archive: Archive, file: WeightFile, wanted: Wanted, top: str) -> Made:
-    def locate(storage: Storage) -> int:
-        return torch_package.locate(archive, storage, top, file.path)
+    def entry_of(storage: Storage) -> str:
+        return torch_package.entry_of(archive, storage, top)
 
     found, root = torch_package.Package(archive, file, top).read(wanted.root, wanted.inert)
-    return _make_table(archive, file, wanted._replace(root=root), found, locate, top)
+    return _make_table(archive, file, wanted._replace(root=root), found, entry_of, top)
 
 
 def _make_table(
@@ -96,21 +93,20 @@ def _make_table(
     file: WeightFile,
     wanted: Wanted,
     found: Unpickled,
-    locate: Callable[[Storage], int],
+    entry_of: Callable[[Storage], str],
     prefix: str,
 ) -> Made:
-    begins: dict[str, int] = {}
+    begins: dict[Storage, int] = {}
 
-    def locate_once(storage: Storage) -> int:
-        key = f"{storage.type.name} {storage.key}"
-        begin = begins.get(key)
+    def locate(storage: Storage) -> int:
+        begin = begins.get(storage)
         if begin is None:
-            begin = begins[key] = locate(storage)
+            begin = begins[storage] = locate_entry(archive, storage, entry_of(storage), file.path)
         return begin
 
     archive.prefetch(archive.entries)
     order = _is_big_endian(archive, prefix, file.path)
-    made = make_table(found, wanted, file.path, locate_once, big_endian=order)
+    made = make_table(found, wanted, file.path, locate, big_endian=order)
     archive.check_overlap()
     return made
 
@@ -119,7 +115,7 @@ def _is_big_endian(archive: Archive, prefix: str, path: str) -> bool:
     name = f"{prefix}byteorder"
     if name not in archive.entries:
         return False
-    size = archive.entries[name].file_size
+    size = archive.entries[name].size
     if size > len("little"):
         raise FormatError(f'byteorder has {size} bytes, expected "little" or "big"', path)
     order, begin = archive.read(name)

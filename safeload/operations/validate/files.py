@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from ...engine.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, SafeloadError, one_line
 from ...formats.foreign import is_zip
 from ...formats.zip import Archive
+from ...formats.zip_directory import STORED, ZipEntry
 from ...stores.files import Location
 from ..catalog import Catalog
 from .findings import Finding, error, warning
@@ -91,19 +91,19 @@ class Entry(NamedTuple):
 
     archive: Archive
     file: WeightFile
-    info: zipfile.ZipInfo
+    info: ZipEntry
     begin: int
     tensors: list[str]
 
     @property
     def name(self) -> str:
         """Its name in `Archive.entries`."""
-        return self.info.orig_filename
+        return self.info.name
 
     @property
     def stored(self) -> bool:
         """Whether it is not compressed."""
-        return self.info.compress_type == zipfile.ZIP_STORED
+        return self.info.method == STORED
 
 
 def entries_of(catalog: Catalog) -> list[Entry]:
@@ -119,14 +119,14 @@ def entries_of(catalog: Catalog) -> list[Entry]:
 def faults_of(entries: Sequence[Entry], threads: int | None) -> list[str | None]:
     """The fault of each entry whose bytes do not have its CRC-32, or cannot be read; None for good ones."""
     stored = [entry for entry in entries if entry.stored]
-    nbytes = sum(entry.info.compress_size for entry in stored)
+    nbytes = sum(entry.info.packed for entry in stored)
     # Compressed entries one by one: an archive caches only the last header it read.
     return [*in_order(_fault_of, stored, threads, nbytes), *(_fault_of(entry) for entry in entries if not entry.stored)]
 
 
 def crc_finding(entry: Entry, fault: str) -> Finding:
     """The finding about the fault of an entry."""
-    name = entry.info.orig_filename
+    name = entry.info.name
     more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
     message = f"zip entry {show(name)} of {entry.file.path}{more}: {fault}"
     return error("file.crc", entry.tensors[0] if entry.tensors else None, message)
@@ -168,7 +168,7 @@ def _entries(opened: WeightFile, format: str | None) -> Iterator[Entry]:
         begin = archive.locate(name)
         if file is opened:
             first = bisect_left(ranges, (begin, 0, ""))
-            last = bisect_left(ranges, (begin + info.compress_size, 0, ""))
+            last = bisect_left(ranges, (begin + info.packed, 0, ""))
             tensors = [tensor for _, _, tensor in ranges[first:last]]
         else:
             tensors = [tensor for tensor in (name.removesuffix(".npy"),) if opened.table.find(tensor) >= 0]
@@ -185,12 +185,12 @@ def _fault_of(entry: Entry) -> str | None:
     info = entry.info
     found = 0
     try:
-        if info.compress_type == zipfile.ZIP_STORED:
-            for piece in file_pieces(entry.file, entry.begin, entry.begin + info.compress_size):
+        if info.method == STORED:
+            for piece in file_pieces(entry.file, entry.begin, entry.begin + info.packed):
                 found = zlib.crc32(piece, found)
         else:
-            for data in entry.archive.inflate(info.orig_filename):
+            for data in entry.archive.inflate(info.name):
                 found = zlib.crc32(data, found)
     except (SafeloadError, OSError) as problem:
         return one_line(problem)
-    return None if found == info.CRC else f"its bytes have CRC-32 {found:08x}, but the directory has {info.CRC:08x}"
+    return None if found == info.crc else f"its bytes have CRC-32 {found:08x}, but the directory has {info.crc:08x}"

@@ -104,7 +104,7 @@ _Planned = tuple[dict[str, Any], int, Sequence[Any]]
 
 
 def _entry_pieces(entries: Sequence[Entry]) -> Iterator[_Planned]:
-    sizes = {k: entry.info.compress_size for k, entry in enumerate(entries)}
+    sizes = {k: entry.info.packed for k, entry in enumerate(entries)}
     for group in groups(sizes, lambda k: entries[k].file):
         archives: dict[str, list[Any]] = {}
         for k in group:
