@@ -32,9 +32,9 @@ _F64 = dtypes.BY_CODE["F64"]
 # The dtypes that loading converts to, in the order of messages.
 _TARGETS = tuple(row for row in reversed(dtypes.TABLE) if lib.sl_convertible(_F64.number, row.number))
 
-# Tensors of `safe_open` below this size, and slices, are read, with either backend: a view would save less than the
+# Tensors of `safe_open` below this size, and slices, are read, with any backend: a view would save less than the
 # mapping costs, and one call of the system is less than a batch of jobs.
-VIEWED_FROM = {"mmap": 127 << 10, "pread": HUGE_FROM}
+VIEWED_FROM = {"mmap": 127 << 10, "pread": HUGE_FROM, "direct": HUGE_FROM}
 
 # A tensor to load: its name, its file, its index there.
 Part = tuple[str, WeightFile, int]

@@ -34,7 +34,7 @@ _LENGTH, _MAX_HEADER = 8, 100_000_000
 
 # The largest file that loading reads whole. Where views of a mapping were asked for, one that malloc gives memory for
 # that it has had before: from 128 KiB on glibc may map new memory, as slow as the mapping of the file.
-_SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1}
+_SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
 
 _LOADED, _TABLE, _FILE = map(ffi.typeof, ("sl_loaded *", "sl_table **", "sl_file *"))
 
@@ -71,12 +71,12 @@ class Resident(NamedTuple):
 def load_or_open(path: PathLike, backend: str) -> Resident | WeightFile:
     """The tensors of a file if it is small; else the open file.
 
-    A small file is read whole, by one call, whatever the backend: a mapping, and the fault of its first page, take
-    longer. Like a mapping, the memory is private, and lives as long as the last array over it.
+    A small file is read whole, by one call, also where views of a mapping are asked for: a mapping, and the fault of its
+    first page, take longer. Like a mapping, the memory is private, and lives as long as the last array over it.
 
     Args:
         path: of the file.
-        backend: "mmap" or "pread", which decides how large a small file is.
+        backend: which decides how large a small file is.
 
     Raises:
         FormatError: the file breaks the format, or has another format.
