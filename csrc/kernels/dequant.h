@@ -7,21 +7,22 @@
  *
  * Only the files of the tiers include this, hence no prefix. Each defines before:
  *
- *   TARGET                              marks functions of its instruction set
- *   KERNEL(type)                        the name of a kernel
- *   codes                               16 integers of 8 bits
- *   codes_at(bytes)                     those in memory, at any alignment
- *   codes_of(low, high)                 those in two 64-bit words
- *   take(codes, shift, mask)            (code >> shift) & mask, where a negative shift is one to the left; constants.
- *                                       `mask` has no bit that a neighbour could reach
- *   spread(bits, weight)                weight where the bit is set, otherwise 0; bit k of 16 is that of code k
- *   either(a, b)                        a | b
- *   less(codes, bias)                   code - bias
- *   scales_of(floats, codes, factor)    code * factor, in the byte order of this machine
- *   put(out, codes, scale)              code * scale, in the byte order of files
- *   put_plus(out, codes, scale, more)   code * scale + more
- *   put_from(out, table, codes, scale)  table[code] * scale, of 16 numbers of 8 bits; codes are below 16
- *   half_at(bytes)                      an f16 as f32
+ *   TARGET                                marks functions of its instruction set
+ *   KERNEL(type)                          the name of a kernel
+ *   codes                                 16 integers of 8 bits
+ *   codes_at(bytes)                       those in memory, at any alignment
+ *   codes_of(low, high)                   those in two 64-bit words
+ *   take(codes, shift, mask)              (code >> shift) & mask, where a negative shift is one to the left; constants.
+ *                                         `mask` has no bit that a neighbour could reach
+ *   spread(bits, weight)                  weight where the bit is set, otherwise 0; bit k of 16 is that of code k
+ *   either(a, b)                          a | b
+ *   less(codes, bias)                     code - bias
+ *   scales_of(floats, codes, factor)      code * factor, in the byte order of this machine
+ *   put(out, codes, scale)                code * scale, in the byte order of files
+ *   put_plus(out, codes, scale, more)     code * scale + more
+ *   put_nibbles(out, codes, bias, scale)  (code - bias) * scale; codes are below 16
+ *   put_from(out, table, codes, scale)    table[code] * scale, of 16 numbers of 8 bits; codes are below 16
+ *   half_at(bytes)                        an f16 as f32
  *
  * Codes are signed where they become f32. */
 #ifndef SL_DEQUANT_H
@@ -54,8 +55,8 @@ TARGET SL_INLINE affine affine_of(float scale, float more) {
 TARGET SL_INLINE void restore_q4_0(const sl_q4_0 *block, uint8_t *out) {
     float d = half_at(block->d);
     codes bytes = codes_at(block->codes);
-    put(out, less(take(bytes, 0, 15), 8), d);
-    put(out + RUN, less(take(bytes, 4, 15), 8), d);
+    put_nibbles(out, take(bytes, 0, 15), 8, d);
+    put_nibbles(out + RUN, take(bytes, 4, 15), 8, d);
 }
 
 TARGET SL_INLINE void restore_q4_1(const sl_q4_1 *block, uint8_t *out) {
@@ -176,8 +177,8 @@ TARGET SL_INLINE void q3_k_runs(uint8_t *out, const uint8_t bytes[32], int shift
                                 const float scales[2]) {
     codes first = either(take(codes_at(bytes), shift, 3), take(codes_at(high), run / 2 - 2, 4));
     codes second = either(take(codes_at(bytes + 16), shift, 3), take(codes_at(high + 16), run / 2 - 2, 4));
-    put(out, less(first, 4), scales[0]);
-    put(out + RUN, less(second, 4), scales[1]);
+    put_nibbles(out, first, 4, scales[0]);
+    put_nibbles(out + RUN, second, 4, scales[1]);
 }
 
 TARGET SL_INLINE void restore_q3_k(const sl_q3_k *block, uint8_t *out) {

@@ -33,6 +33,14 @@ TARGET SL_INLINE void put_plus(uint8_t *out, codes all, float scale, float more)
     _mm256_storeu_ps((float *)(void *)(out + 32), _mm256_add_ps(products(_mm_srli_si128(all, 8), factor), constant));
 }
 
+TARGET SL_INLINE void put_nibbles(uint8_t *out, codes all, int8_t bias, float scale) {
+    put(out, less(all, bias), scale);
+}
+
+TARGET SL_INLINE void put_from(uint8_t *out, const int8_t table[16], codes all, float scale) {
+    put(out, _mm_shuffle_epi8(codes_at(table), all), scale);
+}
+
 TARGET SL_INLINE void scales_of(float floats[16], codes all, float factor) { put((uint8_t *)floats, all, factor); }
 
 #include "kernels/dequant.h"

@@ -52,6 +52,8 @@ SL_INLINE void put_plus(uint8_t *out, codes all, float scale, float more) {
         vst1q_u8(out + 16 * k, vreinterpretq_u8_f32(vaddq_f32(values.at[k], vdupq_n_f32(more))));
 }
 
+SL_INLINE void put_nibbles(uint8_t *out, codes all, uint8_t bias, float scale) { put(out, less(all, bias), scale); }
+
 SL_INLINE void put_from(uint8_t *out, const int8_t table[16], codes all, float scale) {
     put(out, vreinterpretq_u8_s8(vqtbl1q_s8(vld1q_s8(table), all)), scale);
 }

@@ -81,6 +81,8 @@ SL_INLINE void put_plus(uint8_t *out, codes all, float scale, float more) {
     store_all(out, values);
 }
 
+SL_INLINE void put_nibbles(uint8_t *out, codes all, int8_t bias, float scale) { put(out, less(all, bias), scale); }
+
 SL_INLINE void put_from(uint8_t *out, const int8_t table[16], codes all, float scale) {
     float numbers[16], values[16];
     for (size_t l = 0; l < 16; l++) numbers[l] = (float)table[l] * scale;

@@ -23,12 +23,6 @@ TARGET SL_INLINE codes either(codes a, codes b) { return _mm_or_si128(a, b); }
 
 TARGET SL_INLINE codes less(codes all, int8_t bias) { return _mm_sub_epi8(all, _mm_set1_epi8(bias)); }
 
-TARGET SL_INLINE void put(uint8_t *out, codes all, float scale); /* of the including file */
-
-TARGET SL_INLINE void put_from(uint8_t *out, const int8_t table[16], codes all, float scale) {
-    put(out, _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)table), all), scale);
-}
-
 TARGET SL_INLINE float half_at(const uint8_t bytes[2]) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bytes[0] | bytes[1] << 8)));
 }
