@@ -25,7 +25,7 @@ STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", 
 # Instructions of a processor, not of a system.
 INTRINSICS = {
     "platform/cpu.c": {"cpuid.h", "intrin.h"},
-    "kernels/copy2d.c": {"emmintrin.h"},
+    "kernels/copy2d.c": {"arm_neon.h", "emmintrin.h"},
     "kernels/isa.h": {"arm_neon.h", "immintrin.h"},
 }
 

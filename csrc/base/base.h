@@ -11,8 +11,12 @@
 #define SL_PRINTF(format_index, first_index) __attribute__((format(printf, format_index, first_index)))
 #define SL_LIKELY(x) __builtin_expect(!!(x), 1)
 #define SL_INLINE static inline __attribute__((always_inline)) /* where an argument must become a constant */
+#define SL_PREFETCH(address) __builtin_prefetch(address)
 #define SL_PREFETCH_WRITE(address) __builtin_prefetch(address, 1)
+#define SL_UNROLL _Pragma("GCC unroll 16") /* of a loop over registers */
 #else
+#define SL_UNROLL
+#define SL_PREFETCH(address) ((void)(address))
 #define SL_PREFETCH_WRITE(address) ((void)(address))
 #define SL_PRINTF(format_index, first_index)
 #define SL_LIKELY(x) (x)

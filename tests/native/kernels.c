@@ -411,10 +411,10 @@ static uint64_t check_copy(uint64_t state, size_t element, size_t rows, size_t c
 }
 
 static void check_copies(void) {
-    static const size_t SIDES[] = {1, 2, 3, 7, 8, 15, 16, 17, 24, 33};
+    static const size_t SIDES[] = {1, 2, 3, 7, 8, 15, 16, 17, 24, 33, 64, 131};
     const size_t sides = sizeof SIDES / sizeof SIDES[0];
-    uint8_t *source = allocate(64 * 64 * 8);
-    fill(source, SL_F64, 64 * 64, false);
+    uint8_t *source = allocate(144 * 144 * 8);
+    fill(source, SL_F64, 144 * 144, false);
     for (size_t element = 1; element <= 8; element *= 2) {
         uint64_t state = DIGEST_START;
         for (size_t r = 0; r < sides; r++)
