@@ -151,21 +151,25 @@ void sl_packed_plan(const sl_job *job, sl_plan *plan) {
 /* ---- values ---- */
 
 void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8_t *bytes, uint64_t column,
-                       uint64_t count, void *values) {
+                       uint64_t count, const sl_scaling *scaling, void *values) {
     size_t some = (size_t)count;
     int bits = packed->bits;
+    if (bits == 4 && packed->table != NULL && packed->word_codes == 0) {
+        plan->restore.nibbles(bytes + column / 2, column % 2, packed->high_first != 0, some, packed->table, scaling,
+                              values);
+        return;
+    }
     if (packed->table == NULL)
         plan->numbers(bytes + column, values, some);
     else if (packed->word_codes > 0) {
         uint64_t per_word = (uint64_t)packed->word_codes;
         sl_restore_words(bytes + column / per_word * 4, (size_t)(column % per_word), bits, (size_t)per_word, some,
                          packed->table, values);
-    } else if (bits == 4)
-        plan->restore.nibbles(bytes + column / 2, column % 2, packed->high_first != 0, some, packed->table, values);
-    else {
+    } else {
         uint64_t bit = column % 8 * (uint64_t)bits;
         sl_restore_stream(bytes + column / 8 * (uint64_t)bits, (size_t)bit, bits, some, packed->table, values);
     }
+    if (scaling != NULL) plan->restore.scale(values, some, scaling);
 }
 
 /* A range of the codes of one row, whose values are in the order of their codes. */
@@ -182,32 +186,34 @@ static const float *gather(const float *grid, const uint32_t *groups, uint64_t c
 
 static const float *advanced(const float *grid, uint64_t by) { return grid == NULL ? NULL : grid + by; }
 
-static void scale(const sl_packed *packed, const sl_plan *plan, const codes *range, void *values, float *gathered) {
+static sl_scaling scaling_of(const sl_packed *packed, const codes *range, float *gathered) {
     uint64_t column = range->column, count = range->count;
     uint64_t at = range->matrix * packed->grid_step + range->row / packed->row_block * packed->grid_columns;
     if (packed->groups != NULL) {
         const uint32_t *groups = packed->groups + column;
-        const sl_scaling each = {1, 0, gather(packed->scales + at, groups, count, gathered),
-                                 gather(advanced(packed->zeros, at), groups, count, gathered + SL_VALUES),
-                                 gather(advanced(packed->biases, at), groups, count, gathered + 2 * SL_VALUES)};
-        plan->restore.scale(values, (size_t)count, &each);
-        return;
+        return (sl_scaling){1, 0, gather(packed->scales + at, groups, count, gathered),
+                            gather(advanced(packed->zeros, at), groups, count, gathered + SL_VALUES),
+                            gather(advanced(packed->biases, at), groups, count, gathered + 2 * SL_VALUES)};
     }
     at += column / packed->column_block;
-    const sl_scaling blocks = {(size_t)packed->column_block, (size_t)(column % packed->column_block),
-                               packed->scales + at, advanced(packed->zeros, at), advanced(packed->biases, at)};
-    plan->restore.scale(values, (size_t)count, &blocks);
+    return (sl_scaling){(size_t)packed->column_block, (size_t)(column % packed->column_block), packed->scales + at,
+                        advanced(packed->zeros, at), advanced(packed->biases, at)};
 }
 
 /* Restores such a range, at most SL_VALUES codes. */
 static void restore_range(const sl_packed *packed, const sl_plan *plan, const codes *range, void *values,
                           uint8_t *scratch) {
+    sl_scaling own;
+    const sl_scaling *scaling = NULL;
+    if (packed->scales != NULL) {
+        own = scaling_of(packed, range, (float *)(void *)(scratch + SL_STAGING));
+        scaling = &own;
+    }
     if (packed->layout == SL_LAYOUT_PLANES)
         plan->restore.plane(range->bytes + range->column, plane_shift(packed, range->row), packed->bits,
-                            (size_t)range->count, packed->table, values);
+                            (size_t)range->count, packed->table, scaling, values);
     else
-        sl_packed_look_up(packed, plan, range->bytes, range->column, range->count, values);
-    if (packed->scales != NULL) scale(packed, plan, range, values, (float *)(void *)(scratch + SL_STAGING));
+        sl_packed_look_up(packed, plan, range->bytes, range->column, range->count, scaling, values);
     if (packed->factors == NULL) return;
     const sl_scaling factors = {1, 0, packed->factors + range->column, NULL, NULL};
     plan->restore.scale(values, (size_t)range->count, &factors);

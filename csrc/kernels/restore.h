@@ -11,15 +11,25 @@ typedef struct sl_scaling {
     const float *scales, *zeros, *biases; /* zeros and biases may be NULL */
 } sl_scaling;
 
-/* Codes are at any alignment; values are f32 at any alignment in the byte order of files. */
+/* The scaling of the values of its element `at` alone. */
+static inline sl_scaling sl_scaling_at(const sl_scaling *all, size_t at) {
+    sl_scaling one = {all->block, 0, all->scales + at, all->zeros == NULL ? NULL : all->zeros + at,
+                      all->biases == NULL ? NULL : all->biases + at};
+    return one;
+}
+
+/* Codes are at any alignment; values are f32 at any alignment in the byte order of files. `scaling` may be NULL; else
+ * each number is ((number - zero) * scale) + bias, in this order. */
 typedef struct sl_restore {
     /* table[code] of `count` codes of 4 bits, of which the first is the `first` nibble (0 or 1) of the first byte. */
     void (*nibbles)(const uint8_t *codes, size_t first, bool high_first, size_t count, const float *table,
-                    void *values);
+                    const sl_scaling *scaling, void *values);
     /* table[code] of the `bits` (2 or 4) bits of each of `count` bytes that begin at bit `shift`. */
-    void (*plane)(const uint8_t *bytes, int shift, int bits, size_t count, const float *table, void *values);
+    void (*plane)(const uint8_t *bytes, int shift, int bits, size_t count, const float *table,
+                  const sl_scaling *scaling, void *values);
     /* table[code] of the 4 bits of each of `count` 32-bit words that begin at bit `shift`. */
-    void (*words)(const uint8_t *words, int shift, size_t count, const float *table, void *values);
+    void (*words)(const uint8_t *words, int shift, size_t count, const float *table, const sl_scaling *scaling,
+                  void *values);
     /* ((value - zero) * scale) + bias, in place. */
     void (*scale)(void *values, size_t count, const sl_scaling *scaling);
 } sl_restore;

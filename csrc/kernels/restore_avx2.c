@@ -6,65 +6,6 @@
 
 #define TARGET SL_AVX2
 
-/* 16 codes in 8 bytes. */
-#define STEP ((size_t)16)
-
-/* Codes in the lowest 4 bits of the lanes: the bit of value 8 chooses between the two halves of the table. */
-TARGET static __m256 look_up(__m256i codes, __m256 low, __m256 high) {
-    __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)); /* blendv looks at the highest bit */
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
-}
-
-TARGET static void sl_nibbles_avx2(const uint8_t *codes, size_t first, bool high_first, size_t count,
-                                   const float *table, void *values) {
-    uint8_t *out = values;
-    if (first != 0 && count > 0) {
-        sl_restore_scalar.nibbles(codes++, 1, high_first, 1, table, out);
-        out += 4;
-        count--;
-    }
-    __m256 low_numbers = _mm256_loadu_ps(table), high_numbers = _mm256_loadu_ps(table + 8);
-    __m128i mask = _mm_set1_epi8(15);
-    size_t i = 0;
-    for (; i + STEP <= count; i += STEP, codes += STEP / 2) {
-        __m128i bytes = _mm_loadl_epi64((const __m128i *)codes);
-        __m128i low = _mm_and_si128(bytes, mask), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
-        __m128i in_order = high_first ? _mm_unpacklo_epi8(high, low) : _mm_unpacklo_epi8(low, high);
-        __m256i a = _mm256_cvtepu8_epi32(in_order), b = _mm256_cvtepu8_epi32(_mm_srli_si128(in_order, 8));
-        _mm256_storeu_ps((float *)(out + 4 * i), look_up(a, low_numbers, high_numbers));
-        _mm256_storeu_ps((float *)(out + 4 * i + 32), look_up(b, low_numbers, high_numbers));
-    }
-    sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, out + 4 * i);
-}
-
-TARGET static void sl_plane_avx2(const uint8_t *bytes, int shift, int bits, size_t count, const float *table,
-                                 void *values) {
-    uint8_t *out = values;
-    __m256 four = _mm256_broadcast_ps((const __m128 *)(const void *)table);
-    __m256 low = bits == 4 ? _mm256_loadu_ps(table) : four, high = bits == 4 ? _mm256_loadu_ps(table + 8) : four;
-    __m256i mask = _mm256_set1_epi32((1 << bits) - 1);
-    __m128i by = _mm_cvtsi32_si128(shift);
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(bytes + i)));
-        __m256i code = _mm256_and_si256(_mm256_srl_epi32(wide, by), mask);
-        _mm256_storeu_ps((float *)(out + 4 * i), look_up(code, low, high));
-    }
-    sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, out + 4 * i);
-}
-
-TARGET static void sl_words_avx2(const uint8_t *words, int shift, size_t count, const float *table, void *values) {
-    uint8_t *out = values;
-    __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
-    __m128i by = _mm_cvtsi32_si128(shift);
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        __m256i codes = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i *)(words + 4 * i)), by);
-        _mm256_storeu_ps((float *)(out + 4 * i), look_up(codes, low, high));
-    }
-    sl_restore_scalar.words(words + 4 * i, shift, count - i, table, out + 4 * i);
-}
-
 /* Values [0, count) with one scale; the remainder of a length in scalar C. */
 TARGET static inline void scale_run(uint8_t *out, size_t count, const sl_scaling *one) {
     __m256 factor = _mm256_set1_ps(*one->scales), less = _mm256_set1_ps(one->zeros != NULL ? *one->zeros : 0);
@@ -92,8 +33,7 @@ TARGET static void scale_each(uint8_t *out, size_t count, const sl_scaling *all)
         if (all->biases != NULL) value = _mm256_add_ps(value, _mm256_loadu_ps(all->biases + i));
         _mm256_storeu_ps(at, value);
     }
-    sl_scaling rest = {1, 0, all->scales + i, all->zeros == NULL ? NULL : all->zeros + i,
-                       all->biases == NULL ? NULL : all->biases + i};
+    const sl_scaling rest = sl_scaling_at(all, i);
     sl_restore_scalar.scale(out + 4 * i, count - i, &rest);
 }
 
@@ -105,10 +45,147 @@ TARGET static void sl_scale_avx2(void *values, size_t count, const sl_scaling *s
     }
     size_t at = 0, end = scaling->block - scaling->first;
     for (size_t i = 0; i < count; i = end, end += scaling->block, at++) {
-        sl_scaling one = {scaling->block, 0, scaling->scales + at, scaling->zeros == NULL ? NULL : scaling->zeros + at,
-                          scaling->biases == NULL ? NULL : scaling->biases + at};
+        const sl_scaling one = sl_scaling_at(scaling, at);
         scale_run(out + 4 * i, (end < count ? end : count) - i, &one);
     }
+}
+
+/* Numbers of a table. Where as many values share a scale, the table is scaled instead of them. */
+#define TABLE ((size_t)16)
+
+typedef struct numbers {
+    __m256 low, high;
+} numbers;
+
+TARGET static inline numbers load_numbers(const float *table) {
+    return (numbers){_mm256_loadu_ps(table), _mm256_loadu_ps(table + 8)};
+}
+
+TARGET static inline void store_numbers(float *table, numbers all) {
+    _mm256_storeu_ps(table, all.low);
+    _mm256_storeu_ps(table + 8, all.high);
+}
+
+/* The numbers of a table for the codes of element `at` of a scaling. */
+TARGET static inline numbers scaled(numbers all, const sl_scaling *scaling, size_t at) {
+    if (scaling->zeros != NULL) {
+        __m256 less = _mm256_set1_ps(scaling->zeros[at]);
+        all.low = _mm256_sub_ps(all.low, less);
+        all.high = _mm256_sub_ps(all.high, less);
+    }
+    __m256 factor = _mm256_set1_ps(scaling->scales[at]);
+    all.low = _mm256_mul_ps(all.low, factor);
+    all.high = _mm256_mul_ps(all.high, factor);
+    if (scaling->biases != NULL) {
+        __m256 more = _mm256_set1_ps(scaling->biases[at]);
+        all.low = _mm256_add_ps(all.low, more);
+        all.high = _mm256_add_ps(all.high, more);
+    }
+    return all;
+}
+
+/* Codes in the lowest 4 bits of the lanes, whatever is above them: the bit of value 8 chooses between the two halves of
+ * the table. */
+TARGET static inline __m256 look_up(__m256i codes, numbers all) {
+    __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)); /* blendv looks at the highest bit */
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(all.low, codes), _mm256_permutevar8x32_ps(all.high, codes), upper);
+}
+
+TARGET static inline void put(uint8_t *out, size_t i, __m256 values) {
+    _mm256_storeu_ps((float *)(void *)(out + 4 * i), values);
+}
+
+/* Codes [0, count) with one scale. A word of 8 codes goes to 8 lanes, which each shift theirs to the lowest 4 bits. */
+TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool high_first, size_t count, numbers all,
+                                      uint8_t *out) {
+    __m256i by = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    if (high_first) by = _mm256_xor_si256(by, _mm256_set1_epi32(4));
+    float table[TABLE];
+    if (first != 0 || count % 8 != 0) store_numbers(table, all);
+    if (first != 0 && count > 0) {
+        sl_restore_scalar.nibbles(codes++, 1, high_first, 1, table, NULL, out);
+        out += 4;
+        count--;
+    }
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8, codes += 4) {
+        __m256i word = _mm256_set1_epi32((int)sl_load_le32(codes));
+        put(out, i, look_up(_mm256_srlv_epi32(word, by), all));
+    }
+    if (i < count) sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, NULL, out + 4 * i);
+}
+
+TARGET static void sl_nibbles_avx2(const uint8_t *codes, size_t first, bool high_first, size_t count,
+                                   const float *table, const sl_scaling *scaling, void *values) {
+    uint8_t *out = values;
+    numbers all = load_numbers(table);
+    if (scaling == NULL || scaling->block < TABLE) {
+        nibbles_run(codes, first, high_first, count, all, out);
+        if (scaling != NULL) sl_scale_avx2(values, count, scaling);
+        return;
+    }
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += scaling->block, at++)
+        nibbles_run(codes + (first + i) / 2, (first + i) % 2, high_first, (end < count ? end : count) - i,
+                    scaled(all, scaling, at), out + 4 * i);
+}
+
+/* A table of 4 numbers is in every lane of both registers, so that it does not matter what is above the code. */
+TARGET static inline void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, numbers all,
+                                    uint8_t *out) {
+    __m128i by = _mm_cvtsi32_si128(shift);
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(bytes + i)));
+        __m256i codes = _mm256_srl_epi32(wide, by);
+        put(out, i, bits == 4 ? look_up(codes, all) : _mm256_permutevar8x32_ps(all.low, codes));
+    }
+    if (i == count) return;
+    float table[TABLE];
+    store_numbers(table, all);
+    sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, NULL, out + 4 * i);
+}
+
+TARGET static void sl_plane_avx2(const uint8_t *bytes, int shift, int bits, size_t count, const float *table,
+                                 const sl_scaling *scaling, void *values) {
+    uint8_t *out = values;
+    __m256 four = _mm256_broadcast_ps((const __m128 *)(const void *)table);
+    numbers all = bits == 4 ? load_numbers(table) : (numbers){four, four};
+    if (scaling == NULL || scaling->block < TABLE) {
+        plane_run(bytes, shift, bits, count, all, out);
+        if (scaling != NULL) sl_scale_avx2(values, count, scaling);
+        return;
+    }
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += scaling->block, at++)
+        plane_run(bytes + i, shift, bits, (end < count ? end : count) - i, scaled(all, scaling, at), out + 4 * i);
+}
+
+TARGET static inline void words_run(const uint8_t *words, int shift, size_t count, numbers all, uint8_t *out) {
+    __m128i by = _mm_cvtsi32_si128(shift);
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256i codes = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(words + 4 * i)), by);
+        put(out, i, look_up(codes, all));
+    }
+    if (i == count) return;
+    float table[TABLE];
+    store_numbers(table, all);
+    sl_restore_scalar.words(words + 4 * i, shift, count - i, table, NULL, out + 4 * i);
+}
+
+TARGET static void sl_words_avx2(const uint8_t *words, int shift, size_t count, const float *table,
+                                 const sl_scaling *scaling, void *values) {
+    uint8_t *out = values;
+    numbers all = load_numbers(table);
+    if (scaling == NULL || scaling->block < TABLE) {
+        words_run(words, shift, count, all, out);
+        if (scaling != NULL) sl_scale_avx2(values, count, scaling);
+        return;
+    }
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += scaling->block, at++)
+        words_run(words + 4 * i, shift, (end < count ? end : count) - i, scaled(all, scaling, at), out + 4 * i);
 }
 
 const sl_restore sl_restore_avx2 = {sl_nibbles_avx2, sl_plane_avx2, sl_words_avx2, sl_scale_avx2};

@@ -6,59 +6,8 @@
 
 #define TARGET SL_AVX512
 
-/* 32 codes in 16 bytes. */
-#define STEP ((size_t)32)
-
-TARGET static void sl_nibbles_avx512(const uint8_t *codes, size_t first, bool high_first, size_t count,
-                                     const float *table, void *values) {
-    uint8_t *out = values;
-    if (first != 0 && count > 0) {
-        sl_restore_scalar.nibbles(codes++, 1, high_first, 1, table, out);
-        out += 4;
-        count--;
-    }
-    __m512 numbers = _mm512_loadu_ps(table);
-    __m128i mask = _mm_set1_epi8(15);
-    size_t i = 0;
-    for (; i + STEP <= count; i += STEP, codes += STEP / 2) {
-        __m128i bytes = _mm_loadu_si128((const __m128i *)codes);
-        __m128i low = _mm_and_si128(bytes, mask), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
-        __m128i even = high_first ? high : low, odd = high_first ? low : high;
-        __m512i a = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(even, odd));
-        __m512i b = _mm512_cvtepu8_epi32(_mm_unpackhi_epi8(even, odd));
-        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(a, numbers));
-        _mm512_storeu_ps(out + 4 * i + 64, _mm512_permutexvar_ps(b, numbers));
-    }
-    sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, out + 4 * i);
-}
-
-TARGET static void sl_plane_avx512(const uint8_t *bytes, int shift, int bits, size_t count, const float *table,
-                                   void *values) {
-    uint8_t *out = values;
-    __m512 numbers = bits == 4 ? _mm512_loadu_ps(table) : _mm512_broadcast_f32x4(_mm_loadu_ps(table));
-    __m512i mask = _mm512_set1_epi32((1 << bits) - 1);
-    __m128i by = _mm_cvtsi32_si128(shift);
-    size_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(bytes + i)));
-        __m512i code = _mm512_and_si512(_mm512_srl_epi32(wide, by), mask);
-        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(code, numbers));
-    }
-    sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, out + 4 * i);
-}
-
-/* A permutation looks at the lowest 4 bits of its indices. */
-TARGET static void sl_words_avx512(const uint8_t *words, int shift, size_t count, const float *table, void *values) {
-    uint8_t *out = values;
-    __m512 numbers = _mm512_loadu_ps(table);
-    __m128i by = _mm_cvtsi32_si128(shift);
-    size_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        __m512i codes = _mm512_srl_epi32(_mm512_loadu_si512(words + 4 * i), by);
-        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(codes, numbers));
-    }
-    sl_restore_scalar.words(words + 4 * i, shift, count - i, table, out + 4 * i);
-}
+/* Numbers of a table. Where as many values share a scale, the table is scaled instead of them. */
+#define TABLE ((size_t)16)
 
 /* Values [0, count) with one scale; the remainder of a length in scalar C. */
 TARGET static void scale_run(uint8_t *out, size_t count, const sl_scaling *one) {
@@ -85,8 +34,7 @@ TARGET static void scale_each(uint8_t *out, size_t count, const sl_scaling *all)
         if (all->biases != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(all->biases + i));
         _mm512_storeu_ps(out + 4 * i, value);
     }
-    sl_scaling rest = {1, 0, all->scales + i, all->zeros == NULL ? NULL : all->zeros + i,
-                       all->biases == NULL ? NULL : all->biases + i};
+    const sl_scaling rest = sl_scaling_at(all, i);
     sl_restore_scalar.scale(out + 4 * i, count - i, &rest);
 }
 
@@ -98,10 +46,144 @@ TARGET static void sl_scale_avx512(void *values, size_t count, const sl_scaling 
     }
     size_t at = 0, end = scaling->block - scaling->first;
     for (size_t i = 0; i < count; i = end, end += scaling->block, at++) {
-        sl_scaling one = {scaling->block, 0, scaling->scales + at, scaling->zeros == NULL ? NULL : scaling->zeros + at,
-                          scaling->biases == NULL ? NULL : scaling->biases + at};
+        const sl_scaling one = sl_scaling_at(scaling, at);
         scale_run(out + 4 * i, (end < count ? end : count) - i, &one);
     }
+}
+
+/* The numbers of a table for the codes of element `at` of a scaling. */
+TARGET static inline __m512 scaled(__m512 numbers, const sl_scaling *scaling, size_t at) {
+    if (scaling->zeros != NULL) numbers = _mm512_sub_ps(numbers, _mm512_set1_ps(scaling->zeros[at]));
+    numbers = _mm512_mul_ps(numbers, _mm512_set1_ps(scaling->scales[at]));
+    if (scaling->biases != NULL) numbers = _mm512_add_ps(numbers, _mm512_set1_ps(scaling->biases[at]));
+    return numbers;
+}
+
+/* Codes [0, count) with one scale. A word of 8 codes goes to 8 lanes, which each shift theirs to the lowest 4 bits: a
+ * permutation looks at no others. */
+TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool high_first, size_t count, __m512 numbers,
+                                      uint8_t *out) {
+    const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), two = _mm512_set1_epi32(2);
+    __m512i by = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    if (high_first) by = _mm512_xor_si512(by, _mm512_set1_epi32(4));
+    float table[16];
+    if (first != 0 || count % 16 != 0) _mm512_storeu_ps(table, numbers);
+    if (first != 0 && count > 0) {
+        sl_restore_scalar.nibbles(codes++, 1, high_first, 1, table, NULL, out);
+        out += 4;
+        count--;
+    }
+    size_t i = 0;
+    for (; i + 32 <= count; i += 32, codes += 16) {
+        __m512i held = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)codes));
+        __m512i a = _mm512_permutexvar_epi32(words, held);
+        __m512i b = _mm512_permutexvar_epi32(_mm512_add_epi32(words, two), held);
+        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(_mm512_srlv_epi32(a, by), numbers));
+        _mm512_storeu_ps(out + 4 * i + 64, _mm512_permutexvar_ps(_mm512_srlv_epi32(b, by), numbers));
+    }
+    if (i + 16 <= count) {
+        __m512i held = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)codes));
+        __m512i a = _mm512_permutexvar_epi32(words, held);
+        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(_mm512_srlv_epi32(a, by), numbers));
+        i += 16;
+        codes += 8;
+    }
+    if (i < count) sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, NULL, out + 4 * i);
+}
+
+TARGET static void sl_nibbles_avx512(const uint8_t *codes, size_t first, bool high_first, size_t count,
+                                     const float *table, const sl_scaling *scaling, void *values) {
+    uint8_t *out = values;
+    __m512 numbers = _mm512_loadu_ps(table);
+    if (scaling == NULL || scaling->block < TABLE) {
+        nibbles_run(codes, first, high_first, count, numbers, out);
+        if (scaling != NULL) sl_scale_avx512(values, count, scaling);
+        return;
+    }
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += scaling->block, at++)
+        nibbles_run(codes + (first + i) / 2, (first + i) % 2, high_first, (end < count ? end : count) - i,
+                    scaled(numbers, scaling, at), out + 4 * i);
+}
+
+/* A table of 4 numbers is in all quarters of the register, so that it does not matter what is above the code. */
+TARGET static inline void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, __m512 numbers,
+                                    uint8_t *out) {
+    __m128i by = _mm_cvtsi32_si128(shift);
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(bytes + i)));
+        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(_mm512_srl_epi32(wide, by), numbers));
+    }
+    if (i == count) return;
+    float table[16];
+    _mm512_storeu_ps(table, numbers);
+    sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, NULL, out + 4 * i);
+}
+
+TARGET static void sl_plane_avx512(const uint8_t *bytes, int shift, int bits, size_t count, const float *table,
+                                   const sl_scaling *scaling, void *values) {
+    uint8_t *out = values;
+    __m512 numbers = bits == 4 ? _mm512_loadu_ps(table) : _mm512_broadcast_f32x4(_mm_loadu_ps(table));
+    if (scaling == NULL || scaling->block < TABLE) {
+        plane_run(bytes, shift, bits, count, numbers, out);
+        if (scaling != NULL) sl_scale_avx512(values, count, scaling);
+        return;
+    }
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += scaling->block, at++)
+        plane_run(bytes + i, shift, bits, (end < count ? end : count) - i, scaled(numbers, scaling, at), out + 4 * i);
+}
+
+TARGET static inline void words_run(const uint8_t *words, int shift, size_t count, __m512 numbers, uint8_t *out) {
+    __m128i by = _mm_cvtsi32_si128(shift);
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        __m512i codes = _mm512_srl_epi32(_mm512_loadu_si512(words + 4 * i), by);
+        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(codes, numbers));
+    }
+    if (i == count) return;
+    float table[16];
+    _mm512_storeu_ps(table, numbers);
+    sl_restore_scalar.words(words + 4 * i, shift, count - i, table, NULL, out + 4 * i);
+}
+
+/* Each value has a scale of its own. */
+TARGET static void words_each(const uint8_t *words, int shift, size_t count, __m512 numbers, const sl_scaling *all,
+                              uint8_t *out) {
+    __m128i by = _mm_cvtsi32_si128(shift);
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        __m512i codes = _mm512_srl_epi32(_mm512_loadu_si512(words + 4 * i), by);
+        __m512 value = _mm512_permutexvar_ps(codes, numbers);
+        if (all->zeros != NULL) value = _mm512_sub_ps(value, _mm512_loadu_ps(all->zeros + i));
+        value = _mm512_mul_ps(value, _mm512_loadu_ps(all->scales + i));
+        if (all->biases != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(all->biases + i));
+        _mm512_storeu_ps(out + 4 * i, value);
+    }
+    if (i == count) return;
+    float table[16];
+    _mm512_storeu_ps(table, numbers);
+    const sl_scaling rest = sl_scaling_at(all, i);
+    sl_restore_scalar.words(words + 4 * i, shift, count - i, table, &rest, out + 4 * i);
+}
+
+TARGET static void sl_words_avx512(const uint8_t *words, int shift, size_t count, const float *table,
+                                   const sl_scaling *scaling, void *values) {
+    uint8_t *out = values;
+    __m512 numbers = _mm512_loadu_ps(table);
+    if (scaling != NULL && scaling->block == 1) {
+        words_each(words, shift, count, numbers, scaling, out);
+        return;
+    }
+    if (scaling == NULL || scaling->block < TABLE) {
+        words_run(words, shift, count, numbers, out);
+        if (scaling != NULL) sl_scale_avx512(values, count, scaling);
+        return;
+    }
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += scaling->block, at++)
+        words_run(words + 4 * i, shift, (end < count ? end : count) - i, scaled(numbers, scaling, at), out + 4 * i);
 }
 
 const sl_restore sl_restore_avx512 = {sl_nibbles_avx512, sl_plane_avx512, sl_words_avx512, sl_scale_avx512};

@@ -19,57 +19,6 @@ static uint8x16x4_t table_of(const float *table) {
     return (uint8x16x4_t){{vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)}};
 }
 
-static void sl_nibbles_neon(const uint8_t *codes, size_t first, bool high_first, size_t count, const float *table,
-                            void *values) {
-    uint8_t *out = values;
-    if (first != 0 && count > 0) {
-        sl_restore_scalar.nibbles(codes++, 1, high_first, 1, table, out);
-        out += 4;
-        count--;
-    }
-    uint8x16x4_t numbers = table_of(table);
-    size_t i = 0;
-    for (; i + 16 <= count; i += 16, codes += 8) {
-        uint8x8_t bytes = vld1_u8(codes), low = vand_u8(bytes, vdup_n_u8(15)), high = vshr_n_u8(bytes, 4);
-        uint8x8x2_t in_order = high_first ? vzip_u8(high, low) : vzip_u8(low, high);
-        uint16x8_t a = vmovl_u8(in_order.val[0]), b = vmovl_u8(in_order.val[1]);
-        store4(out + 4 * i, vget_low_u16(a), numbers);
-        store4(out + 4 * i + 16, vget_high_u16(a), numbers);
-        store4(out + 4 * i + 32, vget_low_u16(b), numbers);
-        store4(out + 4 * i + 48, vget_high_u16(b), numbers);
-    }
-    sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, out + 4 * i);
-}
-
-/* A table of 4 numbers is that of 16 four times, so that no code of 2 bits reads beyond it. */
-static void sl_plane_neon(const uint8_t *bytes, int shift, int bits, size_t count, const float *table, void *values) {
-    uint8_t *out = values;
-    uint8x16_t four = vld1q_u8((const uint8_t *)table);
-    uint8x16x4_t numbers = bits == 4 ? table_of(table) : (uint8x16x4_t){{four, four, four, four}};
-    uint8x8_t mask = vdup_n_u8((uint8_t)((1 << bits) - 1));
-    int8x8_t by = vdup_n_s8((int8_t)-shift);
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        uint16x8_t codes = vmovl_u8(vand_u8(vshl_u8(vld1_u8(bytes + i), by), mask));
-        store4(out + 4 * i, vget_low_u16(codes), numbers);
-        store4(out + 4 * i + 16, vget_high_u16(codes), numbers);
-    }
-    sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, out + 4 * i);
-}
-
-static void sl_words_neon(const uint8_t *words, int shift, size_t count, const float *table, void *values) {
-    uint8_t *out = values;
-    uint8x16x4_t numbers = table_of(table);
-    uint32x4_t mask = vdupq_n_u32(15);
-    int32x4_t by = vdupq_n_s32(-shift);
-    size_t i = 0;
-    for (; i + 4 <= count; i += 4) {
-        uint32x4_t codes = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(words + 4 * i)), by), mask);
-        vst1q_u8(out + 4 * i, vqtbl4q_u8(numbers, places(codes)));
-    }
-    sl_restore_scalar.words(words + 4 * i, shift, count - i, table, out + 4 * i);
-}
-
 static float32x4_t load(const uint8_t *memory) { return vreinterpretq_f32_u8(vld1q_u8(memory)); }
 static void store(uint8_t *memory, float32x4_t lanes) { vst1q_u8(memory, vreinterpretq_u8_f32(lanes)); }
 
@@ -98,8 +47,7 @@ static void scale_each(uint8_t *out, size_t count, const sl_scaling *all) {
         if (all->biases != NULL) value = vaddq_f32(value, vld1q_f32(all->biases + i));
         store(out + 4 * i, value);
     }
-    sl_scaling rest = {1, 0, all->scales + i, all->zeros == NULL ? NULL : all->zeros + i,
-                       all->biases == NULL ? NULL : all->biases + i};
+    const sl_scaling rest = sl_scaling_at(all, i);
     sl_restore_scalar.scale(out + 4 * i, count - i, &rest);
 }
 
@@ -111,12 +59,119 @@ static void sl_scale_neon(void *values, size_t count, const sl_scaling *scaling)
     }
     size_t at = 0, end = scaling->block - scaling->first;
     for (size_t i = 0; i < count; i = end, end += scaling->block, at++) {
-        sl_scaling one = {scaling->block, 0, scaling->scales + at, scaling->zeros == NULL ? NULL : scaling->zeros + at,
-                          scaling->biases == NULL ? NULL : scaling->biases + at};
+        const sl_scaling one = sl_scaling_at(scaling, at);
         scale_run(out + 4 * i, (end < count ? end : count) - i, &one);
     }
 }
 
-const sl_restore sl_restore_neon = {sl_nibbles_neon, sl_plane_neon, sl_words_neon, sl_scale_neon};
+/* Numbers of a table. Where as many values share a scale, the table is scaled instead of them. */
+#define TABLE ((size_t)16)
+
+/* The table of element `at` of a scaling. */
+static void scale_table(const float *table, size_t numbers, const sl_scaling *scaling, size_t at, float *scaled) {
+    const sl_scaling one = sl_scaling_at(scaling, at);
+    memcpy(scaled, table, numbers * sizeof(float));
+    scale_run((uint8_t *)scaled, numbers, &one);
+}
+
+static void nibbles_run(const uint8_t *codes, size_t first, bool high_first, size_t count, const float *table,
+                        uint8_t *out) {
+    if (first != 0 && count > 0) {
+        sl_restore_scalar.nibbles(codes++, 1, high_first, 1, table, NULL, out);
+        out += 4;
+        count--;
+    }
+    uint8x16x4_t numbers = table_of(table);
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16, codes += 8) {
+        uint8x8_t bytes = vld1_u8(codes), low = vand_u8(bytes, vdup_n_u8(15)), high = vshr_n_u8(bytes, 4);
+        uint8x8x2_t in_order = high_first ? vzip_u8(high, low) : vzip_u8(low, high);
+        uint16x8_t a = vmovl_u8(in_order.val[0]), b = vmovl_u8(in_order.val[1]);
+        store4(out + 4 * i, vget_low_u16(a), numbers);
+        store4(out + 4 * i + 16, vget_high_u16(a), numbers);
+        store4(out + 4 * i + 32, vget_low_u16(b), numbers);
+        store4(out + 4 * i + 48, vget_high_u16(b), numbers);
+    }
+    if (i < count) sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, NULL, out + 4 * i);
+}
+
+static void sl_nibbles_neon(const uint8_t *codes, size_t first, bool high_first, size_t count, const float *table,
+                            const sl_scaling *scaling, void *values) {
+    uint8_t *out = values;
+    if (scaling == NULL || scaling->block < TABLE) {
+        nibbles_run(codes, first, high_first, count, table, out);
+        if (scaling != NULL) sl_scale_neon(values, count, scaling);
+        return;
+    }
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += scaling->block, at++) {
+        float own[TABLE];
+        scale_table(table, TABLE, scaling, at, own);
+        nibbles_run(codes + (first + i) / 2, (first + i) % 2, high_first, (end < count ? end : count) - i, own,
+                    out + 4 * i);
+    }
+}
+
+/* A table of 4 numbers is that of 16 four times, so that no code of 2 bits reads beyond it. */
+static void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, const float *table, uint8_t *out) {
+    uint8x16_t four = vld1q_u8((const uint8_t *)table);
+    uint8x16x4_t numbers = bits == 4 ? table_of(table) : (uint8x16x4_t){{four, four, four, four}};
+    uint8x8_t mask = vdup_n_u8((uint8_t)((1 << bits) - 1));
+    int8x8_t by = vdup_n_s8((int8_t)-shift);
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        uint16x8_t codes = vmovl_u8(vand_u8(vshl_u8(vld1_u8(bytes + i), by), mask));
+        store4(out + 4 * i, vget_low_u16(codes), numbers);
+        store4(out + 4 * i + 16, vget_high_u16(codes), numbers);
+    }
+    sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, NULL, out + 4 * i);
+}
+
+static void sl_plane_neon(const uint8_t *bytes, int shift, int bits, size_t count, const float *table,
+                          const sl_scaling *scaling, void *values) {
+    uint8_t *out = values;
+    if (scaling == NULL || scaling->block < TABLE) {
+        plane_run(bytes, shift, bits, count, table, out);
+        if (scaling != NULL) sl_scale_neon(values, count, scaling);
+        return;
+    }
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += scaling->block, at++) {
+        float own[TABLE];
+        scale_table(table, (size_t)1 << bits, scaling, at, own);
+        plane_run(bytes + i, shift, bits, (end < count ? end : count) - i, own, out + 4 * i);
+    }
+}
+
+static void words_run(const uint8_t *words, int shift, size_t count, const float *table, uint8_t *out) {
+    uint8x16x4_t numbers = table_of(table);
+    uint32x4_t mask = vdupq_n_u32(15);
+    int32x4_t by = vdupq_n_s32(-shift);
+    size_t i = 0;
+    for (; i + 4 <= count; i += 4) {
+        uint32x4_t codes = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(words + 4 * i)), by), mask);
+        vst1q_u8(out + 4 * i, vqtbl4q_u8(numbers, places(codes)));
+    }
+    sl_restore_scalar.words(words + 4 * i, shift, count - i, table, NULL, out + 4 * i);
+}
+
+static void sl_words_neon(const uint8_t *words, int shift, size_t count, const float *table, const sl_scaling *scaling,
+                          void *values) {
+    uint8_t *out = values;
+    if (scaling == NULL || scaling->block < TABLE) {
+        words_run(words, shift, count, table, out);
+        if (scaling != NULL) sl_scale_neon(values, count, scaling);
+        return;
+    }
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; i = end, end += scaling->block, at++) {
+        float own[TABLE];
+        scale_table(table, TABLE, scaling, at, own);
+        words_run(words + 4 * i, shift, (end < count ? end : count) - i, own, out + 4 * i);
+    }
+}
+
+const sl_restore sl_restore_neon = {
+    .nibbles = sl_nibbles_neon, .plane = sl_plane_neon, .words = sl_words_neon, .scale = sl_scale_neon};
 
 #endif

@@ -2,31 +2,13 @@
 #include "kernels/restore.h"
 #include "kernels/scalar.h"
 
-static void sl_nibbles_scalar(const uint8_t *codes, size_t first, bool high_first, size_t count, const float *table,
-                              void *values) {
-    size_t turned = high_first ? 1 : 0;
+/* Values [0, count) with one scale. */
+static void scale_run(void *values, size_t count, const sl_scaling *one) {
     for (size_t i = 0; i < count; i++) {
-        size_t k = first + i;
-        store_float(values, i, table[codes[k / 2] >> (4 * ((k & 1) ^ turned)) & 15]);
-    }
-}
-
-static void sl_plane_scalar(const uint8_t *bytes, int shift, int bits, size_t count, const float *table, void *values) {
-    int mask = (1 << bits) - 1;
-    for (size_t i = 0; i < count; i++) store_float(values, i, table[bytes[i] >> shift & mask]);
-}
-
-static void sl_words_scalar(const uint8_t *words, int shift, size_t count, const float *table, void *values) {
-    for (size_t i = 0; i < count; i++) store_float(values, i, table[load32(words, i) >> shift & 15]);
-}
-
-/* Values [begin, end) with one scale. */
-static void scale_run(void *values, size_t begin, size_t end, float scale, const float *zero, const float *bias) {
-    for (size_t i = begin; i < end; i++) {
         float value = float_of(load32(values, i));
-        if (zero != NULL) value -= *zero;
-        value *= scale;
-        if (bias != NULL) value += *bias;
+        if (one->zeros != NULL) value -= *one->zeros;
+        value *= *one->scales;
+        if (one->biases != NULL) value += *one->biases;
         store_float(values, i, value);
     }
 }
@@ -34,10 +16,32 @@ static void scale_run(void *values, size_t begin, size_t end, float scale, const
 static void sl_scale_scalar(void *values, size_t count, const sl_scaling *scaling) {
     size_t block = scaling->block, at = 0, end = block - scaling->first;
     for (size_t i = 0; i < count; i = end, end += block, at++) {
-        const float *zero = scaling->zeros == NULL ? NULL : scaling->zeros + at;
-        const float *bias = scaling->biases == NULL ? NULL : scaling->biases + at;
-        scale_run(values, i, end < count ? end : count, scaling->scales[at], zero, bias);
+        const sl_scaling one = sl_scaling_at(scaling, at);
+        scale_run((uint8_t *)values + 4 * i, (end < count ? end : count) - i, &one);
     }
+}
+
+static void sl_nibbles_scalar(const uint8_t *codes, size_t first, bool high_first, size_t count, const float *table,
+                              const sl_scaling *scaling, void *values) {
+    size_t turned = high_first ? 1 : 0;
+    for (size_t i = 0; i < count; i++) {
+        size_t k = first + i;
+        store_float(values, i, table[codes[k / 2] >> (4 * ((k & 1) ^ turned)) & 15]);
+    }
+    if (scaling != NULL) sl_scale_scalar(values, count, scaling);
+}
+
+static void sl_plane_scalar(const uint8_t *bytes, int shift, int bits, size_t count, const float *table,
+                            const sl_scaling *scaling, void *values) {
+    int mask = (1 << bits) - 1;
+    for (size_t i = 0; i < count; i++) store_float(values, i, table[bytes[i] >> shift & mask]);
+    if (scaling != NULL) sl_scale_scalar(values, count, scaling);
+}
+
+static void sl_words_scalar(const uint8_t *words, int shift, size_t count, const float *table,
+                            const sl_scaling *scaling, void *values) {
+    for (size_t i = 0; i < count; i++) store_float(values, i, table[load32(words, i) >> shift & 15]);
+    if (scaling != NULL) sl_scale_scalar(values, count, scaling);
 }
 
 void sl_restore_stream(const uint8_t *codes, size_t first, int bits, size_t count, const float *table, void *values) {
