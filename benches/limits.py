@@ -13,6 +13,10 @@ import numpy as np
 # The peer's name of `reader`.
 READ = "limit: reading as many bytes"
 
+# The peers' names of `storer` and of `read_twice_and_store`.
+STORE = "limit: storing the result"
+TWO_PASSES = "limit: reading it twice, storing the codes"
+
 # Elements: parts begin at whole blocks of any quantized dtype.
 _BLOCK = 256
 
@@ -52,6 +56,27 @@ def storers(target: np.ndarray) -> dict[str, Callable[[], None]]:
             ctypes.memset(target.ctypes.data, 1, target.nbytes) and None
         ),
     }
+
+
+def storer(target: np.ndarray, workers: int) -> Callable[[], None]:
+    """The C library's memset over memory that may be fresh."""
+
+    def work(begin: int, end: int) -> None:
+        ctypes.memset(target.ctypes.data + begin, 1, end - begin)
+
+    return shared(work, target.nbytes, workers)
+
+
+def read_twice_and_store(source: np.ndarray, workers: int) -> Callable[[], None]:
+    """Reads f32 twice and stores a byte for each, in fresh memory: what no int8 with one scale can do without."""
+    read = reader(source, workers)
+
+    def run() -> None:
+        read()
+        read()
+        storer(np.empty(source.size, np.int8), workers)()
+
+    return run
 
 
 def stream(nbytes: int, workers: int) -> Callable[[], np.ndarray]:

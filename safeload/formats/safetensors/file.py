@@ -71,8 +71,8 @@ class Resident(NamedTuple):
 def load_or_open(path: PathLike, backend: str) -> Resident | WeightFile:
     """The tensors of a file if it is small; else the open file.
 
-    A small file is read whole, by one call, also where views of a mapping are asked for: a mapping, and the fault of its
-    first page, take longer. Like a mapping, the memory is private, and lives as long as the last array over it.
+    A small file is read whole, by one call, also where a mapping is asked for, which takes longer, as does the fault of
+    its first page. Like a mapping, the memory is private, and lives as long as the last array over it.
 
     Args:
         path: of the file.
