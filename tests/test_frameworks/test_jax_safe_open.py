@@ -75,7 +75,7 @@ def test_slices_are_upstreams(file, backend):
     }
     with (
         safeload.safe_open(path, "flax", backend=backend) as mine,
-        safetensors.safe_open(path, "flax", backend=backend) as theirs,
+        safetensors.safe_open(path, "flax", backend="pread" if backend == "direct" else backend) as theirs,
     ):
         for name, indices in keys.items():
             ours, upstream = mine.get_slice(name), theirs.get_slice(name)
