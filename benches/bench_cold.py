@@ -16,7 +16,7 @@ import safetensors.numpy
 from compare import Comparison, race, release, same_arrays
 
 import safeload.numpy
-from safeload.engine import jobs
+from safeload.engine import runner
 
 ROUNDS = 7
 PEER = 'safetensors.numpy.load_file(backend="pread")'
@@ -83,11 +83,11 @@ def through_the_cache(run: Callable[[], Any]) -> Callable[[], Any]:
     """The same without reads past the page cache."""
 
     def buffered() -> Any:
-        found, jobs.cold_of = jobs.cold_of, lambda store, begin, end: None
+        found, runner.cold_of = runner.cold_of, lambda store, begin, end: None
         try:
             return run()
         finally:
-            jobs.cold_of = found
+            runner.cold_of = found
 
     return buffered
 
