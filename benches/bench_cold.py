@@ -1,4 +1,4 @@
-"""Files that are not in the page cache: loading, and what reads every byte once, past the cache and through it."""
+"""Files that are not in the page cache: loading, past it and through it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import files
 import pytest
@@ -16,12 +15,10 @@ import safetensors.numpy
 from compare import Comparison, race, release, same_arrays
 
 import safeload.numpy
-from safeload.engine import runner
 
 ROUNDS = 7
 PEER = 'safetensors.numpy.load_file(backend="pread")'
 PREAD = 'ours, backend="pread"'
-BUFFERED = "ours, through the page cache"
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "posix_fadvise"), reason="the page cache cannot be dropped without posix_fadvise"
@@ -77,49 +74,3 @@ def test_load(llama: Path, table, report) -> None:
             table.add(job, "limit: fio's best direct read", Comparison(samples["ours"][:3], limit), target=0.65)
         )
     report(sides["ours"], rows, rounds=1, prepare=before)
-
-
-def through_the_cache(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The same without reads past the page cache."""
-
-    def buffered() -> Any:
-        found, runner.cold_of = runner.cold_of, lambda store, begin, end: None
-        try:
-            return run()
-        finally:
-            runner.cold_of = found
-
-    return buffered
-
-
-JOBS = {
-    "stats": lambda path, to: safeload.stats(path),
-    "validate": lambda path, to: safeload.validate(path).ok,
-    "convert to float16": lambda path, to: safeload.convert(path, to, dtype="float16", overwrite=True).nbytes,
-    "convert to Q8_0": lambda path, to: safeload.convert(path, to, quantize="q8_0", overwrite=True).nbytes,
-}
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_once(name: str, tmp_path: Path, table, report) -> None:
-    """The result goes to memory where there is a file system for that, so that only the source is on the disk."""
-    shard = max(files.llama_folder().glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    shared = Path("/dev/shm")
-    to = (shared if os.access(shared, os.W_OK) else tmp_path) / f"safeload-bench-{os.getpid()}.safetensors"
-
-    def run() -> Any:
-        return JOBS[name](shard, to)
-
-    def same(ours: Any, theirs: Any) -> None:
-        assert ours == theirs
-
-    before = prepare(shard, 1 if name in ("stats", "validate") else 2)
-    try:
-        sides = {"ours": run, BUFFERED: through_the_cache(run)}
-        samples = race(sides, ROUNDS, check=same, prepare=before)
-    finally:
-        to.unlink(missing_ok=True)
-    job = f"{name}, {shard.stat().st_size / 1e9:.1f} GB, page cache cold"
-    row = table.add(job, BUFFERED, Comparison(samples["ours"], samples[BUFFERED]), target=1.3)
-    report(run, [row], rounds=1, prepare=before)
-    to.unlink(missing_ok=True)

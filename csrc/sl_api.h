@@ -235,12 +235,8 @@ void sl_file_close(int64_t file);
 int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error);
 
 /* The same open file once more, for reads past the page cache (O_DIRECT); 0 where the system or the file system has
- * none, which is not a failure. `certain`: 0 also where the system does not say that such reads work, as on network
- * file systems. Close it with sl_file_close. */
-int64_t sl_file_open_direct(int64_t file, int32_t certain);
-
-/* Bytes of [begin, begin + size) that the page cache holds, by whole pages; -1 where the system does not tell. */
-int64_t sl_file_cached(int64_t file, uint64_t begin, uint64_t size);
+ * none, which is not a failure. Close it with sl_file_close. */
+int64_t sl_file_open_direct(int64_t file);
 
 /* A private copy-on-write mapping of [0, size); size > 0. */
 int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error);

@@ -128,10 +128,8 @@ int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size,
 
 #if defined(__linux__)
 
-/* Of kernels newer than some C libraries: statx(2) since Linux 4.11, STATX_DIOALIGN since 6.1, cachestat(2) since 6.5.
- */
+/* Of kernels newer than some C libraries: statx(2) since Linux 4.11, STATX_DIOALIGN since 6.1. */
 #define DIOALIGN 0x2000u
-#define SYS_CACHESTAT 451 /* on every architecture but Alpha */
 
 /* struct statx, up to what STATX_DIOALIGN tells. */
 typedef struct extended_status {
@@ -143,24 +141,24 @@ typedef struct extended_status {
 
 _Static_assert(offsetof(extended_status, memory_align) == 0x98 && sizeof(extended_status) == 0x100, "see statx(2)");
 
-/* Whether the kernel says that the file cannot be read so, or not by SL_DIRECT_PAGE; `silent` where it does not say. */
-static bool refuses(int file, bool silent) {
+/* Whether the kernel says that the file cannot be read so, or not by SL_DIRECT_PAGE. */
+static bool refuses(int file) {
 #if defined(SYS_statx)
     extended_status status;
     memset(&status, 0, sizeof status);
     if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, DIOALIGN, &status) != 0 || (status.mask & DIOALIGN) == 0)
-        return silent;
+        return false; /* it does not say: reads will show */
     return status.offset_align == 0 || SL_DIRECT_PAGE % status.offset_align != 0 || status.memory_align == 0 ||
            SL_DIRECT_PAGE % status.memory_align != 0;
 #else
     (void)file;
-    return silent;
+    return false;
 #endif
 }
 
 #endif
 
-int64_t sl_file_open_direct(int64_t file, int32_t certain) {
+int64_t sl_file_open_direct(int64_t file) {
 #if defined(__linux__)
     /* Not by its path, where another file may be by now; and not the descriptor itself, which others read through. */
     char path[32];
@@ -174,10 +172,10 @@ int64_t sl_file_open_direct(int64_t file, int32_t certain) {
         close(0);
     }
     if (descriptor < 0) return 0;
-    if (!refuses(descriptor, certain != 0)) return descriptor;
+    if (!refuses(descriptor)) return descriptor;
     close(descriptor);
 #else
-    (void)file, (void)certain;
+    (void)file;
 #endif
     return 0;
 }
@@ -188,22 +186,6 @@ uint64_t sl_platform_read_direct(int64_t direct, uint64_t offset, void *memory, 
         got = pread((int)direct, memory, (size_t)size, (off_t)offset);
     } while (got < 0 && errno == EINTR);
     return got < 0 ? 0 : (uint64_t)got;
-}
-
-int64_t sl_file_cached(int64_t file, uint64_t begin, uint64_t size) {
-#if defined(__linux__)
-    struct {
-        uint64_t offset, size;
-    } range = {begin, size};
-    struct {
-        uint64_t cached, dirty, written, evicted, recently_evicted;
-    } found;
-    if (syscall(SYS_CACHESTAT, (int)file, &range, &found, 0) != 0) return -1;
-    return (int64_t)sl_min_u64(found.cached * (uint64_t)sysconf(_SC_PAGESIZE), size);
-#else
-    (void)file, (void)begin, (void)size;
-    return -1;
-#endif
 }
 
 int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,

@@ -138,19 +138,14 @@ int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size,
     return SL_OK;
 }
 
-int64_t sl_file_open_direct(int64_t file, int32_t certain) {
-    (void)file, (void)certain;
+int64_t sl_file_open_direct(int64_t file) {
+    (void)file;
     return 0;
 }
 
 uint64_t sl_platform_read_direct(int64_t direct, uint64_t offset, void *memory, uint64_t size) {
     (void)direct, (void)offset, (void)memory, (void)size;
     return 0;
-}
-
-int64_t sl_file_cached(int64_t file, uint64_t begin, uint64_t size) {
-    (void)file, (void)begin, (void)size;
-    return -1;
 }
 
 int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void *memory, uint64_t size,

@@ -114,7 +114,6 @@ class short:  # noqa: N801 - a namespace beside `lib`
     sl_file_open = _bind("sl_file_open")
     sl_file_read = _bind("sl_file_read")
     sl_file_open_direct = _bind("sl_file_open_direct")
-    sl_file_cached = _bind("sl_file_cached")
     sl_file_map = _bind("sl_file_map")
     sl_file_unmap = _bind("sl_file_unmap")
     sl_file_close = _bind("sl_file_close")

@@ -17,7 +17,7 @@ from ..errors import RangeError
 from ..stores.local import LocalStore, groups
 from ..stores.stop import current
 from .job import Channels, Grid, Job, Origin
-from .memory import Rooms, address_of
+from .memory import address_of
 from .progress import Progress, reporter
 from .runner import JOB, Runner, struct_dtype
 from .threads import thread_count
@@ -40,9 +40,7 @@ class Batch:
     Args:
         jobs: initial jobs.
         path: for errors: the file of jobs that have a handle instead of a `WeightFile`.
-        direct: whether files are read past the page cache where the system allows it; None to do so where the cache
-            does not hold them, for what reads a file once and from end to end.
-        rooms: memory for that, of batches that follow each other.
+        direct: whether files are read past the page cache where the system allows it.
 
     Attributes:
         refused: whether a file that was to be read past the page cache had to be read through it.
@@ -53,14 +51,12 @@ class Batch:
         jobs: Iterable[Job] = (),
         path: str | None = None,
         *,
-        direct: bool | None = False,
-        rooms: Rooms | None = None,
+        direct: bool = False,
     ) -> None:
         self.jobs = list(jobs)
         self.refused = False
         self._path = path
         self._direct = direct
-        self._rooms = rooms
         self._results: list[Array] = []
 
     def add(self, job: Job) -> None:
@@ -129,7 +125,7 @@ class Batch:
         ]
         files = [job.file for job in given]
         opened = [file if isinstance(file, WeightFile) else None for file in files]
-        runner = Runner(total, threads, self._direct, self._rooms)
+        runner = Runner(total, threads, direct=self._direct)
         for begin, end in _affordable(given, groups(opened)):
             part = array[begin:end]
             prepared = _prepare(given[begin:end], part["packed"])
@@ -172,8 +168,6 @@ def move(
     *,
     threads: int | None = None,
     check: Callable[[], object] = lambda: None,
-    direct: bool | None = False,
-    rooms: Rooms | None = None,
 ) -> None:
     """Reads ranges of local files, described in columns: what a `Batch` does with jobs of which there are few.
 
@@ -187,8 +181,6 @@ def move(
         targets: number of the dtype that they are converted to; never one of blocks.
         threads: None for `thread_count`'s choice.
         check: called after each time slice.
-        direct: as for a `Batch`.
-        rooms: as for a `Batch`.
 
     Raises:
         FormatError, OSError: a file cannot be read.
@@ -201,7 +193,7 @@ def move(
     for field, column in columns.items():
         array[field] = column[order]
     opened = [files[k] for k in file.tolist()]
-    runner = Runner(int(sizes.sum()), threads, direct, rooms)
+    runner = Runner(int(sizes.sum()), threads)
     for begin, end in groups(opened):
 
         def fail(status: int, error: Any, index: int, first: int = begin) -> None:

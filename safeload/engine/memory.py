@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from ..base.arrays import Array, array_over, empty_array
-from ..base.native import ffi, lib, pointer, private_buffer
+from ..base.native import ffi, pointer, private_buffer
 
 # Tensors of at least this size get memory of their own. Smaller ones share a pool, so that 100,000 of them do not take
 # 100,000 allocations and reads.
@@ -45,28 +43,6 @@ def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     for dim in shape:
         size *= dim
     return empty_array(shape, dtype) if size < HUGE_FROM else array_over(private_buffer(size), dtype, shape, 0)
-
-
-class Rooms:
-    """Memory through which threads read past the page cache, kept for the next batch: new pages cost as much as a copy.
-
-    Any thread may take some.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Any] = []
-
-    @contextmanager
-    def of(self, threads: int) -> Iterator[Any]:
-        """A buffer for so many threads, until the end of the block."""
-        size = threads * lib.SL_DIRECT_ROOM
-        memory = None
-        with suppress(IndexError):  # of two threads one may find nothing
-            memory = self._free.pop()
-        if memory is None or len(memory) < size:
-            memory = private_buffer(size)
-        yield memory
-        self._free.append(memory)
 
 
 def paged_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> Array:

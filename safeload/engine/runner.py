@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from ..base.arrays import Array
-from ..base.native import TIER, Error, ffi, lib
-from ..stores.local import cold_of, direct_of
-from .memory import Rooms
+from ..base.native import TIER, Error, ffi, lib, private_buffer
+from ..stores.local import direct_of
 from .threads import thread_count
 from .weight_file import WeightFile
 
@@ -20,8 +18,6 @@ SLICE_MS = 50
 # The same past the page cache, where the disk has nothing to do from the end of a slice until all readers are back.
 # Statistics of 1 GiB took 0.49 s in slices of 50 ms, 0.43 in these, 0.49 in those of 1 s.
 DIRECT_SLICE_MS = 200
-# Fewer readers than this are slower than one that the kernel reads ahead for.
-_LEAST_READERS = 4
 
 # What a job reads: a file, a handle that the caller keeps open, or None for memory.
 JobFile = WeightFile | int | None
@@ -54,23 +50,18 @@ class Runner:
     Args:
         total: bytes of all of them.
         threads: None for `thread_count`'s choice.
-        direct: whether files are read past the page cache where the system allows it; None to do so where the cache
-            does not hold them, for what reads a file once and from end to end.
-        rooms: memory for that, of runners that follow each other.
+        direct: whether files are read past the page cache where the system allows it.
 
     Attributes:
         refused: whether a file that was to be read past the page cache had to be read through it.
     """
 
-    def __init__(
-        self, total: int, threads: int | None, direct: bool | None = False, rooms: Rooms | None = None
-    ) -> None:
+    def __init__(self, total: int, threads: int | None, *, direct: bool = False) -> None:
         self.refused = False
         self._total = total
         self._threads = threads
-        self._readers = thread_count(total, threads, direct=True)
         self._direct = direct
-        self._rooms = rooms or Rooms()
+        self._room: Any = None
 
     def run(
         self,
@@ -97,24 +88,22 @@ class Runner:
         """
         held = {file: _descriptor(file) for file in set(files)}
         part["file"] = [held[file] for file in files]
-        direct: dict[JobFile, int] = {}
-        if self._direct or (self._direct is None and self._readers >= _LEAST_READERS):
-            direct = self._open_direct(files, part)
-        if direct:
-            part["direct"] = [direct.get(file, 0) for file in files]
-        count = self._readers if direct else thread_count(self._total, self._threads)
+        direct = self._open_direct(files, part) if self._direct else {}
+        count = thread_count(self._total, self._threads, direct=bool(direct))
         slice_ms = DIRECT_SLICE_MS if direct else SLICE_MS
         described = ffi.from_buffer("sl_job[]", part)
         cursor = ffi.new("sl_cursor *")
         error = Error()
-        with self._rooms.of(count) if direct else nullcontext() as room:
-            if direct:
-                cursor.room, cursor.rooms = ffi.from_buffer(room), count
-            while not cursor.finished:
-                status = lib.sl_jobs_run(described, len(part), TIER, count, slice_ms, cursor, error)
-                if status != lib.SL_OK:
-                    fail(status, error, cursor.failed_job)
-                report(done + cursor.bytes_done)
+        if direct:
+            part["direct"] = [direct.get(file, 0) for file in files]
+            if self._room is None:
+                self._room = ffi.from_buffer(private_buffer(count * lib.SL_DIRECT_ROOM))
+            cursor.room, cursor.rooms = self._room, count
+        while not cursor.finished:
+            status = lib.sl_jobs_run(described, len(part), TIER, count, slice_ms, cursor, error)
+            if status != lib.SL_OK:
+                fail(status, error, cursor.failed_job)
+            report(done + cursor.bytes_done)
         return done + int(cursor.bytes_done)
 
     def _open_direct(self, files: Sequence[JobFile], part: Array) -> dict[JobFile, int]:
@@ -124,23 +113,11 @@ class Runner:
             files: of the jobs.
             part: the jobs.
         """
-        numbers = {file: k for k, file in enumerate(dict.fromkeys(files))}
-        of_file = np.fromiter(map(numbers.__getitem__, files), np.int64, len(files))
-        plain = (part["grid"] == 0) & (part["packed"] == 0)
-        found: dict[JobFile, int] = {}
-        for file, number in numbers.items():
-            mine = part[plain & (of_file == number)]
-            if not isinstance(file, WeightFile) or not mine.size:
-                continue
-            begin, end = int(mine["offset"].min()), int((mine["offset"] + mine["size"]).max())
-            if self._direct:
-                handle = direct_of(file.store)
-                self.refused |= handle is None
-            else:
-                handle = cold_of(file.store, begin, end)
-            if handle is not None:
-                found[file] = handle
-        return found
+        plain = (part["grid"] == 0) & (part["packed"] == 0) & (part["size"] > 0)
+        some = dict.fromkeys(file for file, one in zip(files, plain.tolist(), strict=True) if one)
+        asked = {file: direct_of(file.store) for file in some if isinstance(file, WeightFile)}
+        self.refused |= None in asked.values()
+        return {file: handle for file, handle in asked.items() if handle is not None}
 
 
 def _descriptor(file: JobFile) -> int:

@@ -17,7 +17,7 @@ from ..base.arrays import Array
 from .ahead import REMOTE_WORKERS, Ahead, Check, Task
 from .job import Job, moving
 from .jobs import Batch, move
-from .memory import Rooms, address_of, aligned_bytes
+from .memory import address_of, aligned_bytes
 from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size, nothing
 from .weight_file import WeightFile
 
@@ -92,14 +92,13 @@ class Spans:
         before = number * step_bytes[rows]
         return Spans(self.files, file, begins + before, np.minimum(sizes - before, step_bytes[rows]), sources, targets)
 
-    def fill(self, buffer: Array, threads: int | None, check: Check = nothing, rooms: Rooms | None = None) -> int:
+    def fill(self, buffer: Array, threads: int | None, check: Check = nothing) -> int:
         """Reads all of them into a buffer, one after the other. Returns the number of bytes.
 
         Args:
             buffer: uint8, contiguous, large enough.
             threads: None: chosen automatically.
             check: called after each time slice.
-            rooms: to read past the page cache what it does not hold; None to read all through it.
 
         Raises:
             FormatError, OSError: a file cannot be read.
@@ -114,9 +113,7 @@ class Spans:
             jobs = (Job(self.files[k], at, to, n, x, y, moving(x, y)) for k, at, to, n, x, y in rows)
             Batch(jobs).run(threads=threads, progress=lambda done, total: check())
         else:
-            direct = False if rooms is None else None
-            columns = file, begins, memory, sizes, sources, targets
-            move(self.files, *columns, threads=threads, check=check, direct=direct, rooms=rooms)
+            move(self.files, file, begins, memory, sizes, sources, targets, threads=threads, check=check)
         return int(ends[-1])
 
     def read(self, threads: int | None) -> Generator[tuple[int, int]]:
@@ -153,14 +150,13 @@ class Spans:
         some = self.joined().divided(size // BUFFERS)
         ends = np.cumsum(some.lengths)
         numbers = cycle(range(len(buffers)))
-        rooms = Rooms()
         begin = done = 0
         while begin < len(some):
             end = int(np.searchsorted(ends, done + size, side="right"))
             buffer = buffers[next(numbers)]
-            yield Task(size, partial(_fill, some.pick(slice(begin, end)), buffer, threads, rooms))
+            yield Task(size, partial(_fill, some.pick(slice(begin, end)), buffer, threads))
             begin, done = end, int(ends[end - 1])
 
 
-def _fill(some: Spans, buffer: Array, threads: int | None, rooms: Rooms, check: Check) -> tuple[int, int]:
-    return address_of(buffer), some.fill(buffer, threads, check, rooms)
+def _fill(some: Spans, buffer: Array, threads: int | None, check: Check) -> tuple[int, int]:
+    return address_of(buffer), some.fill(buffer, threads, check)

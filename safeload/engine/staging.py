@@ -16,7 +16,7 @@ from .delivery import deliver
 from .entries import Entry
 from .jobs import Batch
 from .load import selections_of
-from .memory import ALIGNMENT, Rooms, address_of, aligned_bytes, private_array
+from .memory import ALIGNMENT, address_of, aligned_bytes, private_array
 
 # Bytes of a buffer, and the number of buffers: more makes nothing faster. A buffer has work for all threads; to copy it
 # to a device takes 0.6 ms over PCIe 4 x16, which hides what starting a copy costs. To pin memory takes 0.5 s per GB.
@@ -70,7 +70,6 @@ def staged(
     buffers: Sequence[Array],
     wait: Callable[[int], object],
     threads: int | None,
-    rooms: Rooms | None = None,
 ) -> Ahead[Filled]:
     """Fills buffers one after the other, round and round, in the order of the tensors, while the caller uses others.
 
@@ -80,7 +79,6 @@ def staged(
         wait: called with the number of a buffer before it is filled again, in another thread: it returns when nothing
             is copied from it any longer.
         threads: None: chosen automatically.
-        rooms: to read past the page cache what it does not hold; None to read all through it.
 
     Returns:
         Iterator of what is filled. A buffer belongs to the caller until the next step.
@@ -88,7 +86,7 @@ def staged(
     size = buffers[0].size
     listed = list(entries)
     workers = REMOTE_WORKERS if any(entry.file.remote for entry in listed) else 1
-    return Ahead(_tasks(listed, buffers, wait, threads, rooms), (len(buffers) - 1) * size, workers=workers)
+    return Ahead(_tasks(listed, buffers, wait, threads), (len(buffers) - 1) * size, workers=workers)
 
 
 def _tasks(
@@ -96,7 +94,6 @@ def _tasks(
     buffers: Sequence[Array],
     wait: Callable[[int], object],
     threads: int | None,
-    rooms: Rooms | None = None,
 ) -> Iterator[Task]:
     size = buffers[0].size
     numbers = cycle(range(len(buffers)))
@@ -106,7 +103,7 @@ def _tasks(
     def fill() -> Task:
         nonlocal batch, end
         number = next(numbers)
-        task = Task(size, partial(_fill, number, buffers[number], batch, wait, threads, rooms))
+        task = Task(size, partial(_fill, number, buffers[number], batch, wait, threads))
         batch, end = [], 0
         return task
 
@@ -136,14 +133,12 @@ def _fill(
     batch: Sequence[tuple[Chunk, int]],
     wait: Callable[[int], object],
     threads: int | None,
-    rooms: Rooms | None,
     check: Check,
 ) -> Filled:
     wait(number)
     base = address_of(buffer)
-    work = [job for chunk, at in batch for job in chunk.jobs(base + at)]
-    reads = Batch(work, direct=False if rooms is None else None, rooms=rooms)
-    reads.run(threads=threads, progress=lambda done, total: check())
+    work = Batch(job for chunk, at in batch for job in chunk.jobs(base + at))
+    work.run(threads=threads, progress=lambda done, total: check())
     return Filled(number, _joined(batch))
 
 
@@ -194,7 +189,7 @@ class StagedBytes:
             self._filled = (task.run(nothing) for task in _tasks(entries, self._buffers, nothing, threads))
         else:
             self._buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
-            self._filled = staged(entries, self._buffers, nothing, threads, Rooms())
+            self._filled = staged(entries, self._buffers, nothing, threads)
         self._waiting: deque[tuple[int, int]] = deque()
         self._array: Any = None
 

@@ -15,7 +15,7 @@ from ..base.text import show
 from ..engine import jobs
 from ..engine.entries import Entry
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
-from ..engine.memory import Rooms, address_of, private_array
+from ..engine.memory import address_of, private_array
 from ..engine.quantized_tensor import QuantizedTensor, storage_of
 from ..engine.source import Source
 from ..errors import UnsupportedError
@@ -46,7 +46,6 @@ class Maker:
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
         self._scratch = Scratch()
-        self._rooms = Rooms()
         self._entries: dict[str | None, dict[str, Entry]] = {}
 
     def outputs(self) -> dict[str, Output]:
@@ -98,7 +97,7 @@ class Maker:
         if isinstance(value, QuantizedTensor):
             return value.dequantize(dtype, out=array, threads=self._threads)
         if value.size:
-            batch = jobs.Batch(value.jobs(address_of(array), row.number), direct=None, rooms=self._rooms)
+            batch = jobs.Batch(value.jobs(address_of(array), row.number))
             batch.run(threads=self._threads)
         return jobs.native_order(array)
 

@@ -51,7 +51,7 @@ def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Pr
     first, second = _halves(progress, sum(w.source.size for w in scaled), sum(w.source.size for w in wanted))
     factors = _scales(scaled, threads, first)
     # What is read twice comes from the page cache the second time.
-    batch = jobs.Batch(direct=False if scaled else None)
+    batch = jobs.Batch()
     for w in wanted:
         memory = address(w.result.data if isinstance(w.result, QuantizedTensor) else w.result)
         if id(w) in factors:

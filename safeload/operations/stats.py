@@ -341,7 +341,7 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
     ends = np.cumsum(words)
     memory = np.zeros(int(words.sum()), np.uint64)
     places = address(memory) + (ends - words) * _WORD
-    batch = Batch(direct=None)
+    batch = Batch()
     op = lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS
     with paused(len(parts)):
         for part, count, place in zip(parts, counts.tolist(), places.tolist(), strict=True):

@@ -238,20 +238,10 @@ class LocalStore:
         check(status, error, self.path)
         return mapped_buffer(address[0], self.size)
 
-    def open_direct(self, *, certain: bool = False) -> Descriptor | None:
-        """Another handle to the file, for jobs that read past the page cache; None where system or disk has none.
-
-        Args:
-            certain: whether None also where the system does not say that such reads work.
-        """
-        descriptor = self.descriptor
-        handle = short.sl_file_open_direct(descriptor, certain)
+    def open_direct(self) -> Descriptor | None:
+        """Another handle to the file, for jobs that read past the page cache; None where system or disk has none."""
+        handle = short.sl_file_open_direct(self.descriptor)
         return Descriptor(handle) if handle else None
-
-    def cached(self, begin: int, end: int) -> int | None:
-        """How many of the bytes [begin, end) are in the page cache; None where the system does not tell."""
-        found: int = short.sl_file_cached(self.descriptor, begin, end - begin)
-        return None if found < 0 else found
 
     def close(self) -> None:
         """Closes the descriptor once no job needs it; arrays over mappings stay valid."""
@@ -288,14 +278,6 @@ def descriptor_of(store: ByteStore) -> Descriptor | None:
 def direct_of(store: ByteStore) -> Descriptor | None:
     """A new handle for jobs that read a store past the page cache; None if it, or the system, has none."""
     return store.open_direct() if isinstance(store, LocalStore) else None
-
-
-def cold_of(store: ByteStore, begin: int, end: int) -> Descriptor | None:
-    """The same, if the system says that it works, and that the cache has less than half of the bytes [begin, end)."""
-    if not isinstance(store, LocalStore):
-        return None
-    cached = store.cached(begin, end)
-    return None if cached is None or 2 * cached >= end - begin else store.open_direct(certain=True)
 
 
 def mapping_of(store: ByteStore) -> Any:

@@ -1,7 +1,9 @@
 """Reads past the page cache: the same bytes and errors as through it, and nothing left in it."""
 
 import contextlib
+import ctypes
 import json
+import mmap
 import os
 import signal
 import struct
@@ -15,7 +17,6 @@ import pytest
 from builders.http_server import Server
 
 import safeload
-from safeload.base.native import lib
 from safeload.engine import jobs, runner
 from safeload.engine.memory import PAGE, address_of
 from safeload.engine.threads import DIRECT_READERS, available_cpus, thread_count
@@ -58,9 +59,8 @@ def path(folder):
 def on_disk(path):
     """The file, if its file system lets reads past the page cache, and tells what the cache holds."""
     with contextlib.closing(open_local(path)) as store:
-        direct = direct_of(store)
-        if direct is None or lib.sl_file_cached(store.descriptor, 0, store.size) < 0:
-            pytest.skip("needs O_DIRECT and cachestat(2)")
+        if direct_of(store) is None:
+            pytest.skip("needs O_DIRECT")
     drop(path)
     if cached(path):
         pytest.skip("a file system that keeps its files in memory")
@@ -74,9 +74,15 @@ def drop(path):
 
 
 def cached(path):
-    """Bytes of a file in the page cache."""
-    with contextlib.closing(open_local(path)) as store:
-        return lib.sl_file_cached(store.descriptor, 0, store.size)
+    """Bytes of a file in the page cache, as mincore(2) sees them."""
+    pages = -(-path.stat().st_size // mmap.PAGESIZE)
+    held = (ctypes.c_ubyte * pages)()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        first = (ctypes.c_char * len(mapped)).from_buffer(mapped)
+        call = ctypes.CDLL(None, use_errno=True).mincore
+        assert call(ctypes.byref(first), ctypes.c_size_t(len(mapped)), held) == 0, ctypes.get_errno()
+        del first
+    return sum(one & 1 for one in held) * mmap.PAGESIZE
 
 
 def same(loaded, want):
@@ -302,69 +308,3 @@ def test_more_readers_than_processors_but_not_for_little():
 def test_a_url_is_read_as_ever(path):
     with Server(path.parent) as server:
         same(safeload.load(server.url(f"/{path.name}"), backend="direct"), load_file(path, backend="pread"))
-
-
-# ---- unasked ----
-
-
-@pytest.fixture(scope="module")
-def larger(folder):
-    """Of tensors that are enough for four readers each."""
-    path = folder / "larger.safetensors"
-    save_file({f"w{k}": rng.standard_normal((3000, 1024), np.float32) for k in range(4)}, path, durable=True)
-    return path
-
-
-@pytest.fixture
-def cold(larger):
-    with contextlib.closing(open_local(larger)) as store:
-        drop(larger)
-        if store.open_direct(certain=True) is None or store.cached(0, store.size) is None:
-            pytest.skip("needs a file system that says it takes O_DIRECT, and cachestat(2)")
-    if cached(larger):
-        pytest.skip("a file system that keeps its files in memory")
-    return larger
-
-
-def compared(found):
-    """What a job has made, without paths and times."""
-    return {name: (a.tobytes() if isinstance(a, np.ndarray) else a) for name, a in found.items()}
-
-
-ONCE = {
-    "stats": lambda path, to: compared(safeload.stats(path)),
-    "validate": lambda path, to: compared(safeload.validate(path).stats),
-    "convert": lambda path, to: safeload.convert(path, to, dtype="bf16") and to.read_bytes(),
-    "convert to GGUF": lambda path, to: (
-        safeload.convert(path, to.with_suffix(".gguf"), dtype="f16") and to.with_suffix(".gguf").read_bytes()
-    ),
-    "quantize": lambda path, to: safeload.convert(path, to, quantize="q8_0") and to.read_bytes(),
-}
-
-
-@pytest.mark.parametrize("what", ONCE)
-def test_what_reads_a_cold_file_once_leaves_it_cold_and_a_warm_one_warm(cold, what, tmp_path):
-    found = ONCE[what](cold, tmp_path / "cold.safetensors")
-    assert cached(cold) <= 1 << 20  # the header, and what is read ahead with it
-    load_file(cold, backend="pread")
-    size = cached(cold)
-    assert size >= 4 * 12_000_000
-    assert ONCE[what](cold, tmp_path / "warm.safetensors") == found
-    assert cached(cold) >= size - (1 << 20)
-
-
-def test_one_thread_has_the_kernel_read_ahead(cold):
-    safeload.stats(cold, threads=1)
-    assert cached(cold) >= 4 * 12_000_000
-
-
-def test_what_is_read_twice_is_read_through_the_cache(cold, tmp_path):
-    safeload.convert(cold, tmp_path / "int8.safetensors", quantize="int8")
-    assert cached(cold) >= 4 * 12_000_000
-
-
-def test_a_system_that_does_not_tell_is_read_through_the_cache(cold, monkeypatch):
-    monkeypatch.setattr("safeload.stores.local.LocalStore.cached", lambda self, begin, end: None)
-    safeload.stats(cold)
-    monkeypatch.undo()
-    assert cached(cold) >= 4 * 12_000_000
