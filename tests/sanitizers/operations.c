@@ -252,7 +252,7 @@ int main(void) {
     write_file(content, source_path);
     write_file((bytes){NULL, 0, 0}, target_path);
     source_file = open_again(source_path);
-    direct_file = sl_file_open_direct(source_file, 0);
+    direct_file = sl_file_open_direct(source_file);
     CHECK(direct_file >= 0); /* 0 where the file system has none */
     rooms = aligned_alloc(4096, 2 * SL_DIRECT_ROOM);
     CHECK(rooms != NULL);
