@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -627,7 +628,8 @@ assert checkpoint["small"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_ctrl_c_ends_a_long_load(tmp_path):
+@pytest.mark.parametrize("backend", ["pread", "direct"])
+def test_ctrl_c_ends_a_long_load(backend, tmp_path):
     path, size = tmp_path / "x", 2 << 30
     text = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
@@ -641,12 +643,13 @@ def progress(done, total):
     if len(calls) == 1:
         os.kill(os.getpid(), signal.SIGINT)
 try:
-    safeload.load(sys.argv[1], backend="pread", threads=1, progress=progress)
+    safeload.load(sys.argv[1], backend=sys.argv[2], threads=1, progress=progress)
 except KeyboardInterrupt:
     print("interrupted", calls[-1] < 2 << 30)
 """
-    result = run_python(code, path)
+    result = run_python(code, path, backend)
     assert result.stdout == "interrupted True\n", result.stderr
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ---- where the system refuses ----

@@ -46,13 +46,7 @@ class Batch:
         refused: whether a file that was to be read past the page cache had to be read through it.
     """
 
-    def __init__(
-        self,
-        jobs: Iterable[Job] = (),
-        path: str | None = None,
-        *,
-        direct: bool = False,
-    ) -> None:
+    def __init__(self, jobs: Iterable[Job] = (), path: str | None = None, *, direct: bool = False) -> None:
         self.jobs = list(jobs)
         self.refused = False
         self._path = path

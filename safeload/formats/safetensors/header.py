@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...base.arrays import Array
-from ...base.native import Error, check, ffi, lib
+from ...base.native import Error, check, ffi, lib, pointer
 from ...base.text import show
 from ...errors import SafetensorError
 
@@ -73,7 +73,7 @@ class Header:
             subject="Error while serializing",
         )
         self.memory = ffi.gc(made[0], lib.sl_free)
-        self.address = int(ffi.cast("uintptr_t", self.memory))
+        self.address = pointer(self.memory)
         self.nbytes: int = size[0]
 
 
