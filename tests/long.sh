@@ -3,6 +3,7 @@
 #   - faults: CI runs the half of the variants that differ most (tests/faults/README.md);
 #   - random examples, what a byte or a key may be instead, and where a conversion to a store is killed: CI tries a part of it
 #     (tests/builders/thorough.py);
+#   - operations on packed tensors: CI tries a checkpoint of each kind (tests/builders/quantized.py), this all of them;
 #   - how cost grows: CI compares 1,000 and 8,000 tensors (tests/test_operations/test_linear.py), this 10,000 and 80,000;
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
 # Needs safeload with its extra `test`, and what tests/fuzz_targets/run.sh needs. FOLDER keeps what was found, and a later run goes
@@ -10,5 +11,6 @@
 set -eu
 here=$(dirname "$0")
 SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_engine" "$here/test_formats" "$here/test_faults.py" \
-    "$here/test_operations/test_destinations.py" "$here/test_operations/test_linear.py"
+    "$here/test_packed" "$here/test_operations/test_destinations.py" "$here/test_operations/test_linear.py" \
+    "$here/test_operations/test_packed_tensors.py"
 "$here/fuzz_targets/run.sh" "${2:-3600}" "$1/fuzz"

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.paths import DATA
-from builders.quantized import FIXTURES, FOLDER
+from builders.quantized import FIXTURES, FOLDER, each_kind
 
 import safeload
 from safeload.engine.chunks import chunks_of
@@ -61,9 +61,9 @@ def assert_staged_as_loaded(path, dtype, size):
 
 @pytest.mark.parametrize("size", [4096, 1 << 16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FIXTURES)
-def test_packed_tensors(name, dtype, size):
-    assert_staged_as_loaded(FOLDER / name, dtype, size)
+@each_kind()
+def test_packed_tensors(fixture, dtype, size):
+    assert_staged_as_loaded(fixture.folder, dtype, size)
 
 
 @pytest.mark.parametrize("size", [4096, MIB])

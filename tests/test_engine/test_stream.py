@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from builders import gguf_build, torch_build
 from builders.paths import DATA
-from builders.quantized import FIXTURES
+from builders.quantized import FIXTURES, each_kind
 from builders.streams import sums
 
 import safeload
@@ -149,7 +149,7 @@ def test_shards_likewise(shards, dtype):
         assert_streams_what_is_loaded(checkpoint, dtype=dtype)
 
 
-@pytest.mark.parametrize("fixture", FIXTURES.values(), ids=FIXTURES)
+@each_kind()
 def test_packed_checkpoints_likewise(fixture):
     with safeload.open(fixture.path) as checkpoint:
         assert_streams_what_is_loaded(checkpoint)

@@ -7,7 +7,7 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.quantized import FIXTURES
+from builders.quantized import FIXTURES, each_kind
 
 import safeload
 from safeload import Layout, QuantizedTensor, StackedTensor, UnsupportedError
@@ -15,10 +15,7 @@ from safeload.cli import main
 from safeload.numpy import load_file, save_file
 from safeload.operations import manifest
 
-every_fixture = pytest.mark.parametrize("fixture", FIXTURES.values(), ids=FIXTURES.keys())
-packed_fixtures = pytest.mark.parametrize(
-    "fixture", [one for one in FIXTURES.values() if one.name != "bitnet_online"], ids=lambda fixture: fixture.name
-)
+any_fixture, packed_fixtures = each_kind(), each_kind("bitnet_online")
 
 
 def same(got, want):
@@ -40,7 +37,7 @@ def first_packed(fixture):
 # ---- reading ----
 
 
-@every_fixture
+@any_fixture
 @pytest.mark.parametrize("histogram", [False, True])
 def test_stats(fixture, histogram):
     want = safeload.stats(fixture.expected(), histogram=histogram)
@@ -66,7 +63,7 @@ def test_stats_of_one_packed_tensor(fixture):
             np.testing.assert_array_equal(a, b)
 
 
-@every_fixture
+@any_fixture
 def test_diff_of_a_folder_and_its_weights(fixture):
     want = fixture.expected()
     with safeload.open(fixture.path) as opened:
@@ -112,7 +109,7 @@ def test_stack_of_layers():
     np.testing.assert_array_equal(got["w"], want[names[0]])
 
 
-@every_fixture
+@any_fixture
 @pytest.mark.parametrize("scheme", ["q8_0", "q4_0", "int8"])
 def test_load_quantized(fixture, scheme):
     want = fixture.expected()
@@ -145,7 +142,7 @@ def test_quantization_error(fixture):
     assert safeload.quantization_error(changed, fixture.path)[name].max_error > 0.5
 
 
-@every_fixture
+@any_fixture
 def test_manifest_is_that_of_a_copy_in_one_file(fixture, tmp_path):
     made = manifest.make(fixture.path)
     safeload.convert(fixture.path, tmp_path / "x.safetensors")
@@ -173,7 +170,7 @@ def test_manifest_finds_a_changed_scale(tmp_path):
     assert {finding.tensor for finding in found} == set(packed_of(safeload.open(folder)))
 
 
-@every_fixture
+@any_fixture
 def test_validate_finds_no_fault(fixture):
     with safeload.open(fixture.path) as opened:
         for given in (fixture.path, opened, opened.load()):
@@ -186,7 +183,7 @@ def test_validate_finds_no_fault(fixture):
 # ---- writing ----
 
 
-@every_fixture
+@any_fixture
 def test_a_file_without_dtype_keeps_the_stored_bytes_and_opens_alone(fixture, tmp_path):
     want, stored = fixture.expected(), fixture.stored()
     safeload.convert(fixture.path, tmp_path / "a.safetensors")
@@ -253,7 +250,7 @@ def test_save_functions_refuse_them(fixture, tmp_path):
     assert not os.listdir(tmp_path)
 
 
-@every_fixture
+@any_fixture
 @pytest.mark.parametrize("suffix", ["safetensors", "npz", "gguf"])
 def test_a_file_with_dtype_has_the_weights(fixture, suffix, tmp_path):
     want = {name: array for name, array in fixture.expected().items() if array.size}
@@ -283,7 +280,7 @@ def mentions(config):
     return any(key in KEYS or (isinstance(value, dict) and mentions(value)) for key, value in config.items())
 
 
-@every_fixture
+@any_fixture
 def test_a_folder_with_dtype_says_nothing_of_a_quantization(fixture, tmp_path):
     want = fixture.expected()
     out = tmp_path / "out"
@@ -298,7 +295,7 @@ def test_a_folder_with_dtype_says_nothing_of_a_quantization(fixture, tmp_path):
     assert safeload.validate(out, schema=None).ok
 
 
-@every_fixture
+@any_fixture
 def test_a_folder_without_dtype_keeps_config_and_bytes(fixture, tmp_path):
     out = tmp_path / "out"
     safeload.convert(fixture.path, out, max_shard_size=3000)

@@ -11,7 +11,7 @@ import textwrap
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.quantized import FIXTURES, FOLDER
+from builders.quantized import FIXTURES, FOLDER, each_kind
 
 import safeload
 from safeload import FormatError, TensorNotFoundError
@@ -44,16 +44,16 @@ def test_the_weights_are_those_that_the_libraries_reader_finds(name):
 
 
 @pytest.mark.parametrize("grid_bytes", [1, 100, 700])
-@pytest.mark.parametrize("name", FIXTURES)
-def test_tensors_of_large_grids_are_restored_in_ranges_of_rows(name, grid_bytes, monkeypatch):
+@each_kind()
+def test_tensors_of_large_grids_are_restored_in_ranges_of_rows(fixture, grid_bytes, monkeypatch):
     monkeypatch.setattr(restore, "_GRID_BYTES", grid_bytes)
-    assert_same(safeload.load(FOLDER / name, dtype="float32"), FIXTURES[name].expected())
+    assert_same(safeload.load(fixture.folder, dtype="float32"), fixture.expected())
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_a_file_of_packed_weights_opens_alone(name, tmp_path):
+@each_kind()
+def test_a_file_of_packed_weights_opens_alone(fixture, tmp_path):
     """Saved and converted: the stored parts, unchanged, and what the config said of them."""
-    path = FOLDER / name
+    path, want = fixture.folder, fixture.expected()
     save_file(safeload.load(path), tmp_path / "saved.safetensors")
     safeload.convert(path, tmp_path / "converted.safetensors")
     with safeload.open(path) as checkpoint, safeload.open(path, stored=True) as stored:
@@ -61,7 +61,7 @@ def test_a_file_of_packed_weights_opens_alone(name, tmp_path):
         parts = {part: stored[part] for info in checkpoint.tensors.values() for part in info.parts}
         for file in tmp_path.iterdir():
             assert {key: (info.dtype, info.shape) for key, info in safeload.open(file).tensors.items()} == labels
-            assert_same(safeload.load(file, dtype="float32"), FIXTURES[name].expected())
+            assert_same(safeload.load(file, dtype="float32"), want)
             arrays = load_file(file)
             # A conversion also keeps what only activations need.
             kept = dict(stored) if file.stem == "converted" else parts
@@ -106,12 +106,6 @@ def test_a_slice_reads_the_rows_that_it_selects():
         half = checkpoint.get_slice(FP8, dtype="bfloat16")[100:140]
         np.testing.assert_array_equal(half, want[100:140].astype(ml_dtypes.bfloat16))
         np.testing.assert_array_equal(np.asarray(checkpoint[FP8][128:192]), want[128:])
-
-
-@pytest.mark.parametrize("name", FIXTURES)
-def test_any_number_of_threads_gives_the_same_bytes(name):
-    first, second = (safeload.load(FOLDER / name, dtype="float32", threads=threads) for threads in (1, 3))
-    assert {key: array.tobytes() for key, array in first.items()} == {k: array.tobytes() for k, array in second.items()}
 
 
 def write(folder, tensors, config):
