@@ -16,7 +16,7 @@ from compare import Comparison, race, release, same_arrays
 
 import safeload.numpy
 
-ROUNDS = 7
+ROUNDS = files.LARGE_ROUNDS
 PEER = 'safetensors.numpy.load_file(backend="pread")'
 PREAD = 'ours, backend="pread"'
 

@@ -91,6 +91,6 @@ def test_a_whole_model(table, report) -> None:
         files.settle(5 << 30)
 
     sides = {"ours": lambda: safeload.load(path, dtype="float32"), "gguf-py": by_hand}
-    samples = race(sides, 3, check=same_arrays, prepare=ready)
+    samples = race(sides, files.LARGE_ROUNDS, check=same_arrays, prepare=ready)
     row = table.add("load a Q4_0 model of 1.1 GB as f32", "gguf-py", Comparison(samples["ours"], samples["gguf-py"]))
     report(sides["ours"], [row], rounds=1, prepare=ready)

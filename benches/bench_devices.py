@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 import safetensors.torch  # noqa: E402
 
-ROUNDS = 7
+ROUNDS = files.LARGE_ROUNDS
 RING = 16 << 20
 
 
@@ -100,4 +100,4 @@ def test_file_to_gpu(dtype: str | None, llama: Path, table, report) -> None:
         for name in sides
         if name != "ours"
     ]
-    report(sides["ours"], rows, rounds=3, prepare=lambda: _prepare(llama))
+    report(sides["ours"], rows, rounds=1, prepare=lambda: _prepare(llama))

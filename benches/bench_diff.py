@@ -19,7 +19,7 @@ from limits import shared
 import safeload
 import safeload.numpy
 
-ROUNDS = 3
+ROUNDS = files.LARGE_ROUNDS
 LIMIT = "limit: reading both files through a buffer"
 
 
@@ -84,7 +84,7 @@ def measure(job: str, a: Path, b: Path, loop: Callable[[Path, Path], dict], roun
         table.add(job, name, Comparison(samples["ours"], samples[name]), target=None if name == LIMIT else 1)
         for name in (peer, LIMIT)
     ]
-    report(sides["ours"], rows, rounds=3, prepare=prepare(a, b))
+    report(sides["ours"], rows, rounds=1, prepare=prepare(a, b))
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +111,26 @@ def test_unequal(large: tuple[Path, Path, Path], table, report) -> None:
     measure("diff: two files of 1 GB bf16, all values differ", large[0], large[2], largest, ROUNDS, table, report)
 
 
-def test_tiny_tensors(n100k: Path, tmp_path: Path, table, report) -> None:
+@pytest.fixture(scope="module")
+def tiny(n100k: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """100,000 tensors of 8 values, a copy of them, and other values."""
     names = list(safeload.numpy.load_file(n100k))
     some = np.random.default_rng(24).standard_normal((len(names), 2, 4), np.float32)
     values = dict(zip(names, some, strict=True))
-    a, copy, b = (tmp_path / name for name in ("a", "copy", "b"))
+    folder = tmp_path_factory.mktemp("tiny")
+    a, copy, b = (folder / name for name in ("a", "copy", "b"))
     safeload.numpy.save_file(values, a)
     shutil.copy(a, copy)
     safeload.numpy.save_file({name: array + np.float32(0.001) for name, array in values.items()}, b)
-    measure("diff: two equal files of 100,000 tiny tensors", a, copy, equal, 5, table, report)
-    measure("diff: 100,000 tiny tensors, all values differ", a, b, largest, 5, table, report)
+    return a, copy, b
+
+
+def test_equal_tiny_tensors(tiny: tuple[Path, Path, Path], table, report) -> None:
+    measure("diff: two equal files of 100,000 tiny tensors", tiny[0], tiny[1], equal, 5, table, report)
+
+
+def test_unequal_tiny_tensors(tiny: tuple[Path, Path, Path], table, report) -> None:
+    measure("diff: 100,000 tiny tensors, all values differ", tiny[0], tiny[2], largest, 5, table, report)
 
 
 def test_across_dtypes(table, report) -> None:
@@ -150,4 +160,4 @@ def test_across_dtypes(table, report) -> None:
     row = table.add(
         "diff: 0.4 GB bf16 and its float32", "numpy loop", Comparison(samples["ours"], samples["numpy loop"]), target=1
     )
-    report(sides["ours"], [row], rounds=3, prepare=prepare(path, other))
+    report(sides["ours"], [row], rounds=1, prepare=prepare(path, other))

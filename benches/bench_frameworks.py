@@ -96,7 +96,7 @@ def test_load_as_f32(llama: Path, table, report) -> None:
         "safeload.torch.load_file 2.5 GB of BF16 as F32, against .float()",
         lambda: safeload.torch.load_file(llama, dtype="float32"),
         lambda: {name: tensor.float() for name, tensor in safetensors.torch.load_file(llama).items()},
-        7,
+        files.LARGE_ROUNDS,
         3,
         table,
         report,

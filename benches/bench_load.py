@@ -18,7 +18,7 @@ from compare import Comparison, race, release, same_arrays, touch
 
 import safeload.numpy
 
-ROUNDS = 7
+ROUNDS = files.LARGE_ROUNDS
 PEER = "safetensors.numpy.load_file"
 
 
@@ -119,7 +119,7 @@ def _run(job: str, sides: dict[str, Callable[[], Any]], targets: dict[str, float
         for name in sides
         if name != "ours"
     ]
-    report(sides["ours"], rows, rounds=3, prepare=prepare(path))
+    report(sides["ours"], rows, rounds=1, prepare=prepare(path))
 
 
 def test_mmap(llama: Path, table, report) -> None:

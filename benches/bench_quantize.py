@@ -21,7 +21,7 @@ from limits import TWO_PASSES, read_twice_and_store
 import safeload
 from safeload import QuantizedTensor
 
-ROUNDS = 3
+ROUNDS = files.LARGE_ROUNDS
 KEPT = ("embed", "norm")
 
 
@@ -73,7 +73,7 @@ def test_a_folder_to_q4_0(llama_folder: Path, table, report) -> None:
     }
     samples = race(sides, ROUNDS, check=same, prepare=prepare(llama_folder))
     row = table.add("2.5 GB bf16 folder to q4_0", peer, Comparison(samples["ours"], samples[peer]), target=10)
-    report(sides["ours"], [row], rounds=3, prepare=prepare(llama_folder))
+    report(sides["ours"], [row], rounds=1, prepare=prepare(llama_folder))
 
 
 def numpy_int8(x: np.ndarray) -> tuple[np.ndarray, np.float32]:
@@ -105,7 +105,7 @@ def test_int8_in_memory(axis: int | None, table, report) -> None:
         assert np.count_nonzero(ours.data != theirs[0]) <= 2  # 0.5 is added, not the largest number below it
         assert np.array_equal(ours.scale, theirs[1])
 
-    samples = race(sides, 7, check=check, prepare=lambda: files.settle(1 << 30))
+    samples = race(sides, ROUNDS, check=check, prepare=lambda: files.settle(1 << 30))
     job = f"256 MiB of f32 to int8, axis={axis}"
     goals = {"numpy": 8, TWO_PASSES: 0.8}
     rows = [

@@ -285,9 +285,9 @@ def test_a_folder_of_fp8_as_f32(fp8_folder: Path, table, report) -> None:
         for name, array in ours.items():
             assert same_bytes(array, theirs[name]), name
 
-    samples = race(sides, 3, check=check, prepare=_prepare(fp8_folder))
+    samples = race(sides, files.LARGE_ROUNDS, check=check, prepare=_prepare(fp8_folder))
     row = table.add("1 GB of an fp8 folder as f32", peer, Comparison(samples["ours"], samples[peer]), target=4)
-    report(sides["ours"], [row], rounds=3, prepare=_prepare(fp8_folder))
+    report(sides["ours"], [row], rounds=1, prepare=_prepare(fp8_folder))
 
 
 _GROWTH = """
@@ -342,6 +342,6 @@ def test_a_folder_of_fp8_to_q8_0(fp8_folder: Path, table, report) -> None:
         for name, value in ours.items():
             assert same_bytes(value.data, theirs[name]), name
 
-    samples = race(sides, 3, check=check, prepare=_prepare(few))
+    samples = race(sides, files.LARGE_ROUNDS, check=check, prepare=_prepare(few))
     row = table.add("fp8 folder of 250 MB to q8_0", peer, Comparison(samples["ours"], samples[peer]), target=10)
-    report(sides["ours"], [row], rounds=3, prepare=_prepare(few))
+    report(sides["ours"], [row], rounds=1, prepare=_prepare(few))

@@ -18,7 +18,7 @@ from compare import Comparison, race, release
 
 import safeload.numpy
 
-ROUNDS = 9
+ROUNDS = files.LARGE_ROUNDS
 PEER = "safetensors.numpy.save_file"
 
 
@@ -133,7 +133,7 @@ def test_save(folder: Path, table, report) -> None:
         row(plain, "ours_plain", "limit: write(2)", "limit_plain"),
         row(f"{durable}, default against default", "ours", PEER, "theirs_plain"),
     ]
-    report(sides["ours"], rows, rounds=3, prepare=prepare)
+    report(sides["ours"], rows, rounds=1, prepare=prepare)
 
 
 def test_save_tiny_tensors(folder: Path, table, report) -> None:
@@ -159,7 +159,7 @@ def test_save_tiny_tensors(folder: Path, table, report) -> None:
         "synced": side("synced", lambda path: safetensors.numpy.save_file(data, path), durable=True),
         "theirs": side("theirs", lambda path: safetensors.numpy.save_file(data, path), durable=False),
     }
-    samples = race(sides, ROUNDS, check=check, prepare=release)
+    samples = race(sides, 9, check=check, prepare=release)
     job = "save_file 100,000 tiny tensors"
     rows = [
         table.add(job, f"{PEER}, fsync of file and folder", Comparison(samples["ours"], samples["synced"]), target=1),

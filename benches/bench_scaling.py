@@ -51,7 +51,7 @@ def test_load_by_size(mib: int, table, benchmark) -> None:
         assert ours.keys() == theirs.keys()
         assert all(np.array_equal(array[..., ::7], theirs[name][..., ::7]) for name, array in ours.items())
 
-    samples = race(sides, 15 if mib < 512 else 5, check=check, prepare=prepare(path, 2))
+    samples = race(sides, 15 if mib < 512 else files.LARGE_ROUNDS, check=check, prepare=prepare(path, 2))
     for side, seconds in samples.items():
         table.point("load_by_size", side, path.stat().st_size, seconds)
     benchmark.pedantic(sides["safeload, mapped"], rounds=3)
@@ -115,7 +115,7 @@ def test_load_by_threads(count: int, llama: Path, table) -> None:
         "safeload.stats": lambda: safeload.stats(llama, threads=count),
         "safeload.diff, with itself": lambda: safeload.diff(llama, llama, threads=count),
     }
-    for side, seconds in race(sides, 3, prepare=prepare(llama, 2)).items():
+    for side, seconds in race(sides, files.LARGE_ROUNDS, prepare=prepare(llama, 2)).items():
         table.point("by_threads", side, count, seconds)
 
 

@@ -19,7 +19,7 @@ import safeload
 import safeload.numpy
 from safeload import Layout, StackedTensor
 
-ROUNDS = 5
+ROUNDS = files.LARGE_ROUNDS
 LAYERS, SHAPE = 24, (6144, 2048)
 
 
@@ -78,7 +78,7 @@ def test_stack(layers: Path, transpose: bool, dtype: str, table, report) -> None
     rows = [
         table.add(job, name, Comparison(samples["ours"], samples[name]), target=goal) for name, goal in goals.items()
     ]
-    report(sides["ours"], rows, rounds=2, prepare=ready)
+    report(sides["ours"], rows, rounds=1, prepare=ready)
 
 
 def test_a_folder_to_one_f16_file(tmp_path: Path, table, report) -> None:
@@ -118,7 +118,7 @@ def test_a_folder_to_one_f16_file(tmp_path: Path, table, report) -> None:
         files.settle(6 << 30)
 
     sides = {"ours": ours, "safetensors.numpy, astype, save, fsync": script}
-    samples = race(sides, 3, check=check, prepare=ready)
+    samples = race(sides, ROUNDS, check=check, prepare=ready)
     rows = [
         table.add("2.5 GB bf16 folder to one f16 file", name, Comparison(samples["ours"], samples[name]))
         for name in sides

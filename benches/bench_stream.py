@@ -15,7 +15,7 @@ from compare import Comparison, race, release
 
 import safeload
 
-ROUNDS = 7
+ROUNDS = files.LARGE_ROUNDS
 AHEAD = 256 << 20
 PEER = "load, then sum"
 
@@ -70,7 +70,7 @@ def test_stream_and_sum(llama: Path, table, report) -> None:
     ceiling = (reading + adding) / max(reading, adding)
     print(f"reading takes {reading:.3f} s, summing {adding:.3f} s: the ceiling is {ceiling:.2f}")
     row = table.add(job, PEER, Comparison(samples["ours"], samples[PEER]), target=round(0.9 * ceiling, 2))
-    report(stream, [row], rounds=3, prepare=lambda: _prepare(llama))
+    report(stream, [row], rounds=1, prepare=lambda: _prepare(llama))
 
 
 def test_growth_of_memory(llama: Path, table, report) -> None:

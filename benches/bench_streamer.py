@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import files
 import pytest
 from bench_load import plain_pread, prepare
 from compare import Comparison, race, same_bytes
 
 import safeload.numpy
 
-ROUNDS = 7
+ROUNDS = files.LARGE_ROUNDS
 STRATEGY = "RUNAI_STREAMER_FS_STRATEGY"
 
 
@@ -78,4 +79,4 @@ def test_pread_against_the_streamer(llama: Path, table, report) -> None:
         for name in sides
         if name != "ours"
     ]
-    report(sides["ours"], rows, rounds=3, prepare=prepare(llama))
+    report(sides["ours"], rows, rounds=1, prepare=prepare(llama))

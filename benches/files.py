@@ -9,6 +9,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,9 @@ VERSION = 2
 # A row of gigabytes is one of which a side takes so much memory; before each of its samples so much is made hot. Small
 # rows do not pay for it.
 GIGABYTES, HOT = 1 << 30, 9_000_000_000
+
+# Rounds of a row of gigabytes. To make memory hot takes 7 s before each sample, longer than what is timed.
+LARGE_ROUNDS = 3
 
 # Length of the random block that is repeated to fill a file. A prime, so that no two tensors hold the same bytes and
 # one read from the wrong place is seen.
@@ -313,7 +317,9 @@ def hot_memory() -> int:
 def _touched(nbytes: int, advice: int) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(advice)
-    np.frombuffer(memory, np.uint8)[::4096] = 1
+    pages = np.frombuffer(memory, np.uint8)[::4096]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda some: some.fill(1), np.array_split(pages, os.cpu_count() or 1)))
     return memory
 
 
