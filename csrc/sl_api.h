@@ -149,6 +149,24 @@ int32_t sl_absmax_each(int32_t tier, const void *source, uint32_t *bits, uint64_
 int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64_t count, const float *factors,
                    int32_t each);
 
+/* ---- differences (kernels/difference.c) ---- */
+
+/* What tells two runs of numbers apart. Where one element of a pair is not finite, the pair counts in none of the sums.
+ */
+typedef struct sl_difference {
+    double largest; /* |a - b| */
+    uint64_t at;    /* the first index where it is that large; 0 where all are equal */
+    double squares; /* the sum of (a - b)^2 */
+    double dot, norm_a, norm_b;
+    uint64_t unequal;   /* pairs that differ; two NaNs are equal */
+    uint64_t nonfinite; /* those of them of which an element is not finite */
+    uint64_t finite;    /* pairs of which both are */
+} sl_difference;
+
+/* Compares `count` elements, SL_F32 or SL_F64, aligned and in the byte order of this machine; f32 as f64. The same bits
+ * in every tier. SL_E_ARGUMENT for another dtype or an unknown tier. */
+int32_t sl_differ(int32_t tier, int32_t dtype, const void *a, const void *b, uint64_t count, sl_difference *found);
+
 /* ---- statistics (kernels/stats.c, jobs/op_stats.c) ---- */
 
 /* Statistics of consecutive elements of a tensor, bit-identical for any instruction set and number of threads. The mean

@@ -25,6 +25,7 @@ static const struct {
     const sl_quant *quant;       /* may hold NULLs, as may `restore` */
     const sl_restore *restore;
     const sl_lanes_kernel *stats;
+    sl_difference_fn difference;
 } TIERS[SL_TIER_COUNT] = {
     [SL_TIER_SCALAR] = {"scalar",
                         always,
@@ -32,7 +33,8 @@ static const struct {
                         {sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels_scalar},
                         &sl_quant_scalar,
                         &sl_restore_scalar,
-                        sl_lanes_scalar},
+                        sl_lanes_scalar,
+                        sl_difference_scalar},
 #ifdef SL_X86
     [SL_TIER_AVX2] = {"avx2",
                       has_avx2,
@@ -40,14 +42,16 @@ static const struct {
                       {sl_kernels_avx2, sl_dequant_kernels_avx2, sl_quant_kernels_avx2},
                       &sl_quant_avx2,
                       &sl_restore_avx2,
-                      sl_lanes_avx2},
+                      sl_lanes_avx2,
+                      sl_difference_avx2},
     [SL_TIER_AVX512] = {"avx512",
                         has_avx512,
                         SL_TIER_AVX2,
                         {sl_kernels_avx512, sl_dequant_kernels_avx512, sl_quant_kernels_avx512},
                         &sl_quant_avx512,
                         &sl_restore_avx512,
-                        sl_lanes_avx512},
+                        sl_lanes_avx512,
+                        sl_difference_avx512},
 #else
     [SL_TIER_AVX2] = {.name = "avx2", .below = SL_TIER_SCALAR},
     [SL_TIER_AVX512] = {.name = "avx512", .below = SL_TIER_AVX2},
@@ -59,7 +63,8 @@ static const struct {
                       {sl_kernels_neon, sl_dequant_kernels_neon, sl_quant_kernels_neon},
                       &sl_quant_neon,
                       &sl_restore_neon,
-                      sl_lanes_neon},
+                      sl_lanes_neon,
+                      sl_difference_neon},
 #else
     [SL_TIER_NEON] = {.name = "neon", .below = SL_TIER_SCALAR},
 #endif
@@ -120,6 +125,13 @@ sl_lanes_fn sl_tier_lanes(int32_t tier, int32_t from) {
         if (TIERS[t].stats == NULL) continue;
         for (const sl_lanes_kernel *kernel = TIERS[t].stats; kernel->from >= 0; kernel++)
             if (kernel->from == from) return kernel->sum;
+    }
+    return NULL;
+}
+
+sl_difference_fn sl_tier_difference(int32_t tier) {
+    FOR_EACH(t, tier) {
+        if (TIERS[t].difference != NULL) return TIERS[t].difference;
     }
     return NULL;
 }

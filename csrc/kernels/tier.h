@@ -4,6 +4,7 @@
 #define SL_TIER_H
 
 #include "kernels/convert.h"
+#include "kernels/difference.h"
 #include "kernels/quant.h"
 #include "kernels/restore.h"
 #include "kernels/stats.h"
@@ -19,5 +20,8 @@ sl_restore sl_tier_restore(int32_t tier);
 
 /* The kernel of statistics of a dtype; NULL when there is none. */
 sl_lanes_fn sl_tier_lanes(int32_t tier, int32_t from);
+
+/* The kernel of differences. */
+sl_difference_fn sl_tier_difference(int32_t tier);
 
 #endif

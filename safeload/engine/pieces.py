@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from threading import RLock
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from .weight_file import WeightFile
 PIECE = 4 << 20
 # Bytes of float64 values that are processed at a time, several times over: they stay in a core's cache.
 VALUES = 1 << 20
+
+_F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -157,21 +159,32 @@ def values(source: Source, begin: int, count: int) -> Array:
     Raises:
         FormatError, OSError: see `file_pieces`.
     """
+    return _values(source, begin, count, _F64).astype(np.float64, copy=False)
+
+
+def floats(source: Source, begin: int, count: int) -> Array:
+    """The same as float32, where that has all numbers of the tensor's dtype; otherwise as float64."""
     row = source.row
-    item = row.block_bytes
-    dtype: np.dtype[Any] = np.dtype(np.float64) if row.floating else dtypes.element_dtype(row.number)
-    target = dtypes.BY_CODE["F64"].number if row.floating else row.number
-    result = np.empty(count, dtype)
+    narrow = row.floating and 0 < row.bits <= _F32.bits
+    return _values(source, begin, count, _F32) if narrow else values(source, begin, count)
+
+
+def _values(source: Source, begin: int, count: int, target: dtypes.Dtype) -> Array:
+    """Elements in a floating dtype; integers in their own."""
+    row = source.row
+    target = target if row.floating else row
+    result = np.empty(count, dtypes.element_dtype(target.number))
     if count:
         batch = Batch()
-        job = source.job(batch.into(result), target)
+        job = source.job(batch.into(result), target.number)
+        item = row.block_bytes
         batch.add(job._replace(offset=source.offset + begin * item, size=count * item))
         batch.run(threads=1)
-    return result.astype(np.float64, copy=False)
+    return result
 
 
-def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of each piece of a tensor; as float64 a piece has at most `VALUES` bytes."""
-    total, step = math.prod(shape), VALUES // 8
+def spans(shape: tuple[int, ...], step: int) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of each piece of a tensor, of ``step`` elements."""
+    total = math.prod(shape)
     for begin in range(0, total, step):
         yield begin, min(step, total - begin)

@@ -122,6 +122,9 @@ def _unequal(a: Spans, b: Spans, counts: Array, threads: int | None, meter: Mete
         different = np.flatnonzero(x.view(np.uint64) != y.view(np.uint64))
         if not len(different):
             return block.end, None
+        first, last = np.searchsorted(ends, [block.begin, block.end - 1], side="right")
+        if first == last:
+            return block.end, np.array([first])
         places = (different[:, None] * _WORD + np.arange(_WORD)).ravel()
         places = places[x[places] != y[places]]
         return block.end, np.unique(np.searchsorted(ends, block.begin + places, side="right"))

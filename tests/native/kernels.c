@@ -4,6 +4,8 @@
  * What IEEE 754 leaves open is which NaN comes of infinity times zero: x86 gives a negative one, others a positive one.
  * It happens where a block holds an infinite scale. Digests of restored blocks therefore take every NaN for the same.
  */
+#include <math.h>
+
 #include "inputs.h"
 #include "kernels/copy2d.h"
 #include "kernels/quant.h"
@@ -258,6 +260,53 @@ static void check_all_statistics(void) {
         if (from != SL_F32 && sl_convertible(from, SL_F32)) check_statistics(from);
 }
 
+/* ---- differences ---- */
+
+static uint64_t digest_of_difference(uint64_t state, const sl_difference *all) {
+    _Static_assert(sizeof *all % 8 == 0, "fields of 64 bits");
+    for (size_t i = 0; i < sizeof *all / 8; i++) {
+        uint64_t bits;
+        uint8_t bytes[8];
+        memcpy(&bits, (const uint8_t *)all + 8 * i, sizeof bits);
+        sl_store_le64(bytes, bits);
+        state = digest(state, bytes, sizeof bytes);
+    }
+    return state;
+}
+
+static void check_differences(void) {
+    static const size_t COUNTS[] = {0, 1, 7, 8, 9, 1023, 1024, 1025, 5000};
+    static double a[5000], b[5000];
+    static float x[5000], y[5000];
+    uint64_t state = DIGEST_START;
+    for (size_t i = 0; i < 5000; i++) {
+        x[i] = (float)((int)(i * 7919 % 2003) - 1001) * 0x1p-9f;
+        y[i] = i % 3 == 0 ? x[i] : x[i] * 1.25f;
+        a[i] = (double)x[i] / 3;
+        b[i] = (double)y[i] / 3;
+    }
+    for (int special = 0; special < 2; special++) {
+        for (size_t k = 0; k < 2 * sizeof COUNTS / sizeof COUNTS[0]; k++) {
+            int32_t dtype = k % 2 == 0 ? SL_F32 : SL_F64;
+            const void *one = k % 2 == 0 ? (const void *)x : a, *other = k % 2 == 0 ? (const void *)y : b;
+            size_t count = COUNTS[k / 2];
+            sl_difference wanted, got;
+            EXPECT(sl_differ(SL_TIER_SCALAR, dtype, one, other, count, &wanted) == SL_OK);
+            for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++) {
+                if (!sl_tier_available(tier)) continue;
+                EXPECT(sl_differ(tier, dtype, one, other, count, &got) == SL_OK);
+                if (memcmp(&got, &wanted, sizeof got) != 0)
+                    FAIL("%s: differences of %zu %s", sl_tier_name(tier), count, label(dtype));
+            }
+            state = digest_of_difference(state, &wanted);
+        }
+        x[8] = (float)INFINITY;
+        y[1000] = (float)NAN;
+        a[0] = b[0] = (double)NAN;
+    }
+    report("differences", "F32", "F64", state);
+}
+
 /* ---- packed codes ---- */
 
 /* A layout with 2^bits numbers, and scales in blocks of all kinds of lengths. */
@@ -431,6 +480,7 @@ int main(void) {
     check_conversions();
     check_quantization();
     check_all_statistics();
+    check_differences();
     check_all_restored();
     check_copies();
     return failures == 0 ? 0 : 1;

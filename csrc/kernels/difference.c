@@ -1,0 +1,80 @@
+/* Differences of two runs of numbers, block by block. */
+#include "kernels/difference.h"
+
+#include "kernels/tier.h"
+
+#define LANES SL_DIFFERENCE_LANES
+#define BLOCK SL_DIFFERENCE_BLOCK
+
+static bool is_nan(double x) { return x != x; }
+static bool is_finite(double x) { return x - x == 0.0; }
+
+static double total(const double lanes[LANES]) {
+    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+}
+
+/* A run on its way through the blocks. */
+typedef struct run {
+    sl_difference_fn add;
+    sl_difference_lanes sums;
+    sl_difference *found;
+} run;
+
+/* Adds a block, whose first element is `first` of the run. */
+static void add_block(run *self, const double *a, const double *b, size_t count, uint64_t first) {
+    size_t whole = count - count % LANES;
+    double largest = self->add(a, b, whole, &self->sums);
+    double rest = sl_difference_scalar(a + whole, b + whole, count - whole, &self->sums);
+    if (rest > largest) largest = rest;
+    if (!(largest > self->found->largest)) return;
+    size_t i = 0;
+    while (i + 1 < count && sl_distance(a[i], b[i]) != largest) i++;
+    self->found->largest = largest;
+    self->found->at = first + i;
+}
+
+/* Copies a block without the elements of which one is not finite: both are 0 there. */
+static void add_finite(run *self, const double *a, const double *b, size_t count, uint64_t first) {
+    double x[BLOCK], y[BLOCK];
+    for (size_t i = 0; i < count; i++) {
+        bool finite = is_finite(a[i]) && is_finite(b[i]);
+        bool same = a[i] == b[i] || (is_nan(a[i]) && is_nan(b[i]));
+        x[i] = finite ? a[i] : 0.0;
+        y[i] = finite ? b[i] : 0.0;
+        self->found->finite -= finite ? 0 : 1;
+        self->found->nonfinite += finite || same ? 0 : 1;
+    }
+    add_block(self, x, y, count, first);
+}
+
+/* Elements [first, first + count) as f64; `spare` holds them where they are f32. */
+static const double *doubles(int32_t dtype, const void *values, uint64_t first, size_t count, double *spare) {
+    if (dtype == SL_F64) return (const double *)values + first;
+    const float *floats = (const float *)values + first;
+    for (size_t i = 0; i < count; i++) spare[i] = (double)floats[i];
+    return spare;
+}
+
+static void add_all(run *self, int32_t dtype, const void *a, const void *b, uint64_t count,
+                    void (*add)(run *, const double *, const double *, size_t, uint64_t)) {
+    double x[BLOCK], y[BLOCK];
+    memset(&self->sums, 0, sizeof self->sums);
+    *self->found = (sl_difference){.finite = count};
+    for (uint64_t first = 0; first < count; first += BLOCK) {
+        size_t some = (size_t)sl_min_u64(count - first, BLOCK);
+        add(self, doubles(dtype, a, first, some, x), doubles(dtype, b, first, some, y), some, first);
+    }
+    self->found->norm_a = total(self->sums.norm_a);
+    self->found->norm_b = total(self->sums.norm_b);
+}
+
+int32_t sl_differ(int32_t tier, int32_t dtype, const void *a, const void *b, uint64_t count, sl_difference *found) {
+    if (!sl_tier_available(tier) || (dtype != SL_F32 && dtype != SL_F64)) return SL_E_ARGUMENT;
+    run self = {.add = sl_tier_difference(tier), .found = found};
+    add_all(&self, dtype, a, b, count, add_block);
+    if (!is_finite(found->norm_a) || !is_finite(found->norm_b)) add_all(&self, dtype, a, b, count, add_finite);
+    found->dot = total(self.sums.dot);
+    found->squares = total(self.sums.squares);
+    found->unequal = (uint64_t)total(self.sums.unequal) + found->nonfinite;
+    return SL_OK;
+}
