@@ -213,9 +213,22 @@ class _Source(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Whether it is an array that is written together with its neighbours."""
+        """Whether it is in memory, and written together with its neighbours."""
         data = self.data
-        return isinstance(data, np.ndarray) and data.nbytes <= _TINY and written_as_is(data)
+        if isinstance(data, Lazy) or data.nbytes > _TINY:
+            return False
+        return isinstance(data, Memory) or written_as_is(data)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its data."""
+        return self.data.nbytes
+
+    @property
+    def buffer(self) -> Any:
+        """The bytes of a small one."""
+        data = self.data
+        return ffi.buffer(ffi.cast("char *", data.address), data.nbytes) if isinstance(data, Memory) else data
 
     @property
     def streamed(self) -> bool:
@@ -315,6 +328,9 @@ class Writer:
 
     def to_bytes(self) -> bytes:
         """The whole file."""
+        if all(source.small for source in self._sources):
+            header = ffi.buffer(self._header.memory, self._header.nbytes)
+            return b"".join([header, *(self._sources[index].buffer for index in self._order)])
         out = bytearray(self.size)
         position = 0
         with closing(self.pieces()) as pieces:
@@ -346,10 +362,8 @@ def _together(sources: Iterable[_Source]) -> Iterator[tuple[Any, int, int, bool]
     waiting: list[Any] = []
     size = 0
     for source in sources:
-        data = source.data
-        assert isinstance(data, np.ndarray)
-        waiting.append(data)
-        size += data.nbytes
+        waiting.append(source.buffer)
+        size += source.nbytes
         if size >= _TOGETHER:
             yield _joined(waiting)
             waiting, size = [], 0

@@ -77,8 +77,15 @@ class Header:
         self.nbytes: int = size[0]
 
 
-# The C type of each column.
-_COLUMNS = {name: field.type for name, field in ffi.typeof("sl_columns").fields}
+# Each column as an array in C.
+_ARRAYS = {
+    name: ffi.typeof(f"{field.type.item.cname.removeprefix('const ')}[]")
+    for name, field in ffi.typeof("sl_columns").fields
+    if field.type.kind == "pointer"
+}
+
+# Most names of which each is encoded by itself.
+_FEW = 64
 
 
 class _Columns:
@@ -89,9 +96,10 @@ class _Columns:
         self._alive: list[Any] = []
 
     def column(self, field: str, values: bytes | plain_array[int] | Array) -> None:
-        view = ffi.from_buffer(values) if len(values) else ffi.NULL
-        self._alive += [values, view]
-        setattr(self._columns, field, ffi.cast(_COLUMNS[field], view))
+        if len(values):
+            view = ffi.from_buffer(_ARRAYS[field], values)
+            self._alive.append(view)
+            setattr(self._columns, field, view)
 
     def names(self, names: Sequence[str]) -> None:
         """The names, encoded together where none of them has a newline of its own."""
@@ -101,12 +109,12 @@ class _Columns:
             for name in names:
                 text(name, "a tensor name", tensor=name)
             raise
-        ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE).astype(np.uint64)
-        if len(ends) == len(names):
-            self.column("names", encoded)
-            self.column("name_ends", ends)
-        else:
+        if len(names) <= _FEW or encoded.count(b"\n") != len(names):
             self.texts("names", "name_ends", names, separator=b"\n")
+            return
+        ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE)
+        self.column("names", encoded)
+        self.column("name_ends", ends.astype(np.uint64))
 
     def texts(self, field: str, ends_field: str, texts: Sequence[str], *, separator: bytes) -> None:
         encoded = [text.encode() for text in texts]
