@@ -336,7 +336,7 @@ def draw(picture: str, title: str, axis: str, unit: str, points: list[dict[str, 
                 label=side,
                 ls="-" if ours else "--",
             )
-            quartiles = [statistics.quantiles(s, n=4, method="inclusive") for _, s in values]
+            quartiles = [statistics.quantiles(s if len(s) > 1 else 2 * s, n=4, method="inclusive") for _, s in values]
             axes.fill_between(
                 x, [q[0] for q in quartiles], [q[2] for q in quartiles], color=line.get_color(), alpha=0.15
             )
