@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 
 from .text import clip, printable
 
@@ -13,6 +12,8 @@ _LONGEST = 200
 
 def escaped(value: str) -> str:
     """Text from a file, escaped for HTML and without control characters."""
+    from html import escape  # only here: it has a table of all entities
+
     return escape(printable(value))
 
 

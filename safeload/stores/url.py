@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from urllib.parse import urlsplit
 
 from ..base.missing import of_page
 from ..base.shown_url import links as links
@@ -112,6 +111,7 @@ def local_path(url: str) -> str:
     Raises:
         UnsupportedError: it names another machine.
     """
+    from urllib.parse import urlsplit  # only here: most paths are local
     from urllib.request import url2pathname
 
     parts = urlsplit(url)
