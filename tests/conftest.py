@@ -12,6 +12,20 @@ from pathlib import Path
 import pytest
 from builders.paths import DATA, SHARED
 
+# Most processes that the whole suite runs in: some tests take a gigabyte of memory.
+MOST_PROCESSES = 4
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite runs on several processors, unless ``-n`` says otherwise; what is asked for by name on one."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    worker = hasattr(config, "workerinput")
+    if not whole or worker or not config.pluginmanager.hasplugin("xdist") or config.option.usepdb:
+        return
+    if config.option.numprocesses is None:
+        config.option.numprocesses = min(MOST_PROCESSES, os.cpu_count() or 1)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
