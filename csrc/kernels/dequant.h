@@ -286,21 +286,26 @@ TARGET SL_INLINE void restore_q6_k(const sl_q6_k *block, uint8_t *out) {
     }
 }
 
+/* ---- types in headers of their own, in the same words ---- */
+
+#include "kernels/dequant_iq.h"
+
 /* ---- kernels ---- */
 
-#define EACH_TYPE(ROW)          \
-    ROW(SL_Q4_0, q4_0, SL_QK)   \
-    ROW(SL_Q4_1, q4_1, SL_QK)   \
-    ROW(SL_Q5_0, q5_0, SL_QK)   \
-    ROW(SL_Q5_1, q5_1, SL_QK)   \
-    ROW(SL_Q8_0, q8_0, SL_QK)   \
-    ROW(SL_Q2_K, q2_k, SUPER)   \
-    ROW(SL_Q3_K, q3_k, SUPER)   \
-    ROW(SL_Q4_K, q4_k, SUPER)   \
-    ROW(SL_Q5_K, q5_k, SUPER)   \
-    ROW(SL_Q6_K, q6_k, SUPER)   \
-    ROW(SL_MXFP4, mxfp4, SL_QK) \
-    ROW(SL_IQ4_NL, iq4_nl, SL_QK)
+#define EACH_TYPE(ROW)            \
+    ROW(SL_Q4_0, q4_0, SL_QK)     \
+    ROW(SL_Q4_1, q4_1, SL_QK)     \
+    ROW(SL_Q5_0, q5_0, SL_QK)     \
+    ROW(SL_Q5_1, q5_1, SL_QK)     \
+    ROW(SL_Q8_0, q8_0, SL_QK)     \
+    ROW(SL_Q2_K, q2_k, SUPER)     \
+    ROW(SL_Q3_K, q3_k, SUPER)     \
+    ROW(SL_Q4_K, q4_k, SUPER)     \
+    ROW(SL_Q5_K, q5_k, SUPER)     \
+    ROW(SL_Q6_K, q6_k, SUPER)     \
+    ROW(SL_MXFP4, mxfp4, SL_QK)   \
+    ROW(SL_IQ4_NL, iq4_nl, SL_QK) \
+    EACH_IQ_TYPE(ROW)
 
 #define DEFINE(dtype, type, elements)                                                          \
     TARGET static void KERNEL(type)(const void *source, void *destination, size_t count) {     \

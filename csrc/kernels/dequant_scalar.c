@@ -20,8 +20,13 @@ SL_INLINE codes codes_at(const void *bytes) {
 
 SL_INLINE codes codes_of(uint64_t low, uint64_t high) {
     codes all;
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
     sl_store_le64(all.at, low);
     sl_store_le64(all.at + 8, high);
+#else
+    memcpy(all.at, &low, sizeof low);
+    memcpy(all.at + 8, &high, sizeof high);
+#endif
     return all;
 }
 

@@ -128,8 +128,8 @@ static void try(size_t row, int32_t from, int32_t to, const sl_grid *grid, const
 }
 
 static void try_all(void) {
-    static const int32_t DTYPES[] = {SL_F32, SL_BF16,    SL_I8,   SL_F64,  SL_I64,  SL_C64,
-                                     SL_F4,  SL_F6_E2M3, SL_Q4_0, SL_Q4_K, SL_IQ1_S};
+    static const int32_t DTYPES[] = {SL_F32, SL_BF16,    SL_I8,   SL_F64,  SL_I64, SL_C64,
+                                     SL_F4,  SL_F6_E2M3, SL_Q4_0, SL_Q4_K, SL_Q8_K};
     static const sl_channels CHANNELS[] = {{COLUMNS, 1, factors}, {ROWS, COLUMNS, factors}, {1, 1, factors}};
     enum { DTYPE_COUNT = sizeof DTYPES / sizeof *DTYPES };
     for (size_t row = 0; row < SL_OP_COUNT; row++)

@@ -1,12 +1,14 @@
 """Blocks of ggml restored to f32: gguf-py and ggml's compiled reference decide, bit for bit."""
 
 import ctypes
+import runpy
 
 import gguf
 import numpy as np
 import pytest
 from builders import ggml_reference
 from builders.kernel_inputs import Guarded
+from builders.paths import ROOT
 
 import safeload
 from safeload import QuantizedTensor
@@ -15,8 +17,14 @@ from safeload.base.native import available_tiers, ffi, lib, tier_name
 
 rng = np.random.default_rng(15)
 SCHEMES = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"]
-# Offsets of the f16 scales in a block.
+GRIDS = ["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m"]
+SCHEMES += GRIDS
+# Grids take every scale alike; d of IQ1_M lies in another place.
+NOT_EVERY_SCALE = ("iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s")
+# Offsets of the f16 scales in a block; None: in the top nibbles of its last four words.
 HALVES = {
+    **dict.fromkeys(GRIDS, (0,)),
+    "iq1_m": (None,),
     **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
     "q2_k": (80, 82),
@@ -30,13 +38,23 @@ def bits(array):
     return np.ascontiguousarray(array).view(np.uint32)
 
 
+def put_halves(blocks, at, scales):
+    """Gives each block its f16 scale."""
+    if at is None:
+        words = np.ascontiguousarray(blocks[:, -8:]).view("<u2") & 0x0FFF
+        words |= scales.view(np.uint16).reshape(-1, 1) >> np.array([0, 4, 8, 12], np.uint16) << 12
+        blocks[:, -8:] = words.view(np.uint8)
+    else:
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+
+
 def random_blocks(scheme, count):
     """Every bit random, but that the scales are finite."""
     row = dtypes.BLOCK_TYPES[scheme]
     blocks = rng.integers(0, 256, (count, row.block_bytes), np.uint8)
     for at in HALVES[scheme]:
         scales = (rng.standard_normal(count) * 10.0 ** rng.integers(-7, 4, count)).astype(np.float16)
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+        put_halves(blocks, at, scales)
     return blocks
 
 
@@ -57,7 +75,7 @@ def test_random_blocks_as_gguf_py_restores_them(scheme):
     np.testing.assert_array_equal(bits(restore(scheme, blocks)), bits(by_gguf(scheme, blocks)))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s not in NOT_EVERY_SCALE])
 def test_every_scale(scheme):
     """All 65,536 f16 (or 256 e8m0) scales; NaN is compared as such."""
     row = dtypes.BLOCK_TYPES[scheme]
@@ -66,8 +84,7 @@ def test_every_scale(scheme):
         blocks[:, 0] = np.arange(256)
     else:
         blocks = random_blocks(scheme, 65536)
-        at = HALVES[scheme][-1]
-        blocks[:, at : at + 2] = np.arange(65536, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
+        put_halves(blocks, HALVES[scheme][-1], np.arange(65536, dtype=np.uint16))
     got = restore(scheme, blocks)
     want = by_gguf(scheme, blocks)
     np.testing.assert_array_equal(got, want)
@@ -81,10 +98,11 @@ def test_what_ggml_makes_and_restores(scheme):
     if library is None:
         pytest.skip("pywhispercpp, whose wheel holds ggml, is not installed")
     row = dtypes.BLOCK_TYPES[scheme]
-    for blocks in (
-        random_blocks(scheme, 2000),
-        ggml_reference.make_blocks(library, scheme, rng.standard_normal(row.block * 400) * 0.05, row.block_bytes),
-    ):
+    given = [random_blocks(scheme, 2000)]
+    if scheme not in GRIDS:  # for these it makes tables for seconds: tests/data/iq.gguf has some
+        x = rng.standard_normal(row.block * 400) * 0.05
+        given.append(ggml_reference.make_blocks(library, scheme, x, row.block_bytes))
+    for blocks in given:
         want = ggml_reference.dequantize(library, scheme, blocks, len(blocks) * row.block)
         np.testing.assert_array_equal(bits(restore(scheme, blocks)), bits(want))
         np.testing.assert_array_equal(bits(by_gguf(scheme, blocks)), bits(want))
@@ -144,7 +162,7 @@ def test_a_tier_gives_the_bits_of_scalar_with_scales_that_are_not_finite(scheme,
     each = np.array(np.meshgrid(odd, odd)).reshape(2, -1)
     blocks = random_blocks(scheme, 4 * each.shape[1])
     for at, scales in zip(HALVES[scheme], each, strict=False):
-        blocks[:, at : at + 2] = np.tile(scales, 4).view(np.uint8).reshape(-1, 2)
+        put_halves(blocks, at, np.tile(scales, 4))
     for dtype in ("F32", "F16", "BF16"):
         want = convert(lib.SL_TIER_SCALAR, scheme, blocks, dtype)
         np.testing.assert_array_equal(convert(tier, scheme, blocks, dtype), want)
@@ -188,6 +206,12 @@ def test_other_dtypes_and_threads(scheme):
         np.testing.assert_array_equal(bits(restore(scheme, blocks, threads=threads)), bits(want))
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(restore(scheme, blocks, dtype="float16"), want.astype(np.float16))
+
+
+def test_the_grids_are_those_of_gguf_py():
+    """And every entry of each is used: indices are all that random blocks have, 32 or 64 a block."""
+    maker = runpy.run_path(str(ROOT / "csrc" / "kernels" / "make_iq_grids.py"))
+    assert maker["source"]() == maker["PATH"].read_text("utf-8")
 
 
 @pytest.mark.parametrize("scheme", sorted(dtypes.BLOCK_TYPES.keys() - set(SCHEMES)))

@@ -254,8 +254,8 @@ def test_parts_that_do_not_fit(arguments, kind, fragment):
 
 
 def test_a_scheme_without_a_kernel_is_named():
-    q = QuantizedTensor("iq1_s", (256,), np.zeros(50, np.uint8))
-    with pytest.raises(safeload.UnsupportedError, match="iq1_s"):
+    q = QuantizedTensor("q8_k", (256,), np.zeros(292, np.uint8))
+    with pytest.raises(safeload.UnsupportedError, match="q8_k"):
         q.dequantize()
     with pytest.raises(safeload.UnsupportedError, match="int32"):
         quantize(np.ones(4, np.float32), "int8").dequantize("int32")

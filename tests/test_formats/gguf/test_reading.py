@@ -276,10 +276,10 @@ def test_loading_as_a_dtype_restores_blocks(path, scheme, backend):
 def test_a_type_without_a_kernel_is_named(path):
     write_all(path)
     with safeload.open(path) as opened:
-        with pytest.raises(UnsupportedError, match=r"no kernel that dequantizes iq2_xs"):
-            opened["IQ2_XS (256,)"].dequantize()
-        with pytest.raises(UnsupportedError, match=r"'IQ2_XS \(256,\)': there is no conversion from IQ2_XS to F32"):
-            opened.load(["IQ2_XS (256,)"], dtype="float32")
+        with pytest.raises(UnsupportedError, match=r"no kernel that dequantizes q8_k"):
+            opened["Q8_K (256,)"].dequantize()
+        with pytest.raises(UnsupportedError, match=r"'Q8_K \(256,\)': there is no conversion from Q8_K to F32"):
+            opened.load(["Q8_K (256,)"], dtype="float32")
 
 
 # ---- layouts of the file ----
