@@ -24,13 +24,25 @@ AHEAD = 1.2
 STORE = "limit: storing the result"
 READ_AND_STORE = "limit: reading the blocks, storing the result"
 SCHEMES = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"]
+# Indices into grids of up to 2048 entries, whose whole table is to be used; with the byte of the scale's exponent.
+GRIDS = {**dict.fromkeys(["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s"], 1), "iq1_m": 55}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+def blocks(scheme: str, count: int) -> np.ndarray:
+    """Random bytes whose scales are finite."""
+    row = dtypes.BLOCK_TYPES[scheme]
+    some = np.random.default_rng(7).integers(0, 256 if scheme in GRIDS else 60, 1 << 20, np.uint8)
+    data = np.resize(some, row.nbytes(count))
+    if scheme in GRIDS:
+        data[GRIDS[scheme] :: row.block_bytes] &= 0x3F
+    return data
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *GRIDS])
 def test_one_thread(scheme: str, table, report) -> None:
     row = dtypes.BLOCK_TYPES[scheme]
     count = 8 << 20
-    data = np.resize(np.random.default_rng(7).integers(0, 60, 1 << 20, np.uint8), row.nbytes(count))
+    data = blocks(scheme, count)
     q = QuantizedTensor(scheme, (count,), data)
     kind = GGMLQuantizationType[scheme.upper()]
     out, by_kernel, other, spare = (np.ones(count, np.float32) for _ in range(4))

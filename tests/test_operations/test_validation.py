@@ -362,6 +362,12 @@ def test_scales():
         assert report.errors[0].message == (
             "1 of 8 blocks have a scale that is not finite, the first is block 5 with inf"
         )
+    split = QuantizedTensor("iq1_m", (4, 256), np.full((4, 56), 0x31, np.uint8))
+    assert codes(validate({"w": split})) == []
+    split.data[2].view("<u2")[-4:] = 0xCFFF, 0xBFFF, 0xCFFF, 0xFFFF  # the nibbles of 0xfcbc, a NaN
+    report = validate({"w": split})
+    assert codes(report) == [("error", "quantization.scale", "w")]
+    assert "1 of 4 blocks have a scale that is not finite, the first is block 2 with nan" in report.errors[0].message
     good = safeload.quantize(x, "int8", axis=0)
     assert codes(validate({"w": good})) == []
     scale = good.scale.copy()
