@@ -107,7 +107,7 @@ typedef struct sl_dtype_info {
     int32_t swap;        /* bytes of a number to reverse when byte-swapping: 4 for C64, two f32; 1: nothing to swap */
     int32_t ggml;        /* number in enum ggml_type; -1: none */
     int32_t scale_at;    /* offset of the f16 scales within a block */
-    int32_t scale_count; /* number of f16 scales; 0 where scales have another type */
+    int32_t scale_count; /* number of f16 scales; 0 where scales have another type or are in pieces (IQ1_M) */
 } sl_dtype_info;
 
 const sl_dtype_info *sl_dtype_get(int32_t dtype); /* NULL for an unknown number */

@@ -18,6 +18,7 @@ SL_INLINE codes codes_at(const void *bytes) {
     return all;
 }
 
+/* In one store each where they can be: compilers join single bytes only after they have taken the words apart. */
 SL_INLINE codes codes_of(uint64_t low, uint64_t high) {
     codes all;
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__

@@ -29,7 +29,7 @@ class Dtype(NamedTuple):
             is nothing to swap.
         ggml: its number in enum ggml_type; -1 if it has none.
         scale_at: byte of a block where its float16 scales begin.
-        scale_count: number of float16 scales of a block; 0 where scales are of another kind.
+        scale_count: number of float16 scales of a block; 0 where they have another type or are in pieces (IQ1_M).
     """
 
     number: int
