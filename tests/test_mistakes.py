@@ -397,10 +397,13 @@ def test_schemes_are_taken_in_any_case(scheme, here, capsys):
     assert safeload.load("line.safetensors")["w"] == made["w"]
 
 
-WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1"
+WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k"
 SCHEMES = {
-    "Q4_K_M": [f"scheme 'Q4_K_M': Q4_K is read only; can be written: {WRITTEN}"],
-    "q6_k": [f"Q6_K is read only; can be written: {WRITTEN}"],
+    "Q4_K_M": [
+        "scheme 'Q4_K_M' is a mixture of llama.cpp: 'q4_k' quantizes all matrices alike, and a dict has a scheme"
+    ],
+    "Q3_K_M": [f"scheme 'Q3_K_M': Q3_K is read only; can be written: {WRITTEN}"],
+    "q2_k": [f"Q2_K is read only; can be written: {WRITTEN}"],
     "int4": [f"unknown scheme 'int4', expected one of {WRITTEN}", "not: int8'?"],
     "q40": ["unknown scheme 'q40': did you mean 'q4_0'?"],
     "bf16": ["unknown scheme 'bf16': it is a dtype, for dtype= of safeload.load and convert"],

@@ -194,12 +194,6 @@ TARGET SL_INLINE void restore_q3_k(const sl_q3_k *block, uint8_t *out) {
     q3_k_runs(out + 14 * RUN, block->codes + 32, 6, block->high, 14, scales + 14);
 }
 
-/* 8 runs of 32. x = (d * scale) * code - dmin * minimum. A byte holds the codes of elements 32 apart. */
-typedef struct sl_q4_k {
-    uint8_t d[2], dmin[2], scales[12], codes[128];
-} sl_q4_k;
-_Static_assert(sizeof(sl_q4_k) == 144, "blocks have no padding in files");
-
 /* Scale and minimum of run k of 8, 6 bits each: for runs 0 to 3 they are the low bits of bytes k and k + 4; for the
  * others the low 4 bits are in byte k + 4 and the high 2 are the top bits of the bytes of runs 0 to 3. */
 typedef struct scaling {
@@ -241,12 +235,6 @@ TARGET SL_INLINE void restore_q4_k(const sl_q4_k *block, uint8_t *out) {
     q4_k_runs(out + 12 * RUN, block->codes + 96, NULL, 6, &by);
 }
 
-/* Like Q4_K, with a fifth bit: bit k of `high` for run k. */
-typedef struct sl_q5_k {
-    uint8_t d[2], dmin[2], scales[12], high[32], codes[128];
-} sl_q5_k;
-_Static_assert(sizeof(sl_q5_k) == 176, "blocks have no padding in files");
-
 TARGET SL_INLINE void restore_q5_k(const sl_q5_k *block, uint8_t *out) {
     scaling by;
     scaling_of(&by, block->scales, block->d, block->dmin);
@@ -255,15 +243,6 @@ TARGET SL_INLINE void restore_q5_k(const sl_q5_k *block, uint8_t *out) {
     q4_k_runs(out + 8 * RUN, block->codes + 64, block->high, 4, &by);
     q4_k_runs(out + 12 * RUN, block->codes + 96, block->high, 6, &by);
 }
-
-/* 16 runs of 16, scales of 8 bits. x = (d * scale) * (code - 32). For each half of 128 elements `low` has the low 4
- * bits (elements 64 apart share a byte), `high` the others (elements 32 apart). */
-typedef struct sl_q6_k {
-    uint8_t low[128], high[64];
-    int8_t scales[16];
-    uint8_t d[2];
-} sl_q6_k;
-_Static_assert(sizeof(sl_q6_k) == 210, "blocks have no padding in files");
 
 /* Two runs. */
 TARGET SL_INLINE void q6_k_runs(uint8_t *out, const uint8_t low[32], int low_shift, const uint8_t high[32],

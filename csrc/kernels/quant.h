@@ -1,9 +1,9 @@
 /* Quantization. Scalar C is the reference; every other tier gives the same bits.
  *
  * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX, SL_Q4_0 (ggml's rounding) and SL_Q8_0; to SL_Q4_1,
- * SL_Q5_0 and SL_Q5_1 (as ggml rounds) in scalar C only. The way back is in dequant.h. Each block of SL_QK elements has
- * its own scale d, an f16. d is not finite exactly where an element is not finite or f16 cannot hold the scale:
- * sl_blocks_finite finds such blocks, whose codes are meaningless.
+ * SL_Q5_0 and SL_Q5_1 (as ggml rounds) in scalar C only; to SL_Q4_K, SL_Q5_K and SL_Q6_K (quant_k.h). The way back is
+ * in dequant.h. Each block of SL_QK elements has its own scale d, an f16. d is not finite exactly where an element is
+ * not finite or f16 cannot hold the scale: sl_blocks_finite finds such blocks, whose codes are meaningless.
  *
  * int8 has one scale for a tensor or a channel and therefore takes two passes: the largest |x|, then the codes.
  */
@@ -43,8 +43,28 @@ typedef struct sl_q5_1 {
     uint8_t d[2], m[2], high[4], codes[16];
 } sl_q5_1;
 
+/* ---- super-blocks of 256, see dequant.h ---- */
+
+/* 8 runs of 32. x = (d * scale) * code - dmin * minimum. A byte holds the codes of elements 32 apart. */
+typedef struct sl_q4_k {
+    uint8_t d[2], dmin[2], scales[12], codes[128];
+} sl_q4_k;
+
+/* Like Q4_K, with a fifth bit: bit k of `high` for run k. */
+typedef struct sl_q5_k {
+    uint8_t d[2], dmin[2], scales[12], high[32], codes[128];
+} sl_q5_k;
+
+/* 16 runs of 16, scales of 8 bits. x = (d * scale) * (code - 32). For each half of 128 elements `low` has the low 4
+ * bits (elements 64 apart share a byte), `high` the others (elements 32 apart). */
+typedef struct sl_q6_k {
+    uint8_t low[128], high[64];
+    int8_t scales[16];
+    uint8_t d[2];
+} sl_q6_k;
+
 _Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34 && sizeof(sl_q4_1) == 20 && sizeof(sl_q5_0) == 22 &&
-                   sizeof(sl_q5_1) == 24,
+                   sizeof(sl_q5_1) == 24 && sizeof(sl_q4_k) == 144 && sizeof(sl_q5_k) == 176 && sizeof(sl_q6_k) == 210,
                "blocks have no padding in files");
 
 /* The f32 bits of infinity. Without the sign, the bits of infinity and NaN are not below this: as integers, NaN >

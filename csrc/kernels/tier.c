@@ -21,7 +21,7 @@ static const struct {
     const char *name;
     bool (*available)(void);     /* on this processor; NULL where the compiler does not have it */
     int32_t below;               /* the tier to fall back to */
-    const sl_kernel *convert[4]; /* tables, NULL-terminated */
+    const sl_kernel *convert[5]; /* tables, NULL-terminated */
     const sl_quant *quant;       /* may hold NULLs, as may `restore` */
     const sl_restore *restore;
     const sl_lanes_kernel *stats;
@@ -30,7 +30,8 @@ static const struct {
     [SL_TIER_SCALAR] = {"scalar",
                         always,
                         NOTHING_BELOW,
-                        {sl_kernels_scalar, sl_quant_kernels_scalar, sl_dequant_kernels_scalar},
+                        {sl_kernels_scalar, sl_quant_kernels_scalar, sl_quant_k_kernels_scalar,
+                         sl_dequant_kernels_scalar},
                         &sl_quant_scalar,
                         &sl_restore_scalar,
                         sl_lanes_scalar,
@@ -39,7 +40,7 @@ static const struct {
     [SL_TIER_AVX2] = {"avx2",
                       has_avx2,
                       SL_TIER_SCALAR,
-                      {sl_kernels_avx2, sl_dequant_kernels_avx2, sl_quant_kernels_avx2},
+                      {sl_kernels_avx2, sl_dequant_kernels_avx2, sl_quant_kernels_avx2, sl_quant_k_kernels_avx2},
                       &sl_quant_avx2,
                       &sl_restore_avx2,
                       sl_lanes_avx2,
@@ -60,7 +61,7 @@ static const struct {
     [SL_TIER_NEON] = {"neon",
                       has_neon,
                       SL_TIER_SCALAR,
-                      {sl_kernels_neon, sl_dequant_kernels_neon, sl_quant_kernels_neon},
+                      {sl_kernels_neon, sl_dequant_kernels_neon, sl_quant_kernels_neon, sl_quant_k_kernels_neon},
                       &sl_quant_neon,
                       &sl_restore_neon,
                       sl_lanes_neon,

@@ -66,6 +66,9 @@ SCHEMES = {
         _blocks("q4_1", ggml=lib.SL_Q4_1),
         _blocks("q5_0", ggml=lib.SL_Q5_0),
         _blocks("q5_1", ggml=lib.SL_Q5_1),
+        _blocks("q4_k", ggml=lib.SL_Q4_K),
+        _blocks("q5_k", ggml=lib.SL_Q5_K),
+        _blocks("q6_k", ggml=lib.SL_Q6_K),
     )
 }
 # Of the stored data of every scheme, those that are only read included.
@@ -99,7 +102,13 @@ def parse(scheme: object) -> str:
         return name
     can = ", ".join(SCHEMES)
     # llama.cpp calls mixtures of schemes "Q4_K_M": S, M and L are their sizes.
-    row = _ROWS.get(name) or _ROWS.get(name[:-2] if name.endswith(("_s", "_m", "_l")) else name)
+    of_mixture = name[:-2] if name.endswith(("_s", "_m", "_l")) else name
+    if of_mixture in SCHEMES:
+        raise ValueError(
+            f"scheme {show(scheme)} is a mixture of llama.cpp: {of_mixture!r} quantizes all matrices alike, and a dict "
+            "has a scheme for each pattern of names"
+        )
+    row = _ROWS.get(name) or _ROWS.get(of_mixture)
     if row is not None:
         raise ValueError(f"scheme {show(scheme)}: {row.code} is read only; can be written: {can}")
     if is_name(name):

@@ -19,7 +19,7 @@ from ..engine.source import Source, address, of_reals
 from ..engine.threads import check_threads
 from .bitnet import BITNET, quantize_bitnet
 
-SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"]
+SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
 Rounding: TypeAlias = Literal["absmax", "ggml"]
 
 _INFINITY_BITS = 0x7F800000
@@ -117,6 +117,9 @@ def quantize(
     - "q8_0": blocks of 32 with a float16 scale absmax / 127 and int8 codes, as in llama.cpp's reference.
     - "q5_0": as "q4_0" with 5-bit codes, value (q - 16) * d; "q4_1" and "q5_1": also with a float16 minimum m, value
       q * d + m. All as in llama.cpp's reference.
+    - "q4_k", "q5_k": super-blocks of 256, in which 8 runs of 32 have a 6-bit scale and a 6-bit minimum, in units of two
+      float16, value q * scale - minimum; "q6_k": 16 runs of 16 with an 8-bit scale, value (q - 32) * scale. Each scale
+      is the best of some twenty tries, as in llama.cpp's reference without an importance matrix.
     - "bitnet": for the master weights of BitNet b1.58, what training computes with: codes -1, 0 and 1, value code * m,
       where m is the mean of abs(x); four rows of codes in one of bytes, as transformers packs them.
 
@@ -125,7 +128,7 @@ def quantize(
 
     Args:
         x: array of real numbers, or anything that numpy converts to one; for block types the last axis must be a
-            multiple of 32.
+            multiple of 32, for "q4_k", "q5_k" and "q6_k" of 256.
         scheme: one of the above.
         axis: for int8 the axis with a scale for each of its elements; None for one scale.
         rounding: for "q4_0": "absmax" (the default) or "ggml"; "q8_0" takes both, with the same result; the others

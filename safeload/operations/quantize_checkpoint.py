@@ -191,8 +191,9 @@ class Rules:
         usual = self.usual(name)
         if usual is not None and found[0] == "*":  # an explicit pattern overrides the defaults
             return Planned(None, usual)
-        if found[1] != INT8 and shape[-1] % 32:
-            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of 32")
+        block = SCHEMES[found[1]].block
+        if shape[-1] % block:
+            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of {block}")
         if scheme is not None and not about.packed:
             check_restorable(name, scheme)
         return Planned(found[1])

@@ -27,7 +27,7 @@ def test_a_tensor_takes_the_bytes_that_its_row_says(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_gguf_holds_the_schemes_of_blocks(scheme, tmp_path):
-    made = {"w": safeload.quantize(np.ones((2, 32), np.float32), scheme)}
+    made = {"w": safeload.quantize(np.ones((2, 256), np.float32), scheme)}
     if SCHEMES[scheme].dtype.blocked:
         safeload.gguf.save_file(made, tmp_path / "w.gguf")
         assert safeload.load(tmp_path / "w.gguf")["w"] == made["w"]
@@ -39,7 +39,7 @@ def test_gguf_holds_the_schemes_of_blocks(scheme, tmp_path):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("rounding", [None, *ROUNDINGS, "nearest"])
 def test_a_scheme_takes_its_own_roundings_only(scheme, rounding):
-    x = np.float32([[0.3, -0.7] * 16])
+    x = np.float32([[0.3, -0.7] * 128])
     own = SCHEMES[scheme].roundings
     if rounding is None:
         assert safeload.quantize(x, scheme) == safeload.quantize(x, scheme, rounding=next(iter(own), None))

@@ -1,0 +1,73 @@
+/* Quantization to K-quants in scalar C: the reference for all tiers. */
+#include "base/base.h"
+#include "kernels/scalar.h"
+
+#define TARGET
+#define KERNEL(type) sl_f32_to_##type##_scalar
+
+typedef struct lanes {
+    float of[8];
+} lanes;
+
+typedef struct truths {
+    bool of[8];
+} truths;
+
+SL_INLINE lanes all_of(float value) {
+    lanes out;
+    for (size_t k = 0; k < 8; k++) out.of[k] = value;
+    return out;
+}
+
+SL_INLINE lanes lanes_at(const float *values) {
+    lanes out;
+    memcpy(out.of, values, sizeof out.of);
+    return out;
+}
+
+SL_INLINE void put(float *out, lanes values) { memcpy(out, values.of, sizeof values.of); }
+
+#define EACH(type, name, result, ...)                      \
+    SL_INLINE type name(__VA_ARGS__) {                     \
+        type out;                                          \
+        for (size_t k = 0; k < 8; k++) out.of[k] = result; \
+        return out;                                        \
+    }
+
+/* Correctly rounded, as IEEE 754 has it: no function of the system's library. `value` is not negative. */
+SL_INLINE float root_of(float value) {
+    double wide = (double)value; /* no subnormals */
+    uint64_t bits;
+    memcpy(&bits, &wide, sizeof bits);
+    int32_t exponent = (int32_t)(bits >> 52) - 1023;
+    if (bits == 0 || exponent > 127) return value;                              /* 0, infinity, NaN */
+    uint64_t mantissa = (bits & UINT64_C(0xfffffffffffff)) | UINT64_C(1) << 52; /* of which 24 bits are not 0 */
+    mantissa = mantissa >> 29 << (exponent & 1 ? 26 : 25);
+    uint64_t found = 0; /* the square root, of 25 bits: one more than an f32 has */
+    for (uint64_t bit = UINT64_C(1) << 25; bit != 0; bit >>= 1)
+        if ((found | bit) * (found | bit) <= mantissa) found |= bit;
+    if (found * found != mantissa) found += found & 1; /* more than half of the last place: not to the even one */
+    return (float)found * float_of((uint32_t)((exponent - (exponent & 1)) / 2 - 24 + 127) << 23);
+}
+
+EACH(lanes, plus, a.of[k] + b.of[k], lanes a, lanes b)
+EACH(lanes, minus, a.of[k] - b.of[k], lanes a, lanes b)
+EACH(lanes, times, a.of[k] * b.of[k], lanes a, lanes b)
+EACH(lanes, over, a.of[k] / b.of[k], lanes a, lanes b)
+EACH(lanes, root, root_of(a.of[k]), lanes a)
+EACH(lanes, size_of, a.of[k] < 0.0f ? -a.of[k] : a.of[k], lanes a)
+EACH(truths, below, a.of[k] < b.of[k], lanes a, lanes b)
+EACH(truths, same, a.of[k] == b.of[k], lanes a, lanes b)
+EACH(truths, both, a.of[k] && b.of[k], truths a, truths b)
+EACH(lanes, choose, p.of[k] ? a.of[k] : b.of[k], truths p, lanes a, lanes b)
+
+SL_INLINE lanes nearest(lanes values);
+
+#include "kernels/quant_k.h"
+
+SL_INLINE lanes nearest(lanes values) {
+    for (size_t k = 0; k < 8; k++) values.of[k] = (float)nearest_int(values.of[k]);
+    return values;
+}
+
+const sl_kernel sl_quant_k_kernels_scalar[] = {QUANT_K_KERNELS{-1, -1, NULL}};
