@@ -11,6 +11,7 @@ from builders import ggml_reference
 from compare import Comparison, race
 from limits import READ, TWO_PASSES, reader, shared, storer, stream
 
+import safeload
 from safeload.base.native import TIER, ffi, lib
 
 ROUNDS = 7
@@ -89,6 +90,19 @@ def test_blocks_from_f32_all_threads(scheme: str, weights, table, report) -> Non
     report(sides["ours"], rows, rounds=3)
     alone = np.zeros_like(target)
     assert np.array_equal(_converter(weights, alone, "f32", scheme, 1)(), target)
+
+
+@pytest.mark.parametrize(("scheme", "block_bytes"), [("q4_k", 144), ("q5_k", 176), ("q6_k", 210)])
+def test_k_quants_from_f32_one_thread(scheme: str, block_bytes: int, weights, table, report) -> None:
+    if (library := ggml_reference.load()) is None:
+        pytest.skip("there is no wheel with ggml's reference here")
+    some = weights[: COUNT // 16]
+    ours = lambda: safeload.quantize(some, scheme, threads=1).data.reshape(-1, block_bytes)  # noqa: E731
+    peer = "ggml's C reference"
+    sides = {"ours": ours, peer: lambda: ggml_reference.make_blocks(library, scheme, some, block_bytes)}
+    samples = race(sides, ROUNDS, check=_same_blocks)
+    job = f"{scheme} from f32, 2 Mi elements in memory, one thread"
+    report(ours, [table.add(job, peer, Comparison(samples["ours"], samples[peer]), target=1)], rounds=3)
 
 
 @pytest.mark.parametrize("scheme", ["q4_0", "q8_0"])
