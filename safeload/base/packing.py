@@ -28,6 +28,11 @@ BIAS = "bias"
 GROUPS = "groups"  # the group of each column
 FACTORS = "factors"  # one for each column
 SHAPE = "shape"  # the logical shape
+TABLE = "table"  # the numbers that codes stand for
+STATE = "state"  # of bitsandbytes: JSON with the logical shape and the lengths of blocks
+FORMAT = "format"  # of bitsandbytes' int8: the order of the codes
+NESTED = "nested"  # where the scales are codes themselves: their scales
+NESTED_TABLE = "nested_table"  # and the numbers that they stand for
 
 # In a mapping of roles to names: the tensor's own.
 NAME = "name"
@@ -43,6 +48,7 @@ STORED = "stored"  # as it is
 INVERSE = "inverse"  # 1 / scale
 DIVIDED = "divided"  # scale / global
 MULTIPLIED = "multiplied"  # scale * global
+NESTED_RULE = "nested"  # table[scale] * nested scale, plus an offset: two roundings
 MLX_GLOBAL = "mlx"  # scale * (global / 2688), which is 6 * 448: the largest E2M1 and E4M3
 
 
@@ -76,8 +82,8 @@ class Packing(NamedTuple):
         columns: columns of codes of each.
         layout: `ROWS` and the like.
         bits: of a code.
-        numbers: what a code stands for: the code of a dtype with 8 bits, or the name of a table in
-            `safeload.engine.restore`.
+        numbers: what a code stands for: the code of a dtype with 8 bits, the name of a table in
+            `safeload.engine.code_tables`, or `TABLE` for the part of that role.
         row_bytes: bytes of a stored row.
         word_codes: codes in a 32-bit word whose upper bits are unused; 0 for a bit stream.
         high_first: whether the first code of a byte is in its high bits.
@@ -89,6 +95,10 @@ class Packing(NamedTuple):
         zero_bits: bits of packed zero points, which run down the rows as the codes of their matrix; 0: they are stored
             as plain numbers.
         config: the quantization of ``config.json`` as JSON, to find the tensor again in a file of its own.
+        flat: whether the codes are one row in the C order of the shape, in which a block may cross rows of the shape.
+        factor: multiplies each value, rounded by itself; 1 for none.
+        nested_block: of `NESTED_RULE`: scales that share a nested scale.
+        nested_offset: of `NESTED_RULE`: the offset.
     """
 
     family: str
@@ -110,6 +120,10 @@ class Packing(NamedTuple):
     scale_rule: str = STORED
     zero_bits: int = 0
     config: str = ""
+    flat: bool = False
+    factor: float = 1.0
+    nested_block: int = 0
+    nested_offset: float = 0.0
 
 
 class Part(NamedTuple):

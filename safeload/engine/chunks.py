@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from ..base import dtypes
 from ..base.arrays import foreign_order
-from ..base.packing import Packed
+from ..base.packing import Packed, Packing
+from .code_ranges import Range, flat_ranges, rows_apart
 from .entries import Entry
 from .job import Job, moving
-from .restore import Range, restore_jobs, rows_apart
+from .restore import restore_jobs
 
 
 class Chunk(NamedTuple):
@@ -68,6 +69,15 @@ def _of_bytes(entry: Entry, stored: int, made: int, step: int) -> Iterator[Chunk
         yield Chunk(entry, first * made, blocks * made, (entry.begin + first * stored, blocks * stored))
 
 
+def _of_flat(entry: Entry, packing: Packing, most: int) -> Iterator[Chunk] | None:
+    """Chunks of at most this many values."""
+    element = entry.dtype.itemsize
+    ranges = list(flat_ranges(packing, most))
+    if ranges[0].columns_of(packing) > most:
+        return None
+    return (Chunk(entry, one.column * element, one.columns_of(packing) * element, one) for one in ranges)
+
+
 def _of_rows(entry: Entry, packed: Packed, most: int) -> Iterator[Chunk] | None:
     """Chunks of whole matrices or, where rows of codes are rows of the array, of rows."""
     packing = packed.packing
@@ -75,6 +85,8 @@ def _of_rows(entry: Entry, packed: Packed, most: int) -> Iterator[Chunk] | None:
     matrix = packing.rows * row
     if not matrix:
         return None
+    if packing.flat:
+        return _of_flat(entry, packing, most // entry.dtype.itemsize)
     if matrix <= most:
         step = most // matrix
         ranges = (

@@ -13,8 +13,17 @@ from ..base import dtypes, packing
 from ..base.arrays import Array
 from ..base.packing import Packed, Packing
 from . import jobs, restore
+from .code_ranges import Range, rows_apart, whole
 from .memory import private_array
 from .slice import check_index
+
+# Parts that all indices of the first axis share, or that are divided otherwise.
+_OF_ALL = frozenset(
+    (
+        packing.GROUPS, packing.FACTORS, packing.SHAPE, packing.TABLE, packing.STATE, packing.NESTED,
+        packing.NESTED_TABLE,
+    )
+)  # fmt: skip
 
 
 def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[Packing, dict[str, Array]]:
@@ -25,34 +34,42 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[P
         parts: its parts by role.
         rows: start and stop.
 
+    Returns:
+        The packing of the range, and its parts, which are views where they can be.
+
     Raises:
         ValueError: the range is not whole blocks, or its values are not stored together.
     """
+    if packed.flat:
+        return _rows_of_flat(packed, parts, rows)
     count = rows.stop - rows.start
     grid = packed.grid
     several = len(packed.shape) > 2
-    apart = restore.rows_apart(packed) and len(packed.shape) == 2 and not packed.zero_bits
+    apart = rows_apart(packed) and len(packed.shape) == 2 and not packed.zero_bits
     several_globals = packing.GLOBAL in parts and parts[packing.GLOBAL].size > 1
     if not several and (not apart or several_globals):
         raise ValueError(f"{packed.label} {list(packed.shape)} cannot be sliced: dequantize it and slice the values")
     unit = 1 if several or grid is None else grid.row_block
     if not several and grid is not None and grid.rows == 1:
         unit = 1
-    if rows.start % unit or (rows.stop % unit and rows.stop != packed.shape[0]):
-        raise ValueError(
-            f"rows {rows.start} to {rows.stop} of {packed.label} are not whole blocks of {unit} rows: dequantize it, "
-            "and slice the values"
-        )
+    scales = 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
+    _check_unit(packed, rows, unit)
+    if packing.NESTED in parts:
+        _check_unit(packed, rows, packed.nested_block // math.gcd(packed.nested_block, scales))
     taken = dict(parts)
     if packing.SHAPE in taken:
         taken[packing.SHAPE] = _with_length(taken[packing.SHAPE], packed.shape, count)
+    if packing.STATE in taken:
+        taken[packing.STATE] = _with_state(taken[packing.STATE], (count, *packed.shape[1:]))
+    if packing.NESTED in taken:
+        taken[packing.NESTED] = _nested_of(packed, parts, rows.start * scales, rows.stop * scales)
     if several:
         each = packed.matrices // max(1, packed.shape[0])  # in an index of the first axis
         for role, array in parts.items():
             if role == packing.CODES or _is_apart(packed, role, array):
                 taken[role] = _along(array, rows, packed.shape[0])
         return packed._replace(shape=(count, *packed.shape[1:]), matrices=count * each), taken
-    taken[packing.CODES] = parts[packing.CODES][rows]
+    taken[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
     if grid is not None and grid.rows > 1:
         whole_blocks = slice(rows.start // unit, -(-rows.stop // unit))
         for role in (packing.SCALE, packing.ZERO, packing.BIAS):
@@ -64,6 +81,47 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[P
     return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid), taken
 
 
+def _rows_of_flat(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[Packing, dict[str, Array]]:
+    """`rows_of` where blocks are those of the flat tensor."""
+    grid, inner = packed.grid, math.prod(packed.shape[1:])
+    assert grid is not None
+    block = grid.column_block
+    unit = block * packed.nested_block if packing.NESTED in parts else block
+    _check_unit(packed, rows, unit // math.gcd(unit, inner))
+    shape = rows.stop - rows.start, *packed.shape[1:]
+    columns, begin, end = shape[0] * inner, rows.start * inner, rows.stop * inner
+    first, last = begin // block, -(-end // block)
+    codes = np.ascontiguousarray(parts[packing.CODES]).reshape(-1)
+    begin, end = begin // 2, codes.nbytes if end == packed.columns > begin else end // 2
+    if begin % codes.itemsize or end % codes.itemsize:
+        codes = codes.view(np.uint8)
+    taken = {
+        **parts,
+        packing.CODES: codes[begin // codes.itemsize : end // codes.itemsize],
+        packing.SCALE: parts[packing.SCALE].reshape(-1)[first:last],
+        packing.STATE: _with_state(parts[packing.STATE], shape),
+    }
+    if packing.NESTED in parts:
+        taken[packing.NESTED] = _nested_of(packed, parts, first, last)
+    grid = grid._replace(columns=last - first)
+    return packed._replace(shape=shape, columns=columns, row_bytes=-(-columns // 2), grid=grid), taken
+
+
+def _nested_of(packed: Packing, parts: Mapping[str, Array], first: int, last: int) -> Array:
+    """The scales of some scales."""
+    block = packed.nested_block
+    nested: Array = parts[packing.NESTED].reshape(-1)[first // block : -(-last // block)]
+    return nested
+
+
+def _check_unit(packed: Packing, rows: slice, unit: int) -> None:
+    if rows.start % unit or (rows.stop % unit and rows.stop != packed.shape[0]):
+        raise ValueError(
+            f"rows {rows.start} to {rows.stop} of {packed.label} are not whole blocks of {unit} rows: dequantize it, "
+            "and slice the values"
+        )
+
+
 def _with_length(stored: Array, shape: tuple[int, ...], length: int) -> Array:
     """The stored shape, with another length of the first axis."""
     changed: Array = stored.copy()
@@ -72,10 +130,18 @@ def _with_length(stored: Array, shape: tuple[int, ...], length: int) -> Array:
     return changed
 
 
+def _with_state(stored: Array, shape: tuple[int, ...]) -> Array:
+    """The JSON of bitsandbytes, with another shape."""
+    import json  # as in stores/json_file
+
+    state = json.loads(stored.tobytes())
+    return np.frombuffer(json.dumps({**state, "shape": list(shape)}).encode(), np.uint8)
+
+
 def _is_apart(packed: Packing, role: str, array: Array) -> bool:
     """Whether each index of the first axis has elements of a part of its own."""
     shared = packed.grid is not None and packed.grid.shared
-    return not (role in (packing.GROUPS, packing.FACTORS, packing.SHAPE) or shared or array.size == 1)
+    return not (role in _OF_ALL or shared or array.size == 1)
 
 
 def _along(array: Array, rows: slice, length: int) -> Array:
@@ -98,8 +164,8 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
     rows = selected(index, shape)
     part = _range_of(packed.packing, rows)
     row = dtypes.BY_NAME[dtype.name]
-    each = part.rows * packed.packing.columns
-    before = (part.first * packed.packing.rows + part.row) * packed.packing.columns
+    each = part.rows * part.columns_of(packed.packing)
+    before = (part.first * packed.packing.rows + part.row) * packed.packing.columns + part.column
     flat = private_array((part.matrices * each,), dtype)
     if flat.size:
         batch = jobs.Batch()
@@ -108,6 +174,10 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
             batch.add(job)
         batch.run()
     inner = math.prod(shape[1:])
+    if packed.packing.flat and inner:
+        first = before // inner + (before % inner > 0)
+        skipped = first * inner - before
+        flat, before = flat[skipped : skipped + (flat.size - skipped) // inner * inner], first * inner
     values = flat.reshape(flat.size // inner if inner else shape[0], *shape[1:])
     return part_of(values, index, shape, before // max(1, inner))
 
@@ -153,14 +223,18 @@ def selected(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
     return position, position + 1
 
 
-def _range_of(packed: Packing, rows: tuple[int, int]) -> restore.Range:
+def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
     """The smallest range that can be dequantized alone and holds these indices of the first axis."""
     start, stop = rows
+    if packed.flat:
+        block, inner = (1 if packed.grid is None else packed.grid.column_block), math.prod(packed.shape[1:])
+        begin = start * inner // block * block
+        return Range(0, 1, 0, 1, begin, min(packed.columns, -(-stop * inner // block) * block) - begin)
     if len(packed.shape) > 2:
         each = packed.matrices // max(1, packed.shape[0])
-        return restore.Range(start * each, (stop - start) * each, 0, packed.rows)
-    if len(packed.shape) == 2 and restore.rows_apart(packed):
+        return Range(start * each, (stop - start) * each, 0, packed.rows)
+    if len(packed.shape) == 2 and rows_apart(packed):
         block = packed.grid.row_block if packed.grid is not None and packed.grid.rows > 1 else 1
         begin = start // block * block
-        return restore.Range(0, 1, begin, stop - begin)
-    return restore.whole(packed)
+        return Range(0, 1, begin, stop - begin)
+    return whole(packed)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,59 +19,15 @@ from ..base.text import show
 from ..errors import FormatError
 from . import jobs
 from .cast import astype
+from .code_ranges import Range, bytes_before, ranges_of, stored_rows, whole
 from .code_tables import table_of
 from .job import Job, Origin
 from .memory import address_of
 
 _F32 = dtypes.BY_CODE["F32"]
 
-# float32 scales, zeros and biases of one job: a tensor with more is restored in several ranges of rows, so that scales
-# do not double the memory of a load.
-_GRID_BYTES = 16 << 20
-
 # The code of ternary planes that no writer stores.
 _NOT_TERNARY = 3
-
-
-class Range(NamedTuple):
-    """Matrices of a packed tensor, all of their rows or, of a single one, some.
-
-    Attributes:
-        first: the first matrix.
-        matrices: their number.
-        row: first row, a multiple of the grid's ``row_block``.
-        rows: number of rows.
-    """
-
-    first: int
-    matrices: int
-    row: int
-    rows: int
-
-
-def whole(packed: Packing) -> Range:
-    """All of a tensor."""
-    return Range(0, packed.matrices, 0, packed.rows)
-
-
-def ranges_of(packed: Packing) -> Iterator[Range]:
-    """Divides a tensor into ranges whose scales take little memory."""
-    grid = packed.grid
-    if grid is None or grid.shared or packed.matrices * grid.rows * grid.columns * 4 <= _GRID_BYTES:
-        yield whole(packed)
-        return
-    matrices = max(1, _GRID_BYTES // (grid.rows * grid.columns * 4))
-    step = packed.rows
-    if matrices == 1 and rows_apart(packed):
-        step = max(1, _GRID_BYTES // (grid.columns * 4)) * grid.row_block
-    for first in range(0, packed.matrices, matrices):
-        for row in range(0, packed.rows, step):
-            yield Range(first, min(matrices, packed.matrices - first), row, min(step, packed.rows - row))
-
-
-def rows_apart(packed: Packing) -> bool:
-    """Whether a range of rows is a range of the stored bytes and of the values."""
-    return packed.layout == packing.ROWS and not packed.transpose
 
 
 class Prepared:
@@ -93,14 +49,24 @@ class Prepared:
     def cost(self) -> int:
         """About the bytes that `prepare` allocates."""
         grid = self._packed.grid
-        kinds = sum(role in self._parts for role in (packing.SCALE, packing.ZERO, packing.BIAS))
-        return 0 if grid is None else 4 * kinds * self._part.matrices * grid.rows * grid.columns
+        kinds = sum(role in self._parts for role in (packing.SCALE, packing.ZERO, packing.BIAS, packing.NESTED))
+        return 0 if grid is None else 4 * kinds * self._part.matrices * grid.rows * self._grid_columns(grid)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the codes of the range."""
         packed, part = self._packed, self._part
-        return part.matrices * stored_rows(packed, part.rows) * packed.row_bytes
+        return part.matrices * stored_rows(packed, part.rows) * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        packed = self._packed
+        return bytes_before(packed, self._part.columns_of(packed)) if packed.flat else packed.row_bytes
+
+    def _grid_columns(self, grid: Grid) -> int:
+        """Columns of the grid of the range."""
+        packed = self._packed
+        return -(-self._part.columns_of(packed) // grid.column_block) if packed.flat else grid.columns
 
     def stored(self) -> dict[str, tuple[Any, int, int]]:
         """By role the file and the bytes of the parts that `prepare` reads."""
@@ -134,14 +100,16 @@ class Prepared:
             "size": self.nbytes,
             "matrices": part.matrices,
             "rows": part.rows,
-            "columns": packed.columns,
-            "row_bytes": packed.row_bytes,
+            "columns": part.columns_of(packed),
+            "row_bytes": self._row_bytes,
             "row_block": 1,
             "column_block": 1,
         }
         row = dtypes.BY_CODE.get(packed.numbers)
         if row is not None:
             fields["codes"] = row.number
+        elif packed.numbers == packing.TABLE:
+            fields["table"] = self._finite(packing.TABLE, self._floats(packing.TABLE, 0, 1 << packed.bits))
         else:
             fields["table"] = table_of(packed.numbers, packed.bits)
         if packing.SHAPE in self._parts:
@@ -150,6 +118,8 @@ class Prepared:
             self._add_grid(fields, packed.grid)
         if packing.FACTORS in self._parts:
             fields["factors"] = self._finite(packing.FACTORS, self._floats(packing.FACTORS, 0, packed.columns))
+        elif packed.factor != 1:
+            fields["factors"] = np.full(packed.columns, packed.factor, np.float32)
         return fields
 
     def _fail(self, message: str, role: str) -> FormatError:
@@ -170,17 +140,18 @@ class Prepared:
         part = self._part
         matrices, first = (1, 0) if grid.shared else (part.matrices, part.first)
         rows = grid.rows if part.rows == self._packed.rows else -(-part.rows // grid.row_block)
-        begin = (first * grid.rows + part.row // grid.row_block) * grid.columns
-        count = matrices * rows * grid.columns
-        shape = matrices, rows, grid.columns
+        columns = self._grid_columns(grid)
+        begin = (first * grid.rows + part.row // grid.row_block) * grid.columns + part.column // grid.column_block
+        count = matrices * rows * columns
+        shape = matrices, rows, columns
         scales = self._scales(begin, count).reshape(shape)
         fields.update(
             scales=self._finite(packing.SCALE, scales, grid, first),
             row_block=grid.row_block,
             column_block=grid.column_block,
             grid_rows=rows,
-            grid_columns=grid.columns,
-            grid_step=0 if grid.shared else rows * grid.columns,
+            grid_columns=columns,
+            grid_step=0 if grid.shared else rows * columns,
         )
         if packing.BIAS in self._parts:
             fields["biases"] = self._finite(packing.BIAS, self._floats(packing.BIAS, begin, count).reshape(shape), grid)
@@ -203,8 +174,10 @@ class Prepared:
     def _scales(self, begin: int, count: int) -> Array:
         """The scales of elements [begin, begin + count) of the grid."""
         packed = self._packed
-        scales = self._floats(packing.SCALE, begin, count)
         rule = packed.scale_rule
+        if rule == packing.NESTED_RULE:
+            return self._nested(begin, count)
+        scales = self._floats(packing.SCALE, begin, count)
         if rule == packing.STORED:
             return scales
         with np.errstate(all="ignore"):  # what is not finite is refused afterwards
@@ -224,13 +197,27 @@ class Prepared:
             combined: Array = combine(scales, shared, out=None if self._parts[packing.SCALE].row is _F32 else scales)
             return combined
 
+    def _nested(self, begin: int, count: int) -> Array:
+        """The same where scales are codes of 8 bits, of which a block has a scale, and all have an offset."""
+        packed, block = self._packed, self._packed.nested_block
+        first, last = begin // block, -(-(begin + count) // block)
+        table = self._finite(packing.NESTED_TABLE, self._floats(packing.NESTED_TABLE, 0, 256))
+        shared = self._finite(packing.NESTED, self._floats(packing.NESTED, first, last - first))
+        codes = read_part(self._parts[packing.SCALE], begin, count).view(np.uint8)
+        scales = table[codes]
+        with np.errstate(all="ignore"):  # what is not finite is refused afterwards
+            scales *= shared.repeat(block)[begin - first * block :][:count]
+            scales += np.float32(packed.nested_offset)
+        return scales
+
     def _finite(self, role: str, values: Array, grid: Grid | None = None, first: int = 0) -> Array:
         """Refuses values that would make weights NaN or infinite."""
         good = np.isfinite(values)
         if not good.all() and self._packed.family != packing.OWN:
             at = tuple(int(k) for k in np.argwhere(~good)[0])
             if grid is not None:
-                at = (at[0] + first, at[1] + self._part.row // grid.row_block, at[2])
+                skipped = self._part.column // grid.column_block
+                at = (at[0] + first, at[1] + self._part.row // grid.row_block, at[2] + skipped)
                 at = at if self._packed.matrices > 1 else at[1:]
             value = values[~good].flat[0]
             raise self._fail(
@@ -281,13 +268,6 @@ class Prepared:
         return np.ascontiguousarray(groups.astype(np.uint32))
 
 
-def stored_rows(packed: Packing, rows: int) -> int:
-    """Number of stored rows that hold some rows of codes."""
-    if packed.layout == packing.COLUMNS:
-        return rows * packed.bits // 32
-    return rows * packed.bits // 8 if packed.layout == packing.PLANES else rows
-
-
 def restore_jobs(
     packed: Packed, memory: int, target: int, name: str, *, owner: Any = None, ranges: Iterable[Range] | None = None
 ) -> Iterator[Job]:
@@ -304,13 +284,14 @@ def restore_jobs(
     means, codes = packed.packing, packed.parts[packing.CODES]
     row = dtypes.of_number(target)
     for part in ranges_of(means) if ranges is None else ranges:
-        before = (part.first * means.rows + part.row) * means.columns
+        before = (part.first * means.rows + part.row) * means.columns + part.column
         begin = (part.first * stored_rows(means, means.rows) + stored_rows(means, part.row)) * means.row_bytes
+        begin += bytes_before(means, part.column)
         yield Job(
             codes.file,
             codes.begin + begin,
             memory + row.nbytes(before),
-            part.matrices * part.rows * means.columns * 4,
+            part.matrices * part.rows * part.columns_of(means) * 4,
             _F32.number,
             target,
             lib.SL_OP_RESTORE,

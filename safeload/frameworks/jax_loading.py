@@ -15,7 +15,7 @@ from ..base.arrays import Array as NumpyArray
 from ..base.arrays import as_array
 from ..base.text import show
 from ..checkpoint import Checkpoint
-from ..engine import restore
+from ..engine import code_ranges
 from ..engine.cast import astype
 from ..engine.entries import entries_of
 from ..engine.lazy import materialize
@@ -284,7 +284,7 @@ def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
     packed = file.table.packed(index)
     if packed is not None:
         return len(packed.packing.shape) < 2 or not (
-            len(packed.packing.shape) > 2 or restore.rows_apart(packed.packing)
+            len(packed.packing.shape) > 2 or code_ranges.rows_apart(packed.packing)
         )
     return target is not None and file.table.row(index).packed
 

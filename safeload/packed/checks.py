@@ -17,6 +17,9 @@ _DTYPES = {
     packing.GLOBAL: _NUMBERS,
     packing.BIAS: _NUMBERS,
     packing.FACTORS: _NUMBERS,
+    packing.TABLE: _NUMBERS,
+    packing.NESTED: _NUMBERS,
+    packing.NESTED_TABLE: _NUMBERS,
     packing.ZERO: frozenset(("I8", "U8", "I32", "F8_E4M3", *_NUMBERS)),
 }
 # Most elements, counting empty axes as 1: numpy and the C core count bytes of float64 in 63 bits.
@@ -32,7 +35,8 @@ def check(group: Group, packed: Packing) -> Packing:
     for role, good in _DTYPES.items():
         if group.has(role) and group.dtype(role) not in good:
             raise Misfit(f"{group.names[role]} is {group.dtype(role)}, which is not a dtype of its kind")
-    if packed.scale_dtype is None and group.has(packing.SCALE) and group.dtype(packing.SCALE) == "U8":
+    plain = packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE
+    if plain and group.has(packing.SCALE) and group.dtype(packing.SCALE) == "U8":
         raise Misfit("its scales are U8")
     if math.prod(max(1, length) for length in (packed.matrices, packed.rows, packed.columns)) >= _MOST:
         raise Misfit(f"shape {list(packed.shape)} has too many elements")

@@ -4,7 +4,8 @@ A row says which stored tensors belong together, by the suffixes of their names,
 shapes and dtypes into a `Packing`, or says why they do not fit. Shapes decide, the configuration confirms.
 
 Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4,bitnet}.py``;
-compressed-tensors ``compressors/``; nvidia-modelopt ``torch/quantization/qtensor``; mlx ``ops.cpp``.
+bitsandbytes ``functional.py``; compressed-tensors ``compressors/``; nvidia-modelopt ``torch/quantization/qtensor``;
+mlx ``ops.cpp``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from ..base import packing
 from ..base.packing import Packing
-from . import floats, integers
+from . import bitsandbytes, floats, integers
 from .group import FP8, Group
 
 
@@ -81,6 +82,27 @@ FAMILIES = (
         _NOTHING,
         integers.bitnet,
         "bitnet",
+    ),
+    *(
+        Family(
+            f"bitsandbytes, {kind}",
+            "",
+            "",
+            bitsandbytes.STORAGE,
+            {packing.STATE: (state,)},
+            {role: (suffix,) for role, suffix in bitsandbytes.BESIDE.items()},
+            bitsandbytes.four_bits,
+        )
+        for kind, state in bitsandbytes.STATES.items()
+    ),
+    Family(
+        "bitsandbytes, 8 bits",
+        ".weight",
+        ".weight",
+        frozenset(("I8",)),
+        _scale(".SCB"),
+        {packing.FORMAT: (".weight_format",)},
+        bitsandbytes.eight_bits,
     ),
     Family(
         "MLX",

@@ -37,6 +37,7 @@ class Group:
         config: the quantization of ``config.json``; None without one.
         config_text: the configuration as JSON, for `Packing.config`.
         integers: reads a small tensor of integers.
+        contents: reads the bytes of a small tensor.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Group:
         config: Quantization | None,
         config_text: str,
         integers: Callable[[str], tuple[int, ...]],
+        contents: Callable[[str], bytes],
     ) -> None:
         self.codes, self.logical, self.names, self.config, self._integers = codes, logical, names, config, integers
-        self._tensors, self._config_text = tensors, config_text
+        self._tensors, self._config_text, self._contents = tensors, config_text, contents
         self._weights: list[Mapping[str, Any]] | None = None
 
     @property
@@ -93,6 +95,18 @@ class Group:
         """Bytes of the codes."""
         stored = self._tensors[self.codes]
         return stored.row.nbytes(math.prod(stored.shape))
+
+    def element_bytes(self) -> int:
+        """Bytes of an element of the codes."""
+        return self._tensors[self.codes].row.block_bytes
+
+    def content(self, role: str) -> bytes:
+        """Bytes of a small part.
+
+        Raises:
+            Misfit: it is too long, or not U8.
+        """
+        return self._contents(self.names[role])
 
     def integers(self, role: str) -> tuple[int, ...]:
         """Values of a small part."""

@@ -20,9 +20,11 @@ from ..engine.load import Part, parts_of
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
 from ..stores.json_file import read_if_there, read_json
-from .config import quantization_of
+from .bitsandbytes import STATES
+from .config import Quantization, quantization_of
 from .group import Stored
 
+_STATES = tuple(STATES.values())
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 
 # Most codes in one element of these dtypes: words and bytes hold codes of one bit or more.
@@ -124,7 +126,20 @@ def find(
         ):
             method = None if quantization is None else quantization.method or quantization.key
             found[name] = Codes(tensors[name].row.code, companion, method)
+    if any(stored.row.code == "U8" and name.endswith(_STATES) for name, stored in tensors.items()):
+        _add_wide(tensors, quantization, found)
     return found
+
+
+def _add_wide(tensors: Mapping[str, Stored], quantization: Quantization | None, found: dict[str, Codes]) -> None:
+    """Adds codes of bitsandbytes that are stored as elements of a wider dtype, such as BF16."""
+    for state, stored in tensors.items():
+        if stored.row.code != "U8" or not state.endswith(_STATES):
+            continue
+        name = state[: state.rindex(".quant_state.")]
+        if name in tensors and name not in found:
+            method = None if quantization is None else quantization.method or quantization.key
+            found[name] = Codes(tensors[name].row.code, state, method)
 
 
 def _may_be(stored: Stored) -> bool:
@@ -307,7 +322,9 @@ def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
     Raises:
         UnsupportedError: the message names tensor, scale and `safeload.load`.
     """
-    if not could_hold(row for row in set(file.table.rows) if row.floating):
+    rows = file.table.rows
+    wide = any(row.code == "U8" and n.endswith(_STATES) for n, row in zip(file.table.names, rows, strict=True))
+    if not wide and not could_hold(row for row in set(rows) if row.floating):
         return
     codes = find_alone(parts_of(file), [file], indexed=False)
     converted = (name for name, _, index in parts if file.table.row(index).floating)

@@ -21,8 +21,11 @@ from ..engine.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from ..stores.files import Files
 from ..stores.json_file import parse_json, read_if_there
+from .bitsandbytes import BESIDE as BESIDE_FOUR_BITS
+from .bitsandbytes import STATES
 from .checks import check
 from .config import Quantization, quantization_of
+from .contents import Contents
 from .families import FAMILIES, IGNORED, Family
 from .grid import Misfit, Refused
 from .group import FP8, Group, Stored
@@ -35,11 +38,15 @@ BESIDE = ("config.json", "hf_quant_config.json")
 _SHAPE_VALUES = 8
 
 # Methods that the table covers: under these, codes without a scale are a fault of the checkpoint.
-_COVERED = frozenset(("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitnet", "mlx", "modelopt"))
+_COVERED = frozenset(
+    ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitnet", "bitsandbytes", "mlx", "modelopt")
+)
 # What they also write, and the table does not cover.
 _UNCOVERED = frozenset(("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD"))
 # Dtypes of the codes of weights whose names do not say that they are packed.
 _PACKING = frozenset(("U8", "I8", "U32"))
+# Suffixes of the names of parts of bitsandbytes' codes.
+_STRAYS = (*STATES.values(), *BESIDE_FOUR_BITS.values())
 # Markers of ComfyUI, whose 4-bit codes are in another order, and whose other codes may be rotated.
 _COMFY = ("_quantization_metadata", ".comfy_quant")
 
@@ -82,16 +89,19 @@ def find(places: Mapping[str, Place], config: Mapping[str, Any] | None, marks: I
     if quantization is not None and quantization.get("transform_config"):
         return found  # weights in a rotated basis
     text = "" if quantization is None else quantization.text()
+    contents = Contents(places, _part)
     comfy = any(mark in marks for mark in _COMFY) or any(name.endswith(_COMFY[1]) for name in tensors)
     for name, stored in tensors.items():
         if comfy and stored.row.code not in FP8:
             continue
-        _group(name, stored, tensors, places, quantization, text, found)
+        _group(name, stored, tensors, places, quantization, text, contents, found)
     _settle(found)
     if found.packed:
         _hide_ignored(tensors, found)
     if quantization is not None and _is_covered(quantization):
         found.faults.extend(_without_scale(tensors, found, quantization))
+        if quantization.method == "bitsandbytes":
+            found.faults.extend(_strays(tensors, found))
     return found
 
 
@@ -110,6 +120,7 @@ def _group(
     places: Mapping[str, Place],
     quantization: Quantization | None,
     text: str,
+    contents: Contents,
     found: Logical,
 ) -> None:
     """Adds the group whose codes have this name, or the fault of one that does not fit."""
@@ -123,7 +134,7 @@ def _group(
         if names is None:
             continue
         logical = name.removesuffix(family.main) + family.logical if family.main else name
-        group = Group(name, logical, names, tensors, quantization, text, lambda part: _integers(places, part))
+        group = Group(name, logical, names, tensors, quantization, text, lambda part: _integers(places, part), contents)
         try:
             packed = check(group, family.describe(group))
         except Refused as refused:
@@ -225,6 +236,21 @@ def _without_scale(tensors: Mapping[str, Stored], found: Logical, quantization: 
                 f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
                 f"({quantization} in config.json)"
             )
+    return faults
+
+
+def _strays(tensors: Mapping[str, Stored], found: Logical) -> list[str]:
+    """Faults: parts of bitsandbytes' codes of 4 bits without the rest, which may leave codes that look like weights."""
+    reported = {fault.split(": ", 1)[0] for fault in found.faults}
+    faults = []
+    for name in tensors:
+        suffix = next((suffix for suffix in _STRAYS if name.endswith(suffix)), None)
+        if suffix is None or name in found.hidden or name in found.packed:
+            continue
+        owner = f"tensor {show(name.removesuffix(suffix))}"
+        if owner not in reported:
+            reported.add(owner)
+            faults.append(f"{owner}: {show(name)} is there, but the quant_state or the codes are not")
     return faults
 
 

@@ -30,6 +30,11 @@ def floats(dtype, *shape):
     return rng.random(shape, np.float32).astype(dtype)
 
 
+def state_of(**state):
+    """The JSON of bitsandbytes."""
+    return np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+
 def ternary(*shape):
     """Four codes of 0 to 2 in each byte."""
     return sum(rng.integers(0, 3, shape, np.uint8) << 2 * k for k in range(4))
@@ -80,7 +85,13 @@ FAMILIES = {
         f"{P}.weight": ternary(16, 64), f"{P}.weight_scale": floats(BF16, 1)}),
     "bnb-4bit": (f"{P}.weight", f"{P}.weight.absmax", "bitsandbytes", {
         f"{P}.weight": codes(U8, 2048, 1), f"{P}.weight.absmax": codes(U8, 64),
-        f"{P}.weight.quant_map": floats(F32, 16), f"{P}.weight.quant_state.bitsandbytes__nf4": codes(U8, 90)}),
+        f"{P}.weight.quant_map": floats(F32, 16), f"{P}.weight.nested_absmax": floats(F32, 1),
+        f"{P}.weight.nested_quant_map": floats(F32, 256), f"{P}.weight.quant_state.bitsandbytes__nf4": state_of(
+            quant_type="nf4", blocksize=64, shape=[64, 64], nested_blocksize=256, nested_offset=0.25)}),
+    "bnb-4bit-bf16": (f"{P}.weight", f"{P}.weight.quant_state.bitsandbytes__fp4", "bitsandbytes", {
+        f"{P}.weight": codes(np.uint16, 1024, 1).view(BF16), f"{P}.weight.absmax": floats(F32, 64),
+        f"{P}.weight.quant_map": floats(F32, 16), f"{P}.weight.quant_state.bitsandbytes__fp4": state_of(
+            quant_type="fp4", blocksize=64, shape=[64, 64])}),
     "bnb-8bit": (f"{P}.weight", f"{P}.SCB", "bitsandbytes", {
         f"{P}.weight": codes(I8, 64, 32), f"{P}.SCB": floats(F32, 64), f"{P}.weight_format": np.uint8(0)}),
     "quanto": (f"{P}.weight._data", f"{P}.weight._scale", "quanto", {
@@ -156,6 +167,19 @@ def planes(tensors):
     return (codes.astype(F32) - 1) * (1 / scale.astype(F32))
 
 
+def bnb(tensors):
+    weight, scale, table, *nested = tensors
+    if nested[1:]:
+        scale = nested[1][scale] * nested[0] + np.float32(0.25)
+    high_first = nibbles(weight.view(U8)).reshape(-1, 2)[:, ::-1].reshape(64, 64)
+    return table[high_first] * scale.repeat(64).reshape(64, 64)
+
+
+def bnb_int8(tensors):
+    weight, scale, _ = tensors
+    return weight.astype(F32) * scale[:, None] * np.float32(1 / 127)
+
+
 # The families that are dequantized: name and weights of the packed tensor, by the formula of the writer's arithmetic.
 SUPPORTED = {
     family: (name, formula([np.asarray(tensor) for tensor in FAMILIES[family][3].values()]))
@@ -174,6 +198,9 @@ SUPPORTED = {
         ("gpt-oss", "mlp.experts.gate_up_proj", lambda tensors: mxfp4(tensors).swapaxes(1, 2)),
         ("gpt-oss-original", "mlp1_weight", mxfp4),
         ("bitnet", f"{P}.weight", planes),
+        ("bnb-4bit", f"{P}.weight", bnb),
+        ("bnb-4bit-bf16", f"{P}.weight", bnb),
+        ("bnb-8bit", f"{P}.weight", bnb_int8),
     ]
 }
 # Those that are not, and MLX's without a configuration, which leaves it open what the words hold.
@@ -353,7 +380,7 @@ def test_the_command_line_exits_with_1(tmp_path, command):
     assert f"'{P}.qweight' holds I32 codes, whose scale is '{P}.scales' (quant_method gptq" in done.stderr
 
 
-@pytest.mark.parametrize("family", ["deepseek", "autofp8", "comfyui", "mistral"])
+@pytest.mark.parametrize("family", ["deepseek", "autofp8", "comfyui", "mistral", "bnb-4bit-bf16"])
 def test_drop_ins_refuse_to_convert_floating_codes(tmp_path, family):
     path = tmp_path / "x.safetensors"
     save_file({key: np.asarray(value) for key, value in FAMILIES[family][3].items()}, path)
@@ -366,7 +393,7 @@ def test_drop_ins_refuse_to_convert_floating_codes(tmp_path, family):
         with refused(family, method=False) as caught:
             call()
         assert "safeload.load" in str(caught.value)
-    assert load_file(path)[name].dtype == F8
+    assert load_file(path)[name].dtype == FAMILIES[family][3][name].dtype
     others = [key for key in FAMILIES[family][3] if key not in (name, "scaled_fp8")]
     assert load_file(path, names=others, dtype="float64").keys() == set(others)
 

@@ -15,7 +15,7 @@ from builders.quantized import FIXTURES, FOLDER, each_kind
 
 import safeload
 from safeload import FormatError, TensorNotFoundError
-from safeload.engine import restore
+from safeload.engine import code_ranges
 from safeload.numpy import load_file, save_file
 
 FP8, SHAPE = "model.layers.0.self_attn.o_proj.weight", (192, 136)
@@ -46,7 +46,7 @@ def test_the_weights_are_those_that_the_libraries_reader_finds(name):
 @pytest.mark.parametrize("grid_bytes", [1, 100, 700])
 @each_kind()
 def test_tensors_of_large_grids_are_restored_in_ranges_of_rows(fixture, grid_bytes, monkeypatch):
-    monkeypatch.setattr(restore, "_GRID_BYTES", grid_bytes)
+    monkeypatch.setattr(code_ranges, "_GRID_BYTES", grid_bytes)
     assert_same(safeload.load(fixture.folder, dtype="float32"), fixture.expected())
 
 

@@ -121,7 +121,7 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
 
 
 # Roles of the parts of a packed tensor that are checked.
-_SCALES = (packing.SCALE, packing.GLOBAL, packing.BIAS)
+_SCALES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
 
 
 def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:

@@ -1,0 +1,89 @@
+"""Ranges of packed tensors that can be dequantized alone: whole matrices, rows of one, or blocks of a flat row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..base import packing
+from ..base.packing import Packing
+
+# float32 scales, zeros and biases of one job: a tensor with more is restored in several ranges of rows, so that scales
+# do not double the memory of a load.
+_GRID_BYTES = 16 << 20
+
+# Elements of the longest block of a dtype that values are converted to.
+_LONGEST_BLOCK = 256
+
+
+class Range(NamedTuple):
+    """Matrices of a packed tensor, all of their rows or, of a single one, some.
+
+    Attributes:
+        first: the first matrix.
+        matrices: their number.
+        row: first row, a multiple of the grid's ``row_block``.
+        rows: number of rows.
+        column: first column, a multiple of the grid's ``column_block``. Only flat codes have ranges of columns.
+        columns: number of columns; None for all from ``column`` on.
+    """
+
+    first: int
+    matrices: int
+    row: int
+    rows: int
+    column: int = 0
+    columns: int | None = None
+
+    def columns_of(self, packed: Packing) -> int:
+        """Number of columns."""
+        return packed.columns - self.column if self.columns is None else self.columns
+
+
+def whole(packed: Packing) -> Range:
+    """All of a tensor."""
+    return Range(0, packed.matrices, 0, packed.rows)
+
+
+def ranges_of(packed: Packing) -> Iterator[Range]:
+    """Divides a tensor into ranges whose scales take little memory."""
+    grid = packed.grid
+    if grid is None or grid.shared or packed.matrices * grid.rows * grid.columns * 4 <= _GRID_BYTES:
+        yield whole(packed)
+        return
+    if packed.flat:
+        yield from flat_ranges(packed, _GRID_BYTES // 4 * grid.column_block)
+        return
+    matrices = max(1, _GRID_BYTES // (grid.rows * grid.columns * 4))
+    step = packed.rows
+    if matrices == 1 and rows_apart(packed):
+        step = max(1, _GRID_BYTES // (grid.columns * 4)) * grid.row_block
+    for first in range(0, packed.matrices, matrices):
+        for row in range(0, packed.rows, step):
+            yield Range(first, min(matrices, packed.matrices - first), row, min(step, packed.rows - row))
+
+
+def flat_ranges(packed: Packing, most: int) -> Iterator[Range]:
+    """Divides flat codes into ranges of whole blocks, of the scales and of any dtype, if ``most`` values hold one."""
+    block = math.lcm(_LONGEST_BLOCK, 1 if packed.grid is None else packed.grid.column_block)
+    step = max(1, most // block) * block
+    for column in range(0, packed.columns, step):
+        yield Range(0, 1, 0, 1, column, min(step, packed.columns - column))
+
+
+def rows_apart(packed: Packing) -> bool:
+    """Whether a range of rows is a range of the stored bytes and of the values."""
+    return packed.layout == packing.ROWS and not packed.transpose
+
+
+def stored_rows(packed: Packing, rows: int) -> int:
+    """Number of stored rows that hold some rows of codes."""
+    if packed.layout == packing.COLUMNS:
+        return rows * packed.bits // 32
+    return rows * packed.bits // 8 if packed.layout == packing.PLANES else rows
+
+
+def bytes_before(packed: Packing, column: int) -> int:
+    """Bytes of the codes of a row before a column that begins at a byte; of all columns, what they need."""
+    return -(-column * packed.bits // 8)
