@@ -31,7 +31,7 @@ SHAPE = "shape"  # the logical shape
 TABLE = "table"  # the numbers that codes stand for
 STATE = "state"  # of bitsandbytes: JSON with the logical shape and the lengths of blocks
 FORMAT = "format"  # of bitsandbytes' int8: the order of the codes
-NESTED = "nested"  # where the scales are codes themselves: their scales
+NESTED = "nested_scale"  # where the scales are codes themselves: their scales
 NESTED_TABLE = "nested_table"  # and the numbers that they stand for
 
 # In a mapping of roles to names: the tensor's own.

@@ -24,7 +24,7 @@ from .bitsandbytes import STATES
 from .config import Quantization, quantization_of
 from .group import Stored
 
-_STATES = tuple(STATES.values())
+_BESIDE_WIDE = (*STATES.values(), ".quant_map")
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 
 # Most codes in one element of these dtypes: words and bytes hold codes of one bit or more.
@@ -126,20 +126,21 @@ def find(
         ):
             method = None if quantization is None else quantization.method or quantization.key
             found[name] = Codes(tensors[name].row.code, companion, method)
-    if any(stored.row.code == "U8" and name.endswith(_STATES) for name, stored in tensors.items()):
-        _add_wide(tensors, quantization, found)
+    wide = [name for name in tensors if name.endswith(_BESIDE_WIDE)]
+    for suffix in _BESIDE_WIDE:
+        for beside in wide:
+            if beside.endswith(suffix):
+                _add_wide(beside, beside.removesuffix(suffix), tensors, quantization, found)
     return found
 
 
-def _add_wide(tensors: Mapping[str, Stored], quantization: Quantization | None, found: dict[str, Codes]) -> None:
-    """Adds codes of bitsandbytes that are stored as elements of a wider dtype, such as BF16."""
-    for state, stored in tensors.items():
-        if stored.row.code != "U8" or not state.endswith(_STATES):
-            continue
-        name = state[: state.rindex(".quant_state.")]
-        if name in tensors and name not in found:
-            method = None if quantization is None else quantization.method or quantization.key
-            found[name] = Codes(tensors[name].row.code, state, method)
+def _add_wide(
+    beside: str, name: str, tensors: Mapping[str, Stored], quantization: Quantization | None, found: dict[str, Codes]
+) -> None:
+    """Adds codes of bitsandbytes whose bytes are stored as elements of a wider dtype, such as BF16."""
+    if name in tensors and name not in found:
+        method = None if quantization is None else quantization.method or quantization.key
+        found[name] = Codes(tensors[name].row.code, beside, method)
 
 
 def _may_be(stored: Stored) -> bool:
@@ -290,7 +291,7 @@ def codes_of(
         indexed: see `find_alone`.
     """
     opened = list(files)
-    if not any(could_hold(file.table.rows) for file in opened):
+    if not any(could_hold(file.table.rows) or file.table.quantized for file in opened):
         return {}
     if alone:
         return find_alone(parts, opened, indexed=indexed)
@@ -323,7 +324,7 @@ def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
         UnsupportedError: the message names tensor, scale and `safeload.load`.
     """
     rows = file.table.rows
-    wide = any(row.code == "U8" and n.endswith(_STATES) for n, row in zip(file.table.names, rows, strict=True))
+    wide = could_hold(rows) and any(name.endswith(_BESIDE_WIDE) for name in file.table.names)
     if not wide and not could_hold(row for row in set(rows) if row.floating):
         return
     codes = find_alone(parts_of(file), [file], indexed=False)

@@ -116,6 +116,23 @@ def of_dtype(dtype):
     return lambda array: array.astype(F32).astype(dtype)
 
 
+def state(kind="nf4", **values):
+    """Other values in the JSON of bitsandbytes; None for a key that is not there."""
+
+    def change(tensors, config, packed):
+        name = f"{packed}.quant_state.bitsandbytes__{kind}"
+        said = {**json.loads(tensors[name].tobytes()), **values}
+        tensors[name] = text({key: value for key, value in said.items() if value is not None})
+
+    return change
+
+
+def text(said):
+    return np.frombuffer((said if isinstance(said, str) else json.dumps(said)).encode(), U8)
+
+
+NF4 = ".quant_state.bitsandbytes__nf4"
+
 AT_OPENING = {
     "fp8: no scale": ("fp8_block", without("_scale_inv"), "has no scale for them .quantization_config fp8"),
     "fp8: a row of scales too few": (
@@ -223,6 +240,56 @@ AT_OPENING = {
         lambda t, c, p: t.update({p.replace("weight", "pre_quant_scale"): np.ones(3, F32)}),
         "pre_quant_scale .3. does not fit",
     ),
+    "bnb: no absmax": ("bnb_nf4", without(".absmax"), "nf4' is there, but '.*absmax' is not"),
+    "bnb: no quant_map": ("bnb_nf4", without(".quant_map"), "nf4' is there, but '.*quant_map' is not"),
+    "bnb: no quant_state": ("bnb_nf4", without(NF4), "holds U8 codes, but the checkpoint has no scale"),
+    "bnb: no quant_state of wide codes": (
+        "bnb_fp4_bf16",
+        without(".quant_state.bitsandbytes__fp4"),
+        "'.*absmax' is there, but the quant_state or the codes are not",
+    ),
+    "bnb: no codes": ("bnb_nf4", without(""), "is there, but the quant_state or the codes are not"),
+    "bnb: a state that is no JSON": ("bnb_nf4", instead(NF4, lambda s: s[:-1]), "is not JSON"),
+    "bnb: a state of a list": ("bnb_nf4", added(NF4, text("[1]")), "must be a JSON object"),
+    "bnb: a state with a key twice": ("bnb_nf4", added(NF4, text('{"a":1,"a":2}')), "duplicate key"),
+    "bnb: a deep state": ("bnb_nf4", added(NF4, text("[" * 999)), "is not JSON"),
+    "bnb: a long state": ("bnb_nf4", added(NF4, text({"a": "x" * 2000})), "of at most 1,024 bytes"),
+    "bnb: an empty state": ("bnb_nf4", added(NF4, text("")), "is not JSON"),
+    "bnb: a state of floats": ("bnb_nf4", added(NF4, np.ones(9, F32)), "in U8"),
+    "bnb: a state of another kind": ("bnb_nf4", state(quant_type="fp4"), "__nf4 says quant_type 'fp4'"),
+    "bnb: no shape": ("bnb_nf4", state(shape=None), "no list of lengths as shape, but None"),
+    "bnb: a shape of text": ("bnb_nf4", state(shape=["40", "72"]), "no list of lengths as shape"),
+    "bnb: a shape of bool": ("bnb_nf4", state(shape=[2880, True]), "no list of lengths as shape"),
+    "bnb: a negative shape": ("bnb_nf4", state(shape=[-40, -72]), "no list of lengths as shape"),
+    "bnb: a shape of fewer": ("bnb_nf4", state(shape=[39, 72]), "1440 bytes of codes .* 1404 of shape .39, 72"),
+    "bnb: a shape of more": ("bnb_nf4", state(shape=[41, 72]), "1440 bytes of codes .* 1476 of shape .41, 72"),
+    "bnb: a huge shape": ("bnb_nf4", state(shape=[2**62, 2**62]), "too many elements"),
+    "bnb: a huge empty shape": ("bnb_nf4", state(shape=[0, 2**62, 2**62]), "too many elements"),
+    "bnb: a shape of 100 axes": ("bnb_nf4", state(shape=[1] * 100), "no list of lengths"),
+    "bnb: blocks of 0": ("bnb_nf4", state(blocksize=0), "blocksize 0, which is not a length"),
+    "bnb: blocks of 63": ("bnb_nf4", state(blocksize=63), "blocksize 63, which is not a length"),
+    "bnb: blocks of text": ("bnb_nf4", state(blocksize="64"), "blocksize '64'"),
+    "bnb: other blocks": ("bnb_nf4", state(blocksize=128), "absmax .45. does not fit shape .40, 72. in blocks of 128"),
+    "bnb: absmax cut": ("bnb_nf4", instead(".absmax", lambda s: s[:-1]), "absmax .44. does not fit"),
+    "bnb: absmax of u8": ("bnb_nf4", instead(".absmax", of_dtype(U8)), "there is no '.*nested_absmax'"),
+    "bnb: absmax of i32": ("bnb_nf4", instead(".absmax", of_dtype(I32)), "absmax is I32"),
+    "bnb: 17 numbers": ("bnb_nf4", instead(".quant_map", shaped(17)), r"quant_map is F32 \[17\], wanted F32 \[16\]"),
+    "bnb: numbers of i8": ("bnb_nf4", instead(".quant_map", of_dtype(I8)), "quant_map is I8"),
+    "bnb: nested absmax cut": ("bnb_nf4_nested", instead(".nested_absmax", shaped(0)), r"nested_absmax is F32 \[0\]"),
+    "bnb: no nested numbers": ("bnb_nf4_nested", without(".nested_quant_map"), "there is no '.*nested_quant_map'"),
+    "bnb: no nested absmax": ("bnb_nf4_nested", without(".nested_absmax"), "absmax is U8, but there is no"),
+    "bnb: nested and f32": ("bnb_nf4_nested", instead(".absmax", of_dtype(F32)), "absmax is F32, but beside"),
+    "bnb: nested blocks of 0": ("bnb_nf4_nested", state(nested_blocksize=0), "nested_blocksize 0"),
+    "bnb: no offset": ("bnb_nf4_nested", state(nested_offset=None), "nested_offset None, which is not a finite"),
+    "bnb: an offset of NaN": ("bnb_nf4_nested", state(nested_offset=math.nan), "nested_offset nan"),
+    "bnb: an offset of 1e300": ("bnb_nf4_nested", state(nested_offset=10**300), "nested_offset 1000"),
+    "bnb: an offset of text": ("bnb_nf4_nested", state(nested_offset="0"), "nested_offset '0'"),
+    "bnb: SCB cut": (
+        "bnb_int8",
+        lambda t, c, p: t.update({p.replace("weight", "SCB"): np.ones(3, F32)}),
+        "SCB .3. does not fit codes",
+    ),
+    "bnb: no SCB": ("bnb_int8", lambda t, c, p: t.pop(p.replace("weight", "SCB")), "holds I8 codes, .* has no scale"),
     "two tensors of one name": (
         "ct_pack_w4_g32_sym",
         added("", np.ones((2, 2), F32)),
@@ -254,7 +321,7 @@ def test_a_fault_of_names_shapes_or_dtypes_is_found_at_opening(case, tmp_path):
     # Alone, the file may be one of several. It opens, and what does not fit is not read as numbers.
     with safeload.open(tmp_path / "model.safetensors") as opened:
         opened.load()
-        if case != "two tensors of one name":
+        if case not in ("two tensors of one name", "bnb: no codes"):
             with pytest.raises((UnsupportedError, FormatError)):
                 opened.load(dtype="float32")
 
@@ -342,6 +409,28 @@ AT_READING = {
     "bitnet: code 3 of the last plane": ("bitnet_times", instead("", at((0, 2), 0b11000000)), r"column 2 has code 3"),
     "bitnet: a scale of 0 that divides": ("bitnet_divided", instead("_scale", lambda s: s * 0), "its scale is inf"),
     "bitnet: a scale of infinity": ("bitnet_times", instead("_scale", lambda s: s * F32(np.inf)), "its scale is inf"),
+    "bnb: NaN": ("bnb_nf4", instead(".absmax", at(9, np.nan)), r"its scale is nan at \[0, 9\]"),
+    "bnb: a NaN number": ("bnb_nf4", instead(".quant_map", at(9, np.nan)), r"its table is nan at \[9\]"),
+    "bnb: a nested NaN": (
+        "bnb_nf4_nested",
+        instead(".nested_absmax", at(0, np.inf)),
+        r"its nested_scale is inf at \[0\]",
+    ),
+    "bnb: a nested NaN number": (
+        "bnb_nf4_nested",
+        instead(".nested_quant_map", at(3, -np.inf)),
+        r"its nested_table is -inf at \[3\]",
+    ),
+    "bnb: nested scales that overflow": (
+        "bnb_nf4_nested",
+        lambda t, c, p: t.update({f"{p}.nested_absmax": F32([3e38]), f"{p}.nested_quant_map": np.full(256, 2, F32)}),
+        r"its scale is inf at \[0, 0\]",
+    ),
+    "bnb: SCB of NaN": (
+        "bnb_int8",
+        lambda t, c, p: t[p.replace("weight", "SCB")].__setitem__(2, np.nan),
+        r"its scale is nan at \[2, 0\]",
+    ),
     "modelopt: NaN": ("modelopt_nvfp4", instead("_scale", bits_at((0, 0), 0xFF)), r"nan at \[0, 0\]"),
     "modelopt: a NaN factor": (
         "modelopt_nvfp4_awq",
