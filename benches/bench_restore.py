@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import files
 import ml_dtypes
+import nf4
 import numpy as np
 import pytest
 from compare import Comparison, race, release, same_bytes
@@ -159,6 +161,11 @@ def gpt_oss() -> tuple[dict[str, Any], dict[str, Any], Peer]:
     return tensors, config, peer
 
 
+def bitsandbytes(*, nested: bool) -> tuple[dict[str, Any], dict[str, Any], Peer]:
+    name = "w.weight"
+    return nf4.tensors(name, ROWS, COLUMNS, nested=nested), nf4.CONFIG, nf4.in_numpy(name, (ROWS, COLUMNS))
+
+
 # The part of the limit that DESIGN.md asks for, and how many times a user's own expression.
 FAMILIES = {
     "fp8 128x128": (fp8, 0.8, 4),
@@ -166,6 +173,8 @@ FAMILIES = {
     "mxfp4": (mxfp4, 0.6, 10),
     "int4 g128 asym": (int4, 0.6, 10),
     "mlx4 g64": (mlx4, 0.6, 10),
+    "nf4 b64": (partial(bitsandbytes, nested=False), 0.6, 10),
+    "nf4 b64, nested": (partial(bitsandbytes, nested=True), 0.6, 10),
     "ternary": (bitnet, 0.5, 10),
     "mxfp4 experts, transposed": (gpt_oss, 0.5, 10),
 }
@@ -227,6 +236,22 @@ def test_fp8_against_torch(tmp_path: Path, table, report) -> None:
     samples = race(sides, ROUNDS, check=lambda a, b: same_bytes(a, b), prepare=release)
     job = f"fp8 128x128 to f32, {packed.size / 2**20:.0f} Mi elements in memory"
     report(sides["ours"], [table.add(job, peer, Comparison(samples["ours"], samples[peer]), target=4)], rounds=3)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["nf4 b64", "nf4 b64, nested"])
+def test_nf4_against_bitsandbytes(nested: bool, tmp_path: Path, table, report) -> None:
+    tensors, config, _ = bitsandbytes(nested=nested)
+    theirs = nf4.by_its_library("w.weight", tensors, THREADS)
+    if theirs is None:
+        pytest.skip("bitsandbytes is absent")
+    packed = safeload.load(write(tmp_path / "model", tensors, config), backend="pread")["w.weight"]
+    out = np.ones(packed.shape, np.float32)
+    peer = "bitsandbytes, dequantize_4bit"
+    sides = {"ours": lambda: packed.dequantize(out=out, threads=THREADS), peer: theirs}
+    samples = race(sides, ROUNDS, check=lambda a, b: same_bytes(a, b), prepare=release)
+    label = "nf4 b64, nested" if nested else "nf4 b64"
+    job = f"{label} to f32, {packed.size / 2**20:.0f} Mi elements in memory"
+    report(sides["ours"], [table.add(job, peer, Comparison(samples["ours"], samples[peer]), target=10)], rounds=3)
 
 
 # ---- a folder ----
