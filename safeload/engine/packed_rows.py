@@ -94,7 +94,7 @@ def _rows_of_flat(packed: Packing, parts: Mapping[str, Array], rows: slice) -> t
     codes = np.ascontiguousarray(parts[packing.CODES]).reshape(-1)
     begin, end = begin // 2, codes.nbytes if end == packed.columns > begin else end // 2
     if begin % codes.itemsize or end % codes.itemsize:
-        codes = codes.view(np.uint8)
+        codes = jobs.native_order(codes).view(np.uint8)
     taken = {
         **parts,
         packing.CODES: codes[begin // codes.itemsize : end // codes.itemsize],

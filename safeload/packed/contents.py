@@ -13,11 +13,9 @@ from ..base.text import show
 from ..engine import jobs
 from ..engine.job import Job, Origin
 from ..engine.memory import address_of
-from .bitsandbytes import STATES
+from ..engine.weight_file import WeightFile
 from .grid import Misfit
 
-# Suffixes of their names.
-_SUFFIXES = (*STATES.values(), ".weight_format")
 # Bytes of one; the longest that bitsandbytes writes has about 250.
 _LONGEST = 1024
 # Bytes that are read together.
@@ -30,11 +28,18 @@ class Contents:
     Args:
         places: where the tensors of a checkpoint are, by name.
         part_of: the part of a name; None for one whose bytes are not in order.
+        suffixes: of the names of those that are read together.
     """
 
-    def __init__(self, places: Mapping[str, Any], part_of: Callable[[Mapping[str, Any], str], Part | None]) -> None:
-        self._places, self._part_of = places, part_of
+    def __init__(
+        self,
+        places: Mapping[str, tuple[WeightFile, int]],
+        part_of: Callable[[Mapping[str, tuple[WeightFile, int]], str], Part | None],
+        suffixes: tuple[str, ...],
+    ) -> None:
+        self._places, self._part_of, self._suffixes = places, part_of, suffixes
         self._read: dict[str, Array] | None = None
+        self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
 
     def __call__(self, name: str) -> bytes:
         """The bytes of a tensor.
@@ -52,6 +57,14 @@ class Contents:
             self._read.update(_read([part]))
         return self._read[name].tobytes()
 
+    def note(self, name: str, key: str) -> str | None:
+        """What the metadata of the file of a tensor says under a key; None if it is missing."""
+        file = self._places[name][0]
+        if file not in self._metadata:
+            self._metadata[file] = file.table.metadata() or {}
+        text = self._metadata[file].get(key)
+        return text if isinstance(text, str) else None
+
     def _part(self, name: str) -> Part | None:
         part = self._part_of(self._places, name)
         fits = part is not None and part.row.code == "U8" and part.end - part.begin <= _LONGEST
@@ -60,7 +73,7 @@ class Contents:
     def _all(self) -> dict[str, Array]:
         found, size = [], 0
         for name in self._places:
-            part = self._part(name) if name.endswith(_SUFFIXES) else None
+            part = self._part(name) if name.endswith(self._suffixes) else None
             if part is not None and size < _TOGETHER:
                 found.append(part)
                 size += part.end - part.begin

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..base import packing
 from ..base.packing import Packing
-from . import bitsandbytes, floats, integers
+from . import bitsandbytes, floats, integers, subclasses
 from .group import FP8, Group
 
 
@@ -135,6 +135,16 @@ FAMILIES = (
     Family("gpt-oss, OpenAI's", ".blocks", "", frozenset(("U8",)), _scale(".scales"), _NOTHING, floats.gpt_oss),
     Family("Mistral", ".weight", ".weight", FP8, _scale(".qscale_weight"), _NOTHING, floats.plain),
     Family("ComfyUI", ".weight", ".weight", FP8, _scale(".scale_weight"), _NOTHING, floats.plain),
+    Family("quanto", "._data", "", FP8 | {"I8"}, _scale("._scale"), _NOTHING, subclasses.quanto),
+    Family(
+        "torchao",
+        "._weight_qdata",
+        ".weight",
+        FP8 | {"I8"},
+        _scale("._weight_scale"),
+        {packing.ZERO: ("._weight_zero_point",)},
+        subclasses.torchao,
+    ),
     Family("fp8", "", "", FP8, _WEIGHT_SCALE, {packing.ZERO: ("_zero_point",)}, floats.plain),
     Family(
         "int8",
@@ -153,6 +163,7 @@ IGNORED = frozenset(
         "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "input_global_scale",
         "input_zero_point", "comfy_quant", "gate_up_proj_input_scale", "down_proj_input_scale",
         "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
-        "gate_up_proj_activation_scale", "down_proj_activation_scale",
+        "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
+        "_weight_act_quant_zero_point",
     )
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..base import dtypes, packing
 from ..base.packing import Grid, Packing
 from .config import Quantization
+from .contents import Contents
 from .grid import Misfit
 
 FP8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
@@ -37,7 +38,7 @@ class Group:
         config: the quantization of ``config.json``; None without one.
         config_text: the configuration as JSON, for `Packing.config`.
         integers: reads a small tensor of integers.
-        contents: reads the bytes of a small tensor.
+        contents: reads small tensors and metadata.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Group:
         config: Quantization | None,
         config_text: str,
         integers: Callable[[str], tuple[int, ...]],
-        contents: Callable[[str], bytes],
+        contents: Contents,
     ) -> None:
         self.codes, self.logical, self.names, self.config, self._integers = codes, logical, names, config, integers
         self._tensors, self._config_text, self._contents = tensors, config_text, contents
@@ -107,6 +108,10 @@ class Group:
             Misfit: it is too long, or not U8.
         """
         return self._contents(self.names[role])
+
+    def note(self) -> str | None:
+        """What the metadata of its file says under its name; None if that is nothing."""
+        return self._contents.note(self.codes, self.logical)
 
     def integers(self, role: str) -> tuple[int, ...]:
         """Values of a small part."""

@@ -89,7 +89,7 @@ def find(places: Mapping[str, Place], config: Mapping[str, Any] | None, marks: I
     if quantization is not None and quantization.get("transform_config"):
         return found  # weights in a rotated basis
     text = "" if quantization is None else quantization.text()
-    contents = Contents(places, _part)
+    contents = Contents(places, _part, (*STATES.values(), ".weight_format"))
     comfy = any(mark in marks for mark in _COMFY) or any(name.endswith(_COMFY[1]) for name in tensors)
     for name, stored in tensors.items():
         if comfy and stored.row.code not in FP8:

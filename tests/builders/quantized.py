@@ -75,6 +75,7 @@ KINDS = (
     "ct_pack_experts", "ct_pack_w3_g32_asym", "ct_pack_w4_g32_sym", "deepseek_v4", "fbgemm_llama4", "fp8_block",
     "fp8_block_u8", "fp8_experts", "gpt_oss", "gpt_oss_original", "mistral_qscale", "mlx_affine3_g64", "mlx_experts",
     "mlx_nvfp4_global_scale", "modelopt_fp8_blocks", "modelopt_nvfp4_awq", "modelopt_nvfp4_experts",
+    "quanto", "torchao",
 )  # fmt: skip
 
 every_fixture = pytest.mark.parametrize("fixture", FIXTURES.values(), ids=FIXTURES.keys())

@@ -201,6 +201,7 @@ SUPPORTED = {
         ("bnb-4bit", f"{P}.weight", bnb),
         ("bnb-4bit-bf16", f"{P}.weight", bnb),
         ("bnb-8bit", f"{P}.weight", bnb_int8),
+        ("quanto", f"{P}.weight", by_broadcast),
     ]
 }
 # Those that are not, and MLX's without a configuration, which leaves it open what the words hold.

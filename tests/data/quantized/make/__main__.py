@@ -4,7 +4,7 @@
     pip install numpy ml_dtypes torch==2.13.0 mlx==0.32.4 mlx-cpu==0.32.4 safetensors==0.8.0 accelerate \\
         huggingface_hub tokenizers pydantic loguru psutil regex scipy pulp omegaconf ninja nvidia-ml-py requests rich
     pip install --no-deps transformers==5.23.0 compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 mlx-lm==0.32.2 \\
-        onebitllms==0.0.4 bitsandbytes==0.50.2
+        onebitllms==0.0.4 bitsandbytes==0.50.2 optimum-quanto==0.2.7 torchao==0.18.0
     pip install --no-deps --target older compressed-tensors==0.12.2
     export OLDER_COMPRESSED_TENSORS=$PWD/older
     cd tests/data/quantized && python -m make [NAME...]
@@ -21,7 +21,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers' bitnet compiles three l
 
 import torch
 
-from . import bitnet, bitsandbytes, compressed, fp8_blocks, fp8_rows, gpt_oss, mlx, modelopt  # noqa: F401
+from . import bitnet, bitsandbytes, compressed, fp8_blocks, fp8_rows, gpt_oss, mlx, modelopt, quanto, torchao  # noqa: F401
 from .checkpoint import EXPECTED, FIXTURES, ROOT, Checkpoint
 
 HEAD = """# Quantized checkpoints

@@ -1,0 +1,85 @@
+"""quanto and torchao: what their fixtures do not show, and what is refused."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import safeload
+from safeload import QuantizedTensor, UnsupportedError
+from safeload.numpy import save_file
+
+F8, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+CODES = np.arange(-96, 96, dtype=np.int8)
+
+
+def opened(tmp_path, tensors, metadata=None):
+    save_file({name: np.ascontiguousarray(one) for name, one in tensors.items()}, tmp_path / "x.safetensors", metadata)
+    return safeload.load(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "label"),
+    [
+        ((2, 8, 12), (2, 8, 1), "int8 row"),
+        ((2, 8, 12), (2, 2, 3), "int8 4x4"),
+        ((16, 12), (2, 3), "int8 8x4"),
+        ((16, 12), (1, 12), "int8 column"),
+        ((16, 12), (1, 1), "int8 tensor"),
+        ((16, 12), (), "int8 tensor"),
+    ],
+)
+def test_torchao_divides_each_axis_into_equal_blocks(shape, scale, label, tmp_path):
+    rng = np.random.default_rng(5)
+    codes, scales = CODES.reshape(shape), rng.random(scale, np.float32)
+    got = opened(tmp_path, {"a._weight_qdata": codes, "a._weight_scale": scales})["a.weight"]
+    spread = scales
+    for axis, length in enumerate(shape if scale else ()):
+        spread = spread.repeat(length // scale[axis], axis)
+    assert got.scheme == label
+    np.testing.assert_array_equal(got.dequantize(), codes.astype(np.float32) * spread)
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        ({"a._weight_scale": np.ones((16, 1), np.float32)}, "Int4TilePackedTo4dTensor"),
+        ({"a._weight_scale": np.ones((16, 1), np.float32)}, None),
+        ({"a._weight_scale": np.ones((16, 1), np.float32)}, "{"),
+        ({"a._weight_scale": np.ones((16, 6), E8M0)}, "Int8Tensor"),
+        ({"a._weight_scale": np.ones((5, 1), np.float32)}, "Int8Tensor"),
+        (
+            {"a._weight_scale": np.ones((16, 1), np.float32), "a._weight_zero_point": np.zeros((16, 2), np.int8)},
+            "Int8Tensor",
+        ),
+        (
+            {"a._weight_scale": np.ones((16, 1), np.float32), "a._weight_act_pre_scale": np.ones(12, np.float32)},
+            "Int8Tensor",
+        ),
+    ],
+    ids=["tiles", "no type", "no JSON", "exponents", "scales", "zero points", "factors"],
+)
+def test_other_types_of_torchao_open_as_stored(more, kind, tmp_path):
+    tensors = {"a._weight_qdata": CODES.reshape(16, 12), **more}
+    text = kind if kind == "{" else json.dumps({"_type": kind, "_data": {}})
+    assert opened(tmp_path, tensors, {"a.weight": text}).keys() == tensors.keys()
+    with pytest.raises(UnsupportedError, match=r"'a._weight_qdata' holds I8 codes, whose scale is 'a._weight_scale'"):
+        safeload.load(tmp_path / "x.safetensors", dtype="float32")
+
+
+def test_quanto_has_a_scale_for_all_or_for_each_index_of_the_first_axis(tmp_path):
+    codes = CODES[:72].reshape(4, 2, 3, 3)
+    for scale in (np.float32([[[[1]]], [[[2]]], [[[3]]], [[[0.1]]]]), np.ones((4, 2, 1, 1), np.float32)):
+        got = opened(tmp_path, {"conv.weight._data": codes, "conv.weight._scale": scale})
+        if scale.size == 8:
+            assert got.keys() == {"conv.weight._data", "conv.weight._scale"}
+            continue
+        packed = got["conv.weight"]
+        assert isinstance(packed, QuantizedTensor)
+        np.testing.assert_array_equal(packed.dequantize(), codes.astype(np.float32) * scale)
+        np.testing.assert_array_equal(packed[1:3].dequantize(), (codes.astype(np.float32) * scale)[1:3])
+    whole = opened(
+        tmp_path, {"w._data": CODES.reshape(16, 12).astype(np.float32).astype(F8), "w._scale": np.float32(2)}
+    )
+    assert whole["w"].scheme == "fp8 tensor"
