@@ -83,17 +83,14 @@ FAMILIES = (
         integers.bitnet,
         "bitnet",
     ),
-    *(
-        Family(
-            f"bitsandbytes, {kind}",
-            "",
-            "",
-            bitsandbytes.STORAGE,
-            {packing.STATE: (state,)},
-            {role: (suffix,) for role, suffix in bitsandbytes.BESIDE.items()},
-            bitsandbytes.four_bits,
-        )
-        for kind, state in bitsandbytes.STATES.items()
+    Family(
+        "bitsandbytes, 4 bits",
+        "",
+        "",
+        bitsandbytes.STORAGE,
+        {packing.STATE: tuple(bitsandbytes.STATES.values())},
+        {role: (suffix,) for role, suffix in bitsandbytes.BESIDE.items()},
+        bitsandbytes.four_bits,
     ),
     Family(
         "bitsandbytes, 8 bits",
