@@ -163,7 +163,11 @@ def _grouping():
         for path in sorted(fixture.folder.rglob("*.safetensors")):
             with path.open("rb") as file:
                 header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+                data = file.read()
             described |= {name: [e["dtype"], e["shape"]] for name, e in header.items() if name != "__metadata__"}
+            for name in header:
+                if ".quant_state." in name:
+                    described[name].append(data[slice(*header[name]["data_offsets"])].decode())
         config = fixture.folder / "config.json"
         said = json.loads(config.read_text()) if config.exists() else None
         kept = ("quantization_config", "quantization", "text_config")

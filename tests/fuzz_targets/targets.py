@@ -242,12 +242,15 @@ MOST_PACKED = 1 << 16
 
 
 def _file_of(described):
-    """A safetensors file of these names, dtypes and shapes, with bytes of no meaning; None if they are none."""
-    header, begin = {}, 0
+    """A safetensors file of these names, dtypes and shapes, with bytes of no meaning; None if they are none.
+
+    A text after the shape is what the tensor begins with: the JSON of bitsandbytes.
+    """
+    header, begin, texts = {}, 0, []
     for name, entry in described.items():
-        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
+        if not (isinstance(entry, list) and len(entry) in (2, 3) and isinstance(entry[1], list)):
             return None
-        dtype, shape = entry
+        dtype, shape = entry[:2]
         row = safeload.base.dtypes.BY_CODE.get(dtype) if isinstance(dtype, str) else None
         if row is None or not all(type(length) is int and 0 <= length < 1 << 62 for length in shape):
             return None
@@ -255,17 +258,21 @@ def _file_of(described):
         if end > MOST_PACKED:
             return None
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        if len(entry) == 3 and isinstance(entry[2], str):
+            texts.append((begin, entry[2].encode("utf-8", "replace")[: end - begin]))
         begin = end
     try:
         text = json.dumps(header).encode()
     except UnicodeEncodeError:
         return None
-    data = bytes(k * 37 & 127 for k in range(begin))
+    data = bytearray(k * 37 & 127 for k in range(begin))
+    for at, content in texts:
+        data[at : at + len(content)] = content
     return struct.pack("<Q", len(text)) + text + data
 
 
 def grouping(data):
-    """A config and the names, dtypes and shapes of tensors: {"config": ..., "tensors": {name: [dtype, shape]}}."""
+    """A config, and names, dtypes, shapes of tensors: {"config": ..., "tensors": {name: [dtype, shape, text]}}."""
     try:
         given = json.loads(data)
         content = _file_of(given["tensors"])
