@@ -15,6 +15,7 @@ from ..base.packing import Grid, Packing
 from ..base.text import show
 from ..errors import FormatError
 from ..stores.json_file import parse_json
+from .checks import MOST, NUMBERS
 from .config import is_length
 from .grid import Misfit, Refused
 from .group import Group, matrices_of
@@ -31,11 +32,8 @@ BESIDE = {
 # Dtypes that bytes of codes are stored as: `bnb_4bit_quant_storage`.
 STORAGE = frozenset(("U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64"))
 
-_FLOATS = frozenset(("F32", "F16", "BF16"))
 # Axes of a shape, which numpy before version 2 limits.
 _MOST_AXES = 32
-# Most elements, counting empty axes as 1.
-_MOST = 1 << 59
 # Orders of int8 codes for matrix units of past generations of GPUs.
 _FORMATS = {1: "col32", 2: "col_turing", 3: "col_ampere"}
 # One over 127, as the library writes it.
@@ -88,7 +86,7 @@ def _nested(group: Group, state: Mapping[str, Any], packed: Packing) -> Packing:
     """The packing with scales that are codes of 8 bits themselves, if they are."""
     dtype = group.dtype(packing.SCALE)
     if not group.has(packing.NESTED):
-        if dtype not in _FLOATS:
+        if dtype not in NUMBERS:
             raise Misfit(f"absmax is {dtype}, but there is no {show(group.codes + BESIDE[packing.NESTED])}")
         return packed
     if dtype != "U8":
@@ -104,7 +102,7 @@ def _nested(group: Group, state: Mapping[str, Any], packed: Packing) -> Packing:
 
 
 def _check_numbers(group: Group, role: str, count: int) -> None:
-    if group.dtype(role) not in _FLOATS or math.prod(group.shape(role)) != count:
+    if group.dtype(role) not in NUMBERS or math.prod(group.shape(role)) != count:
         found = f"{group.dtype(role)} {list(group.shape(role))}"
         raise Misfit(f"{BESIDE[role][1:]} is {found}, wanted F32 [{count}]")
 
@@ -124,7 +122,7 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...]:
     given = state.get("shape")
     if not isinstance(given, list) or len(given) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in given):
         raise Misfit(f"its quant_state has no list of lengths as shape, but {show(given)}")
-    if math.prod(max(1, length) for length in given) >= _MOST:
+    if math.prod(max(1, length) for length in given) >= MOST:
         raise Misfit(f"its quant_state says shape {show(given)}, which has too many elements")
     return tuple(given)
 

@@ -11,19 +11,19 @@ from .group import Group
 
 # Dtypes of the parts. U8 holds the bits of a float8, and only where a packing says of which.
 _SCALES = frozenset(("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"))
-_NUMBERS = frozenset(("F32", "F16", "BF16"))
+NUMBERS = frozenset(("F32", "F16", "BF16"))
 _DTYPES = {
     packing.SCALE: _SCALES,
-    packing.GLOBAL: _NUMBERS,
-    packing.BIAS: _NUMBERS,
-    packing.FACTORS: _NUMBERS,
-    packing.TABLE: _NUMBERS,
-    packing.NESTED: _NUMBERS,
-    packing.NESTED_TABLE: _NUMBERS,
-    packing.ZERO: frozenset(("I8", "U8", "I32", "F8_E4M3", *_NUMBERS)),
+    packing.GLOBAL: NUMBERS,
+    packing.BIAS: NUMBERS,
+    packing.FACTORS: NUMBERS,
+    packing.TABLE: NUMBERS,
+    packing.NESTED: NUMBERS,
+    packing.NESTED_TABLE: NUMBERS,
+    packing.ZERO: frozenset(("I8", "U8", "I32", "F8_E4M3", *NUMBERS)),
 }
 # Most elements, counting empty axes as 1: numpy and the C core count bytes of float64 in 63 bits.
-_MOST = 1 << 59
+MOST = 1 << 59
 
 
 def check(group: Group, packed: Packing) -> Packing:
@@ -38,7 +38,7 @@ def check(group: Group, packed: Packing) -> Packing:
     plain = packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE
     if plain and group.has(packing.SCALE) and group.dtype(packing.SCALE) == "U8":
         raise Misfit("its scales are U8")
-    if math.prod(max(1, length) for length in (packed.matrices, packed.rows, packed.columns)) >= _MOST:
+    if math.prod(max(1, length) for length in (packed.matrices, packed.rows, packed.columns)) >= MOST:
         raise Misfit(f"shape {list(packed.shape)} has too many elements")
     if _needed(packed) > group.nbytes():
         raise Misfit(f"codes {list(group.shape())} are too few for {list(packed.shape)}")

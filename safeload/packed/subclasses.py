@@ -12,6 +12,7 @@ from ..base.packing import Grid, Packing
 from ..base.text import show
 from ..errors import FormatError
 from ..stores.json_file import parse_json
+from .checks import NUMBERS
 from .floats import plain
 from .grid import Misfit, Refused
 from .group import FP8, Group, label_of, matrices_of
@@ -50,7 +51,7 @@ def torchao(group: Group) -> Packing:
     _check_type(group)
     if group.has_beside("._weight_act_pre_scale"):
         raise Refused("its act_pre_scale multiplies the activations, which its values do not show")
-    if group.dtype(packing.SCALE) not in ("F32", "F16", "BF16"):
+    if group.dtype(packing.SCALE) not in NUMBERS:
         raise Refused(f"scales of {group.dtype(packing.SCALE)} are those of MXTensor, which may be swizzled")
     zeros = group.has(packing.ZERO)
     if zeros and group.shape(packing.ZERO) != scale:
