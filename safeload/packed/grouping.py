@@ -126,21 +126,22 @@ def find(
         ):
             method = None if quantization is None else quantization.method or quantization.key
             found[name] = Codes(tensors[name].row.code, companion, method)
-    wide = [name for name in tensors if name.endswith(_BESIDE_WIDE)]
-    for suffix in _BESIDE_WIDE:
-        for beside in wide:
-            if beside.endswith(suffix):
-                _add_wide(beside, beside.removesuffix(suffix), tensors, quantization, found)
+    _add_wide(tensors, elsewhere, quantization, found)
     return found
 
 
 def _add_wide(
-    beside: str, name: str, tensors: Mapping[str, Stored], quantization: Quantization | None, found: dict[str, Codes]
+    tensors: Mapping[str, Stored], elsewhere: Container[str], quantization: Quantization | None, found: dict[str, Codes]
 ) -> None:
-    """Adds codes of bitsandbytes whose bytes are stored as elements of a wider dtype, such as BF16."""
-    if name in tensors and name not in found:
-        method = None if quantization is None else quantization.method or quantization.key
-        found[name] = Codes(tensors[name].row.code, beside, method)
+    """Adds codes of bitsandbytes whose bytes are stored as a column of elements of a wider dtype, such as BF16."""
+    for name, stored in tensors.items():
+        if stored.shape[1:] != (1,) or name in found:
+            continue
+        for suffix in _BESIDE_WIDE:
+            if name + suffix in tensors or name + suffix in elsewhere:
+                method = None if quantization is None else quantization.method or quantization.key
+                found[name] = Codes(stored.row.code, name + suffix, method)
+                break
 
 
 def _may_be(stored: Stored) -> bool:
@@ -324,7 +325,7 @@ def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
         UnsupportedError: the message names tensor, scale and `safeload.load`.
     """
     rows = file.table.rows
-    wide = could_hold(rows) and any(name.endswith(_BESIDE_WIDE) for name in file.table.names)
+    wide = could_hold(rows) and any(shape[1:] == (1,) for shape in file.table.shapes)
     if not wide and not could_hold(row for row in set(rows) if row.floating):
         return
     codes = find_alone(parts_of(file), [file], indexed=False)

@@ -173,3 +173,21 @@ def test_a_flat_tensor_is_divided(tmp_path, monkeypatch):
         np.testing.assert_array_equal(value.dequantize(), want)
         quantized = safeload.load_quantized(opened, "q8_0")["w"]
     np.testing.assert_array_equal(quantized.data, safeload.quantize(want, "q8_0").data)
+
+
+def test_wide_codes_of_a_shard_opened_alone_are_refused(tmp_path):
+    """What says that they are codes is in the other shard: the index names it."""
+    tensors, _ = four_bits((8, 64), storage=ml_dtypes.bfloat16)
+    first = {"w": tensors.pop("w"), "other": np.zeros(3, np.uint8)}
+    files = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": tensors}
+    for file, content in files.items():
+        save_file(content, tmp_path / file)
+    weight_map = {name: file for file, content in files.items() for name in content}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(
+        UnsupportedError, match=r"'w' holds BF16 codes, whose scale is 'w.quant_state.bitsandbytes__nf4'"
+    ):
+        safeload.load(tmp_path / "model-00001-of-00002.safetensors", dtype="float32")
+    with pytest.raises(UnsupportedError, match="'w' holds BF16 codes"):
+        load_file(tmp_path / "model-00001-of-00002.safetensors", dtype="float32")
+    assert safeload.load(tmp_path, dtype="float32")["w"].shape == (8, 64)
