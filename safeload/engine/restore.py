@@ -204,9 +204,11 @@ class Prepared:
         table = self._finite(packing.NESTED_TABLE, self._floats(packing.NESTED_TABLE, 0, 256))
         shared = self._finite(packing.NESTED, self._floats(packing.NESTED, first, last - first))
         codes = read_part(self._parts[packing.SCALE], begin, count).view(np.uint8)
-        scales = table[codes]
+        blocks = np.zeros((last - first, block), np.float32)
+        scales: Array = blocks.reshape(-1)[begin - first * block :][:count]
+        np.take(table, codes, out=scales, mode="clip")  # codes are in range; without "clip" numpy makes a copy
         with np.errstate(all="ignore"):  # what is not finite is refused afterwards
-            scales *= shared.repeat(block)[begin - first * block :][:count]
+            blocks *= shared[:, None]
             scales += np.float32(packed.nested_offset)
         return scales
 

@@ -32,6 +32,8 @@ BESIDE = {
 # Dtypes that bytes of codes are stored as: `bnb_4bit_quant_storage`.
 STORAGE = frozenset(("U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64"))
 
+# Values that share a scale, scales that share a nested one: the library has 4096 and 256. A block takes memory.
+_LONGEST_BLOCK = 1 << 16
 # Axes of a shape, which numpy before version 2 limits.
 _MOST_AXES = 32
 # Orders of int8 codes for matrix units of past generations of GPUs.
@@ -129,7 +131,7 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _block(state: Mapping[str, Any], key: str) -> int:
     given = state.get(key)
-    if not is_length(given) or given % 2:
+    if not is_length(given) or given % 2 or given > _LONGEST_BLOCK:
         raise Misfit(f"its quant_state says {key} {show(given)}, which is not a length of blocks")
     return given
 

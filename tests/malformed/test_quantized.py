@@ -268,6 +268,7 @@ AT_OPENING = {
     "bnb: a shape of 100 axes": ("bnb_nf4", state(shape=[1] * 100), "no list of lengths"),
     "bnb: blocks of 0": ("bnb_nf4", state(blocksize=0), "blocksize 0, which is not a length"),
     "bnb: blocks of 63": ("bnb_nf4", state(blocksize=63), "blocksize 63, which is not a length"),
+    "bnb: long nested blocks": ("bnb_nf4_nested", state(nested_blocksize=2**30), "nested_blocksize 1073741824"),
     "bnb: blocks of text": ("bnb_nf4", state(blocksize="64"), "blocksize '64'"),
     "bnb: other blocks": ("bnb_nf4", state(blocksize=128), "absmax .45. does not fit shape .40, 72. in blocks of 128"),
     "bnb: absmax cut": ("bnb_nf4", instead(".absmax", lambda s: s[:-1]), "absmax .44. does not fit"),
