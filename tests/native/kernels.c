@@ -23,6 +23,9 @@ static const char *label(int32_t dtype) { return dtype == SL_Q4_0_ABSMAX ? "Q4_0
 
 static bool is_block(int32_t dtype) { return sl_dtype_get(dtype)->bits == 0; }
 
+/* Whether a quantizer tries many scales for each block. */
+static bool is_searched(int32_t dtype) { return dtype == SL_Q4_K || dtype == SL_Q5_K || dtype == SL_Q6_K; }
+
 static size_t bytes_of(int32_t dtype, size_t count) { return (size_t)sl_dtype_bytes(sl_dtype_get(dtype), count); }
 
 static void report(const char *kernel, const char *from, const char *to, uint64_t value) {
@@ -103,7 +106,8 @@ static void check_conversions(void) {
         for (int32_t to = 0; to < SL_DTYPE_LIMIT; to++) {
             if (!sl_convertible(from, to)) continue;
             if (is_block(from) && to != SL_F32 && to != SL_F16 && to != SL_BF16)
-                continue; /* others are made of these */
+                continue;                                    /* others are made of these */
+            if (is_searched(to) && from != SL_F32) continue; /* the same, and slow where there are no vectors */
             check_conversion(from, to);
         }
 }
