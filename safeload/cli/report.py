@@ -40,7 +40,8 @@ def register(commands: Any) -> None:
         "--quantize",
         type=str.lower,
         choices=tuple(SCHEMES),
-        help="also show the error of each tensor when quantized to this scheme",
+        metavar="SCHEME",
+        help=f"also show the error of each tensor when quantized to this scheme: {', '.join(SCHEMES)}",
     )
     parser.add_argument(
         "--no-digest",

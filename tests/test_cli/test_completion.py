@@ -21,7 +21,7 @@ CASES = [
     (["-v", "stats", "--sort", "abs"], {"absmax"}),
     (["check", "x", "--strict", "--man"], {"--manifest"}),
     (["completion", ""], {"bash", "zsh", "fish"}),
-    (["report", "--quantize", "q4"], {"q4_0", "q4_1"}),
+    (["report", "--quantize", "q4"], {"q4_0", "q4_1", "q4_k"}),
     (["convert", "--quantize", "q8"], {"q8_0"}),
     (["convert", "--dtype", "bf"], {"bfloat16"}),
     (["check", "--schema", "mix"], {"mixtral"}),
