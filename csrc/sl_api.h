@@ -406,7 +406,7 @@ typedef struct sl_packed {
     int32_t transpose;   /* values are stored as columns x rows */
     int32_t forbidden;   /* of SL_LAYOUT_PLANES: a code that no writer stores, which is SL_E_FORMAT; -1: none */
     int32_t interleaved; /* of SL_LAYOUT_PLANES: row r is plane r % (8 / bits) of bytes r / (8 / bits) */
-    uint64_t size;       /* stored bytes */
+    uint64_t size;       /* stored bytes; the last row may end with its codes */
     uint64_t matrices, rows, columns;
     uint64_t row_bytes;                   /* from one stored row to the next */
     const float *table;                   /* 2^bits numbers; NULL: `codes` */

@@ -255,7 +255,7 @@ class Checkpoint(Mapping[str, Any]):
         Raises:
             TensorNotFoundError: an unknown name, or a pattern that matches none.
             UnsupportedError: an unsupported conversion; ``dtype`` for codes of a family that is not dequantized, such
-                as GPTQ, or for stored ones.
+                as EXL2, or for stored ones.
             ValueError: an array of ``out`` that does not fit; both ``names`` and ``only``.
             FormatError: a file ends too early, with path and offset.
             OSError: a file cannot be read.

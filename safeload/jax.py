@@ -146,7 +146,7 @@ def load_checkpoint(
 
     With a sharding over several devices each process reads the slices that its own devices hold, each of them once,
     however many devices share it. Of packed tensors it reads the rows that hold them; tensors whose rows are not stored
-    apart (GPTQ, AWQ) and F4 and F6 tensors that are decoded are read whole.
+    apart (BitNet) and F4 and F6 tensors that are decoded are read whole.
 
     Args:
         path: what `safeload.open` takes: a weight file, a folder of them, an ``index.json``, a URL or a list of files.

@@ -24,10 +24,10 @@
 #define TILE_READ ((uint64_t)1 << 20)
 
 /* Scratch: the codes of a tile column by column (or its values), values row by row, those of one column, its scales,
- * zeros and biases, and the bytes that were read. */
+ * zeros and biases, one of these for each group, and the bytes that were read. */
 #define TURNED (MOST_ROWS * TILE_COLUMNS * sizeof(float))
 #define LINE (MOST_ROWS * sizeof(float))
-#define TILE_SCRATCH (2 * TURNED + 4 * LINE + TILE_READ)
+#define TILE_SCRATCH (2 * TURNED + 5 * LINE + TILE_READ)
 
 /* Rows of the stored words or bytes of `rows` rows of codes. */
 static uint64_t lines_of(const sl_packed *packed, uint64_t rows) {
@@ -112,7 +112,7 @@ typedef struct band {
     uint64_t scaled_as;        /* column of the grid whose scales are in `scaling`, or UINT64_MAX */
     sl_scaling scaling;        /* of the rows of one column */
     uint8_t *turned, *values, *line, *staging;
-    float *gathered;
+    float *gathered, *column;
 } band;
 
 /* The elements of a column of `grid` for the rows of a band. */
@@ -121,7 +121,17 @@ static const float *gather(const band *self, const float *grid, uint64_t column,
     if (grid == NULL) return NULL;
     grid += self->matrix * packed->grid_step + column;
     if (packed->groups != NULL && sl_packed_by_row(packed)) {
-        for (uint64_t r = 0; r < self->rows; r++) out[r] = grid[packed->groups[self->row + r] * packed->grid_columns];
+        const uint32_t *groups = packed->groups + self->row;
+        uint64_t count = packed->grid_rows, step = packed->grid_columns;
+        if (count <= MOST_ROWS) { /* side by side: a column of the grid has an element in each of its rows */
+            for (uint64_t k = 0; k < count; k++) self->column[k] = grid[k * step];
+            grid = self->column;
+            step = 1;
+        }
+        if (step == 1)
+            for (uint64_t r = 0; r < self->rows; r++) out[r] = grid[groups[r]];
+        else
+            for (uint64_t r = 0; r < self->rows; r++) out[r] = grid[groups[r] * step];
         return out;
     }
     uint64_t first = self->row / packed->row_block, last = (self->row + self->rows - 1) / packed->row_block;
@@ -253,10 +263,13 @@ static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     self.values = self.turned + TURNED;
     self.line = self.values + TURNED;
     self.gathered = (float *)(void *)(self.line + LINE);
-    self.staging = self.line + 4 * LINE;
+    self.column = self.gathered + 3 * MOST_ROWS;
+    self.staging = self.line + 5 * LINE;
     uint64_t begin = (self.matrix * lines_of(packed, packed->rows) + lines_of(packed, self.row)) * packed->row_bytes;
-    uint64_t size = self.lines * packed->row_bytes, most = packed->columns;
-    bool at_once = job->file == SL_MEMORY || size <= TILE_READ;
+    uint64_t size = sl_min_u64(self.lines * packed->row_bytes, packed->size - begin), most = packed->columns;
+    /* Columns of a much wider matrix are read without the rest of its rows. */
+    bool narrow = self.line_bits * packed->columns / 8 < packed->row_bytes / 4;
+    bool at_once = job->file == SL_MEMORY || (size <= TILE_READ && !narrow);
     if (!at_once) most = TILE_READ * 8 / (self.lines * self.line_bits) / TILE_COLUMNS * TILE_COLUMNS;
     for (uint64_t column = 0; column < packed->columns; column += most) {
         uint64_t end = sl_min_u64(column + most, packed->columns);

@@ -86,15 +86,18 @@ static int32_t check_size(const sl_packed *packed, const sl_job *job, sl_error *
     if (packed->row_bytes < bytes)
         REFUSE("a row of %llu bytes cannot hold %llu bytes of codes", (unsigned long long)packed->row_bytes,
                (unsigned long long)bytes);
-    if (stored != packed->size)
+    /* The last row may end with its codes: these are columns of a wider matrix. */
+    uint64_t least = stored > 0 ? stored - (packed->row_bytes - bytes) : 0;
+    if (packed->size > stored || packed->size < least)
         REFUSE("packed codes have %llu bytes, but their rows need %llu", (unsigned long long)packed->size,
                (unsigned long long)stored);
     if (!sl_mul_u64(packed->rows, packed->columns, &values) || !sl_mul_u64(values, packed->matrices, &values) ||
         !sl_mul_u64(values, 4, &values) || values != job->size)
         REFUSE("%llu x %llu x %llu values are not %llu bytes of f32", (unsigned long long)packed->matrices,
                (unsigned long long)packed->rows, (unsigned long long)packed->columns, (unsigned long long)job->size);
-    if (!sl_add_u64(job->offset, stored, &end))
-        REFUSE("%llu bytes at %llu end beyond 64 bits", (unsigned long long)stored, (unsigned long long)job->offset);
+    if (!sl_add_u64(job->offset, packed->size, &end))
+        REFUSE("%llu bytes at %llu end beyond 64 bits", (unsigned long long)packed->size,
+               (unsigned long long)job->offset);
     return SL_OK;
 }
 

@@ -70,6 +70,25 @@ class Grid(NamedTuple):
     shared: bool = False
 
 
+class Zeros(NamedTuple):
+    """How packed zero points are stored: a code for each scale, which stands for the number that a weight's code does.
+
+    Attributes:
+        layout: `COLUMNS`: they run down the grid of scales; `ROWS`, `WORDS`: along its rows.
+        bits: of a code.
+        word_codes: as in `Packing`, of `COLUMNS`.
+        added: what is added to the stored code, modulo 2^bits: the first format of GPTQ stores zero - 1.
+        symmetric: whether all codes may be the one in the middle, or that less one: they then say themselves what is
+            added, whatever ``added`` is.
+    """
+
+    layout: int
+    bits: int
+    word_codes: int = 0
+    added: int = 0
+    symmetric: bool = False
+
+
 class Packing(NamedTuple):
     """How the codes of a tensor are stored, and what numbers they stand for: (number - zero) * scale + bias.
 
@@ -92,8 +111,7 @@ class Packing(NamedTuple):
         grid: of the scales; None for codes without.
         scale_dtype: dtype of the stored scales, if it is not that of their tensor: bits of a float8 stored as U8.
         scale_rule: `STORED` and the like.
-        zero_bits: bits of packed zero points, which run down the rows as the codes of their matrix; 0: they are stored
-            as plain numbers.
+        zeros: packed zero points; None: they are stored as plain numbers, or there are none.
         config: the quantization of ``config.json`` as JSON, to find the tensor again in a file of its own.
         flat: whether the codes are one row in the C order of the shape, in which a block may cross rows of the shape.
         factor: multiplies each value, rounded by itself; 1 for none.
@@ -118,7 +136,7 @@ class Packing(NamedTuple):
     grid: Grid | None = None
     scale_dtype: str | None = None
     scale_rule: str = STORED
-    zero_bits: int = 0
+    zeros: Zeros | None = None
     config: str = ""
     flat: bool = False
     factor: float = 1.0
@@ -165,6 +183,18 @@ class Packed(NamedTuple):
     def names(self, own: str) -> dict[str, str]:
         """Names of the parts by role, and the tensor's own under `NAME`."""
         return {NAME: own, **{role: part.name for role, part in self.parts.items()}}
+
+
+def by_columns(packed: Packing) -> bool:
+    """Whether rows of the values are columns of the codes, each of which can be dequantized without the others."""
+    return packed.layout in (COLUMNS, WORDS)
+
+
+def row_unit(packed: Packing) -> int:
+    """Rows that are dequantized together: those of a block of scales; columns that share a word of codes."""
+    if packed.layout == WORDS:
+        return 32 // packed.bits
+    return 1 if packed.grid is None or by_columns(packed) or packed.grid.rows == 1 else packed.grid.row_block
 
 
 def int8_packing(shape: tuple[int, ...], axis: int | None) -> Packing:

@@ -17,6 +17,7 @@ from ..base.text import clip, jsonable, plural, printable, quantity, shorten, si
 from ..checkpoint import Checkpoint
 from ..errors import SafeloadError
 from ..packed.config import quantization_of
+from ..packed.gptq import zeros_disagree
 from . import description, listing
 from .common import (
     STATUS,
@@ -306,10 +307,19 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
         stored, restored = sum(info.nbytes for info in packed), sum(4 * info.size for info in packed)
         count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
         yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
+        if _zeros_disagree(opened):
+            yield "zero points: not stored as the configuration says, but understood"
     codes = opened.codes()
     if codes:
         count = plural(len(codes), "tensor")
         yield f"codes without their values{config}: {count} of a quantization that is not dequantized"
+
+
+def _zeros_disagree(opened: Checkpoint) -> bool:
+    """Whether zero points are those of another format of GPTQ: of one weight, since a writer stores all alike."""
+    found = (file.table.packed(index) for _, file, index in opened.entries())
+    packed = [one for one in found if one is not None and one.packing.zeros is not None]
+    return bool(packed) and zeros_disagree(min(packed, key=lambda one: one.nbytes))
 
 
 def _brief(value: Any) -> str:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..base import dtypes
 from ..base.arrays import foreign_order
-from ..base.packing import Packed, Packing
-from .code_ranges import Range, flat_ranges, rows_apart
+from ..base.packing import Packed, Packing, by_columns, row_unit
+from .code_ranges import Range, flat_ranges, rows_apart, rows_range, values_before
 from .entries import Entry
 from .job import Job, moving
 from .restore import restore_jobs
@@ -79,10 +79,10 @@ def _of_flat(entry: Entry, packing: Packing, most: int) -> Iterator[Chunk] | Non
 
 
 def _of_rows(entry: Entry, packed: Packed, most: int) -> Iterator[Chunk] | None:
-    """Chunks of whole matrices or, where rows of codes are rows of the array, of rows."""
+    """Chunks of whole matrices or, where these can be dequantized apart, of rows."""
     packing = packed.packing
-    row = packing.columns * entry.dtype.itemsize
-    matrix = packing.rows * row
+    element = entry.dtype.itemsize
+    matrix = packing.rows * packing.columns * element
     if not matrix:
         return None
     if packing.flat:
@@ -94,13 +94,24 @@ def _of_rows(entry: Entry, packed: Packed, most: int) -> Iterator[Chunk] | None:
             for first in range(0, packing.matrices, step)
         )
     else:
-        block = 1 if packing.grid is None else packing.grid.row_block
-        step = most // row // block * block
+        rows, across = packing.rows, packing.columns
+        if by_columns(packing):
+            rows, across = across, rows
+        block = row_unit(packing)
+        step = most // (across * element) // block * block
         if not step or not rows_apart(packing):
             return None
         ranges = (
-            Range(first, 1, at, min(step, packing.rows - at))
+            rows_range(packing, first, at, min(at + step, rows))
             for first in range(packing.matrices)
-            for at in range(0, packing.rows, step)
+            for at in range(0, rows, step)
         )
-    return (Chunk(entry, one.first * matrix + one.row * row, one.matrices * one.rows * row, one) for one in ranges)
+    return (
+        Chunk(
+            entry,
+            values_before(packing, one) * element,
+            one.matrices * one.rows * one.columns_of(packing) * element,
+            one,
+        )
+        for one in ranges
+    )

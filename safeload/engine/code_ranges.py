@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..base import packing
-from ..base.packing import Packing
+from ..base.packing import Packing, by_columns
 
 # float32 scales, zeros and biases of one job: a tensor with more is restored in several ranges of rows, so that scales
 # do not double the memory of a load.
 _GRID_BYTES = 16 << 20
+
+# Columns of codes in a range are a multiple of these: whole words of every width.
+_COLUMN_STEP = 32
 
 # Elements of the longest block of a dtype that values are converted to.
 _LONGEST_BLOCK = 256
@@ -25,7 +28,8 @@ class Range(NamedTuple):
         matrices: their number.
         row: first row, a multiple of the grid's ``row_block``.
         rows: number of rows.
-        column: first column, a multiple of the grid's ``column_block``. Only flat codes have ranges of columns.
+        column: first column, a multiple of the grid's ``column_block``. Only flat codes, and those whose columns are
+            rows of the values, have ranges of columns.
         columns: number of columns; None for all from ``column`` on.
     """
 
@@ -56,12 +60,32 @@ def ranges_of(packed: Packing) -> Iterator[Range]:
         yield from flat_ranges(packed, _GRID_BYTES // 4 * grid.column_block)
         return
     matrices = max(1, _GRID_BYTES // (grid.rows * grid.columns * 4))
+    if matrices == 1 and by_columns(packed):
+        step = max(1, _GRID_BYTES // (grid.rows * 4) // _COLUMN_STEP) * _COLUMN_STEP
+        for first in range(packed.matrices):
+            for column in range(0, packed.columns, step):
+                yield rows_range(packed, first, column, min(column + step, packed.columns))
+        return
     step = packed.rows
     if matrices == 1 and rows_apart(packed):
         step = max(1, _GRID_BYTES // (grid.columns * 4)) * grid.row_block
     for first in range(0, packed.matrices, matrices):
         for row in range(0, packed.rows, step):
             yield Range(first, min(matrices, packed.matrices - first), row, min(step, packed.rows - row))
+
+
+def rows_range(packed: Packing, matrix: int, begin: int, end: int) -> Range:
+    """Rows [begin, end) of the values of a matrix, which are rows of codes, or columns."""
+    if by_columns(packed):
+        return Range(matrix, 1, 0, packed.rows, begin, end - begin)
+    return Range(matrix, 1, begin, end - begin)
+
+
+def values_before(packed: Packing, part: Range) -> int:
+    """Number of values before those of a range."""
+    if by_columns(packed):
+        return (part.first * packed.columns + part.column) * packed.rows
+    return (part.first * packed.rows + part.row) * packed.columns + part.column
 
 
 def flat_ranges(packed: Packing, most: int) -> Iterator[Range]:
@@ -73,8 +97,8 @@ def flat_ranges(packed: Packing, most: int) -> Iterator[Range]:
 
 
 def rows_apart(packed: Packing) -> bool:
-    """Whether a range of rows is a range of the stored bytes and of the values."""
-    return packed.layout == packing.ROWS and not packed.transpose
+    """Whether a range of rows of the values can be dequantized without the others."""
+    return by_columns(packed) or (packed.layout == packing.ROWS and not packed.transpose)
 
 
 def stored_rows(packed: Packing, rows: int) -> int:
@@ -85,5 +109,7 @@ def stored_rows(packed: Packing, rows: int) -> int:
 
 
 def bytes_before(packed: Packing, column: int) -> int:
-    """Bytes of the codes of a row before a column that begins at a byte; of all columns, what they need."""
+    """Bytes of a stored row before a column that begins at a byte; of all columns, what they need."""
+    if packed.layout == packing.COLUMNS:
+        return column * 4
     return -(-column * packed.bits // 8)

@@ -11,9 +11,9 @@ import numpy as np
 
 from ..base import dtypes, packing
 from ..base.arrays import Array
-from ..base.packing import Packed, Packing
-from . import jobs, restore
-from .code_ranges import Range, rows_apart, whole
+from ..base.packing import Packed, Packing, Zeros, by_columns, row_unit
+from . import jobs, restore, zero_points
+from .code_ranges import Range, bytes_before, rows_apart, rows_range, values_before, whole
 from .memory import private_array
 from .slice import check_index
 
@@ -45,13 +45,14 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[P
     count = rows.stop - rows.start
     grid = packed.grid
     several = len(packed.shape) > 2
-    apart = rows_apart(packed) and len(packed.shape) == 2 and not packed.zero_bits
+    down = packed.zeros is not None and packed.zeros.layout == packing.COLUMNS  # rows share words of zero points
+    apart = rows_apart(packed) and len(packed.shape) == 2 and not down
     several_globals = packing.GLOBAL in parts and parts[packing.GLOBAL].size > 1
     if not several and (not apart or several_globals):
         raise ValueError(f"{packed.label} {list(packed.shape)} cannot be sliced: dequantize it and slice the values")
-    unit = 1 if several or grid is None else grid.row_block
-    if not several and grid is not None and grid.rows == 1:
-        unit = 1
+    unit = 1 if several else row_unit(packed)
+    if packing.ZERO in parts and packed.zeros is not None and by_columns(packed):
+        unit = 32 // math.gcd(packed.zeros.bits, 32)  # whole words
     scales = 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
     _check_unit(packed, rows, unit)
     if packing.NESTED in parts:
@@ -69,6 +70,17 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[P
             if role == packing.CODES or _is_apart(packed, role, array):
                 taken[role] = _along(array, rows, packed.shape[0])
         return packed._replace(shape=(count, *packed.shape[1:]), matrices=count * each), taken
+    if by_columns(packed):
+        for role in (packing.CODES, packing.SCALE, packing.ZERO):
+            if role in parts:
+                taken[role] = _columns_of(parts[role], rows, packed.columns)
+        assert grid is not None
+        grid = grid._replace(columns=count)
+        zeros = packed.zeros
+        if zeros is not None:  # all of the tensor say what the codes of a few mean
+            zeros = _settled(packed, zeros, parts[packing.ZERO])
+        changed = packed._replace(columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros)
+        return changed._replace(shape=(count, packed.rows)), taken
     taken[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
     if grid is not None and grid.rows > 1:
         whole_blocks = slice(rows.start // unit, -(-rows.stop // unit))
@@ -152,6 +164,19 @@ def _along(array: Array, rows: slice, length: int) -> Array:
     return taken
 
 
+def _settled(packed: Packing, zeros: Zeros, stored: Array) -> Zeros:
+    grid, raw = packed.grid, np.ascontiguousarray(jobs.native_order(stored)).reshape(-1).view(np.uint8)
+    assert grid is not None
+    return zero_points.settled(zeros, zero_points.only_code(zeros, grid, lambda at, size: raw[at : at + size], 1))
+
+
+def _columns_of(array: Array, columns: slice, length: int) -> Array:
+    """A range of the last axis of a part, which has this length, or holds as many codes in words."""
+    width, length = array.shape[-1], max(1, length)
+    taken: Array = array[:, columns.start * width // length : -(-columns.stop * width // length)]
+    return taken
+
+
 def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
     """Elements of a packed tensor of a file, dequantized: only the rows that an index selects along the first axis.
 
@@ -165,7 +190,7 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
     part = _range_of(packed.packing, rows)
     row = dtypes.BY_NAME[dtype.name]
     each = part.rows * part.columns_of(packed.packing)
-    before = (part.first * packed.packing.rows + part.row) * packed.packing.columns + part.column
+    before = values_before(packed.packing, part)
     flat = private_array((part.matrices * each,), dtype)
     if flat.size:
         batch = jobs.Batch()
@@ -234,7 +259,9 @@ def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
         each = packed.matrices // max(1, packed.shape[0])
         return Range(start * each, (stop - start) * each, 0, packed.rows)
     if len(packed.shape) == 2 and rows_apart(packed):
-        block = packed.grid.row_block if packed.grid is not None and packed.grid.rows > 1 else 1
+        block = row_unit(packed)
         begin = start // block * block
-        return Range(0, 1, begin, stop - begin)
+        if by_columns(packed):  # whole words
+            stop = -(-stop // block) * block
+        return rows_range(packed, 0, begin, stop)
     return whole(packed)

@@ -14,12 +14,12 @@ import numpy as np
 from ..base import dtypes, packing
 from ..base.arrays import Array, ArraySpec
 from ..base.native import ffi, lib
-from ..base.packing import Grid, Packed, Packing, Part
+from ..base.packing import Grid, Packed, Packing, Part, Zeros, by_columns
 from ..base.text import show
 from ..errors import FormatError
-from . import jobs
+from . import jobs, zero_points
 from .cast import astype
-from .code_ranges import Range, bytes_before, ranges_of, stored_rows, whole
+from .code_ranges import Range, bytes_before, ranges_of, stored_rows, values_before, whole
 from .code_tables import table_of
 from .job import Job, Origin
 from .memory import address_of
@@ -56,7 +56,10 @@ class Prepared:
     def nbytes(self) -> int:
         """Bytes of the codes of the range."""
         packed, part = self._packed, self._part
-        return part.matrices * stored_rows(packed, part.rows) * self._row_bytes
+        rows = part.matrices * stored_rows(packed, part.rows)
+        if by_columns(packed):  # from the first word of the columns to their last
+            return max(0, rows - 1) * packed.row_bytes + min(rows, 1) * bytes_before(packed, part.columns_of(packed))
+        return rows * self._row_bytes
 
     @property
     def _row_bytes(self) -> int:
@@ -66,7 +69,8 @@ class Prepared:
     def _grid_columns(self, grid: Grid) -> int:
         """Columns of the grid of the range."""
         packed = self._packed
-        return -(-self._part.columns_of(packed) // grid.column_block) if packed.flat else grid.columns
+        divided = packed.flat or by_columns(packed)
+        return -(-self._part.columns_of(packed) // grid.column_block) if divided else grid.columns
 
     def stored(self) -> dict[str, tuple[Any, int, int]]:
         """By role the file and the bytes of the parts that `prepare` reads."""
@@ -139,27 +143,44 @@ class Prepared:
     def _add_grid(self, fields: dict[str, Any], grid: Grid) -> None:
         part = self._part
         matrices, first = (1, 0) if grid.shared else (part.matrices, part.first)
-        rows = grid.rows if part.rows == self._packed.rows else -(-part.rows // grid.row_block)
-        columns = self._grid_columns(grid)
-        begin = (first * grid.rows + part.row // grid.row_block) * grid.columns + part.column // grid.column_block
-        count = matrices * rows * columns
-        shape = matrices, rows, columns
-        scales = self._scales(begin, count).reshape(shape)
+        row, column = part.row // grid.row_block, part.column // grid.column_block
+        height = grid.rows if part.rows == self._packed.rows else -(-part.rows // grid.row_block)
+        rows, columns = slice(row, row + height), slice(column, column + self._grid_columns(grid))
+        at = rows, columns
+        scales = self._elements(packing.SCALE, grid, (first, matrices), at)
+        shape = scales.shape
         fields.update(
-            scales=self._finite(packing.SCALE, scales, grid, first),
+            scales=self._finite(packing.SCALE, scales, (first, rows.start, columns.start)),
             row_block=grid.row_block,
             column_block=grid.column_block,
-            grid_rows=rows,
-            grid_columns=columns,
-            grid_step=0 if grid.shared else rows * columns,
+            grid_rows=shape[1],
+            grid_columns=shape[2],
+            grid_step=0 if grid.shared else shape[1] * shape[2],
         )
         if packing.BIAS in self._parts:
-            fields["biases"] = self._finite(packing.BIAS, self._floats(packing.BIAS, begin, count).reshape(shape), grid)
-        if packing.ZERO in self._parts:
-            zeros = self._packed_zeros(rows) if self._packed.zero_bits else self._floats(packing.ZERO, begin, count)
-            fields["zeros"] = self._finite(packing.ZERO, zeros.reshape(shape), grid, first)
+            biases = self._elements(packing.BIAS, grid, (first, matrices), at)
+            fields["biases"] = self._finite(packing.BIAS, biases, (first, rows.start, columns.start))
+        if self._packed.zeros is not None:
+            self._add_packed_zeros(fields, grid, self._packed.zeros, (first, matrices), at)
+        elif packing.ZERO in self._parts:
+            zeros = self._elements(packing.ZERO, grid, (first, matrices), at)
+            fields["zeros"] = self._finite(packing.ZERO, zeros, (first, rows.start, columns.start))
         if packing.GROUPS in self._parts:
             fields["groups"] = self._groups(grid)
+
+    def _elements(self, role: str, grid: Grid, matrices: tuple[int, int], at: tuple[slice, slice]) -> Array:
+        """Elements of a part as float32 [matrices, rows, columns]: whole rows of the grid are read at once."""
+        first, count = matrices
+        rows, columns = at
+        height, width = rows.stop - rows.start, columns.stop - columns.start
+        read = self._scales if role == packing.SCALE else lambda begin, n: self._floats(role, begin, n)
+        begin = (first * grid.rows + rows.start) * grid.columns
+        if width == grid.columns or count * height == 1:
+            return read(begin + columns.start, count * height * width).reshape(count, height, width)
+        found = np.empty((count, height, width), np.float32)
+        for k in range(count * height):
+            found.reshape(-1, width)[k] = read(begin + k * grid.columns + columns.start, width)
+        return found
 
     def _floats(self, role: str, begin: int, count: int) -> Array:
         """Elements of a part as float32."""
@@ -212,14 +233,13 @@ class Prepared:
             scales += np.float32(packed.nested_offset)
         return scales
 
-    def _finite(self, role: str, values: Array, grid: Grid | None = None, first: int = 0) -> Array:
-        """Refuses values that would make weights NaN or infinite."""
+    def _finite(self, role: str, values: Array, begin: tuple[int, int, int] | None = None) -> Array:
+        """Refuses values that would make weights NaN or infinite. ``begin``: where a range of the grid begins."""
         good = np.isfinite(values)
         if not good.all() and self._packed.family != packing.OWN:
             at = tuple(int(k) for k in np.argwhere(~good)[0])
-            if grid is not None:
-                skipped = self._part.column // grid.column_block
-                at = (at[0] + first, at[1] + self._part.row // grid.row_block, at[2] + skipped)
+            if begin is not None:
+                at = tuple(k + low for k, low in zip(at, begin, strict=True))
                 at = at if self._packed.matrices > 1 else at[1:]
             value = values[~good].flat[0]
             raise self._fail(
@@ -227,46 +247,37 @@ class Prepared:
             )
         return np.ascontiguousarray(values)
 
-    def _packed_zeros(self, rows: int) -> Array:
-        """Zero points of some rows of the grid, which compressed-tensors packs down the rows."""
-        packed, part, bits = self._packed, self._part, self._packed.zero_bits
-        grid = packed.grid
-        assert grid is not None
-        stored = -(-grid.rows // packed.word_codes) if packed.word_codes else -(-grid.rows * bits // 32)
-        row = part.row // grid.row_block + np.arange(rows)
-        if packed.word_codes:  # the upper bits of each word are unused
-            word, shift = row // packed.word_codes, row % packed.word_codes * bits
-        else:
-            word, shift = row * bits // 32, row * bits % 32
-        last = min(int(word[-1]) + 2, stored) if rows else 0
-        low = int(word[0]) if rows and part.matrices == 1 else 0
-        high = last if part.matrices == 1 else stored
-        row_bytes = grid.columns * 4
-        raw = read_part(
-            self._parts[packing.ZERO],
-            (part.first * stored + low) * row_bytes,
-            part.matrices * (high - low) * row_bytes,
-        )
-        words = raw.view("<u4").reshape(part.matrices, high - low, grid.columns)
-        codes = words[:, word - low] >> shift.astype(np.uint32)[:, None]
-        straddling = np.flatnonzero(shift + bits > 32)
-        if straddling.size:
-            left = (32 - shift[straddling]).astype(np.uint32)[:, None]
-            codes[:, straddling] |= words[:, word[straddling] + 1 - low] << left
-        zeros: Array = (codes & np.uint32((1 << bits) - 1)).astype(np.float32)
-        zeros -= np.float32(1 << bits - 1)
-        return zeros
+    def _add_packed_zeros(
+        self, fields: dict[str, Any], grid: Grid, zeros: Zeros, matrices: tuple[int, int], at: tuple[slice, slice]
+    ) -> None:
+        """Zero points as a grid; a single one is subtracted from the table."""
+        part, table = self._parts[packing.ZERO], fields["table"]
+
+        def read(begin: int, size: int) -> Array:
+            return read_part(part, begin, size)
+
+        only = zero_points.only_code(zeros, grid, read, self._packed.matrices)
+        zeros = zero_points.settled(zeros, only)
+        if only is not None:
+            fields["table"] = table - zero_points.numbers_of(zeros, np.array(only, np.uint32), table)
+            return
+        codes = zero_points.read_codes(zeros, grid, read, matrices, at)
+        fields["zeros"] = np.ascontiguousarray(zero_points.numbers_of(zeros, codes, table))
 
     def _groups(self, grid: Grid) -> Array | None:
         groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")
-        if (groups == -1).all():  # allotted by the writer, and not used
+        down = by_columns(self._packed)
+        if (groups == -1).all() and not down:  # allotted by the writer, and not used
             return None
-        bad = np.flatnonzero((groups < 0) | (groups >= grid.columns))
+        block, count = (grid.row_block, grid.rows) if down else (grid.column_block, grid.columns)
+        bad = np.flatnonzero((groups < 0) | (groups >= count))
         if bad.size:
             raise self._fail(
-                f"column {int(bad[0])} is in group {int(groups[bad[0]])}, but there are {grid.columns} groups",
+                f"column {int(bad[0])} is in group {int(groups[bad[0]])}, but there are {count} groups",
                 packing.GROUPS,
             )
+        if np.array_equal(groups, np.arange(groups.size) // block):  # blocks are faster
+            return None
         return np.ascontiguousarray(groups.astype(np.uint32))
 
 
@@ -286,13 +297,12 @@ def restore_jobs(
     means, codes = packed.packing, packed.parts[packing.CODES]
     row = dtypes.of_number(target)
     for part in ranges_of(means) if ranges is None else ranges:
-        before = (part.first * means.rows + part.row) * means.columns + part.column
         begin = (part.first * stored_rows(means, means.rows) + stored_rows(means, part.row)) * means.row_bytes
         begin += bytes_before(means, part.column)
         yield Job(
             codes.file,
             codes.begin + begin,
-            memory + row.nbytes(before),
+            memory + row.nbytes(values_before(means, part)),
             part.matrices * part.rows * part.columns_of(means) * 4,
             _F32.number,
             target,

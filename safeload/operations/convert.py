@@ -114,7 +114,7 @@ def convert(
     Raises:
         FileExistsError: ``dst`` exists, and ``overwrite`` is not set.
         UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a tensor
-            holds codes of a family that is not dequantized, such as GPTQ, or stored codes, and the result is not
+            holds codes of a family that is not dequantized, such as EXL2, or stored codes, and the result is not
             safetensors with all tensors as stored.
         SafeloadError: two sources have a tensor of the same name.
         TensorNotFoundError: an unknown name, or a pattern that matches none.

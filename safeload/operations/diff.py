@@ -74,7 +74,7 @@ def diff(
 
     Raises:
         TensorNotFoundError: a pattern matches no name of either.
-        UnsupportedError: a tensor holds codes of a family that is not dequantized, such as GPTQ, or stored codes; or
+        UnsupportedError: a tensor holds codes of a family that is not dequantized, such as EXL2, or stored codes; or
             see `safeload.open`.
         ValueError: ``executor`` for tensors in memory.
         FormatError: a file has changed before an executor's piece read it; or see `safeload.open`.

@@ -262,7 +262,7 @@ def load_quantized(
     Raises:
         RangeError: NaN, infinity, or a block whose scale float16 cannot hold, with tensor and index.
         ValueError: wrong arguments.
-        UnsupportedError: a tensor holds codes of a family that is not dequantized, such as GPTQ, or stored codes; or
+        UnsupportedError: a tensor holds codes of a family that is not dequantized, such as EXL2, or stored codes; or
             see `safeload.open`.
         FormatError, OSError: see `safeload.open` and `Checkpoint.load`.
 

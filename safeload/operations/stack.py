@@ -97,7 +97,7 @@ def stack(
         TensorNotFoundError: a source or a layer is missing; the message names layer and tensor.
         SafeloadError: layers differ in shape or dtype; the message names two of them.
         UnsupportedError: a tensor to transpose is not a matrix, the conversion is not supported, or a tensor holds
-            codes of a family that is not dequantized, such as GPTQ, or stored codes.
+            codes of a family that is not dequantized, such as EXL2, or stored codes.
         ValueError: an array of ``out`` does not match.
         FormatError, OSError: see `safeload.open`.
 

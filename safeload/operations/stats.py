@@ -164,7 +164,7 @@ def stats(
     Raises:
         TensorNotFoundError: one of ``names`` does not exist, or a pattern matches none.
         UnsupportedError: a single tensor of complex numbers, or of a block type without a kernel; a tensor of a
-            checkpoint that holds codes of a family that is not dequantized, such as GPTQ, or stored codes.
+            checkpoint that holds codes of a family that is not dequantized, such as EXL2, or stored codes.
         TypeError: a single array that does not hold numbers.
         ValueError: ``executor`` for tensors in memory.
         FormatError: a file ends too early, with path and offset; or it has changed before an executor's piece read it.

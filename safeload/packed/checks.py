@@ -51,6 +51,8 @@ def _needed(packed: Packing) -> int:
     """Bytes of the codes."""
     if packed.layout == packing.PLANES:
         per_row, rows = packed.columns, packed.rows * packed.bits // 8
+    elif packed.layout == packing.COLUMNS:
+        per_row, rows = packed.columns * 4, packed.rows * packed.bits // 32
     elif packed.word_codes:
         per_row, rows = -(-packed.columns // packed.word_codes) * 4, packed.rows
     else:
@@ -62,7 +64,7 @@ def _check_grid(group: Group, packed: Packing) -> None:
     grid = packed.grid
     assert grid is not None
     count = (1 if grid.shared else packed.matrices) * grid.rows * grid.columns
-    roles = [packing.SCALE, packing.BIAS] if packed.zero_bits else [packing.SCALE, packing.BIAS, packing.ZERO]
+    roles = [packing.SCALE, packing.BIAS] if packed.zeros is not None else [packing.SCALE, packing.BIAS, packing.ZERO]
     for role in roles:
         if group.has(role) and math.prod(group.shape(role)) != count:
             raise Misfit(f"{role} {list(group.shape(role))} has not the {count} elements that its codes need")

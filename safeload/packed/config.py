@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeGuard
 
+from ..base.text import clip, printable, show
 from .patterns import compiled
 
 # Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
@@ -16,6 +17,29 @@ _CONFIG_KEYS = ("quantization_config", "compression_config")
 _OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 # The key of mlx-lm, which also stores a copy under the first of `_CONFIG_KEYS`, without a method.
 _MLX = "quantization"
+# Names that auto-round gives its method.
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+# Keys that say how the words of a method are arranged, with the values of those that are read.
+_VARIANTS = {
+    "gptq": {
+        "checkpoint_format": ("gptq", "gptq_v2"),
+        "format": ("gptq", "gptq_v2"),
+        "pack_dtype": ("int32", "torch.int32"),
+    },
+    "awq": {"version": ("gemm", "gemv")},
+}
+# What auto-round's ``packing_format``, and ``backend`` before it, is made of where words are those of GPTQ or AWQ:
+# names of the layout, and of kernels that take it, as in "auto_round:gptq:exllamav2".
+_ROUNDS = frozenset(
+    (
+        "auto", "auto_round", "auto_gptq", "auto_awq", "gptq", "awq", "gptqmodel", "exllama", "exllamav2", "tritonv2",
+        "torch",
+    )
+)  # fmt: skip
+# Characters that make a key of ``extra_config`` a pattern.
+_OF_PATTERNS = "*^$|()[]?+\\"
+# Codes of more bits are not quantized.
+_MOST_BITS = 8
 # Longest side of a block. Tensors of one scale have none.
 _LONGEST_BLOCK = 1 << 31
 
@@ -37,16 +61,62 @@ class Quantization:
     def __str__(self) -> str:
         return self.key if self.method is None else f"{self.key} {self.method[:40]}"
 
+    @property
+    def shown(self) -> str:
+        """The method, and what makes it one that is not read."""
+        method = self.method or self.key
+        return method if self.variant is None else f"{method}, {self.variant}"
+
+    @property
+    def variant(self) -> str | None:
+        """The key and the value of an arrangement of words of GPTQ, AWQ or auto-round that is not read; None else."""
+        if self.method in AUTO_ROUND:
+            for key in ("packing_format", "backend"):
+                given = self.get(key)
+                if isinstance(given, str):
+                    return None if _ROUNDS.issuperset(given.lower().split(":")) else f"{key} {_brief(given)}"
+            return None
+        for key, known in _VARIANTS.get(self.method or "", {}).items():
+            given = self.get(key)
+            if given in (None, ""):
+                continue
+            if not isinstance(given, str) or given.lower() not in known:
+                return f"{key} {_brief(given) if isinstance(given, str) else show(given)}"
+        return None
+
+    @property
+    def overrides(self) -> str:
+        """The key of what holds for single layers."""
+        return "extra_config" if self.method in AUTO_ROUND else "dynamic"
+
+    def of_layer(self, module: str) -> Mapping[str, Any] | None:
+        """What GPTQModel or auto-round says of one layer, apart from what holds for all; None: it is not quantized.
+
+        Raises:
+            UnsupportedError: a pattern is outside the subset that `patterns` matches.
+        """
+        key = self.overrides
+        given = self.get(key)
+        if not isinstance(given, Mapping):
+            return {}
+        if key == "extra_config":
+            return _of_layer_by_name(given, module)
+        for pattern, own in given.items():
+            if compiled(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, key).matches(module):
+                return None if pattern.startswith("-:") else _mapping(own)
+        return {}
+
     def get(self, key: str) -> Any:
         """A value; None where it is missing."""
         return self.values.get(key)
 
     def text(self) -> str:
         """The description as JSON, for a file of packed tensors alone; without lists of other modules."""
-        values = {key: value for key, value in self.values.items() if key not in _OTHER_MODULES}
+        # Only the keys here are sorted: of the patterns of `dynamic` the first that matches counts.
+        values = {key: value for key, value in sorted(self.values.items()) if key not in _OTHER_MODULES}
         import json  # as in stores/json_file
 
-        return json.dumps({self.key: values}, sort_keys=True)
+        return json.dumps({self.key: values})
 
     def block(self, default: tuple[int, int]) -> tuple[int, int]:
         """``weight_block_size``: rows and columns of a block."""
@@ -86,6 +156,32 @@ class Quantization:
         return found[:1] if all(weights == found[0][0] for weights, _ in found) else found
 
 
+def _brief(text: str) -> str:
+    return clip(printable(text), 40)
+
+
+def _of_layer_by_name(given: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+    """What ``extra_config`` says of a layer: under its name, else under a pattern that is found in it."""
+    own = given.get(module)
+    if own is None:
+        # Names of other layers are no patterns: a checkpoint may name each of its 100,000 experts.
+        patterns = [key for key in given if any(char in key for char in _OF_PATTERNS)]
+        found = (key for key in patterns if given[key] and compiled(_anywhere(key), "extra_config").matches(module))
+        own = given.get(next(found, ""))
+    own = _mapping(own)
+    bits = own.get("bits")
+    return None if type(bits) is int and bits > _MOST_BITS else own
+
+
+def _anywhere(pattern: str) -> str:
+    """A pattern that is found anywhere in a name, unless it says where it begins."""
+    return pattern if pattern.startswith("^") else f".*(?:{pattern})"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _is_target(target: Any, module: str) -> bool:
     if not isinstance(target, str):
         return False
@@ -116,7 +212,7 @@ def is_kept_by(text: str | None, module: str, new: str) -> bool:
     Without a description, None or "", nothing is said of any.
     """
     said = _of_text(text) if text else None
-    return said is None or (said.of_module(module) == said.of_module(new) and said.weights(module) == said.weights(new))
+    return said is None or all(of(module) == of(new) for of in (said.of_module, said.of_layer, said.weights))
 
 
 def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:

@@ -5,7 +5,7 @@ shapes and dtypes into a `Packing`, or says why they do not fit. Shapes decide, 
 
 Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4,bitnet}.py``;
 bitsandbytes ``functional.py``; compressed-tensors ``compressors/``; nvidia-modelopt ``torch/quantization/qtensor``;
-mlx ``ops.cpp``.
+mlx ``ops.cpp``; those of `gptq`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..base import packing
 from ..base.packing import Packing
-from . import bitsandbytes, floats, integers, subclasses
+from . import bitsandbytes, floats, gptq, integers, subclasses
 from .group import FP8, Group
 
 
@@ -127,6 +127,15 @@ FAMILIES = (
         _scale("_scale"),
         {packing.GLOBAL: ("_global_scale",)},
         floats.ct_fp4,
+    ),
+    Family(
+        "GPTQ, auto-round, AWQ",
+        ".qweight",
+        ".weight",
+        frozenset(("I8", "I16", "I32")),
+        _scale(".scales"),
+        {packing.ZERO: (".qzeros",), packing.GROUPS: (".g_idx",)},
+        gptq.describe,
     ),
     Family("gpt-oss", "_blocks", "", frozenset(("U8",)), _scale("_scales"), _NOTHING, floats.gpt_oss),
     Family("gpt-oss, OpenAI's", ".blocks", "", frozenset(("U8",)), _scale(".scales"), _NOTHING, floats.gpt_oss),

@@ -124,7 +124,7 @@ def find(
         if companion is not None or (
             quantization is not None and name not in scales and _is_named(name, tensors[name])
         ):
-            method = None if quantization is None else quantization.method or quantization.key
+            method = None if quantization is None else quantization.shown
             found[name] = Codes(tensors[name].row.code, companion, method)
     _add_wide(tensors, elsewhere, quantization, found)
     return found
@@ -226,7 +226,7 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
         return
     dtype, scale, method = codes[name]
     beside = f"whose scale is {show(scale)}" if scale is not None else "whose scale is not here"
-    said = "" if method is None else f" (quant_method {clip(printable(method), 40)} in config.json)"
+    said = "" if method is None else f" (quant_method {clip(printable(method), 90)} in config.json)"
     raise UnsupportedError(
         f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. {what} would treat "
         "the codes as weights. safeload.load of the whole checkpoint gives true weights where it dequantizes this "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..base import packing
-from ..base.packing import Grid, Packing
+from ..base.packing import Grid, Packing, Zeros
 from ..base.text import show
 from .config import is_length
 from .grid import Misfit, whole_grid
@@ -34,20 +34,20 @@ def ct_packed(group: Group) -> Packing:
         grid = Grid(max(1, rows), max(1, shape[-1]), 1, 1, shared=True)
     else:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
-    zero_bits = 0
+    zeros = None
     if group.has(packing.ZERO):
-        zero_bits = bits if group.dtype(packing.ZERO) == "I32" else 0
-        if zero_bits and grid.shared:
+        zeros = Zeros(packing.COLUMNS, bits, words) if group.dtype(packing.ZERO) == "I32" else None
+        if zeros is not None and grid.shared:
             raise Misfit("zero points are packed beside a single scale")
         words_down = -(-rows // words) if words else -(-rows * bits // 32)
-        wanted = (*stored[:-2], words_down, scale[-1]) if zero_bits else scale
+        wanted = scale if zeros is None else (*stored[:-2], words_down, scale[-1])
         if group.shape(packing.ZERO) != wanted:
             raise Misfit(f"zero points {list(group.shape(packing.ZERO))}, wanted {list(wanted)}")
     if group.has(packing.GROUPS) and (group.shape(packing.GROUPS), group.dtype(packing.GROUPS)) != (shape[-1:], "I32"):
         found = f"{group.dtype(packing.GROUPS)} {list(group.shape(packing.GROUPS))}"
         raise Misfit(f"g_idx is {found}, wanted I32 [{shape[-1]}]")
     label = label_of(f"int{bits}", grid, shape, group.has(packing.ZERO), said_group(group) == shape[-1])
-    return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zero_bits=zero_bits)
+    return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
 
 
 def _ct_shape(group: Group) -> tuple[tuple[int, ...], int, int]:

@@ -24,7 +24,7 @@ from ..stores.json_file import parse_json, read_if_there
 from .bitsandbytes import BESIDE as BESIDE_FOUR_BITS
 from .bitsandbytes import STATES
 from .checks import check
-from .config import Quantization, quantization_of
+from .config import AUTO_ROUND, Quantization, quantization_of
 from .contents import Contents
 from .families import FAMILIES, IGNORED, Family
 from .grid import Misfit, Refused
@@ -33,14 +33,19 @@ from .group import FP8, Group, Stored
 # Faults that one error lists.
 _LISTED = 5
 # Files beside weights that may have the quantization of those.
-BESIDE = ("config.json", "hf_quant_config.json")
+BESIDE = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# The methods of those of them that hold nothing but a quantization, and do not name it.
+_METHODS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Values of a part that is read to find out the shape of a tensor.
 _SHAPE_VALUES = 8
 
 # Methods that the table covers: under these, codes without a scale are a fault of the checkpoint.
 _COVERED = frozenset(
-    ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitnet", "bitsandbytes", "mlx", "modelopt")
-)
+    (
+        "fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitnet", "bitsandbytes", "mlx", "modelopt",
+        "gptq", "awq", *AUTO_ROUND,
+    )
+)  # fmt: skip
 # What they also write, and the table does not cover.
 _UNCOVERED = frozenset(("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD"))
 # Dtypes of the codes of weights whose names do not say that they are packed.
@@ -230,6 +235,7 @@ def _without_scale(tensors: Mapping[str, Stored], found: Logical, quantization: 
         if name in found.packed or name in found.hidden or name in found.refused or len(stored.shape) < 2:
             continue
         packs = stored.row.code in _PACKING and name.endswith(("weight", "_proj"))
+        packs = packs or (stored.row.code == "I32" and name.endswith(".qweight"))
         alone = packs or stored.row.code in FP8 or name.endswith(("_packed", "_blocks"))
         if alone and f"tensor {show(name)}" not in reported and not _is_other_fault(name, reported):
             faults.append(
@@ -255,7 +261,8 @@ def _strays(tensors: Mapping[str, Stored], found: Logical) -> list[str]:
 
 
 def _is_other_fault(name: str, reported: set[str]) -> bool:
-    return any(f"tensor {show(name.removesuffix(suffix))}" in reported for suffix in ("_packed", "_blocks"))
+    stems = [name.removesuffix(suffix) for suffix in ("_packed", "_blocks")]
+    return any(f"tensor {show(stem)}" in reported for stem in (*stems, name.replace(".qweight", ".weight")))
 
 
 # ---- tables ----
@@ -372,12 +379,14 @@ def _config_inside(file: WeightFile) -> Mapping[str, Any] | None:
 
 
 def _config_beside(folder: str, files: Files) -> Mapping[str, Any] | None:
-    """``config.json`` of a folder, or modelopt's older ``hf_quant_config.json``, if it has a quantization."""
+    """``config.json`` of a folder, or what older tools wrote beside it, if it has a quantization."""
     for name in BESIDE:
         try:
             read = read_if_there(files.join(folder, name), name, files)
         except (SafeloadError, OSError):  # ignored: the file was not requested
             continue
+        if read is not None and name in _METHODS_BESIDE and not {"bits", "w_bit"}.isdisjoint(read):
+            return {"quantization_config": {"quant_method": _METHODS_BESIDE[name], **read}}
         if read is not None and name != "config.json" and isinstance(read.get("quantization"), Mapping):
             return {"quantization_config": {"quant_method": "modelopt", **read["quantization"]}}
         if read is not None and quantization_of(read) is not None:

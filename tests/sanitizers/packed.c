@@ -170,6 +170,7 @@ static void repair(sl_packed *packed, bool row_bytes, bool grid) {
     }
     if (row_bytes) packed->row_bytes = row + 1;
     packed->size = packed->matrices * stored * packed->row_bytes;
+    if (row_bytes && packed->size > 0) packed->size -= 1; /* the last row ends with its codes */
     if (!grid) return;
     packed->grid_rows = packed->groups != NULL && by_row(packed) ? 3 : quotient(packed->rows, packed->row_block);
     packed->grid_columns = packed->groups != NULL && !by_row(packed) ? 3

@@ -217,6 +217,26 @@ def test_values_at_the_ends_of_reads_and_chunks(name, tier, on, tmp_path):
     assert_restores(once(BORDERS[name]), tmp_path)
 
 
+@pytest.mark.parametrize("columns", [(0, 40), (4056, 4096), (1024, 2048), (8, 4096)])
+@pytest.mark.parametrize("layout", [COLUMNS, WORDS])
+def test_columns_of_a_wider_matrix(layout, columns, tmp_path):
+    """Their last row ends with their codes, and there the file may end."""
+    case = once(made(layout, 4, (1, 136, 4096), (32, 1), ("zeros", "biases")))
+    first, end = columns
+    part = object.__new__(Case)
+    begin, width = (first * 4, (end - first) * 4) if layout == COLUMNS else (first // 2, (end - first) // 2)
+    size = case.codes.nbytes - case.codes.shape[-1] + width
+    part.codes = case.codes.reshape(-1)[begin : begin + size].copy()
+    part.values = np.ascontiguousarray(case.values[:, first:end])
+    grids = {name: np.ascontiguousarray(case.fields[name][..., first:end]) for name in ("scales", "zeros", "biases")}
+    count = {"size": size, "columns": end - first, "grid_columns": end - first}
+    part.fields = {**case.fields, **grids, **count, "grid_step": grids["scales"].size}
+    assert_restores(part, tmp_path)
+    part.fields["size"] -= 1
+    with pytest.raises(SafeloadError, match="their rows need"):
+        restore(part)
+
+
 TARGETS = ("BF16", "F16", "F64", "F8_E4M3", "Q8_0", "Q4_0", "Q5_1")
 # Whole blocks in their own order and transposed.
 TO_BLOCKS = {

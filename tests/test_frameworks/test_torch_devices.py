@@ -272,7 +272,7 @@ def test_tied_weights_stay_tied_and_are_copied_once(tmp_path, small_ring):
 
 
 def test_codes_without_their_scales_are_refused(tmp_path, monkeypatch):
-    """Those of GPTQ, which are not dequantized: on a device as on the CPU."""
+    """Those that are packed for a kernel: on a device as on the CPU."""
     monkeypatch.setattr(torch_arrays, "device_of", lambda device: CPU if device == "there" else None)
     codes = {
         "m.qweight": np.ones((8, 64), np.int32),
@@ -281,10 +281,11 @@ def test_codes_without_their_scales_are_refused(tmp_path, monkeypatch):
         "m.g_idx": np.zeros(64, np.int32),
     }
     save_file(codes, tmp_path / "model.safetensors")
-    config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}, "torch_dtype": "float16"}
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "marlin"}
+    config = {"quantization_config": said, "torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for device in ("there", "cpu"):
-        with pytest.raises(safeload.UnsupportedError, match="gptq"):
+        with pytest.raises(safeload.UnsupportedError, match="gptq, checkpoint_format marlin"):
             load_checkpoint(tmp_path, device=device, dtype="float32")
         assert_same(load_checkpoint(tmp_path, device=device), load_file(tmp_path / "model.safetensors"))
 

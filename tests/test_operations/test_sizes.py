@@ -92,7 +92,7 @@ def test_blocks_without_a_kernel_have_only_the_sizes_that_leave_them_alone():
 def test_codes_that_are_not_dequantized_have_no_size_but_their_own(tmp_path):
     codes = {"a.qweight": np.zeros((8, 64), np.int32), "a.qzeros": np.zeros((1, 8), np.int32)}
     codes |= {"a.scales": np.ones((1, 64), np.float16), "a.g_idx": np.zeros(64, np.int32)}
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "format": "marlin"}}')
     save_file(codes, tmp_path / "model.safetensors")
     assert sizes(tmp_path) == (nbytes(codes), {}, {})
     with pytest.raises(safeload.UnsupportedError):

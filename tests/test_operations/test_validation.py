@@ -827,8 +827,10 @@ def codes_of(family, module, rows, columns):
         return {weight: values, f"{weight}_scale_inv": np.full((1, 1), 1e-4, np.float32)}
     if family in ("gptq", "awq"):
         more = {f"{module}.g_idx": np.zeros(columns, np.int32)} if family == "gptq" else {}
-        parts = {"qweight": words, "qzeros": words[:, :1], "scales": np.full((4, rows), 500, np.float16)}
-        return {**{f"{module}.{part}": x for part, x in parts.items()}, **more, f"{module}.bias": np.zeros(rows)}
+        across = np.ones((columns, rows // 8), np.int32)
+        parts = {"qweight": words if family == "gptq" else across, "qzeros": 0 * across[:4]}
+        parts["scales"] = np.full((4, rows), 500, np.float16)
+        return {**{f"{module}.{part}": x for part, x in parts.items()}, **more}
     if family == "compressed-tensors":
         shape = np.array([rows, columns])
         parts = {"packed": words.T, "scale": scale, "shape": shape, "global_scale": np.float32([3000])}
@@ -854,7 +856,7 @@ FAMILIES = {
 
 
 # Those whose packed weights safeload.open dequantizes.
-DEQUANTIZED = ("fp8", "bitnet", "mlx")
+DEQUANTIZED = ("fp8", "gptq", "awq", "bitnet", "mlx")
 
 
 def packed(family, kind="llama-gqa"):
@@ -889,7 +891,7 @@ def test_quantized_weights_are_said_not_to_be_checked(family, kind, tmp_path, ca
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "qwen2", "gemma2", "phi3"])
-@pytest.mark.parametrize("family", ["fp8", "bitnet", "mlx"])
+@pytest.mark.parametrize("family", DEQUANTIZED)
 def test_packed_weights_of_a_folder_are_checked(family, kind, tmp_path, capsys):
     config, tensors = packed(family, kind)
     path = write_folder(tmp_path, config, tensors)
@@ -898,6 +900,15 @@ def test_packed_weights_of_a_folder_are_checked(family, kind, tmp_path, capsys):
     assert report.stats.keys() == small(kind)[1].keys()
     assert main(["check", str(path)]) == 0
     assert "quantization.unchecked" not in capsys.readouterr().out
+
+
+def test_biases_that_the_writer_of_gptq_adds(tmp_path):
+    config, tensors = packed("gptq")
+    bias = "model.layers.0.mlp.up_proj.bias"
+    tensors[bias] = np.zeros(128, np.float16)
+    found = validate(write_folder(tmp_path, config, tensors), limits=(-1e9, 1e9))
+    assert codes(found) == [("warning", "schema.unexpected", bias)]
+    assert "AutoGPTQ stores zeros there" in found.warnings[0].message
 
 
 @pytest.mark.parametrize("family", FAMILIES)

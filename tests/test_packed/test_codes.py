@@ -76,7 +76,7 @@ FAMILIES = {
         "mlp1_weight.blocks": codes(U8, 2, 64, 4, 16), "mlp1_weight.scales": codes(U8, 2, 64, 4)}),
     "gptq": (f"{P}.qweight", f"{P}.scales", "gptq", {
         f"{P}.qweight": codes(I32, 16, 64), f"{P}.qzeros": codes(I32, 1, 8), f"{P}.scales": floats(F16, 1, 64),
-        f"{P}.g_idx": np.arange(128, dtype=I32)}),
+        f"{P}.g_idx": np.zeros(128, I32)}),
     "awq": (f"{P}.qweight", f"{P}.scales", "awq", {
         f"{P}.qweight": codes(I32, 128, 8), f"{P}.qzeros": codes(I32, 1, 8), f"{P}.scales": floats(F16, 1, 64)}),
     "mlx": (f"{P}.weight", f"{P}.scales", None, {
@@ -180,6 +180,20 @@ def bnb_int8(tensors):
     return weight.astype(F32) * scale[:, None] * np.float32(1 / 127)
 
 
+def gptq(tensors):
+    words, zeros, scale, groups = tensors
+    codes = nibbles(np.ascontiguousarray(words.T).view(U8)).T.astype(F32)
+    zero = ((nibbles(zeros.view(U8)) + 1) & 15).astype(F32)
+    return ((codes - zero[groups]) * scale.astype(F32)[groups]).T
+
+
+def awq(tensors):
+    words, zeros, scale = tensors
+    order = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of each column
+    codes, zero = (nibbles(x.view(U8)).reshape(len(x), -1, 8)[..., order].reshape(len(x), -1) for x in (words, zeros))
+    return ((codes.astype(F32) - zero.astype(F32)) * scale.astype(F32)).T
+
+
 # The families that are dequantized: name and weights of the packed tensor, by the formula of the writer's arithmetic.
 SUPPORTED = {
     family: (name, formula([np.asarray(tensor) for tensor in FAMILIES[family][3].values()]))
@@ -197,6 +211,8 @@ SUPPORTED = {
         ("nvfp4", f"{P}.weight", nvfp4),
         ("gpt-oss", "mlp.experts.gate_up_proj", lambda tensors: mxfp4(tensors).swapaxes(1, 2)),
         ("gpt-oss-original", "mlp1_weight", mxfp4),
+        ("gptq", f"{P}.weight", gptq),
+        ("awq", f"{P}.weight", awq),
         ("bitnet", f"{P}.weight", planes),
         ("bnb-4bit", f"{P}.weight", bnb),
         ("bnb-4bit-bf16", f"{P}.weight", bnb),
@@ -368,7 +384,7 @@ def test_convert_keeps_what_is_stored(tmp_path, family):
 
 @pytest.mark.parametrize("command", ["stats", "diff", "convert"])
 def test_the_command_line_exits_with_1(tmp_path, command):
-    folder = folder_of(tmp_path, "gptq")
+    folder = folder_of(tmp_path, "eetq")
     more = {"stats": [], "diff": [folder], "convert": [tmp_path / "x.safetensors", "--dtype", "float32"]}[command]
     done = subprocess.run(
         [sys.executable, "-m", "safeload", command, folder, *more],
@@ -378,7 +394,7 @@ def test_the_command_line_exits_with_1(tmp_path, command):
         cwd=tmp_path,
     )
     assert done.returncode == 1
-    assert f"'{P}.qweight' holds I32 codes, whose scale is '{P}.scales' (quant_method gptq" in done.stderr
+    assert f"'{P}.weight' holds I8 codes, whose scale is '{P}.weight_scales' (quant_method eetq" in done.stderr
 
 
 @pytest.mark.parametrize("family", ["deepseek", "autofp8", "comfyui", "mistral", "bnb-4bit-bf16"])

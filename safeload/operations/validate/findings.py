@@ -17,7 +17,7 @@ WARNING: Severity = "warning"
 NOTE: Severity = "note"
 
 # Beginnings of the codes of findings about one tensor.
-_OF_ONE = ("value.", "tensor.", "quantization.scale", "schema.shape")
+_OF_ONE = ("value.", "tensor.", "quantization.scale", "quantization.zero", "schema.shape")
 
 # From this many on, findings that say the same of different tensors are shown as one.
 _GATHERED_FROM = 4

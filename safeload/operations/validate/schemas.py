@@ -196,6 +196,9 @@ def _check_unexpected(
             continue
         if known.layer is not None and known.layer >= counts[known.stack]:
             beyond[_Layer(known.stack, known.layer)] += 1
+        elif _is_written_by_gptq(name, tensors):
+            message = f"{_why_unexpected(known, choice.schema)}; AutoGPTQ stores zeros there"
+            yield warning("schema.unexpected", name, message)
         else:
             yield report("schema.unexpected", name, _why_unexpected(known, choice.schema))
     for layer, tensors_in_it in sorted(beyond.items()):
@@ -210,6 +213,12 @@ def _check_unexpected(
     if inner is not None and others:
         message = f"only what {inner.key} describes was checked (schema {choice.schema.name}): names and shapes of"
         yield note("schema.unchecked", others[0], f"{message} {plural(len(others), 'other tensor')} were not")
+
+
+def _is_written_by_gptq(name: str, tensors: Mapping[str, About]) -> bool:
+    """Whether this is a bias of a GPTQ weight: early writers store one for every layer."""
+    weight = tensors.get(f"{module_of(name)}.weight")
+    return name.endswith(".bias") and weight is not None and weight.packed and weight.dtype.startswith("gptq")
 
 
 def _why_unexpected(known: Found, schema: Schema) -> str:

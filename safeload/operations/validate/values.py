@@ -10,7 +10,7 @@ import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
-from ...base.packing import Packing
+from ...base.packing import Packed, Packing
 from ...base.scheme import INT8
 from ...base.text import show
 from ...engine.pieces import source_pieces
@@ -18,10 +18,11 @@ from ...engine.quantized_tensor import QuantizedTensor
 from ...engine.read import packed_of
 from ...engine.restore import read_array
 from ...engine.source import Source
+from ...packed.gptq import wrapped_zeros, zeros_disagree
 from ..about import About
 from ..catalog import Catalog
 from ..stats import TensorStats
-from .findings import Finding, Limits, error, warning
+from .findings import Finding, Limits, error, note, warning
 
 # Largest relative difference between a float32 scale and the expected one: two roundings.
 _SCALE_TOLERANCE = 2.0**-22
@@ -106,6 +107,7 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
         scales = {role: read_array(packed.parts[role]) for role in _SCALES if role in packed.parts}
         if about.packed:
             yield from _check_packed(name, packed.packing, packed.names(name), scales)
+            yield from _check_zeros(name, packed)
         else:
             yield from _check_int8(name, scales[packing.SCALE], about.axis, limits)
         return
@@ -113,6 +115,9 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
     assert isinstance(value, QuantizedTensor)
     if value.packing is not None:
         yield from _check_packed(name, value.packing, value.names, value.roles)
+        in_memory = value.restoring()
+        assert in_memory is not None
+        yield from _check_zeros(name, in_memory[0])
     elif value.scheme == INT8:
         assert value.scale is not None
         yield from _check_int8(name, value.scale, value.axis, limits)
@@ -165,6 +170,18 @@ def _check_packed(
             at = [int(k) for k in np.argwhere(bad)[0]]
             of = f"{int(bad.sum()):,} of {bad.size:,} values of {show(stored)} are not finite numbers of at least 0"
             yield error("quantization.scale", name, f"{of}, the first is {scales[tuple(at)]:g} at {at}")
+
+
+def _check_zeros(name: str, packed: Packed) -> Iterator[Finding]:
+    """Zero points that AutoGPTQ stores with an overflow into the rest of their word."""
+    count = wrapped_zeros(packed)
+    if count:
+        of = f"{count:,} zero {'point is' if count == 1 else 'points are'} 0, stored as -1"
+        yield warning("quantization.zero", name, f"{of}: AutoGPTQ then damages the others of the same word")
+    if zeros_disagree(packed):
+        yield note(
+            "quantization.zero", name, "its zero points are not stored as the configuration says, but understood"
+        )
 
 
 def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> Iterator[Finding]:
