@@ -69,11 +69,11 @@ FIXTURES: dict[str, Fixture] = {
 # One of each kind of layout, scales, zeros, biases, names and shapes: what an operation does to the weights of these it
 # does to those of all. The weights themselves are compared in all of them.
 KINDS = (
-    "bitnet_divided", "bitnet_online", "bitnet_times", "bnb_fp4_bf16", "bnb_int8", "bnb_nf4_nested",
-    "comfy_quant_fp8", "comfy_scaled_fp8", "ct_fp8_channel",
-    "ct_int8_g32_asym", "ct_mixed", "ct_mxfp6", "ct_nvfp4", "ct_old_g_idx_asym", "ct_old_w5_g32_asym",
-    "ct_pack_experts", "ct_pack_w3_g32_asym", "ct_pack_w4_g32_sym", "deepseek_v4", "fbgemm_llama4", "fp8_block",
-    "fp8_block_u8", "fp8_experts", "gpt_oss", "gpt_oss_original", "mistral_qscale", "mlx_affine3_g64", "mlx_experts",
+    "awq4_gemm", "awq4_gemv", "bitnet_divided", "bitnet_online", "bitnet_times", "bnb_fp4_bf16", "bnb_int8",
+    "bnb_nf4_nested", "comfy_quant_fp8", "comfy_scaled_fp8", "ct_fp8_channel", "ct_int8_g32_asym", "ct_mixed",
+    "ct_mxfp6", "ct_nvfp4", "ct_old_g_idx_asym", "ct_old_w5_g32_asym", "ct_pack_experts", "ct_pack_w3_g32_asym",
+    "ct_pack_w4_g32_sym", "deepseek_v4", "fbgemm_llama4", "fp8_block", "fp8_block_u8", "fp8_experts", "gpt_oss",
+    "gpt_oss_original", "gptq3_act_order", "gptq_dynamic_raw_zeros", "mistral_qscale", "mlx_affine3_g64", "mlx_experts",
     "mlx_nvfp4_global_scale", "modelopt_fp8_blocks", "modelopt_nvfp4_awq", "modelopt_nvfp4_experts",
 )  # fmt: skip
 

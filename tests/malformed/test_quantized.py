@@ -406,6 +406,21 @@ AT_READING = {
         lambda t, c, p: t[p.replace("weight", "biases")].__setitem__((1, 1), np.nan),
         r"its bias is nan at \[1, 1\]",
     ),
+    "gptq: a group that does not exist": (
+        "gptq3_act_order",
+        lambda t, c, p: t[p.replace("weight", "g_idx")].__setitem__(5, 2),
+        "column 5 is in group 2, but there are 2 groups",
+    ),
+    "gptq: NaN": (
+        "gptq4_g32_asym",
+        lambda t, c, p: t[p.replace("weight", "scales")].__setitem__((1, 1), np.nan),
+        r"scale is nan at \[1, 1\]",
+    ),
+    "awq: infinity": (
+        "awq4_gemv",
+        lambda t, c, p: t[p.replace("weight", "scales")].__setitem__((1, 1), np.inf),
+        r"scale is inf at \[1, 1\]",
+    ),
     "bitnet: code 3": ("bitnet_times", instead("", at((1, 5), 0b11)), r"row 1, column 5 has code 3"),
     "bitnet: code 3 of the last plane": ("bitnet_times", instead("", at((0, 2), 0b11000000)), r"column 2 has code 3"),
     "bitnet: a scale of 0 that divides": ("bitnet_divided", instead("_scale", lambda s: s * 0), "its scale is inf"),

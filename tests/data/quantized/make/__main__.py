@@ -7,6 +7,9 @@
         onebitllms==0.0.4 bitsandbytes==0.50.2 optimum-quanto==0.2.7 torchao==0.18.0
     pip install --no-deps --target older compressed-tensors==0.12.2
     export OLDER_COMPRESSED_TENSORS=$PWD/older
+    pip install --no-deps --target writers auto-gptq==0.7.1 auto-round==0.16.1
+    pip download --no-deps --no-binary :all: autoawq==0.2.9 && tar xzf autoawq-0.2.9.tar.gz -C writers --strip 1
+    export GPTQ_WRITERS=$PWD/writers
     cd tests/data/quantized && python -m make [NAME...]
 
 Linux on x86-64, Python 3.11, CPU only. Values are seeded by the name of the fixture. Each maker writes a folder with
@@ -21,7 +24,19 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers' bitnet compiles three l
 
 import torch
 
-from . import bitnet, bitsandbytes, compressed, fp8_blocks, fp8_rows, gpt_oss, mlx, modelopt, quanto, torchao  # noqa: F401
+from . import (  # noqa: F401
+    bitnet,
+    bitsandbytes,
+    compressed,
+    fp8_blocks,
+    fp8_rows,
+    gpt_oss,
+    gptq,
+    mlx,
+    modelopt,
+    quanto,
+    torchao,
+)
 from .checkpoint import EXPECTED, FIXTURES, ROOT, Checkpoint
 
 HEAD = """# Quantized checkpoints
