@@ -145,6 +145,58 @@ def bitnet() -> tuple[dict[str, Any], dict[str, Any], Peer]:
     return tensors, config, peer
 
 
+def _gptq(order: bool) -> tuple[dict[str, Any], dict[str, Any], Peer]:
+    """With the arithmetic of AutoGPTQ's forward; ``order``: groups as desc_act has them."""
+    groups = np.arange(COLUMNS, dtype=np.int32) // 128
+    if order:
+        groups = np.random.default_rng(32).permutation(groups)
+    tensors = {
+        "w.qweight": _random("i4", (COLUMNS // 8, ROWS)),
+        "w.qzeros": _random("i4", (COLUMNS // 128, ROWS // 8)),
+        "w.scales": _scales((COLUMNS // 128, ROWS), np.float16),
+        "w.g_idx": groups,
+    }
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": order, "sym": False}
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+
+    def peer(t: dict[str, Any]) -> np.ndarray:
+        codes = (t["w.qweight"].view(np.uint32)[:, None] >> shifts[:, None] & 15).reshape(COLUMNS, ROWS)
+        zeros = ((t["w.qzeros"].view(np.uint32)[..., None] >> shifts) + 1 & 15).reshape(-1, ROWS)
+        own = t["w.g_idx"]
+        values = (codes.astype(np.float32) - zeros.astype(np.float32)[own]) * t["w.scales"].astype(np.float32)[own]
+        return np.ascontiguousarray(values.T)
+
+    return tensors, {"quantization_config": said}, peer
+
+
+def gptq() -> tuple[dict[str, Any], dict[str, Any], Peer]:
+    return _gptq(False)
+
+
+def gptq_order() -> tuple[dict[str, Any], dict[str, Any], Peer]:
+    return _gptq(True)
+
+
+def awq() -> tuple[dict[str, Any], dict[str, Any], Peer]:
+    """With the arithmetic of AutoAWQ's `dequantize_gemm`, transposed."""
+    tensors = {
+        "w.qweight": _random("i4", (COLUMNS, ROWS // 8)),
+        "w.qzeros": _random("i4", (COLUMNS // 128, ROWS // 8)),
+        "w.scales": _scales((COLUMNS // 128, ROWS), np.float16),
+    }
+    said = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    shifts = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32) * np.uint32(4)
+
+    def unpacked(words: np.ndarray) -> np.ndarray:
+        return (words.view(np.uint32)[..., None] >> shifts & 15).reshape(len(words), -1).astype(np.float32)
+
+    def peer(t: dict[str, Any]) -> np.ndarray:
+        scales = t["w.scales"].astype(np.float32).repeat(128, 0)
+        return np.ascontiguousarray(((unpacked(t["w.qweight"]) - unpacked(t["w.qzeros"]).repeat(128, 0)) * scales).T)
+
+    return tensors, {"quantization_config": said}, peer
+
+
 def gpt_oss() -> tuple[dict[str, Any], dict[str, Any], Peer]:
     experts, rows, columns = 6, 5760, 2880
     tensors = {
@@ -177,6 +229,9 @@ FAMILIES = {
     "nf4 b64, nested": (partial(bitsandbytes, nested=True), 0.6, 10),
     "ternary": (bitnet, 0.5, 10),
     "mxfp4 experts, transposed": (gpt_oss, 0.5, 10),
+    "gptq4 g128": (gptq, 0.5, 10),
+    "gptq4 g128, desc_act": (gptq_order, 0.5, 10),
+    "awq4 g128": (awq, 0.5, 10),
 }
 
 
