@@ -123,7 +123,7 @@ static const float *gather(const band *self, const float *grid, uint64_t column,
     if (packed->groups != NULL && sl_packed_by_row(packed)) {
         const uint32_t *groups = packed->groups + self->row;
         uint64_t count = packed->grid_rows, step = packed->grid_columns;
-        if (count <= MOST_ROWS) { /* side by side: a column of the grid has an element in each of its rows */
+        if (count <= MOST_ROWS) { /* contiguous: each is in a page of its own */
             for (uint64_t k = 0; k < count; k++) self->column[k] = grid[k * step];
             grid = self->column;
             step = 1;

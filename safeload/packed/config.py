@@ -164,7 +164,7 @@ def _of_layer_by_name(given: Mapping[str, Any], module: str) -> Mapping[str, Any
     """What ``extra_config`` says of a layer: under its name, else under a pattern that is found in it."""
     own = given.get(module)
     if own is None:
-        # Names of other layers are no patterns: a checkpoint may name each of its 100,000 experts.
+        # A name of another layer is not tried as a pattern: a checkpoint may name each of its 100,000 experts.
         patterns = [key for key in given if any(char in key for char in _OF_PATTERNS)]
         found = (key for key in patterns if given[key] and compiled(_anywhere(key), "extra_config").matches(module))
         own = given.get(next(found, ""))

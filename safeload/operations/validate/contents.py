@@ -10,7 +10,7 @@ from ..about import About
 from ..catalog import Catalog
 from ..stats import TensorStats, measure
 from . import files, values
-from .findings import Finding, ValidationReport
+from .findings import ERROR, Finding, ValidationReport
 from .names import Quantized
 from .settings import Settings
 
@@ -100,7 +100,7 @@ def check_contents(
         if model.known[name].quantized:
             found = contents.scales(name)
             report.add(found)
-            if found:
+            if any(one.severity == ERROR for one in found):
                 bad.add(name)
     report.stats = contents.stats(readable(names, model.known, bad))
     codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
