@@ -23,7 +23,10 @@ ROUNDS = 9
 AHEAD = 1.2
 STORE = "limit: storing the result"
 READ_AND_STORE = "limit: reading the blocks, storing the result"
-SCHEMES = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"]
+SCHEMES = [
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"),
+    *("iq4_xs", "tq1_0", "tq2_0", "nvfp4"),
+]
 # Indices into grids of up to 2048 entries, whose whole table is to be used; with the byte of the scale's exponent.
 GRIDS = {**dict.fromkeys(["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s"], 1), "iq1_m": 55}
 

@@ -90,6 +90,9 @@ typedef struct sl_error {
 /* A conversion target only: Q4_0 with scale absmax / 7; SL_Q4_0 uses ggml's signed maximum / -8. */
 #define SL_Q4_0_ABSMAX 63
 
+/* A source of packed codes only: the ternary codes of I2_S, of which GGUF files have one scale behind all blocks. */
+#define SL_I2_S 62
+
 /* Kinds of elements. */
 #define SL_KIND_FLOAT 0
 #define SL_KIND_INT 1
@@ -318,6 +321,13 @@ typedef struct sl_gguf_entry {
     int32_t type;                /* SL_GGUF_U8 .. */
 } sl_gguf_entry;
 
+/* The shape of a tensor of I2_S, which the table lists as the bytes that it has: its scale is behind all codes. */
+typedef struct sl_gguf_ternary {
+    uint64_t name_begin, name_end; /* bytes of the file, UTF-8 */
+    uint64_t dims[4];              /* outermost first; rows are whole blocks */
+    int32_t rank;
+} sl_gguf_ternary;
+
 /* The metadata as stored in the file. Every count and length in it has been checked. */
 typedef struct sl_gguf {
     const uint8_t *bytes; /* the file up to the end of the tensor descriptions */
@@ -325,6 +335,8 @@ typedef struct sl_gguf {
     const sl_gguf_entry *entries; /* in file order */
     uint64_t count;
     uint64_t alignment; /* of the tensors */
+    const sl_gguf_ternary *ternary;
+    uint64_t ternary_count;
     int32_t version;
 } sl_gguf;
 
@@ -393,18 +405,19 @@ typedef struct sl_channels {
 #define SL_LAYOUT_COLUMNS 1 /* a column is a little-endian bit stream over the 32-bit words in this column; GPTQ */
 #define SL_LAYOUT_WORDS 2   /* a row is 32-bit words of 8 codes of 4 bits in the order of AWQ's kernels */
 #define SL_LAYOUT_PLANES 3  /* n = rows * bits / 8 rows of bytes; row r is plane r / n of bytes r % n; 2 or 4 bits */
-#define SL_LAYOUT_COUNT 4
+#define SL_LAYOUT_BLOCKS 4  /* a row is whole blocks of the block type `codes`, whose numbers are scaled once more */
+#define SL_LAYOUT_COUNT 5
 
 /* Packed codes and the numbers that they stand for: value = (table[code] - zero) * scale + bias, times the factor of
  * the column, each step rounded to f32. Scale, zero and bias are looked up in a grid over the matrix. */
 typedef struct sl_packed {
-    int32_t layout;      /* SL_LAYOUT_ROWS .. */
-    int32_t bits;        /* of a code, 1 to 8 */
-    int32_t codes;       /* with 8 bits and without a table: the dtype whose numbers the codes are */
-    int32_t word_codes;  /* of SL_LAYOUT_ROWS: codes in a 32-bit word, whose upper bits are unused; 0: a bit stream */
-    int32_t high_first;  /* a stream of 4 bits: the first code is in the high bits; PLANES: so is the first plane */
-    int32_t transpose;   /* values are stored as columns x rows */
-    int32_t forbidden;   /* of SL_LAYOUT_PLANES: a code that no writer stores, which is SL_E_FORMAT; -1: none */
+    int32_t layout;     /* SL_LAYOUT_ROWS .. */
+    int32_t bits;       /* of a code, 1 to 8 */
+    int32_t codes;      /* with 8 bits and without a table: the dtype whose numbers the codes are; BLOCKS: of blocks */
+    int32_t word_codes; /* of SL_LAYOUT_ROWS: codes in a 32-bit word, whose upper bits are unused; 0: a bit stream */
+    int32_t high_first; /* a stream of 4 bits: the first code is in the high bits; PLANES: so is the first plane */
+    int32_t transpose;  /* values are stored as columns x rows */
+    int32_t forbidden;  /* of PLANES and blocks of I2_S: a code that no writer stores, which is SL_E_FORMAT; -1: none */
     int32_t interleaved; /* of SL_LAYOUT_PLANES: row r is plane r % (8 / bits) of bytes r / (8 / bits) */
     uint64_t size;       /* stored bytes; the last row may end with its codes */
     uint64_t matrices, rows, columns;

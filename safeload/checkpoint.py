@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
-from .base import dtypes, log
+from .base import log
 from .base.arrays import Array
 from .base.listing import TensorInfos, as_html
 from .base.packing import CONFIG_KEY
@@ -20,7 +20,7 @@ from .engine.views import Views
 from .engine.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError
 from .formats.opening import Found, Recipe, Seen, folder_of, index_of, pickled, reopen, seen_of
-from .formats.registry import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
+from .formats.registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 from .packed import grouping  # not where it is used: a child forked while a thread imports it would wait for ever
@@ -35,6 +35,7 @@ __all__ = ["Checkpoint", "TensorSlice", "TensorStream"]
 
 # Formats of files that stand beside a config.json.
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
+_PACKED = (SAFETENSORS, GGUF)
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -70,11 +71,11 @@ class Checkpoint(Mapping[str, Any]):
         if found.format == SAFETENSORS and not stored:
             where = unpack_all(found.files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
-            if any(dtypes.may_hold_codes(file.table.numbers) for file in found.files):
-                from .packed import logical  # only here: most checkpoints do not need it
+        if not stored and found.format in _PACKED and any(file.table.may_be_packed() for file in found.files):
+            from .packed import logical  # only here: most checkpoints do not need it
 
-                made = logical.make_logical(found.files, where, found.config, found.title, found.complete)
-                where, self._hidden, self.ignored = made
+            kind = found.title, found.complete, found.format == GGUF
+            where, self._hidden, self.ignored = logical.make_logical(found.files, where, found.config, *kind)
         self.path = found.title  # internal, as are weight_files and ignored
         self.weight_files: Sequence[WeightFile] = found.files
         self._where = where

@@ -39,7 +39,8 @@ def save_file(
 
     Args:
         tensors: name (at most 127 bytes of UTF-8; llama.cpp reads at most 63) to an array of at most 4 dims and of
-            float32, float16, bfloat16, float64, int8, int16, int32 or int64, or to a `QuantizedTensor` in blocks.
+            float32, float16, bfloat16, float64, int8, int16, int32 or int64, or to a `QuantizedTensor` in blocks, or
+            packed as GGUF files pack tensors.
         path: see `safeload.numpy.save_file`.
         metadata: key to value. "general.alignment" (a power of two, by default 32) is the alignment of tensors.
         overwrite: False to raise FileExistsError if the path exists.

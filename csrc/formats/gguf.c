@@ -14,6 +14,11 @@
  * need not be UTF-8: vocabularies hold arbitrary bytes. Keys and names must be.
  *
  * Refused although others accept it: a duplicate key, and a bool of 2.
+ *
+ * Type 36, which ggml has removed, is I2_S in files of https://github.com/microsoft/BitNet, which "general.file_type"
+ * tells: codes of 2 bits, and after them 32 bytes, of which the first 4 are an f32 scale of the whole tensor. Blocks of
+ * 128 elements are what its converter writes and its builds for x86-64 read; its other layouts have the same size and
+ * cannot be told apart.
  */
 #include <stdarg.h>
 #include <stdio.h>
@@ -32,6 +37,12 @@
 
 /* GGML_MAX_DIMS. */
 #define MAX_DIMS 4
+
+#define FILE_TYPE_KEY "general.file_type"
+#define FILE_TYPE_I2_S 40
+#define GGML_I2_S 36
+#define I2_S_BLOCK 128
+#define I2_S_TAIL 32
 
 /* The whole header is held in memory; a vocabulary of 250,000 tokens with its merges takes 10 MB, and so do the
  * descriptions of 100,000 tensors. */
@@ -63,6 +74,9 @@ typedef struct parser {
     sl_gguf *made;
     sl_gguf_entry *entries;
     uint64_t entry_count, entry_capacity;
+    bool holds_i2_s; /* what type 36 is */
+    sl_gguf_ternary *ternary;
+    uint64_t ternary_count, ternary_capacity;
     sl_table *table;
     sl_error *error;
 } parser;
@@ -224,6 +238,11 @@ static int32_t check_alignment(parser *self, const sl_gguf_entry *entry) {
     return SL_OK;
 }
 
+/* Whether the key of an entry is `key`. */
+static bool is_key(const parser *self, const sl_gguf_entry *entry, const char *key, size_t size) {
+    return entry->key_end - entry->key_begin == size && memcmp(self->in.bytes + entry->key_begin, key, size) == 0;
+}
+
 static int32_t keep_entry(parser *self, const sl_gguf_entry *entry) {
     if (self->entry_count == self->entry_capacity) {
         uint64_t capacity = self->entry_capacity > 0 ? 2 * self->entry_capacity : FIRST_ENTRIES;
@@ -251,10 +270,9 @@ static int32_t read_entry(parser *self) {
         status = read_fixed(self, type, 1, self->in.at);
     if (status != SL_OK) return status;
     entry.end = self->in.at;
-    uint64_t key_size = entry.key_end - entry.key_begin;
-    if (key_size == sizeof ALIGNMENT_KEY - 1 &&
-        memcmp(self->in.bytes + entry.key_begin, ALIGNMENT_KEY, sizeof ALIGNMENT_KEY - 1) == 0)
-        status = check_alignment(self, &entry);
+    if (is_key(self, &entry, FILE_TYPE_KEY, sizeof FILE_TYPE_KEY - 1) && (type == SL_GGUF_U32 || type == SL_GGUF_I32))
+        self->holds_i2_s = sl_load_le32(self->in.bytes + entry.begin) == FILE_TYPE_I2_S;
+    if (is_key(self, &entry, ALIGNMENT_KEY, sizeof ALIGNMENT_KEY - 1)) status = check_alignment(self, &entry);
     return status == SL_OK ? keep_entry(self, &entry) : status;
 }
 
@@ -303,12 +321,14 @@ static const char *removed_type(uint32_t type) {
     }
 }
 
-static int32_t read_dtype(parser *self, int32_t *dtype) {
+/* Reads the type; the dtype of I2_S is U8, and *ternary is set. */
+static int32_t read_dtype(parser *self, int32_t *dtype, bool *ternary) {
     uint64_t position = self->in.at;
     int32_t status = need(self, 4, "the type");
     if (status != SL_OK) return status;
     uint32_t type = sl_reader_u32(&self->in);
-    *dtype = sl_dtype_of_ggml(type);
+    *ternary = type == GGML_I2_S && self->holds_i2_s;
+    *dtype = *ternary ? SL_U8 : sl_dtype_of_ggml(type);
     if (*dtype >= 0) return SL_OK;
     const char *removed = removed_type(type);
     if (removed != NULL)
@@ -329,12 +349,64 @@ static int32_t read_shape(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank)
     return status;
 }
 
+static int32_t keep_ternary(parser *self, const sl_gguf_ternary *one) {
+    if (self->ternary_count == self->ternary_capacity) {
+        uint64_t capacity = self->ternary_capacity > 0 ? 2 * self->ternary_capacity : FIRST_ENTRIES;
+        sl_gguf_ternary *grown = realloc(self->ternary, (size_t)capacity * sizeof *grown);
+        if (grown == NULL) return sl_fail_memory(self->error, capacity * sizeof *grown);
+        self->ternary = grown;
+        self->ternary_capacity = capacity;
+    }
+    self->ternary[self->ternary_count++] = *one;
+    return SL_OK;
+}
+
+/* Keeps the shape of a tensor of I2_S, and replaces it with that of its bytes. */
+static int32_t read_ternary(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank) {
+    sl_gguf_ternary one = {self->subject.begin, self->subject.end, {0}, (int32_t)*rank};
+    uint64_t count = 1, row = *rank > 0 ? dims[*rank - 1] : 1;
+    if (row % I2_S_BLOCK != 0)
+        return refuse(self, SL_E_FORMAT, self->in.at, "rows of %llu elements are not whole blocks of %d (I2_S)",
+                      (unsigned long long)row, I2_S_BLOCK);
+    for (uint32_t k = 0; k < *rank; k++) {
+        one.dims[k] = dims[k];
+        if (!sl_mul_u64(count, dims[k], &count))
+            return refuse(self, SL_E_FORMAT, self->in.at, "the number of elements does not fit in 64 bits");
+    }
+    dims[0] = count / 4 + I2_S_TAIL;
+    *rank = 1;
+    return keep_ternary(self, &one);
+}
+
+/* Refuses type 36 where the bytes between a tensor and the next are not those of I2_S. */
+static int32_t check_ternary(parser *self) {
+    const sl_columns *columns = sl_table_columns(self->table);
+    uint64_t mask = self->made->alignment - 1;
+    for (uint64_t k = 0; k < self->ternary_count; k++) {
+        const sl_gguf_ternary *one = &self->ternary[k];
+        const char *name = (const char *)self->in.bytes + one->name_begin;
+        int64_t index = sl_table_find(self->table, name, one->name_end - one->name_begin);
+        uint64_t end = columns->ends[index], stop = self->in.file_size, room = (end + mask) & ~mask;
+        bool last = (uint64_t)index + 1 == columns->count;
+        if (!last) stop = columns->begins[index + 1];
+        if (last ? stop <= room : stop == room) continue;
+        self->subject = (subject){"tensor", 0, one->name_begin, one->name_end};
+        return refuse(self, SL_E_UNSUPPORTED, columns->begins[index],
+                      "type %d with %s %u has %llu bytes as I2_S, but %llu bytes are there", GGML_I2_S, FILE_TYPE_KEY,
+                      FILE_TYPE_I2_S, (unsigned long long)(end - columns->begins[index]),
+                      (unsigned long long)(stop - columns->begins[index]));
+    }
+    return SL_OK;
+}
+
 static int32_t read_tensor(parser *self) {
     int32_t dtype = -1, status = read_name(self, "the name");
     uint64_t dims[MAX_DIMS], size = 0, end;
     uint32_t rank = 0;
+    bool ternary = false;
     if (status == SL_OK) status = read_shape(self, dims, &rank);
-    if (status == SL_OK) status = read_dtype(self, &dtype);
+    if (status == SL_OK) status = read_dtype(self, &dtype, &ternary);
+    if (status == SL_OK && ternary) status = read_ternary(self, dims, &rank);
     if (status == SL_OK) status = need(self, 8, "the offset");
     if (status != SL_OK) return status;
     uint64_t position = self->in.at, begin = sl_reader_u64(&self->in);
@@ -405,7 +477,8 @@ static int32_t read_header(parser *self) {
     uint64_t mask = self->made->alignment - 1, data_begin = (self->in.at + mask) & ~mask;
     static const sl_table_rules rules = {.ranges = "bytes of the data",
                                          .holes = true}; /* padding for alignment, at least */
-    return sl_table_finish(self->table, &rules, data_begin, self->in.file_size, self->error);
+    status = sl_table_finish(self->table, &rules, data_begin, self->in.file_size, self->error);
+    return status == SL_OK ? check_ternary(self) : status;
 }
 
 static int32_t read_file(sl_reader in, sl_table **table, sl_gguf **gguf, sl_error *error) {
@@ -419,6 +492,8 @@ static int32_t read_file(sl_reader in, sl_table **table, sl_gguf **gguf, sl_erro
     self.made->size = self.in.at;
     self.made->entries = self.entries;
     self.made->count = self.entry_count;
+    self.made->ternary = self.ternary;
+    self.made->ternary_count = self.ternary_count;
     if (status == SL_OK) {
         *table = self.table;
         *gguf = self.made;
@@ -443,5 +518,6 @@ void sl_gguf_free(sl_gguf *gguf) {
     if (gguf == NULL) return;
     free((void *)gguf->bytes);
     free((void *)gguf->entries);
+    free((void *)gguf->ternary);
     free(gguf);
 }

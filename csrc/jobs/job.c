@@ -20,7 +20,7 @@ int32_t sl_plan_pieces(const sl_job *job, uint64_t unit, uint64_t piece, uint64_
 }
 
 int32_t sl_plan_values(const sl_job *job, sl_plan *plan, sl_error *error) {
-    uint64_t unit = (uint64_t)sl_dtype_get(job->from)->block;
+    uint64_t unit = (uint64_t)sl_dtype_get(job->from)->block * sl_packed_unit(job);
     int32_t status = sl_plan_pieces(job, unit, unit, unit, plan, error);
     plan->scratch += SL_VALUES * sizeof(float);
     return status;

@@ -65,6 +65,7 @@ static int32_t plan_restore(const sl_job *job, sl_plan *plan, sl_error *error) {
         return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from f32 to dtype %d", job->to);
     uint64_t unit = (uint64_t)to->block;
     if (sl_packed_in_tiles(job->packed)) return plan_tiles(job, unit, plan, error);
+    if (unit < sl_packed_unit(job)) unit = sl_packed_unit(job); /* both are powers of two */
     return sl_plan_pieces(job, unit, unit, unit, plan, error);
 }
 

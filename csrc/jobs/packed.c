@@ -29,6 +29,9 @@ static int plane_shift(const sl_packed *packed, uint64_t row) {
     return packed->high_first != 0 ? 8 - packed->bits * (plane + 1) : packed->bits * plane;
 }
 
+/* The type of the blocks of BLOCKS. */
+static const sl_dtype_info *blocks_of(const sl_packed *packed) { return sl_dtype_get(packed->codes); }
+
 /* Bytes of the codes of a stored row, and the number of stored rows. False if they do not fit in 64 bits or do not
  * divide. */
 static bool stored_rows(const sl_packed *packed, uint64_t *bytes, uint64_t *rows) {
@@ -45,6 +48,10 @@ static bool stored_rows(const sl_packed *packed, uint64_t *bytes, uint64_t *rows
         *rows /= 32;
         return sl_mul_u64(columns, 4, bytes);
     case SL_LAYOUT_WORDS: *bytes = columns / 2; return columns % 8 == 0;
+    case SL_LAYOUT_BLOCKS:
+        return columns % (uint64_t)blocks_of(packed)->block == 0 &&
+               sl_mul_u64(columns / (uint64_t)blocks_of(packed)->block, (uint64_t)blocks_of(packed)->block_bytes,
+                          bytes);
     default:
         *bytes = columns;
         *rows = packed->rows / planes_of(packed);
@@ -52,10 +59,24 @@ static bool stored_rows(const sl_packed *packed, uint64_t *bytes, uint64_t *rows
     }
 }
 
+static int32_t check_blocks(const sl_packed *packed, sl_error *error) {
+    const sl_dtype_info *blocks = blocks_of(packed);
+    if (blocks == NULL || blocks->kind != SL_KIND_BLOCKS ||
+        sl_tier_convert(SL_TIER_SCALAR, packed->codes, SL_F32) == NULL)
+        REFUSE("codes cannot be blocks of dtype %d", packed->codes);
+    if (packed->table != NULL || packed->word_codes != 0 || packed->high_first != 0 || packed->interleaved != 0 ||
+        packed->transpose != 0)
+        REFUSE("blocks have no table, no words, no planes, and are never transposed");
+    if (packed->forbidden >= 0 && (packed->codes != SL_I2_S || packed->forbidden > 3))
+        REFUSE("only codes of 2 bits can be forbidden");
+    return SL_OK;
+}
+
 static int32_t check_layout(const sl_packed *packed, sl_error *error) {
     int32_t layout = packed->layout, bits = packed->bits;
     if (layout < 0 || layout >= SL_LAYOUT_COUNT) REFUSE("unknown layout %d of packed codes", layout);
     if (bits < 1 || bits > 8) REFUSE("codes of %d bits: they have 1 to 8", bits);
+    if (layout == SL_LAYOUT_BLOCKS) return check_blocks(packed, error);
     if (packed->table == NULL && (bits != 8 || layout != SL_LAYOUT_ROWS || packed->word_codes != 0))
         REFUSE("codes of %d bits in layout %d lack a table", bits, layout);
     if (packed->table == NULL) {
@@ -144,6 +165,11 @@ int32_t sl_packed_check(const sl_job *job, bool tiles, sl_error *error) {
     return status;
 }
 
+uint64_t sl_packed_unit(const sl_job *job) {
+    bool blocks = job->packed != NULL && job->packed->layout == SL_LAYOUT_BLOCKS;
+    return blocks ? (uint64_t)blocks_of(job->packed)->block : 1;
+}
+
 void sl_packed_plan(const sl_job *job, sl_plan *plan) {
     plan->packed = plan->scratch;
     plan->scratch += SCRATCH;
@@ -152,6 +178,20 @@ void sl_packed_plan(const sl_job *job, sl_plan *plan) {
 }
 
 /* ---- values ---- */
+
+/* The byte of a row where a column begins, and where the one before it ends. */
+static uint64_t column_begin(const sl_packed *packed, uint64_t column) {
+    if (packed->layout == SL_LAYOUT_PLANES) return column;
+    if (packed->layout == SL_LAYOUT_BLOCKS) return sl_dtype_bytes(blocks_of(packed), column);
+    if (packed->word_codes > 0) return column / (uint64_t)packed->word_codes * 4;
+    return column / 8 * (uint64_t)packed->bits + column % 8 * (uint64_t)packed->bits / 8;
+}
+
+static uint64_t column_end(const sl_packed *packed, uint64_t column) {
+    if (packed->layout == SL_LAYOUT_PLANES || packed->layout == SL_LAYOUT_BLOCKS) return column_begin(packed, column);
+    if (packed->word_codes > 0) return column_begin(packed, column - 1) + 4;
+    return column / 8 * (uint64_t)packed->bits + (column % 8 * (uint64_t)packed->bits + 7) / 8;
+}
 
 void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8_t *bytes, uint64_t column,
                        uint64_t count, const sl_scaling *scaling, void *values) {
@@ -163,7 +203,7 @@ void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8
         return;
     }
     if (packed->table == NULL)
-        plan->numbers(bytes + column, values, some);
+        plan->numbers(bytes + column_begin(packed, column), values, some);
     else if (packed->word_codes > 0) {
         uint64_t per_word = (uint64_t)packed->word_codes;
         sl_restore_words(bytes + column / per_word * 4, (size_t)(column % per_word), bits, (size_t)per_word, some,
@@ -229,19 +269,6 @@ static uint64_t row_offset(const sl_packed *packed, uint64_t matrix, uint64_t ro
     return (matrix * rows + own) * packed->row_bytes;
 }
 
-/* The byte of a row where a column begins, and where the one before it ends. */
-static uint64_t column_begin(const sl_packed *packed, uint64_t column) {
-    if (packed->layout == SL_LAYOUT_PLANES) return column;
-    if (packed->word_codes > 0) return column / (uint64_t)packed->word_codes * 4;
-    return column / 8 * (uint64_t)packed->bits + column % 8 * (uint64_t)packed->bits / 8;
-}
-
-static uint64_t column_end(const sl_packed *packed, uint64_t column) {
-    if (packed->layout == SL_LAYOUT_PLANES) return column;
-    if (packed->word_codes > 0) return column_begin(packed, column - 1) + 4;
-    return column / 8 * (uint64_t)packed->bits + (column % 8 * (uint64_t)packed->bits + 7) / 8;
-}
-
 /* The values that one fetch covers: whole rows of a matrix (of a plane), or a part of one row. */
 typedef struct span {
     uint64_t matrix, row, column, rows, count; /* rows of which the first begins at `column` */
@@ -259,6 +286,8 @@ static span span_of(const sl_packed *packed, uint64_t element, uint64_t count) {
     uint64_t rest = columns - self.column; /* of the first row */
     /* Up to 8 codes may lie in bytes of their neighbours. */
     uint64_t most = (SL_STAGING - 16) * 8 / (packed->word_codes > 0 ? 32 : (uint64_t)packed->bits);
+    if (packed->layout == SL_LAYOUT_BLOCKS) /* each has less than 512 bytes */
+        most = SL_STAGING / 512 * (uint64_t)blocks_of(packed)->block;
     if (self.column > 0 || count < columns || packed->row_bytes > SL_STAGING / 2)
         self.count = sl_min_u64(sl_min_u64(rest, count), most);
     else {
@@ -271,15 +300,33 @@ static span span_of(const sl_packed *packed, uint64_t element, uint64_t count) {
     return self;
 }
 
+static int32_t refuse_code(const sl_job *job, const codes *range, uint64_t column, uint64_t byte, sl_error *error) {
+    byte += row_offset(job->packed, range->matrix, range->row);
+    return sl_fail(error, SL_E_FORMAT, (int64_t)((job->file == SL_MEMORY ? 0 : job->offset) + byte),
+                   "row %llu, column %llu has code %d, which no value is stored as", (unsigned long long)range->row,
+                   (unsigned long long)column, job->packed->forbidden);
+}
+
+/* The same in blocks of I2_S. */
+static int32_t check_ternary_blocks(const sl_job *job, const codes *range, sl_error *error) {
+    uint64_t begin = column_begin(job->packed, range->column), size = column_begin(job->packed, range->count);
+    for (uint64_t quarter = 0; quarter < 4; quarter++) {
+        uint64_t at = sl_restore_find_pair(range->bytes + begin, 6 - 2 * (int)quarter, (size_t)size,
+                                           (uint8_t)job->packed->forbidden);
+        if (at == size) continue;
+        uint64_t column = range->column + at / 32 * 128 + quarter * 32 + at % 32;
+        return refuse_code(job, range, column, begin + at, error);
+    }
+    return SL_OK;
+}
+
 static int32_t check_codes(const sl_job *job, const codes *range, sl_error *error) {
     const sl_packed *packed = job->packed;
+    if (packed->layout == SL_LAYOUT_BLOCKS) return check_ternary_blocks(job, range, error);
     size_t found = sl_restore_find_pair(range->bytes + range->column, plane_shift(packed, range->row),
                                         (size_t)range->count, (uint8_t)packed->forbidden);
     if (found == range->count) return SL_OK;
-    uint64_t byte = row_offset(packed, range->matrix, range->row) + range->column + found;
-    return sl_fail(error, SL_E_FORMAT, (int64_t)((job->file == SL_MEMORY ? 0 : job->offset) + byte),
-                   "row %llu, column %llu has code %d, which no value is stored as", (unsigned long long)range->row,
-                   (unsigned long long)(range->column + found), packed->forbidden);
+    return refuse_code(job, range, range->column + found, range->column + found, error);
 }
 
 int32_t sl_packed_restore(const sl_job *job, const sl_plan *plan, uint64_t element, uint64_t count, void *values,

@@ -14,6 +14,9 @@ bool sl_packed_in_tiles(const sl_packed *packed);
 /* Whether groups and factors belong to rows, not to columns. */
 bool sl_packed_by_row(const sl_packed *packed);
 
+/* Smallest number of values that a job restores at a time: of a block. */
+uint64_t sl_packed_unit(const sl_job *job);
+
 /* Sets the kernels, and adds what sl_packed_restore needs to a thread's scratch, at plan->packed. */
 void sl_packed_plan(const sl_job *job, sl_plan *plan);
 

@@ -17,6 +17,8 @@
  *   spread(bits, weight)                  weight where the bit is set, otherwise 0; bit k of 16 is that of code k
  *   either(a, b)                          a | b
  *   less(codes, bias)                     code - bias
+ *   thrice(codes)                         the low 8 bits of 3 * code
+ *   top_digit(codes)                      3 * code >> 8 of codes without a sign: 0, 1 or 2
  *   scales_of(floats, codes, factor)      code * factor, in the byte order of this machine
  *   put(out, codes, scale)                code * scale, in the byte order of files
  *   put_plus(out, codes, scale, more)     code * scale + more
@@ -100,23 +102,50 @@ typedef struct sl_iq4_nl {
 } sl_iq4_nl;
 _Static_assert(sizeof(sl_iq4_nl) == 18, "blocks have no padding in files");
 
+static const int8_t IQ4_TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
 TARGET SL_INLINE void restore_iq4_nl(const sl_iq4_nl *block, uint8_t *out) {
-    static const int8_t TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-    restore_table(block->codes, TABLE, half_at(block->d), out);
+    restore_table(block->codes, IQ4_TABLE, half_at(block->d), out);
 }
 
-/* The scale is 2^(exponent - 128), half that of E8M0, as the values are twice those of E2M1 (OCP Microscaling Formats
- * v1.0). */
+/* Twice the values of E2M1 (OCP Microscaling Formats v1.0), so that they are integers; scales are halved. Code 8 is 0,
+ * not -0. */
+static const int8_t E2M1_TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+/* The scale is 2^(exponent - 128), half that of E8M0. */
 typedef struct sl_mxfp4 {
     uint8_t exponent, codes[16];
 } sl_mxfp4;
 _Static_assert(sizeof(sl_mxfp4) == 17, "blocks have no padding in files");
 
 TARGET SL_INLINE void restore_mxfp4(const sl_mxfp4 *block, uint8_t *out) {
-    static const int8_t TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     uint32_t exponent = block->exponent; /* 0 and 1 are subnormal scales */
     float d = float_of(exponent < 2 ? (uint32_t)0x00200000 << exponent : (exponent - 1) << 23);
-    restore_table(block->codes, TABLE, d, out);
+    restore_table(block->codes, E2M1_TABLE, d, out);
+}
+
+/* ---- blocks of 64: four runs of 16, whose first 8 elements are in the low nibbles of 8 bytes ---- */
+
+typedef struct sl_nvfp4 {
+    uint8_t scales[4], codes[32];
+} sl_nvfp4;
+_Static_assert(sizeof(sl_nvfp4) == 36, "blocks have no padding in files");
+
+#define LOW_NIBBLES UINT64_C(0x0f0f0f0f0f0f0f0f)
+
+/* Half of a scale: E4M3 without a sign, whose only NaN means 0. */
+SL_INLINE float half_ue4m3(uint8_t scale) {
+    uint32_t bits = scale & 0x7f;
+    if (bits < 8) return (float)bits * 0x1p-10f;
+    return scale == 0x7f ? 0.0f : float_of((bits << 20) + ((127 - 8) << 23));
+}
+
+TARGET SL_INLINE void restore_nvfp4(const sl_nvfp4 *block, uint8_t *out) {
+    for (size_t run = 0; run < 4; run++, out += RUN) {
+        uint64_t eight = load64(block->codes, run);
+        put_from(out, E2M1_TABLE, codes_of(eight & LOW_NIBBLES, eight >> 4 & LOW_NIBBLES),
+                 half_ue4m3(block->scales[run]));
+    }
 }
 
 /* ---- super-blocks of 256: an f16 scale of scales, and small integers that scale runs of 16 or 32 ---- */
@@ -161,8 +190,6 @@ _Static_assert(sizeof(sl_q3_k) == 110, "blocks have no padding in files");
 SL_INLINE uint64_t top_bits(uint32_t first, uint32_t second) {
     return ((uint64_t)(second & 0x03030303) << 32 | (first & 0x03030303)) << 4;
 }
-
-#define LOW_NIBBLES UINT64_C(0x0f0f0f0f0f0f0f0f)
 
 TARGET SL_INLINE codes q3_k_scales(const uint8_t scales[12]) {
     uint64_t low = load64(scales, 0);
@@ -265,9 +292,40 @@ TARGET SL_INLINE void restore_q6_k(const sl_q6_k *block, uint8_t *out) {
     }
 }
 
+/* 8 runs of 32, whose first 16 elements are in the low nibbles. x = (d * (scale - 32)) * table[code]. Scales have 6
+ * bits: the low 4 of runs 2k and 2k + 1 share byte k of `low`, the high 2 of run k are bits 2k and 2k + 1 of `high`. */
+typedef struct sl_iq4_xs {
+    uint8_t d[2], high[2], low[4], codes[128];
+} sl_iq4_xs;
+_Static_assert(sizeof(sl_iq4_xs) == 136, "blocks have no padding in files");
+
+/* The nibbles of a word as bytes, and its pairs of bits. */
+SL_INLINE uint64_t nibbles_apart(uint32_t word) {
+    uint64_t apart = word;
+    apart = (apart | apart << 16) & UINT64_C(0x0000ffff0000ffff);
+    apart = (apart | apart << 8) & UINT64_C(0x00ff00ff00ff00ff);
+    return (apart | apart << 4) & LOW_NIBBLES;
+}
+
+SL_INLINE uint64_t pairs_apart(uint16_t half) {
+    uint64_t apart = half;
+    apart = (apart | apart << 24) & UINT64_C(0x000000ff000000ff);
+    apart = (apart | apart << 12) & UINT64_C(0x000f000f000f000f);
+    return (apart | apart << 6) & UINT64_C(0x0303030303030303);
+}
+
+TARGET SL_INLINE void restore_iq4_xs(const sl_iq4_xs *block, uint8_t *out) {
+    float scales[16]; /* 8 are used */
+    uint64_t six = nibbles_apart(load32(block->low, 0)) | pairs_apart(load16(block->high, 0)) << 4;
+    scales_of(scales, less(codes_of(six, 0), 32), half_at(block->d));
+    for (size_t run = 0; run < 8; run++, out += 2 * RUN)
+        restore_table(block->codes + 16 * run, IQ4_TABLE, scales[run], out);
+}
+
 /* ---- types in headers of their own, in the same words ---- */
 
 #include "kernels/dequant_iq.h"
+#include "kernels/dequant_ternary.h"
 
 /* ---- kernels ---- */
 
@@ -284,6 +342,11 @@ TARGET SL_INLINE void restore_q6_k(const sl_q6_k *block, uint8_t *out) {
     ROW(SL_Q6_K, q6_k, SUPER)     \
     ROW(SL_MXFP4, mxfp4, SL_QK)   \
     ROW(SL_IQ4_NL, iq4_nl, SL_QK) \
+    ROW(SL_IQ4_XS, iq4_xs, SUPER) \
+    ROW(SL_TQ1_0, tq1_0, SUPER)   \
+    ROW(SL_TQ2_0, tq2_0, SUPER)   \
+    ROW(SL_NVFP4, nvfp4, 64)      \
+    ROW(SL_I2_S, i2_s, 128)       \
     EACH_IQ_TYPE(ROW)
 
 #define DEFINE(dtype, type, elements)                                                          \

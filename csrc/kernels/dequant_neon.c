@@ -27,6 +27,14 @@ SL_INLINE codes either(codes a, codes b) { return vorrq_u8(a, b); }
 
 SL_INLINE codes less(codes all, uint8_t bias) { return vsubq_u8(all, vdupq_n_u8(bias)); }
 
+SL_INLINE codes thrice(codes all) { return vmulq_u8(all, vdupq_n_u8(3)); }
+
+/* 3 * code reaches 256 with 86, and 512 with 171. */
+SL_INLINE codes top_digit(codes all) {
+    uint8x16_t one = vcgeq_u8(all, vdupq_n_u8(86)), two = vcgeq_u8(all, vdupq_n_u8(171));
+    return vsubq_u8(vdupq_n_u8(0), vaddq_u8(one, two));
+}
+
 typedef struct sixteen {
     float32x4_t at[4];
 } sixteen;

@@ -59,6 +59,16 @@ SL_INLINE codes less(codes all, int8_t bias) {
     return all;
 }
 
+SL_INLINE codes thrice(codes all) {
+    for (size_t l = 0; l < 16; l++) all.at[l] = (int8_t)(uint8_t)(3 * (unsigned)(uint8_t)all.at[l]);
+    return all;
+}
+
+SL_INLINE codes top_digit(codes all) {
+    for (size_t l = 0; l < 16; l++) all.at[l] = (int8_t)(3 * (unsigned)(uint8_t)all.at[l] >> 8);
+    return all;
+}
+
 SL_INLINE void scales_of(float floats[16], codes all, float factor) {
     for (size_t l = 0; l < 16; l++) floats[l] = (float)all.at[l] * factor;
 }

@@ -23,6 +23,15 @@ TARGET SL_INLINE codes either(codes a, codes b) { return _mm_or_si128(a, b); }
 
 TARGET SL_INLINE codes less(codes all, int8_t bias) { return _mm_sub_epi8(all, _mm_set1_epi8(bias)); }
 
+TARGET SL_INLINE codes thrice(codes all) { return _mm_add_epi8(all, _mm_add_epi8(all, all)); }
+
+/* 3 * code reaches 256 with 86, and 512 with 171. */
+TARGET SL_INLINE codes top_digit(codes all) {
+    codes one = _mm_cmpeq_epi8(_mm_max_epu8(all, _mm_set1_epi8(86)), all);
+    codes two = _mm_cmpeq_epi8(_mm_max_epu8(all, _mm_set1_epi8((char)171)), all);
+    return _mm_sub_epi8(_mm_setzero_si128(), _mm_add_epi8(one, two));
+}
+
 TARGET SL_INLINE float half_at(const uint8_t bytes[2]) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bytes[0] | bytes[1] << 8)));
 }

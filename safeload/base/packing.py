@@ -18,6 +18,9 @@ ROWS = int(lib.SL_LAYOUT_ROWS)
 COLUMNS = int(lib.SL_LAYOUT_COLUMNS)
 WORDS = int(lib.SL_LAYOUT_WORDS)
 PLANES = int(lib.SL_LAYOUT_PLANES)
+BLOCKS = int(lib.SL_LAYOUT_BLOCKS)
+# The block type that only a packed tensor has.
+I2_S = int(lib.SL_I2_S)
 
 # Roles of stored tensors in a packed one.
 CODES = "codes"
@@ -39,6 +42,9 @@ NAME = "name"
 
 # The family of our own int8, whose scales are taken as they are.
 OWN = "safeload"
+
+# The family of blocks of ggml with one more scale, which GGUF files hold.
+GGUF = "GGUF"
 
 # The key of a safetensors file's metadata that holds the quantization of the ``config.json`` of its packed tensors.
 CONFIG_KEY = "safeload.quantization"
@@ -102,7 +108,8 @@ class Packing(NamedTuple):
         layout: `ROWS` and the like.
         bits: of a code.
         numbers: what a code stands for: the code of a dtype with 8 bits, the name of a table in
-            `safeload.engine.code_tables`, or `TABLE` for the part of that role.
+            `safeload.engine.code_tables`, or `TABLE` for the part of that role; of `BLOCKS`
+            the name of the block type.
         row_bytes: bytes of a stored row.
         word_codes: codes in a 32-bit word whose upper bits are unused; 0 for a bit stream.
         high_first: whether the first code of a byte is in its high bits.

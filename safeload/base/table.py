@@ -110,6 +110,7 @@ class Table:
         big_endian: whether elements are big-endian.
         quantized: whether any tensor may be in blocks, packed, or int8 with a scale.
         named_globals: globals that a pickle in the file names, and whether each is on the list of harmless ones.
+        ternary: shapes of the tensors of I2_S, which are listed as bytes.
         plain: whether the bytes of each tensor are its array: none is empty, unaligned, of another byte order than this
             machine's, or of elements that share bytes; and nothing above says more of any.
     """
@@ -119,6 +120,7 @@ class Table:
     quantized = False
     plain = False
     named_globals: Mapping[str, bool] = MappingProxyType({})
+    ternary: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     _address = 0
     _names: list[str] | None = None
@@ -307,6 +309,10 @@ class Table:
         if not self.quantized:
             return False
         return self.row(index).blocked or self.scale(index) is not None or self.packed(index) is not None
+
+    def may_be_packed(self) -> bool:
+        """Whether any tensor may hold codes, by the dtypes alone."""
+        return dtypes.may_hold_codes(self.numbers)
 
     def metadata(self) -> Mapping[str, Any] | None:
         """``__metadata__``; None when the file has none. The last value of a duplicate key counts."""

@@ -100,7 +100,7 @@ class Prepared:
             "high_first": packed.high_first,
             "transpose": packed.transpose,
             "interleaved": packed.interleaved,
-            "forbidden": _NOT_TERNARY if packed.numbers == "ternary" else -1,
+            "forbidden": _NOT_TERNARY if packed.numbers in ("ternary", "i2_s") else -1,
             "size": self.nbytes,
             "matrices": part.matrices,
             "rows": part.rows,
@@ -110,7 +110,9 @@ class Prepared:
             "column_block": 1,
         }
         row = dtypes.BY_CODE.get(packed.numbers)
-        if row is not None:
+        if packed.layout == packing.BLOCKS:
+            fields["codes"] = getattr(lib, f"SL_{packed.numbers.upper()}")
+        elif row is not None:
             fields["codes"] = row.number
         elif packed.numbers == packing.TABLE:
             fields["table"] = self._finite(packing.TABLE, self._floats(packing.TABLE, 0, 1 << packed.bits))
@@ -320,7 +322,7 @@ def restore_job(packed: Packed, op: int, memory: int, name: str, *, owner: Any =
 
 def in_order(packed: Packing) -> bool:
     """Whether codes are stored in the order of the values."""
-    return not packed.transpose and packed.layout in (packing.ROWS, packing.PLANES)
+    return not packed.transpose and packed.layout != packing.COLUMNS and packed.layout != packing.WORDS
 
 
 def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base import dtypes
+from ..base import dtypes, packing
 from ..base.arrays import Array
 from ..base.scheme import usual_axis
 from ..base.text import show
@@ -136,20 +136,22 @@ class Maker:
 
     def _packed(self, name: str, about: About) -> LazyPacked:
         """A packed tensor, as it is stored."""
-        if self._format != "safetensors":
+        place = self._catalog.place(name)
+        packed = None if place.file is None else place.file.table.packed(place.number)
+        value = None if packed is not None else self._catalog.value(name)
+        assert value is None or isinstance(value, QuantizedTensor)
+        means = packed.packing if packed is not None else None if value is None else value.packing
+        assert means is not None
+        if self._format != "safetensors" and (self._format, means.family) != ("gguf", packing.GGUF):
             raise UnsupportedError(
                 f"tensor {show(name)} is {about.scheme}, which {self._format} files do not hold: pass dtype="
             )
-        place = self._catalog.place(name)
-        packed = None if place.file is None else place.file.table.packed(place.number)
         if packed is not None:  # read in chunks, never mapped
             lazy = {role: lazy_part(part, self._threads) for role, part in packed.parts.items()}
             return LazyPacked(packed.packing, packed.names(name), lazy)
-        value = self._catalog.value(name)
-        assert isinstance(value, QuantizedTensor)
-        assert value.packing is not None
+        assert value is not None
         parts = {role: Lazy(part.dtype, part.shape, partial(itself, part)) for role, part in value.roles.items()}
-        return LazyPacked(value.packing, value.names, parts)
+        return LazyPacked(means, value.names, parts)
 
     def _kept(self, name: str, about: About) -> LazyQuantized:
         """A quantized tensor, unchanged."""

@@ -153,7 +153,7 @@ def _config_of(opened: Checkpoint) -> dict[str, Any]:
 
 def _beside(file: WeightFile) -> list[list[Any]]:
     """The configurations in the folder of a file, which are read with it unless that of a checkpoint is given."""
-    from ..packed.logical import BESIDE  # only here: most checkpoints do not need it
+    from ..packed.config_files import BESIDE  # only here: most checkpoints do not need it
 
     if file.files.remote:
         return []

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..base import packing
 from ..base.packing import Packing
-from . import bitsandbytes, floats, gptq, integers, subclasses
+from . import bitsandbytes, floats, gguf, gptq, integers, subclasses
 from .group import FP8, Group
 
 
@@ -151,6 +151,8 @@ FAMILIES = (
         {packing.ZERO: ("._weight_zero_point",)},
         subclasses.torchao,
     ),
+    Family("GGUF NVFP4", ".weight", ".weight", frozenset(("U8",)), _scale(".scale"), _NOTHING, gguf.nvfp4, gguf.METHOD),
+    Family("GGUF I2_S", "", "", frozenset(("U8",)), _scale("_scale"), _NOTHING, gguf.i2_s, gguf.METHOD),
     Family("fp8", "", "", FP8, _WEIGHT_SCALE, {packing.ZERO: ("_zero_point",)}, floats.plain),
     Family(
         "int8",
@@ -162,6 +164,9 @@ FAMILIES = (
         floats.plain,
     ),
 )
+
+# Of GGUF files, whose dtypes say what blocks are.
+IN_GGUF = (Family("NVFP4", ".weight", ".weight", frozenset(("NVFP4",)), _scale(".scale"), _NOTHING, gguf.nvfp4),)
 
 # Last components of names of activation scales and the like, which no weight needs. A marker of ComfyUI among them.
 IGNORED = frozenset(

@@ -11,31 +11,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base import dtypes, packing
+from ..base import dtypes
 from ..base.arrays import ArraySpec
 from ..base.listed_table import ListedTable, Listing
 from ..base.packing import CODES, Packed, Part
 from ..base.text import plural, show
 from ..engine import jobs
 from ..engine.weight_file import WeightFile
-from ..errors import FormatError, SafeloadError, UnsupportedError
-from ..stores.files import Files
-from ..stores.json_file import parse_json, read_if_there
+from ..errors import FormatError, UnsupportedError
+from . import gguf
 from .bitsandbytes import BESIDE as BESIDE_FOUR_BITS
 from .bitsandbytes import STATES
 from .checks import check
 from .config import AUTO_ROUND, Quantization, quantization_of
+from .config_files import config_of
 from .contents import Contents
-from .families import FAMILIES, IGNORED, Family
+from .families import FAMILIES, IGNORED, IN_GGUF, Family
 from .grid import Misfit, Refused
 from .group import FP8, Group, Stored
 
 # Faults that one error lists.
 _LISTED = 5
-# Files beside weights that may have the quantization of those.
-BESIDE = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
-# The methods of those of them that hold nothing but a quantization, and do not name it.
-_METHODS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Values of a part that is read to find out the shape of a tensor.
 _SHAPE_VALUES = 8
 
@@ -54,6 +50,8 @@ _PACKING = frozenset(("U8", "I8", "U32"))
 _STRAYS = (*STATES.values(), *BESIDE_FOUR_BITS.values())
 # Markers of ComfyUI, whose 4-bit codes are in another order, and whose other codes may be rotated.
 _COMFY = ("_quantization_metadata", ".comfy_quant")
+
+_U8 = dtypes.BY_CODE["U8"]
 
 # Location of a tensor: file and index in its table.
 Place = tuple[WeightFile, int]
@@ -75,13 +73,16 @@ class Logical(NamedTuple):
     refused: dict[str, str]
 
 
-def find(places: Mapping[str, Place], config: Mapping[str, Any] | None, marks: Iterable[str] = ()) -> Logical:
+def find(
+    places: Mapping[str, Place], config: Mapping[str, Any] | None, marks: Iterable[str] = (), in_gguf: bool = False
+) -> Logical:
     """The packed tensors of a checkpoint.
 
     Args:
         places: all tensors by name.
         config: parsed ``config.json``.
         marks: keys of the metadata of its files.
+        in_gguf: whether the files are GGUF.
 
     Raises:
         UnsupportedError: a pattern of the configuration is not supported.
@@ -99,8 +100,10 @@ def find(places: Mapping[str, Place], config: Mapping[str, Any] | None, marks: I
     for name, stored in tensors.items():
         if comfy and stored.row.code not in FP8:
             continue
-        _group(name, stored, tensors, places, quantization, text, contents, found)
+        _group(name, stored, tensors, places, quantization, text, contents, found, in_gguf)
     _settle(found)
+    if in_gguf:
+        found.packed.update((name, (name, one)) for name, one in gguf.ternary({file for file, _ in places.values()}))
     if found.packed:
         _hide_ignored(tensors, found)
     if quantization is not None and _is_covered(quantization):
@@ -127,10 +130,11 @@ def _group(
     text: str,
     contents: Contents,
     found: Logical,
+    in_gguf: bool,
 ) -> None:
     """Adds the group whose codes have this name, or the fault of one that does not fit."""
     fault = None
-    for family in _families_of(stored.row.code):
+    for family in _families_of(stored.row.code, in_gguf):
         if not name.endswith(family.main):
             continue
         if family.method is not None and (quantization is None or quantization.method != family.method):
@@ -156,14 +160,14 @@ def _group(
             continue
         found.packed[name] = logical, Packed(packed, parts)  # type: ignore[arg-type]
         return
-    if fault is not None and _is_covered(quantization):
+    if fault is not None and (in_gguf or _is_covered(quantization)):
         found.faults.append(fault)
 
 
 @cache
-def _families_of(code: str) -> tuple[Family, ...]:
+def _families_of(code: str, in_gguf: bool) -> tuple[Family, ...]:
     """The families whose codes have a dtype."""
-    return tuple(family for family in FAMILIES if code in family.dtypes)
+    return tuple(family for family in (IN_GGUF if in_gguf else FAMILIES) if code in family.dtypes)
 
 
 def _settle(found: Logical) -> None:
@@ -274,6 +278,7 @@ def make_logical(
     config: Mapping[str, Any] | None,
     title: str,
     complete: bool,
+    in_gguf: bool = False,
 ) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part]]:
     """Gives open files tables in which each packed tensor appears once.
 
@@ -283,6 +288,7 @@ def make_logical(
         config: parsed ``config.json``; of the folder of a single file if it is None.
         title: the checkpoint, for errors.
         complete: whether the files are all of a checkpoint, so that a missing scale is an error.
+        in_gguf: whether the files are GGUF, whose dtypes say what is packed: no configuration is looked for.
 
     Returns:
         The new ``where``; the names that are no longer listed, with the tensor that they belong to ("" for activation
@@ -292,14 +298,16 @@ def make_logical(
         FormatError: parts of packed tensors are missing, or do not fit.
     """
     places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
-    if config is None or quantization_of(config) is None:
-        config = _config_of(files, config, title)
-    marks = [key for file in files for key in file.table.metadata() or ()]
+    if in_gguf:
+        config = None
+    elif config is None or quantization_of(config) is None:
+        config = config_of(files, config, title)
+    marks = [] if in_gguf else [key for file in files for key in file.table.metadata() or ()]
     try:
-        found = find(places, config, marks)
+        found = find(places, config, marks, in_gguf)
     except UnsupportedError as error:
         raise UnsupportedError(f"{title}: {error}; stored=True opens the tensors as they are stored", title) from None
-    if found.faults and complete:
+    if found.faults and (complete or in_gguf):
         for file in files:
             file.close()
         listed = "; ".join(found.faults[:_LISTED])
@@ -330,66 +338,7 @@ def _listings(file: WeightFile, found: Logical) -> Iterable[Listing]:
     for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
         if name in found.packed:
             logical, packed = found.packed[name]
-            yield Listing(logical, row, packed.packing.shape, begin, end, packed=packed)
+            yield Listing(logical, _U8 if row.blocked else row, packed.packing.shape, begin, end, packed=packed)
         elif name not in found.hidden:
             index = table.find(name)
             yield Listing(name, row, shape, begin, end, table.strides(index), table.scale(index))
-
-
-def _config_of(files: Sequence[WeightFile], config: Mapping[str, Any] | None, title: str) -> Mapping[str, Any] | None:
-    """The configuration of files: what safeload stored in their metadata, else what stands beside them.
-
-    Raises:
-        UnsupportedError: several files with different quantizations.
-        FormatError: the metadata is malformed.
-    """
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    beside: dict[str, Mapping[str, Any] | None] = {}
-    for file in files:
-        if not dtypes.may_hold_codes(file.table.numbers):
-            continue
-        own = _config_inside(file)
-        if own is None:
-            folder = file.files.split(file.place if file.remote else file.path)[0]
-            if folder not in beside:
-                beside[folder] = _config_beside(folder, file.files)
-            own = beside[folder]
-        if own is not None:
-            found.append((file.path, own))
-    if not found:
-        return config
-    said = [quantization_of(one) for _, one in found]
-    for (path, _), quantization in zip(found, said, strict=True):
-        if quantization != said[0]:
-            raise UnsupportedError(
-                f"{title}: {show(found[0][0])} and {show(path)} have different quantization configurations: open them "
-                "apart, or with stored=True",
-                path=path,
-            )
-    return found[0][1]
-
-
-def _config_inside(file: WeightFile) -> Mapping[str, Any] | None:
-    """The quantization that safeload stores in the metadata of a file of packed tensors."""
-    text = (file.table.metadata() or {}).get(packing.CONFIG_KEY)
-    if text is None:
-        return None
-    found: Mapping[str, Any] = parse_json(text.encode(), packing.CONFIG_KEY, file.path)
-    return found
-
-
-def _config_beside(folder: str, files: Files) -> Mapping[str, Any] | None:
-    """``config.json`` of a folder, or what older tools wrote beside it, if it has a quantization."""
-    for name in BESIDE:
-        try:
-            read = read_if_there(files.join(folder, name), name, files)
-        except (SafeloadError, OSError):  # ignored: the file was not requested
-            continue
-        if read is not None and name in _METHODS_BESIDE and not {"bits", "w_bit"}.isdisjoint(read):
-            return {"quantization_config": {"quant_method": _METHODS_BESIDE[name], **read}}
-        if read is not None and name != "config.json" and isinstance(read.get("quantization"), Mapping):
-            return {"quantization_config": {"quant_method": "modelopt", **read["quantization"]}}
-        if read is not None and quantization_of(read) is not None:
-            found: Mapping[str, Any] = read
-            return found
-    return None

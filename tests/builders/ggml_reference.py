@@ -47,9 +47,9 @@ def convert_row(library, name, source, target):
 def make_blocks(library, scheme, x, block_bytes):
     """Blocks that ggml makes of f32, as uint8; for types that it makes without an importance matrix."""
     x = np.ascontiguousarray(x, np.float32)
-    size = {"q2_k": 256, "q3_k": 256, "q4_k": 256, "q5_k": 256, "q6_k": 256}.get(scheme, 32)
+    size = {"nvfp4": 64, "iq4_xs": 256, "tq1_0": 256, "tq2_0": 256}.get(scheme, 256 if scheme.endswith("_k") else 32)
     out = np.empty((x.size // size, block_bytes), np.uint8)
-    name = scheme if size == 32 else scheme.upper().replace("Q", "q", 1)
+    name = scheme.upper().replace("Q", "q", 1) if scheme.endswith("_k") else scheme
     convert_row(library, f"quantize_row_{name}_ref", x, out)
     return out
 

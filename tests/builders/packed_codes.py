@@ -1,8 +1,9 @@
 """Packed quantization codes, and the values that they stand for, in plain numpy: nothing of safeload's is used."""
 
+import gguf
 import numpy as np
 
-ROWS, COLUMNS, WORDS, PLANES = range(4)
+ROWS, COLUMNS, WORDS, PLANES, BLOCKS = range(5)
 # Column of a word that each of its eight nibbles holds, from the lowest up.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -68,6 +69,17 @@ def pack(codes, layout, bits, word_codes=0, high_first=False, interleaved=False,
     return np.ascontiguousarray(np.pad(stored, [(0, 0), (0, 0), (0, gap)], constant_values=0xEE))
 
 
+def nvfp4(blocks):
+    """The values of blocks of 36 bytes, along the last axis."""
+    return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.NVFP4)
+
+
+def i2_s(blocks):
+    """The values of blocks of 32 bytes, along the last axis: four planes of 32, the first in the high bits."""
+    codes = blocks.reshape(*blocks.shape[:-1], -1, 1, 32) >> np.array([[6], [4], [2], [0]], np.uint8) & 3
+    return codes.reshape(*blocks.shape[:-1], -1).astype(np.float32) - np.float32(1)
+
+
 def spread(grid, blocks, groups, by_row, shape):
     """The element of the grid of each code."""
     matrices, rows, columns = shape
@@ -87,7 +99,8 @@ class Case:
         shape: matrices, rows, columns.
         blocks: rows and columns of a block of the grid; None: no scales.
         kinds: which of "zeros", "biases", "factors", "groups", "shared" there are.
-        numbers: the number and the numpy dtype that 8 bits are; None: a table.
+        numbers: the number and the numpy dtype that 8 bits are; of blocks the number of their dtype, elements, bytes
+            and the function that restores them; None: a table.
         transpose, word_codes, high_first, interleaved, gap: as in ``sl_packed``; gap: unused bytes after a row.
     """
 
@@ -96,13 +109,14 @@ class Case:
         matrices, rows, columns = shape
         by_row = layout in (COLUMNS, WORDS)
         self.shape, self.transpose = shape, by_row if transpose is None else transpose
-        codes = rng.integers(0, 1 << bits, shape, dtype=np.uint8)
-        table = rng.standard_normal(1 << bits).astype(np.float32)
-        if numbers is not None:
-            codes[~np.isfinite(codes.view(numbers[1]).astype(np.float32))] = 1
-            table = np.arange(256, dtype=np.uint8).view(numbers[1]).astype(np.float32)
-        self.codes = pack(codes, layout, bits, **more)
-        more.pop("gap", None)
+        if layout == BLOCKS:
+            number, block, size, values_of = numbers
+            numbers = (number, None)
+            codes = rng.integers(0, 256, (matrices, rows, columns // block * size), dtype=np.uint8)
+            self.codes = np.pad(codes, [(0, 0), (0, 0), (0, more.pop("gap", 0))])
+            values = values_of(codes)
+        else:
+            values = self._coded(layout, bits, shape, numbers, rng, more)
         self.fields = {
             "layout": layout,
             "bits": bits,
@@ -115,8 +129,7 @@ class Case:
             "row_bytes": self.codes.shape[-1],
             **more,
         }
-        self.fields |= {"table": table} if numbers is None else {"codes": numbers[0]}
-        values = table[codes]
+        self.fields |= {"table": self.table} if numbers is None else {"codes": numbers[0]}
         if blocks is not None:
             values = self._scale(values, blocks, set(kinds), by_row, rng)
         if "factors" in kinds:
@@ -125,6 +138,18 @@ class Case:
             values = values * (factors[:, None] if by_row else factors)
         values = values.swapaxes(1, 2) if self.transpose else values
         self.values = np.ascontiguousarray(values)
+
+    def _coded(self, layout, bits, shape, numbers, rng, more):
+        """Random codes, and the numbers of the table that they stand for."""
+        codes = rng.integers(0, 1 << bits, shape, dtype=np.uint8)
+        table = rng.standard_normal(1 << bits).astype(np.float32)
+        if numbers is not None:
+            codes[~np.isfinite(codes.view(numbers[1]).astype(np.float32))] = 1
+            table = np.arange(256, dtype=np.uint8).view(numbers[1]).astype(np.float32)
+        self.codes = pack(codes, layout, bits, **more)
+        more.pop("gap", None)
+        self.table = table
+        return table[codes]
 
     def _scale(self, values, blocks, kinds, by_row, rng):
         matrices, rows, columns = self.shape

@@ -17,6 +17,10 @@ FOLDER = DATA / "quantized"
 EXPECTED = FOLDER / "expected"
 
 
+# The fixtures that are GGUF files, which hold no config and no array of blocks that numpy could have.
+IN_GGUF = ("gguf_i2_s", "gguf_nvfp4")
+
+
 class Fixture(NamedTuple):
     """One of the checkpoints.
 
@@ -39,9 +43,20 @@ class Fixture(NamedTuple):
         return dict(_read(EXPECTED / f"{self.name}.npz"))
 
     def stored(self) -> dict[str, np.ndarray]:
-        """The tensors of the files as they are, scales and all."""
+        """The tensors of the files as they are, scales and all; of GGUF files the bytes of blocks."""
+        from safeload import load
         from safeload.numpy import load_file
 
+        if self.name in IN_GGUF:
+            arrays: dict[str, np.ndarray] = {}
+            for name, value in load(self.path, stored=True).items():
+                array = value if isinstance(value, np.ndarray) else value.data
+                if self.name == "gguf_i2_s" and array.dtype == np.uint8:  # the scale is behind the codes
+                    rows = len(self.expected()[name])
+                    arrays[f"{name}_scale"] = array[-32:-28].view("<f4").reshape(())
+                    array = array[:-32].reshape(rows, -1)
+                arrays[name] = array
+            return arrays
         files = sorted(self.folder.rglob("*.safetensors"))
         return {name: array for file in files for name, array in load_file(file).items()}
 
@@ -72,9 +87,10 @@ KINDS = (
     "awq4_gemm", "awq4_gemv", "bitnet_divided", "bitnet_online", "bitnet_times", "bnb_fp4_bf16", "bnb_int8",
     "bnb_nf4_nested", "comfy_quant_fp8", "comfy_scaled_fp8", "ct_fp8_channel", "ct_int8_g32_asym", "ct_mixed",
     "ct_mxfp6", "ct_nvfp4", "ct_old_g_idx_asym", "ct_old_w5_g32_asym", "ct_pack_experts", "ct_pack_w3_g32_asym",
-    "ct_pack_w4_g32_sym", "deepseek_v4", "fbgemm_llama4", "fp8_block", "fp8_block_u8", "fp8_experts", "gpt_oss",
-    "gpt_oss_original", "gptq3_act_order", "gptq_dynamic_raw_zeros", "mistral_qscale", "mlx_affine3_g64", "mlx_experts",
-    "mlx_nvfp4_global_scale", "modelopt_fp8_blocks", "modelopt_nvfp4_awq", "modelopt_nvfp4_experts",
+    "ct_pack_w4_g32_sym", "deepseek_v4", "fbgemm_llama4", "fp8_block", "fp8_block_u8", "fp8_experts", "gguf_i2_s",
+    "gguf_nvfp4", "gpt_oss", "gpt_oss_original", "gptq3_act_order", "gptq_dynamic_raw_zeros", "mistral_qscale",
+    "mlx_affine3_g64", "mlx_experts", "mlx_nvfp4_global_scale", "modelopt_fp8_blocks", "modelopt_nvfp4_awq",
+    "modelopt_nvfp4_experts",
 )  # fmt: skip
 
 every_fixture = pytest.mark.parametrize("fixture", FIXTURES.values(), ids=FIXTURES.keys())

@@ -198,6 +198,28 @@ for kind, name in REMOVED.items():
     raw = g.tensor("q", (32, 2), kind, 32)
     message = f"tensor 'q': ggml type {kind} ({name}) was removed from ggml"
     tensor_fault(f"removed type {kind}", message, 29, raw, UnsupportedError)
+# The same number is I2_S in files of BitNet's fork: 64 bytes of codes for 256 elements, then 32 of the scale.
+FORK = g.entry("general.file_type", g.U32, 40)
+
+
+def fork_fault(name, message, at, dims, data, *more, error=FormatError):
+    """``at`` is an offset into the description of a tensor, or past the header into the data."""
+    content = g.build([FORK], [g.tensor("t", dims, 36, 0), *more], data)
+    data_begin = -(-len(g.build([FORK], [g.tensor("t", dims, 36, 0), *more])) // 32) * 32
+    fault(f"I2_S {name}", message, data_begin if at is None else HEAD + len(FORK) + at, content, error)
+
+
+for dims in ((64, 4), (), (1, 128)):
+    message = f"rows of {dims[0] if dims else 1} elements are not whole blocks of 128 (I2_S)"
+    fork_fault(f"of {dims}", message, 17 + 8 * len(dims), dims, bytes(96))
+fork_fault("of many", "the number of elements does not fit in 64 bits", 33, (2**60, 2**60), bytes(96))
+fork_fault("in a short file", "end past the data, which has 95 bytes", 0, (128, 2), bytes(95))
+message = "type 36 with general.file_type 40 has 96 bytes as I2_S, but 160 bytes are there"
+fork_fault("with a hole", message, None, (128, 2), bytes(164), g.tensor("b", (1,), 0, 160), error=UnsupportedError)
+fork_fault("with more behind it", message, None, (128, 2), bytes(160), error=UnsupportedError)
+fork_fault("beside type 37", "ggml type 37 (IQ4_NL_4_8) was removed", 46 + 16, (128, 2), bytes(160),
+           g.tensor("b", (32,), 37, 96), error=UnsupportedError)  # fmt: skip
+
 for kind, dims in ((8, (33, 2)), (8, (16, 4)), (8, ()), (14, (128, 2)), (2, (1,)), (40, (32,)), (41, (64,))):
     raw = g.tensor("q", dims, kind, 32)
     tensor_fault(f"type {kind} {dims}", "tensor 'q': the rows of ", 0, raw)

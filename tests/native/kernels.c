@@ -313,11 +313,12 @@ static void check_differences(void) {
 
 /* ---- packed codes ---- */
 
-/* A layout with 2^bits numbers, and scales in blocks of all kinds of lengths. */
+/* A layout with 2^bits numbers or of blocks, and scales in blocks of all kinds of lengths. */
 typedef struct restored {
     const char *name;
     int32_t layout, bits, high_first, transpose;
     uint64_t row_step, column_step; /* rows and columns are multiples of these */
+    int32_t blocks;                 /* the type of blocks */
 } restored;
 
 /* Longer than a tile on both sides, and than what a kernel takes at a time. */
@@ -337,6 +338,9 @@ static sl_packed packed_of(const restored *how, uint64_t rows, uint64_t columns)
     } else if (how->layout == SL_LAYOUT_PLANES) {
         stored = rows * bits / 8;
         bytes = columns;
+    } else if (how->layout == SL_LAYOUT_BLOCKS) {
+        bytes = sl_dtype_bytes(sl_dtype_get(how->blocks), columns);
+        packed.codes = how->blocks;
     }
     packed.transpose = how->transpose;
     packed.matrices = 1;
@@ -359,7 +363,7 @@ static uint64_t check_restored(uint64_t state, const restored *how, uint64_t row
     for (uint64_t i = 0; i < packed.size; i++) codes[shift + i] = (uint8_t)(random_u64(&seed) >> 56);
     for (size_t i = 0; i < 256; i++) table[i] = random_float(&seed);
     bool by_row = how->layout == SL_LAYOUT_COLUMNS || how->layout == SL_LAYOUT_WORDS;
-    packed.table = table;
+    packed.table = how->layout == SL_LAYOUT_BLOCKS ? NULL : table;
     packed.row_block = by_row ? 32 : 1 + seed % 3;
     packed.column_block = by_row ? 1 : 1 + seed % 70;
     packed.grid_rows = (rows - 1) / packed.row_block + 1;
@@ -397,13 +401,21 @@ static uint64_t check_restored(uint64_t state, const restored *how, uint64_t row
 
 static void check_all_restored(void) {
     static const restored LAYOUTS[] = {
-        {"rows", SL_LAYOUT_ROWS, 4, 0, 0, 1, 1},          {"high_first", SL_LAYOUT_ROWS, 4, 1, 0, 1, 1},
-        {"stream", SL_LAYOUT_ROWS, 3, 0, 0, 1, 1},        {"bytes", SL_LAYOUT_ROWS, 8, 0, 0, 1, 1},
-        {"transposed", SL_LAYOUT_ROWS, 4, 0, 1, 1, 1},    {"transposed_bytes", SL_LAYOUT_ROWS, 8, 0, 1, 1, 1},
-        {"columns_4", SL_LAYOUT_COLUMNS, 4, 0, 1, 8, 1},  {"columns_3", SL_LAYOUT_COLUMNS, 3, 0, 1, 32, 1},
-        {"columns_2", SL_LAYOUT_COLUMNS, 2, 0, 1, 16, 1}, {"columns_8", SL_LAYOUT_COLUMNS, 8, 0, 1, 4, 1},
-        {"words", SL_LAYOUT_WORDS, 4, 0, 1, 1, 8},        {"planes_2", SL_LAYOUT_PLANES, 2, 0, 0, 4, 1},
-        {"planes_4", SL_LAYOUT_PLANES, 4, 1, 0, 2, 1},
+        {"rows", SL_LAYOUT_ROWS, 4, 0, 0, 1, 1, 0},
+        {"high_first", SL_LAYOUT_ROWS, 4, 1, 0, 1, 1, 0},
+        {"stream", SL_LAYOUT_ROWS, 3, 0, 0, 1, 1, 0},
+        {"bytes", SL_LAYOUT_ROWS, 8, 0, 0, 1, 1, 0},
+        {"transposed", SL_LAYOUT_ROWS, 4, 0, 1, 1, 1, 0},
+        {"transposed_bytes", SL_LAYOUT_ROWS, 8, 0, 1, 1, 1, 0},
+        {"columns_4", SL_LAYOUT_COLUMNS, 4, 0, 1, 8, 1, 0},
+        {"columns_3", SL_LAYOUT_COLUMNS, 3, 0, 1, 32, 1, 0},
+        {"columns_2", SL_LAYOUT_COLUMNS, 2, 0, 1, 16, 1, 0},
+        {"columns_8", SL_LAYOUT_COLUMNS, 8, 0, 1, 4, 1, 0},
+        {"words", SL_LAYOUT_WORDS, 4, 0, 1, 1, 8, 0},
+        {"planes_2", SL_LAYOUT_PLANES, 2, 0, 0, 4, 1, 0},
+        {"planes_4", SL_LAYOUT_PLANES, 4, 1, 0, 2, 1, 0},
+        {"blocks", SL_LAYOUT_BLOCKS, 4, 0, 0, 1, 64, SL_NVFP4},
+        {"ternary", SL_LAYOUT_BLOCKS, 2, 0, 0, 1, 128, SL_I2_S},
     };
     for (size_t k = 0; k < sizeof LAYOUTS / sizeof *LAYOUTS; k++) {
         const restored *how = &LAYOUTS[k];
@@ -414,7 +426,8 @@ static void check_all_restored(void) {
                     state = check_restored(state, how, how->row_step * (1 + columns % 3), columns, what);
             for (uint64_t rows = how->row_step; rows <= MOST_ROWS; rows += rows < LONGEST ? how->row_step : 32)
                 state = check_restored(state, how, rows, how->column_step * (1 + rows % 5), what);
-            state = check_restored(state, how, MOST_ROWS - MOST_ROWS % how->row_step, 72, what);
+            state = check_restored(state, how, MOST_ROWS - MOST_ROWS % how->row_step,
+                                   how->column_step > 72 ? how->column_step : 72 - 72 % how->column_step, what);
             state = check_restored(state, how, how->row_step, MOST_COLUMNS - MOST_COLUMNS % how->column_step, what);
         }
         report("restore", how->name, "F32", state);

@@ -68,7 +68,7 @@ static inline bytes make_safetensors(unsigned count, uint64_t elements) {
     return file;
 }
 
-/* A GGUF file of `count` entries of metadata and as many F32 tensors of 32 elements. */
+/* A GGUF file of `count` entries of metadata and as many tensors of 128 bytes, by turns F32 and I2_S. */
 static inline bytes make_gguf(unsigned count) {
     bytes file = {NULL, 0, 0};
     char name[64];
@@ -79,17 +79,21 @@ static inline bytes make_gguf(unsigned count) {
     add_u64(&file, count);
     for (unsigned i = 0; i < count; i++) {
         snprintf(name, sizeof name, "key.%u", i * 7919 % count);
-        add_text(&file, name);
-        add_u32(&file, SL_GGUF_STRING);
+        add_text(&file, i == 0 ? "general.file_type" : name);
+        add_u32(&file, i == 0 ? SL_GGUF_U32 : SL_GGUF_STRING);
+        if (i == 0) {
+            add_u32(&file, 40);
+            continue;
+        }
         add_text(&file, "some text, so that more than the first read is needed");
     }
     for (unsigned i = 0; i < count; i++) {
         snprintf(name, sizeof name, "blk.%u.weight", i * 7919 % count);
         add_text(&file, name);
         add_u32(&file, 2);
-        add_u64(&file, 16);
-        add_u64(&file, 2);
-        add_u32(&file, 0);
+        add_u64(&file, i % 2 == 0 ? 16 : 384);
+        add_u64(&file, i % 2 == 0 ? 2 : 1);
+        add_u32(&file, i % 2 == 0 ? 0 : 36);
         add_u64(&file, sizeof zeros * i);
     }
     while (file.size % 32 != 0) add(&file, "", 1);

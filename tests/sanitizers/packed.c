@@ -148,11 +148,39 @@ static const sl_packed GOOD[] = {
      .column_block = 50,
      .table = GIVEN,
      .scales = GIVEN},
+    {.layout = SL_LAYOUT_BLOCKS,
+     .bits = 4,
+     .codes = SL_NVFP4,
+     .forbidden = -1,
+     .matrices = 2,
+     .rows = 32,
+     .columns = 192,
+     .row_block = 32,
+     .column_block = 192,
+     .scales = GIVEN},
+    {.layout = SL_LAYOUT_BLOCKS,
+     .bits = 2,
+     .codes = SL_I2_S,
+     .forbidden = 3,
+     .matrices = 1,
+     .rows = 32,
+     .columns = 256,
+     .row_block = 32,
+     .column_block = 256,
+     .scales = GIVEN},
 };
 enum { GOOD_COUNT = sizeof GOOD / sizeof *GOOD };
 
 static bool by_row(const sl_packed *packed) {
     return packed->layout == SL_LAYOUT_COLUMNS || packed->layout == SL_LAYOUT_WORDS;
+}
+
+/* Products that stay at the largest number. */
+static uint64_t times(uint64_t a, uint64_t b) { return b != 0 && a > UINT64_MAX / b ? UINT64_MAX : a * b; }
+
+static uint64_t bytes_of(int32_t dtype, uint64_t values) {
+    const sl_dtype_info *info = sl_dtype_get(dtype);
+    return info == NULL ? 0 : times(values / (uint64_t)info->block, (uint64_t)info->block_bytes);
 }
 
 static uint64_t quotient(uint64_t a, uint64_t b) { return b == 0 ? 0 : a / b + (a % b != 0); }
@@ -167,7 +195,8 @@ static void repair(sl_packed *packed, bool row_bytes, bool grid) {
     } else if (packed->layout == SL_LAYOUT_PLANES) {
         stored = packed->rows * bits / 8;
         row = packed->columns;
-    }
+    } else if (packed->layout == SL_LAYOUT_BLOCKS)
+        row = bytes_of(packed->codes, packed->columns);
     if (row_bytes) packed->row_bytes = row + 1;
     packed->size = packed->matrices * stored * packed->row_bytes;
     if (row_bytes && packed->size > 0) packed->size -= 1; /* the last row ends with its codes */
@@ -218,8 +247,7 @@ static void fill_floats(claim *self) {
         ((float *)self->memory)[i] = 0.25f + (float)(random_u64() % 16);
 }
 
-/* Products and sums that stay at the largest number. */
-static uint64_t times(uint64_t a, uint64_t b) { return b != 0 && a > UINT64_MAX / b ? UINT64_MAX : a * b; }
+/* Sums that stay at the largest number. */
 static uint64_t plus(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
 
 static uint64_t grid_claim(const sl_packed *packed) {
@@ -271,11 +299,6 @@ static int32_t run(const sl_job *job, int32_t tier, int32_t threads, sl_error *e
         if (status != SL_OK) return status;
     }
     return SL_OK;
-}
-
-static uint64_t bytes_of(int32_t dtype, uint64_t values) {
-    const sl_dtype_info *info = sl_dtype_get(dtype);
-    return info == NULL ? 0 : times(values / (uint64_t)info->block, (uint64_t)info->block_bytes);
 }
 
 static bool is_clean(int32_t status, bool in_file) {
@@ -370,6 +393,7 @@ static void restore_large(void) {
             packed.matrices = 1;
             packed.rows = SHAPES[i][0];
             packed.columns = SHAPES[i][1];
+            if (packed.layout == SL_LAYOUT_BLOCKS) packed.columns -= packed.columns % 128;
             repair(&packed, true, true);
             CHECK(restore(packed, size_of(&packed), i == 0 ? SL_F16 : SL_Q8_0, &error) == SL_OK);
         }
@@ -536,6 +560,17 @@ static void refuse_all(void) {
     REFUSE(7, transpose, 0, "always transposed");
     REFUSE(8, transpose, 1, "always transposed");
     REFUSE(2, transpose, 1, "always transposed");
+    REFUSE(10, codes, SL_F16, "cannot be blocks");
+    REFUSE(10, codes, SL_Q8_K, "cannot be blocks"); /* without a kernel */
+    REFUSE(10, codes, -1, "cannot be blocks");
+    REFUSE(10, table, GIVEN, "blocks have no table");
+    REFUSE(10, word_codes, 1, "blocks have no table");
+    REFUSE(10, high_first, 1, "blocks have no table");
+    REFUSE(10, interleaved, 1, "blocks have no table");
+    REFUSE(10, transpose, 1, "blocks have no table");
+    REFUSE(10, forbidden, 3, "can be forbidden");
+    REFUSE(11, forbidden, 4, "can be forbidden");
+    REFUSE(10, columns, 191, "do not fill whole words");
     REFUSE(5, rows, 95, "do not fill whole words");
     REFUSE(7, columns, 71, "do not fill whole words");
     REFUSE(8, rows, 31, "do not fill whole words");

@@ -16,7 +16,10 @@ from safeload.base import dtypes
 from safeload.base.native import available_tiers, ffi, lib, tier_name
 
 rng = np.random.default_rng(15)
-SCHEMES = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"]
+SCHEMES = [
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"),
+    *("iq4_xs", "tq1_0", "tq2_0", "nvfp4"),
+]
 GRIDS = ["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m"]
 SCHEMES += GRIDS
 # Grids take every scale alike; d of IQ1_M lies in another place.
@@ -25,12 +28,15 @@ NOT_EVERY_SCALE = ("iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s")
 HALVES = {
     **dict.fromkeys(GRIDS, (0,)),
     "iq1_m": (None,),
-    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl"), (0,)),
+    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
     "q2_k": (80, 82),
     "q3_k": (108,),
     "q6_k": (208,),
+    "tq1_0": (52,),
+    "tq2_0": (64,),
     "mxfp4": (),
+    "nvfp4": (),
 }
 
 
@@ -77,10 +83,11 @@ def test_random_blocks_as_gguf_py_restores_them(scheme):
 
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s not in NOT_EVERY_SCALE])
 def test_every_scale(scheme):
-    """All 65,536 f16 (or 256 e8m0) scales; NaN is compared as such."""
+    """All 65,536 f16 (or 256 of 8 bits) scales; NaN is compared as such."""
     row = dtypes.BLOCK_TYPES[scheme]
-    if scheme == "mxfp4":
+    if not HALVES[scheme]:
         blocks = rng.integers(0, 256, (256, row.block_bytes), np.uint8)
+        blocks[:, :4] = np.arange(256)[:, None] if scheme == "nvfp4" else blocks[:, :4]
         blocks[:, 0] = np.arange(256)
     else:
         blocks = random_blocks(scheme, 65536)
@@ -136,7 +143,7 @@ def convert(tier, scheme, blocks, dtype):
     return out.view(f"u{target.bits // 8}")
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "mxfp4"])
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if HALVES[scheme]])
 @pytest.mark.parametrize("tier", [t for t in available_tiers() if t != lib.SL_TIER_SCALAR], ids=tier_name)
 def test_a_tier_gives_the_bits_of_scalar_with_scales_that_are_not_finite(scheme, tier):
     """NaNs of both signs and several payloads, infinities, zeros of both signs and subnormals, each with each."""

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.packed_codes import COLUMNS, PLANES, ROWS, WORDS, Case
+from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, i2_s, nvfp4
 
 from safeload import FormatError, RangeError, SafeloadError
 from safeload.base import dtypes
@@ -21,6 +21,7 @@ TIERS = pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
 ALL = ("zeros", "biases", "factors")
 E4M3 = (NUMBERS["F8_E4M3"], ml_dtypes.float8_e4m3fn)
 INT8 = (NUMBERS["I8"], np.int8)
+NVFP4, I2_S = (lib.SL_NVFP4, 64, 36, nvfp4), (lib.SL_I2_S, 128, 32, i2_s)
 
 
 def made(*arguments, **more):
@@ -72,6 +73,11 @@ CASES = {
        for bits in (2, 4) for k in (0, 1) for high in (0, 1)},
     "ternary planes": made(PLANES, 2, (1, 64, 300), (64, 300)),
     "planes with unused bytes": made(PLANES, 2, (2, 8, 31), (2, 31), ("biases",), gap=7),
+    "blocks": made(BLOCKS, 4, (3, 5, 192), (5, 192), numbers=NVFP4),
+    "blocks of one scale with unused bytes": made(BLOCKS, 4, (2, 3, 64), (3, 64), ("shared",), numbers=NVFP4, gap=3),
+    "blocks in a grid of their own": made(BLOCKS, 4, (2, 3, 192), (2, 48), ALL, numbers=NVFP4),
+    "ternary blocks": made(BLOCKS, 2, (2, 7, 384), (7, 384), ("shared",), numbers=I2_S),
+    "no blocks": made(BLOCKS, 2, (1, 3, 0), (1, 1), numbers=I2_S),
     "one value": made(ROWS, 1, (1, 1, 1), (1, 1), ALL),
     "no matrices": made(ROWS, 4, (0, 3, 5)),
     "no rows": made(COLUMNS, 4, (2, 0, 5)),
@@ -206,6 +212,9 @@ BORDERS = {
     "columns of 3 bits in long rows": made(COLUMNS, 3, (1, 160, TILE_READ // 24 + 98), (32, 1), ("zeros",)),
     "permuted words of long rows": made(WORDS, 4, (1, 96, TILE_READ // 32 + 72), (32, 1), ("zeros",)),
     "tiles of fewer rows in a file": made(ROWS, 4, (1, 600, 2 * 6000), (1, 32), transpose=True),
+    "blocks of a chunk and one more": made(BLOCKS, 4, (1, 1, CHUNK // 4 + 64), (1, CHUNK), numbers=NVFP4),
+    "blocks of long rows": made(BLOCKS, 2, (1, 3, 128 * 3075), (3, CHUNK), numbers=I2_S),
+    "blocks of rows that do not divide a read": made(BLOCKS, 4, (1, 301, 64 * 31), (301, CHUNK), numbers=NVFP4),
     "several tiles": made(COLUMNS, 4, (3, 520, 136), (128, 1), ("zeros",)),
 }  # fmt: skip
 
@@ -247,6 +256,7 @@ TO_BLOCKS = {
     "columns": made(COLUMNS, 4, (1, 224, 131), (32, 1), ("zeros",)),
     "words": made(WORDS, 4, (2, 96, 200), (32, 1), ("zeros",)),
     "planes": made(PLANES, 2, (1, 64, 160), (64, 160)),
+    "blocks": made(BLOCKS, 4, (2, 3, 192), (3, 192), numbers=NVFP4),
 }
 
 
@@ -283,6 +293,7 @@ IN_ORDER = {
     "fp8": made(ROWS, 8, (1, 900, 1100), (128, 128), numbers=E4M3),
     "groups": made(ROWS, 4, (1, 64, 2050), (1, 1), ("groups", *ALL)),
     "planes": made(PLANES, 2, (1, 400, 901), (400, 901)),
+    "blocks": made(BLOCKS, 4, (1, 300, 1408), (300, 1408), numbers=NVFP4),
 }
 
 
@@ -349,6 +360,22 @@ def test_a_code_that_no_writer_stores_is_a_fault_of_the_file(where, row, tmp_pat
     with written(tmp_path, case) as file:
         place = (handle_of(file), 7) if where == "file" else None
         with pytest.raises(FormatError, match=f"row {row}, column 299 has code 3"):
+            restore(case, place=place)
+
+
+@pytest.mark.parametrize("at", [0, 127, 128 + 33, 2 * 3072 + 3071])
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_a_code_that_no_writer_stores_in_ternary_blocks(where, at, tmp_path):
+    case = Case(BLOCKS, 2, (1, 3, 3072), (3, 3072), numbers=I2_S)
+    case.codes &= 0b01010101
+    case.fields["forbidden"] = 3
+    restore(case)
+    row, column = divmod(at, 3072)
+    byte, plane = column // 128 * 32 + column % 32, column % 128 // 32
+    case.codes[0, row, byte] |= 3 << 6 - 2 * plane
+    with written(tmp_path, case) as file:
+        place = (handle_of(file), 7) if where == "file" else None
+        with pytest.raises(FormatError, match=f"row {row}, column {column} has code 3"):
             restore(case, place=place)
 
 

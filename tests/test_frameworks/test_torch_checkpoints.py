@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders.http_server import Server
 from builders.paths import DATA
-from builders.quantized import FIXTURES
+from builders.quantized import FIXTURES, IN_GGUF
 
 torch = pytest.importorskip("torch")
 
@@ -62,7 +62,8 @@ def test_quantized_checkpoints_have_their_true_weights(name):
     for key, values in expected.items():
         if tensors[key].is_floating_point():
             np.testing.assert_array_equal(tensors[key].numpy(), values.reshape(tensors[key].shape))
-    assert load_checkpoint(path, stored=True).keys() == safeload.load(path, stored=True).keys()
+    if name not in IN_GGUF:  # torch has no blocks
+        assert load_checkpoint(path, stored=True).keys() == safeload.load(path, stored=True).keys()
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "gpt_oss", "mlx_affine4_g64", "ct_pack_w4_g32_sym"])

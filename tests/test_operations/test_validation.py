@@ -836,7 +836,12 @@ def codes_of(family, module, rows, columns):
         parts = {"packed": words.T, "scale": scale, "shape": shape, "global_scale": np.float32([3000])}
         return {f"{weight}_{part}": x for part, x in parts.items()}
     if family == "bitsandbytes":
-        parts = {"absmax": scale, "quant_map": np.ones(16, np.float32), "quant_state.bitsandbytes__nf4": words[0]}
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+        parts = {
+            "absmax": np.full(rows * columns // 64, 0.1, np.float32),
+            "quant_map": np.linspace(-1, 1, 16, dtype=np.float32),
+            "quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+        }
         return {weight: np.ones((rows * columns // 2, 1), np.uint8), **{f"{weight}.{p}": x for p, x in parts.items()}}
     if family == "bitnet":
         return {weight: np.ones((rows // 4, columns), np.uint8), f"{weight}_scale": np.ones(1, np.float32)}
@@ -849,14 +854,14 @@ FAMILIES = {
     "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     "awq": {"text_config": {"quantization_config": {"quant_method": "awq"}}},
     "compressed-tensors": {"compression_config": {"quant_method": "compressed-tensors"}},
-    "bitsandbytes": {"quantization_config": {"load_in_4bit": True}},
+    "bitsandbytes": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
     "bitnet": {"quantization_config": {"quant_method": "bitnet"}},
     "mlx": {"quantization": {"group_size": 32, "bits": 4}},
 }
 
 
 # Those whose packed weights safeload.open dequantizes.
-DEQUANTIZED = ("fp8", "gptq", "awq", "bitnet", "mlx")
+DEQUANTIZED = ("fp8", "gptq", "awq", "bitsandbytes", "bitnet", "mlx")
 
 
 def packed(family, kind="llama-gqa"):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.quantized import FIXTURES, each_kind, every_fixture
+from builders.quantized import FIXTURES, IN_GGUF, each_kind, every_fixture
 
 import safeload
 from safeload import QuantizedTensor, TensorNotFoundError
@@ -153,7 +153,7 @@ def test_every_stored_tensor_is_plain_or_a_part_or_ignored(fixture):
                 opened.load([name])
 
 
-@any_fixture
+@each_kind(*IN_GGUF)
 def test_stored_shows_the_tensors_of_the_files(fixture):
     want = fixture.stored()
     with safeload.open(fixture.path, stored=True) as opened:
@@ -165,7 +165,7 @@ def test_stored_shows_the_tensors_of_the_files(fixture):
     assert safeload.load(fixture.path, stored=True).keys() == want.keys()
 
 
-@any_fixture
+@each_kind("gguf_i2_s")
 def test_a_hidden_part_is_named(fixture):
     with safeload.open(fixture.path) as opened:
         for name in packed_of(opened):

@@ -31,6 +31,7 @@ class Metadata(Mapping[str, Any]):
 
     Attributes:
         version: of the format, 2 or 3.
+        ternary: shapes of the tensors of I2_S, which the table lists as bytes. Internal.
     """
 
     def __init__(self, gguf: Any) -> None:
@@ -43,6 +44,11 @@ class Metadata(Mapping[str, Any]):
             key = str(self._bytes[entry.key_begin : entry.key_end], "utf-8")
             self._entries[key] = entry.type, entry.begin, entry.end
         self._values: dict[str, Any] = {}
+        self.ternary: dict[str, tuple[int, ...]] = {}
+        for k in range(gguf.ternary_count):
+            one = gguf.ternary[k]
+            name = str(self._bytes[one.name_begin : one.name_end], "utf-8")
+            self.ternary[name] = tuple(one.dims[0 : one.rank])
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._values:
@@ -141,7 +147,12 @@ class GgufTable(Table):
     def __init__(self, address: int, metadata: Metadata) -> None:
         super().__init__(address)
         self._metadata = metadata
+        self.ternary = metadata.ternary
         self.quantized = any(row.blocked for row in self.rows)
+
+    def may_be_packed(self) -> bool:
+        """Whether any tensor may have a scale outside of its blocks, by the dtypes alone."""
+        return bool(self.ternary) or lib.SL_NVFP4 in self.numbers
 
     def metadata(self) -> Metadata:
         """The metadata of the file."""

@@ -20,6 +20,7 @@ from ...engine.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.memory import address_of
 from ...engine.quantized_tensor import QuantizedTensor
 from ...errors import SafeloadError, UnsupportedError
+from .packed_tensors import I2_S, Ternary, parts_of
 from .read import Metadata
 from .values import DTYPES, NUMBERS
 
@@ -66,7 +67,8 @@ def save(
     check_mapping(metadata, "metadata", "text to values")
     alignment = _alignment(metadata)
     entries = [_key(key) + _stored(metadata, key, alignment) for key in metadata]
-    plans = [_plan(name, value) for name, value in tensors.items()]
+    given = {name: part for each in tensors.items() for name, part in parts_of(*each, tensors, metadata)}
+    plans = [_plan(name, value) for name, value in given.items()]
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(plans), len(entries)))
     head += b"".join(entries)
     offset = 0
@@ -136,6 +138,8 @@ def _plan(name: Any, value: Any) -> _Plan:
                 tensor=name,
             )
         number, data = dtypes.BLOCK_TYPES[value.scheme].ggml, value.data
+    elif isinstance(value, Ternary):
+        number, data = I2_S, value.data
     elif isinstance(value, (np.ndarray, Lazy)):
         refuse_masked(value, f"tensor {show(name)}")
         number, data = _element_type(name, value.dtype), value

@@ -31,6 +31,7 @@ RESTORED = {
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"),
     *("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m"),
+    *("iq4_xs", "tq1_0", "tq2_0", "nvfp4"),
 }
 
 

@@ -1,6 +1,7 @@
 """Makes the fixtures of quantized checkpoints again, with the packages that wrote the published ones.
 
     python -m venv v && . v/bin/activate
+    pip install gguf==0.19.0 pywhispercpp==1.5.1
     pip install numpy ml_dtypes torch==2.13.0 mlx==0.32.4 mlx-cpu==0.32.4 safetensors==0.8.0 accelerate \\
         huggingface_hub tokenizers pydantic loguru psutil regex scipy pulp omegaconf ninja nvidia-ml-py requests rich
     pip install --no-deps transformers==5.23.0 compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 mlx-lm==0.32.2 \\
@@ -30,6 +31,7 @@ from . import (  # noqa: F401
     compressed,
     fp8_blocks,
     fp8_rows,
+    gguf_files,
     gpt_oss,
     gptq,
     mlx,

@@ -1,0 +1,75 @@
+/* Ternary blocks to f32: a part of dequant.h, which includes it after what it uses. */
+#ifndef SL_DEQUANT_TERNARY_H
+#define SL_DEQUANT_TERNARY_H
+
+/* Ternary: x = d * (code - 1), codes of 2 bits. For each half of 128 elements a byte holds those 32 apart. */
+typedef struct sl_tq2_0 {
+    uint8_t codes[64], d[2];
+} sl_tq2_0;
+_Static_assert(sizeof(sl_tq2_0) == 66, "blocks have no padding in files");
+
+/* Two runs. */
+TARGET SL_INLINE void ternary_runs(uint8_t *out, codes first, codes second, int shift, float d) {
+    put_nibbles(out, take(first, shift, 3), 1, d);
+    put_nibbles(out + RUN, take(second, shift, 3), 1, d);
+}
+
+TARGET SL_INLINE void restore_tq2_0(const sl_tq2_0 *block, uint8_t *out) {
+    float d = half_at(block->d);
+    for (size_t half = 0; half < 2; half++, out += 8 * RUN) {
+        codes first = codes_at(block->codes + 32 * half), second = codes_at(block->codes + 32 * half + 16);
+        ternary_runs(out, first, second, 0, d);
+        ternary_runs(out + 2 * RUN, first, second, 2, d);
+        ternary_runs(out + 4 * RUN, first, second, 4, d);
+        ternary_runs(out + 6 * RUN, first, second, 6, d);
+    }
+}
+
+/* Ternary, as microsoft/BitNet's fork of llama.cpp packs 128: codes of 2 bits, of which a byte holds those 32 apart,
+ * the first in the high bits. The scale is not in the block. */
+typedef struct sl_i2_s {
+    uint8_t codes[32];
+} sl_i2_s;
+_Static_assert(sizeof(sl_i2_s) == 32, "blocks have no padding in files");
+
+TARGET SL_INLINE void restore_i2_s(const sl_i2_s *block, uint8_t *out) {
+    codes first = codes_at(block->codes), second = codes_at(block->codes + 16);
+    ternary_runs(out, first, second, 6, 1);
+    ternary_runs(out + 2 * RUN, first, second, 4, 1);
+    ternary_runs(out + 4 * RUN, first, second, 2, 1);
+    ternary_runs(out + 6 * RUN, first, second, 0, 1);
+}
+
+/* Ternary, five digits of base 3 in a byte v: v / 256 is about 0.d1d2d3d4d5 in that base, so that 3 * v >> 8 is the
+ * first digit, and the low 8 bits of 3 * v are the rest. Elements of a byte are 32 apart for the first 32 bytes, then
+ * 16; the four of the last 4 bytes are 4 apart. */
+typedef struct sl_tq1_0 {
+    uint8_t codes[48], last[4], d[2];
+} sl_tq1_0;
+_Static_assert(sizeof(sl_tq1_0) == 54, "blocks have no padding in files");
+
+/* Three times each byte of a word. */
+SL_INLINE uint32_t word_thrice(uint32_t word) {
+    const uint32_t even = 0x00ff00ff;
+    return ((word & even) * 3 & even) | (((word >> 8 & even) * 3 & even) << 8);
+}
+
+TARGET SL_INLINE void put_digit(uint8_t *out, codes rest, float d) { put_nibbles(out, top_digit(rest), 1, d); }
+
+TARGET SL_INLINE void restore_tq1_0(const sl_tq1_0 *block, uint8_t *out) {
+    float d = half_at(block->d);
+    codes a = codes_at(block->codes), b = codes_at(block->codes + 16), c = codes_at(block->codes + 32);
+    for (size_t digit = 0; digit < 5; digit++) {
+        put_digit(out + 2 * RUN * digit, a, d);
+        put_digit(out + 2 * RUN * digit + RUN, b, d);
+        put_digit(out + 10 * RUN + RUN * digit, c, d);
+        a = thrice(a);
+        b = thrice(b);
+        c = thrice(c);
+    }
+    uint32_t first = load32(block->last, 0), second = word_thrice(first), third = word_thrice(second);
+    uint64_t low = (uint64_t)second << 32 | first, high = (uint64_t)word_thrice(third) << 32 | third;
+    put_digit(out + 15 * RUN, codes_of(low, high), d);
+}
+
+#endif
