@@ -111,7 +111,7 @@ def setup(app: Any) -> None:
         if field.name == "variable":
             field.label = "Attributes"
     # The overloads of `load` tell type checkers what `dtype` decides; a reader wants all options in one signature.
-    for module, name in (("safeload.loading", "load"), ("safeload.checkpoint", "Checkpoint.load")):
+    for module, name in (("safeload.loading.entry", "load"), ("safeload.checkpoint", "Checkpoint.load")):
         analyzed = ModuleAnalyzer.for_module(module)
         analyzed.analyze()
         del analyzed.overloads[name]

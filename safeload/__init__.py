@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .engine.cast import astype
     from .engine.load import LoadStats
     from .engine.quantized_tensor import QuantizedTensor
-    from .loading import load, open
+    from .loading.entry import load, open
     from .models.layout import Layout, StackedTensor
     from .operations.convert import convert
     from .operations.convert_folder import finalize
@@ -74,7 +74,7 @@ _LATER = {
         "engine.cast": ("astype",),
         "engine.load": ("LoadStats",),
         "engine.quantized_tensor": ("QuantizedTensor",),
-        "loading": ("load", "open"),
+        "loading.entry": ("load", "open"),
         "models.layout": ("Layout", "StackedTensor"),
         "operations.convert": ("convert",),
         "operations.convert_folder": ("finalize",),

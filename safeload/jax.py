@@ -164,7 +164,8 @@ def load_checkpoint(
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
             "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
-        adapters: not supported in this version.
+        adapters: LoRA adapters to merge while loading: a path, a pair (path, weight), or a list of these, see
+            `safeload.load`.
         storage_options: for URLs: options of the filesystem that a URL leads to, see `safeload.open`.
         threads: for reading; None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
@@ -193,19 +194,22 @@ def load_checkpoint(
     """
     from .frameworks import jax_loading
     from .frameworks.checkpoints import open_checkpoint, select
+    from .loading.merged import merging
 
     check_threads(threads)
-    with open_checkpoint(
-        path,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        adapters=adapters,
-        storage_options=storage_options,
-    ) as checkpoint:
+    with (
+        open_checkpoint(
+            path,
+            format=format,
+            root=root,
+            unknown_globals=unknown_globals,
+            stored=stored,
+            storage_options=storage_options,
+        ) as checkpoint,
+        merging(checkpoint, adapters, storage_options) as merge,
+    ):
         chosen = select(checkpoint, names=names, only=only, drop=drop, dtype=dtype)
-        return jax_loading.load_selected(checkpoint, chosen, sharding, threads, progress)
+        return jax_loading.load_selected(checkpoint, chosen, sharding, threads, progress, merge)
 
 
 def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from .base.arrays import Array
 from .base.paths import PathLike
 from .formats import moon
-from .loading import load
+from .loading.entry import load
 
 __all__ = ["load_file", "save_file"]
 

@@ -126,7 +126,8 @@ def load_checkpoint(
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
             "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
-        adapters: not supported in this version.
+        adapters: LoRA adapters to merge while loading: a path, a pair (path, weight), or a list of these, see
+            `safeload.load`.
         storage_options: for URLs: options of the filesystem that a URL leads to, see `safeload.open`.
         threads: for reading; None: chosen automatically.
         progress: for reading: True for a bar, or a callable that gets (bytes_done, bytes_total).

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from .. import loading
 from ..base import log
 from ..base.text import plural, printable, width
 from ..checkpoint import Checkpoint
 from ..engine import progress
 from ..engine.progress import Report
 from ..errors import one_line
+from ..loading import entry as loading
 from ..stores import url as urls
 
 STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."

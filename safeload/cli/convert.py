@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,11 +28,12 @@ _EPILOG = """examples:
   safeload convert old.safetensors new.safetensors --rename '^model\\.' ''
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
   safeload convert DeepSeek-V3/ bf16/ --dtype bf16 --max-shard-size 5GB --resume
+  safeload convert Llama-3.2-1B/ merged/ --adapter my-lora/ --max-shard-size 5GB
   safeload convert Llama-3.2-1B/ s3://bucket/llama/ --dtype float16
 
-Options apply in this order: --only and --drop choose tensors by their names in the source, --dtype and --quantize
-convert them, --rename changes their names. Names stay as they are otherwise: this does not convert between model
-architectures.
+Options apply in this order: --only and --drop choose tensors by their names in the source, --adapter changes them,
+--dtype and --quantize convert them, --rename changes their names. Names stay as they are otherwise: this does not
+convert between model architectures.
 
 With --resume or --dask a folder is written shard by shard, with a record beside each that is whole. If that is
 interrupted, the same command with --resume goes on.
@@ -67,6 +69,12 @@ def register(commands: Any) -> None:
     parser.add_argument("--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS)  # exact; before --only
     parser.add_argument(
         "--keep", metavar="PATTERN", action="append", help="leave these tensors unquantized; may be repeated"
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="ADAPTER[=WEIGHT]",
+        action="append",
+        help="merge a LoRA adapter, times a weight; may be repeated",
     )
     parser.add_argument(
         "--rename",
@@ -150,6 +158,7 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
             keep=options.keep,
             rename=None if options.rename is None else [tuple(pair) for pair in options.rename],
             metadata=_metadata(options.metadata),
+            adapters=None if options.adapter is None else list(map(_adapter, options.adapter)),
             extras=not options.no_extras,
             storage_options=storage_options(options),
             max_shard_size=options.max_shard_size,
@@ -165,6 +174,17 @@ def _metadata(given: list[str] | None) -> dict[str, str | None]:
     """Keys to set, and with None those to remove."""
     pairs = (text.partition("=") for text in given or ())
     return {key: value if sign else None for key, sign, value in pairs}
+
+
+def _adapter(text: str) -> tuple[str, float]:
+    """A path, or a path and a weight; a path that exists is one, whatever is in it."""
+    path, sign, weight = text.rpartition("=")
+    if not sign or os.path.exists(text):
+        return text, 1.0
+    try:
+        return path, float(weight)
+    except ValueError:
+        return text, 1.0
 
 
 def _layout(name: str | None) -> Layout | None:

@@ -42,6 +42,7 @@ class OpenOptions(LoadOptions, total=False):
     root: str | None
     unknown_globals: UnknownGlobals
     stored: bool
+    adapters: Any
     storage_options: Mapping[str, Any] | None
 
 

@@ -15,7 +15,9 @@ from ..engine.progress import Progress
 from ..errors import UnsupportedError
 from ..formats.opening import Paths, UnknownGlobals
 from ..formats.registry import FormatName
-from ..loading import open
+from ..loading.entry import open
+from ..loading.merge import Merge
+from ..loading.merged import load_merged
 from ..models.config_dtype import dtype_in
 
 
@@ -50,7 +52,6 @@ def open_checkpoint(
     root: str | None,
     unknown_globals: UnknownGlobals,
     stored: bool,
-    adapters: Any,
     storage_options: Mapping[str, Any] | None,
 ) -> Checkpoint:
     """Opens what `load_checkpoint` was given.
@@ -61,16 +62,11 @@ def open_checkpoint(
         root: see `safeload.open`.
         unknown_globals: see `safeload.open`.
         stored: see `safeload.open`.
-        adapters: LoRA adapters, which this version cannot apply.
         storage_options: see `safeload.open`.
 
     Raises:
-        UnsupportedError: adapters; also what `safeload.open` raises.
+        SafeloadError, OSError: what `safeload.open` raises.
     """
-    if adapters is not None:
-        raise UnsupportedError(
-            "adapters= is not supported in this version: load the base model, and apply the adapter with PEFT"
-        )
     return open(
         path,
         format=format,
@@ -134,13 +130,14 @@ def unconverted(checkpoint: Checkpoint, selected: Selected) -> Iterator[tuple[st
 
 
 def load_arrays(
-    checkpoint: Checkpoint, selected: Selected, *, threads: int | None, progress: Progress
+    checkpoint: Checkpoint, selected: Selected, *, merge: Merge | None = None, threads: int | None, progress: Progress
 ) -> dict[str, Any]:
     """The arrays by name. F4 and F6 tensors that are not converted are raw uint8.
 
     Args:
         checkpoint: an open one.
         selected: see `select`.
+        merge: adapters that are merged.
         threads: for reading.
         progress: of the last group, which takes the time: others are views.
 
@@ -151,5 +148,8 @@ def load_arrays(
     for group in selected.groups:
         dtype = None if group.dtype is None else group.dtype.name
         shown = progress if group is selected.groups[-1] else None
-        arrays.update(checkpoint.load(group.names, dtype=dtype, threads=threads, progress=shown))
+        if merge is None:
+            arrays.update(checkpoint.load(group.names, dtype=dtype, threads=threads, progress=shown))
+        else:
+            arrays.update(load_merged(checkpoint, merge, group.names, dtype=dtype, threads=threads, progress=shown))
     return arrays if len(selected.groups) == 1 else {name: arrays[name] for name in selected.names}

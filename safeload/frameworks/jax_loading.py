@@ -25,6 +25,7 @@ from ..engine.pieces import Meter
 from ..engine.progress import Progress
 from ..engine.weight_file import WeightFile
 from ..formats.safetensors import file as safetensors
+from ..loading.merge import Merge
 from . import jax_arrays
 from .checkpoints import Selected
 from .jax_arrays import Array, Place, Slice
@@ -68,6 +69,7 @@ class Options(NamedTuple):
         backend: for tensors that go to a single device; those of several are always read.
         checked: whether integers that JAX cannot represent are refused, or wrapped around as JAX does.
         threads: for reading.
+        merge: adapters that are merged; a tensor that they change is read whole.
     """
 
     lazy: Callable[[str, Any], Any]
@@ -75,6 +77,7 @@ class Options(NamedTuple):
     backend: str = "mmap"
     checked: bool = True
     threads: int | None = None
+    merge: Merge | None = None
 
 
 def load(
@@ -157,10 +160,14 @@ class _Loader:
 
     def _read(self, tensors: Sequence[Tensor], backend: str) -> list[NumpyArray]:
         """The values of whole tensors."""
-        parts = [one.part for one in tensors]
-        threads = self._options.threads
+        threads, merge = self._options.threads, self._options.merge
+        changed = {one.part[0]: one for one in tensors if merge is not None and one.part[0] in merge}
+        parts = [one.part for one in tensors if one.part[0] not in changed]
         loaded, _ = load_parts(parts, backend=backend, dtype=self._target, threads=threads, mappings=self._mappings)
-        arrays = [loaded[name] for name, _, _ in parts]
+        for name in changed:
+            assert merge is not None
+            loaded[name] = merge.values(name, merge.target_row(name, self._target), threads=threads)
+        arrays = [loaded[name] for name in _names(tensors)]
         if self._options.checked:
             for one, array in zip(tensors, arrays, strict=True):
                 jax_arrays.check_values(one.part[0], array)
@@ -246,7 +253,8 @@ class _Loader:
         Others are copied from the mapped file, of which only their pages are read.
         """
         name, file, index = one.part
-        if _only_whole(file, index, self._target):
+        changed = self._options.merge is not None and name in self._options.merge
+        if changed or _only_whole(file, index, self._target):
             values: Any = self._read([one], self._reading)[0]
             together = True
         else:
@@ -310,7 +318,12 @@ def _chooser(sharding: Any) -> Callable[[Tensor], Place]:
 
 
 def load_selected(
-    checkpoint: Checkpoint, chosen: Selected, sharding: Any, threads: int | None, progress: Progress
+    checkpoint: Checkpoint,
+    chosen: Selected,
+    sharding: Any,
+    threads: int | None,
+    progress: Progress,
+    merge: Merge | None = None,
 ) -> dict[str, Array]:
     """The tensors of a checkpoint that `select` has chosen.
 
@@ -318,7 +331,9 @@ def load_selected(
         See `load`.
     """
     groups = [(checkpoint.entries(group.names), group.dtype) for group in chosen.groups]
-    options = Options(lambda name, dtype: checkpoint.get_slice(name, dtype=dtype), sharding, threads=threads)
+    options = Options(
+        lambda name, dtype: checkpoint.get_slice(name, dtype=dtype), sharding, threads=threads, merge=merge
+    )
     arrays = load(groups, options, progress)
     return arrays if len(groups) == 1 else {name: arrays[name] for name in chosen.names}
 

@@ -17,6 +17,7 @@ from ..engine.load import check_backend, load_all, load_parts, parse_target, par
 from ..engine.progress import Progress
 from ..formats.opening import Paths
 from ..formats.safetensors import file as safetensors
+from ..loading.merged import merging
 from . import torch_arrays, torch_devices
 from .checkpoints import load_arrays, open_checkpoint, select, unconverted
 from .torch_arrays import torch
@@ -88,24 +89,37 @@ def load_checkpoint(
     names: Iterable[str] | None,
     only: Patterns,
     drop: Patterns,
+    adapters: Any,
+    storage_options: Mapping[str, Any] | None,
     threads: int | None,
     progress: Progress,
     **opening: Any,
 ) -> dict[str, Any]:
     """Loads the tensors of a checkpoint of any format; see `safeload.torch.load_checkpoint`."""
     place = torch_arrays.device_of(device)
-    with open_checkpoint(path, **opening) as checkpoint:
+    with (
+        open_checkpoint(path, storage_options=storage_options, **opening) as checkpoint,
+        merging(checkpoint, adapters, storage_options) as merge,
+    ):
         selected = select(checkpoint, names=names, only=only, drop=drop, dtype=dtype)
         if place is None:
             raw = torch_arrays.raw_of(unconverted(checkpoint, selected))
-            arrays = load_arrays(checkpoint, selected, threads=threads, progress=progress)
+            arrays = load_arrays(checkpoint, selected, merge=merge, threads=threads, progress=progress)
             return torch_arrays.from_arrays(arrays, raw)
         groups = (entries_of(checkpoint.entries(group.names), group.dtype) for group in selected.groups)
         by_name = {entry.name: entry for group in groups for entry in group}
         entries = [by_name[name] for name in selected.names]
         if place.type == "meta":
             return torch_arrays.without_data(entries)
-        return torch_devices.load(entries, place, threads=threads, progress=progress)
+        if merge is None:
+            return torch_devices.load(entries, place, threads=threads, progress=progress)
+        plain = [entry for entry in entries if entry.name not in merge]
+        found = torch_devices.load(plain, place, threads=threads, progress=progress)
+        for group in selected.groups:
+            for name in (name for name in group.names if name in merge):  # one at a time in the host's memory
+                array = merge.values(name, merge.target_row(name, group.dtype), threads=threads)
+                found[name] = torch_arrays.from_arrays({name: array})[name].to(place)
+        return {name: found[name] for name in selected.names}
 
 
 def load(data: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ..engine.read import packed_of
 from ..engine.source import Source, in_file, of_array, of_numbers, of_packed
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError
-from ..loading import open
+from ..loading.entry import open
 from ..packed import grouping
 from ..packed.group import Stored
 from ..packed.grouping import Codes
@@ -225,6 +225,9 @@ class Catalog:
         if scale is not None:
             return About(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
         return About(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
+
+    def check_kept(self, name: str) -> None:
+        """Refuses a tensor that cannot stay as it is stored; here all can."""
 
     def value(self, name: str, threads: int | None = None) -> Array | QuantizedTensor:
         """A tensor in memory as it is stored; one in a file is read into private memory.

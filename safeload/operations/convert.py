@@ -15,6 +15,7 @@ from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
 from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME
+from ..loading.adapter import Adapters
 from ..models.layout import Layout
 from . import convert_folder, executing, journal
 from .catalog import Given
@@ -46,6 +47,7 @@ def convert(
     keep: Keep = None,
     rename: Renames = None,
     metadata: Mapping[str, Any] | None = None,
+    adapters: Adapters = None,
     max_shard_size: int | str | None = None,
     extras: bool = True,
     storage_options: Mapping[str, Any] | None = None,
@@ -63,8 +65,8 @@ def convert(
 
     Names stay as they are unless ``rename`` changes them: this does not convert between model architectures
     (llama.cpp's ``convert_hf_to_gguf.py`` does). First ``names`` or ``only`` and ``drop`` choose tensors, then
-    ``dtype``, ``quantize`` and ``keep`` convert them, all by the names of the source; ``rename`` comes last. A tensor
-    that the format does not support is refused by name before anything is written.
+    ``adapters`` change them, then ``dtype``, ``quantize`` and ``keep`` convert them, all by the names of the source;
+    ``rename`` comes last. A tensor that the format does not support is refused by name before anything is written.
 
     Args:
         src: a path or a URL, an open `Checkpoint` (such as ``open(path, root="state_dict")``) or a dict of arrays; or a
@@ -88,6 +90,8 @@ def convert(
             or a dict of these.
         metadata: text for the header, merged with that of the source; the value None removes a key. Values for
             ".gguf" may also be numbers and lists.
+        adapters: LoRA adapters to merge before tensors are converted: a path, a pair (path, weight), or a list of
+            these, see `load`. Packed tensors that one changes need ``dtype`` or ``quantize``.
         max_shard_size: bytes, or text such as "500MB" or "5GB", which is what URLs get by default; a larger tensor gets
             a shard of its own. The index is put in place last: until then a new folder has none, and an old folder with
             another number of shards is still what it was. With the same number of shards as before, a crash during the
@@ -141,6 +145,7 @@ def convert(
         "keep": keep,
         "rename": rename,
         "metadata": metadata,
+        "adapters": adapters,
         "max_shard_size": max_shard_size,
         "extras": extras,
         "storage_options": storage_options,

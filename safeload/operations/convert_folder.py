@@ -96,6 +96,10 @@ def _write(
     names = [name for one in decisions.values() for name in one.sources]
     with ExitStack() as stack, Digest() as digest:
         catalog = stack.enter_context(opened(field(piece, "sources", list), names, storage_options))
+        if piece.get("adapters") is not None:
+            from .merged import reopened  # only here: most conversions merge nothing
+
+            catalog = reopened(stack, catalog, piece["adapters"], frozenset(names))
         outputs = Maker(catalog, decisions, "safetensors", threads).outputs()
         new = renamed(outputs, _pairs(piece))
         outputs = {new[name]: output for name, output in outputs.items()}

@@ -121,6 +121,10 @@ def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, r
     weight_map(shards)  # refuses two tensors of one name
     before = dict(zip(prepared.outputs, prepared.decisions.items(), strict=True))
     common = {"metadata": as_texts(prepared.metadata) or None, "rename": _texts_of(wanted.options.get("rename"))}
+    if wanted.options.get("adapters") is not None:
+        from .merged import as_plain  # only here: most conversions merge nothing
+
+        common["adapters"] = as_plain(prepared.catalog)  # type: ignore[assignment]
     pieces = []
     for file, shard in shards.items():
         decisions = dict(before[name] for name in shard)
@@ -154,6 +158,7 @@ def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, r
 def _options(wanted: Wanted) -> dict[str, Any]:
     """The options that make one plan differ from another, as plain data."""
     plain: dict[str, Any] = {**wanted.options, "max_shard_size": wanted.limit}
+    plain["adapters"] = _adapters_of(plain.get("adapters"))
     plain.pop("storage_options", None)  # may be secret; what is not is in the sources
     plain["dtype"] = None if wanted.target is None else wanted.target.name
     plain["rename"] = _texts_of(plain.get("rename"))
@@ -177,6 +182,15 @@ def _options(wanted: Wanted) -> dict[str, Any]:
             value = f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]})"
         found[key] = json.loads(json.dumps(value, default=str))
     return found
+
+
+def _adapters_of(adapters: Any) -> list[list[Any]] | None:
+    """Paths and weights; the files themselves are in the pieces."""
+    if adapters is None:
+        return None
+    from ..loading.adapter import listed
+
+    return [[str(path), weight] for path, weight in listed(adapters)] or None
 
 
 def _texts_of(rename: Any) -> list[list[str]] | None:

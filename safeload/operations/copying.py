@@ -83,6 +83,8 @@ def copies_of(catalog: Catalog, wanted: Wanted) -> Copies | None:
     options = wanted.options
     if wanted.format != SAFETENSORS or options.get("quantize") is not None or options.get("layout") is not None:
         return None
+    if options.get("adapters") is not None:
+        return None
     columns = Columns.of(catalog)
     if columns is None or (wanted.target is not None and catalog.codes):
         return None

@@ -42,6 +42,7 @@ class ConvertOptions(TypedDict, total=False):
     keep: Keep
     rename: Renames
     metadata: Mapping[str, Any] | None
+    adapters: Any
     max_shard_size: int | str | None
     extras: bool
     storage_options: Mapping[str, Any] | None
@@ -133,6 +134,10 @@ def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, thre
     quantize, keep = options.get("quantize"), options.get("keep")
     rules = None if quantize is None else Rules(quantize, keep)
     catalog = stack.enter_context(catalog_of(src, options.get("storage_options")))
+    if options.get("adapters") is not None:
+        from .merged import merged  # only here: most conversions merge nothing
+
+        catalog = merged(stack, catalog, options["adapters"], options.get("storage_options"))
     with paused(len(catalog)):
         return _prepared(catalog, wanted, rules, threads)
 
@@ -145,6 +150,9 @@ def _prepared(catalog: Catalog, wanted: Wanted, rules: Rules | None, threads: in
     if not callable(keep):
         check_matches("keep", keep, work.names)
     decisions = work.of_layout(layout) if layout is not None else work.of_tensors()
+    if wanted.target is None and rules is None:
+        for source in {source for one in decisions.values() for source in one.sources if one.stack is None}:
+            catalog.check_kept(source)
     outputs = Maker(catalog, decisions, format, threads).outputs()
     names = renamed(outputs, options.get("rename"))
     for name, output in outputs.items():

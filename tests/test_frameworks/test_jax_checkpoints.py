@@ -95,7 +95,7 @@ def test_patterns_names_and_shards(tmp_path):
         load_checkpoint(tmp_path / "model", names=["layers.3.b"], only="*")
     with pytest.raises(safeload.TensorNotFoundError):
         load_checkpoint(tmp_path / "model", only="nothing*")
-    with pytest.raises(safeload.UnsupportedError, match="adapters="):
+    with pytest.raises(FileNotFoundError, match="lora"):
         load_checkpoint(tmp_path / "model", adapters="lora")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ... import loading
 from ...base import log
 from ...base.arrays import Array, refuse_masked
 from ...base.paths import PathLike, os_error
@@ -32,6 +31,7 @@ from ...errors import (
     UnsupportedError,
     one_line,
 )
+from ...loading import entry as loading
 from ...models.choosing import Choice, choose, choose_inner, choose_prefix
 from ...models.schema import Schema
 from ...stores.json_file import read_if_there

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
-from .base.arrays import Array
-from .base.selecting import Patterns
-from .checkpoint import Checkpoint
-from .engine.load import Backend, DtypeLike
-from .engine.progress import Progress
-from .formats.opening import OpenOptions, Paths, UnknownGlobals, find
-from .formats.registry import FormatName
+from ..base.arrays import Array
+from ..base.selecting import Patterns
+from ..checkpoint import Checkpoint
+from ..engine.load import Backend, DtypeLike
+from ..engine.progress import Progress
+from ..formats.opening import OpenOptions, Paths, UnknownGlobals, find
+from ..formats.registry import FormatName
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .adapter import Adapters
 
 __all__ = ["load", "open"]
 
@@ -103,6 +105,7 @@ def load(
     root: str | None = None,
     unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,
+    adapters: Adapters = None,
     storage_options: Mapping[str, Any] | None = None,
     dtype: Any = None,
     backend: Backend = "mmap",
@@ -126,6 +129,9 @@ def load(
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
             "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
         stored: True for the tensors as the files name them: codes and scales of packed weights apart.
+        adapters: LoRA adapters to merge while loading: the path of one (PEFT's or MLX's), a pair (path, weight), or a
+            list of these, which are merged in order. Sums are made in float32 and rounded once, to ``dtype`` or to the
+            dtype of the tensor; packed tensors that an adapter changes need ``dtype``.
         storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
         dtype: dtype that floating tensors are converted to, and packed ones dequantized to, while they are read:
             "float32", "bf16", a numpy or ml_dtypes type, ...; None to convert nothing. Integer, bool and complex
@@ -145,7 +151,8 @@ def load(
         FormatError: a file breaks its format or ends too early, with path and byte.
         ForbiddenError: a pickle names globals off the list of harmless ones.
         UnsupportedError: a format, a tensor or a conversion that this version does not support.
-        TensorNotFoundError: an unknown name or ``root``, or a pattern that matches no name.
+        TensorNotFoundError: an unknown name or ``root``, a pattern that matches no name, or an adapter for a module
+            that the checkpoint does not have.
         ValueError: an array of ``out`` that does not fit; both ``names`` and ``only``.
         RemoteError: the network, or the server of a URL, fails.
         OSError: a system error, such as FileNotFoundError.
@@ -164,6 +171,23 @@ def load(
         stored=stored,
         storage_options=storage_options,
     ) as checkpoint:
+        if adapters is not None:
+            from .merged import load_merged, merging  # only here: most programs merge nothing
+
+            with merging(checkpoint, adapters, storage_options) as merge:
+                if merge is not None:
+                    return load_merged(
+                        checkpoint,
+                        merge,
+                        names,
+                        only=only,
+                        drop=drop,
+                        dtype=dtype,
+                        backend=backend,
+                        out=out,
+                        threads=threads,
+                        progress=progress,
+                    )
         return checkpoint.load(
             names, only=only, drop=drop, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress
         )

@@ -1,0 +1,201 @@
+"""Opens adapters, and finds in their names which tensors of the base they change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from ..base.paths import PathLike
+from ..base.text import show
+from ..checkpoint import Checkpoint
+from ..errors import FormatError, UnsupportedError
+from ..formats.opening import find
+from ..stores.files import Location
+from ..stores.json_file import read_json
+from ..stores.places import Located
+from .adapter_settings import CONFIG, Settings, parse
+
+# What `adapters=` takes: a path, a path and its weight, or several of these in order.
+One = PathLike | Located | tuple[PathLike | Located, float]
+Adapters = One | Sequence[One] | None
+
+A, B, MAGNITUDE, BIAS, VALUE = "A", "B", "magnitude", "bias", "value"
+EMBEDDING_A, EMBEDDING_B = "embedding A", "embedding B"
+
+_PREFIX = "base_model.model."
+_PEFT = {
+    ".lora_A.weight": A,
+    ".lora_B.weight": B,
+    ".lora_B.bias": BIAS,
+    ".lora_embedding_A": EMBEDDING_A,
+    ".lora_embedding_B": EMBEDDING_B,
+    ".lora_magnitude_vector": MAGNITUDE,
+    ".lora_magnitude_vector.weight": MAGNITUDE,
+}
+_MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
+# Each part, and those of which it needs one.
+_PARTNERS = {
+    A: {B},
+    B: {A},
+    EMBEDDING_A: {EMBEDDING_B},
+    EMBEDDING_B: {EMBEDDING_A},
+    BIAS: {B},
+    MAGNITUDE: {B, EMBEDDING_B},
+}
+# Parts of names that PEFT wraps around a module, and what belongs to other methods and tools.
+_SAVED, _UNUSED = ".modules_to_save.", ".original_module."
+_WRAPPED = (".base_layer.", _SAVED)
+_FOREIGN = ("lora_down", "lora_up", "lora.down", "lora.up", "lora_unet_", "lora_te", "_lora.", "hada_", "lokr_")
+_NOT_LORA = ("trainable_tokens", "token_adapter", "lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
+
+
+class Adapter:
+    """An open adapter.
+
+    Args:
+        given: its path, or URL.
+        weight: factor of its changes.
+        storage_options: for URLs, see `safeload.open`.
+
+    Attributes:
+        checkpoint: its tensors.
+        settings: its configuration.
+        config: the configuration as it is written.
+        config_at: where that is.
+        weight: factor of its changes.
+        modules: for each module the names of tensors by what they are.
+
+    Raises:
+        FormatError: a file breaks its format; A without its B.
+        UnsupportedError: a method other than LoRA, or names of other tools.
+        OSError: a file cannot be read; there is no ``adapter_config.json``.
+    """
+
+    def __init__(self, given: Any, weight: float, storage_options: Mapping[str, Any] | None = None) -> None:
+        self.given, self.weight = given, weight
+        self.checkpoint = Checkpoint(find(given, None, None, "refuse", True, storage_options))
+        try:
+            file = self.checkpoint.weight_files[0]
+            _check_names(self.checkpoint)
+            self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
+            self.config = read_json(self.config_at.path, CONFIG, file.files)
+            self.settings: Settings = parse(self.config, self.config_at.shown)
+            self.modules = _modules(self.checkpoint, self.settings)
+        except BaseException:
+            self.checkpoint.close()
+            raise
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one of its tensors."""
+        return self.checkpoint.tensors[name].shape
+
+
+class Weighted(NamedTuple):
+    """An adapter as it was given."""
+
+    path: Any
+    weight: float
+
+
+def listed(adapters: Any) -> list[Weighted]:
+    """The adapters that an argument names, in order.
+
+    Raises:
+        TypeError: it is something else than paths, and pairs of a path and a number.
+        ValueError: a weight that is not finite.
+    """
+    if adapters is None:
+        return []
+    several = adapters if isinstance(adapters, (list, tuple)) and not _is_pair(adapters) else [adapters]
+    found = []
+    for one in several:
+        path, weight = one if _is_pair(one) else (one, 1.0)
+        if isinstance(path, (list, tuple, Mapping, bool, int, float)) or path is None:
+            raise TypeError(f"adapters is a path, a pair (path, weight) or a list of these, found {show(one)}")
+        if not math.isfinite(weight) or abs(weight) > 1e30:
+            raise ValueError(f"adapters: the weight of {show(path)} is {show(weight)}, not a finite number")
+        found.append(Weighted(path, float(weight)))
+    return found
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and type(value[1]) in (int, float)
+
+
+def opened(
+    stack: ExitStack, adapters: Iterable[Weighted], storage_options: Mapping[str, Any] | None = None
+) -> list[Adapter]:
+    """Opens adapters; the stack closes them."""
+    found = []
+    for path, weight in adapters:
+        adapter = Adapter(path, weight, storage_options)
+        stack.callback(adapter.checkpoint.close)
+        found.append(adapter)
+    return found
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    """Refuses the names of other tools, before a missing configuration is."""
+    name = next((name for name in checkpoint if any(part in name for part in _FOREIGN)), None)
+    if name is not None and not name.startswith(_PREFIX):
+        raise UnsupportedError(
+            f"tensor {show(name)} is named as diffusers and kohya do, not as PEFT or MLX: convert the adapter to PEFT "
+            "first",
+            path=checkpoint.path,
+            tensor=name,
+        )
+
+
+def _modules(checkpoint: Checkpoint, settings: Settings) -> dict[str, dict[str, str]]:
+    """Names of an adapter's tensors, by module of the base and by what they are; of whole tensors by their own name."""
+    found: dict[str, dict[str, str]] = {}
+    for name in checkpoint:
+        if _UNUSED in name:  # the base's own values, beside those that replace them
+            continue
+        module, part = _parsed(name, settings, checkpoint.path)
+        known = found.setdefault(module, {})
+        if part == VALUE and _SAVED in name and part in known:  # PEFT writes a saved module's trained bias twice
+            continue
+        if part in known and not (part == VALUE and _SAVED in known[part]):
+            both = f"tensors {show(known[part])} and {show(name)}"
+            raise FormatError(f"{both} of the adapter are the same part of one module", checkpoint.path, tensor=name)
+        known[part] = name
+    for parts in found.values():
+        for part, partners in _PARTNERS.items():
+            if part in parts and not partners & parts.keys():
+                raise FormatError(
+                    f"tensor {show(parts[part])} of the adapter stands alone: A and B belong together",
+                    checkpoint.path,
+                    tensor=parts[part],
+                )
+        if parts.keys() & {A, EMBEDDING_A} and settings.dora != (MAGNITUDE in parts):
+            name = next(iter(parts.values()))
+            what = "no magnitude" if settings.dora else "a magnitude"
+            key = "fine_tune_type" if settings.mlx else "use_dora"
+            raise FormatError(f"the module of tensor {show(name)} has {what}, against {show(key)}", checkpoint.path)
+    return found
+
+
+def _parsed(name: str, settings: Settings, path: str) -> tuple[str, str]:
+    if settings.mlx:
+        rest, suffixes = name, _MLX
+    elif name.startswith(_PREFIX):
+        rest, suffixes = name.removeprefix(_PREFIX), _PEFT
+    else:
+        raise UnsupportedError(
+            f"tensor {show(name)} does not begin with {show(_PREFIX)}, as PEFT writes it", path=path, tensor=name
+        )
+    for suffix, part in suffixes.items():
+        if rest.endswith(suffix):
+            return rest.removesuffix(suffix), part
+    if any(part in rest for part in _NOT_LORA):
+        raise UnsupportedError(
+            f"tensor {show(name)} of the adapter belongs to another method than LoRA, which PEFT merges",
+            path=path,
+            tensor=name,
+        )
+    for wrapped in _WRAPPED:
+        rest = rest.replace(wrapped, ".")
+    return rest, VALUE

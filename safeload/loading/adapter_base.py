@@ -1,0 +1,115 @@
+"""Tensors of a base that adapters change: their shapes, and their rows as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array
+from ..base.text import show
+from ..checkpoint import Checkpoint
+from ..engine.code_ranges import rows_apart
+from ..engine.weight_file import WeightFile
+from ..errors import UnsupportedError
+from ..packed import grouping
+
+
+class Target(NamedTuple):
+    """A tensor of the base.
+
+    Attributes:
+        name: of the tensor.
+        shape: of its values.
+        row: dtype that it keeps where none is asked for; None if it is packed.
+        work: dtype that it is merged in.
+        read: its values in that dtype, of a range of the first axis.
+        together: whether its values can only be read all at once.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    row: dtypes.Dtype | None
+    work: np.dtype[Any]
+    read: Callable[[slice], Array]
+    together: bool = False
+
+
+class Base(Protocol):
+    """What adapters are merged into."""
+
+    @property
+    def title(self) -> str:
+        """Its path, for messages."""
+
+    def __contains__(self, name: object) -> bool: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def target(self, name: str) -> Target:
+        """One of its tensors."""
+
+
+class CheckpointBase:
+    """An open checkpoint as a base."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.title = checkpoint.path
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checkpoint
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint)
+
+    def target(self, name: str) -> Target:
+        """A tensor of the checkpoint.
+
+        Raises:
+            UnsupportedError: it is not floating, or holds codes of a family that is not dequantized.
+        """
+        ((_, file, index),) = self._checkpoint.entries([name])
+        return of_file(self._checkpoint, name, file, index)
+
+
+def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> Target:
+    """A tensor of an open checkpoint.
+
+    Raises:
+        UnsupportedError: see `CheckpointBase.target`.
+    """
+    grouping.refuse(checkpoint.codes(), [name], "adapters=", checkpoint.path)
+    packed, row = file.table.packed(index), file.table.row(index)
+    shape = file.table.shape(index) if packed is None else packed.packing.shape
+    quantized = packed is not None or file.table.is_quantized(index)
+    if not quantized:
+        check_floating(name, row, checkpoint.path)
+    work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
+    if row.packed and not quantized:  # elements that share bytes are decoded together
+        whole = partial(_whole, checkpoint, name)
+        return Target(name, shape, None, work, whole, True)
+    together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
+    lazy = checkpoint.get_slice(name, dtype=work.name)
+    return Target(name, tuple(lazy.shape), None if quantized else row, work, lazy.__getitem__, together)
+
+
+def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
+    """Refuses integers.
+
+    Raises:
+        UnsupportedError: the dtype is not floating.
+    """
+    if not row.floating:
+        raise UnsupportedError(
+            f"tensor {show(name)} of the base is {row.code}, which no adapter can change: a base in integers is "
+            "quantized, and needs its config.json",
+            path=path,
+            tensor=name,
+        )
+
+
+def _whole(checkpoint: Checkpoint, name: str, rows: slice) -> Array:
+    values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
+    return values

@@ -1,0 +1,169 @@
+"""The tensors of a conversion with adapters merged into them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array
+from ..engine.entries import Entry
+from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.source import Source, of_array
+from ..errors import FormatError
+from ..loading.adapter import Adapter, Weighted, listed, opened
+from ..loading.adapter_base import Target, check_floating, of_file
+from ..loading.merge import Merge
+from ..stores.local import check_unchanged
+from .about import About
+from .catalog import Catalog
+from .plan import field
+from .sources import files_of, identified, in_memory, source_of
+
+
+class _Base:
+    """A catalog as a base of adapters."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.title = catalog.title
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._catalog
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._catalog)
+
+    def target(self, name: str) -> Target:
+        """A tensor of the catalog; one in memory is read whole where it is quantized."""
+        origin, file, index = self._catalog.place(name)
+        if file is not None:
+            owner: Any = origin  # tensors of a dict have no file
+            return of_file(owner, name, file, index)
+        about = Catalog.about(self._catalog, name)
+        if not about.quantized:
+            check_floating(name, about.row, None)
+        work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
+        read: Callable[[slice], Array] = partial(_rows, self._catalog, name, work)
+        return Target(name, about.shape, None if about.quantized else about.row, work, read, about.quantized)
+
+
+def _rows(catalog: Catalog, name: str, work: np.dtype[Any], rows: slice) -> Array:
+    values: Array = Catalog.array(catalog, name)[rows].astype(work)
+    return values
+
+
+class MergedCatalog(Catalog):
+    """A catalog whose tensors have adapters merged into them: a tensor is merged when it is read, in float32.
+
+    Args:
+        catalog: the tensors.
+        adapters: open ones, in order.
+        among: names of the tensors to consider; None for all, see `Merge`.
+    """
+
+    def __init__(self, catalog: Catalog, adapters: Sequence[Adapter], among: Container[str] | None = None) -> None:
+        super().__init__(catalog._origins)
+        self.mapped = catalog.mapped
+        self._merge = Merge(_Base(catalog), adapters, among)
+        self.adapters = adapters
+
+    def check_kept(self, name: str) -> None:
+        """Refuses a packed tensor that an adapter changes.
+
+        Raises:
+            UnsupportedError: it would stay packed.
+        """
+        if name in self._merge:
+            self._merge.target_row(name, None)
+
+    def about(self, name: str) -> About:
+        """Describes a tensor; blocks that an adapter changes have become numbers."""
+        about = super().about(name)
+        if name not in self._merge or about.packed or not (about.quantized or about.row.packed):
+            return about
+        row = dtypes.BY_CODE["F32"]
+        return About(name, row.name, about.shape, row.nbytes(math.prod(about.shape)), row, True)
+
+    def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
+        """A tensor as a source of jobs."""
+        if name not in self._merge:
+            return super().source(name, called, threads)
+        return of_array(name if called is None else called, self._values(name, threads))
+
+    def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
+        """What a read delivers of those tensors that no adapter changes."""
+        return super().described([name for name in names if name not in self._merge], target)
+
+    def in_place(self, name: str) -> Source | None:
+        """A tensor's values in place; None for one that an adapter changes."""
+        return None if name in self._merge else super().in_place(name)
+
+    def restoring(self, name: str, called: str | None = None) -> Source | None:
+        """A packed tensor of a file as a source of its values; None for one that an adapter changes."""
+        return None if name in self._merge else super().restoring(name, called)
+
+    def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
+        return self._values(name, threads) if name in self._merge else super()._load(name, dtype, threads)
+
+    def _values(self, name: str, threads: int | None) -> Array:
+        work = dtypes.BY_CODE["F64" if super().about(name).row.code == "F64" else "F32"]
+        return self._merge.values(name, work, threads=threads)
+
+
+def merged(
+    stack: ExitStack, catalog: Catalog, adapters: Any, storage_options: Mapping[str, Any] | None = None
+) -> Catalog:
+    """A catalog with the adapters that an argument names; the catalog itself for none."""
+    given = listed(adapters)
+    return MergedCatalog(catalog, opened(stack, given, storage_options)) if given else catalog
+
+
+# ---- as plain data ----
+
+
+def as_plain(catalog: Catalog) -> list[dict[str, Any]] | None:
+    """The adapters as a plan has them: where each is, its weight, and its files with size and version.
+
+    Raises:
+        ValueError: an adapter that is not a path.
+    """
+    if not isinstance(catalog, MergedCatalog):
+        return None
+    found = []
+    for one in catalog.adapters:
+        if one.checkpoint.weight_files[0].files.remote:
+            raise in_memory("an adapter from a URL is open", "a conversion in pieces")
+        paths = [file.place for file in one.checkpoint.weight_files]
+        files = [source_of(path) for path in (*paths, one.config_at.path)]
+        found.append({"files": files, "weight": one.weight})
+    return found
+
+
+def reopened(stack: ExitStack, catalog: Catalog, plain: Any, among: Container[str]) -> Catalog:
+    """The inverse of `as_plain`, for the tensors of a piece.
+
+    Raises:
+        FormatError: a file has changed since the plan was made, or this is something else.
+    """
+    if plain is None:
+        return catalog
+    if not isinstance(plain, list):
+        raise FormatError("the adapters of a piece are a list")
+    given = []
+    for one in plain:
+        paths = []
+        for file in field(one, "files", list):
+            path, identity, _ = identified(file)
+            files_of({}, path, None)
+            check_unchanged(path, identity)
+            paths.append(path)
+        if len(paths) < 2:
+            raise FormatError("an adapter of a piece has its weights and its configuration")
+        given.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], field(one, "weight", float)))
+    return MergedCatalog(catalog, opened(stack, given), among)

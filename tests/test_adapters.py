@@ -1,0 +1,385 @@
+"""LoRA adapters merged while loading, against what PEFT merges (tests/data/lora/make.py)."""
+
+import json
+import logging
+import math
+import shutil
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders.paths import ROOT
+
+import safeload
+from safeload.numpy import save_file
+
+DATA = ROOT / "tests" / "data" / "lora"
+BASE = DATA / "base.safetensors"
+CASES = sorted(path.parent.name for path in DATA.glob("*/adapter_config.json"))
+PREFIX = "base_model.model."
+
+
+def assert_merged(found, expected, terms):
+    """Sums of so many products in any order, of values of about 1, and a few roundings after them."""
+    bound = (terms + 6) * np.finfo(np.float32).eps * max(1.0, float(np.abs(expected).max()))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
+
+
+def write(folder, tensors, config=None, **more):
+    """An adapter of PEFT."""
+    folder.mkdir(exist_ok=True)
+    save_file({PREFIX + name: value for name, value in tensors.items()}, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4} if config is None else config
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **more}))
+    return folder
+
+
+def pair(rows=6, columns=5, rank=2, module="w", seed=0):
+    rng = np.random.default_rng(seed)
+    a, b = rng.standard_normal((rank, columns), np.float32), rng.standard_normal((rows, rank), np.float32)
+    return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+
+
+@pytest.fixture
+def base(tmp_path):
+    rng = np.random.default_rng(1)
+    weights = {"w.weight": rng.standard_normal((6, 5), np.float32), "other": np.arange(4, dtype=np.int64)}
+    save_file(weights, tmp_path / "base.safetensors")
+    return tmp_path / "base.safetensors"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_peft_merges(case):
+    base, expected = safeload.load(BASE), safeload.load(DATA / f"{case}.safetensors")
+    merged = safeload.load(BASE, adapters=DATA / case)
+    assert list(merged) == list(base)
+    assert {name for name in base if not np.array_equal(base[name], merged[name])} == set(expected)
+    for name, value in expected.items():
+        assert_merged(merged[name], value, 40)
+
+
+def test_no_adapters_change_nothing(base):
+    plain = safeload.load(base)
+    for none in (None, [], ()):
+        assert all(np.array_equal(value, plain[name]) for name, value in safeload.load(base, adapters=none).items())
+
+
+def test_several_in_order_with_weights(base, tmp_path):
+    one, two = write(tmp_path / "one", pair(seed=2)), write(tmp_path / "two", pair(seed=3))
+    w = safeload.load(base)["w.weight"]
+    merged = safeload.load(base, adapters=[(one, 0.5), two])["w.weight"]
+    expected = w.astype(np.float64)
+    for seed, weight in ((2, 0.5), (3, 1)):
+        a, b = pair(seed=seed).values()
+        expected += weight * 2 * (b.astype(np.float64) @ a)
+    assert_merged(merged, expected, 4)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "float64"])
+def test_rounds_once(tmp_path, dtype):
+    """A change of less than the last bit of the base counts, if two of them are more."""
+    small = np.float32([[2.0**-9]])
+    one = {"w.lora_A.weight": small, "w.lora_B.weight": np.float32([[1]])}
+    save_file({"w.weight": np.ones((1, 1), ml_dtypes.bfloat16)}, tmp_path / "base.safetensors")
+    adapter = write(tmp_path / "a", one, r=1, lora_alpha=1)
+    several = [adapter] * 4
+    found = safeload.load(tmp_path / "base.safetensors", adapters=several, dtype=dtype)["w.weight"]
+    assert found.dtype == (ml_dtypes.bfloat16 if dtype is None else np.dtype(dtype))
+    assert float(found[0, 0]) == 1 + 2.0**-7
+
+
+def test_tiles_join(tmp_path, monkeypatch):
+    rng = np.random.default_rng(4)
+    w = rng.standard_normal((700, 30), np.float32)
+    save_file({"w.weight": w}, tmp_path / "base.safetensors")
+    adapter = write(tmp_path / "a", pair(700, 30))
+    whole = safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"]
+    monkeypatch.setattr("safeload.loading.merge._TILE", 30 * 300)
+    tiled = safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"]
+    a, b = pair(700, 30).values()
+    for found in (whole, tiled):
+        assert_merged(found, w + 2 * (b.astype(np.float64) @ a), 3)
+
+
+def test_fills_arrays_of_the_caller(base, tmp_path):
+    adapter = write(tmp_path / "a", pair())
+    out = {"w.weight": np.zeros((6, 5), np.float32), "other": np.zeros(4, np.int64)}
+    done = []
+    merged = safeload.load(base, adapters=adapter, out=out, progress=lambda *at: done.append(at))
+    assert merged["w.weight"] is out["w.weight"]
+    assert out["w.weight"].any()
+    assert done[-1] == (6 * 5 * 4 + 32,) * 2
+    with pytest.raises(ValueError, match=r"w\.weight.*\[6, 5\]"):
+        safeload.load(base, adapters=adapter, out={**out, "w.weight": np.zeros((5, 6), np.float32)})
+
+
+def test_chooses_tensors(base, tmp_path):
+    adapter = write(tmp_path / "a", pair())
+    assert list(safeload.load(base, adapters=adapter, drop="w*")) == ["other"]
+    assert list(safeload.load(base, ["w.weight"], adapters=adapter)) == ["w.weight"]
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "modelopt_nvfp4", "ct_old_w3_g32", "gptq3_act_order", "awq4_gemm"])
+def test_packed_bases(name, tmp_path):
+    folder = ROOT / "tests" / "data" / "quantized" / name
+    true = safeload.load(folder, dtype="float32")
+    with safeload.open(folder) as checkpoint:
+        weight = next(
+            k
+            for k, one in checkpoint.tensors.items()
+            if len(one.shape) == 2 and k.endswith(".weight") and isinstance(checkpoint[k], safeload.QuantizedTensor)
+        )
+    adapter = write(tmp_path / "a", pair(*true[weight].shape, module=weight.removesuffix(".weight")))
+    merged = safeload.load(folder, adapters=adapter, dtype="float32")
+    a, b = pair(*true[weight].shape).values()
+    assert_merged(merged[weight], true[weight] + 2 * (b.astype(np.float64) @ a), 3)
+    with pytest.raises(safeload.UnsupportedError, match="is packed, and an adapter changes it: pass dtype="):
+        safeload.load(folder, adapters=adapter)
+
+
+def test_mlx(tmp_path):
+    rng = np.random.default_rng(5)
+    w, e = rng.standard_normal((6, 5), np.float32), rng.standard_normal((9, 4), np.float32)
+    save_file({"w.weight": w, "e.weight": e}, tmp_path / "base.safetensors")
+    folder = tmp_path / "mlx"
+    folder.mkdir()
+    shapes = {"w.lora_a": (5, 2), "w.lora_b": (2, 6), "e.lora_a": (9, 2), "e.lora_b": (2, 4)}
+    parts = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    save_file(parts, folder / "adapters.safetensors")
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 2, "scale": 3.0, "dropout": 0.0}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    merged = safeload.load(tmp_path / "base.safetensors", adapters=folder)
+    assert_merged(merged["w.weight"], w + 3 * (parts["w.lora_b"].T @ parts["w.lora_a"].T), 3)
+    assert_merged(merged["e.weight"], e + 3 * (parts["e.lora_a"] @ parts["e.lora_b"]), 3)
+
+
+# ---- what does not fit ----
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (pair(module="v"), ["base_model.model.v.lora_A.weight", "v.weight", "does not have", "close to it: w.weight"]),
+        (pair(rows=7), ["w.lora_B.weight", "[7, 2]", "w.weight", "[6, 5]", "needs [6, 2]"]),
+        (pair(columns=4), ["w.lora_A.weight", "[2, 4]", "[6, 5]", "needs [2, 5]"]),
+        (pair(rank=3), ["has rank 3", "'r'", "says 2"]),
+        ({"w.lora_A.weight": np.ones((2, 5), np.float32)}, ["w.lora_A.weight", "stands alone"]),
+        ({**pair(), "w.lora_B.bias": np.ones(6, np.float32)}, ["w.lora_B.bias", "w.bias", "no bias in the base"]),
+        ({"w.weight": np.ones((5, 6), np.float32)}, ["[5, 6]", "[6, 5]", "replaces"]),
+        ({"other": np.ones(4, np.float32)}, ["other", "I64"]),
+        (
+            {"w.trainable_tokens_delta": np.ones((1, 5), np.float32)},
+            ["trainable_tokens_delta", "another method than LoRA"],
+        ),
+        ({**pair(), "w.lora_magnitude_vector": np.ones(6, np.float32)}, ["a magnitude", "use_dora"]),
+    ],
+)
+def test_what_does_not_fit_is_named(base, tmp_path, tensors, words):
+    with pytest.raises(safeload.SafeloadError) as caught:
+        safeload.load(base, adapters=write(tmp_path / "a", tensors))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        ({"peft_type": "LOHA"}, safeload.UnsupportedError, "'LOHA'"),
+        ({"target_parameters": ["x"]}, safeload.UnsupportedError, "target_parameters"),
+        ({"layer_replication": [[0, 2]]}, safeload.UnsupportedError, "layer_replication"),
+        ({"r": 0}, safeload.FormatError, '"r"'),
+        ({"r": True}, safeload.FormatError, '"r"'),
+        ({"lora_alpha": "x"}, safeload.FormatError, '"lora_alpha"'),
+        ({"lora_alpha": 10**400}, safeload.FormatError, '"lora_alpha"'),
+        ({"rank_pattern": {"w": -1}}, safeload.FormatError, '"w"'),
+        ({"rank_pattern": []}, None, ""),
+        ({"rank_pattern": 1}, safeload.FormatError, '"rank_pattern"'),
+        ({"rank_pattern": {"(?=w)": 2}}, safeload.UnsupportedError, "rank_pattern"),
+        ({"use_rslora": "yes"}, safeload.FormatError, '"use_rslora"'),
+        ({"use_dora": True}, safeload.FormatError, "no magnitude"),
+    ],
+)
+def test_configurations(base, tmp_path, config, error, words):
+    adapter = write(tmp_path / "a", pair(), **config)
+    if error is None:
+        safeload.load(base, adapters=adapter)
+        return
+    with pytest.raises(error) as caught:
+        safeload.load(base, adapters=adapter)
+    assert words in str(caught.value)
+
+
+def test_tied_heads_are_explained(tmp_path):
+    save_file({"model.embed_tokens.weight": np.ones((6, 5), np.float32)}, tmp_path / "base.safetensors")
+    adapter = write(tmp_path / "a", pair(module="lm_head"))
+    with pytest.raises(safeload.TensorNotFoundError, match="tied to the embedding"):
+        safeload.load(tmp_path / "base.safetensors", adapters=adapter)
+
+
+def test_arguments(base, tmp_path):
+    adapter = write(tmp_path / "a", pair())
+    with pytest.raises(ValueError, match="finite"):
+        safeload.load(base, adapters=(adapter, float("nan")))
+    for wrong in (3, {"a": 1}, [None], [(adapter, "1")]):
+        with pytest.raises(TypeError, match="adapters is a path"):
+            safeload.load(base, adapters=wrong)
+    saved = write(tmp_path / "saved", {"w.weight": np.ones((6, 5), np.float32)})
+    with pytest.raises(safeload.UnsupportedError, match=r"must be 1, not 0\.5"):
+        safeload.load(base, adapters=(saved, 0.5))
+
+
+def test_foreign_names_and_missing_settings(base, tmp_path):
+    save_file({"lora_unet_w.lora_down.weight": np.ones((2, 2), np.float32)}, tmp_path / "kohya.safetensors")
+    with pytest.raises(safeload.UnsupportedError, match="diffusers and kohya"):
+        safeload.load(base, adapters=tmp_path / "kohya.safetensors")
+    adapter = write(tmp_path / "a", pair())
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="adapter_config"):
+        safeload.load(base, adapters=adapter)
+
+
+def test_pickled_adapters(base, tmp_path):
+    torch = pytest.importorskip("torch")
+    one = write(tmp_path / "a", pair())
+    two = tmp_path / "b"
+    shutil.copytree(one, two)
+    (two / "adapter_model.safetensors").unlink()
+    tensors = {PREFIX + name: torch.from_numpy(value) for name, value in pair().items()}
+    torch.save(tensors, two / "adapter_model.bin")
+    first, second = (safeload.load(base, adapters=one)["w.weight"] for one in (one, two))
+    assert np.array_equal(first, second)
+
+
+def test_a_changed_base_is_warned_of(base, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "safeload"):
+        safeload.load(base, adapters=write(tmp_path / "a", pair(), init_lora_weights="pissa_niter_4"))
+    assert "changes the base" in caplog.text
+
+
+# ---- the other doors ----
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A base of bfloat16 in a folder, an adapter for two of its tensors, and the merged tensors."""
+    rng = np.random.default_rng(7)
+    shapes = {"a.weight": (64, 32), "b.weight": (32, 64), "norm.weight": (32,)}
+    weights = {
+        name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()
+    }
+    folder = tmp_path / "base"
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"}))
+    adapter = write(tmp_path / "lora", {**pair(64, 32, module="a"), **pair(32, 64, module="b")})
+    return folder, adapter, safeload.load(folder, adapters=adapter)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert np.array_equal(found[name], value), name
+
+
+def test_convert(llama, tmp_path):
+    folder, adapter, expected = llama
+    safeload.convert(folder, tmp_path / "one.safetensors", adapters=adapter)
+    assert_same(safeload.load(tmp_path / "one.safetensors"), expected)
+    safeload.convert(folder, tmp_path / "npz.npz", adapters=adapter, dtype="float32", drop="norm*")
+    wide = safeload.load(folder, adapters=adapter, dtype="float32", drop="norm*")
+    assert_same(safeload.load(tmp_path / "npz.npz"), wide)
+    in_memory = safeload.load(folder)
+    safeload.convert(in_memory, tmp_path / "memory.safetensors", adapters=[adapter])
+    assert_same(safeload.load(tmp_path / "memory.safetensors"), expected)
+
+
+def test_convert_quantizes_what_is_merged(llama, tmp_path):
+    folder, adapter, _ = llama
+    wide = safeload.load(folder, adapters=adapter, dtype="float32")
+    safeload.convert(folder, tmp_path / "q.gguf", adapters=adapter, quantize="q8_0", only="a.weight")
+    found = safeload.load(tmp_path / "q.gguf")["a.weight"]
+    assert found == safeload.quantize(wide["a.weight"], "q8_0")
+
+
+def test_convert_in_pieces(llama, tmp_path):
+    folder, adapter, expected = llama
+    for name, options in {"at_once": {}, "resumed": {"resume": True}}.items():
+        safeload.convert(folder, tmp_path / name, adapters=[(adapter, 1)], max_shard_size=4096, **options)
+        assert_same(safeload.load(tmp_path / name, list(expected)), expected)
+    plan = safeload.plan_convert(folder, tmp_path / "plan", adapters=adapter, max_shard_size=4096)
+    plan = safeload.Plan(json.loads(json.dumps(plan)))
+    other = safeload.plan_convert(folder, tmp_path / "plan", adapters=(adapter, 0.5), max_shard_size=4096)
+    assert plan.id != other.id
+    safeload.finalize(plan, [safeload.run_piece(piece) for piece in plan.pieces])
+    assert_same(safeload.load(tmp_path / "plan", list(expected)), expected)
+
+
+def test_pieces_refuse_an_adapter_that_has_changed(llama, tmp_path):
+    folder, adapter, _ = llama
+    plan = safeload.plan_convert(folder, tmp_path / "plan", adapters=adapter, max_shard_size=4096)
+    write(adapter, {**pair(64, 32, module="a", rank=2), "b.weight": np.ones((32, 64), np.float32)})
+    with pytest.raises(safeload.FormatError, match="changed"):
+        safeload.run_piece(plan.pieces[0])
+
+
+def test_convert_restores_a_packed_base(tmp_path):
+    folder = ROOT / "tests" / "data" / "quantized" / "fp8_block"
+    true = safeload.load(folder, dtype="float32")
+    weight = next(name for name, value in safeload.load(folder).items() if isinstance(value, safeload.QuantizedTensor))
+    adapter = write(tmp_path / "a", pair(*true[weight].shape, module=weight.removesuffix(".weight")))
+    with pytest.raises(safeload.UnsupportedError, match="pass dtype="):
+        safeload.convert(folder, tmp_path / "out", adapters=adapter, max_shard_size="1GB")
+    safeload.convert(folder, tmp_path / "out", adapters=adapter, max_shard_size="1GB", dtype="float32")
+    assert_same(safeload.load(tmp_path / "out"), safeload.load(folder, adapters=adapter, dtype="float32"))
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_command_line(llama, tmp_path, capsys):
+    from safeload.cli import main
+
+    folder, adapter, _ = llama
+    assert main(["convert", str(folder), str(tmp_path / "out.safetensors"), "--adapter", f"{adapter}=0.5"]) == 0
+    assert_same(safeload.load(tmp_path / "out.safetensors"), safeload.load(folder, adapters=(adapter, 0.5)))
+
+
+def test_torch(llama):
+    torch = pytest.importorskip("torch")
+    from safeload.torch import load_checkpoint
+
+    folder, adapter, expected = llama
+    found = load_checkpoint(folder, adapters=adapter)
+    for name, value in expected.items():
+        assert found[name].dtype == torch.bfloat16
+        assert np.array_equal(found[name].float().numpy(), value.astype(np.float32))
+    assert load_checkpoint(folder, adapters=adapter, device="meta")["a.weight"].shape == (64, 32)
+
+
+def test_jax(llama):
+    pytest.importorskip("jax")
+    from safeload.jax import load_checkpoint
+
+    folder, adapter, expected = llama
+    assert_same({name: np.asarray(one) for name, one in load_checkpoint(folder, adapters=adapter).items()}, expected)
+
+
+def test_memory_is_the_result_and_tiles(tmp_path):
+    """A packed or plain base is never in memory in float32 as a whole."""
+    resource = pytest.importorskip("resource")
+    if sys.platform != "linux":
+        pytest.skip("ru_maxrss is in KiB on Linux")
+    shape = (16384, 4096)  # 128 MiB of bfloat16, 256 MiB of float32
+    save_file({"w.weight": np.zeros(shape, ml_dtypes.bfloat16)}, tmp_path / "base.safetensors", durable=False)
+    adapter = write(tmp_path / "a", pair(*shape))
+    code = (
+        "import resource, sys, numpy, ml_dtypes, safeload\n"
+        "import safeload.loading.merged\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "safeload.load(sys.argv[1], adapters=sys.argv[2])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    arguments = [sys.executable, "-c", code, tmp_path / "base.safetensors", adapter]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert resource
+    assert int(done.stdout) << 10 < math.prod(shape) * 2 + (200 << 20)
