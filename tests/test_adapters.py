@@ -69,7 +69,7 @@ def test_no_adapters_change_nothing(base):
 def test_several_in_order_with_weights(base, tmp_path):
     one, two = write(tmp_path / "one", pair(seed=2)), write(tmp_path / "two", pair(seed=3))
     w = safeload.load(base)["w.weight"]
-    merged = safeload.load(base, adapters=[(one, 0.5), two])["w.weight"]
+    merged = safeload.load(base, adapters=[(one, np.float32(0.5)), two])["w.weight"]
     expected = w.astype(np.float64)
     for seed, weight in ((2, 0.5), (3, 1)):
         a, b = pair(seed=seed).values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Real
 from typing import Any, NamedTuple
 
 from ..base.paths import PathLike
@@ -121,7 +122,8 @@ def listed(adapters: Any) -> list[Weighted]:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and type(value[1]) in (int, float)
+    number = value[1] if isinstance(value, tuple) and len(value) == 2 else None
+    return isinstance(number, Real) and not isinstance(number, bool)
 
 
 def opened(
