@@ -383,3 +383,10 @@ def test_memory_is_the_result_and_tiles(tmp_path):
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert resource
     assert int(done.stdout) << 10 < math.prod(shape) * 2 + (200 << 20)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1)])
+def test_the_smallest(tmp_path, shape):
+    save_file({"w.weight": np.ones(shape, np.float32)}, tmp_path / "base.safetensors")
+    adapter = write(tmp_path / "a", pair(*shape))
+    assert safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"].shape == shape

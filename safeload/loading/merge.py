@@ -302,7 +302,7 @@ def _factors(change: Change, target: Target) -> _Factors:
     a, b = (read[parts[part]] for part in ((EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)))
     if mlx:
         a, b = a.T, b.T
-    a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
+    a, b = a.reshape(_flat(a.shape)), b.reshape(_flat(b.shape))
     left, right = (a.T, b.T) if change.by_columns else (b, a)
     magnitude = read[parts[MAGNITUDE]].reshape(-1).astype(np.float64) if MAGNITUDE in parts else None
     return _Factors(
