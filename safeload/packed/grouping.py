@@ -23,6 +23,7 @@ from ..stores.json_file import read_if_there, read_json
 from .bitsandbytes import STATES
 from .config import Quantization, quantization_of
 from .group import Stored
+from .refused import Refusal, refusal_of
 
 _BESIDE_WIDE = (*STATES.values(), ".quant_map")
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
@@ -41,11 +42,13 @@ class Codes(NamedTuple):
         dtype: of the codes, such as "F8_E4M3".
         scale: name of the companion tensor; None if only the configuration identifies the codes.
         method: ``quant_method`` of the configuration; None without one.
+        refusal: what they are, if `refused` knows them.
     """
 
     dtype: str
     scale: str | None
     method: str | None
+    refusal: Refusal | None = None
 
 
 class _Row(NamedTuple):
@@ -82,11 +85,12 @@ _ROWS = (
     _Row("._data._data", ("._scale",), ("._shift",)),  # quanto, 2 and 4 bits
     _Row(".W_q", (), (".scale", ".meta")),  # HQQ
     _Row(".q_weight", (), (".q_scale",)),  # EXL2
-    _Row(".trellis", (), (".suh", ".svh")),  # EXL3
+    _Row(".trellis", (), (".suh", ".svh", ".SU", ".SV")),  # EXL3; QTIP
     _Row(".codes", (), (".codebooks",)),  # AQLM
     _Row(".indices", (), (".centroids.weight",)),  # VPTQ
     _Row(".Qidxs", (), (".SU", ".SV")),  # QuIP#
     _Row(".B", (), (".s",)),  # Marlin
+    _Row(".col_vals", (), (".dense_weights",)),  # SpQR
 )
 
 # Suffixes of names that are codes under a configuration with a quantization even without a companion, which may be in a
@@ -125,7 +129,8 @@ def find(
             quantization is not None and name not in scales and _is_named(name, tensors[name])
         ):
             method = None if quantization is None else quantization.shown
-            found[name] = Codes(tensors[name].row.code, companion, method)
+            code = tensors[name].row.code
+            found[name] = Codes(code, companion, method, refusal_of(name, code, companion, quantization))
     _add_wide(tensors, elsewhere, quantization, found)
     return found
 
@@ -224,13 +229,20 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     name = next((name for name in names if name in codes), None) if codes else None
     if name is None:
         return
-    dtype, scale, method = codes[name]
+    dtype, scale, method, refusal = codes[name]
     beside = f"whose scale is {show(scale)}" if scale is not None else "whose scale is not here"
     said = "" if method is None else f" (quant_method {clip(printable(method), 90)} in config.json)"
+    head = f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. "
+    if refusal is not None:
+        raise UnsupportedError(
+            f"{head}This is {refusal.what}: safeload does not dequantize it, {refusal.reader} reads it. {what} would "
+            "treat the codes as weights; without it they are given as stored",
+            path=where or None,
+            tensor=name,
+        )
     raise UnsupportedError(
-        f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. {what} would treat "
-        "the codes as weights. safeload.load of the whole checkpoint gives true weights where it dequantizes this "
-        "quantization, and the codes as stored with stored=True",
+        f"{head}{what} would treat the codes as weights. safeload.load of the whole checkpoint gives true "
+        "weights where it dequantizes this quantization, and the codes as stored with stored=True",
         path=where or None,
         tensor=name,
     )
