@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..base import packing
 from ..base.packing import Packing
-from . import bitsandbytes, floats, gguf, gptq, integers, subclasses
+from . import bitsandbytes, floats, gemma, gguf, gptq, integers, subclasses
 from .group import FP8, Group
 
 
@@ -84,6 +84,26 @@ FAMILIES = (
         "bitnet",
     ),
     Family(
+        "Gemma",
+        ".weight",
+        ".weight",
+        frozenset(("U8", "I8")),
+        _scale(".weight_scale"),
+        _NOTHING,
+        gemma.gemma,
+        "gemma",
+    ),
+    Family(
+        "Gemma, embeddings",
+        ".embedding_quantized",
+        ".weight",
+        frozenset(("U8", "I8")),
+        _scale(".embedding_scale"),
+        _NOTHING,
+        gemma.gemma,
+        "gemma",
+    ),
+    Family(
         "bitsandbytes, 4 bits",
         "",
         "",
@@ -107,7 +127,7 @@ FAMILIES = (
         ".weight",
         frozenset(("U32",)),
         _scale(".scales"),
-        {packing.BIAS: (".biases",), packing.GLOBAL: (".global_scale",)},
+        {packing.BIAS: (".biases", ".qbiases"), packing.GLOBAL: (".global_scale",)},
         integers.mlx,
     ),
     Family(
@@ -175,6 +195,6 @@ IGNORED = frozenset(
         "input_zero_point", "comfy_quant", "gate_up_proj_input_scale", "down_proj_input_scale",
         "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
         "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
-        "_weight_act_quant_zero_point",
+        "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale",
     )
 )  # fmt: skip

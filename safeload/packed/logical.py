@@ -39,7 +39,7 @@ _SHAPE_VALUES = 8
 _COVERED = frozenset(
     (
         "fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitnet", "bitsandbytes", "mlx", "modelopt",
-        "gptq", "awq", *AUTO_ROUND,
+        "gptq", "awq", "gemma", "metal", *AUTO_ROUND,
     )
 )  # fmt: skip
 # What they also write, and the table does not cover.
