@@ -212,6 +212,8 @@ def is_kept_by(text: str | None, module: str, new: str) -> bool:
     Without a description, None or "", nothing is said of any.
     """
     said = _of_text(text) if text else None
+    if said is not None and said.get("module_quant_configs") and module != new:
+        return False  # its patterns are matched where its bits are known, in `gemma`
     return said is None or all(of(module) == of(new) for of in (said.of_module, said.of_layer, said.weights))
 
 

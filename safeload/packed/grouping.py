@@ -236,7 +236,7 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     if refusal is not None:
         raise UnsupportedError(
             f"{head}This is {refusal.what}: safeload does not dequantize it, {refusal.reader} reads it. {what} would "
-            "treat the codes as weights; without it they are given as stored",
+            "treat the codes as weights. safeload.load without dtype= gives them as stored",
             path=where or None,
             tensor=name,
         )

@@ -47,6 +47,19 @@ def test_gemma(tmp_path):
         np.testing.assert_array_equal(got[name], values)
 
 
+def test_patterns_hold_for_a_copy_and_not_for_another_name(tmp_path):
+    """The first pattern counts, in the order of the config; another name may have other bits."""
+    tensors = {"up.weight": rng.integers(0, 256, (4, 8), np.uint8), "up.weight_scale": np.ones((4, 1), F32)}
+    (tmp_path / "in").mkdir()
+    overrides = {"up": {"num_bits": 2}, ".*": {"num_bits": 4}}
+    write(tmp_path / "in", tensors, quant_method="gemma", module_quant_configs=overrides)
+    safeload.convert(tmp_path / "in", tmp_path / "copy.safetensors")
+    got = safeload.load(tmp_path / "copy.safetensors", dtype="float32")
+    np.testing.assert_array_equal(got["up.weight"], unpacked(tensors["up.weight"], 2))
+    with pytest.raises(safeload.UnsupportedError, match=r"'up\.weight' stays packed"):
+        safeload.convert(tmp_path / "in", tmp_path / "other.safetensors", rename=[("^up", "other")])
+
+
 @pytest.mark.parametrize("bits", [8, 3, "4", True])
 def test_bits_that_do_not_fit_are_no_weights(tmp_path, bits):
     tensors = {"a.weight": np.ones((4, 4), np.uint8), "a.weight_scale": np.ones((4, 1), F32)}
