@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -155,6 +156,33 @@ def test_mlx(tmp_path):
     assert_merged(merged["e.weight"], e + 3 * (parts["e.lora_a"] @ parts["e.lora_b"]), 3)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "module", "matches"),
+    [
+        ("v", "layers.0.v", True),
+        ("v", "v", True),
+        ("v", "layers.0.uv", False),
+        ("0.v", "layers.0.v", True),
+        ("0.v", "layers.10.v", False),
+        ("0.v", "layers.0xv", True),  # "." is any character, as PEFT has it
+        ("layers.0.v", "layers.0.v", True),
+        ("a.layers.0.v", "layers.0.v", False),
+        ("^layers.0.v", "layers.0.v", True),
+        ("^0.v", "layers.0.v", False),
+        ("(v|w)", "layers.0.w", True),
+        (r"layers\.[0-3]\.v", "model.layers.2.v", True),
+    ],
+)
+def test_patterns_are_the_ends_of_names(tmp_path, pattern, module, matches):
+    assert matches == bool(re.fullmatch(rf"(.*\.)?({pattern})" if pattern[0] != "^" else pattern[1:], module))
+    save_file({f"{module}.weight": np.zeros((6, 5), np.float32)}, tmp_path / "base.safetensors")
+    parts = pair(module=module)
+    change = parts[f"{module}.lora_B.weight"] @ parts[f"{module}.lora_A.weight"]
+    adapter = write(tmp_path / "a", parts, alpha_pattern={pattern: 20})
+    merged = safeload.load(tmp_path / "base.safetensors", adapters=adapter)[f"{module}.weight"]
+    assert_merged(merged, (10 if matches else 2) * change, 3)
+
+
 # ---- what does not fit ----
 
 
@@ -172,6 +200,11 @@ def test_mlx(tmp_path):
         (
             {"w.trainable_tokens_delta": np.ones((1, 5), np.float32)},
             ["trainable_tokens_delta", "another method than LoRA"],
+        ),
+        ({}, ["has no tensors"]),
+        (
+            {**pair(), "w.lora_embedding_A": np.ones((2, 6)), "w.lora_embedding_B": np.ones((5, 2))},
+            ["w.lora_A.weight", "w.lora_embedding_A", "in two ways"],
         ),
         ({**pair(), "w.lora_magnitude_vector": np.ones(6, np.float32)}, ["a magnitude", "use_dora"]),
     ],
@@ -196,6 +229,7 @@ def test_what_does_not_fit_is_named(base, tmp_path, tensors, words):
         ({"rank_pattern": []}, None, ""),
         ({"rank_pattern": 1}, safeload.FormatError, '"rank_pattern"'),
         ({"rank_pattern": {"(?=w)": 2}}, safeload.UnsupportedError, "rank_pattern"),
+        ({"alpha_pattern": {f"(a|b{k})": 2 for k in range(300)}}, safeload.UnsupportedError, "more than 256 patterns"),
         ({"use_rslora": "yes"}, safeload.FormatError, '"use_rslora"'),
         ({"use_dora": True}, safeload.FormatError, "no magnitude"),
     ],
@@ -219,8 +253,9 @@ def test_tied_heads_are_explained(tmp_path):
 
 def test_arguments(base, tmp_path):
     adapter = write(tmp_path / "a", pair())
-    with pytest.raises(ValueError, match="finite"):
-        safeload.load(base, adapters=(adapter, float("nan")))
+    for weight in (float("nan"), float("inf"), 10**400):
+        with pytest.raises(ValueError, match="finite"):
+            safeload.load(base, adapters=(adapter, weight))
     for wrong in (3, {"a": 1}, [None], [(adapter, "1")]):
         with pytest.raises(TypeError, match="adapters is a path"):
             safeload.load(base, adapters=wrong)

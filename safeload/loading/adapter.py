@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Real
@@ -115,7 +114,7 @@ def listed(adapters: Any) -> list[Weighted]:
         path, weight = one if _is_pair(one) else (one, 1.0)
         if isinstance(path, (list, tuple, Mapping, bool, int, float)) or path is None:
             raise TypeError(f"adapters is a path, a pair (path, weight) or a list of these, found {show(one)}")
-        if not math.isfinite(weight) or abs(weight) > 1e30:
+        if not abs(weight) <= 1e30:  # a NaN is not either
             raise ValueError(f"adapters: the weight of {show(path)} is {show(weight)}, not a finite number")
         found.append(Weighted(path, float(weight)))
     return found
@@ -164,7 +163,12 @@ def _modules(checkpoint: Checkpoint, settings: Settings) -> dict[str, dict[str, 
             both = f"tensors {show(known[part])} and {show(name)}"
             raise FormatError(f"{both} of the adapter are the same part of one module", checkpoint.path, tensor=name)
         known[part] = name
+    if not found:
+        raise FormatError("the adapter has no tensors", checkpoint.path)
     for parts in found.values():
+        if {A, EMBEDDING_A} <= parts.keys():
+            both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
+            raise FormatError(f"{both} of the adapter change one module in two ways", checkpoint.path)
         for part, partners in _PARTNERS.items():
             if part in parts and not partners & parts.keys():
                 raise FormatError(

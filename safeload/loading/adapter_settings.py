@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -77,9 +78,32 @@ class Settings(NamedTuple):
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
+# A pattern that is the end of a name, in which "." stands for any character: there may be one for each module.
+_PLAIN = re.compile(r"\^?[\w.]+", re.ASCII)
+# Most patterns of another form: each is tried on each module.
+_MOST_PATTERNS = 256
+
+
+def _ends_with(module: str, end: str) -> bool:
+    """Whether a module ends with a plain pattern, after any number of whole names."""
+    if end.startswith("^"):
+        end = end[1:]
+        if len(module) != len(end):
+            return False
+    before = module[: len(module) - len(end)]
+    last = module[len(before) :]
+    if len(last) != len(end) or (before and not before.endswith(".")):
+        return False
+    return all(wanted in (".", found) for wanted, found in zip(end, last, strict=True))
+
+
 def _of_module(patterns: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:
     """The value of the first pattern that matches a module to its end, after any number of whole names."""
     for pattern, value in patterns.items():
+        if _PLAIN.fullmatch(pattern):
+            if _ends_with(module, pattern):
+                return value
+            continue
         # "^" can only match where nothing stands before the pattern; the subset has none.
         before, inner = ("", pattern[1:]) if pattern.startswith("^") and "|" not in pattern else (r"(.*\.)?", pattern)
         if compiled(rf"{before}({inner})$", key).matches(module):
@@ -153,6 +177,8 @@ def _numbers(config: Mapping[str, Any], key: str, path: str, *, whole: bool = Fa
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
         raise FormatError(f'"{key}" is an object of patterns and numbers, found {show(given)}', path)
+    if sum(_PLAIN.fullmatch(pattern) is None for pattern in given) > _MOST_PATTERNS:
+        raise UnsupportedError(f'{path}: "{key}" has more than {_MOST_PATTERNS} patterns', path=path)
     for pattern in given:
         _number(given, pattern, None, path, whole=whole)
     return dict(given)
