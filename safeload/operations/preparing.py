@@ -15,6 +15,7 @@ from ..base.text import parse_size, show
 from ..engine.lazy import LazyPacked
 from ..engine.load import parse_target
 from ..errors import UnsupportedError
+from ..formats.gguf import file_type
 from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME, SAFETENSORS, SUFFIXES
 from ..models.layout import Layout
@@ -158,7 +159,11 @@ def _prepared(catalog: Catalog, wanted: Wanted, rules: Rules | None, threads: in
     for name, output in outputs.items():
         _check_rename(name, names[name], output)
     outputs = {names[name]: output for name, output in outputs.items()}
-    return Prepared(catalog, work, decisions, outputs, metadata_for(catalog, wanted), extras_for(catalog, wanted))
+    metadata = metadata_for(catalog, wanted)
+    changed = wanted.target is not None or rules is not None
+    if format == "gguf" and changed and file_type.KEY not in (options.get("metadata") or {}):
+        metadata = file_type.updated(metadata, outputs.values())
+    return Prepared(catalog, work, decisions, outputs, metadata, extras_for(catalog, wanted))
 
 
 def extras_for(catalog: Catalog, wanted: Wanted) -> dict[str, Location]:
