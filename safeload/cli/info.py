@@ -313,6 +313,8 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
     if codes:
         count = plural(len(codes), "tensor")
         yield f"codes without their values{config}: {count} of a quantization that is not dequantized"
+        refusals = {one.refusal for one in codes.values() if one.refusal is not None}
+        yield from sorted(f"they are {one.what}: {one.reader} reads it" for one in refusals)
 
 
 def _zeros_disagree(opened: Checkpoint) -> bool:

@@ -19,7 +19,7 @@ class Refusal(NamedTuple):
         what: the family, and why its codes are not dequantized.
         reader: what reads it.
         suffixes: pairs of suffixes, of the name of the codes and of that of their companion.
-        methods: values of ``quant_method`` or ``format`` that identify it.
+        methods: values of ``quant_method``, ``format`` and the like that identify it.
     """
 
     what: str
@@ -89,8 +89,15 @@ REFUSALS = (
     Refusal("Four Over Six, whose NVFP4 blocks have one of two ranges", "fouroversix", (), ("fouroversix",)),
     Refusal("BitBLAS, whose codes are in the order of its kernel", "vLLM with bitblas", (), ("bitblas",)),
     Refusal("IPEX, whose codes are in the order of its kernel", "intel-extension-for-pytorch", (), ("ipex",)),
+    Refusal("llm-awq's, whose codes are in the order of its kernel", "llm-awq", (), ("llm-awq",)),
+    Refusal("AWQ's gemv_fast, whose codes are in the order of its kernel", "AutoAWQ", (), ("gemv_fast",)),
+    Refusal(
+        "modelopt's AWQ, whose bytes hold a code of each of two rows", "TensorRT-LLM", (), ("W4A16_AWQ", "W4A8_AWQ")
+    ),
 )
 
+# Keys whose value says more than the method.
+_KEYS = ("format", "checkpoint_format", "version", "quant_algo")
 _READ_BY_METHOD = {method: row for row in REFUSALS for method in row.methods}
 _ROTATED = Refusal("compressed-tensors in a rotated basis (transform_config)", "vLLM")
 
@@ -109,11 +116,11 @@ def refusal_of(name: str, dtype: str, companion: str | None, quantization: Quant
             for main, other in row.suffixes:
                 if name.endswith(main) and companion == name.removesuffix(main) + other:
                     return row if dtype not in FP8 else None
+    if quantization is not None and quantization.get("transform_config"):
+        return _ROTATED  # of any dtype
     if quantization is None or dtype in FP8:
         return None
-    if quantization.get("transform_config"):
-        return _ROTATED
-    for said in (quantization.method, quantization.get("format"), quantization.get("checkpoint_format")):
+    for said in (quantization.method, *map(quantization.get, _KEYS)):
         row_said = _READ_BY_METHOD.get(said) if isinstance(said, str) else None
         if row_said is not None:
             return row_said
