@@ -130,7 +130,9 @@ def find(
         ):
             method = None if quantization is None else quantization.shown
             code = tensors[name].row.code
-            found[name] = Codes(code, companion, method, refusal_of(name, code, companion, quantization))
+            mark = name.removesuffix(".weight") + ".comfy_quant"  # beside scales named as modelopt's
+            by = mark if mark in tensors else companion
+            found[name] = Codes(code, companion, method, refusal_of(name, code, by, quantization))
     _add_wide(tensors, elsewhere, quantization, found)
     return found
 

@@ -56,7 +56,7 @@ FILES = {
     ),
     "ComfyUI's": (
         {},
-        {"weight": ((64, 64), U8), "comfy_quant": ((20,), U8)},
+        {"weight": ((64, 64), U8), "weight_scale": ((128, 8), U8), "comfy_quant": ((20,), U8)},
     ),
     "compressed-tensors in a rotated basis": (
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {"R1": {}}},
