@@ -124,7 +124,12 @@ def test_readme_gives_origin_licence_and_digest_of_each_file(data):
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in readme.splitlines() if "|" in line][2:]
     others = ("README.md", "expected.json", "localhost.pem")
     paths = (path for path in data.rglob("*") if path.is_file() and path.name not in others)
-    elsewhere = {data / "quantized", data / "architectures", data / "gguf"}  # these have a README of their own
+    elsewhere = {
+        data / "quantized",
+        data / "architectures",
+        data / "gguf",
+        data / "lora",
+    }  # these have a README of their own
     files = sorted(path.relative_to(data).as_posix() for path in paths if not elsewhere & set(path.parents))
     assert files == sorted(EXPECTED)
     assert sorted(row[0] for row in rows) == files

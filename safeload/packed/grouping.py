@@ -25,6 +25,7 @@ from .config import Quantization, quantization_of
 from .group import Stored
 from .refused import Refusal, refusal_of
 
+_SPARSE = ".compressed"
 _BESIDE_WIDE = (*STATES.values(), ".quant_map")
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 
@@ -134,6 +135,7 @@ def find(
             by = mark if mark in tensors else companion
             found[name] = Codes(code, companion, method, refusal_of(name, code, by, quantization))
     _add_wide(tensors, elsewhere, quantization, found)
+    _add_sparse(tensors, elsewhere, quantization, found)
     return found
 
 
@@ -149,6 +151,18 @@ def _add_wide(
                 method = None if quantization is None else quantization.method or quantization.key
                 found[name] = Codes(stored.row.code, name + suffix, method)
                 break
+
+
+def _add_sparse(
+    tensors: Mapping[str, Stored], elsewhere: Container[str], quantization: Quantization | None, found: dict[str, Codes]
+) -> None:
+    """Adds values of compressed-tensors' sparse formats, of any dtype, which mean nothing without their places."""
+    for name, stored in tensors.items():
+        mask = name.removesuffix(_SPARSE) + ".bitmask"
+        if name.endswith(_SPARSE) and (mask in tensors or mask in elsewhere):
+            method = None if quantization is None else quantization.shown
+            code = stored.row.code
+            found[name] = Codes(code, mask, method, refusal_of(name, code, mask, quantization))
 
 
 def _may_be(stored: Stored) -> bool:
@@ -340,7 +354,8 @@ def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
     """
     rows = file.table.rows
     wide = could_hold(rows) and any(shape[1:] == (1,) for shape in file.table.shapes)
-    if not wide and not could_hold(row for row in set(rows) if row.floating):
+    sparse = could_hold(rows) and any(name.endswith(_SPARSE) for name in file.table.names)
+    if not wide and not sparse and not could_hold(row for row in set(rows) if row.floating):
         return
     codes = find_alone(parts_of(file), [file], indexed=False)
     converted = (name for name, _, index in parts if file.table.row(index).floating)
