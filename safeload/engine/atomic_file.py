@@ -63,6 +63,7 @@ class AtomicFile:
         self._overwrite = overwrite
         self._durable = durable
         self._temporary: str | None = None
+        self._descriptor, self._process = -1, os.getpid()
         self._position = 0
         try:
             self._begin(size)
@@ -90,12 +91,7 @@ class AtomicFile:
         folder, name = os.path.split(self._target)
         self._temporary = os.path.join(folder, f"{_stem(name)}{os.urandom(_RANDOM // 2).hex()}{_SUFFIX}")
         try:
-            self._descriptor = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        except OSError as error:
-            self._temporary = None
-            # The caller knows the path, not the temporary name.
-            raise type(error)(error.errno, error.strerror, self.path) from None
-        try:
+            self._create(flags)
             if existing is not None:
                 with self._naming():
                     self._keep_owner_and_mode(existing)
@@ -103,6 +99,21 @@ class AtomicFile:
         except BaseException:
             self._abandon()
             raise
+
+    def _create(self, flags: int) -> None:
+        """Creates the temporary file. The exception of a signal may come when it is there already."""
+        assert self._temporary is not None
+        try:
+            self._descriptor = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            self._temporary = None
+            # The caller knows the path, not the temporary name.
+            raise type(error)(error.errno, error.strerror, self.path) from None
+
+    def __del__(self) -> None:
+        """Removes the file if the exception of a signal came before the block that would have removed it began."""
+        if getattr(self, "_temporary", None) is not None and self._process == os.getpid():
+            self._abandon()
 
     def _keep_owner_and_mode(self, existing: os.stat_result) -> None:
         if hasattr(os, "fchown"):

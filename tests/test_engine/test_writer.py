@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import importlib
 import os
 import random
@@ -919,6 +920,28 @@ def test_upstream_reads_what_a_streamed_save_wrote(tmp_path):
     with safetensors.safe_open(tmp_path / "x", "np") as file:
         assert np.array_equal(file.get_tensor("t"), array.T)
         assert np.array_equal(file.get_tensor("p"), array)
+
+
+def test_the_exception_of_a_signal_right_after_the_file_was_created_removes_it(tmp_path, monkeypatch):
+    create = os.open
+
+    def interrupted(path, flags, *mode):
+        create(path, flags, *mode)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safeload.engine.atomic_file.os.open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        AtomicFile(tmp_path / "x", 5)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_whose_block_never_began_is_removed(tmp_path):
+    file = AtomicFile(tmp_path / "x", 5)
+    assert len(os.listdir(tmp_path)) == 1
+    del file
+    gc.collect()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("durable", [True, False])
