@@ -111,8 +111,9 @@ def test_rows_are_sliced_where_blocks_begin(nested, tmp_path):
                     np.testing.assert_array_equal(rows[:].dequantize(), want[begin:end])
                     assert pickle.loads(pickle.dumps(rows)) == rows
                     if begin:
-                        save_file({"w": rows}, tmp_path / "rows.safetensors", durable=False)
-                        again = safeload.load(tmp_path / "rows.safetensors")["w"]
+                        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+                        save_file({"w": rows}, path, durable=False)
+                        again = safeload.load(path)["w"]
                         np.testing.assert_array_equal(again.dequantize(), want[begin:end], strict=True)
             assert taken, shape
 

@@ -46,7 +46,9 @@ def made(bits=4, *, added=1, size=SIZE, groups=None, zero=None, shape=(IN, OUT),
 
 
 def write(folder, tensors, file="config.json", **said):
-    folder.mkdir(exist_ok=True)
+    while folder.exists():  # Windows does not replace mapped files
+        folder = folder.with_name(f"{folder.name}x")
+    folder.mkdir()
     save_file(tensors, folder / "model.safetensors", durable=False)
     config = {"quantization_config": said} if file == "config.json" else said
     (folder / file).write_text(json.dumps(config))
@@ -106,7 +108,7 @@ def test_zero_points_that_only_look_symmetric(tmp_path):
     np.testing.assert_array_equal(weight(folder), want)
     tensors["a.qzeros"] = tensors["a.qzeros"].copy()
     tensors["a.qzeros"][1, -1] ^= 1
-    write(folder, tensors, **{**GPTQ, "sym": True, "checkpoint_format": "gptq_v2"})
+    folder = write(folder, tensors, **{**GPTQ, "sym": True, "checkpoint_format": "gptq_v2"})
     np.testing.assert_array_equal(weight(folder)[:-8], want[:-8])
 
 
@@ -139,7 +141,7 @@ def test_a_zero_point_of_zero_wraps_and_is_reported(tmp_path):
         found = safeload.validate(given).warnings
         assert [(one.code, one.tensor) for one in found] == [("quantization.zero", "a.weight")]
         assert found[0].message.startswith("1 zero point is 0, stored as -1")
-    write(folder, tensors, **{**GPTQ, "checkpoint_format": "gptq_v2"})
+    folder = write(folder, tensors, **{**GPTQ, "checkpoint_format": "gptq_v2"})
     assert not safeload.validate(folder).warnings
 
 
@@ -218,7 +220,7 @@ def test_patterns_of_single_modules(tmp_path):
     with pytest.raises(UnsupportedError, match="dynamic: the pattern"):
         safeload.open(write(folder, tensors, **GPTQ, dynamic={"-:(?!a)": {}}))
     for odd in (None, [], "a", {"a": None}, {"a": 3}):
-        write(folder, tensors, **{**GPTQ, "bits": 8}, dynamic=odd)
+        folder = write(folder, tensors, **{**GPTQ, "bits": 8}, dynamic=odd)
         np.testing.assert_array_equal(weight(folder), want)
     said = {**GPTQ, "quant_method": "auto-round", "bits": 4}
     for own in ({"a": {"bits": 8}}, {".*a$": {"bits": 8}}, {"^a": {"bits": 8}, "b": {"bits": 16}}):
@@ -389,7 +391,7 @@ def test_hostile_numbers_of_a_configuration(tmp_path):
     for odd in (2**62, 10**400, 0, True, 4.0, "4", [4], None, {}):
         folder = write(tmp_path / "x", tensors, **{**GPTQ, "sym": odd, "group_size": 0 if odd == 0 else SIZE})
         np.testing.assert_array_equal(weight(folder), want)
-        write(folder, tensors, **{**GPTQ, "bits": odd, "checkpoint_format": None, "format": ""})
+        folder = write(folder, tensors, **{**GPTQ, "bits": odd, "checkpoint_format": None, "format": ""})
         if type(odd) is int:
             with pytest.raises(FormatError, match="hold 4 bits, but bits is"):
                 safeload.open(folder)

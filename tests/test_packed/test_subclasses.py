@@ -15,8 +15,9 @@ CODES = np.arange(-96, 96, dtype=np.int8)
 
 
 def opened(tmp_path, tensors, metadata=None):
-    save_file({name: np.ascontiguousarray(one) for name, one in tensors.items()}, tmp_path / "x.safetensors", metadata)
-    return safeload.load(tmp_path / "x.safetensors")
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"  # Windows does not replace mapped files
+    save_file({name: np.ascontiguousarray(one) for name, one in tensors.items()}, path, metadata)
+    return safeload.load(path)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_other_types_of_torchao_open_as_stored(more, kind, tmp_path):
     text = kind if kind == "{" else json.dumps({"_type": kind, "_data": {}})
     assert opened(tmp_path, tensors, {"a.weight": text}).keys() == tensors.keys()
     with pytest.raises(UnsupportedError, match=r"'a._weight_qdata' holds I8 codes, whose scale is 'a._weight_scale'"):
-        safeload.load(tmp_path / "x.safetensors", dtype="float32")
+        safeload.load(tmp_path / "0.safetensors", dtype="float32")
 
 
 def test_quanto_has_a_scale_for_all_or_for_each_index_of_the_first_axis(tmp_path):
