@@ -49,6 +49,7 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 _ALIASES = (
+    "Adapters",
     "Array",
     "PathLike",
     "Paths",
