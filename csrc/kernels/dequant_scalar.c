@@ -106,7 +106,7 @@ SL_INLINE void put_from(uint8_t *out, const int8_t table[16], codes all, float s
     store_all(out, values);
 }
 
-static float half_at(const uint8_t bytes[2]) { return float_of(f16_to_f32(load16(bytes, 0))); }
+static float half_at(const uint8_t bytes[2]) { return load_half(bytes, 0); }
 
 #include "kernels/dequant.h"
 

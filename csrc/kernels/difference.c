@@ -22,10 +22,7 @@ typedef struct run {
 
 /* Adds a block, whose first element is `first` of the run. */
 static void add_block(run *self, const double *a, const double *b, size_t count, uint64_t first) {
-    size_t whole = count - count % LANES;
-    double largest = self->add(a, b, whole, &self->sums);
-    double rest = sl_difference_scalar(a + whole, b + whole, count - whole, &self->sums);
-    if (rest > largest) largest = rest;
+    double largest = self->add(a, b, count, &self->sums);
     if (!(largest > self->found->largest)) return;
     size_t i = 0;
     while (i + 1 < count && sl_distance(a[i], b[i]) != largest) i++;

@@ -13,7 +13,8 @@
  * the first-level cache. */
 #define SL_DIFFERENCE_BLOCK ((size_t)1024)
 
-/* Sums over whole steps of lanes. Where an element is not finite, norm_a or norm_b is not finite either. */
+/* Sums, of element i in lane i % SL_DIFFERENCE_LANES. Where an element is not finite, norm_a or norm_b is not finite
+ * either. */
 typedef struct sl_difference_lanes {
     double norm_a[SL_DIFFERENCE_LANES], norm_b[SL_DIFFERENCE_LANES], dot[SL_DIFFERENCE_LANES];
     double squares[SL_DIFFERENCE_LANES]; /* of a - b */
@@ -23,7 +24,18 @@ typedef struct sl_difference_lanes {
 /* |a - b| */
 static inline double sl_distance(double a, double b) { return a < b ? b - a : a - b; }
 
-/* Adds `count` elements, a multiple of the lanes; returns the largest |a - b| of them, which is unspecified where an
+/* Adds an element to a lane; returns |a - b|. */
+static inline double sl_difference_add(sl_difference_lanes *sums, size_t lane, double a, double b) {
+    double difference = sl_distance(a, b);
+    sums->norm_a[lane] += a * a;
+    sums->norm_b[lane] += b * b;
+    sums->dot[lane] += a * b;
+    sums->squares[lane] += difference * difference;
+    sums->unequal[lane] += difference != 0.0 ? 1.0 : 0.0;
+    return difference;
+}
+
+/* Adds `count` elements from lane 0 on; returns the largest |a - b| of them, which is unspecified where an
  * element is not finite. */
 typedef double (*sl_difference_fn)(const double *a, const double *b, size_t count, sl_difference_lanes *sums);
 

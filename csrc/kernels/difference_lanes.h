@@ -18,8 +18,9 @@ TARGET double KERNEL(const double *a, const double *b, size_t count, sl_differen
     lanes norm_a = lanes_at(sums->norm_a), norm_b = lanes_at(sums->norm_b), dot = lanes_at(sums->dot);
     lanes squares = lanes_at(sums->squares), unequal = lanes_at(sums->unequal);
     double most[SL_DIFFERENCE_LANES] = {0}, found = 0.0;
+    size_t whole = count - count % SL_DIFFERENCE_LANES;
     lanes largest = lanes_at(most);
-    for (size_t i = 0; i < count; i += SL_DIFFERENCE_LANES) {
+    for (size_t i = 0; i < whole; i += SL_DIFFERENCE_LANES) {
         lanes x = lanes_at(a + i), y = lanes_at(b + i), difference = size_of(less(x, y));
         norm_a = plus(norm_a, times(x, x));
         norm_b = plus(norm_b, times(y, y));
@@ -34,6 +35,10 @@ TARGET double KERNEL(const double *a, const double *b, size_t count, sl_differen
     put(sums->squares, squares);
     put(sums->unequal, unequal);
     put(most, largest);
+    for (size_t i = whole; i < count; i++) {
+        double difference = sl_difference_add(sums, i - whole, a[i], b[i]);
+        found = difference > found ? difference : found;
+    }
     for (size_t k = 0; k < SL_DIFFERENCE_LANES; k++) found = most[k] > found ? most[k] : found;
     return found;
 }

@@ -71,6 +71,9 @@ _Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34 && sizeof(sl_q4_1)
  * infinity > finite. */
 #define SL_F32_INFINITY 0x7f800000u
 
+/* The scale of a block with NaN or infinity: the bits of a NaN in f16. */
+#define SL_NOT_FINITE 0x7e00
+
 /* The largest scale whose inverse f32 cannot hold: 2^128 is infinity, and the inverse of the next larger scale, 2^-128
  * + 2^-149, is finite. */
 #define SL_SCALE_WITHOUT_INVERSE 0x1p-128f

@@ -26,7 +26,6 @@
 
 #define SUPER 256
 #define LANES 8
-#define LONGEST_RUN 32
 
 /* Below this ggml takes all elements of a run for zeros (GROUP_MAX_EPS). */
 #define ALL_ZEROS 1e-15f
@@ -36,37 +35,8 @@ TARGET SL_INLINE lanes within(lanes values, float least, float most) {
     return choose(below(all_of(most), values), all_of(most), values);
 }
 
-/* A float as ggml rounds it. Out of range the result is some integer, as there. */
-SL_INLINE int32_t nearest_int(float value) {
-    float sum = value + 12582912.0f;
-    uint32_t bits;
-    memcpy(&bits, &sum, sizeof bits);
-    return (int32_t)(bits & 0x007fffff) - 0x00400000;
-}
-
-SL_INLINE int32_t clamped(int32_t value, int32_t least, int32_t most) {
-    return value < least ? least : value > most ? most : value;
-}
-
-SL_INLINE float half_of(const uint8_t bytes[2]) { return float_of(f16_to_f32(load16(bytes, 0))); }
-
-SL_INLINE void store_half(uint8_t bytes[2], float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    store16(bytes, 0, f32_to_f16(bits));
-}
-
-SL_INLINE bool all_finite(const uint8_t *x) {
-    uint32_t most = 0;
-    for (size_t i = 0; i < SUPER; i++) {
-        uint32_t size = load32(x, i) & 0x7fffffff;
-        most = size > most ? size : most;
-    }
-    return most < SL_F32_INFINITY;
-}
-
-/* The scale of a block with NaN or infinity: a NaN. */
-#define NOT_FINITE 0x7e00
+/* Whether all elements of a super-block are. */
+SL_INLINE bool all_finite(const uint8_t *x) { return sl_quant_scalar.absmax_f32(x, SUPER) < SL_F32_INFINITY; }
 
 /* Eight runs: element i of each is in runs[i]. */
 TARGET SL_INLINE void transposed(const uint8_t *x, size_t length, lanes *runs) {
@@ -88,7 +58,7 @@ typedef struct search {
 
 /* What was found for eight runs. */
 typedef struct affine_runs {
-    lanes codes[LONGEST_RUN], scale, minimum;
+    lanes codes[32], scale, minimum;
 } affine_runs;
 
 /* The weighted error of codes. */
@@ -176,7 +146,7 @@ SL_INLINE uint8_t six_bits(float inverse, float value) {
 TARGET static bool quantize_affine(const uint8_t *x, const search *how, uint8_t d[2], uint8_t dmin[2],
                                    uint8_t packed[12], uint8_t codes[SUPER]) {
     if (!all_finite(x)) {
-        store16(d, 0, NOT_FINITE);
+        store16(d, 0, SL_NOT_FINITE);
         return false;
     }
     lanes runs[32];
@@ -202,8 +172,8 @@ TARGET static bool quantize_affine(const uint8_t *x, const search *how, uint8_t 
     for (size_t k = 0; k < LANES; k++) {
         uint8_t scale = six_bits(inverse_scale, scales[k]), minimum = six_bits(inverse_minimum, minima[k]);
         pack_scales(packed, k, scale, minimum);
-        own[k] = half_of(d) * (float)scale;
-        less[k] = half_of(dmin) * (float)minimum;
+        own[k] = load_half(d, 0) * (float)scale;
+        less[k] = load_half(dmin, 0) * (float)minimum;
     }
     for (size_t i = 0; i < 32; i++) {
         lanes code = nearest(over(plus(runs[i], lanes_at(less)), lanes_at(own)));
@@ -279,7 +249,7 @@ TARGET static lanes find_linear(const lanes *x, lanes *codes) {
 
 TARGET static void quantize_q6_k(const uint8_t *x, sl_q6_k *block) {
     if (!all_finite(x)) {
-        store16(block->d, 0, NOT_FINITE);
+        store16(block->d, 0, SL_NOT_FINITE);
         return;
     }
     lanes runs[2][16], found[16];
@@ -304,7 +274,7 @@ TARGET static void quantize_q6_k(const uint8_t *x, sl_q6_k *block) {
     for (size_t k = 0; k < 16; k++) {
         int32_t scale = nearest_int(inverse * scales[k]);
         block->scales[k] = (int8_t)(scale < 127 ? scale : 127);
-        own[k] = half_of(block->d) * (float)block->scales[k];
+        own[k] = load_half(block->d, 0) * (float)block->scales[k];
     }
     for (size_t half = 0; half < 2; half++)
         for (size_t i = 0; i < 16; i++) {

@@ -61,13 +61,8 @@ EACH(truths, same, a.of[k] == b.of[k], lanes a, lanes b)
 EACH(truths, both, a.of[k] && b.of[k], truths a, truths b)
 EACH(lanes, choose, p.of[k] ? a.of[k] : b.of[k], truths p, lanes a, lanes b)
 
-SL_INLINE lanes nearest(lanes values);
+EACH(lanes, nearest, (float)nearest_int(a.of[k]), lanes a)
 
 #include "kernels/quant_k.h"
-
-SL_INLINE lanes nearest(lanes values) {
-    for (size_t k = 0; k < 8; k++) values.of[k] = (float)nearest_int(values.of[k]);
-    return values;
-}
 
 const sl_kernel sl_quant_k_kernels_scalar[] = {QUANT_K_KERNELS{-1, -1, NULL}};

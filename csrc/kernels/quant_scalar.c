@@ -65,15 +65,6 @@ const sl_quant sl_quant_scalar = {
 
 /* ---- f32 to blocks ---- */
 
-static void store_f16(uint8_t *destination, float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    store16(destination, 0, f32_to_f16(bits));
-}
-
-/* The scale of a block with NaN or infinity: a NaN. */
-#define NOT_FINITE 0x7e00
-
 /* d = absmax / 7 and 1 / d in f32. Where 1 / d is not finite (absmax 0, or below about 2^-125) the block is zero: d is
  * 0 and every nibble 8. Only the stored d is rounded to f16: from 2^-25 down it becomes 0, while the codes, computed
  * from the f32, are not 0 but dequantize to 0. */
@@ -81,7 +72,7 @@ static void q4_0_absmax_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
     if (absmax >= SL_F32_INFINITY) {
-        store16(block->d, 0, NOT_FINITE);
+        store16(block->d, 0, SL_NOT_FINITE);
         return;
     }
     float d = float_of(absmax) / 7.0f, inverse = 0.0f;
@@ -89,7 +80,7 @@ static void q4_0_absmax_block(const uint8_t *x, sl_q4_0 *block) {
         inverse = 1.0f / d;
     else
         d = 0.0f;
-    store_f16(block->d, d);
+    store_half(block->d, d);
     for (size_t i = 0; i < SL_QK; i++) {
         int32_t q = round_away(float_of(load32(x, i)) * inverse);
         q = (q < -8 ? -8 : q > 7 ? 7 : q) + 8;
@@ -117,11 +108,11 @@ static void q4_0_ggml_block(const uint8_t *x, sl_q4_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
     if (absmax >= SL_F32_INFINITY) {
-        store16(block->d, 0, NOT_FINITE);
+        store16(block->d, 0, SL_NOT_FINITE);
         return;
     }
     float d = signed_max(x, absmax) * -0.125f;
-    store_f16(block->d, d);
+    store_half(block->d, d);
     bool has_inverse = d < -SL_SCALE_WITHOUT_INVERSE || d > SL_SCALE_WITHOUT_INVERSE;
     if (!has_inverse && d != 0.0f) return;
     float inverse = has_inverse ? 1.0f / d : 0.0f;
@@ -142,11 +133,11 @@ static void q8_0_block(const uint8_t *x, sl_q8_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
     if (absmax >= SL_F32_INFINITY) {
-        store16(block->d, 0, NOT_FINITE);
+        store16(block->d, 0, SL_NOT_FINITE);
         return;
     }
     float d = float_of(absmax) / 127.0f, inverse = d > SL_SCALE_WITHOUT_INVERSE ? 1.0f / d : 0.0f;
-    store_f16(block->d, d);
+    store_half(block->d, d);
     for (size_t i = 0; i < SL_QK; i++) block->codes[i] = (int8_t)round_away(float_of(load32(x, i)) * inverse);
 }
 
@@ -170,11 +161,11 @@ static void q5_0_block(const uint8_t *x, sl_q5_0 *block) {
     uint32_t absmax = sl_absmax_f32_scalar(x, SL_QK);
     memset(block, 0, sizeof *block);
     if (absmax >= SL_F32_INFINITY) {
-        store16(block->d, 0, NOT_FINITE);
+        store16(block->d, 0, SL_NOT_FINITE);
         return;
     }
     float d = signed_max(x, absmax) * -0.0625f;
-    store_f16(block->d, d);
+    store_half(block->d, d);
     bool has_inverse = d < -SL_SCALE_WITHOUT_INVERSE || d > SL_SCALE_WITHOUT_INVERSE;
     if (!has_inverse && d != 0.0f) return;
     float inverse = has_inverse ? 1.0f / d : 0.0f;
@@ -191,7 +182,7 @@ static void q5_0_block(const uint8_t *x, sl_q5_0 *block) {
  * then), or some element is not finite (the scale is a NaN). */
 static bool scale_of_range(const uint8_t *x, float most, uint8_t d[2], uint8_t m[2], float *least, float *inverse) {
     if (sl_absmax_f32_scalar(x, SL_QK) >= SL_F32_INFINITY) {
-        store16(d, 0, NOT_FINITE);
+        store16(d, 0, SL_NOT_FINITE);
         return false;
     }
     float smallest = float_of(load32(x, 0)), largest = smallest;
@@ -201,8 +192,8 @@ static bool scale_of_range(const uint8_t *x, float most, uint8_t d[2], uint8_t m
         if (value > largest) largest = value;
     }
     float difference = largest - smallest, scale = difference / most;
-    store_f16(d, scale);
-    store_f16(m, smallest);
+    store_half(d, scale);
+    store_half(m, smallest);
     *least = smallest;
     if (!(scale > SL_SCALE_WITHOUT_INVERSE)) return false;
     *inverse = 1.0f / scale;

@@ -104,4 +104,20 @@ static inline uint16_t f32_to_f16(uint32_t bits) {
     return sign | (uint16_t)(code > 0x7c00 ? 0x7c00 : code);
 }
 
+static inline float load_half(const void *source, size_t i) { return float_of(f16_to_f32(load16(source, i))); }
+
+static inline void store_half(void *destination, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    store16(destination, 0, f32_to_f16(bits));
+}
+
+/* A float as ggml rounds it, half to even. Where it is not below 2^22 the result is some integer, as there. */
+static inline int32_t nearest_int(float value) {
+    float sum = value + 12582912.0f;
+    uint32_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    return (int32_t)(bits & 0x007fffff) - 0x00400000;
+}
+
 #endif
