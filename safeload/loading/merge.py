@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -163,11 +164,7 @@ class Merge:
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows = shape[0] if shape else 1
-    size = 1
-    for length in shape[1:]:
-        size *= length
-    return rows, size
+    return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
 def _change(adapter: Adapter, module: str, parts: Mapping[str, str], target: Target, base: str) -> Change:
@@ -228,10 +225,8 @@ def _change(adapter: Adapter, module: str, parts: Mapping[str, str], target: Tar
     if shapes[b] != wanted_b:
         raise unfit(b, str(list(wanted_b)))
     if MAGNITUDE in parts:
-        wanted, found = (columns if by_columns else rows), 1
-        for length in shapes[MAGNITUDE]:
-            found *= length
-        if found != wanted:
+        wanted = columns if by_columns else rows
+        if math.prod(shapes[MAGNITUDE]) != wanted:
             raise unfit(MAGNITUDE, f"{wanted} norms")
     scaling = adapter.settings.scaling(module, rank, parts[a]) * adapter.weight
     return Change(adapter, parts, scaling, by_columns)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -76,7 +77,7 @@ def load_merged(
         results[name] = filled[name]
     rest = [name for name in every if name not in rows]
     others = None if out is None else {name: array for name, array in filled.items() if name not in rows}
-    sizes = [rows[name].nbytes(_size(shapes[name])) for name in rows]
+    sizes = [rows[name].nbytes(math.prod(shapes[name])) for name in rows]
     arrays = checkpoint.load(rest, dtype=dtype, backend=backend, out=others, threads=threads)
     done = sum(array.nbytes for array in arrays.values())
     with reporter(progress, done + sum(sizes)) as report:
@@ -86,10 +87,3 @@ def load_merged(
             done += size
             report(done)
     return {name: results[name] if name in results else arrays[name] for name in every}
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

@@ -134,35 +134,29 @@ def find(
             mark = name.removesuffix(".weight") + ".comfy_quant"  # beside scales named as modelopt's
             by = mark if mark in tensors else companion
             found[name] = Codes(code, companion, method, refusal_of(name, code, by, quantization))
-    _add_wide(tensors, elsewhere, quantization, found)
-    _add_sparse(tensors, elsewhere, quantization, found)
+    _add_others(tensors, elsewhere, quantization, found)
     return found
 
 
-def _add_wide(
+def _add_others(
     tensors: Mapping[str, Stored], elsewhere: Container[str], quantization: Quantization | None, found: dict[str, Codes]
 ) -> None:
-    """Adds codes of bitsandbytes whose bytes are stored as a column of elements of a wider dtype, such as BF16."""
+    """Adds codes of any dtype that only what stands beside them tells."""
+    method = None if quantization is None else quantization.shown
     for name, stored in tensors.items():
-        if stored.shape[1:] != (1,) or name in found:
-            continue
-        for suffix in _BESIDE_WIDE:
-            if name + suffix in tensors or name + suffix in elsewhere:
-                method = None if quantization is None else quantization.method or quantization.key
-                found[name] = Codes(stored.row.code, name + suffix, method)
-                break
-
-
-def _add_sparse(
-    tensors: Mapping[str, Stored], elsewhere: Container[str], quantization: Quantization | None, found: dict[str, Codes]
-) -> None:
-    """Adds values of compressed-tensors' sparse formats, of any dtype, which mean nothing without their places."""
-    for name, stored in tensors.items():
-        mask = name.removesuffix(_SPARSE) + ".bitmask"
-        if name.endswith(_SPARSE) and (mask in tensors or mask in elsewhere):
-            method = None if quantization is None else quantization.shown
+        beside = () if name in found else _beside(name, stored)
+        companion = next((other for other in beside if other in tensors or other in elsewhere), None)
+        if companion is not None:
             code = stored.row.code
-            found[name] = Codes(code, mask, method, refusal_of(name, code, mask, quantization))
+            found[name] = Codes(code, companion, method, refusal_of(name, code, companion, quantization))
+
+
+def _beside(name: str, stored: Stored) -> Iterable[str]:
+    """Names of which one makes a tensor of any dtype one of codes."""
+    if name.endswith(_SPARSE):  # values of compressed-tensors, which mean nothing without their places
+        return (name.removesuffix(_SPARSE) + ".bitmask",)
+    # The bytes of bitsandbytes, stored as a column of elements of a wider dtype, such as BF16.
+    return (name + suffix for suffix in _BESIDE_WIDE) if stored.shape[1:] == (1,) else ()
 
 
 def _may_be(stored: Stored) -> bool:

@@ -13,10 +13,11 @@ from ...base.text import show
 from ...engine.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.quantized_tensor import QuantizedTensor
 from ...errors import SafeloadError, UnsupportedError
+from . import file_type
 
 # I2_S of https://github.com/microsoft/BitNet: its number there, and what tells it from the type that ggml had under it.
 I2_S, _TAIL = 36, 32
-_FILE_TYPE, _FILE_TYPE_I2_S = "general.file_type", 40
+_FILE_TYPE_I2_S = 40
 
 
 class Ternary(NamedTuple):
@@ -47,10 +48,10 @@ def parts_of(
         return
     codes, scale = value.roles[packing.CODES], value.roles[packing.SCALE]
     if means.numbers == "i2_s":
-        if metadata.get(_FILE_TYPE) != _FILE_TYPE_I2_S:
+        if metadata.get(file_type.KEY) != _FILE_TYPE_I2_S:
             raise UnsupportedError(
-                f"tensor {show(name)} is I2_S of BitNet, which readers know by {_FILE_TYPE} {_FILE_TYPE_I2_S} in the "
-                "metadata: keep that, or pass dtype=",
+                f"tensor {show(name)} is I2_S of BitNet, which readers know by {file_type.KEY} {_FILE_TYPE_I2_S} in "
+                "the metadata: keep that, or pass dtype=",
                 tensor=name,
             )
         yield name, Ternary(means.shape, _behind(codes, scale))
