@@ -20,11 +20,13 @@ class Scheme(NamedTuple):
         name: as in ``quantize=`` and `QuantizedTensor.scheme`.
         dtype: of the stored data: blocks hold their scales; the scales of int8 are stored separately.
         roundings: values of ``rounding=``, each with its number in the C core; the first is the default.
+        instead: the scheme of smaller blocks that matrices of a checkpoint get whose rows are not whole blocks of this.
     """
 
     name: str
     dtype: Dtype
     roundings: Mapping[str, int]
+    instead: str | None = None
 
     @property
     def block(self) -> int:
@@ -35,6 +37,12 @@ class Scheme(NamedTuple):
     def bits(self) -> float:
         """Bits per element, with its share of the scales of its block."""
         return 8 * self.dtype.block_bytes / self.dtype.block
+
+    def of_rows(self, length: int) -> str | None:
+        """The scheme for rows of this many elements: this one, the one instead, or None if neither has whole blocks."""
+        if length % self.block == 0:
+            return self.name
+        return None if self.instead is None else SCHEMES[self.instead].of_rows(length)
 
     def target(self, rounding: str | None) -> int:
         """The number of the dtype that a job quantizes to with this rounding.
@@ -52,8 +60,8 @@ class Scheme(NamedTuple):
         return self.roundings[rounding or next(iter(self.roundings))]
 
 
-def _blocks(name: str, **roundings: int) -> Scheme:
-    return Scheme(name, BLOCK_TYPES[name], roundings)
+def _blocks(name: str, instead: str | None = None, **roundings: int) -> Scheme:
+    return Scheme(name, BLOCK_TYPES[name], roundings, instead)
 
 
 INT8 = "int8"
@@ -66,9 +74,10 @@ SCHEMES = {
         _blocks("q4_1", ggml=lib.SL_Q4_1),
         _blocks("q5_0", ggml=lib.SL_Q5_0),
         _blocks("q5_1", ggml=lib.SL_Q5_1),
-        _blocks("q4_k", ggml=lib.SL_Q4_K),
-        _blocks("q5_k", ggml=lib.SL_Q5_K),
-        _blocks("q6_k", ggml=lib.SL_Q6_K),
+        # Those instead are llama.cpp's: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-quant.cpp
+        _blocks("q4_k", instead="q5_0", ggml=lib.SL_Q4_K),
+        _blocks("q5_k", instead="q5_1", ggml=lib.SL_Q5_K),
+        _blocks("q6_k", instead="q8_0", ggml=lib.SL_Q6_K),
     )
 }
 # Of the stored data of every scheme, those that are only read included.

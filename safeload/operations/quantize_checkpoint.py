@@ -181,7 +181,8 @@ class Rules:
             return Planned(None, "no pattern of scheme= matches")
         if found[1] is None:
             return Planned(None, f"scheme={{{show(found[0])}: None}}")
-        if found[1] == scheme:
+        made = SCHEMES[found[1]].of_rows(shape[-1])
+        if scheme is not None and scheme in (found[1], made):
             return Planned(None, f"is {scheme} already", already=True)
         kept = next((p for p in self._patterns if fnmatchcase(name, p)), None)
         if kept is not None:
@@ -191,12 +192,11 @@ class Rules:
         usual = self.usual(name)
         if usual is not None and found[0] == "*":  # an explicit pattern overrides the defaults
             return Planned(None, usual)
-        block = SCHEMES[found[1]].block
-        if shape[-1] % block:
-            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of {block}")
+        if made is None:
+            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[found[1]].block}")
         if scheme is not None and not about.packed:
             check_restorable(name, scheme)
-        return Planned(found[1])
+        return Planned(made)
 
     def usual(self, name: str) -> str | None:
         """Why a matrix of this name is left unquantized by default; None if it is quantized."""
@@ -245,7 +245,8 @@ def load_quantized(
         source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
         scheme: as in `quantize`; or a dict of ``fnmatch`` pattern to scheme for mixed precision. The first pattern that
             matches decides, None leaves the tensor unquantized, and any pattern other than "*" overrides the schema
-            and `KEPT_NAMES`.
+            and `KEPT_NAMES`. Matrices whose rows are not whole super-blocks of 256 get, as in llama.cpp, "q5_0" instead
+            of "q4_k", "q5_1" instead of "q5_k", and "q8_0" instead of "q6_k".
         keep: patterns of names to leave unquantized, or a function of the name.
         tie_lm_head: False to omit the tied head.
         rounding: for "q4_0": "absmax" (the default) or "ggml".

@@ -389,6 +389,22 @@ def test_tensors_of_three_axes_and_odd_rows():
         load_quantized({"odd": tensors["odd"]}, "int8", axis=2)
 
 
+@pytest.mark.parametrize(("scheme", "instead"), [("q4_k", "q5_0"), ("q5_k", "q5_1"), ("q6_k", "q8_0")])
+def test_rows_that_are_not_super_blocks_get_the_smaller_blocks_of_llama_cpp(scheme, instead, tmp_path):
+    tensors = {f"m{length}": rng.standard_normal((4, length)).astype(np.float32) for length in (512, 896, 50)}
+    made = load_quantized(tensors, scheme)
+    assert made.summary.quantized == {"m512": scheme, "m896": instead}
+    assert made.summary.kept == {"m50": "rows of 50 elements are not whole blocks of 256"}
+    assert made["m896"] == quantize(tensors["m896"], instead)
+    save_file(tensors, tmp_path / "in.safetensors")
+    safeload.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", quantize=scheme)
+    again = load_quantized(tmp_path / "out.safetensors", scheme)
+    assert again["m896"] == made["m896"]
+    assert again.summary.kept["m896"] == f"is {instead} already"
+    with pytest.raises(ValueError, match="which is not a multiple of 256"):
+        quantize(tensors["m896"], scheme)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_value_that_cannot_be_quantized_is_named(folder, scheme):
     path, tensors = folder
