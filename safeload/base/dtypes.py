@@ -241,3 +241,18 @@ def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, .
     if shape and shape[-1] % row.block == 0:
         return (*shape[:-1], row.nbytes(shape[-1]))
     return (nbytes,)
+
+
+def block_scales(row: Dtype, blocks: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]] | None:
+    """The float16 scales of blocks of a block type, [blocks, scales]; None where scales have another type.
+
+    Args:
+        row: the block type.
+        blocks: their bytes, [blocks, block_bytes].
+    """
+    if row.code == "IQ1_M":  # a nibble of its scale is above those of runs in each of the last four words
+        nibbles = np.ascontiguousarray(blocks[:, -8:]).view("<u2") >> 12 << np.array([0, 4, 8, 12], np.uint16)
+        return np.bitwise_or.reduce(nibbles, axis=1, keepdims=True).view(np.float16)
+    if row.scale_count == 0:
+        return None
+    return np.ascontiguousarray(blocks[:, row.scale_at : row.scale_at + 2 * row.scale_count]).view("<f2")

@@ -88,12 +88,16 @@ class _Block(NamedTuple):
         other: of the second.
         begin: where they begin, if the bytes of all tensors stood one after the other.
         end: where they end.
+        first: row of the tensor that the first byte is of.
+        last: row of the one that the last byte is of.
     """
 
     one: Spans
     other: Spans
     begin: int
     end: int
+    first: int
+    last: int
 
 
 def _unequal(a: Spans, b: Spans, counts: Array, threads: int | None, meter: Meter) -> Array:
@@ -122,17 +126,15 @@ def _unequal(a: Spans, b: Spans, counts: Array, threads: int | None, meter: Mete
         different = np.flatnonzero(x.view(np.uint64) != y.view(np.uint64))
         if not len(different):
             return block.end, None
-        first, last = np.searchsorted(ends, [block.begin, block.end - 1], side="right")
-        if first == last:
-            return block.end, np.array([first])
+        if block.first == block.last:
+            return block.end, np.array([block.first])
         places = (different[:, None] * _WORD + np.arange(_WORD)).ravel()
         places = places[x[places] != y[places]]
         return block.end, np.unique(np.searchsorted(ends, block.begin + places, side="right"))
 
     def blocks() -> Iterator[_Block]:
-        for block in _blocks(a, b):
-            first, last = np.searchsorted(ends, [block.begin, block.end - 1], side="right")
-            if first < last or not differs[first]:  # no more of a tensor that is known to differ
+        for block in _blocks(a, b, ends):
+            if block.first < block.last or not differs[block.first]:  # no more of a tensor that is known to differ
                 yield block
 
     passed = 0
@@ -148,7 +150,7 @@ def _unequal(a: Spans, b: Spans, counts: Array, threads: int | None, meter: Mete
     return differs
 
 
-def _blocks(a: Spans, b: Spans) -> Iterator[_Block]:
+def _blocks(a: Spans, b: Spans, ends_of_tensors: Array) -> Iterator[_Block]:
     """The bytes of both in blocks; ranges that are neighbours in both are read as one."""
     if not len(a):
         return
@@ -159,9 +161,10 @@ def _blocks(a: Spans, b: Spans) -> Iterator[_Block]:
     begin = done = 0
     while begin < len(one):
         end = int(np.searchsorted(ends, done + _BLOCK, side="right"))
-        some = slice(begin, end)
-        yield _Block(one.pick(some), other.pick(some), done, int(ends[end - 1]))
-        begin, done = end, int(ends[end - 1])
+        some, until = slice(begin, end), int(ends[end - 1])
+        first, last = np.searchsorted(ends_of_tensors, [done, until - 1], side="right").tolist()
+        yield _Block(one.pick(some), other.pick(some), done, until, first, last)
+        begin, done = end, until
 
 
 # ---- values ----

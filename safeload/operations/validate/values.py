@@ -134,12 +134,8 @@ def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:
     if value.data.size == 0:
         return
     blocks = np.ascontiguousarray(value.data).reshape(-1, row.block_bytes)
-    if row.code == "IQ1_M":  # a nibble of its scale is above those of runs in each of the last four words
-        nibbles = np.ascontiguousarray(blocks[:, -8:]).view("<u2") >> 12 << np.array([0, 4, 8, 12], np.uint16)
-        scales = np.bitwise_or.reduce(nibbles, axis=1, keepdims=True).view(np.float16)
-    elif row.scale_count > 0:
-        scales = np.ascontiguousarray(blocks[:, row.scale_at : row.scale_at + 2 * row.scale_count]).view("<f2")
-    else:
+    scales = dtypes.block_scales(row, blocks)
+    if scales is None:
         return
     bad = ~np.isfinite(scales).all(axis=1)
     if bad.any():
