@@ -145,6 +145,18 @@ def test_a_zero_point_of_zero_wraps_and_is_reported(tmp_path):
     assert not safeload.validate(folder).warnings
 
 
+def test_negative_scales_are_sound(tmp_path):
+    """auto-round stores them: the least code, not the largest, stands for the value of largest magnitude."""
+    tensors, want = made()
+    tensors["a.scales"] = -tensors["a.scales"]
+    folder = write(tmp_path / "x", tensors, **GPTQ)
+    np.testing.assert_array_equal(weight(folder), -want)
+    assert not safeload.validate(folder).errors
+    tensors["a.scales"][0, 0] = np.inf
+    (found,) = safeload.validate(write(folder, tensors, **GPTQ)).errors
+    assert (found.code, found.tensor) == ("quantization.scale", "a.weight")
+
+
 # ---- groups, sizes, places of the configuration ----
 
 

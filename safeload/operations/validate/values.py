@@ -127,6 +127,9 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
 
 # Roles of the parts of a packed tensor that are checked.
 _SCALES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
+# Families whose scales may be negative: MLX's, and what auto-round stores as any of the others: of symmetric codes the
+# least, which has the largest magnitude, stands for the value that has (auto_round/data_type/int.py).
+_SIGNED = ("mlx", "gptq", "awq", "int")
 
 
 def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:
@@ -148,7 +151,7 @@ def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:
 def _check_packed(
     name: str, packed: Packing, names: Mapping[str, str], parts: Mapping[str, Array]
 ) -> Iterator[Finding]:
-    """Scales that no writer of the family stores: not finite; negative, except of MLX; zero where codes are not."""
+    """Scales that no writer of the family stores: not finite, or negative."""
     for role in _SCALES:
         array = parts.get(role)
         if array is None or array.size == 0:
@@ -160,7 +163,7 @@ def _check_packed(
             array = array.view(dtypes.element_dtype(dtypes.BY_CODE[packed.scale_dtype].number))
         scales = array.astype(np.float32)
         bad = ~np.isfinite(scales)
-        if role != packing.BIAS and packed.family != "mlx":
+        if role != packing.BIAS and packed.family not in _SIGNED:
             bad |= scales < 0
         if bad.any():
             at = [int(k) for k in np.argwhere(bad)[0]]
