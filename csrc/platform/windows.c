@@ -60,9 +60,10 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
         free(path);
         return sl_fail_os(error, EISDIR, -1);
     }
-    /* FILE_SHARE_DELETE: others may rename or delete the file while we read it, as on POSIX. */
+    /* FILE_SHARE_DELETE: others may rename or delete the file while we read it, as on POSIX. FILE_FLAG_OVERLAPPED:
+     * reads of one handle by several threads would wait for each other without it. */
     HANDLE handle = CreateFileW(path, GENERIC_READ, FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, NULL,
-                                OPEN_EXISTING, FILE_ATTRIBUTE_NORMAL, NULL);
+                                OPEN_EXISTING, FILE_ATTRIBUTE_NORMAL | FILE_FLAG_OVERLAPPED, NULL);
     free(path);
     if (handle == INVALID_HANDLE_VALUE) return fail_last(error, -1);
     LARGE_INTEGER bytes;
@@ -119,23 +120,37 @@ static OVERLAPPED overlapped_at(uint64_t offset) {
     return position;
 }
 
+/* Reads at an offset of a handle that was opened with FILE_FLAG_OVERLAPPED, and waits for it; 0 bytes at the end. */
+static bool read_at(HANDLE handle, HANDLE event, uint64_t offset, void *memory, DWORD size, DWORD *got) {
+    OVERLAPPED position = overlapped_at(offset);
+    position.hEvent = event; /* not the handle, which is signaled by the read of any thread */
+    *got = 0;
+    if (!ReadFile(handle, memory, size, NULL, &position) && GetLastError() != ERROR_IO_PENDING)
+        return GetLastError() == ERROR_HANDLE_EOF;
+    return GetOverlappedResult(handle, &position, got, TRUE) || GetLastError() == ERROR_HANDLE_EOF;
+}
+
 int32_t sl_file_read(int64_t file, uint64_t offset, void *memory, uint64_t size, sl_error *error) {
     uint8_t *at = memory;
     uint64_t end = offset + size;
-    while (offset < end) {
-        OVERLAPPED position = overlapped_at(offset);
-        DWORD got = 0;
-        BOOL read = ReadFile(handle_of(file), at, (DWORD)sl_min_u64(end - offset, LARGEST_TRANSFER), &got, &position);
-        if (!read && GetLastError() != ERROR_HANDLE_EOF) return fail_last(error, (int64_t)offset);
-        if (got == 0)
-            return sl_fail(error, SL_E_TRUNCATED, (int64_t)offset,
-                           "the file ends at byte %llu, but the read extends to byte %llu: it was truncated "
-                           "after it was opened",
-                           (unsigned long long)offset, (unsigned long long)end);
+    if (size == 0) return SL_OK;
+    HANDLE event = CreateEventW(NULL, TRUE, FALSE, NULL);
+    if (event == NULL) return fail_last(error, (int64_t)offset);
+    int32_t result = SL_OK;
+    while (offset < end && result == SL_OK) {
+        DWORD got;
+        if (!read_at(handle_of(file), event, offset, at, (DWORD)sl_min_u64(end - offset, LARGEST_TRANSFER), &got))
+            result = fail_last(error, (int64_t)offset);
+        else if (got == 0)
+            result = sl_fail(error, SL_E_TRUNCATED, (int64_t)offset,
+                             "the file ends at byte %llu, but the read extends to byte %llu: it was truncated "
+                             "after it was opened",
+                             (unsigned long long)offset, (unsigned long long)end);
         at += got;
         offset += got;
     }
-    return SL_OK;
+    CloseHandle(event);
+    return result;
 }
 
 int64_t sl_file_open_direct(int64_t file) {
