@@ -19,15 +19,22 @@
  * AWQ 2.3 and 3.2. Transposing values instead of codes: 1.1, 1.5, 0.7 and 0.6. Storing past the caches gains nothing.
  */
 #define AHEAD ((uint64_t)2)
+/* Columns that the kernel of groups restores at a time: a line of scales. It transposes values, and collects what it
+ * reads: on Zen 5, weights a second of one thread 2.5 billion where a column was gathered after the other 0.7 (3 bits:
+ * 2.6 and 0.6; without groups 2.8 and 1.5; only 4 bits without groups: 2.8 and 3.0). */
+#define FEW ((uint64_t)16)
+/* Bytes from the values of one of these columns to those of the next. Not a power of two, at which they would compete
+ * for the same sets of the caches. */
+#define FEW_LINE ((LONGEST_BLOCK + 16) * sizeof(float))
 /* Bytes that are read at a time: the stored rows of a tile with whole rows of most matrices, so that each tile is one
  * read. */
 #define TILE_READ ((uint64_t)1 << 20)
 
-/* Scratch: the codes of a tile column by column (or its values), values row by row, those of one column, its scales,
- * zeros and biases, one of these for each group, and the bytes that were read. */
+/* Scratch: the codes of a tile column by column (or its values), values row by row (or what is collected), values of
+ * one column, its scales, zeros and biases, and the bytes that were read. */
 #define TURNED (MOST_ROWS * TILE_COLUMNS * sizeof(float))
 #define LINE (MOST_ROWS * sizeof(float))
-#define TILE_SCRATCH (2 * TURNED + 5 * LINE + TILE_READ)
+#define TILE_SCRATCH (2 * TURNED + 4 * LINE + TILE_READ)
 
 /* Rows of the stored words or bytes of `rows` rows of codes. */
 static uint64_t lines_of(const sl_packed *packed, uint64_t rows) {
@@ -113,7 +120,9 @@ typedef struct band {
     uint64_t scaled_as;        /* column of the grid whose scales are in `scaling`, or UINT64_MAX */
     sl_scaling scaling;        /* of the rows of one column */
     uint8_t *turned, *values, *line, *staging;
-    float *gathered, *column;
+    float *gathered;
+    const uint32_t *groups; /* of each row, counted from `first_group` on */
+    uint64_t first_group, group_count;
 } band;
 
 /* The elements of a column of `grid` for the rows of a band. */
@@ -123,16 +132,7 @@ static const float *gather(const band *self, const float *grid, uint64_t column,
     grid += self->matrix * packed->grid_step + column;
     if (packed->groups != NULL && sl_packed_by_row(packed)) {
         const uint32_t *groups = packed->groups + self->row;
-        uint64_t count = packed->grid_rows, step = packed->grid_columns;
-        if (count <= MOST_ROWS) { /* contiguous: each is in a page of its own */
-            for (uint64_t k = 0; k < count; k++) self->column[k] = grid[k * step];
-            grid = self->column;
-            step = 1;
-        }
-        if (step == 1)
-            for (uint64_t r = 0; r < self->rows; r++) out[r] = grid[groups[r]];
-        else
-            for (uint64_t r = 0; r < self->rows; r++) out[r] = grid[groups[r] * step];
+        for (uint64_t r = 0; r < self->rows; r++) out[r] = grid[groups[r] * packed->grid_columns];
         return out;
     }
     uint64_t first = self->row / packed->row_block, last = (self->row + self->rows - 1) / packed->row_block;
@@ -209,10 +209,10 @@ static void restore_column(band *self, uint64_t column, uint64_t columns, uint64
 
 /* Asks for the memory of a column's values, the first of which is `value`, before they are stored: columns are too far
  * apart for the processor to foresee, and each would wait for memory. */
-static void prefetch(const band *self, uint64_t value) {
+static void prefetch(const band *self, uint64_t value, uint64_t count) {
     const sl_dtype_info *to = sl_dtype_get(self->job->to);
     uint8_t *memory = (uint8_t *)self->job->memory + sl_dtype_bytes(to, value);
-    uint64_t size = sl_dtype_bytes(to, self->rows);
+    uint64_t size = sl_dtype_bytes(to, count);
     for (uint64_t at = 0; at < size; at += 64) SL_PREFETCH_WRITE(memory + at);
 }
 
@@ -227,7 +227,7 @@ static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_err
         turn(self, column, some);
         for (uint64_t k = 0; k < some; k++) {
             uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
-            if (column + k + AHEAD < packed->columns) prefetch(self, value + AHEAD * packed->rows);
+            if (column + k + AHEAD < packed->columns) prefetch(self, value + AHEAD * packed->rows, self->rows);
             restore_column(self, column, some, k);
             int32_t status = store(&one, self->line, value, self->rows, error);
             if (status != SL_OK) return status;
@@ -235,6 +235,113 @@ static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_err
     }
     return SL_OK;
 }
+
+/* ---- tiles of codes in columns, whose numbers follow each other ---- */
+
+/* Whether the kernel of these is the faster one. */
+static bool in_groups(const sl_packed *packed) {
+    if (packed->layout != SL_LAYOUT_COLUMNS || packed->scales == NULL || packed->column_block != 1) return false;
+    if (packed->groups == NULL && packed->bits == 4) return false;
+    for (int code = 0; code < 1 << packed->bits; code++) {
+        float number = packed->table[0] + (float)code;
+        if (memcmp(&number, packed->table + code, sizeof number) != 0) return false;
+    }
+    return true;
+}
+
+/* The groups of the rows of a band: given, or blocks. */
+static void take_groups(band *self) {
+    const sl_packed *packed = self->job->packed;
+    if (packed->groups != NULL) {
+        self->groups = packed->groups + self->row;
+        self->group_count = packed->grid_rows;
+        return;
+    }
+    uint32_t *own = (uint32_t *)(void *)self->gathered;
+    self->first_group = self->row / packed->row_block;
+    for (uint64_t r = 0; r < self->rows; r++)
+        own[r] = (uint32_t)((self->row + r) / packed->row_block - self->first_group);
+    self->groups = own;
+    self->group_count = (uint64_t)own[self->rows - 1] + 1;
+}
+
+/* Copies `columns` elements of 4 bytes of each of `rows` rows, which are `step` bytes apart, so that they are
+ * TILE_COLUMNS elements apart: where the step is a power of two, rows compete for the same sets of the caches. */
+static uint8_t *collect(const void *from, uint64_t step, uint64_t rows, uint64_t columns, uint8_t *to) {
+    const uint64_t line = TILE_COLUMNS * 4;
+    const uint8_t *in = from;
+    if (columns == TILE_COLUMNS) /* a constant, so that it is a few moves */
+        for (uint64_t row = 0; row < rows; row++) memcpy(to + row * line, in + row * step, line);
+    else
+        for (uint64_t row = 0; row < rows; row++) memcpy(to + row * line, in + row * step, (size_t)columns * 4);
+    return to;
+}
+
+/* The codes of `columns` columns, at most TILE_COLUMNS, and their scales, which are collected unless most would be for
+ * other rows. */
+static sl_grouped grouped_of(const band *self, uint64_t column, uint64_t columns) {
+    const sl_packed *packed = self->job->packed;
+    const uint64_t line = TILE_COLUMNS * 4;
+    const float *grids[3] = {packed->scales, packed->zeros, packed->biases};
+    uint64_t step = packed->grid_columns, size = self->group_count * line, words = self->lines * line;
+    uint8_t *to = self->turned + FEW * FEW_LINE, *end = self->turned + 2 * TURNED;
+    sl_grouped all = {.pitch = line, .bits = packed->bits, .first = packed->table[0], .groups = self->groups};
+    all.words = collect(self->bytes + (column - self->begin) * 4, self->pitch, self->lines, columns, to);
+    to += words;
+    bool fits = self->group_count <= self->rows && size * 3 <= (uint64_t)(end - to);
+    all.step = fits ? TILE_COLUMNS : (size_t)step;
+    for (size_t k = 0; k < 3; k++) {
+        if (grids[k] == NULL) continue;
+        grids[k] += self->matrix * packed->grid_step + self->first_group * step + column;
+        if (!fits) continue;
+        grids[k] = (const float *)(void *)collect(grids[k], step * 4, self->group_count, columns, to);
+        to += size;
+    }
+    all.scales = grids[0];
+    all.zeros = grids[1];
+    all.biases = grids[2];
+    return all;
+}
+
+/* Restores a few columns of those, the first of which is `column` of the matrix. */
+static int32_t restore_few(const band *self, const sl_grouped *codes, uint64_t column, uint64_t columns,
+                           sl_error *error) {
+    const sl_packed *packed = self->job->packed;
+    const sl_restore *kernels = &self->plan->restore;
+    work one = {self->job, &self->plan->conversion};
+    for (uint64_t row = 0, rows; row < self->rows; row += rows) {
+        rows = sl_min_u64(self->rows - row, LONGEST_BLOCK);
+        uint64_t value = (self->matrix * packed->columns + column) * packed->rows + self->row + row;
+        kernels->grouped(codes, (size_t)row, (size_t)(row + rows), (size_t)columns, self->turned, FEW_LINE);
+        for (uint64_t k = 0; k < columns; k++, value += packed->rows) {
+            uint8_t *line = self->turned + k * FEW_LINE;
+            if (column + k + AHEAD < packed->columns) prefetch(self, value + AHEAD * packed->rows, rows);
+            if (packed->factors != NULL) {
+                const sl_scaling factors = {1, 0, packed->factors + self->row + row, NULL, NULL};
+                kernels->scale(line, (size_t)rows, &factors);
+            }
+            int32_t status = store(&one, line, value, rows, error);
+            if (status != SL_OK) return status;
+        }
+    }
+    return SL_OK;
+}
+
+/* Restores columns [column, end), some rows of a few at a time, whose values stay in the first-level cache. */
+static int32_t restore_groups(band *self, uint64_t column, uint64_t end, sl_error *error) {
+    for (uint64_t some; column < end; column += some) {
+        some = sl_min_u64(end - column, TILE_COLUMNS);
+        const sl_grouped all = grouped_of(self, column, some);
+        for (uint64_t at = 0; at < some; at += FEW) {
+            const sl_grouped few = sl_grouped_at(&all, (size_t)at);
+            int32_t status = restore_few(self, &few, column + at, sl_min_u64(some - at, FEW), error);
+            if (status != SL_OK) return status;
+        }
+    }
+    return SL_OK;
+}
+
+/* ---- bands ---- */
 
 /* Reads columns [column, end) of the stored rows from byte `begin` on. */
 static int32_t read_columns(band *self, uint64_t begin, uint64_t column, uint64_t end, sl_error *error) {
@@ -264,19 +371,19 @@ static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     self.values = self.turned + TURNED;
     self.line = self.values + TURNED;
     self.gathered = (float *)(void *)(self.line + LINE);
-    self.column = self.gathered + 3 * MOST_ROWS;
-    self.staging = self.line + 5 * LINE;
+    self.staging = self.line + 4 * LINE;
     uint64_t begin = (self.matrix * lines_of(packed, packed->rows) + lines_of(packed, self.row)) * packed->row_bytes;
     uint64_t size = sl_min_u64(self.lines * packed->row_bytes, packed->size - begin), most = packed->columns;
     /* Columns of a much wider matrix are read without the rest of its rows. */
     bool narrow = self.line_bits * packed->columns / 8 < packed->row_bytes / 4;
-    bool at_once = job->file == SL_MEMORY || (size <= TILE_READ && !narrow);
+    bool grouped = in_groups(packed), at_once = job->file == SL_MEMORY || (size <= TILE_READ && !narrow);
+    if (grouped) take_groups(&self);
     if (!at_once) most = TILE_READ * 8 / (self.lines * self.line_bits) / TILE_COLUMNS * TILE_COLUMNS;
     for (uint64_t column = 0; column < packed->columns; column += most) {
         uint64_t end = sl_min_u64(column + most, packed->columns);
         int32_t status = at_once ? sl_fetch(job, begin, size, self.staging, &self.bytes, error)
                                  : read_columns(&self, begin, column, end, error);
-        if (status == SL_OK) status = restore_columns(&self, column, end, error);
+        if (status == SL_OK) status = (grouped ? restore_groups : restore_columns)(&self, column, end, error);
         if (status != SL_OK) return status;
     }
     return SL_OK;

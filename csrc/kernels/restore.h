@@ -18,6 +18,28 @@ static inline sl_scaling sl_scaling_at(const sl_scaling *all, size_t at) {
     return one;
 }
 
+/* Codes in columns of 32-bit words, whose rows have scales in any order. The numbers of codes follow each other: first,
+ * first + 1, .. */
+typedef struct sl_grouped {
+    const uint8_t *words;                 /* of the first column, at any alignment */
+    size_t pitch;                         /* bytes from one row of words to the next */
+    int bits;                             /* of a code, at most 8 */
+    float first;                          /* the number of code 0 */
+    const uint32_t *groups;               /* of each row of codes: the row of the arrays */
+    size_t step;                          /* elements from one row of the arrays to the next */
+    const float *scales, *zeros, *biases; /* of the first column; zeros and biases may be NULL */
+} sl_grouped;
+
+/* The same from column `at` on. */
+static inline sl_grouped sl_grouped_at(const sl_grouped *all, size_t at) {
+    sl_grouped some = *all;
+    some.words += 4 * at;
+    some.scales += at;
+    if (some.zeros != NULL) some.zeros += at;
+    if (some.biases != NULL) some.biases += at;
+    return some;
+}
+
 /* Codes are at any alignment; values are f32 at any alignment in the byte order of files. `scaling` may be NULL; else
  * each number is ((number - zero) * scale) + bias, in this order. */
 typedef struct sl_restore {
@@ -32,6 +54,9 @@ typedef struct sl_restore {
                   void *values);
     /* ((value - zero) * scale) + bias, in place. */
     void (*scale)(void *values, size_t count, const sl_scaling *scaling);
+    /* Rows [begin, end) of `columns` columns, transposed: the values of each column are contiguous, and begin `line`
+     * bytes after those of the column before it. */
+    void (*grouped)(const sl_grouped *codes, size_t begin, size_t end, size_t columns, void *values, size_t line);
 } sl_restore;
 
 extern const sl_restore sl_restore_scalar;

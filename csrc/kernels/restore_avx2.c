@@ -188,6 +188,63 @@ TARGET static void sl_words_avx2(const uint8_t *words, int shift, size_t count, 
         words_run(words + 4 * i, shift, (end < count ? end : count) - i, scaled(all, scaling, at), out + 4 * i);
 }
 
-const sl_restore sl_restore_avx2 = {sl_nibbles_avx2, sl_plane_avx2, sl_words_avx2, sl_scale_avx2};
+/* The values of 8 columns of a row. */
+TARGET static inline __m256 grouped_row(const sl_grouped *all, size_t row) {
+    size_t bits = (size_t)all->bits, shift = row * bits % 32, at = all->groups[row] * all->step;
+    const uint8_t *words = all->words + row * bits / 32 * all->pitch;
+    __m256i codes = _mm256_loadu_si256((const __m256i *)(const void *)words);
+    codes = _mm256_srl_epi32(codes, _mm_cvtsi64_si128((int64_t)shift));
+    if (shift + bits > 32) {
+        __m256i more = _mm256_loadu_si256((const __m256i *)(const void *)(words + all->pitch));
+        codes = _mm256_or_si256(codes, _mm256_sll_epi32(more, _mm_cvtsi64_si128((int64_t)(32 - shift))));
+    }
+    codes = _mm256_and_si256(codes, _mm256_set1_epi32((1 << bits) - 1));
+    __m256 value = _mm256_add_ps(_mm256_set1_ps(all->first), _mm256_cvtepi32_ps(codes));
+    if (all->zeros != NULL) value = _mm256_sub_ps(value, _mm256_loadu_ps(all->zeros + at));
+    value = _mm256_mul_ps(value, _mm256_loadu_ps(all->scales + at));
+    if (all->biases != NULL) value = _mm256_add_ps(value, _mm256_loadu_ps(all->biases + at));
+    return value;
+}
+
+/* 4 values from value `at` of row i on, and as many of row i + 4. */
+TARGET static inline __m256 halves(const float (*rows)[8], size_t i, size_t at) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[i] + at)), _mm_loadu_ps(rows[i + 4] + at), 1);
+}
+
+TARGET static inline void put_both(uint8_t *out, size_t line, __m256 a, __m256 b) {
+    __m256d first = _mm256_castps_pd(a), second = _mm256_castps_pd(b);
+    put(out, 0, _mm256_castpd_ps(_mm256_unpacklo_pd(first, second)));
+    put(out + line, 0, _mm256_castpd_ps(_mm256_unpackhi_pd(first, second)));
+}
+
+/* 8 rows of 8 columns. They meet in memory, from which they come back by halves: a transposition in registers alone
+ * would need more permutations. */
+TARGET static inline void grouped_square(const sl_grouped *all, size_t row, uint8_t *out, size_t line) {
+    float rows[8][8];
+    for (size_t i = 0; i < 8; i++) _mm256_storeu_ps(rows[i], grouped_row(all, row + i));
+    for (size_t c = 0; c < 8; c += 4, out += 4 * line) {
+        const float (*in)[8] = (const float (*)[8])rows;
+        __m256 a = halves(in, 0, c), b = halves(in, 1, c), d = halves(in, 2, c), e = halves(in, 3, c);
+        put_both(out, line, _mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(d, e));
+        put_both(out + 2 * line, line, _mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(d, e));
+    }
+}
+
+TARGET static void sl_grouped_avx2(const sl_grouped *codes, size_t begin, size_t end, size_t columns, void *values,
+                                   size_t line) {
+    size_t c = 0;
+    for (; c + 8 <= columns; c += 8) {
+        const sl_grouped some = sl_grouped_at(codes, c);
+        uint8_t *out = (uint8_t *)values + c * line;
+        size_t row = begin;
+        for (; row + 8 <= end; row += 8, out += 32) grouped_square(&some, row, out, line);
+        sl_restore_scalar.grouped(&some, row, end, 8, out, line);
+    }
+    if (c == columns) return;
+    const sl_grouped rest = sl_grouped_at(codes, c);
+    sl_restore_scalar.grouped(&rest, begin, end, columns - c, (uint8_t *)values + c * line, line);
+}
+
+const sl_restore sl_restore_avx2 = {sl_nibbles_avx2, sl_plane_avx2, sl_words_avx2, sl_scale_avx2, sl_grouped_avx2};
 
 #endif

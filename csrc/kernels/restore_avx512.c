@@ -148,34 +148,10 @@ TARGET static inline void words_run(const uint8_t *words, int shift, size_t coun
     sl_restore_scalar.words(words + 4 * i, shift, count - i, table, NULL, out + 4 * i);
 }
 
-/* Each value has a scale of its own. */
-TARGET static void words_each(const uint8_t *words, int shift, size_t count, __m512 numbers, const sl_scaling *all,
-                              uint8_t *out) {
-    __m128i by = _mm_cvtsi32_si128(shift);
-    size_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        __m512i codes = _mm512_srl_epi32(_mm512_loadu_si512(words + 4 * i), by);
-        __m512 value = _mm512_permutexvar_ps(codes, numbers);
-        if (all->zeros != NULL) value = _mm512_sub_ps(value, _mm512_loadu_ps(all->zeros + i));
-        value = _mm512_mul_ps(value, _mm512_loadu_ps(all->scales + i));
-        if (all->biases != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(all->biases + i));
-        _mm512_storeu_ps(out + 4 * i, value);
-    }
-    if (i == count) return;
-    float table[16];
-    _mm512_storeu_ps(table, numbers);
-    const sl_scaling rest = sl_scaling_at(all, i);
-    sl_restore_scalar.words(words + 4 * i, shift, count - i, table, &rest, out + 4 * i);
-}
-
 TARGET static void sl_words_avx512(const uint8_t *words, int shift, size_t count, const float *table,
                                    const sl_scaling *scaling, void *values) {
     uint8_t *out = values;
     __m512 numbers = _mm512_loadu_ps(table);
-    if (scaling != NULL && scaling->block == 1) {
-        words_each(words, shift, count, numbers, scaling, out);
-        return;
-    }
     if (scaling == NULL || scaling->block < TABLE) {
         words_run(words, shift, count, numbers, out);
         if (scaling != NULL) sl_scale_avx512(values, count, scaling);
@@ -186,6 +162,65 @@ TARGET static void sl_words_avx512(const uint8_t *words, int shift, size_t count
         words_run(words + 4 * i, shift, (end < count ? end : count) - i, scaled(numbers, scaling, at), out + 4 * i);
 }
 
-const sl_restore sl_restore_avx512 = {sl_nibbles_avx512, sl_plane_avx512, sl_words_avx512, sl_scale_avx512};
+/* The values of 16 columns of a row. */
+TARGET static inline __m512 grouped_row(const sl_grouped *all, size_t row) {
+    size_t bits = (size_t)all->bits, shift = row * bits % 32, at = all->groups[row] * all->step;
+    const uint8_t *words = all->words + row * bits / 32 * all->pitch;
+    __m512i codes = _mm512_srl_epi32(_mm512_loadu_si512(words), _mm_cvtsi64_si128((int64_t)shift));
+    if (shift + bits > 32) {
+        __m512i more = _mm512_loadu_si512(words + all->pitch);
+        codes = _mm512_or_si512(codes, _mm512_sll_epi32(more, _mm_cvtsi64_si128((int64_t)(32 - shift))));
+    }
+    codes = _mm512_and_si512(codes, _mm512_set1_epi32((1 << bits) - 1));
+    __m512 value = _mm512_add_ps(_mm512_set1_ps(all->first), _mm512_cvtepi32_ps(codes));
+    if (all->zeros != NULL) value = _mm512_sub_ps(value, _mm512_loadu_ps(all->zeros + at));
+    value = _mm512_mul_ps(value, _mm512_loadu_ps(all->scales + at));
+    if (all->biases != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(all->biases + at));
+    return value;
+}
+
+/* Lane k of the result: 4 values from value `at` of row i + 4 * k on. */
+TARGET static inline __m512 quarters(const float (*rows)[16], size_t i, size_t at) {
+    __m512 all = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + at));
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(rows[i + 4] + at), 1);
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(rows[i + 8] + at), 2);
+    return _mm512_insertf32x4(all, _mm_loadu_ps(rows[i + 12] + at), 3);
+}
+
+/* 16 rows of 16 columns. They meet in memory, from which they come back by lanes: a transposition in registers would
+ * need twice as many permutations. */
+TARGET static inline void grouped_square(const sl_grouped *all, size_t row, uint8_t *out, size_t line) {
+    float rows[16][16];
+    for (size_t i = 0; i < 16; i++) _mm512_storeu_ps(rows[i], grouped_row(all, row + i));
+    for (size_t c = 0; c < 16; c += 4, out += 4 * line) {
+        const float (*in)[16] = (const float (*)[16])rows;
+        __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(quarters(in, 0, c), quarters(in, 1, c)));
+        __m512d b = _mm512_castps_pd(_mm512_unpacklo_ps(quarters(in, 2, c), quarters(in, 3, c)));
+        __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(quarters(in, 0, c), quarters(in, 1, c)));
+        __m512d e = _mm512_castps_pd(_mm512_unpackhi_ps(quarters(in, 2, c), quarters(in, 3, c)));
+        _mm512_storeu_pd(out, _mm512_unpacklo_pd(a, b));
+        _mm512_storeu_pd(out + line, _mm512_unpackhi_pd(a, b));
+        _mm512_storeu_pd(out + 2 * line, _mm512_unpacklo_pd(d, e));
+        _mm512_storeu_pd(out + 3 * line, _mm512_unpackhi_pd(d, e));
+    }
+}
+
+TARGET static void sl_grouped_avx512(const sl_grouped *codes, size_t begin, size_t end, size_t columns, void *values,
+                                     size_t line) {
+    size_t c = 0;
+    for (; c + 16 <= columns; c += 16) {
+        const sl_grouped some = sl_grouped_at(codes, c);
+        uint8_t *out = (uint8_t *)values + c * line;
+        size_t row = begin;
+        for (; row + 16 <= end; row += 16, out += 64) grouped_square(&some, row, out, line);
+        sl_restore_scalar.grouped(&some, row, end, 16, out, line);
+    }
+    if (c == columns) return;
+    const sl_grouped rest = sl_grouped_at(codes, c);
+    sl_restore_scalar.grouped(&rest, begin, end, columns - c, (uint8_t *)values + c * line, line);
+}
+
+const sl_restore sl_restore_avx512 = {sl_nibbles_avx512, sl_plane_avx512, sl_words_avx512, sl_scale_avx512,
+                                      sl_grouped_avx512};
 
 #endif

@@ -171,7 +171,47 @@ static void sl_words_neon(const uint8_t *words, int shift, size_t count, const f
     }
 }
 
-const sl_restore sl_restore_neon = {
-    .nibbles = sl_nibbles_neon, .plane = sl_plane_neon, .words = sl_words_neon, .scale = sl_scale_neon};
+/* The values of 4 columns of a row. */
+static inline float32x4_t grouped_row(const sl_grouped *all, size_t row) {
+    size_t bits = (size_t)all->bits, shift = row * bits % 32, at = all->groups[row] * all->step;
+    const uint8_t *words = all->words + row * bits / 32 * all->pitch;
+    uint32x4_t codes = vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(words)), vdupq_n_s32(-(int32_t)shift));
+    if (shift + bits > 32) {
+        uint32x4_t more = vreinterpretq_u32_u8(vld1q_u8(words + all->pitch));
+        codes = vorrq_u32(codes, vshlq_u32(more, vdupq_n_s32((int32_t)(32 - shift))));
+    }
+    codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
+    float32x4_t value = vaddq_f32(vdupq_n_f32(all->first), vcvtq_f32_u32(codes));
+    if (all->zeros != NULL) value = vsubq_f32(value, vld1q_f32(all->zeros + at));
+    value = vmulq_f32(value, vld1q_f32(all->scales + at));
+    if (all->biases != NULL) value = vaddq_f32(value, vld1q_f32(all->biases + at));
+    return value;
+}
+
+static void sl_grouped_neon(const sl_grouped *codes, size_t begin, size_t end, size_t columns, void *values,
+                            size_t line) {
+    size_t c = 0;
+    for (; c + 4 <= columns; c += 4) {
+        const sl_grouped some = sl_grouped_at(codes, c);
+        uint8_t *out = (uint8_t *)values + c * line;
+        size_t row = begin;
+        for (; row + 4 <= end; row += 4, out += 16) {
+            float rows[16];
+            for (size_t i = 0; i < 4; i++) vst1q_f32(rows + 4 * i, grouped_row(&some, row + i));
+            float32x4x4_t turned = vld4q_f32(rows);
+            for (size_t i = 0; i < 4; i++) store(out + i * line, turned.val[i]);
+        }
+        sl_restore_scalar.grouped(&some, row, end, 4, out, line);
+    }
+    if (c == columns) return;
+    const sl_grouped rest = sl_grouped_at(codes, c);
+    sl_restore_scalar.grouped(&rest, begin, end, columns - c, (uint8_t *)values + c * line, line);
+}
+
+const sl_restore sl_restore_neon = {.nibbles = sl_nibbles_neon,
+                                    .plane = sl_plane_neon,
+                                    .words = sl_words_neon,
+                                    .scale = sl_scale_neon,
+                                    .grouped = sl_grouped_neon};
 
 #endif

@@ -44,6 +44,25 @@ static void sl_words_scalar(const uint8_t *words, int shift, size_t count, const
     if (scaling != NULL) sl_scale_scalar(values, count, scaling);
 }
 
+static void sl_grouped_scalar(const sl_grouped *codes, size_t begin, size_t end, size_t columns, void *values,
+                              size_t line) {
+    size_t bits = (size_t)codes->bits;
+    uint32_t mask = (1u << bits) - 1;
+    for (size_t row = begin; row < end; row++) {
+        size_t shift = row * bits % 32, at = codes->groups[row] * codes->step;
+        const uint8_t *words = codes->words + row * bits / 32 * codes->pitch;
+        for (size_t c = 0; c < columns; c++) {
+            uint32_t code = load32(words, c) >> shift;
+            if (shift + bits > 32) code |= load32(words + codes->pitch, c) << (32 - shift); /* begins in one word */
+            float value = codes->first + (float)(code & mask);
+            if (codes->zeros != NULL) value -= codes->zeros[at + c];
+            value *= codes->scales[at + c];
+            if (codes->biases != NULL) value += codes->biases[at + c];
+            store_float((uint8_t *)values + c * line, row - begin, value);
+        }
+    }
+}
+
 void sl_restore_stream(const uint8_t *codes, size_t first, int bits, size_t count, const float *table, void *values) {
     uint32_t mask = (1u << bits) - 1, held = 0;
     int available = 0;
@@ -93,4 +112,5 @@ size_t sl_restore_find_pair(const uint8_t *bytes, int shift, size_t count, uint8
     return i;
 }
 
-const sl_restore sl_restore_scalar = {sl_nibbles_scalar, sl_plane_scalar, sl_words_scalar, sl_scale_scalar};
+const sl_restore sl_restore_scalar = {sl_nibbles_scalar, sl_plane_scalar, sl_words_scalar, sl_scale_scalar,
+                                      sl_grouped_scalar};

@@ -116,6 +116,7 @@ sl_restore sl_tier_restore(int32_t tier) {
         TAKE(plane);
         TAKE(words);
         TAKE(scale);
+        TAKE(grouped);
 #undef TAKE
     }
     return found;

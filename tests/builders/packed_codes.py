@@ -98,7 +98,8 @@ class Case:
         layout, bits: of the codes.
         shape: matrices, rows, columns.
         blocks: rows and columns of a block of the grid; None: no scales.
-        kinds: which of "zeros", "biases", "factors", "groups", "shared" there are.
+        kinds: which of "zeros", "biases", "factors", "groups", "shared" there are; "sequence": the numbers of the table
+            follow each other.
         numbers: the number and the numpy dtype that 8 bits are; of blocks the number of their dtype, elements, bytes
             and the function that restores them; None: a table.
         transpose, word_codes, high_first, interleaved, gap: as in ``sl_packed``; gap: unused bytes after a row.
@@ -116,7 +117,7 @@ class Case:
             self.codes = np.pad(codes, [(0, 0), (0, 0), (0, more.pop("gap", 0))])
             values = values_of(codes)
         else:
-            values = self._coded(layout, bits, shape, numbers, rng, more)
+            values = self._coded(layout, bits, shape, numbers, rng, more, "sequence" in kinds)
         self.fields = {
             "layout": layout,
             "bits": bits,
@@ -139,10 +140,12 @@ class Case:
         values = values.swapaxes(1, 2) if self.transpose else values
         self.values = np.ascontiguousarray(values)
 
-    def _coded(self, layout, bits, shape, numbers, rng, more):
+    def _coded(self, layout, bits, shape, numbers, rng, more, sequence):
         """Random codes, and the numbers of the table that they stand for."""
         codes = rng.integers(0, 1 << bits, shape, dtype=np.uint8)
         table = rng.standard_normal(1 << bits).astype(np.float32)
+        if sequence:
+            table = np.arange(1 << bits, dtype=np.float32) - np.float32(rng.integers(9))
         if numbers is not None:
             codes[~np.isfinite(codes.view(numbers[1]).astype(np.float32))] = 1
             table = np.arange(256, dtype=np.uint8).view(numbers[1]).astype(np.float32)

@@ -275,6 +275,9 @@ static bool give(sl_packed *packed, claim claims[CLAIMS]) {
     for (uint64_t i = 0; i < claims[CODES].size && claims[CODES].size <= small; i++) /* no code 3 in pairs of bits */
         ((uint8_t *)claims[CODES].memory)[i] = (uint8_t)(random_u64() & (packed->forbidden < 0 ? 255 : 0xaa));
     for (size_t i = TABLE; i < CLAIMS; i++) fill_floats(&claims[i]);
+    bool sequence = packed->layout == SL_LAYOUT_COLUMNS && random_u64() % 2 == 0; /* has a kernel of its own */
+    for (uint64_t i = 0; sequence && i < claims[TABLE].size / sizeof(float); i++)
+        ((float *)claims[TABLE].memory)[i] = (float)i - 8;
     uint64_t limit = by_row(packed) ? packed->grid_rows : packed->grid_columns;
     for (uint64_t i = 0; i < claims[GROUPS].size / 4; i++)
         ((uint32_t *)claims[GROUPS].memory)[i] = limit == 0 ? 0 : (uint32_t)(random_u64() % limit);

@@ -63,6 +63,11 @@ CASES = {
     "groups in rows of several kernels' lengths": made(ROWS, 4, (1, 2, 5001), (1, 1), ("groups", *ALL)),
     **{f"columns {bits} bits": made(COLUMNS, bits, (2, 96, 75), (32, 1), ("zeros",)) for bits in range(1, 9)},
     "columns of groups": made(COLUMNS, 4, (2, 128, 70), (1, 1), ("groups", *ALL)),
+    **{f"columns {bits} bits of groups": made(COLUMNS, bits, (2, 352, 37), (1, 1), ("sequence", "groups", *ALL))
+       for bits in range(1, 9)},
+    "rows of groups that fill no square": made(COLUMNS, 8, (2, 268, 21), (1, 1), ("sequence", "groups", "zeros")),
+    "more groups than rows": made(COLUMNS, 8, (3, 4, 70), (1, 1), ("sequence", "groups", "shared")),
+    "groups whose columns share scales": made(COLUMNS, 4, (2, 72, 33), (1, 3), ("sequence", "groups", "zeros")),
     "columns with unused bytes": made(COLUMNS, 3, (2, 160, 33), (32, 2), ("zeros",), gap=2),
     "a last band of one word": made(COLUMNS, 8, (1, 68, 129), (128, 1)),
     "permuted words": made(WORDS, 4, (2, 100, 72), (32, 1), ("zeros",)),
@@ -168,7 +173,7 @@ def test_random_descriptions_restore_to_the_values_of_numpy(seed, on, tmp_path):
     else:
         rows = 8 // bits * -(-rows * bits // 8)
         more |= {"high_first": bool(rng.integers(2)), "interleaved": bool(rng.integers(2))}
-    kinds = [kind for kind in ("zeros", "biases", "factors", "groups", "shared") if rng.integers(2)]
+    kinds = [kind for kind in (*ALL, "groups", "shared", "sequence") if rng.integers(2)]
     blocks = [int(k) for k in rng.integers(1, 70, 2)] if rng.integers(8) else None
     case = Case(layout, bits, (int(rng.integers(1, 4)), rows, columns), blocks, kinds, seed=seed, **more)
     on(available_tiers()[seed % len(available_tiers())])
@@ -210,6 +215,7 @@ BORDERS = {
     "fp8 transposed": made(ROWS, 8, (1, 70, TILE_READ // 64 + 999), (128, 128), numbers=E4M3, transpose=True),
     "columns of long rows": made(COLUMNS, 4, (1, 136, TILE_READ // 32 + 99), (64, 1), ("zeros",)),
     "columns of 3 bits in long rows": made(COLUMNS, 3, (1, 160, TILE_READ // 24 + 98), (32, 1), ("zeros",)),
+    "groups in long rows": made(COLUMNS, 8, (1, 64, TILE_READ // 64 + 99), (1, 1), ("sequence", "groups", "zeros")),
     "permuted words of long rows": made(WORDS, 4, (1, 96, TILE_READ // 32 + 72), (32, 1), ("zeros",)),
     "tiles of fewer rows in a file": made(ROWS, 4, (1, 600, 2 * 6000), (1, 32), transpose=True),
     "blocks of a chunk and one more": made(BLOCKS, 4, (1, 1, CHUNK // 4 + 64), (1, CHUNK), numbers=NVFP4),
@@ -254,6 +260,7 @@ TO_BLOCKS = {
     "transposed": made(ROWS, 4, (2, 160, 77), (1, 32), transpose=True),
     "transposed in long rows": made(ROWS, 8, (1, 96, 4099), (16, 64), ("factors",), numbers=INT8, transpose=True),
     "columns": made(COLUMNS, 4, (1, 224, 131), (32, 1), ("zeros",)),
+    "columns of groups": made(COLUMNS, 4, (1, 288, 35), (1, 1), ("sequence", "groups", "zeros")),
     "words": made(WORDS, 4, (2, 96, 200), (32, 1), ("zeros",)),
     "planes": made(PLANES, 2, (1, 64, 160), (64, 160)),
     "blocks": made(BLOCKS, 4, (2, 3, 192), (3, 192), numbers=NVFP4),
