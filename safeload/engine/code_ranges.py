@@ -61,10 +61,7 @@ def ranges_of(packed: Packing) -> Iterator[Range]:
         return
     matrices = max(1, _GRID_BYTES // (grid.rows * grid.columns * 4))
     if matrices == 1 and by_columns(packed):
-        step = max(1, _GRID_BYTES // (grid.rows * 4) // _COLUMN_STEP) * _COLUMN_STEP
-        for first in range(packed.matrices):
-            for column in range(0, packed.columns, step):
-                yield rows_range(packed, first, column, min(column + step, packed.columns))
+        yield from _columns_ranges(packed, _GRID_BYTES // (grid.rows * 4))
         return
     step = packed.rows
     if matrices == 1 and rows_apart(packed):
@@ -72,6 +69,27 @@ def ranges_of(packed: Packing) -> Iterator[Range]:
     for first in range(0, packed.matrices, matrices):
         for row in range(0, packed.rows, step):
             yield Range(first, min(matrices, packed.matrices - first), row, min(step, packed.rows - row))
+
+
+def small_ranges(packed: Packing, most: int) -> Iterator[Range]:
+    """Divides codes that are stored in another order than their values into ranges of at most ``most`` values.
+
+    Whole matrices are divided only where their columns lie apart (see `by_columns`). No range is larger than the first.
+    """
+    matrices = most // max(1, packed.rows * packed.columns)
+    if matrices == 0 and by_columns(packed):
+        yield from _columns_ranges(packed, most // packed.rows)
+        return
+    for first in range(0, packed.matrices, max(1, matrices)):
+        yield Range(first, min(max(1, matrices), packed.matrices - first), 0, packed.rows)
+
+
+def _columns_ranges(packed: Packing, most: int) -> Iterator[Range]:
+    """Divides each matrix into ranges of at most ``most`` columns of codes, if that is a whole word or more."""
+    step = max(1, most // _COLUMN_STEP) * _COLUMN_STEP
+    for first in range(packed.matrices):
+        for column in range(0, packed.columns, step):
+            yield rows_range(packed, first, column, min(column + step, packed.columns))
 
 
 def rows_range(packed: Packing, matrix: int, begin: int, end: int) -> Range:

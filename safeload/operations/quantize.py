@@ -18,11 +18,10 @@ from ..engine.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ..engine.source import Source, address, of_reals
 from ..engine.threads import check_threads
 from .bitnet import BITNET, quantize_bitnet
+from .int8_parts import fill_by_parts, not_finite, set_scale
 
 SchemeName: TypeAlias = Literal["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
 Rounding: TypeAlias = Literal["absmax", "ggml"]
-
-_INFINITY_BITS = 0x7F800000
 
 
 class Request(NamedTuple):
@@ -47,7 +46,12 @@ def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Pr
     Raises:
         RangeError: a value is out of range for its scheme; the message has tensor and index.
     """
-    scaled = [w for w in wanted if isinstance(w.result, QuantizedTensor) and w.result.scale is not None]
+    for w in wanted:
+        if _by_parts(w):
+            assert isinstance(w.result, QuantizedTensor)
+            fill_by_parts(w.source, w.result, threads)
+    wanted = [w for w in wanted if not _by_parts(w)]
+    scaled = [w for w in wanted if _is_int8(w)]
     first, second = _halves(progress, sum(w.source.size for w in scaled), sum(w.source.size for w in wanted))
     factors = _scales(scaled, threads, first)
     # What is read twice comes from the page cache the second time.
@@ -64,6 +68,14 @@ def run_requests(wanted: Sequence[Request], *, threads: int | None, progress: Pr
     batch.run(threads=threads, progress=second)
 
 
+def _is_int8(w: Request) -> bool:
+    return isinstance(w.result, QuantizedTensor) and w.result.scale is not None
+
+
+def _by_parts(w: Request) -> bool:
+    return _is_int8(w) and not w.source.in_order
+
+
 def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) -> dict[int, Array]:
     """Fills in the scales of int8 tensors. Returns the factors for their values, by ``id`` of the request."""
     maxima = [np.zeros(w.result.scale.shape, np.uint32) for w in scaled]  # type: ignore[union-attr]
@@ -75,14 +87,9 @@ def _scales(scaled: Sequence[Request], threads: int | None, progress: Progress) 
     jobs.Batch(work).run(threads=threads, progress=progress)
     factors = {}
     for w, bits in zip(scaled, maxima, strict=True):
-        if (bits >= _INFINITY_BITS).any():
+        if not_finite(bits):
             jobs.Batch([w.source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # raises, with the index
-        absmax = bits.view(np.float32)
-        with np.errstate(divide="ignore", over="ignore"):
-            inverse = np.float32(127) / absmax
-        usable = np.isfinite(inverse)
-        w.result.scale[...] = np.where(usable, absmax / np.float32(127), np.float32(0))  # type: ignore[union-attr,index]
-        factors[id(w)] = np.ascontiguousarray(np.where(usable, inverse, np.float32(0)), np.float32)
+        factors[id(w)] = set_scale(w.result, bits)  # type: ignore[arg-type]
     return factors
 
 
@@ -192,10 +199,6 @@ def quantize_source(
     """
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
-    if isinstance(source, Source) and scheme == INT8 and not source.in_order:
-        values = private_array(source.shape, np.dtype(np.float32))
-        run_requests([Request(source, values, lib.SL_F32)], threads=threads, progress=None)
-        source = jobs.native_order(values)
     given = source if isinstance(source, Source) else of_reals("", source, threads)
     result = new_tensor(given, scheme, axis, data)
     run_requests([Request(given, result, SCHEMES[scheme].target(rounding))], threads=threads, progress=None)

@@ -375,7 +375,7 @@ class _Work:
         """A quantized tensor that `run` fills; if the source has another scheme, it is filled at once."""
         axis = _axis_of(name, tensor.about.shape, self._axis) if scheme == INT8 else None
         target = SCHEMES[scheme].target(self._rounding if scheme == "q4_0" else None)
-        if tensor.source is not None and (scheme != INT8 or tensor.source.in_order):
+        if tensor.source is not None:
             new = new_tensor(tensor.source, scheme, axis)
             self._requests.append(Request(tensor.source, new, target))
             return new
