@@ -263,8 +263,7 @@ class Prepared:
         if only is not None:
             fields["table"] = table - zero_points.numbers_of(zeros, np.array(only, np.uint32), table)
             return
-        codes = zero_points.read_codes(zeros, grid, read, matrices, at)
-        fields["zeros"] = np.ascontiguousarray(zero_points.numbers_of(zeros, codes, table))
+        fields["zeros"] = np.ascontiguousarray(zero_points.read_numbers(zeros, grid, read, matrices, at, table))
 
     def _groups(self, grid: Grid) -> Array | None:
         groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")

@@ -122,6 +122,37 @@ def settled(zeros: Zeros, only: int | None) -> Zeros:
     return zeros._replace(symmetric=False, added=zeros.added if added is None else added)
 
 
+def read_numbers(
+    zeros: Zeros, grid: Grid, read: Read, matrices: tuple[int, int], at: tuple[slice, slice], table: Array
+) -> Array:
+    """The numbers that some elements of the grid stand for, as float32 [matrices, rows, columns].
+
+    Args:
+        zeros: how they are stored.
+        grid: of the scales.
+        read: reads stored bytes.
+        matrices: the first matrix, and their number.
+        at: rows and columns of the grid.
+        table: the number of each code.
+    """
+    numbers = numbers_of(zeros, np.arange(1 << zeros.bits, dtype=np.uint32), table)
+    per_word = 32 // zeros.bits
+    if zeros.layout == COLUMNS or 8 % zeros.bits or zeros.word_codes not in (0, per_word):
+        return np.take(numbers, read_codes(zeros, grid, read, matrices, at), mode="clip")
+    # Whole bytes: unpacking codes one by one would take as long as to restore the weights.
+    rows, columns = at
+    begin, per_byte = columns.start // per_word, 8 // zeros.bits
+    words = _along(zeros, grid, read, matrices, rows)[..., begin : -(-columns.stop // per_word)]
+    of_byte = np.arange(256)[:, None] >> np.arange(per_byte) * zeros.bits & (1 << zeros.bits) - 1
+    lanes = np.dtype((np.void, 4 * per_byte))
+    found = np.take(numbers[of_byte].view(lanes)[:, 0], np.ascontiguousarray(words).view(np.uint8)).view(np.float32)
+    if zeros.layout == WORDS:  # as _PERMUTED says
+        found = found.reshape(-1, 2, 4).swapaxes(1, 2).reshape(found.shape)
+    skipped = columns.start - begin * per_word
+    chosen: Array = found[..., skipped : skipped + columns.stop - columns.start]
+    return chosen
+
+
 def numbers_of(zeros: Zeros, codes: Array, table: Array) -> Array:
     """The numbers that codes stand for. What is added to them wraps within their bits."""
     numbers: Array = table[codes + np.uint32(zeros.added) & np.uint32((1 << zeros.bits) - 1)]
