@@ -53,7 +53,10 @@ static int32_t plan_tiles(const sl_job *job, uint64_t unit, sl_plan *plan, sl_er
     plan->unit = 1;
     plan->unit_bytes = 4;
     uint64_t stored = lines_of(packed, TILE_ROWS) * sl_min_u64(packed->row_bytes, TILE_READ) + 1;
-    uint64_t most = sl_min_u64(MOST_ROWS, TILE_VALUES / (packed->columns + 1));
+    /* All scales are read for each tile where rows have groups: 4 times the rows save a sixth of the time with groups
+     * of 128, and 2 fifths with groups of 32. */
+    uint64_t values = packed->groups != NULL && sl_packed_by_row(packed) ? 4 * TILE_VALUES : TILE_VALUES;
+    uint64_t most = sl_min_u64(MOST_ROWS, values / (packed->columns + 1));
     if (most < LONGEST_BLOCK) most = LONGEST_BLOCK;
     uint64_t rows = job->file == SL_MEMORY ? most : sl_min_u64(most, TILE_READ / stored * TILE_ROWS);
     rows -= rows % (rows > LONGEST_BLOCK ? LONGEST_BLOCK : TILE_ROWS);
