@@ -427,9 +427,9 @@ typedef struct sl_packed {
     uint64_t grid_rows, grid_columns;     /* elements of the grid of one matrix */
     uint64_t grid_step;                   /* elements from the grid of one matrix to that of the next; 0: one for all */
     const float *scales, *zeros, *biases; /* grids; NULL: none */
-    const uint32_t
-        *groups;          /* of each column (of each row: COLUMNS, WORDS) its column (row) of the grid; NULL: blocks */
-    const float *factors; /* of each column (of each row: COLUMNS, WORDS); NULL: none */
+    /* Of each column, of COLUMNS and transposed WORDS of each row: */
+    const uint32_t *groups; /* its column (row) of the grid; NULL: blocks */
+    const float *factors;   /* NULL: none */
 } sl_packed;
 
 typedef struct sl_job {

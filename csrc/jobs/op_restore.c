@@ -45,7 +45,7 @@ static int32_t plan_tiles(const sl_job *job, uint64_t unit, sl_plan *plan, sl_er
     const sl_packed *packed = job->packed;
     if (packed->transpose == 0 || packed->layout == SL_LAYOUT_PLANES || packed->word_codes > 0)
         return sl_fail(error, SL_E_ARGUMENT, -1,
-                       "codes in columns and permuted words are always transposed; planes and words of %d codes never",
+                       "codes in columns are always transposed; planes and words of %d codes never",
                        packed->word_codes);
     if (packed->rows % unit != 0)
         return sl_fail(error, SL_E_ARGUMENT, -1, "rows of %llu values are not a whole number of blocks of %llu",

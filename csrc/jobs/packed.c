@@ -12,7 +12,7 @@
 #define REFUSE(...) return sl_fail(error, SL_E_ARGUMENT, -1, __VA_ARGS__)
 
 bool sl_packed_by_row(const sl_packed *packed) {
-    return packed->layout == SL_LAYOUT_COLUMNS || packed->layout == SL_LAYOUT_WORDS;
+    return packed->layout == SL_LAYOUT_COLUMNS || (packed->layout == SL_LAYOUT_WORDS && packed->transpose != 0);
 }
 
 bool sl_packed_in_tiles(const sl_packed *packed) { return packed->transpose != 0 || sl_packed_by_row(packed); }
@@ -179,24 +179,48 @@ void sl_packed_plan(const sl_job *job, sl_plan *plan) {
 
 /* ---- values ---- */
 
+/* Codes in a word; 0 where a row is not made of words. */
+static uint64_t codes_in_word(const sl_packed *packed) {
+    return packed->layout == SL_LAYOUT_WORDS ? 8 : (uint64_t)packed->word_codes;
+}
+
 /* The byte of a row where a column begins, and where the one before it ends. */
 static uint64_t column_begin(const sl_packed *packed, uint64_t column) {
+    uint64_t per_word = codes_in_word(packed);
     if (packed->layout == SL_LAYOUT_PLANES) return column;
     if (packed->layout == SL_LAYOUT_BLOCKS) return sl_dtype_bytes(blocks_of(packed), column);
-    if (packed->word_codes > 0) return column / (uint64_t)packed->word_codes * 4;
+    if (per_word > 0) return column / per_word * 4;
     return column / 8 * (uint64_t)packed->bits + column % 8 * (uint64_t)packed->bits / 8;
 }
 
 static uint64_t column_end(const sl_packed *packed, uint64_t column) {
     if (packed->layout == SL_LAYOUT_PLANES || packed->layout == SL_LAYOUT_BLOCKS) return column_begin(packed, column);
-    if (packed->word_codes > 0) return column_begin(packed, column - 1) + 4;
+    if (codes_in_word(packed) > 0) return column_begin(packed, column - 1) + 4;
     return column / 8 * (uint64_t)packed->bits + (column % 8 * (uint64_t)packed->bits + 7) / 8;
+}
+
+/* Words of 8 codes in the order of AWQ's kernels, of which each half holds every other column, as a stream. */
+static void put_in_order(const uint8_t *words, size_t count, uint8_t *stream) {
+    for (size_t i = 0; i < 4 * count; i += 4) {
+        const uint8_t *even = words + i, *odd = words + i + 2;
+        for (size_t k = 0; k < 2; k++) {
+            stream[i + 2 * k] = (uint8_t)((even[k] & 15) | odd[k] << 4);
+            stream[i + 2 * k + 1] = (uint8_t)(even[k] >> 4 | (odd[k] & 0xF0));
+        }
+    }
 }
 
 void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8_t *bytes, uint64_t column,
                        uint64_t count, const sl_scaling *scaling, void *values) {
     size_t some = (size_t)count;
     int bits = packed->bits;
+    if (packed->layout == SL_LAYOUT_WORDS) {
+        uint8_t stream[SL_VALUES / 2 + 8]; /* the first and the last word may be in part those of neighbours */
+        uint64_t first = column % 8;
+        put_in_order(bytes + column / 8 * 4, (size_t)((first + count + 7) / 8), stream);
+        plan->restore.nibbles(stream + first / 2, first % 2, false, some, packed->table, scaling, values);
+        return;
+    }
     if (bits == 4 && packed->table != NULL && packed->word_codes == 0) {
         plan->restore.nibbles(bytes + column / 2, column % 2, packed->high_first != 0, some, packed->table, scaling,
                               values);
@@ -285,7 +309,7 @@ static span span_of(const sl_packed *packed, uint64_t element, uint64_t count) {
                  .rows = 1};
     uint64_t rest = columns - self.column; /* of the first row */
     /* Up to 8 codes may lie in bytes of their neighbours. */
-    uint64_t most = (SL_STAGING - 16) * 8 / (packed->word_codes > 0 ? 32 : (uint64_t)packed->bits);
+    uint64_t most = (SL_STAGING - 16) * 8 / (codes_in_word(packed) > 0 ? 32 : (uint64_t)packed->bits);
     if (packed->layout == SL_LAYOUT_BLOCKS) /* each has less than 512 bytes */
         most = SL_STAGING / 512 * (uint64_t)blocks_of(packed)->block;
     if (self.column > 0 || count < columns || packed->row_bytes > SL_STAGING / 2)

@@ -25,8 +25,8 @@ void sl_packed_plan(const sl_job *job, sl_plan *plan);
 int32_t sl_packed_restore(const sl_job *job, const sl_plan *plan, uint64_t element, uint64_t count, void *values,
                           uint8_t *scratch, sl_error *error);
 
-/* The numbers of the table for `count` codes of ROWS, from `column` of the row that begins at `bytes` on, scaled
- * where `scaling` is not NULL. */
+/* The numbers of the table for `count` codes of ROWS, or at most SL_VALUES of WORDS, from `column` of the row that
+ * begins at `bytes` on, scaled where `scaling` is not NULL. */
 void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8_t *bytes, uint64_t column,
                        uint64_t count, const sl_scaling *scaling, void *values);
 

@@ -108,7 +108,7 @@ class Case:
     def __init__(self, layout, bits, shape, blocks=None, kinds=(), *, seed=0, numbers=None, transpose=None, **more):
         rng = np.random.default_rng([seed, layout, bits, *shape])
         matrices, rows, columns = shape
-        by_row = layout in (COLUMNS, WORDS)
+        by_row = layout == COLUMNS or (layout == WORDS and transpose is not False)
         self.shape, self.transpose = shape, by_row if transpose is None else transpose
         if layout == BLOCKS:
             number, block, size, values_of = numbers

@@ -362,7 +362,7 @@ static uint64_t check_restored(uint64_t state, const restored *how, uint64_t row
     uint8_t *codes = allocate(packed.size + SHIFTS), *wanted = allocate(size), *got = allocate(size + 2 * MARGIN);
     for (uint64_t i = 0; i < packed.size; i++) codes[shift + i] = (uint8_t)(random_u64(&seed) >> 56);
     for (size_t i = 0; i < 256; i++) table[i] = what == 4 ? (float)i - 8 : random_float(&seed);
-    bool by_row = how->layout == SL_LAYOUT_COLUMNS || how->layout == SL_LAYOUT_WORDS;
+    bool by_row = how->layout == SL_LAYOUT_COLUMNS || (how->layout == SL_LAYOUT_WORDS && how->transpose != 0);
     packed.table = how->layout == SL_LAYOUT_BLOCKS ? NULL : table;
     packed.row_block = by_row ? 32 : 1 + seed % 3;
     packed.column_block = by_row ? 1 : 1 + seed % 70;
@@ -412,6 +412,7 @@ static void check_all_restored(void) {
         {"columns_2", SL_LAYOUT_COLUMNS, 2, 0, 1, 16, 1, 0},
         {"columns_8", SL_LAYOUT_COLUMNS, 8, 0, 1, 4, 1, 0},
         {"words", SL_LAYOUT_WORDS, 4, 0, 1, 1, 8, 0},
+        {"words_in_order", SL_LAYOUT_WORDS, 4, 0, 0, 1, 8, 0},
         {"planes_2", SL_LAYOUT_PLANES, 2, 0, 0, 4, 1, 0},
         {"planes_4", SL_LAYOUT_PLANES, 4, 1, 0, 2, 1, 0},
         {"blocks", SL_LAYOUT_BLOCKS, 4, 0, 0, 1, 64, SL_NVFP4},

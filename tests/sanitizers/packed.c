@@ -126,6 +126,17 @@ static const sl_packed GOOD[] = {
      .table = GIVEN,
      .scales = GIVEN,
      .zeros = GIVEN},
+    {.layout = SL_LAYOUT_WORDS,
+     .bits = 4,
+     .forbidden = -1,
+     .matrices = 2,
+     .rows = 5,
+     .columns = 2072,
+     .row_block = 1,
+     .column_block = 2072,
+     .table = GIVEN,
+     .scales = GIVEN,
+     .zeros = GIVEN},
     {.layout = SL_LAYOUT_PLANES,
      .bits = 2,
      .forbidden = 3,
@@ -172,7 +183,7 @@ static const sl_packed GOOD[] = {
 enum { GOOD_COUNT = sizeof GOOD / sizeof *GOOD };
 
 static bool by_row(const sl_packed *packed) {
-    return packed->layout == SL_LAYOUT_COLUMNS || packed->layout == SL_LAYOUT_WORDS;
+    return packed->layout == SL_LAYOUT_COLUMNS || (packed->layout == SL_LAYOUT_WORDS && packed->transpose != 0);
 }
 
 /* Products that stay at the largest number. */

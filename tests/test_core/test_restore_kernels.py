@@ -72,6 +72,8 @@ CASES = {
     "a last band of one word": made(COLUMNS, 8, (1, 68, 129), (128, 1)),
     "permuted words": made(WORDS, 4, (2, 100, 72), (32, 1), ("zeros",)),
     "permuted words of groups": made(WORDS, 4, (1, 64, 136), (1, 3), ("groups", *ALL)),
+    "permuted words of rows": made(WORDS, 4, (2, 9, 72), (1, 72), ALL, transpose=False),
+    "permuted words of rows in groups": made(WORDS, 4, (1, 2, 5016), (1, 1), ("groups", "factors"), transpose=False),
     "permuted words with unused bytes": made(WORDS, 4, (3, 7, 8), (7, 8), ("shared",), gap=1),
     **{f"planes {bits} bits{' interleaved' * k}{' high first' * high}":
        made(PLANES, bits, (2, 24, 83), (5, 16), ("zeros",), interleaved=bool(k), high_first=bool(high))
@@ -170,6 +172,7 @@ def test_random_descriptions_restore_to_the_values_of_numpy(seed, on, tmp_path):
         rows = 32 * -(-rows // 32)
     elif layout == WORDS:
         columns = 8 * -(-columns // 8)
+        more["transpose"] = bool(rng.integers(2))
     else:
         rows = 8 // bits * -(-rows * bits // 8)
         more |= {"high_first": bool(rng.integers(2)), "interleaved": bool(rng.integers(2))}
