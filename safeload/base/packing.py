@@ -86,6 +86,7 @@ class Zeros(NamedTuple):
         added: what is added to the stored code, modulo 2^bits: the first format of GPTQ stores zero - 1.
         symmetric: whether all codes may be the one in the middle, or that less one: they then say themselves what is
             added, whatever ``added`` is.
+        permuted: of `COLUMNS`: whether the codes of a word are in the order of `WORDS`.
     """
 
     layout: int
@@ -93,6 +94,7 @@ class Zeros(NamedTuple):
     word_codes: int = 0
     added: int = 0
     symmetric: bool = False
+    permuted: bool = False
 
 
 class Packing(NamedTuple):
@@ -194,12 +196,12 @@ class Packed(NamedTuple):
 
 def by_columns(packed: Packing) -> bool:
     """Whether rows of the values are columns of the codes, each of which can be dequantized without the others."""
-    return packed.layout in (COLUMNS, WORDS)
+    return packed.layout == COLUMNS or (packed.layout == WORDS and packed.transpose)
 
 
 def row_unit(packed: Packing) -> int:
     """Rows that are dequantized together: those of a block of scales; columns that share a word of codes."""
-    if packed.layout == WORDS:
+    if packed.layout == WORDS and packed.transpose:
         return 32 // packed.bits
     return 1 if packed.grid is None or by_columns(packed) or packed.grid.rows == 1 else packed.grid.row_block
 

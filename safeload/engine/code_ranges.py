@@ -116,7 +116,7 @@ def flat_ranges(packed: Packing, most: int) -> Iterator[Range]:
 
 def rows_apart(packed: Packing) -> bool:
     """Whether a range of rows of the values can be dequantized without the others."""
-    return by_columns(packed) or (packed.layout in (packing.ROWS, packing.BLOCKS) and not packed.transpose)
+    return by_columns(packed) or (packed.layout != packing.PLANES and not packed.transpose)
 
 
 def stored_rows(packed: Packing, rows: int) -> int:

@@ -23,17 +23,27 @@ def _e2m3() -> list[float]:
     return positive + [-value for value in positive]
 
 
+def _e3m2() -> list[float]:
+    """Values of E3M2, of the same section."""
+    positive = [m / 16 for m in range(4)] + [2.0**e * (1 + m / 4) for e in range(-2, 5) for m in range(4)]
+    return positive + [-value for value in positive]
+
+
 @cache
 def table_of(numbers: str, bits: int) -> Array:
-    """The numbers of all codes: "e2m1", "e2m3", "unsigned" codes, or with an "offset" of half of their range.
+    """The numbers of all codes: "e2m1", "e2m3", "e3m2", "unsigned" codes, or with an "offset" of half of their range.
+
+    "signed" codes are two's complements.
 
     "ternary" codes are -1, 0 and 1.
     """
     tables: Mapping[str, Callable[[], list[float]]] = {
         "e2m1": _e2m1,
         "e2m3": _e2m3,
+        "e3m2": _e3m2,
         "unsigned": lambda: [float(code) for code in range(1 << bits)],
         "offset": lambda: [float(code - (1 << bits - 1)) for code in range(1 << bits)],
+        "signed": lambda: [float((code ^ 1 << bits - 1) - (1 << bits - 1)) for code in range(1 << bits)],
         "ternary": lambda: [-1.0, 0.0, 1.0, math.nan],
     }
     return np.array(tables[numbers](), np.float32)

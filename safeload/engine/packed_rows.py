@@ -45,12 +45,13 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[P
     count = rows.stop - rows.start
     grid = packed.grid
     several = len(packed.shape) > 2
-    down = packed.zeros is not None and packed.zeros.layout == packing.COLUMNS  # rows share words of zero points
-    apart = rows_apart(packed) and len(packed.shape) == 2 and not down
+    shared = _rows_in_word(packed.zeros)
+    apart = rows_apart(packed) and len(packed.shape) == 2 and shared > 0
     several_globals = packing.GLOBAL in parts and parts[packing.GLOBAL].size > 1
     if not several and (not apart or several_globals):
         raise ValueError(f"{packed.label} {list(packed.shape)} cannot be sliced: dequantize it and slice the values")
-    unit = 1 if several else row_unit(packed)
+    block = row_unit(packed)
+    unit = 1 if several else block * shared
     if packing.ZERO in parts and packed.zeros is not None and by_columns(packed):
         unit = 32 // math.gcd(packed.zeros.bits, 32)  # whole words
     scales = 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
@@ -83,14 +84,23 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[P
         return changed._replace(shape=(count, packed.rows)), taken
     taken[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
     if grid is not None and grid.rows > 1:
-        whole_blocks = slice(rows.start // unit, -(-rows.stop // unit))
+        whole_blocks = slice(rows.start // block, -(-rows.stop // block))
         for role in (packing.SCALE, packing.ZERO, packing.BIAS):
             if role in parts:
-                taken[role] = _along(parts[role], whole_blocks, grid.rows)
+                own = shared if role == packing.ZERO else 1
+                words = slice(whole_blocks.start // own, -(-whole_blocks.stop // own))
+                taken[role] = _along(parts[role], words, -(-grid.rows // own))
         grid = grid._replace(rows=whole_blocks.stop - whole_blocks.start)
     elif grid is not None:
         grid = grid._replace(row_block=max(1, count))
     return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid), taken
+
+
+def _rows_in_word(zeros: Zeros | None) -> int:
+    """Rows of the grid that share a word of zero points; 0 where words share a zero point."""
+    if zeros is None or zeros.layout != packing.COLUMNS:
+        return 1
+    return zeros.word_codes or (0 if 32 % zeros.bits else 32 // zeros.bits)
 
 
 def _rows_of_flat(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[Packing, dict[str, Array]]:

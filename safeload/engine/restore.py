@@ -123,7 +123,8 @@ class Prepared:
         if packed.grid is not None:
             self._add_grid(fields, packed.grid)
         if packing.FACTORS in self._parts:
-            fields["factors"] = self._finite(packing.FACTORS, self._floats(packing.FACTORS, 0, packed.columns))
+            factors = self._finite(packing.FACTORS, self._floats(packing.FACTORS, 0, packed.columns))
+            fields["factors"] = np.full(packed.columns, factors[0], np.float32) if factors.size == 1 else factors
         elif packed.factor != 1:
             fields["factors"] = np.full(packed.columns, packed.factor, np.float32)
         return fields
@@ -321,7 +322,7 @@ def restore_job(packed: Packed, op: int, memory: int, name: str, *, owner: Any =
 
 def in_order(packed: Packing) -> bool:
     """Whether codes are stored in the order of the values."""
-    return not packed.transpose and packed.layout != packing.COLUMNS and packed.layout != packing.WORDS
+    return not packed.transpose and packed.layout != packing.COLUMNS
 
 
 def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any]:

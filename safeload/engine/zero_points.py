@@ -72,7 +72,7 @@ def _unpacked(words: Array, zeros: Zeros, wanted: slice, low: int = 0) -> Array:
     per_word = zeros.word_codes or (0 if 32 % bits else 32 // bits)
     mask = np.uint32((1 << bits) - 1)
     if per_word:
-        order = np.array(_PERMUTED if zeros.layout == WORDS else range(per_word), np.uint32)
+        order = np.array(_PERMUTED if zeros.layout == WORDS or zeros.permuted else range(per_word), np.uint32)
         begin = wanted.start // per_word
         some = words[..., begin - low : -(-wanted.stop // per_word) - low]
         codes = (some[..., None] >> order * np.uint32(bits) & mask).reshape(*some.shape[:-1], some.shape[-1] * per_word)

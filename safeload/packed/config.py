@@ -8,13 +8,14 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeGuard
 
 from ..base.text import clip, printable, show
+from .globs import Globs
 from .patterns import compiled
 
 # Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
 _CONFIG_DEPTH = 4
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 # Keys that list modules that are not quantized.
-_OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
+_OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 # The key of mlx-lm, which also stores a copy under the first of `_CONFIG_KEYS`, without a method.
 _MLX = "quantization"
 # Names that auto-round gives its method.
@@ -105,6 +106,21 @@ class Quantization:
             if compiled(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, key).matches(module):
                 return None if pattern.startswith("-:") else _mapping(own)
         return {}
+
+    def of_quark(self, module: str) -> Mapping[str, Any]:
+        """What Quark says of a layer: under the first name or glob that matches it, else of its type, else of all.
+
+        Raises:
+            UnsupportedError: a glob is outside the subset that `globs` matches.
+        """
+        found = self._quark_globs.first(module)
+        if found is not None:
+            return _mapping(_mapping(self.get("layer_quant_config")).get(found))
+        return _mapping(_mapping(self.get("layer_type_quant_config")).get("Linear", self.get("global_quant_config")))
+
+    @cached_property
+    def _quark_globs(self) -> Globs:
+        return Globs(_mapping(self.get("layer_quant_config")), "layer_quant_config")
 
     def get(self, key: str) -> Any:
         """A value; None where it is missing."""
@@ -214,7 +230,9 @@ def is_kept_by(text: str | None, module: str, new: str) -> bool:
     said = _of_text(text) if text else None
     if said is not None and said.get("module_quant_configs") and module != new:
         return False  # its patterns are matched where its bits are known, in `gemma`
-    return said is None or all(of(module) == of(new) for of in (said.of_module, said.of_layer, said.weights))
+    return said is None or all(
+        of(module) == of(new) for of in (said.of_module, said.of_layer, said.of_quark, said.weights)
+    )
 
 
 def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:

@@ -5,7 +5,7 @@ shapes and dtypes into a `Packing`, or says why they do not fit. Shapes decide, 
 
 Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4,bitnet}.py``;
 bitsandbytes ``functional.py``; compressed-tensors ``compressors/``; nvidia-modelopt ``torch/quantization/qtensor``;
-mlx ``ops.cpp``; those of `gptq`.
+mlx ``ops.cpp``; those of `gptq` and `quark`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..base import packing
 from ..base.packing import Packing
-from . import bitsandbytes, floats, gemma, gguf, gptq, integers, subclasses
+from . import bitsandbytes, floats, gemma, gguf, gptq, integers, quark, subclasses
 from .group import FP8, Group
 
 
@@ -30,7 +30,8 @@ class Family(NamedTuple):
         required: suffixes that replace ``main`` in names of parts, by role, in order of preference.
         optional: the same for parts that may be missing.
         describe: the packing of a group; raises `Misfit`.
-        method: the ``quant_method`` that the configuration must have; None for any or none.
+        method: the ``quant_method`` that the configuration must have; None for any or none. Under it the row is the
+            only one for its codes, but for fp8.
     """
 
     name: str
@@ -54,6 +55,26 @@ def _scale(suffix: str) -> Mapping[str, tuple[str, ...]]:
 
 
 FAMILIES = (
+    Family(
+        "Quark, int4 in fp8",
+        "",
+        "",
+        frozenset(("I32",)),
+        {packing.SCALE: quark.SECOND_SCALE, packing.FACTORS: quark.SCALE},
+        {packing.ZERO: quark.SECOND_ZERO},
+        quark.in_fp8,
+        quark.METHOD,
+    ),
+    Family(
+        "Quark",
+        "",
+        "",
+        FP8 | {"I8", "U8", "I32"},
+        {packing.SCALE: quark.SCALE},
+        {packing.ZERO: quark.ZERO, packing.GLOBAL: quark.SECOND_SCALE},
+        quark.describe,
+        quark.METHOD,
+    ),
     Family("DeepSeek V4", ".weight", ".weight", FP8 | {"I8"}, _scale(".scale"), _NOTHING, floats.deepseek_v4),
     Family(
         "modelopt NVFP4",
@@ -195,6 +216,7 @@ IGNORED = frozenset(
         "input_zero_point", "comfy_quant", "gate_up_proj_input_scale", "down_proj_input_scale",
         "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
         "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
-        "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale",
+        "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale", "output_zero_point",
+        "input_scale_2", "output_scale_2",
     )
 )  # fmt: skip

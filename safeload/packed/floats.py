@@ -17,10 +17,10 @@ _STRUCTURE = re.compile("[0-9]{1,9}x[0-9]{1,9}", re.ASCII)
 # ---- fp8 and int8: a number for each code, a scale for each block ----
 
 
-def plain(group: Group) -> Packing:
-    """Codes of 8 bits, each a number, and scales that broadcast over blocks."""
+def plain(group: Group, block: tuple[int, int] | None = None) -> Packing:
+    """Codes of 8 bits, each a number, and scales that broadcast over blocks: those given, else the configuration's."""
     shape, numbers = group.shape(), group.dtype()
-    block = _block_of(group)
+    block = block or _block_of(group)
     scale = group.shape(packing.SCALE)
     matrices, rows, columns = matrices_of(shape)
     if has_halves(shape, scale, block):

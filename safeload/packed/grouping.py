@@ -27,6 +27,8 @@ from .refused import Refusal, refusal_of
 
 _SPARSE = ".compressed"
 _BESIDE_WIDE = (*STATES.values(), ".quant_map")
+# Beside scales with the names of others: they tell more.
+_MARKS = (".comfy_quant", ".input_rotation")
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 
 # Most codes in one element of these dtypes: words and bytes hold codes of one bit or more.
@@ -131,8 +133,8 @@ def find(
         ):
             method = None if quantization is None else quantization.shown
             code = tensors[name].row.code
-            mark = name.removesuffix(".weight") + ".comfy_quant"  # beside scales named as modelopt's
-            by = mark if mark in tensors else companion
+            stem = name.removesuffix(".weight")
+            by = next((stem + mark for mark in _MARKS if stem + mark in tensors), companion)
             found[name] = Codes(code, companion, method, refusal_of(name, code, by, quantization))
     _add_others(tensors, elsewhere, quantization, found)
     return found

@@ -19,7 +19,7 @@ from ..base.text import plural, show
 from ..engine import jobs
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
-from . import gguf
+from . import gguf, quark
 from .bitsandbytes import BESIDE as BESIDE_FOUR_BITS
 from .bitsandbytes import STATES
 from .checks import check
@@ -39,7 +39,7 @@ _SHAPE_VALUES = 8
 _COVERED = frozenset(
     (
         "fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitnet", "bitsandbytes", "mlx", "modelopt",
-        "gptq", "awq", "gemma", "metal", *AUTO_ROUND,
+        "gptq", "awq", "gemma", "metal", quark.METHOD, *AUTO_ROUND,
     )
 )  # fmt: skip
 # What they also write, and the table does not cover.
@@ -151,6 +151,8 @@ def _group(
             return
         except Misfit as misfit:
             fault = fault or f"tensor {show(logical)}: {misfit}"
+            if family.method is not None and stored.row.code not in FP8:
+                break
             continue
         if logical != name and logical in tensors:
             fault = f"tensor {show(logical)}: it is stored twice, as itself, and as {show(name)}"
@@ -239,8 +241,11 @@ def _without_scale(tensors: Mapping[str, Stored], found: Logical, quantization: 
         if name in found.packed or name in found.hidden or name in found.refused or len(stored.shape) < 2:
             continue
         packs = stored.row.code in _PACKING and name.endswith(("weight", "_proj"))
-        packs = packs or (stored.row.code == "I32" and name.endswith(".qweight"))
+        words = ".weight" if quantization.method == quark.METHOD else ".qweight"
+        packs = packs or (stored.row.code == "I32" and name.endswith(words))
         alone = packs or stored.row.code in FP8 or name.endswith(("_packed", "_blocks"))
+        if alone and quantization.method == quark.METHOD and quark.unread(quantization, name) is not None:
+            continue
         if alone and f"tensor {show(name)}" not in reported and not _is_other_fault(name, reported):
             faults.append(
                 f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..errors import UnsupportedError
+from . import quark
 from .config import Quantization
 from .group import FP8
 
@@ -20,13 +22,17 @@ class Refusal(NamedTuple):
         reader: what reads it.
         suffixes: pairs of suffixes, of the name of the codes and of that of their companion.
         methods: values of ``quant_method``, ``format`` and the like that identify it.
+        fp8: whether the suffixes identify codes of fp8 too.
     """
 
     what: str
     reader: str
     suffixes: tuple[tuple[str, str], ...] = ()
     methods: tuple[str, ...] = ()
+    fp8: bool = False
 
+
+QUARK_READER = "AMD Quark"
 
 # A pair of suffixes tells more than a method, which may have several layouts: rows are searched for pairs first.
 REFUSALS = (
@@ -89,6 +95,7 @@ REFUSALS = (
         "ComfyUI",
         ((".weight", ".comfy_quant"),),
     ),
+    Refusal("Quark's weights in a rotated basis", QUARK_READER, ((".weight", ".input_rotation"),), fp8=True),
     Refusal("HIGGS, whose codes are points of a grid in a rotated basis", "transformers with flute", (), ("higgs",)),
     Refusal("FP-Quant, whose weights are in a rotated basis", "transformers with fp_quant", (), ("fp_quant",)),
     Refusal("SINQ, which scales both rows and columns", "sinq", (), ("sinq",)),
@@ -121,9 +128,11 @@ def refusal_of(name: str, dtype: str, companion: str | None, quantization: Quant
         for row in REFUSALS:
             for main, other in row.suffixes:
                 if name.endswith(main) and companion == name.removesuffix(main) + other:
-                    return row if dtype not in FP8 else None
+                    return row if row.fp8 or dtype not in FP8 else None
     if quantization is not None and quantization.get("transform_config"):
         return _ROTATED  # of any dtype
+    if quantization is not None and quantization.method == quark.METHOD:
+        return _of_quark(name, quantization)
     if quantization is None or dtype in FP8:
         return None
     for said in (quantization.method, *map(quantization.get, _KEYS)):
@@ -131,3 +140,11 @@ def refusal_of(name: str, dtype: str, companion: str | None, quantization: Quant
         if row_said is not None:
             return row_said
     return None
+
+
+def _of_quark(name: str, quantization: Quantization) -> Refusal | None:
+    try:
+        what = quark.unread(quantization, name)
+    except UnsupportedError:  # of opening the checkpoint, unless its tensors are wanted as stored
+        return None
+    return None if what is None else Refusal(what, QUARK_READER)

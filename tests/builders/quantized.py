@@ -90,7 +90,7 @@ KINDS = (
     "ct_pack_w4_g32_sym", "deepseek_v4", "fbgemm_llama4", "fp8_block", "fp8_block_u8", "fp8_experts", "gguf_i2_s",
     "gguf_nvfp4", "gpt_oss", "gpt_oss_original", "gptq3_act_order", "gptq_dynamic_raw_zeros", "mistral_qscale",
     "mlx_affine3_g64", "mlx_experts", "mlx_nvfp4_global_scale", "modelopt_fp8_blocks", "modelopt_nvfp4_awq",
-    "modelopt_nvfp4_experts",
+    "modelopt_nvfp4_experts", "quark_integers",
 )  # fmt: skip
 
 every_fixture = pytest.mark.parametrize("fixture", FIXTURES.values(), ids=FIXTURES.keys())

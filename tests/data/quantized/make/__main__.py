@@ -11,6 +11,8 @@
     pip install --no-deps --target writers auto-gptq==0.7.1 auto-round==0.16.1
     pip download --no-deps --no-binary :all: autoawq==0.2.9 && tar xzf autoawq-0.2.9.tar.gz -C writers --strip 1
     export GPTQ_WRITERS=$PWD/writers
+    pip install datasets joblib onnx==1.22.0 onnxscript onnxslim plotly frozendict
+    pip install --no-deps amd-quark==0.13
     cd tests/data/quantized && python -m make [NAME...]
 
 Linux on x86-64, Python 3.11, CPU only. Values are seeded by the name of the fixture. Each maker writes a folder with
@@ -37,6 +39,7 @@ from . import (  # noqa: F401
     mlx,
     modelopt,
     quanto,
+    quark,
     torchao,
 )
 from .checkpoint import EXPECTED, FIXTURES, ROOT, Checkpoint
