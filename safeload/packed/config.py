@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeGuard
 
+from ..base import packing
 from ..base.text import clip, printable, show
 from .globs import Globs
 from .patterns import compiled
@@ -20,6 +21,8 @@ _OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude
 _MLX = "quantization"
 # Names that auto-round gives its method.
 AUTO_ROUND = ("auto-round", "intel/auto-round")
+# Orders of the codes in a word, by their names in Quark's ``pack_method``.
+QUARK_ORDERS = {"reorder": packing.WORDS, "order": packing.ROWS}
 # Keys that say how the words of a method are arranged, with the values of those that are read.
 _VARIANTS = {
     "gptq": {

@@ -174,8 +174,8 @@ FAMILIES = (
         ".qweight",
         ".weight",
         frozenset(("I8", "I16", "I32")),
-        _scale(".scales"),
-        {packing.ZERO: (".qzeros",), packing.GROUPS: (".g_idx",)},
+        {packing.SCALE: (".scales", ".qscales")},  # Quark's, where transformers 5.6 and later save them: a q too many
+        {packing.ZERO: (".qzeros", ".qqzeros"), packing.GROUPS: (".g_idx",)},
         gptq.describe,
     ),
     Family("gpt-oss", "_blocks", "", frozenset(("U8",)), _scale("_scales"), _NOTHING, floats.gpt_oss),

@@ -17,7 +17,7 @@ from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.text import show
 from ..engine import zero_points
 from ..engine.restore import read_part
-from .config import AUTO_ROUND
+from .config import AUTO_ROUND, QUARK_ORDERS
 from .grid import Misfit, Refused
 from .group import Group
 
@@ -232,19 +232,36 @@ def _gemm(group: Group, said: Mapping[str, Any], zeros: tuple[int, ...] | None) 
     if group.has(packing.GROUPS):
         raise Misfit("AWQ has no g_idx")
     size = _group_size(group, said, stored[0], scale[0])
+    order, signed = _as_quark(said)
     return group.packing(
         "awq",
         _label("awq4", size, stored[0]),
         (scale[1], stored[0]),
         4,
-        "offset" if zeros is None else "unsigned",
-        layout=packing.WORDS,
+        "signed" if signed else "offset" if zeros is None else "unsigned",
+        layout=order,
         transpose=True,
         rows=stored[0],
         columns=scale[1],
         grid=Grid(size, 1, scale[0], scale[1]),
-        zeros=None if zeros is None else Zeros(packing.WORDS, 4),
+        zeros=None if zeros is None else Zeros(order, 4),
     )
+
+
+def _as_quark(said: Mapping[str, Any]) -> tuple[int, bool]:
+    """The layout of words, and whether codes are signed: AMD Quark writes AWQ's names and configuration too.
+
+    Raises:
+        Misfit: the order of codes is unknown.
+    """
+    export = said.get("export")
+    order = export.get("pack_method") if isinstance(export, Mapping) else said.get("pack_method")
+    if order is None:
+        return packing.WORDS, False
+    layout = QUARK_ORDERS.get(order) if isinstance(order, str) else None
+    if layout is None:
+        raise Misfit(f"pack_method {show(str(order))} does not say the order of its codes")
+    return layout, said.get("zero_point") is False
 
 
 def _gemv(group: Group, said: Mapping[str, Any]) -> Packing:

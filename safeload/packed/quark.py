@@ -13,11 +13,11 @@ from typing import Any
 
 from ..base import packing
 from ..base.packing import Grid, Packing, Zeros
-from ..base.text import show
+from ..base.text import clip, printable, show
 from ..errors import UnsupportedError
 from . import floats
 from .checks import NUMBERS
-from .config import Quantization, is_length
+from .config import QUARK_ORDERS, Quantization, is_length
 from .grid import Misfit, Refused, whole_grid
 from .group import FP8, Group, label_of
 
@@ -41,7 +41,6 @@ _STORED: Mapping[str, tuple[frozenset[str], int, str]] = {
     "fp6_e3m2": (frozenset(("U8",)), 6, "e3m2"),
 }
 _CODES_IN_WORD = 8
-_LAYOUTS = {"reorder": packing.WORDS, "order": packing.ROWS}
 # Axes of `ch_axis` that are the rows of a weight, and its columns.
 _ROWS, _COLUMNS = (0, -2), (1, -1)
 _EXPONENTS = ("U8", "F8_E8M0")
@@ -86,7 +85,7 @@ def unread(config: Quantization, name: str) -> str | None:
     if _rotated(config, _module(name)):
         return "Quark's weights in a rotated basis (algo_config)"
     specs = _given(config, name)
-    said = [str(spec.get("dtype"))[:40] for spec in specs]
+    said = [clip(printable(str(spec.get("dtype"))), 40) for spec in specs]
     if any(spec.get("scale_format") == "e5m3" for spec in specs):
         return f"Quark's {said[0]} with scales of e5m3"
     if len(specs) > 1 and said not in (["fp4", "fp8_e4m3"], ["fp8_e4m3", "int4"], ["fp8_e4m3", "uint4"]):
@@ -268,7 +267,7 @@ def _layout(group: Group) -> int:
     """The order of the codes in a word."""
     export = None if group.config is None else group.config.get("export")
     said = export.get("pack_method") if isinstance(export, Mapping) else None
-    layout = _LAYOUTS.get(said) if isinstance(said, str) else None
+    layout = QUARK_ORDERS.get(said) if isinstance(said, str) else None
     if layout is None:
         raise Misfit(f"pack_method {show(str(said))} does not say the order of its codes (export.pack_method)")
     return layout
