@@ -31,7 +31,7 @@ class Family(NamedTuple):
         optional: the same for parts that may be missing.
         describe: the packing of a group; raises `Misfit`.
         method: the ``quant_method`` that the configuration must have; None for any or none. Under it the row is the
-            only one for its codes, but for fp8.
+            only one for its codes, except for fp8.
     """
 
     name: str

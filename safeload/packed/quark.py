@@ -8,7 +8,7 @@ Source: quark ``torch/utils/pack.py``, ``torch/export/nn/modules``, ``torch/kern
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..base import packing
@@ -82,9 +82,12 @@ def unread(config: Quantization, name: str) -> str | None:
     Raises:
         UnsupportedError: a glob that is not matched.
     """
+    return _unread(config, name, _given(config, name))
+
+
+def _unread(config: Quantization, name: str, specs: Sequence[Mapping[str, Any]]) -> str | None:
     if _rotated(config, _module(name)):
         return "Quark's weights in a rotated basis (algo_config)"
-    specs = _given(config, name)
     said = [clip(printable(str(spec.get("dtype"))), 40) for spec in specs]
     if any(spec.get("scale_format") == "e5m3" for spec in specs):
         return f"Quark's {said[0]} with scales of e5m3"
@@ -123,9 +126,10 @@ def _specs(group: Group) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """What is said of codes, and of what those or their scales stand for; empty where nothing is."""
     assert group.config is not None  # the row of the table asks for its method
     try:
-        why, specs = unread(group.config, group.logical), _given(group.config, group.logical)
+        specs = _given(group.config, group.logical)
     except UnsupportedError as error:
         raise Refused(str(error.args[0])) from None
+    why = _unread(group.config, group.logical, specs)
     if group.has_beside(".input_rotation"):
         why = "Quark's weights in a rotated basis (input_rotation)"
     if why is not None:
