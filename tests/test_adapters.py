@@ -52,10 +52,21 @@ def base(tmp_path):
     return tmp_path / "base.safetensors"
 
 
+def base_of(case, tmp_path):
+    """The base of a case; that of Linear and Conv1D with the config.json that tells them apart."""
+    own = DATA / f"{case}_base.safetensors"
+    if case != "mixed":
+        return own if own.exists() else BASE
+    shutil.copy(own, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    return tmp_path
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_as_peft_merges(case):
-    base, expected = safeload.load(BASE), safeload.load(DATA / f"{case}.safetensors")
-    merged = safeload.load(BASE, adapters=DATA / case)
+def test_as_peft_merges(case, tmp_path):
+    path = base_of(case, tmp_path)
+    base, expected = safeload.load(path), safeload.load(DATA / f"{case}.safetensors")
+    merged = safeload.load(path, adapters=DATA / case)
     assert list(merged) == list(base)
     assert {name for name in base if not np.array_equal(base[name], merged[name])} == set(expected)
     for name, value in expected.items():
@@ -220,7 +231,9 @@ def test_what_does_not_fit_is_named(base, tmp_path, tensors, words):
     ("config", "error", "words"),
     [
         ({"peft_type": "LOHA"}, safeload.UnsupportedError, "'LOHA'"),
-        ({"target_parameters": ["x"]}, safeload.UnsupportedError, "target_parameters"),
+        ({"target_parameters": "x"}, safeload.FormatError, "target_parameters"),
+        ({"target_parameters": ["x" * 1001]}, safeload.UnsupportedError, "of 1,000 characters"),
+        ({"use_qalora": True}, safeload.UnsupportedError, "use_qalora"),
         ({"layer_replication": [[0, 2]]}, safeload.UnsupportedError, "layer_replication"),
         ({"r": 0}, safeload.FormatError, '"r"'),
         ({"r": True}, safeload.FormatError, '"r"'),

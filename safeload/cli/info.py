@@ -18,7 +18,7 @@ from ..checkpoint import Checkpoint
 from ..errors import SafeloadError
 from ..packed.config import quantization_of
 from ..packed.gptq import zeros_disagree
-from . import description, listing
+from . import adapters, description, listing
 from .common import (
     STATUS,
     add_command,
@@ -52,6 +52,7 @@ _EPILOG = f"""examples:
   safeload info Llama-3.2-1B/ --all | grep layers.5.
   safeload info *.safetensors --limit 5
   safeload info hf://openai-community/gpt2
+  safeload info my-lora/ --base Llama-3.2-1B/
   safeload info lightning.ckpt --unknown-globals inert --root state_dict
   safeload info model.safetensors --json | jq '.tensors[0]'
 
@@ -76,6 +77,7 @@ def register(commands: Any) -> None:
     add_selection(parser, tuple(listing.KEYS), _ROWS)
     parser.add_argument("--tree", action="store_true", help="show modules with the sums of their tensors")
     parser.add_argument("--depth", metavar="N", type=positive, help="show N levels of the tree at most")
+    parser.add_argument("--base", metavar="BASE", help="say whether a LoRA adapter fits this model; 1 if it does not")
     add_opening(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -87,14 +89,13 @@ def run(options: argparse.Namespace) -> int:
     if options.depth is not None:
         options.tree = True
     if len(options.paths) == 1:
-        _show(options.paths[0], options)
-        return 0
+        return _show(options.paths[0], options)
     status = 0
     for number, path in enumerate(options.paths):
         if number and not options.json:
             print()
         try:
-            _show(path, options)
+            status |= _show(path, options)
         except BrokenPipeError:
             raise
         except (SafeloadError, OSError, MemoryError, ModuleNotFoundError, ValueError) as error:
@@ -103,16 +104,18 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def _show(path: str, options: argparse.Namespace) -> None:
+def _show(path: str, options: argparse.Namespace) -> int:
     with open_path(path, options) as opened:
+        adapter = adapters.about(path, opened, options)
         infos = opened.tensors
         infos = {name: infos[name] for name in select(infos, options.only, options.drop)}
         if options.json:
-            _print_json(path, opened, list(infos.values()), options)
-            return
-        paint = painter()
-        for line, kind in _as_text(path, opened, list(infos.values()), options):
-            print(paint(line, kind) if kind else line)
+            _print_json(path, opened, list(infos.values()), adapter, options)
+        else:
+            paint = painter()
+            for line, kind in _as_text(path, opened, list(infos.values()), adapter, options):
+                print(paint(line, kind) if kind else line)
+        return int(adapters.misfits(adapter))
 
 
 def _title(path: str, options: argparse.Namespace) -> str:
@@ -161,9 +164,11 @@ def _memory(opened: Checkpoint) -> dict[str, int]:
 # ---- JSON ----
 
 
-def _print_json(path: str, opened: Checkpoint, infos: Sequence[TensorInfo], options: argparse.Namespace) -> None:
+def _print_json(
+    path: str, opened: Checkpoint, infos: Sequence[TensorInfo], adapter: adapters.Found, options: argparse.Namespace
+) -> None:
     """Prints one object: on one line if there are several, else with a line for each tensor."""
-    whole = _as_json(path, opened)
+    whole = {**_as_json(path, opened), "adapter": adapters.as_json(adapter)}
     if options.only or options.drop:
         nbytes = sum(info.nbytes for info in infos)
         whole["selected"] = {"tensor_count": len(infos), "parameters": _parameters(infos), "nbytes": nbytes}
@@ -206,11 +211,11 @@ def _as_json(path: str, opened: Checkpoint) -> dict[str, Any]:
 
 
 def _as_text(
-    path: str, opened: Checkpoint, infos: Sequence[TensorInfo], options: argparse.Namespace
+    path: str, opened: Checkpoint, infos: Sequence[TensorInfo], adapter: adapters.Found, options: argparse.Namespace
 ) -> Iterator[tuple[str, str]]:
     """The lines of the listing, each with its colour or ""."""
     width = columns()
-    for line in _head(path, opened, width, options):
+    for line in _head(path, opened, width, adapter, options):
         yield line, ""
     if options.only or options.drop:
         count = f"{len(infos):,} of {plural(len(opened), 'tensor')}"
@@ -259,7 +264,9 @@ def _listing(infos: Sequence[TensorInfo], width: int | None, options: argparse.N
             yield rest(len(infos) - sum(row.number for row in first), "tensor", options), ""
 
 
-def _head(path: str, opened: Checkpoint, width: int | None, options: argparse.Namespace) -> Iterator[str]:
+def _head(
+    path: str, opened: Checkpoint, width: int | None, adapter: adapters.Found, options: argparse.Namespace
+) -> Iterator[str]:
     """What it is: files, parameters, model, quantization, memory."""
     infos = list(opened.tensors.values())
     sizes = list(_sizes(opened).values())
@@ -281,6 +288,7 @@ def _head(path: str, opened: Checkpoint, width: int | None, options: argparse.Na
     memory = _memory(opened) if infos else {}
     lines = [
         *opened.notes,
+        *adapters.lines(adapter, options),
         description.model(opened.config, opened.metadata),
         *_quantization(opened),
         f"header: {size(sum(headers.values()))}" if headers else "",

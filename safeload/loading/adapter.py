@@ -55,9 +55,8 @@ class Adapter:
     """An open adapter.
 
     Args:
-        given: its path, or URL.
+        checkpoint: its tensors, open.
         weight: factor of its changes.
-        storage_options: for URLs, see `safeload.open`.
 
     Attributes:
         checkpoint: its tensors.
@@ -73,23 +72,24 @@ class Adapter:
         OSError: a file cannot be read; there is no ``adapter_config.json``.
     """
 
-    def __init__(self, given: Any, weight: float, storage_options: Mapping[str, Any] | None = None) -> None:
-        self.given, self.weight = given, weight
-        self.checkpoint = Checkpoint(find(given, None, None, "refuse", True, storage_options))
-        try:
-            file = self.checkpoint.weight_files[0]
-            _check_names(self.checkpoint)
-            self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
-            self.config = read_json(self.config_at.path, CONFIG, file.files)
-            self.settings: Settings = parse(self.config, self.config_at.shown)
-            self.modules = _modules(self.checkpoint, self.settings)
-        except BaseException:
-            self.checkpoint.close()
-            raise
+    def __init__(self, checkpoint: Checkpoint, weight: float = 1.0) -> None:
+        self.checkpoint, self.weight = checkpoint, weight
+        file = checkpoint.weight_files[0]
+        _check_names(checkpoint)
+        self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
+        self.config = read_json(self.config_at.path, CONFIG, file.files)
+        self.settings: Settings = parse(self.config, self.config_at.shown)
+        self.modules = _modules(checkpoint, self.settings)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one of its tensors."""
         return self.checkpoint.tensors[name].shape
+
+    def rank(self, module: str) -> int:
+        """The rank of a module that has factors, all matrices of a stack together."""
+        parts = self.modules[module]
+        shape = self.shape(parts[A if A in parts else EMBEDDING_A])
+        return sum(shape[1:2] if self.settings.mlx else shape[:1])
 
 
 class Weighted(NamedTuple):
@@ -131,9 +131,8 @@ def opened(
     """Opens adapters; the stack closes them."""
     found = []
     for path, weight in adapters:
-        adapter = Adapter(path, weight, storage_options)
-        stack.callback(adapter.checkpoint.close)
-        found.append(adapter)
+        checkpoint = stack.enter_context(Checkpoint(find(path, None, None, "refuse", True, storage_options)))
+        found.append(Adapter(checkpoint, weight))
     return found
 
 
@@ -203,5 +202,6 @@ def _parsed(name: str, settings: Settings, path: str) -> tuple[str, str]:
             tensor=name,
         )
     for wrapped in _WRAPPED:
-        rest = rest.replace(wrapped, ".")
+        while wrapped in rest:  # one inside the other
+            rest = rest.replace(wrapped, ".")
     return rest, VALUE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +26,8 @@ class Target(NamedTuple):
         shape: of its values.
         row: dtype that it keeps where none is asked for; None if it is packed.
         work: dtype that it is merged in.
-        read: its values in that dtype, of a range of the first axis.
+        read: its values in that dtype, at an index: a range of the first axis or, where its rows are plain, an integer
+            and a range of the second one.
         together: whether its values can only be read all at once.
     """
 
@@ -34,7 +35,7 @@ class Target(NamedTuple):
     shape: tuple[int, ...]
     row: dtypes.Dtype | None
     work: np.dtype[Any]
-    read: Callable[[slice], Array]
+    read: Callable[[Any], Array]
     together: bool = False
 
 
@@ -45,8 +46,15 @@ class Base(Protocol):
     def title(self) -> str:
         """Its path, for messages."""
 
+    @property
+    def model_type(self) -> str | None:
+        """What its ``config.json`` says; None without one."""
+
     def __contains__(self, name: object) -> bool: ...
     def __iter__(self) -> Iterator[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one of its tensors."""
+
     def target(self, name: str) -> Target:
         """One of its tensors."""
 
@@ -57,12 +65,18 @@ class CheckpointBase:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.title = checkpoint.path
+        self.model_type = model_type_of(checkpoint.config)
 
     def __contains__(self, name: object) -> bool:
         return name in self._checkpoint
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of the checkpoint."""
+        ((_, file, index),) = self._checkpoint.entries([name])
+        return shape_of(file, index)
 
     def target(self, name: str) -> Target:
         """A tensor of the checkpoint.
@@ -74,6 +88,18 @@ class CheckpointBase:
         return of_file(self._checkpoint, name, file, index)
 
 
+def model_type_of(config: Mapping[str, Any] | None) -> str | None:
+    """The architecture that a configuration names; None without one."""
+    found = (config or {}).get("model_type")
+    return found if isinstance(found, str) else None
+
+
+def shape_of(file: WeightFile, index: int) -> tuple[int, ...]:
+    """The shape of the values of a tensor in a file."""
+    packed = file.table.packed(index)
+    return tuple(file.table.shape(index) if packed is None else packed.packing.shape)
+
+
 def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> Target:
     """A tensor of an open checkpoint.
 
@@ -82,7 +108,7 @@ def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> 
     """
     grouping.refuse(checkpoint.codes(), [name], "adapters=", checkpoint.path)
     packed, row = file.table.packed(index), file.table.row(index)
-    shape = file.table.shape(index) if packed is None else packed.packing.shape
+    shape = shape_of(file, index)
     quantized = packed is not None or file.table.is_quantized(index)
     if not quantized:
         check_floating(name, row, checkpoint.path)
@@ -110,6 +136,6 @@ def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
         )
 
 
-def _whole(checkpoint: Checkpoint, name: str, rows: slice) -> Array:
+def _whole(checkpoint: Checkpoint, name: str, rows: Any) -> Array:
     values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
     return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base import log
@@ -18,13 +18,20 @@ CONFIG = "adapter_config.json"
 _RANK, _ALPHA = 8, 8
 _MOST_RANK = 1 << 20
 # Ways to begin the training that change the base, unless the adapter was converted afterwards.
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "eva")
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 # Settings that change which tensors the adapter belongs to.
 _REFUSED = {
     "layer_replication": "repeats layers of the base",
-    "target_parameters": "changes parameters of experts",
     "trainable_token_indices": "changes rows of embeddings",
 }
+
+
+# Variants, whose change is another one than s * B A, or that change the base when training begins.
+_VARIANTS = (
+    "use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config",
+)  # fmt: skip
+# Most parameters, and most characters of each: their names are compared with those of modules.
+_MOST_PARAMETERS, _LONGEST = 10_000, 1000
 
 
 class Settings(NamedTuple):
@@ -40,6 +47,7 @@ class Settings(NamedTuple):
         transposed: whether the weights of the base are [in, out].
         ranks: patterns of modules and their ranks.
         alphas: patterns of modules and their alphas.
+        parameters: ends of the names of tensors that are not a module's ``weight``.
     """
 
     path: str
@@ -51,6 +59,16 @@ class Settings(NamedTuple):
     transposed: bool
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
+    parameters: Sequence[str] = ()
+
+    def alpha_of(self, module: str) -> float:
+        """The alpha of a module, of MLX the factor.
+
+        Raises:
+            UnsupportedError: see `scaling`.
+        """
+        alpha: float = _of_module(self.alphas, "alpha_pattern", module, self.alpha)
+        return alpha
 
     def scaling(self, module: str, rank: int, tensor: str) -> float:
         """The factor of the change of a module.
@@ -74,7 +92,7 @@ class Settings(NamedTuple):
                 self.path,
                 tensor=tensor,
             )
-        alpha: float = _of_module(self.alphas, "alpha_pattern", module, self.alpha)
+        alpha = self.alpha_of(module)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
@@ -131,9 +149,9 @@ def parse(config: Mapping[str, Any], path: str) -> Settings:
     for key, what in _REFUSED.items():
         if config.get(key):
             raise UnsupportedError(f'{path}: "{key}" {what}, which is not merged here: PEFT merges it', path=path)
-    if config.get("use_bdlora") or config.get("alora_invocation_tokens") or config.get("arrow_config"):
-        key = next(key for key in ("use_bdlora", "alora_invocation_tokens", "arrow_config") if config.get(key))
-        raise UnsupportedError(f'{path}: "{key}" is a variant of LoRA that is not merged here', path=path)
+    variant = next((key for key in _VARIANTS if config.get(key)), None)
+    if variant is not None:
+        raise UnsupportedError(f'{path}: "{variant}" is a variant of LoRA that is not merged here', path=path)
     begun = config.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
         log.warning(
@@ -152,6 +170,7 @@ def parse(config: Mapping[str, Any], path: str) -> Settings:
         _flag(config, "fan_in_fan_out", path),
         {key: int(value) for key, value in _numbers(config, "rank_pattern", path, whole=True).items()},
         _numbers(config, "alpha_pattern", path),
+        _parameters(config, path),
     )
 
 
@@ -182,6 +201,17 @@ def _numbers(config: Mapping[str, Any], key: str, path: str, *, whole: bool = Fa
     for pattern in given:
         _number(given, pattern, None, path, whole=whole)
     return dict(given)
+
+
+def _parameters(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
+    given = config.get("target_parameters")
+    given = [] if given is None else given
+    if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
+        raise FormatError(f'"target_parameters" is a list of names, found {show(given)}', path)
+    if len(given) > _MOST_PARAMETERS or any(len(name) > _LONGEST for name in given):
+        most = f"{_MOST_PARAMETERS:,} names of {_LONGEST:,} characters"
+        raise UnsupportedError(f'{path}: "target_parameters" has more than {most}', path=path)
+    return tuple(dict.fromkeys(given))
 
 
 def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:

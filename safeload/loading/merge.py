@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +16,11 @@ from ..base.table import similar
 from ..base.text import show
 from ..engine.cast import astype, target_array
 from ..engine.load import parse_target
-from ..errors import FormatError, TensorNotFoundError, UnsupportedError
+from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B
 from .adapter_base import Base, Target
+from .adapter_fit import Fit, fitted, tensor_of
+from .change import Change, change_of
 
 # Elements of a tile. Its size follows from the shape of the tensor alone, so that its sums do too.
 _TILE = 1 << 22
@@ -24,20 +28,8 @@ _TILE = 1 << 22
 _BLOCK = 128
 
 
-class Change(NamedTuple):
-    """What an adapter changes in one tensor.
-
-    Attributes:
-        adapter: the adapter.
-        parts: names of its tensors by what they are.
-        scaling: factor of the product; the weight is in it.
-        by_columns: whether rows of the tensor are columns of A.
-    """
-
-    adapter: Adapter
-    parts: Mapping[str, str]
-    scaling: float
-    by_columns: bool = False
+# Most problems whose messages have similar names.
+_MOST_COMPARED = 3
 
 
 class _Factors(NamedTuple):
@@ -68,9 +60,13 @@ class Merge:
         adapters: in the order in which they are merged.
         among: names of the base's tensors to consider; None for all, and then every tensor of an adapter must have its
             place.
+        fits: how each adapter belongs to the base; None to find it, for which the base must be whole.
+        problems: a list that gets the errors of modules that do not fit, which are then left out; None to raise the
+            first.
 
     Attributes:
         changes: by name of the base's tensor, in order.
+        fits: how each adapter belongs to the base.
 
     Raises:
         TensorNotFoundError: the base lacks a module of an adapter.
@@ -78,22 +74,38 @@ class Merge:
         UnsupportedError: a tensor that cannot be merged.
     """
 
-    def __init__(self, base: Base, adapters: Sequence[Adapter], among: Container[str] | None = None) -> None:
+    def __init__(
+        self,
+        base: Base,
+        adapters: Sequence[Adapter],
+        among: Container[str] | None = None,
+        fits: Sequence[Fit] | None = None,
+        problems: list[SafeloadError] | None = None,
+    ) -> None:
         self._base = base
+        self._problems = [] if problems is None else problems
         self.changes: dict[str, list[Change]] = {}
-        for adapter in adapters:
+        self.fits = [fitted(one, base) for one in adapters] if fits is None else fits
+        for adapter, fit in zip(adapters, self.fits, strict=True):
             for module, parts in adapter.modules.items():
-                self._fit(adapter, module, parts, among)
+                with _gathered(problems):
+                    self._fit(adapter, module, parts, among, fit)
 
     def __contains__(self, name: object) -> bool:
         return name in self.changes
 
-    def _fit(self, adapter: Adapter, module: str, parts: Mapping[str, str], among: Container[str] | None) -> None:
+    def _fit(
+        self, adapter: Adapter, module: str, parts: Mapping[str, str], among: Container[str] | None, fit: Fit
+    ) -> None:
+        if module in fit.unclear and VALUE not in parts:
+            raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
         if VALUE in parts:
             wanted = {module: {VALUE: parts[VALUE]}}
+        elif module in fit.parameters:
+            wanted = {fit.parameters[module]: dict(parts)}
         else:
             bias = {key: parts[key] for key in (BIAS,) if key in parts}
-            wanted = {f"{module}.weight": {key: name for key, name in parts.items() if key not in bias}}
+            wanted = {tensor_of(module, {}): {key: name for key, name in parts.items() if key not in bias}}
             if bias:
                 wanted[f"{module}.bias"] = {**bias, A: parts[A]}
         for name, some in wanted.items():
@@ -101,8 +113,12 @@ class Merge:
                 continue
             if name not in self._base:
                 raise self._missing(adapter, name, next(iter(some.values())))
-            change = _change(adapter, module, some, self._base.target(name), self._base.title)
+            change = change_of(adapter, module, some, self._base.target(name), self._base.title, fit)
             several = self.changes.setdefault(name, [])
+            if any(VALUE not in one.parts and one.stacked != change.stacked for one in several) and VALUE not in some:
+                raise UnsupportedError(
+                    f"{show(name)} is a stack of matrices for one change and not for another", tensor=name
+                )
             if VALUE in some:  # PEFT may write it after the factors of the same module
                 at = next((k for k, one in enumerate(several) if one.adapter is adapter), len(several))
                 several.insert(at, change)
@@ -113,9 +129,13 @@ class Merge:
         message = (
             f"tensor {show(tensor)} of the adapter belongs to {show(name)}, which {self._base.title} does not have"
         )
-        near = similar(name, list(self._base))
+        # To compare with thousands of names takes milliseconds.
+        near = similar(name, list(self._base)) if len(self._problems) < _MOST_COMPARED else []
+        apart = f"{name.rpartition('.')[0]}.0."
         if name == "lm_head.weight" and any(one.endswith("embed_tokens.weight") for one in self._base):
             message += ": its head is tied to the embedding, and has no weights of its own to change"
+        elif adapter.settings.parameters and any(one.startswith(apart) for one in self._base):
+            message += ": its experts are stored one by one, and the adapter changes them as the stack of the model"
         elif name.endswith(".bias"):
             message += ": the layer has no bias in the base"
         elif near:
@@ -155,95 +175,46 @@ class Merge:
             FormatError, OSError: a file cannot be read.
             ValueError: ``out`` does not fit.
         """
-        target = self._base.target(name)
+        target, changes = self._base.target(name), self.changes[name]
         result = target_array(target.shape, dtypes.array_dtype(row.number), out)
-        flat = result.reshape(_flat(target.shape))
-        for begin, tile in _merged(target, self.changes[name]):
+        last = max((k for k, one in enumerate(changes) if VALUE in one.parts), default=-1)
+        if last >= 0:  # what came before is replaced
+            target, changes = _replaced(target, changes[last]), changes[last + 1 :]
+        stacked = any(one.stacked for one in changes)
+        flat = result.reshape(_flat(target.shape, 2 if stacked else 1))
+        for begin, tile in (_matrices if stacked else _merged)(target, changes):
             astype(tile, result.dtype, out=flat[begin : begin + len(tile)], threads=threads)
         return result
 
 
-def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
-    return (shape[0] if shape else 1), math.prod(shape[1:])
+@contextmanager
+def _gathered(problems: list[SafeloadError] | None) -> Iterator[None]:
+    try:
+        yield
+    except SafeloadError as error:
+        if problems is None:
+            raise
+        problems.append(error)
 
 
-def _change(adapter: Adapter, module: str, parts: Mapping[str, str], target: Target, base: str) -> Change:
-    """Checks the shapes of a change."""
-    rows, columns = _flat(target.shape)
-    shapes = {part: adapter.shape(name) for part, name in parts.items()}
-
-    def unfit(part: str, wanted: str) -> FormatError:
-        return FormatError(
-            f"tensor {show(parts[part])} of the adapter is {list(shapes[part])}, but {show(target.name)} of {base} is "
-            f"{list(target.shape)}: it needs {wanted}",
-            adapter.checkpoint.path,
-            tensor=parts[part],
-        )
-
-    for name in parts.values():
-        info = adapter.checkpoint.tensors[name]
-        if not dtypes.parse(info.dtype).floating:
-            raise UnsupportedError(
-                f"tensor {show(name)} of the adapter is {info.dtype}: it must be floating", tensor=name
-            )
-    if VALUE in parts:
-        if shapes[VALUE] != target.shape:
-            raise unfit(VALUE, "the same shape, because it replaces it")
-        if adapter.weight != 1:
-            raise UnsupportedError(
-                f"tensor {show(parts[VALUE])} of the adapter replaces {show(target.name)}: the weight of its adapter "
-                f"must be 1, not {adapter.weight:g}",
-                path=adapter.checkpoint.path,
-                tensor=parts[VALUE],
-            )
-        return Change(adapter, parts, 1.0)
-    if BIAS in parts:
-        rank = shapes[A][0]
-        if shapes[BIAS] != target.shape:
-            raise unfit(BIAS, "the same shape, because it is added to it")
-        return Change(adapter, parts, adapter.settings.scaling(module, rank, parts[A]) * adapter.weight)
-    mlx, embedding = adapter.settings.mlx, EMBEDDING_A in parts
-    wanted_a: tuple[int, ...]
-    wanted_b: tuple[int, ...]
-    a, b = (EMBEDDING_A, EMBEDDING_B) if embedding else (A, B)
-    if len(shapes[a]) < 2 or len(shapes[b]) < 2:
-        raise unfit(a if len(shapes[a]) < 2 else b, "two axes")
-    rank = shapes[a][1] if mlx else shapes[a][0]
-    by_columns = embedding or (adapter.settings.transposed and len(target.shape) == 2)
-    if mlx:  # [in, r] and [r, out]; of an embedding [vocabulary, r] and [r, dim]
-        by_columns = shapes[a] != (columns, rank) and shapes[a] == (rows, rank)
-        wanted_a, wanted_b = ((rows if by_columns else columns), rank), (rank, columns if by_columns else rows)
-    else:
-        inner, outer = (rows, columns) if by_columns else (columns, rows)
-        convolution = len(target.shape) > 2
-        wanted_a = (rank, *target.shape[1:]) if convolution else (rank, inner)
-        wanted_b = (outer, rank, *(1 for _ in target.shape[2:])) if convolution else (outer, rank)
-    if len(target.shape) < 2:
-        raise unfit(a, "a base of two axes or more")
-    if shapes[a] != wanted_a:
-        raise unfit(a, str(list(wanted_a)))
-    if shapes[b] != wanted_b:
-        raise unfit(b, str(list(wanted_b)))
-    if MAGNITUDE in parts:
-        wanted = columns if by_columns else rows
-        if math.prod(shapes[MAGNITUDE]) != wanted:
-            raise unfit(MAGNITUDE, f"{wanted} norms")
-    scaling = adapter.settings.scaling(module, rank, parts[a]) * adapter.weight
-    return Change(adapter, parts, scaling, by_columns)
+def _flat(shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
+    """The shape as that of a matrix, whose rows are the indices of the first axes."""
+    return math.prod(shape[:axes]), math.prod(shape[axes:])
 
 
 # ---- the values ----
 
 
+def _replaced(target: Target, change: Change) -> Target:
+    """The tensor with the values that an adapter has for it."""
+    lazy = change.adapter.checkpoint.get_slice(change.parts[VALUE], dtype=target.work.name)
+    return target._replace(read=lazy.__getitem__, together=False)
+
+
 def _merged(target: Target, changes: Sequence[Change]) -> Iterator[tuple[int, Array]]:
     """The tiles of a merged tensor as [rows, columns], each with its first row; the memory is used again."""
-    first = max((k for k, one in enumerate(changes) if VALUE in one.parts), default=-1)
-    if first >= 0:  # what came before is replaced
-        one = changes[first]
-        lazy = one.adapter.checkpoint.get_slice(one.parts[VALUE], dtype=target.work.name)
-        target = target._replace(read=lazy.__getitem__, together=False)
     steps: list[_Factors] = []
-    for change in changes[first + 1 :]:
+    for change in changes:
         step = _factors(change, target)
         if step.magnitude is not None and step.by_columns:
             squares = np.zeros(step.right.shape[1])
@@ -254,6 +225,32 @@ def _merged(target: Target, changes: Sequence[Change]) -> Iterator[tuple[int, Ar
     yield from _tiles(target, steps)
 
 
+def _matrices(target: Target, changes: Sequence[Change]) -> Iterator[tuple[int, Array]]:
+    """The tiles of a stack of merged matrices, of one after the other; see `_merged`."""
+    count, rows, columns = target.shape
+    factors = [(*_stacks(change, target), change.scaling) for change in changes]
+    whole = target.read(slice(0, count)) if target.together else None
+    for k in range(count):
+        matrix = target._replace(shape=(rows, columns), together=target.row is None)
+        if whole is not None:
+            matrix = matrix._replace(read=whole[k].__getitem__)
+        elif target.row is None:  # its rows cannot be dequantized alone
+            matrix = matrix._replace(read=partial(_matrix, target, k))
+        else:
+            matrix = matrix._replace(read=partial(_rows, target, k))
+        for begin, tile in _tiles(matrix, [_Factors(left[k], right[k], scaling) for left, right, scaling in factors]):
+            yield k * rows + begin, tile
+
+
+def _matrix(target: Target, k: int, rows: slice) -> Array:
+    values: Array = target.read(slice(k, k + 1))[0][rows]
+    return values
+
+
+def _rows(target: Target, k: int, rows: slice) -> Array:
+    return target.read((k, rows))
+
+
 def _tiles(target: Target, steps: Sequence[_Factors]) -> Iterator[tuple[int, Array]]:
     rows, columns = _flat(target.shape)
     height = rows if target.together else max(1, _TILE // max(1, columns))
@@ -261,7 +258,7 @@ def _tiles(target: Target, steps: Sequence[_Factors]) -> Iterator[tuple[int, Arr
         height -= height % _BLOCK
     for begin in range(0, rows, height) if rows and columns else ():
         end = min(rows, begin + height)
-        read = target.read(slice(begin, end) if target.shape else ...)  # type: ignore[arg-type]
+        read = target.read(slice(begin, end) if target.shape else ...)
         tile = read.reshape(end - begin, columns)
         with np.errstate(all="ignore"):
             for step in steps:
@@ -303,3 +300,17 @@ def _factors(change: Change, target: Target) -> _Factors:
     return _Factors(
         np.ascontiguousarray(left), np.ascontiguousarray(right), change.scaling, magnitude, change.by_columns
     )
+
+
+def _stacks(change: Change, target: Target) -> tuple[Array, Array]:
+    """The factors of a stack of matrices, [count, rows, r] and [count, r, columns].
+
+    PEFT has the rows of A matrix by matrix, and the columns of B rank by rank.
+    """
+    count, parts = target.shape[0], change.parts
+    read = change.adapter.checkpoint.load([parts[A], parts[B]], dtype=target.work.name, backend="pread")
+    a, b = read[parts[A]], read[parts[B]]
+    rank = len(a) // count
+    a, b = a.reshape(count, rank, a.shape[1]), b.reshape(len(b), rank, count).transpose(2, 0, 1)
+    left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if change.by_columns else (b, a)
+    return np.ascontiguousarray(left), np.ascontiguousarray(right)

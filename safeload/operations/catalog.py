@@ -230,11 +230,7 @@ class Catalog:
         """Refuses a tensor that cannot stay as it is stored; here all can."""
 
     def value(self, name: str, threads: int | None = None) -> Array | QuantizedTensor:
-        """A tensor in memory as it is stored; one in a file is read into private memory.
-
-        Args:
-            name: name of the tensor.
-            threads: None: chosen automatically.
+        """A tensor in memory as it is stored; one in a file is read into private memory, by so many threads.
 
         Raises:
             FormatError, OSError: the file cannot be read.
@@ -336,6 +332,10 @@ class Catalog:
             return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
         value = origin[name]
         return value if isinstance(value, QuantizedTensor) else as_array(value, name)
+
+    def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
+        """Fills an array with a tensor that is computed part by part; False, and nothing done, for all others."""
+        return False
 
     # ---- codes ----
 

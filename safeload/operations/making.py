@@ -92,8 +92,10 @@ class Maker:
         return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
 
     def _read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], row: dtypes.Dtype) -> Array:
-        value = self._values(name, name)
         array = self._scratch.array(shape, dtype)
+        if self._catalog.fill(name, row, array, self._threads):
+            return array
+        value = self._values(name, name)
         if isinstance(value, QuantizedTensor):
             return value.dequantize(dtype, out=array, threads=self._threads)
         if value.size:

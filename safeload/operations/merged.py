@@ -17,12 +17,13 @@ from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array
 from ..errors import FormatError
 from ..loading.adapter import Adapter, Weighted, listed, opened
-from ..loading.adapter_base import Target, check_floating, of_file
+from ..loading.adapter_base import Target, check_floating, model_type_of, of_file
+from ..loading.adapter_fit import Fit
 from ..loading.merge import Merge
 from ..stores.local import check_unchanged
 from .about import About
 from .catalog import Catalog
-from .plan import field
+from .plan import field, texts
 from .sources import files_of, identified, in_memory, source_of
 
 
@@ -32,12 +33,17 @@ class _Base:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self.title = catalog.title
+        self.model_type = model_type_of(catalog.config)
 
     def __contains__(self, name: object) -> bool:
         return name in self._catalog
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._catalog)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of the catalog."""
+        return tuple(Catalog.about(self._catalog, name).shape)
 
     def target(self, name: str) -> Target:
         """A tensor of the catalog; one in memory is read whole where it is quantized."""
@@ -49,12 +55,12 @@ class _Base:
         if not about.quantized:
             check_floating(name, about.row, None)
         work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
-        read: Callable[[slice], Array] = partial(_rows, self._catalog, name, work)
+        read: Callable[[Any], Array] = partial(_rows, self._catalog, name, work)
         return Target(name, about.shape, None if about.quantized else about.row, work, read, about.quantized)
 
 
-def _rows(catalog: Catalog, name: str, work: np.dtype[Any], rows: slice) -> Array:
-    values: Array = Catalog.array(catalog, name)[rows].astype(work)
+def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
+    values: Array = Catalog.array(catalog, name)[at].astype(work)
     return values
 
 
@@ -65,13 +71,21 @@ class MergedCatalog(Catalog):
         catalog: the tensors.
         adapters: open ones, in order.
         among: names of the tensors to consider; None for all, see `Merge`.
+        fits: how each adapter belongs to them; None to find it.
     """
 
-    def __init__(self, catalog: Catalog, adapters: Sequence[Adapter], among: Container[str] | None = None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        adapters: Sequence[Adapter],
+        among: Container[str] | None = None,
+        fits: Sequence[Fit] | None = None,
+    ) -> None:
         super().__init__(catalog._origins)
         self.mapped = catalog.mapped
-        self._merge = Merge(_Base(catalog), adapters, among)
+        self._merge = Merge(_Base(catalog), adapters, among, fits)
         self.adapters = adapters
+        self.fits = self._merge.fits
 
     def check_kept(self, name: str) -> None:
         """Refuses a packed tensor that an adapter changes.
@@ -108,6 +122,13 @@ class MergedCatalog(Catalog):
         """A packed tensor of a file as a source of its values; None for one that an adapter changes."""
         return None if name in self._merge else super().restoring(name, called)
 
+    def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
+        """Fills an array with a tensor that an adapter changes, tile by tile."""
+        if name not in self._merge:
+            return super().fill(name, row, out, threads)
+        self._merge.values(name, row, out, threads)
+        return True
+
     def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
         return self._values(name, threads) if name in self._merge else super()._load(name, dtype, threads)
 
@@ -136,12 +157,13 @@ def as_plain(catalog: Catalog) -> list[dict[str, Any]] | None:
     if not isinstance(catalog, MergedCatalog):
         return None
     found = []
-    for one in catalog.adapters:
+    for one, fit in zip(catalog.adapters, catalog.fits, strict=True):
         if one.checkpoint.weight_files[0].files.remote:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
         paths = [file.place for file in one.checkpoint.weight_files]
         files = [source_of(path) for path in (*paths, one.config_at.path)]
-        found.append({"files": files, "weight": one.weight})
+        known = {"parameters": dict(fit.parameters), "transposed": sorted(fit.transposed)}
+        found.append({"files": files, "weight": one.weight, **{key: value for key, value in known.items() if value}})
     return found
 
 
@@ -155,7 +177,7 @@ def reopened(stack: ExitStack, catalog: Catalog, plain: Any, among: Container[st
         return catalog
     if not isinstance(plain, list):
         raise FormatError("the adapters of a piece are a list")
-    given = []
+    given, fits = [], []
     for one in plain:
         paths = []
         for file in field(one, "files", list):
@@ -166,4 +188,7 @@ def reopened(stack: ExitStack, catalog: Catalog, plain: Any, among: Container[st
         if len(paths) < 2:
             raise FormatError("an adapter of a piece has its weights and its configuration")
         given.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], field(one, "weight", float)))
-    return MergedCatalog(catalog, opened(stack, given), among)
+        parameters = field(one, "parameters", dict) if "parameters" in one else {}
+        transposed = texts(one, "transposed") if "transposed" in one else []
+        fits.append(Fit({key: field(parameters, key, str) for key in parameters}, frozenset(transposed), {}))
+    return MergedCatalog(catalog, opened(stack, given), among, fits)

@@ -33,7 +33,63 @@ class Model(nn.Module):
         self.head = nn.Linear(12, 5, bias=True)
 
 
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8))
+
+
+class Experts(nn.Module):
+    """As most of transformers: [experts, out, in]."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 10, 8))
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(count, 10))
+        self.down_proj = nn.Parameter(torch.randn(count, 8, 5))
+
+
+class Turned(nn.Module):
+    """As gpt-oss: [experts, in, out], and one of them is square."""
+
+    is_transposed = True
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 8, 16))
+        self.down_proj = nn.Parameter(torch.randn(3, 8, 8))
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate()
+        self.layers = nn.ModuleList([nn.ModuleDict({"experts": one}) for one in (Experts(3), Turned(), Experts(1))])
+
+
+class Attention(nn.Module):
+    """Conv1D and Linear, and one of each is square."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_attn = Conv1D(18, 6)
+        self.c_proj = Conv1D(6, 6)
+        self.q_proj = nn.Linear(6, 6)
+        self.up = nn.Linear(6, 8)
+
+
+# Models with a base of their own, by case.
+OTHERS = {"experts": Mixture, "mixed": Attention}
 CASES = {
+    "experts": {
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": [],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"],
+        "rank_pattern": {"0.experts.down_proj": 3},
+        "alpha_pattern": {"experts.gate_up_proj": 5},
+    },
+    "mixed": {"r": 2, "lora_alpha": 6, "use_dora": True, "target_modules": ["c_attn", "c_proj", "q_proj", "up"]},
     "patterns": {
         "r": 4,
         "lora_alpha": 6,
@@ -59,7 +115,7 @@ CASES = {
 
 def make(name, options):
     torch.manual_seed(0)
-    model = Model()
+    model = OTHERS.get(name, Model)()
     base = {key: value.clone().contiguous() for key, value in model.state_dict().items()}
     torch.manual_seed(sum(map(ord, name)))
     tuned = get_peft_model(model, LoraConfig(**options))
@@ -79,4 +135,4 @@ def make(name, options):
 
 for case, settings in CASES.items():
     if len(sys.argv) == 1 or case in sys.argv[1:]:
-        save_file(make(case, settings), HERE / "base.safetensors")
+        save_file(make(case, settings), HERE / (f"{case}_base.safetensors" if case in OTHERS else "base.safetensors"))
