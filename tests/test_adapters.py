@@ -12,36 +12,15 @@ import textwrap
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.adapters import LORA as DATA
+from builders.adapters import PREFIX, assert_merged, assert_same, pair, write
 from builders.paths import ROOT
 
 import safeload
 from safeload.numpy import save_file
 
-DATA = ROOT / "tests" / "data" / "lora"
 BASE = DATA / "base.safetensors"
 CASES = sorted(path.parent.name for path in DATA.glob("*/adapter_config.json"))
-PREFIX = "base_model.model."
-
-
-def assert_merged(found, expected, terms):
-    """Sums of so many products in any order, of values of about 1, and a few roundings after them."""
-    bound = (terms + 6) * np.finfo(np.float32).eps * max(1.0, float(np.abs(expected).max()))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
-
-
-def write(folder, tensors, config=None, **more):
-    """An adapter of PEFT."""
-    folder.mkdir(exist_ok=True)
-    save_file({PREFIX + name: value for name, value in tensors.items()}, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4} if config is None else config
-    (folder / "adapter_config.json").write_text(json.dumps({**config, **more}))
-    return folder
-
-
-def pair(rows=6, columns=5, rank=2, module="w", seed=0):
-    rng = np.random.default_rng(seed)
-    a, b = rng.standard_normal((rank, columns), np.float32), rng.standard_normal((rows, rank), np.float32)
-    return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
 
 
 @pytest.fixture
@@ -323,13 +302,6 @@ def llama(tmp_path):
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"}))
     adapter = write(tmp_path / "lora", {**pair(64, 32, module="a"), **pair(32, 64, module="b")})
     return folder, adapter, safeload.load(folder, adapters=adapter)
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert np.array_equal(found[name], value), name
 
 
 def test_convert(llama, tmp_path):

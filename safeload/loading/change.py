@@ -79,10 +79,10 @@ def change_of(adapter: Adapter, module: str, parts: Mapping[str, str], target: T
             )
     if VALUE in parts:
         return _of_value(given)
-    if BIAS in parts:
-        return _of_bias(given, module)
     if module in fit.parameters:
         return _of_parameter(given, module in fit.transposed)
+    if BIAS in parts:
+        return _of_bias(given, module)
     return _of_weight(given, module, module in fit.transposed)
 
 

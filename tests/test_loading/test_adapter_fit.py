@@ -1,0 +1,211 @@
+"""Which tensors adapters change, and in which order the axes of these are: told by names and shapes, or refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from builders.adapters import LORA, assert_merged, assert_same, pair, write
+from builders.paths import DATA
+
+import safeload
+from safeload.numpy import save_file
+
+RNG = np.random.default_rng(11)
+# Every layer of this model may be square: [out, in], or [in, out] where it is Conv1D.
+SHAPES = {"square": (6, 6), "wide": (6, 18), "tall": (18, 6)}
+
+
+def model_of(folder, shapes, model_type=None):
+    """A base in a folder."""
+    folder.mkdir(exist_ok=True)
+    weights = {name: RNG.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+def lora_of(folder, layers, **config):
+    """An adapter for layers, given by [out, in]."""
+    parts = {}
+    for k, (module, (rows, columns)) in enumerate(layers.items()):
+        parts.update(pair(rows, columns, module=module, seed=k))
+    return write(folder, parts, **config)
+
+
+# ---- layers ----
+
+
+@pytest.mark.parametrize(
+    ("stored", "flag", "model_type", "transposed"),
+    [
+        # all of one class: the flag holds
+        ({"a.q_proj": "square", "a.up": "tall"}, False, None, {"a.q_proj": False}),
+        ({"a.q_proj": "square"}, False, "llama", {"a.q_proj": False}),
+        ({"a.mixed": "square"}, True, None, {"a.mixed": True}),
+        ({"a.mixed": "square", "a.other": "wide"}, True, None, {"a.mixed": True}),
+        ({"a.c_proj": "square"}, False, None, {"a.c_proj": False}),
+        # shapes say what the flag does not
+        ({"a.up": "tall", "a.c_attn": "wide"}, False, None, {}),
+        ({"a.up": "tall", "a.c_attn": "wide"}, True, None, {}),
+        # layers of the same name, and of the names that only Conv1D has
+        ({"h.attn.c_proj": "square", "h.mlp.c_proj": "wide", "up": "tall"}, False, None, {"h.attn.c_proj": True}),
+        ({"h.attn.c_proj": "square", "h.c_attn": "wide", "up": "tall"}, False, None, {"h.attn.c_proj": True}),
+        ({"h.attn.c_proj": "square", "h.c_attn": "tall", "up": "tall"}, False, None, {"h.attn.c_proj": False}),
+        # the model says it
+        ({"h.c_proj": "square", "score": "square"}, False, "gpt2", {"h.c_proj": True, "score": False}),
+        ({"h.c_proj": "square", "score": "square"}, True, "gpt2", {"h.c_proj": True, "score": False}),
+        # nothing does
+        ({"h.c_proj": "square", "lm_head": "tall"}, False, None, "h.c_proj"),
+        ({"h.c_proj": "square", "lm_head": "square"}, False, "mine", "h.c_proj"),
+        ({"a.x": "square", "a.c_attn": "wide", "a.up": "tall"}, False, None, "a.x"),
+        ({"a.x": "square", "a.y": "tall"}, True, None, "a.x"),
+        ({"a.x": "square", "a.y": "wide"}, False, None, "a.x"),
+        ({"h.c_proj": "square", "h.c_fc": "wide", "h.c_attn": "tall"}, True, None, "h.c_proj"),
+    ],
+)
+def test_square_layers(stored, flag, model_type, transposed, tmp_path):
+    """The stored shapes, with Linear [18, 6] as "tall" and Conv1D [6, 18] as "wide": both take 6 and give 18."""
+    base = model_of(tmp_path / "base", {f"{name}.weight": SHAPES[kind] for name, kind in stored.items()}, model_type)
+    given = {name: (6, 6) if kind == "square" else (18, 6) for name, kind in stored.items()}
+    adapter = lora_of(tmp_path / "lora", given, fan_in_fan_out=flag)
+    if isinstance(transposed, str):
+        words = [f"{transposed}.lora_A.weight", f"{transposed}.weight", "[out, in] or [in, out]", "fan_in_fan_out"]
+        with pytest.raises(safeload.UnsupportedError) as caught:
+            safeload.load(base, adapters=adapter)
+        assert all(word in str(caught.value) for word in words), caught.value
+        assert ("config.json" in str(caught.value)) == (model_type is None)
+        return
+    merged, before = safeload.load(base, adapters=adapter), safeload.load(base)
+    for k, (name, kind) in enumerate(stored.items()):
+        a, b = pair(*given[name], seed=k).values()
+        change = 2 * (b @ a)
+        turned = kind == "wide" or transposed.get(name, False)
+        assert_merged(merged[f"{name}.weight"], before[f"{name}.weight"] + (change.T if turned else change), 3)
+
+
+def test_pieces_know_what_the_whole_base_tells(tmp_path):
+    """A piece has some of the tensors: which are stored as [in, out], and what experts there are, is in the plan."""
+    for case in ("mixed", "experts"):
+        base = tmp_path / case
+        base.mkdir()
+        shutil.copy(LORA / f"{case}_base.safetensors", base / "model.safetensors")
+        if case == "mixed":
+            (base / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+        safeload.convert(base, tmp_path / f"{case}-apart", max_shard_size=450)
+        found = safeload.load(base, adapters=LORA / case)
+        plan = safeload.plan_convert(
+            tmp_path / f"{case}-apart", tmp_path / f"{case}-out", adapters=LORA / case, max_shard_size=450
+        )
+        plan = safeload.Plan(json.loads(json.dumps(plan)))
+        assert len(plan.pieces) > 2
+        safeload.finalize(plan, [safeload.run_piece(piece) for piece in plan.pieces])
+        assert_same(safeload.load(tmp_path / f"{case}-out"), found)
+
+
+# ---- parameters ----
+
+
+def experts_of(folder, sizes, count=3, rank=2, **config):
+    """An adapter for parameters of one module, from the outermost: (out, in) of each."""
+    parts = {}
+    for k, (rows, columns) in enumerate(sizes):
+        module = "m.experts" + ".base_layer" * k
+        parts.update(pair(rows, columns, rank=count * rank, module=module, seed=k))
+    config = {"target_parameters": ["experts.up", "experts.down"], **config}
+    return write(folder, parts, **config)
+
+
+def change_of(rows, columns, count, seed, rank=2):
+    """The changes of all experts, [experts, out, in]: with the einsum of PEFT."""
+    a, b = pair(rows, columns, rank=count * rank, seed=seed).values()
+    return 2 * np.einsum("ore,eri->eoi", b.reshape(rows, rank, count), a.reshape(count, rank, columns))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("tile", [1 << 22, 14])
+def test_experts_in_tiles(turned, tile, tmp_path, monkeypatch):
+    monkeypatch.setattr("safeload.loading.merge._TILE", tile)
+    shapes = {"m.experts.up": (3, 7, 14) if turned else (3, 14, 7), "m.experts.down": (3, 7, 7)}
+    base = model_of(tmp_path / "base", shapes)
+    adapter = experts_of(tmp_path / "lora", [(7, 7), (14, 7)])
+    merged, before = safeload.load(base, adapters=adapter), safeload.load(base)
+    for name, change in (("m.experts.down", change_of(7, 7, 3, 0)), ("m.experts.up", change_of(14, 7, 3, 1))):
+        expected = before[name] + (change.swapaxes(1, 2) if turned else change)
+        assert_merged(merged[name], expected, 4)
+    safeload.convert(before, tmp_path / "out.safetensors", adapters=adapter)
+    assert all(
+        np.array_equal(value, merged[name]) for name, value in safeload.load(tmp_path / "out.safetensors").items()
+    )
+
+
+def test_packed_experts(tmp_path):
+    folder, name = DATA / "quantized" / "gpt_oss", "model.layers.0.mlp.experts.gate_up_proj"
+    true = safeload.load(folder, dtype="float32")
+    a, b = pair(64, 96, rank=4).values()
+    parts = {f"{name.rpartition('.')[0]}.lora_{which}.weight": one for which, one in (("A", a), ("B", b))}
+    adapter = write(tmp_path / "lora", parts, target_parameters=["0.mlp.experts.gate_up_proj"])
+    merged = safeload.load(folder, adapters=adapter, dtype="float32")
+    change = 2 * np.einsum("ore,eri->eio", b.reshape(64, 2, 2), a.reshape(2, 2, 96))
+    assert_merged(merged[name], true[name] + change, 4)
+    in_memory = safeload.load(folder)
+    safeload.convert(in_memory, tmp_path / "out.safetensors", adapters=adapter, dtype="float32")
+    assert np.array_equal(safeload.load(tmp_path / "out.safetensors")[name], merged[name])
+
+
+def test_square_experts_of_a_model_that_is_known(tmp_path):
+    adapter = experts_of(tmp_path / "lora", [(7, 7)], target_parameters=["experts.down"])
+    base = model_of(tmp_path / "base", {"m.experts.down": (3, 7, 7)}, "gpt_oss")
+    merged, before = safeload.load(base, adapters=adapter), safeload.load(base)
+    expected = before["m.experts.down"] + change_of(7, 7, 3, 0).swapaxes(1, 2)
+    assert_merged(merged["m.experts.down"], expected, 4)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sizes", "config", "words"),
+    [
+        ({"down": (3, 7, 7)}, [(7, 7)], {"target_parameters": ["down"]}, ["[experts, in, out]", "m.experts.down"]),
+        (
+            {"down": (3, 7, 5), "up": (3, 7, 5)},
+            [(7, 5), (7, 5)],
+            {},
+            ["shapes do not tell", "experts.up"],
+        ),
+        ({"down": (3, 7, 5), "up": (3, 14, 7)}, [(7, 5)], {}, ["has 1 of this module", "names 2 tensors"]),
+        ({"down": (3, 7, 5), "up": (3, 14, 7)}, [(7, 5), (9, 9)], {}, ["base_layer.lora_A", "[6, 9]", "it needs"]),
+        ({"down": (3, 7, 5)}, [(7, 5), (14, 7)], {}, ["belongs to 'm.experts.up'", "does not have"]),
+        ({"0.down.weight": (7, 5)}, [(7, 5)], {}, ["'m.experts.up'", "experts are stored one by one"]),
+        ({"down": (4, 7, 5)}, [(7, 5)], {"target_parameters": ["down"]}, ["a multiple of 4 rows"]),
+        ({"down": (0, 7, 5)}, [(7, 5)], {"target_parameters": ["down"]}, ["a multiple of 0 rows"]),
+        ({"down": (1, 5, 7)}, [(7, 5)], {"target_parameters": ["down"]}, ["[1, 5, 7]", "needs [6, 7]"]),
+        ({"down": (3, 1, 7, 5)}, [(7, 5)], {"target_parameters": ["down"]}, ["two or three axes"]),
+        ({"down": (3, 7, 5)}, [(7, 5)], {"target_parameters": ["down"], "r": 3}, ["has rank 2", "says 3"]),
+        ({"up": (9,), "weight": (7, 5)}, [(7, 5)], {"target_parameters": ["other"]}, ["has rank 6", "says 2"]),
+    ],
+)
+def test_parameters_that_do_not_fit(shapes, sizes, config, words, tmp_path):
+    base = model_of(tmp_path / "base", {f"m.experts.{name}": shape for name, shape in shapes.items()})
+    with pytest.raises(safeload.SafeloadError) as caught:
+        safeload.load(base, adapters=experts_of(tmp_path / "lora", sizes, **config))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_parameters_have_neither_dora_nor_biases(tmp_path):
+    base = model_of(tmp_path / "base", {"m.experts.down": (3, 7, 5), "m.experts.bias": (7,)})
+    parts = {**pair(7, 5, rank=6, module="m.experts"), "m.experts.lora_magnitude_vector": np.ones(7, np.float32)}
+    dora = write(tmp_path / "dora", parts, target_parameters=["experts.down"], use_dora=True)
+    parts = {**pair(7, 5, rank=6, module="m.experts"), "m.experts.lora_B.bias": np.ones(7, np.float32)}
+    bias = write(tmp_path / "bias", parts, target_parameters=["experts.down"], lora_bias=True)
+    for adapter in (dora, bias):
+        with pytest.raises(safeload.UnsupportedError, match="neither DoRA nor lora_bias"):
+            safeload.load(base, adapters=adapter)
+
+
+def test_one_tensor_is_not_both_a_stack_and_a_convolution(tmp_path):
+    base = model_of(tmp_path / "base", {"m.weight": (3, 7, 5)})
+    a, b = np.ones((2, 7, 5), np.float32), np.ones((3, 2, 1), np.float32)
+    convolution = write(tmp_path / "convolution", {"m.lora_A.weight": a, "m.lora_B.weight": b})
+    stack = write(tmp_path / "stack", pair(7, 5, rank=6, module="m"), target_parameters=["m.weight"])
+    with pytest.raises(safeload.UnsupportedError, match=r"'m\.weight' is a stack"):
+        safeload.load(base, adapters=[convolution, stack])
