@@ -29,7 +29,8 @@ def assert_same(found, expected):
 def write(folder, tensors, config=None, **more):
     """An adapter of PEFT."""
     folder.mkdir(exist_ok=True)
-    save_file({PREFIX + name: value for name, value in tensors.items()}, folder / "adapter_model.safetensors")
+    named = {PREFIX + name: value for name, value in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", durable=False)
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4} if config is None else config
     (folder / "adapter_config.json").write_text(json.dumps({**config, **more}))
     return folder

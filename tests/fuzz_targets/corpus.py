@@ -182,6 +182,32 @@ def _grouping():
         yield json.dumps({"config": trimmed, "tensors": chosen}).encode()
 
 
+def _adapters():
+    from builders.adapters import LORA
+
+    def described(path):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        return {name: [entry["dtype"], entry["shape"]] for name, entry in header.items() if name != "__metadata__"}
+
+    kept = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out")
+    kept += ("rank_pattern", "alpha_pattern", "target_parameters")
+    for path in sorted(LORA.glob("*/adapter_config.json")):
+        said = json.loads(path.read_text())
+        own = LORA / f"{path.parent.name}_base.safetensors"
+        seed = {
+            "adapter": {key: said[key] for key in kept if said.get(key)},
+            "config": {"model_type": "gpt2"},
+            "base": described(own if own.exists() else LORA / "base.safetensors"),
+            "tensors": described(path.parent / "adapter_model.safetensors"),
+        }
+        yield json.dumps(seed).encode()
+    parts = {"w.lora_a": ["F32", [5, 2]], "w.lora_b": ["F16", [2, 6]], "w.m": ["F32", [6]]}
+    for tensors in (parts, {name: entry for name, entry in parts.items() if name != "w.m"}):
+        kind = {"fine_tune_type": "dora" if len(tensors) == 3 else "lora", "lora_parameters": {"scale": 2.0}}
+        yield json.dumps({"adapter": kind, "base": {"w.weight": ["BF16", [6, 5]]}, "tensors": tensors}).encode()
+
+
 def _index():
     good = {"a": "one.safetensors", "b": "two.safetensors"}
     indexes = [
@@ -257,6 +283,7 @@ SEEDS = {
     "gguf_values": _gguf,
     "quantized": _quantized,
     "grouping": _grouping,
+    "adapters": _adapters,
     "index": _index,
     "gguf_split": _gguf_split,
     "schema": _schemas,

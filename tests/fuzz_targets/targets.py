@@ -7,6 +7,7 @@ those of the target. `TARGETS` has them by the name of their corpus.
 import atexit
 import codecs
 import contextlib
+import difflib  # noqa: F401 - messages about missing names import it, which counts as forbidden below
 import io
 import json
 import math
@@ -27,6 +28,7 @@ from builders import gguf_build
 
 import safeload
 import safeload.base.missing
+import safeload.loading.merged  # imported when first needed, as some below, which counts as forbidden
 import safeload.operations.validate.run
 import safeload.packed.grouping  # imported when first needed, as the next, which counts as forbidden below
 import safeload.packed.logical
@@ -310,6 +312,40 @@ def _check_packed(checkpoint):
             require(again.tobytes() == values.tobytes(), "the values that a slice gives")
 
 
+# ---- adapters ----
+
+BASE, ADAPTER = FOLDER / "base", FOLDER / "adapter"
+for folder_of in (BASE, ADAPTER):
+    folder_of.mkdir()
+
+
+def adapters(data):
+    """An adapter and a base: {"adapter": a config, "config": one, "base": {name: [dtype, shape]}, "tensors": these}."""
+    try:
+        given = json.loads(data)
+        contents = [_file_of(given[key]) for key in ("base", "tensors")]
+        texts = [json.dumps(given.get(key) or {}) for key in ("config", "adapter")]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return
+    if None in contents:
+        return
+    for place, content, text in zip((BASE, ADAPTER), contents, texts, strict=True):
+        (place / "model.safetensors").write_bytes(content)
+        (place / ("config.json" if place == BASE else "adapter_config.json")).write_text(text)
+    try:
+        with watched():
+            plain = safeload.load(BASE, dtype="float32")
+            merged = safeload.load(BASE, adapters=ADAPTER, dtype="float32")
+            some = safeload.load(BASE, list(plain)[::2], adapters=[(ADAPTER, 1.0)], dtype="float32")
+    except SafeloadError as error:
+        check_refusal(error)
+        return
+    require(merged.keys() == plain.keys(), "the names of the base")
+    for name, value in merged.items():
+        require((value.shape, value.dtype) == (plain[name].shape, plain[name].dtype), "its shapes and dtypes")
+        require(name not in some or some[name].tobytes() == value.tobytes(), "the same again")
+
+
 # ---- JSON ----
 
 SHARDS = FOLDER / "index"
@@ -450,6 +486,7 @@ TARGETS = {
     "gguf_values": gguf_values,
     "quantized": quantized,
     "grouping": grouping,
+    "adapters": adapters,
     "index": index,
     "gguf_split": gguf_split,
     "schema": schema_file,

@@ -20,7 +20,7 @@ def model_of(folder, shapes, model_type=None):
     """A base in a folder."""
     folder.mkdir(exist_ok=True)
     weights = {name: RNG.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    save_file(weights, folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors", durable=False)
     if model_type is not None:
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return folder
