@@ -44,6 +44,7 @@ SECTIONS = {
     "bench_gguf": "GGUF",
     "bench_dequantize": "Restoring ggml's blocks",
     "bench_restore": "Restoring packed tensors",
+    "bench_adapters": "Merging LoRA adapters",
     "bench_torch": "Torch checkpoints",
     "bench_frameworks": "Tensors of torch",
     "bench_jax": "Arrays of JAX",

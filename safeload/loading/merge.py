@@ -28,6 +28,8 @@ _TILE = 1 << 22
 _BLOCK = 128
 
 
+# Elements of a product B A: its memory is used again before it leaves the cache.
+_PRODUCT = 1 << 20
 # Most problems whose messages have similar names.
 _MOST_COMPARED = 3
 
@@ -256,23 +258,30 @@ def _tiles(target: Target, steps: Sequence[_Factors]) -> Iterator[tuple[int, Arr
     height = rows if target.together else max(1, _TILE // max(1, columns))
     if _BLOCK < height < rows:
         height -= height % _BLOCK
+    product = np.empty((min(rows, max(1, _PRODUCT // max(1, columns))), columns), target.work)
     for begin in range(0, rows, height) if rows and columns else ():
         end = min(rows, begin + height)
         read = target.read(slice(begin, end) if target.shape else ...)
         tile = read.reshape(end - begin, columns)
         with np.errstate(all="ignore"):
             for step in steps:
-                _apply(step, tile, begin, end)
+                _apply(step, tile, begin, product)
         yield begin, tile
 
 
-def _apply(step: _Factors, tile: Array, begin: int, end: int) -> None:
-    """Changes the rows [begin, end) of a tensor in place, in parts that bound the memory of the product."""
-    height = max(1, _TILE // max(1, tile.shape[1]))
-    for first in range(begin, end, height):
-        last = min(end, first + height)
-        part = tile[first - begin : last - begin]
-        change = step.left[first:last] @ step.right
+def _apply(step: _Factors, tile: Array, begin: int, product: Array) -> None:
+    """Changes a tile in place, in parts whose products fit the given memory.
+
+    Args:
+        step: the change.
+        tile: rows of the tensor.
+        begin: the first of them.
+        product: memory of some rows.
+    """
+    for first in range(begin, begin + len(tile), len(product)):
+        part = tile[first - begin : first - begin + len(product)]
+        last = first + len(part)
+        change = np.matmul(step.left[first:last], step.right, out=product[: len(part)])
         change *= step.scaling
         part += change
         if step.magnitude is None:
