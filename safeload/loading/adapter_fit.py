@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..base.text import show
 from .adapter import A, Adapter, B
 from .adapter_base import Base
+from .adapter_experts import Apart, WithStacks
 
 # Models of transformers with layers of its class Conv1D, whose weights are [in, out], and the last names of these.
 _CONV1D_MODELS = frozenset(("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"))
@@ -34,16 +35,19 @@ class Fit(NamedTuple):
             experts of a layer. All other modules change their ``weight``.
         transposed: modules whose weights are stored as [in, out].
         unclear: by module, why it cannot be merged.
+        apart: by name, those of the parameters that the base does not have as one tensor.
     """
 
     parameters: Mapping[str, str]
     transposed: frozenset[str]
     unclear: Mapping[str, str]
+    apart: Mapping[str, Apart]
 
 
-def fitted(adapter: Adapter, base: Base) -> Fit:
+def fitted(adapter: Adapter, whole: Base) -> Fit:
     """Finds the tensors of a base that an adapter changes, as far as it has them."""
     unclear: dict[str, str] = {}
+    base = WithStacks(whole)
     parameters = _parameters(adapter, base, unclear)
     known: dict[str, bool] = {}
     square: list[str] = []
@@ -67,7 +71,7 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
     known.update((module, turned) for module, turned in found.items() if turned is not None)
     flag = adapter.settings.transposed
     transposed = {module for module in adapter.modules if known.get(module, flag and module not in parameters)}
-    return Fit(parameters, frozenset(transposed), unclear)
+    return Fit(parameters, frozenset(transposed), unclear, base.apart)
 
 
 def tensor_of(module: str, parameters: Mapping[str, str]) -> str:
@@ -87,7 +91,7 @@ def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
 # ---- parameters ----
 
 
-def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[str, str]:
+def _parameters(adapter: Adapter, base: WithStacks, unclear: dict[str, str]) -> dict[str, str]:
     """The tensors that ``target_parameters`` names, by module."""
     if not adapter.settings.parameters:
         return {}
@@ -126,7 +130,7 @@ def _ends(module: str, most: int) -> Iterator[str]:
 
 
 def _told_apart(
-    adapter: Adapter, modules: Sequence[str], names: Sequence[str], base: Base, unclear: dict[str, str]
+    adapter: Adapter, modules: Sequence[str], names: Sequence[str], base: WithStacks, unclear: dict[str, str]
 ) -> dict[str, str]:
     """Which of some tensors each change of one module belongs to.
 
@@ -227,7 +231,7 @@ def _united(known: Mapping[str, set[bool]]) -> set[bool]:
     return set().union(*known.values())
 
 
-def _open_order(adapter: Adapter, module: str, name: str, base: Base, experts: bool) -> str:
+def _open_order(adapter: Adapter, module: str, name: str, base: WithStacks, experts: bool) -> str:
     """Why a square weight is refused."""
     shape, tensor = list(base.shape(name)), adapter.modules[module][A]
     orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"

@@ -23,6 +23,8 @@ class Change(NamedTuple):
         scaling: factor of the product; the weight is in it.
         by_columns: whether rows of the tensor are columns of A.
         stacked: whether the tensor is a stack of matrices, such as experts, each with a change of its own.
+        matrices: of the stack that the change is of.
+        part: of a tensor that holds a part of a stack, the number of the matrix and its rows there; else None.
     """
 
     adapter: Adapter
@@ -30,6 +32,8 @@ class Change(NamedTuple):
     scaling: float
     by_columns: bool = False
     stacked: bool = False
+    matrices: int = 1
+    part: tuple[int, slice] | None = None
 
 
 class _Given(NamedTuple):
@@ -156,7 +160,7 @@ def _of_parameter(given: _Given, transposed: bool) -> Change:
     inner, outer = (rows, columns) if transposed else (columns, rows)
     _check_shapes(given, {A: (all_ranks, inner), B: (outer, all_ranks)})
     scaling = _scaling(given, A, target.name, (all_ranks // count,))
-    return Change(given.adapter, given.parts, scaling, transposed, len(target.shape) == 3)
+    return Change(given.adapter, given.parts, scaling, transposed, len(target.shape) == 3, count)
 
 
 def _check_axes(given: _Given, *parts: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,11 @@ _BLOCK = 128
 _PRODUCT = 1 << 20
 # Most problems whose messages have similar names.
 _MOST_COMPARED = 3
+
+
+# Stacks of factors that are held for what is stored of their stack in several tensors: of a layer or two.
+_HELD = 4
+_Stacks: TypeAlias = Callable[..., tuple[Array, Array]]
 
 
 class _Factors(NamedTuple):
@@ -87,6 +92,8 @@ class Merge:
         self._base = base
         self._problems = [] if problems is None else problems
         self.changes: dict[str, list[Change]] = {}
+        # Experts that are stored one by one share factors.
+        self._stacks: _Stacks = lru_cache(_HELD)(_stacks)
         self.fits = [fitted(one, base) for one in adapters] if fits is None else fits
         for adapter, fit in zip(adapters, self.fits, strict=True):
             for module, parts in adapter.modules.items():
@@ -103,6 +110,9 @@ class Merge:
             raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
         if VALUE in parts:
             wanted = {module: {VALUE: parts[VALUE]}}
+        elif fit.parameters.get(module) in fit.apart:
+            self._fit_apart(adapter, module, parts, among, fit)
+            return
         elif module in fit.parameters:
             wanted = {fit.parameters[module]: dict(parts)}
         else:
@@ -127,6 +137,23 @@ class Merge:
             else:
                 several.append(change)
 
+    def _fit_apart(
+        self, adapter: Adapter, module: str, parts: Mapping[str, str], among: Container[str] | None, fit: Fit
+    ) -> None:
+        """The same of a stack whose matrices the base stores one by one, or in parts."""
+        stack = fit.parameters[module]
+        apart = fit.apart[stack]
+        change: Change | None = None
+        for name, expert, begin in apart.tensors(stack):
+            if among is not None and name not in among:
+                continue
+            target = self._base.target(name)
+            if change is None:
+                as_stack = target._replace(name=stack, shape=apart.shape)
+                change = change_of(adapter, module, parts, as_stack, self._base.title, fit)._replace(stacked=False)
+            part = (expert, slice(begin, begin + apart.rows))
+            self.changes.setdefault(name, []).append(change._replace(part=part))
+
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
         message = (
             f"tensor {show(tensor)} of the adapter belongs to {show(name)}, which {self._base.title} does not have"
@@ -137,7 +164,7 @@ class Merge:
         if name == "lm_head.weight" and any(one.endswith("embed_tokens.weight") for one in self._base):
             message += ": its head is tied to the embedding, and has no weights of its own to change"
         elif adapter.settings.parameters and any(one.startswith(apart) for one in self._base):
-            message += ": its experts are stored one by one, and the adapter changes them as the stack of the model"
+            message += ": its experts are stored one by one, under names that are not known to make that stack"
         elif name.endswith(".bias"):
             message += ": the layer has no bias in the base"
         elif near:
@@ -184,7 +211,7 @@ class Merge:
             target, changes = _replaced(target, changes[last]), changes[last + 1 :]
         stacked = any(one.stacked for one in changes)
         flat = result.reshape(_flat(target.shape, 2 if stacked else 1))
-        for begin, tile in (_matrices if stacked else _merged)(target, changes):
+        for begin, tile in (_matrices if stacked else _merged)(target, changes, self._stacks):
             astype(tile, result.dtype, out=flat[begin : begin + len(tile)], threads=threads)
         return result
 
@@ -213,11 +240,11 @@ def _replaced(target: Target, change: Change) -> Target:
     return target._replace(read=lazy.__getitem__, together=False)
 
 
-def _merged(target: Target, changes: Sequence[Change]) -> Iterator[tuple[int, Array]]:
+def _merged(target: Target, changes: Sequence[Change], stacks: _Stacks) -> Iterator[tuple[int, Array]]:
     """The tiles of a merged tensor as [rows, columns], each with its first row; the memory is used again."""
     steps: list[_Factors] = []
     for change in changes:
-        step = _factors(change, target)
+        step = _factors(change, target) if change.part is None else _part(change, target, stacks)
         if step.magnitude is not None and step.by_columns:
             squares = np.zeros(step.right.shape[1])
             for _, tile in _tiles(target, [*steps, step._replace(magnitude=None)]):
@@ -227,10 +254,10 @@ def _merged(target: Target, changes: Sequence[Change]) -> Iterator[tuple[int, Ar
     yield from _tiles(target, steps)
 
 
-def _matrices(target: Target, changes: Sequence[Change]) -> Iterator[tuple[int, Array]]:
+def _matrices(target: Target, changes: Sequence[Change], stacks: _Stacks) -> Iterator[tuple[int, Array]]:
     """The tiles of a stack of merged matrices, of one after the other; see `_merged`."""
     count, rows, columns = target.shape
-    factors = [(*_stacks(change, target), change.scaling) for change in changes]
+    factors = [(*stacks(*_stack_of(change), target.work.name), change.scaling) for change in changes]
     whole = target.read(slice(0, count)) if target.together else None
     for k in range(count):
         matrix = target._replace(shape=(rows, columns), together=target.row is None)
@@ -311,15 +338,29 @@ def _factors(change: Change, target: Target) -> _Factors:
     )
 
 
-def _stacks(change: Change, target: Target) -> tuple[Array, Array]:
+def _part(change: Change, target: Target, stacks: _Stacks) -> _Factors:
+    """The factors of a tensor that holds a part of a stack."""
+    assert change.part is not None
+    matrix, rows = change.part
+    left, right = stacks(*_stack_of(change), target.work.name)
+    return _Factors(left[matrix, rows], right[matrix], change.scaling)
+
+
+def _stack_of(change: Change) -> tuple[Adapter, str, str, int, bool]:
+    """What the factors of a stack depend on."""
+    return change.adapter, change.parts[A], change.parts[B], change.matrices, change.by_columns
+
+
+def _stacks(
+    adapter: Adapter, name_a: str, name_b: str, count: int, by_columns: bool, dtype: str
+) -> tuple[Array, Array]:
     """The factors of a stack of matrices, [count, rows, r] and [count, r, columns].
 
     PEFT has the rows of A matrix by matrix, and the columns of B rank by rank.
     """
-    count, parts = target.shape[0], change.parts
-    read = change.adapter.checkpoint.load([parts[A], parts[B]], dtype=target.work.name, backend="pread")
-    a, b = read[parts[A]], read[parts[B]]
+    read = adapter.checkpoint.load([name_a, name_b], dtype=dtype, backend="pread")
+    a, b = read[name_a], read[name_b]
     rank = len(a) // count
     a, b = a.reshape(count, rank, a.shape[1]), b.reshape(len(b), rank, count).transpose(2, 0, 1)
-    left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if change.by_columns else (b, a)
+    left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if by_columns else (b, a)
     return np.ascontiguousarray(left), np.ascontiguousarray(right)

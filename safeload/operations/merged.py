@@ -12,12 +12,14 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..base.text import show
 from ..engine.entries import Entry
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array
 from ..errors import FormatError
 from ..loading.adapter import Adapter, Weighted, listed, opened
 from ..loading.adapter_base import Target, check_floating, model_type_of, of_file
+from ..loading.adapter_experts import Apart
 from ..loading.adapter_fit import Fit
 from ..loading.merge import Merge
 from ..stores.local import check_unchanged
@@ -162,7 +164,8 @@ def as_plain(catalog: Catalog) -> list[dict[str, Any]] | None:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
         paths = [file.place for file in one.checkpoint.weight_files]
         files = [source_of(path) for path in (*paths, one.config_at.path)]
-        known = {"parameters": dict(fit.parameters), "transposed": sorted(fit.transposed)}
+        apart = {name: list(one) for name, one in fit.apart.items() if name in fit.parameters.values()}
+        known = {"parameters": dict(fit.parameters), "transposed": sorted(fit.transposed), "apart": apart}
         found.append({"files": files, "weight": one.weight, **{key: value for key, value in known.items() if value}})
     return found
 
@@ -190,5 +193,18 @@ def reopened(stack: ExitStack, catalog: Catalog, plain: Any, among: Container[st
         given.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], field(one, "weight", float)))
         parameters = field(one, "parameters", dict) if "parameters" in one else {}
         transposed = texts(one, "transposed") if "transposed" in one else []
-        fits.append(Fit({key: field(parameters, key, str) for key in parameters}, frozenset(transposed), {}))
+        apart = field(one, "apart", dict) if "apart" in one else {}
+        stacks = {name: _apart(apart, name) for name in apart}
+        fits.append(Fit({key: field(parameters, key, str) for key in parameters}, frozenset(transposed), {}, stacks))
     return MergedCatalog(catalog, opened(stack, given), among, fits)
+
+
+def _apart(given: Mapping[str, Any], name: str) -> Apart:
+    found: list[Any] = field(given, name, list)
+    if len(found) != 4:
+        found = [0, [], 0, 0]
+    experts, layers, rows, columns = found
+    whole = all(type(size) is int and size > 0 for size in (experts, rows, columns))
+    if not whole or not isinstance(layers, list) or not all(isinstance(layer, str) for layer in layers):
+        raise FormatError(f"a stack of a piece is [experts, layers, rows, columns], found {show(found)}")
+    return Apart(experts, tuple(layers), rows, columns)

@@ -154,6 +154,53 @@ def test_packed_experts(tmp_path):
     assert np.array_equal(safeload.load(tmp_path / "out.safetensors")[name], merged[name])
 
 
+def apart(weights):
+    """The same weights as most files have them: experts one by one, and gate and up apart."""
+    found = {}
+    for name, value in weights.items():
+        outer, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj") or "layers.1." in name:
+            found[name] = value
+            continue
+        layers = ["down_proj"] if last == "down_proj" else ["gate_proj", "up_proj"]
+        for expert, matrix in enumerate(value):
+            parts = np.split(matrix, len(layers))
+            found.update((f"{outer}.{expert}.{one}.weight", part) for one, part in zip(layers, parts, strict=True))
+    return {name: np.ascontiguousarray(value) for name, value in found.items()}
+
+
+def test_experts_that_are_stored_one_by_one(tmp_path):
+    """As PEFT merges the stacks that transformers makes of them; also in pieces."""
+    base, adapter = LORA / "experts_base.safetensors", LORA / "experts"
+    expected = apart({**safeload.load(base), **safeload.load(LORA / "experts.safetensors")})
+    folder = tmp_path / "base"
+    folder.mkdir()
+    save_file(apart(safeload.load(base)), folder / "model.safetensors", durable=False)
+    merged = safeload.load(folder, adapters=adapter)
+    assert merged.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_merged(merged[name], value, 40)
+    some = ["layers.0.experts.1.up_proj.weight", "layers.2.experts.0.down_proj.weight"]
+    assert_same(safeload.load(folder, some, adapters=adapter), {name: merged[name] for name in some})
+    safeload.convert(folder, tmp_path / "apart", max_shard_size=450)
+    plan = safeload.plan_convert(tmp_path / "apart", tmp_path / "out", adapters=adapter, max_shard_size=450)
+    plan = safeload.Plan(json.loads(json.dumps(plan)))
+    safeload.finalize(plan, [safeload.run_piece(piece) for piece in plan.pieces])
+    assert_same(safeload.load(tmp_path / "out"), merged)
+
+
+@pytest.mark.parametrize("wrong", [[], [0, ["w1"], 1, 1], [1, "w1", 1, 1], [1, [1], 1, 1], [True, ["w1"], 1, 1], 3])
+def test_a_piece_with_a_stack_that_is_none(wrong, tmp_path):
+    save_file(apart(safeload.load(LORA / "experts_base.safetensors")), tmp_path / "b.safetensors", durable=False)
+    plan = safeload.plan_convert(
+        tmp_path / "b.safetensors", tmp_path / "out", adapters=LORA / "experts", max_shard_size="1MB"
+    )
+    stacks = plan.pieces[0]["adapters"][0]["apart"]
+    stacks[next(iter(stacks))] = wrong
+    with pytest.raises(safeload.FormatError, match="a piece"):
+        safeload.run_piece(plan.pieces[0])
+
+
 def test_square_experts_of_a_model_that_is_known(tmp_path):
     adapter = experts_of(tmp_path / "lora", [(7, 7)], target_parameters=["experts.down"])
     base = model_of(tmp_path / "base", {"m.experts.down": (3, 7, 7)}, "gpt_oss")
@@ -175,7 +222,7 @@ def test_square_experts_of_a_model_that_is_known(tmp_path):
         ({"down": (3, 7, 5), "up": (3, 14, 7)}, [(7, 5)], {}, ["has 1 of this module", "names 2 tensors"]),
         ({"down": (3, 7, 5), "up": (3, 14, 7)}, [(7, 5), (9, 9)], {}, ["base_layer.lora_A", "[6, 9]", "it needs"]),
         ({"down": (3, 7, 5)}, [(7, 5), (14, 7)], {}, ["belongs to 'm.experts.up'", "does not have"]),
-        ({"0.down.weight": (7, 5)}, [(7, 5)], {}, ["'m.experts.up'", "experts are stored one by one"]),
+        ({"0.down.weight": (7, 5)}, [(7, 5)], {}, ["'m.experts.up'", "experts are stored one by one, under names"]),
         ({"down": (4, 7, 5)}, [(7, 5)], {"target_parameters": ["down"]}, ["a multiple of 4 rows"]),
         ({"down": (0, 7, 5)}, [(7, 5)], {"target_parameters": ["down"]}, ["a multiple of 0 rows"]),
         ({"down": (1, 5, 7)}, [(7, 5)], {"target_parameters": ["down"]}, ["[1, 5, 7]", "needs [6, 7]"]),
