@@ -34,6 +34,8 @@ _PRODUCT = 1 << 20
 _MOST_COMPARED = 3
 
 
+# Names of the weights that a head may be tied to.
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 # Stacks of factors that are held for what is stored of their stack in several tensors: of a layer or two.
 _HELD = 4
 _Stacks: TypeAlias = Callable[..., tuple[Array, Array]]
@@ -161,7 +163,7 @@ class Merge:
         # To compare with thousands of names takes milliseconds.
         near = similar(name, list(self._base)) if len(self._problems) < _MOST_COMPARED else []
         apart = f"{name.rpartition('.')[0]}.0."
-        if name == "lm_head.weight" and any(one.endswith("embed_tokens.weight") for one in self._base):
+        if name == "lm_head.weight" and any(one.endswith(_EMBEDDINGS) for one in self._base):
             message += ": its head is tied to the embedding, and has no weights of its own to change"
         elif adapter.settings.parameters and any(one.startswith(apart) for one in self._base):
             message += ": its experts are stored one by one, under names that are not known to make that stack"
