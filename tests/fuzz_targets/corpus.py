@@ -202,6 +202,12 @@ def _adapters():
             "tensors": described(path.parent / "adapter_model.safetensors"),
         }
         yield json.dumps(seed).encode()
+        if path.parent.name == "experts":  # a layer of them one by one
+            for stack, layers, shape in (("gate_up", ("gate", "up"), [5, 8]), ("down", ("down",), [8, 5])):
+                del seed["base"][f"layers.0.experts.{stack}_proj"]
+                names = (f"layers.0.experts.{k}.{layer}_proj.weight" for k in range(3) for layer in layers)
+                seed["base"].update((name, ["F32", shape]) for name in names)
+            yield json.dumps(seed).encode()
     parts = {"w.lora_a": ["F32", [5, 2]], "w.lora_b": ["F16", [2, 6]], "w.m": ["F32", [6]]}
     for tensors in (parts, {name: entry for name, entry in parts.items() if name != "w.m"}):
         kind = {"fine_tune_type": "dora" if len(tensors) == 3 else "lora", "lora_parameters": {"scale": 2.0}}
