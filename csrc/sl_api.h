@@ -406,14 +406,16 @@ typedef struct sl_channels {
 #define SL_LAYOUT_WORDS 2   /* a row is 32-bit words of 8 codes of 4 bits in the order of AWQ's kernels */
 #define SL_LAYOUT_PLANES 3  /* n = rows * bits / 8 rows of bytes; row r is plane r / n of bytes r % n; 2 or 4 bits */
 #define SL_LAYOUT_BLOCKS 4  /* a row is whole blocks of the block type `codes`, whose numbers are scaled once more */
-#define SL_LAYOUT_COUNT 5
+#define SL_LAYOUT_MASKED 5  /* values of the dtype `codes`, of which a mask has the places: all others are 0 */
+#define SL_LAYOUT_COUNT 6
 
 /* Packed codes and the numbers that they stand for: value = (table[code] - zero) * scale + bias, times the factor of
  * the column, each step rounded to f32. Scale, zero and bias are looked up in a grid over the matrix. */
 typedef struct sl_packed {
     int32_t layout;     /* SL_LAYOUT_ROWS .. */
     int32_t bits;       /* of a code, 1 to 8 */
-    int32_t codes;      /* with 8 bits and without a table: the dtype whose numbers the codes are; BLOCKS: of blocks */
+    int32_t codes;      /* with 8 bits and without a table: the dtype whose numbers the codes are; BLOCKS: of blocks;
+                         * MASKED: of values */
     int32_t word_codes; /* of SL_LAYOUT_ROWS: codes in a 32-bit word, whose upper bits are unused; 0: a bit stream */
     int32_t high_first; /* a stream of 4 bits: the first code is in the high bits; PLANES: so is the first plane */
     int32_t transpose;  /* values are stored as columns x rows */
@@ -430,6 +432,11 @@ typedef struct sl_packed {
     /* Of each column, of COLUMNS and transposed WORDS of each row: */
     const uint32_t *groups; /* its column (row) of the grid; NULL: blocks */
     const float *factors;   /* NULL: none */
+    const uint8_t *mask;    /* MASKED: a bit for each column, from the lowest up; a row begins at a byte */
+    const uint64_t *starts; /* MASKED: of each `mask_columns` of a row the number of values before it, row after row;
+                             * one more at the end. `row_bytes` is not used */
+    uint64_t mask_columns;
+    uint64_t first_row; /* MASKED: what messages call row 0 */
 } sl_packed;
 
 typedef struct sl_job {

@@ -1,11 +1,12 @@
 /* Packed codes as the source of a job. */
 #include "jobs/packed.h"
 
+#include "jobs/masked.h"
 #include "kernels/scalar.h"
 #include "kernels/tier.h"
 
-/* Scratch: stored bytes, then scales, zeros and biases of one range of codes. */
-#define SCRATCH (SL_STAGING + 3 * SL_VALUES * sizeof(float))
+/* Scratch: stored bytes, then scales, zeros and biases of one range of codes, and the values of a mask. */
+#define SCRATCH (SL_STAGING + 4 * SL_VALUES * sizeof(float))
 
 /* ---- checks ---- */
 
@@ -52,6 +53,7 @@ static bool stored_rows(const sl_packed *packed, uint64_t *bytes, uint64_t *rows
         return columns % (uint64_t)blocks_of(packed)->block == 0 &&
                sl_mul_u64(columns / (uint64_t)blocks_of(packed)->block, (uint64_t)blocks_of(packed)->block_bytes,
                           bytes);
+    case SL_LAYOUT_MASKED: *bytes = *rows = 0; return true; /* its values are counted when they are read */
     default:
         *bytes = columns;
         *rows = packed->rows / planes_of(packed);
@@ -75,6 +77,7 @@ static int32_t check_blocks(const sl_packed *packed, sl_error *error) {
 static int32_t check_layout(const sl_packed *packed, sl_error *error) {
     int32_t layout = packed->layout, bits = packed->bits;
     if (layout < 0 || layout >= SL_LAYOUT_COUNT) REFUSE("unknown layout %d of packed codes", layout);
+    if (layout == SL_LAYOUT_MASKED) return sl_masked_check(packed, error);
     if (bits < 1 || bits > 8) REFUSE("codes of %d bits: they have 1 to 8", bits);
     if (layout == SL_LAYOUT_BLOCKS) return check_blocks(packed, error);
     if (packed->table == NULL && (bits != 8 || layout != SL_LAYOUT_ROWS || packed->word_codes != 0))
@@ -109,7 +112,7 @@ static int32_t check_size(const sl_packed *packed, const sl_job *job, sl_error *
                (unsigned long long)bytes);
     /* The last row may end with its codes: these are columns of a wider matrix. */
     uint64_t least = stored > 0 ? stored - (packed->row_bytes - bytes) : 0;
-    if (packed->size > stored || packed->size < least)
+    if (packed->layout != SL_LAYOUT_MASKED && (packed->size > stored || packed->size < least))
         REFUSE("packed codes have %llu bytes, but their rows need %llu", (unsigned long long)packed->size,
                (unsigned long long)stored);
     if (!sl_mul_u64(packed->rows, packed->columns, &values) || !sl_mul_u64(values, packed->matrices, &values) ||
@@ -160,6 +163,8 @@ int32_t sl_packed_check(const sl_job *job, bool tiles, sl_error *error) {
     int32_t status = check_layout(packed, error);
     if (status == SL_OK) status = check_size(packed, job, error);
     if (status == SL_OK && job->size > 0) status = check_grid(packed, error); /* none of nothing is looked at */
+    if (status == SL_OK && job->size > 0 && packed->layout == SL_LAYOUT_MASKED)
+        status = sl_masked_check_mask(packed, error);
     if (status == SL_OK && !tiles && sl_packed_in_tiles(packed))
         REFUSE("this operation needs codes in the order of their values");
     return status;
@@ -267,6 +272,13 @@ static sl_scaling scaling_of(const sl_packed *packed, const codes *range, float 
                         advanced(packed->zeros, at), advanced(packed->biases, at)};
 }
 
+/* Values times the factors of their columns, if there are any. */
+static void multiply(const sl_packed *packed, const sl_plan *plan, const codes *range, void *values) {
+    if (packed->factors == NULL) return;
+    const sl_scaling factors = {1, 0, packed->factors + range->column, NULL, NULL};
+    plan->restore.scale(values, (size_t)range->count, &factors);
+}
+
 /* Restores such a range, at most SL_VALUES codes. */
 static void restore_range(const sl_packed *packed, const sl_plan *plan, const codes *range, void *values,
                           uint8_t *scratch) {
@@ -281,9 +293,7 @@ static void restore_range(const sl_packed *packed, const sl_plan *plan, const co
                             (size_t)range->count, packed->table, scaling, values);
     else
         sl_packed_look_up(packed, plan, range->bytes, range->column, range->count, scaling, values);
-    if (packed->factors == NULL) return;
-    const sl_scaling factors = {1, 0, packed->factors + range->column, NULL, NULL};
-    plan->restore.scale(values, (size_t)range->count, &factors);
+    multiply(packed, plan, range, values);
 }
 
 /* The stored byte where a row begins. */
@@ -353,10 +363,39 @@ static int32_t check_codes(const sl_job *job, const codes *range, sl_error *erro
     return refuse_code(job, range, range->column + found, range->column + found, error);
 }
 
+/* The same for values in a mask. */
+static int32_t restore_masked(const sl_job *job, const sl_plan *plan, uint64_t element, uint64_t count, uint8_t *out,
+                              uint8_t *scratch, sl_error *error) {
+    const sl_packed *packed = job->packed;
+    float *gathered = (float *)(void *)(scratch + SL_STAGING);
+    int32_t status = SL_OK;
+    while (count > 0 && status == SL_OK) {
+        uint64_t some = count;
+        sl_masked values;
+        status = sl_masked_fetch(job, element, &some, scratch, &values, error);
+        count -= some;
+        for (uint64_t size; some > 0 && status == SL_OK; some -= size, element += size, out += 4 * size) {
+            size = sl_masked_run(packed, element, some);
+            status = sl_masked_expand(job, plan, &values, element, size, gathered + 3 * SL_VALUES, out, error);
+            if (status != SL_OK) break;
+            codes range = {.row = element / packed->columns, .column = element % packed->columns, .count = size};
+            range.matrix = range.row / packed->rows;
+            range.row %= packed->rows;
+            if (packed->scales != NULL) {
+                const sl_scaling own = scaling_of(packed, &range, gathered);
+                plan->restore.scale(out, (size_t)size, &own);
+            }
+            multiply(packed, plan, &range, out);
+        }
+    }
+    return status;
+}
+
 int32_t sl_packed_restore(const sl_job *job, const sl_plan *plan, uint64_t element, uint64_t count, void *values,
                           uint8_t *scratch, sl_error *error) {
     const sl_packed *packed = job->packed;
     uint8_t *out = values;
+    if (packed->layout == SL_LAYOUT_MASKED) return restore_masked(job, plan, element, count, out, scratch, error);
     while (count > 0) {
         span one = span_of(packed, element, count);
         const uint8_t *bytes;

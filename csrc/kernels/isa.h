@@ -16,7 +16,7 @@
 #else
 #define SL_AVX2 __attribute__((target("avx2,f16c")))
 #define SL_AVX2_FMA __attribute__((target("avx2,f16c,fma")))
-#define SL_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
+#define SL_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,popcnt")))
 #endif
 #endif
 

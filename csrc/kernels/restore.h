@@ -57,6 +57,9 @@ typedef struct sl_restore {
     /* Rows [begin, end) of `columns` columns, transposed: the values of each column are contiguous, and begin `line`
      * bytes after those of the column before it. */
     void (*grouped)(const sl_grouped *codes, size_t begin, size_t end, size_t columns, void *values, size_t line);
+    /* For each of `count` bits of a mask, from bit `first` of its first byte on, the next of `held` f32 where it is
+     * set, else 0. As many are set as are held. */
+    void (*expand)(const uint8_t *mask, size_t first, size_t count, const void *stored, size_t held, void *values);
 } sl_restore;
 
 extern const sl_restore sl_restore_scalar;
@@ -71,6 +74,9 @@ void sl_restore_stream(const uint8_t *codes, size_t first, int bits, size_t coun
 /* The same for 32-bit words of `word_codes` codes each; the first code is number `first` of the first word. */
 void sl_restore_words(const uint8_t *codes, size_t first, int bits, size_t word_codes, size_t count, const float *table,
                       void *values);
+
+/* Number of bits that are set among `count` of a mask, from bit `first` of its first byte on. Reads no other byte. */
+uint64_t sl_restore_count_bits(const uint8_t *mask, uint64_t first, uint64_t count);
 
 /* Index of the first of `count` bytes with `code` in the bits shift and shift + 1, or `count`. */
 size_t sl_restore_find_pair(const uint8_t *bytes, int shift, size_t count, uint8_t code);

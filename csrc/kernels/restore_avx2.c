@@ -245,6 +245,41 @@ TARGET static void sl_grouped_avx2(const sl_grouped *codes, size_t begin, size_t
     sl_restore_scalar.grouped(&rest, begin, end, columns - c, (uint8_t *)values + c * line, line);
 }
 
-const sl_restore sl_restore_avx2 = {sl_nibbles_avx2, sl_plane_avx2, sl_words_avx2, sl_scale_avx2, sl_grouped_avx2};
+/* Of the next eight values each set bit takes the one whose number is that of the set bits below it. Bits before a
+ * whole byte and the last ones in scalar C. */
+TARGET static void sl_expand_avx2(const uint8_t *mask, size_t first, size_t count, const void *stored, size_t held,
+                                  void *values) {
+    static const uint8_t COUNTS[16] = {0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4};
+    const __m256i counts = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)COUNTS));
+    const __m256i nibble = _mm256_set1_epi32(15), own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i below = _mm256_sub_epi32(own, _mm256_set1_epi32(1));
+    uint8_t *out = values;
+    const uint8_t *next = stored;
+    size_t i = first % 8 == 0 ? 0 : 8 - first % 8;
+    if (i > count) i = count;
+    if (i > 0) {
+        size_t some = (size_t)sl_restore_count_bits(mask, first, i);
+        sl_restore_scalar.expand(mask, first, i, next, some, out);
+        next += 4 * some;
+        held -= some;
+    }
+    const uint8_t *byte = mask + (first + i) / 8;
+    for (; i + 8 <= count && held >= 8; i += 8, byte++) {
+        __m256i bits = _mm256_set1_epi32(*byte), before = _mm256_and_si256(bits, below);
+        __m256i low = _mm256_shuffle_epi8(counts, _mm256_and_si256(before, nibble));
+        __m256i high = _mm256_shuffle_epi8(counts, _mm256_srli_epi32(before, 4));
+        __m256i eight = _mm256_loadu_si256((const __m256i *)(const void *)next);
+        __m256i spread = _mm256_permutevar8x32_epi32(eight, _mm256_add_epi32(low, high));
+        __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(bits, own), own);
+        put(out, i, _mm256_castsi256_ps(_mm256_and_si256(spread, set)));
+        size_t some = (size_t)(COUNTS[*byte & 15] + COUNTS[*byte >> 4]);
+        next += 4 * some;
+        held -= some;
+    }
+    if (i < count) sl_restore_scalar.expand(byte, 0, count - i, next, held, out + 4 * i);
+}
+
+const sl_restore sl_restore_avx2 = {sl_nibbles_avx2, sl_plane_avx2,   sl_words_avx2,
+                                    sl_scale_avx2,   sl_grouped_avx2, sl_expand_avx2};
 
 #endif

@@ -220,7 +220,34 @@ TARGET static void sl_grouped_avx512(const sl_grouped *codes, size_t begin, size
     sl_restore_scalar.grouped(&rest, begin, end, columns - c, (uint8_t *)values + c * line, line);
 }
 
-const sl_restore sl_restore_avx512 = {sl_nibbles_avx512, sl_plane_avx512, sl_words_avx512, sl_scale_avx512,
-                                      sl_grouped_avx512};
+/* Bits before a whole byte, and those after the last 16, in scalar C. */
+TARGET static void sl_expand_avx512(const uint8_t *mask, size_t first, size_t count, const void *stored, size_t held,
+                                    void *values) {
+    uint8_t *out = values;
+    const uint8_t *next = stored;
+    size_t i = first % 8 == 0 ? 0 : 8 - first % 8;
+    if (i > count) i = count;
+    if (i > 0) {
+        size_t own = (size_t)sl_restore_count_bits(mask, first, i);
+        sl_restore_scalar.expand(mask, first, i, next, own, out);
+        next += 4 * own;
+        held -= own;
+    }
+    const uint8_t *bytes = mask + (first + i) / 8;
+    for (; i + 16 <= count; i += 16, bytes += 2) {
+        __mmask16 bits = (__mmask16)(bytes[0] | bytes[1] << 8);
+        size_t own = (size_t)_mm_popcnt_u32(bits);
+        /* The load of an expansion is slower, and only needed where others would read too far. */
+        __m512 some = held >= 16 ? _mm512_maskz_expand_ps(bits, _mm512_loadu_ps(next))
+                                 : _mm512_maskz_expandloadu_ps(bits, next);
+        _mm512_storeu_ps(out + 4 * i, some);
+        next += 4 * own;
+        held -= own;
+    }
+    if (i < count) sl_restore_scalar.expand(bytes, 0, count - i, next, held, out + 4 * i);
+}
+
+const sl_restore sl_restore_avx512 = {sl_nibbles_avx512, sl_plane_avx512,   sl_words_avx512,
+                                      sl_scale_avx512,   sl_grouped_avx512, sl_expand_avx512};
 
 #endif

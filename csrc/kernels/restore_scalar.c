@@ -63,6 +63,18 @@ static void sl_grouped_scalar(const sl_grouped *codes, size_t begin, size_t end,
     }
 }
 
+static void sl_expand_scalar(const uint8_t *mask, size_t first, size_t count, const void *stored, size_t held,
+                             void *values) {
+    size_t i = 0;
+    /* Without a branch for each bit, which nothing foretells. */
+    for (size_t at = 0; at < held && i < count; i++) {
+        uint32_t bit = (uint32_t)mask[(first + i) / 8] >> (first + i) % 8 & 1;
+        store32(values, i, load32(stored, at) & (0u - bit));
+        at += bit;
+    }
+    memset((uint8_t *)values + 4 * i, 0, 4 * (count - i));
+}
+
 void sl_restore_stream(const uint8_t *codes, size_t first, int bits, size_t count, const float *table, void *values) {
     uint32_t mask = (1u << bits) - 1, held = 0;
     int available = 0;
@@ -100,6 +112,22 @@ void sl_restore_words(const uint8_t *codes, size_t first, int bits, size_t word_
     }
 }
 
+static uint64_t count_set(uint64_t bits) {
+    bits -= bits >> 1 & UINT64_C(0x5555555555555555);
+    bits = (bits & UINT64_C(0x3333333333333333)) + (bits >> 2 & UINT64_C(0x3333333333333333));
+    bits = (bits + (bits >> 4)) & UINT64_C(0x0f0f0f0f0f0f0f0f);
+    return bits * UINT64_C(0x0101010101010101) >> 56;
+}
+
+uint64_t sl_restore_count_bits(const uint8_t *mask, uint64_t first, uint64_t count) {
+    uint64_t found = 0, end = first + count, last = end / 8, at = first / 8;
+    if (count == 0) return 0;
+    for (; at + 8 <= last; at += 8) found += count_set(sl_load_le64(mask + at));
+    for (; at < last; at++) found += count_set(mask[at]);
+    if (end % 8 != 0) found += count_set(mask[last] & ((1u << end % 8) - 1));
+    return found - count_set(mask[first / 8] & ((1u << first % 8) - 1)); /* counted above */
+}
+
 size_t sl_restore_find_pair(const uint8_t *bytes, int shift, size_t count, uint8_t code) {
     const uint64_t ones = UINT64_C(0x0101010101010101);
     uint64_t differing = (uint64_t)(code ^ 3) * ones; /* a pair of bits is `code` where pair ^ this is 3 */
@@ -112,5 +140,5 @@ size_t sl_restore_find_pair(const uint8_t *bytes, int shift, size_t count, uint8
     return i;
 }
 
-const sl_restore sl_restore_scalar = {sl_nibbles_scalar, sl_plane_scalar, sl_words_scalar, sl_scale_scalar,
-                                      sl_grouped_scalar};
+const sl_restore sl_restore_scalar = {sl_nibbles_scalar, sl_plane_scalar,   sl_words_scalar,
+                                      sl_scale_scalar,   sl_grouped_scalar, sl_expand_scalar};

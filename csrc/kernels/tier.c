@@ -117,6 +117,7 @@ sl_restore sl_tier_restore(int32_t tier) {
         TAKE(words);
         TAKE(scale);
         TAKE(grouped);
+        TAKE(expand);
 #undef TAKE
     }
     return found;

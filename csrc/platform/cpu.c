@@ -31,8 +31,8 @@ static uint64_t xcr0(void) {
 
 static bool bit(uint32_t word, int index) { return (word >> index & 1) != 0; }
 
-/* Intel SDM vol. 1, 13.3 and 14.3: leaf 1 ECX bits 12 FMA, 27 OSXSAVE, 28 AVX, 29 F16C; leaf 7 EBX bits 5 AVX2, 16
- * AVX512F, 17 DQ, 30 BW, 31 VL; XCR0 bits 1-2 for YMM, 5-7 for ZMM and masks. */
+/* Intel SDM vol. 1, 13.3 and 14.3: leaf 1 ECX bits 12 FMA, 23 POPCNT, 27 OSXSAVE, 28 AVX, 29 F16C; leaf 7 EBX bits 5
+ * AVX2, 16 AVX512F, 17 DQ, 30 BW, 31 VL; XCR0 bits 1-2 for YMM, 5-7 for ZMM and masks. */
 sl_cpu sl_cpu_detect(void) {
     sl_cpu cpu = {false, false, false};
     uint32_t zero[4], one[4], seven[4];
@@ -43,8 +43,8 @@ sl_cpu sl_cpu_detect(void) {
     if (!bit(one[2], 27)) return cpu;
     uint64_t saved = xcr0();
     cpu.avx2 = bit(one[2], 12) && bit(one[2], 28) && bit(one[2], 29) && bit(seven[1], 5) && (saved & 0x6) == 0x6;
-    cpu.avx512 = cpu.avx2 && bit(seven[1], 16) && bit(seven[1], 17) && bit(seven[1], 30) && bit(seven[1], 31) &&
-                 (saved & 0xe6) == 0xe6;
+    cpu.avx512 = cpu.avx2 && bit(one[2], 23) && bit(seven[1], 16) && bit(seven[1], 17) && bit(seven[1], 30) &&
+                 bit(seven[1], 31) && (saved & 0xe6) == 0xe6;
     return cpu;
 }
 

@@ -3,7 +3,7 @@
 import gguf
 import numpy as np
 
-ROWS, COLUMNS, WORDS, PLANES, BLOCKS = range(5)
+ROWS, COLUMNS, WORDS, PLANES, BLOCKS, MASKED = range(6)
 # Column of a word that each of its eight nibbles holds, from the lowest up.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -182,3 +182,48 @@ class Case:
 
     def prepared(self):
         return Prepared(self.fields)
+
+
+class Masked(Case):
+    """Random values in random places, with random scales.
+
+    Args:
+        numbers: the number and the numpy dtype of the values.
+        shape, blocks, kinds: as in `Case`.
+        share: of the values that are not zero.
+        mask_columns: columns of a row that share an element of ``starts``; None: all.
+    """
+
+    def __init__(self, numbers, shape, blocks=None, kinds=(), *, share=0.5, mask_columns=None, seed=0):
+        rng = np.random.default_rng([seed, *shape])
+        matrices, rows, columns = self.shape = shape
+        self.transpose = False
+        self.places = rng.random(shape) < share
+        self.places[:, :1] = False  # a row of nothing else, and one of nothing
+        self.places[:, 1:2] = True
+        dense = np.where(self.places, rng.integers(1, 120, shape), 0).astype(np.uint8)
+        dense = dense.view(numbers[1]) if np.dtype(numbers[1]).itemsize == 1 else dense.astype(numbers[1]) / 8
+        self.codes = np.ascontiguousarray(dense[self.places]).astype(np.dtype(numbers[1]).newbyteorder("<"))
+        step = mask_columns or max(1, columns)
+        counts = [self.places[..., k : k + step].sum(-1) for k in range(0, columns, step)] or [0]
+        counts = np.stack(np.broadcast_arrays(*counts), -1).reshape(-1)
+        self.fields = {
+            "layout": MASKED,
+            "bits": 8,
+            "codes": numbers[0],
+            "forbidden": -1,
+            "size": self.codes.nbytes,
+            "matrices": matrices,
+            "rows": rows,
+            "columns": columns,
+            "mask": np.packbits(self.places, axis=-1, bitorder="little"),
+            "starts": np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64),
+            "mask_columns": step,
+        }
+        values = dense.astype(np.float32)
+        if blocks is not None:
+            values = self._scale(values, blocks, set(kinds), False, rng)
+        if "factors" in kinds:
+            factors = self.fields["factors"] = rng.standard_normal(columns).astype(np.float32)
+            values = values * factors
+        self.values = np.ascontiguousarray(values)

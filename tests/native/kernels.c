@@ -318,7 +318,7 @@ typedef struct restored {
     const char *name;
     int32_t layout, bits, high_first, transpose;
     uint64_t row_step, column_step; /* rows and columns are multiples of these */
-    int32_t blocks;                 /* the type of blocks */
+    int32_t blocks;                 /* the type of blocks, or of values in a mask */
 } restored;
 
 /* Longer than a tile on both sides, and than what a kernel takes at a time. */
@@ -341,7 +341,8 @@ static sl_packed packed_of(const restored *how, uint64_t rows, uint64_t columns)
     } else if (how->layout == SL_LAYOUT_BLOCKS) {
         bytes = sl_dtype_bytes(sl_dtype_get(how->blocks), columns);
         packed.codes = how->blocks;
-    }
+    } else if (how->layout == SL_LAYOUT_MASKED)
+        packed.codes = how->blocks;
     packed.transpose = how->transpose;
     packed.matrices = 1;
     packed.rows = rows;
@@ -349,6 +350,23 @@ static sl_packed packed_of(const restored *how, uint64_t rows, uint64_t columns)
     packed.row_bytes = bytes;
     packed.size = stored * bytes;
     return packed;
+}
+
+/* Random places, more of them in every third row, and where the values of each row begin. */
+static void place(sl_packed *packed, uint64_t *seed) {
+    static uint8_t mask[MOST_ROWS * (MOST_COLUMNS / 8 + 1)];
+    static uint64_t starts[MOST_ROWS + 1];
+    uint64_t at = 0, width = (packed->columns + 7) / 8;
+    for (uint64_t row = 0; row < packed->rows; row++) {
+        starts[row] = at;
+        for (uint64_t i = 0; i < width; i++)
+            mask[row * width + i] = (uint8_t)(random_u64(seed) >> 56 | (row % 3 == 1 ? random_u64(seed) >> 56 : 0));
+        for (uint64_t i = 0; i < packed->columns; i++) at += (uint64_t)mask[row * width + i / 8] >> i % 8 & 1;
+    }
+    starts[packed->rows] = at;
+    packed->mask = mask;
+    packed->starts = starts;
+    packed->mask_columns = packed->columns;
 }
 
 /* The values on every tier with `what` of the scales: 0 none, 1 scales in blocks, 2 also zeros, 3 all in groups, and
@@ -363,7 +381,8 @@ static uint64_t check_restored(uint64_t state, const restored *how, uint64_t row
     for (uint64_t i = 0; i < packed.size; i++) codes[shift + i] = (uint8_t)(random_u64(&seed) >> 56);
     for (size_t i = 0; i < 256; i++) table[i] = what == 4 ? (float)i - 8 : random_float(&seed);
     bool by_row = how->layout == SL_LAYOUT_COLUMNS || (how->layout == SL_LAYOUT_WORDS && how->transpose != 0);
-    packed.table = how->layout == SL_LAYOUT_BLOCKS ? NULL : table;
+    packed.table = how->layout >= SL_LAYOUT_BLOCKS ? NULL : table;
+    if (how->layout == SL_LAYOUT_MASKED) place(&packed, &seed);
     packed.row_block = by_row ? 32 : 1 + seed % 3;
     packed.column_block = by_row ? 1 : 1 + seed % 70;
     packed.grid_rows = (rows - 1) / packed.row_block + 1;
@@ -417,6 +436,7 @@ static void check_all_restored(void) {
         {"planes_4", SL_LAYOUT_PLANES, 4, 1, 0, 2, 1, 0},
         {"blocks", SL_LAYOUT_BLOCKS, 4, 0, 0, 1, 64, SL_NVFP4},
         {"ternary", SL_LAYOUT_BLOCKS, 2, 0, 0, 1, 128, SL_I2_S},
+        {"masked", SL_LAYOUT_MASKED, 8, 0, 0, 1, 1, SL_I8},
     };
     for (size_t k = 0; k < sizeof LAYOUTS / sizeof *LAYOUTS; k++) {
         const restored *how = &LAYOUTS[k];

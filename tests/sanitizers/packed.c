@@ -179,6 +179,31 @@ static const sl_packed GOOD[] = {
      .table = GIVEN,
      .scales = GIVEN,
      .zeros = GIVEN},
+    {.layout = SL_LAYOUT_MASKED,
+     .bits = 8,
+     .codes = SL_F16,
+     .forbidden = -1,
+     .matrices = 1,
+     .rows = 32,
+     .columns = 77,
+     .mask = GIVEN,
+     .starts = GIVEN,
+     .mask_columns = 77},
+    {.layout = SL_LAYOUT_MASKED,
+     .bits = 8,
+     .codes = SL_I8,
+     .forbidden = -1,
+     .matrices = 2,
+     .rows = 16,
+     .columns = 50,
+     .row_block = 3,
+     .column_block = 7,
+     .scales = GIVEN,
+     .zeros = GIVEN,
+     .factors = GIVEN,
+     .mask = GIVEN,
+     .starts = GIVEN,
+     .mask_columns = 19},
 };
 enum { GOOD_COUNT = sizeof GOOD / sizeof *GOOD };
 
@@ -208,6 +233,8 @@ static void repair(sl_packed *packed, bool row_bytes, bool grid) {
         row = packed->columns;
     } else if (packed->layout == SL_LAYOUT_BLOCKS)
         row = bytes_of(packed->codes, packed->columns);
+    else if (packed->layout == SL_LAYOUT_MASKED) /* as if none were 0 */
+        row = bytes_of(packed->codes, packed->columns) + 1;
     if (row_bytes) packed->row_bytes = row + 1;
     packed->size = packed->matrices * stored * packed->row_bytes;
     if (row_bytes && packed->size > 0) packed->size -= 1; /* the last row ends with its codes */
@@ -266,7 +293,19 @@ static uint64_t grid_claim(const sl_packed *packed) {
     return times(plus(before, times(packed->grid_rows, packed->grid_columns)), sizeof(float));
 }
 
-enum { CODES, TABLE, SCALES, ZEROS, BIASES, GROUPS, FACTORS, CLAIMS };
+enum { CODES, TABLE, SCALES, ZEROS, BIASES, GROUPS, FACTORS, MASK, STARTS, CLAIMS };
+
+/* Random places, and where the values of each part of a row begin; none where there is more memory than is filled. */
+static void fill_places(const sl_packed *packed, uint8_t *mask, uint64_t *starts) {
+    uint64_t at = 0, width = quotient(packed->columns, 8), lines = packed->matrices * packed->rows;
+    for (uint64_t i = 0; i < lines * width; i++) mask[i] = (uint8_t)random_u64();
+    for (uint64_t line = 0; line < lines; line++)
+        for (uint64_t column = 0; column < packed->columns; column++) {
+            if (column % packed->mask_columns == 0) *starts++ = at;
+            at += (uint64_t)mask[line * width + column / 8] >> column % 8 & 1;
+        }
+    *starts = at;
+}
 
 /* Gives a description its memory. False if it claims more than there is; then it has none. */
 static bool give(sl_packed *packed, claim claims[CLAIMS]) {
@@ -276,16 +315,25 @@ static bool give(sl_packed *packed, claim claims[CLAIMS]) {
         [SCALES] = grid,           [ZEROS] = grid,
         [BIASES] = grid,           [GROUPS] = line <= MOST_GROUPS ? 4 * line : UINT64_MAX,
         [FACTORS] = times(4, line)};
-    const void *const needed[CLAIMS] = {given,          packed->table,  packed->scales, packed->zeros,
-                                        packed->biases, packed->groups, packed->factors};
+    uint64_t lines = times(packed->matrices, packed->rows);
+    sizes[MASK] = times(lines, quotient(packed->columns, 8));
+    sizes[STARTS] = times(plus(times(lines, quotient(packed->columns, packed->mask_columns)), 1), 8);
+    const void *const needed[CLAIMS] = {given,          packed->table,   packed->scales, packed->zeros, packed->biases,
+                                        packed->groups, packed->factors, packed->mask,   packed->starts};
     for (size_t i = 0; i < CLAIMS; i++) {
         if (needed[i] == NULL) sizes[i] = 0;
         if (!is_possible(sizes[i])) return false;
     }
     for (size_t i = 0; i < CLAIMS; i++) claims[i] = claimed(sizes[i]);
+    /* Halves below 1. */
+    uint64_t kept = packed->layout == SL_LAYOUT_MASKED ? 0x3b : packed->forbidden < 0 ? 255 : 0xaa;
     for (uint64_t i = 0; i < claims[CODES].size && claims[CODES].size <= small; i++) /* no code 3 in pairs of bits */
-        ((uint8_t *)claims[CODES].memory)[i] = (uint8_t)(random_u64() & (packed->forbidden < 0 ? 255 : 0xaa));
-    for (size_t i = TABLE; i < CLAIMS; i++) fill_floats(&claims[i]);
+        ((uint8_t *)claims[CODES].memory)[i] = (uint8_t)(random_u64() & kept);
+    for (size_t i = TABLE; i < GROUPS; i++) fill_floats(&claims[i]);
+    fill_floats(&claims[FACTORS]);
+    bool filled = claims[MASK].size <= small && claims[STARTS].size <= small && packed->mask_columns > 0;
+    if (packed->layout == SL_LAYOUT_MASKED && packed->mask != NULL && packed->starts != NULL && filled)
+        fill_places(packed, claims[MASK].memory, claims[STARTS].memory);
     bool sequence = packed->layout == SL_LAYOUT_COLUMNS && random_u64() % 2 == 0; /* has a kernel of its own */
     for (uint64_t i = 0; sequence && i < claims[TABLE].size / sizeof(float); i++)
         ((float *)claims[TABLE].memory)[i] = (float)i - 8;
@@ -299,6 +347,8 @@ static bool give(sl_packed *packed, claim claims[CLAIMS]) {
     POINT(biases, BIASES);
     POINT(groups, GROUPS);
     POINT(factors, FACTORS);
+    POINT(mask, MASK);
+    POINT(starts, STARTS);
 #undef POINT
     return true;
 }
@@ -326,6 +376,8 @@ static int32_t restore(sl_packed packed, uint64_t size, int32_t to, sl_error *er
     claim claims[CLAIMS];
     uint64_t target = bytes_of(to, size / 4);
     int32_t status = -1;
+    /* An empty mask reads nothing of a file, which then ends nothing. */
+    if (packed.layout == SL_LAYOUT_MASKED && size > small) return -1;
     if (!is_possible(target) || !give(&packed, claims)) return -1;
     claim first = claimed(target);
     char path[32];
@@ -421,9 +473,9 @@ static const size_t INTS[] = {FIELD(layout),     FIELD(bits),      FIELD(codes),
                               FIELD(high_first), FIELD(transpose), FIELD(forbidden), FIELD(interleaved)};
 static const size_t SIZES[] = {FIELD(size),         FIELD(matrices),  FIELD(rows),         FIELD(columns),
                                FIELD(row_bytes),    FIELD(row_block), FIELD(column_block), FIELD(grid_rows),
-                               FIELD(grid_columns), FIELD(grid_step)};
-static const size_t POINTERS[] = {FIELD(table),  FIELD(scales), FIELD(zeros),
-                                  FIELD(biases), FIELD(groups), FIELD(factors)};
+                               FIELD(grid_columns), FIELD(grid_step), FIELD(mask_columns), FIELD(first_row)};
+static const size_t POINTERS[] = {FIELD(table),  FIELD(scales),  FIELD(zeros), FIELD(biases),
+                                  FIELD(groups), FIELD(factors), FIELD(mask),  FIELD(starts)};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 enum { FIELDS = COUNT(INTS) + COUNT(SIZES) + COUNT(POINTERS) };
 
@@ -496,7 +548,7 @@ static void set(sl_packed *packed, size_t field, size_t k) {
     memcpy((char *)packed + POINTERS[field - COUNT(SIZES)], &pointer, sizeof pointer);
 }
 
-static bool is_in_grid(size_t field) { return field >= COUNT(INTS) + 7 && field < COUNT(INTS) + COUNT(SIZES); }
+static bool is_in_grid(size_t field) { return field >= COUNT(INTS) + 5 && field < COUNT(INTS) + 10; }
 
 /* As it is; then with the sizes that follow from it, so that more of the checks are reached. */
 static void try(const sl_packed *changed, size_t size, bool row_bytes, bool grid) {
@@ -596,6 +648,18 @@ static void refuse_all(void) {
     REFUSE(0, grid_columns, 9, "do not cover");
     REFUSE(0, grid_step, 69, "grids of 7 x 10 scales, 69 apart");
     REFUSE(0, scales, NULL, "lack scales");
+    static const int32_t NEVER[] = {SL_Q8_0, SL_F4, SL_C64, SL_I2_S, -1, SL_DTYPE_LIMIT};
+    for (size_t i = 0; i < COUNT(NEVER); i++) REFUSE(13, codes, NEVER[i], "values in a mask cannot be of dtype");
+    REFUSE(13, table, GIVEN, "values in a mask have no table");
+    REFUSE(13, word_codes, 1, "values in a mask have no table");
+    REFUSE(13, high_first, 1, "values in a mask have no table");
+    REFUSE(13, interleaved, 1, "values in a mask have no table");
+    REFUSE(13, transpose, 1, "values in a mask have no table");
+    REFUSE(13, forbidden, 0, "values in a mask have no table");
+    REFUSE(13, mask, NULL, "lack the mask");
+    REFUSE(13, starts, NULL, "lack the mask");
+    REFUSE(13, mask_columns, 0, "lack the mask");
+    REFUSE(14, grid_rows, 5, "do not cover");
     sl_packed wrong = good(0);
     refuse(&wrong, size_of(&wrong) + 4, "values are not");
     refuse(&wrong, size_of(&wrong) / 2, "values are not");
@@ -658,12 +722,48 @@ static void find_forbidden(void) {
     for (size_t i = 0; i < CLAIMS; i++) release(&claims[i]);
 }
 
+/* Starts and a mask that do not fit each other, or the values: a fault of the file, and nothing else is read. */
+static void find_misplaced(void) {
+    static const uint64_t BY[] = {1, 2, 7, UINT64_MAX, UINT64_MAX - 6, UINT64_C(1) << 40, UINT64_C(1) << 63};
+    for (size_t k = 13; k < GOOD_COUNT; k++) {
+        sl_packed packed = good(k);
+        claim claims[CLAIMS];
+        sl_error error;
+        CHECK(give(&packed, claims));
+        claim memory = claimed(size_of(&packed));
+        sl_job job = {.op = SL_OP_RESTORE, .from = SL_F32, .to = SL_F32, .file = SL_MEMORY, .packed = &packed};
+        job.offset = (uint64_t)(uintptr_t)claims[CODES].memory;
+        job.memory = memory.memory;
+        job.size = memory.size;
+        uint64_t *starts = claims[STARTS].memory;
+        uint8_t *mask = claims[MASK].memory;
+        for (uint64_t at = 0; at < claims[STARTS].size / 8; at++)
+            for (size_t i = 0; i < COUNT(BY); i++) {
+                starts[at] += BY[i];
+                for (int32_t tier = 0; tier < SL_TIER_COUNT; tier++)
+                    if (sl_tier_available(tier)) CHECK(run(&job, tier, 2, &error) == SL_E_FORMAT);
+                starts[at] -= BY[i];
+            }
+        uint64_t width = quotient(packed.columns, 8);
+        for (uint64_t at = 0; at < claims[MASK].size * 8; at++) {
+            mask[at / 8] ^= (uint8_t)(1 << at % 8);
+            CHECK(run(&job, SL_TIER_SCALAR, 2, &error) == (at % (8 * width) < packed.columns ? SL_E_FORMAT : SL_OK));
+            mask[at / 8] ^= (uint8_t)(1 << at % 8);
+        }
+        packed.size = (starts[claims[STARTS].size / 8 - 1] - 1) * (k == 13 ? 2 : 1); /* one value less */
+        CHECK(run(&job, SL_TIER_SCALAR, 2, &error) == SL_E_FORMAT && strstr(error.message, "values of row") != NULL);
+        release(&memory);
+        for (size_t i = 0; i < CLAIMS; i++) release(&claims[i]);
+    }
+}
+
 int main(void) {
     restore_to_all();
     restore_large();
     refuse_all();
     refuse_groups();
     find_forbidden();
+    find_misplaced();
     try_fields();
     try_pairs(5000);
     printf("packed codes: %u runs, %u refused\n", runs, refusals);

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, i2_s, nvfp4
+from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, Masked, i2_s, nvfp4
 
 from safeload import FormatError, RangeError, SafeloadError
 from safeload.base import dtypes
@@ -21,12 +21,17 @@ TIERS = pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
 ALL = ("zeros", "biases", "factors")
 E4M3 = (NUMBERS["F8_E4M3"], ml_dtypes.float8_e4m3fn)
 INT8 = (NUMBERS["I8"], np.int8)
+BF16, F16, F32 = (NUMBERS["BF16"], ml_dtypes.bfloat16), (NUMBERS["F16"], np.float16), (NUMBERS["F32"], np.float32)
 NVFP4, I2_S = (lib.SL_NVFP4, 64, 36, nvfp4), (lib.SL_I2_S, 128, 32, i2_s)
 
 
 def made(*arguments, **more):
     """Makes a case when a test wants it."""
     return partial(Case, *arguments, **more)
+
+
+def masked(*arguments, **more):
+    return partial(Masked, *arguments, **more)
 
 
 @lru_cache(maxsize=1)
@@ -84,10 +89,19 @@ CASES = {
     "blocks of one scale with unused bytes": made(BLOCKS, 4, (2, 3, 64), (3, 64), ("shared",), numbers=NVFP4, gap=3),
     "blocks in a grid of their own": made(BLOCKS, 4, (2, 3, 192), (2, 48), ALL, numbers=NVFP4),
     "ternary blocks": made(BLOCKS, 2, (2, 7, 384), (7, 384), ("shared",), numbers=I2_S),
+    "bf16 in a mask": masked(BF16, (1, 9, 203)),
+    "f16 in a mask of matrices": masked(F16, (3, 5, 64), share=0.9),
+    "f32 in a mask in parts": masked(F32, (2, 7, 131), mask_columns=40),
+    "fp8 in a mask with scales": masked(E4M3, (1, 40, 150), (16, 64)),
+    "int8 in a mask with zeros": masked(INT8, (2, 6, 77), (2, 7), ALL, mask_columns=13),
+    "a mask and groups": masked(INT8, (1, 5, 99), (1, 1), ("groups", "zeros")),
+    "few values in a mask": masked(F32, (1, 60, 301), share=0.01),
+    "nothing in a mask": masked(BF16, (1, 1, 50)),
     "no blocks": made(BLOCKS, 2, (1, 3, 0), (1, 1), numbers=I2_S),
     "one value": made(ROWS, 1, (1, 1, 1), (1, 1), ALL),
     "no matrices": made(ROWS, 4, (0, 3, 5)),
     "no rows": made(COLUMNS, 4, (2, 0, 5)),
+    "no columns of a mask": masked(F16, (2, 4, 0)),
     "no columns": made(PLANES, 2, (2, 4, 0)),
 }  # fmt: skip
 
@@ -225,6 +239,9 @@ BORDERS = {
     "blocks of long rows": made(BLOCKS, 2, (1, 3, 128 * 3075), (3, CHUNK), numbers=I2_S),
     "blocks of rows that do not divide a read": made(BLOCKS, 4, (1, 301, 64 * 31), (301, CHUNK), numbers=NVFP4),
     "several tiles": made(COLUMNS, 4, (3, 520, 136), (128, 1), ("zeros",)),
+    "values of a mask that do not divide a read": masked(BF16, (1, 300, 3001)),
+    "a long row of a mask": masked(F32, (1, 2, STAGING * 3 + 5), mask_columns=1 << 16),
+    "bytes of a long row of a mask": masked(E4M3, (1, 2, CHUNK // 4 + 1), (2, 1 << 20)),
 }  # fmt: skip
 
 
@@ -267,6 +284,7 @@ TO_BLOCKS = {
     "words": made(WORDS, 4, (2, 96, 200), (32, 1), ("zeros",)),
     "planes": made(PLANES, 2, (1, 64, 160), (64, 160)),
     "blocks": made(BLOCKS, 4, (2, 3, 192), (3, 192), numbers=NVFP4),
+    "mask": masked(E4M3, (1, 40, 96), (1, 96)),
 }
 
 
@@ -304,6 +322,7 @@ IN_ORDER = {
     "groups": made(ROWS, 4, (1, 64, 2050), (1, 1), ("groups", *ALL)),
     "planes": made(PLANES, 2, (1, 400, 901), (400, 901)),
     "blocks": made(BLOCKS, 4, (1, 300, 1408), (300, 1408), numbers=NVFP4),
+    "mask": masked(BF16, (1, 701, 1203)),
 }
 
 
@@ -387,6 +406,46 @@ def test_a_code_that_no_writer_stores_in_ternary_blocks(where, at, tmp_path):
         place = (handle_of(file), 7) if where == "file" else None
         with pytest.raises(FormatError, match=f"row {row}, column {column} has code 3"):
             restore(case, place=place)
+
+
+@TIERS
+@pytest.mark.parametrize("columns", range(1, 70))
+def test_rows_of_a_mask_begin_and_end_anywhere(columns, tier, on):
+    on(tier)
+    for case in (Masked(F32, (1, 7, columns), share=0.6), Masked(BF16, (1, 5, columns), mask_columns=3)):
+        assert_equal(restore(case).view("<f4"), case.values.ravel())
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "message"),
+    [(0, 0, "row 30 has places for 1 values in its mask, but 0 are stored"),
+     (1, 900, "row 31 has places for 999 values in its mask, but 1000 are stored"),
+     (299, 999, r"row 329 has places for (\d+) values in its mask, but (?!\1)\d+ are stored")],
+)  # fmt: skip
+@pytest.mark.parametrize("code", ["F32", "BF16"])
+def test_a_mask_with_another_number_of_values_is_a_fault_of_the_file(code, row, column, message, tmp_path):
+    case = Masked(BF16, (1, 300, 1000))
+    case.fields["first_row"] = 30
+    case.fields["mask"][0, row, column // 8] ^= 1 << column % 8
+    with written(tmp_path, case) as file:
+        for place in (None, (handle_of(file), 7)):
+            with pytest.raises(FormatError, match=message):
+                restore(case, code, place=place, threads=2)
+
+
+def test_bits_after_the_last_column_mean_nothing():
+    case = Masked(F16, (1, 20, 50))
+    case.fields["mask"][..., -1] |= 0b11111100
+    assert_equal(restore(case).view("<f4"), case.values.ravel())
+
+
+@pytest.mark.parametrize("at", [0, 7, 20])
+@pytest.mark.parametrize("by", [-(1 << 40), -3, -1, 1, 3, 1 << 40, 1 << 63])
+def test_starts_that_are_not_those_of_the_mask_are_refused(at, by):
+    case = Masked(F16, (1, 20, 50))
+    case.fields["starts"][at] = (int(case.fields["starts"][at]) + by) % 2**64
+    with pytest.raises(FormatError, match=r"row \d+"):
+        restore(case)
 
 
 def test_fields_are_at_the_offsets_that_jobs_assume():
