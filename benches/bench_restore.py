@@ -218,6 +218,25 @@ def bitsandbytes(*, nested: bool) -> tuple[dict[str, Any], dict[str, Any], Peer]
     return nf4.tensors(name, ROWS, COLUMNS, nested=nested), nf4.CONFIG, nf4.in_numpy(name, (ROWS, COLUMNS))
 
 
+def sparse() -> tuple[dict[str, Any], dict[str, Any], Peer]:
+    mask = _random("u1", (ROWS, COLUMNS // 8))
+    counts = np.unpackbits(mask, axis=-1).sum(-1, dtype=np.int64)
+    tensors = {
+        "w.compressed": _random("u1", (2 * int(counts.sum()),), 1, 126).view(ml_dtypes.bfloat16),
+        "w.bitmask": mask,
+        "w.row_offsets": np.cumsum(counts) - counts,
+        "w.shape": np.array([ROWS, COLUMNS]),
+    }
+    said = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}
+
+    def peer(t: dict[str, Any]) -> np.ndarray:
+        values = np.zeros((ROWS, COLUMNS), np.float32)
+        values[np.unpackbits(t["w.bitmask"], axis=-1, bitorder="little").view(bool)] = t["w.compressed"]
+        return values
+
+    return tensors, {"quantization_config": said}, peer
+
+
 # The part of the limit that DESIGN.md asks for, and how many times a user's own expression.
 FAMILIES = {
     "fp8 128x128": (fp8, 0.8, 4),
@@ -232,6 +251,7 @@ FAMILIES = {
     "gptq4 g128": (gptq, 0.5, 10),
     "gptq4 g128, desc_act": (gptq_order, 0.5, 10),
     "awq4 g128": (awq, 0.5, 10),
+    "sparse bf16": (sparse, 0.5, 10),
 }
 
 
