@@ -19,6 +19,7 @@ COLUMNS = int(lib.SL_LAYOUT_COLUMNS)
 WORDS = int(lib.SL_LAYOUT_WORDS)
 PLANES = int(lib.SL_LAYOUT_PLANES)
 BLOCKS = int(lib.SL_LAYOUT_BLOCKS)
+MASKED = int(lib.SL_LAYOUT_MASKED)
 # The block type that only a packed tensor has.
 I2_S = int(lib.SL_I2_S)
 
@@ -36,6 +37,8 @@ STATE = "state"  # of bitsandbytes: JSON with the logical shape and the lengths 
 FORMAT = "format"  # of bitsandbytes' int8: the order of the codes
 NESTED = "nested_scale"  # where the scales are codes themselves: their scales
 NESTED_TABLE = "nested_table"  # and the numbers that they stand for
+MASK = "mask"  # a bit for each value: whether it is stored
+OFFSETS = "offsets"  # of each row the number of values that are stored before it
 
 # In a mapping of roles to names: the tensor's own.
 NAME = "name"
@@ -111,8 +114,8 @@ class Packing(NamedTuple):
         bits: of a code.
         numbers: what a code stands for: the code of a dtype with 8 bits, the name of a table in
             `safeload.engine.code_tables`, or `TABLE` for the part of that role; of `BLOCKS`
-            the name of the block type.
-        row_bytes: bytes of a stored row.
+            the name of the block type; of `MASKED` the code of the dtype of the values.
+        row_bytes: bytes of a stored row; of `MASKED` 0 unless all rows store as many values.
         word_codes: codes in a 32-bit word whose upper bits are unused; 0 for a bit stream.
         high_first: whether the first code of a byte is in its high bits.
         transpose: whether the values are stored as columns by rows.

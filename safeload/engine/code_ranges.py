@@ -53,6 +53,9 @@ def whole(packed: Packing) -> Range:
 def ranges_of(packed: Packing) -> Iterator[Range]:
     """Divides a tensor into ranges whose scales take little memory."""
     grid = packed.grid
+    if packed.layout == packing.MASKED and packed.columns:
+        yield from _masked_ranges(packed)
+        return
     if grid is None or grid.shared or packed.matrices * grid.rows * grid.columns * 4 <= _GRID_BYTES:
         yield whole(packed)
         return
@@ -90,6 +93,21 @@ def _columns_ranges(packed: Packing, most: int) -> Iterator[Range]:
     for first in range(packed.matrices):
         for column in range(0, packed.columns, step):
             yield rows_range(packed, first, column, min(column + step, packed.columns))
+
+
+def _masked_ranges(packed: Packing) -> Iterator[Range]:
+    """The same where it is the mask that takes memory, and the starts of rows."""
+    each, unit = mask_bytes(packed) + 8, 1
+    if packed.grid is not None and packed.grid.rows > 1:
+        each, unit = each + 4 * packed.grid.columns, packed.grid.row_block
+    step = max(1, _GRID_BYTES // (each * unit)) * unit
+    for row in range(0, packed.rows, step):
+        yield Range(0, 1, row, min(step, packed.rows - row))
+
+
+def mask_bytes(packed: Packing) -> int:
+    """Bytes of a row of a mask."""
+    return -(-packed.columns // 8)
 
 
 def rows_range(packed: Packing, matrix: int, begin: int, end: int) -> Range:

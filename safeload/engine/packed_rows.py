@@ -12,7 +12,7 @@ import numpy as np
 from ..base import dtypes, packing
 from ..base.arrays import Array
 from ..base.packing import Packed, Packing, Zeros, by_columns, row_unit
-from . import jobs, restore, zero_points
+from . import jobs, masked, restore, zero_points
 from .code_ranges import Range, bytes_before, rows_apart, rows_range, values_before, whole
 from .memory import private_array
 from .slice import check_index
@@ -82,7 +82,10 @@ def rows_of(packed: Packing, parts: Mapping[str, Array], rows: slice) -> tuple[P
             zeros = _settled(packed, zeros, parts[packing.ZERO])
         changed = packed._replace(columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros)
         return changed._replace(shape=(count, packed.rows)), taken
-    taken[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
+    if packed.layout == packing.MASKED:
+        taken.update(masked.rows_of(packed, parts, rows))
+    else:
+        taken[packing.CODES] = _along(parts[packing.CODES], rows, packed.rows)
     if grid is not None and grid.rows > 1:
         whole_blocks = slice(rows.start // block, -(-rows.stop // block))
         for role in (packing.SCALE, packing.ZERO, packing.BIAS):

@@ -17,9 +17,9 @@ from ..base.native import ffi, lib
 from ..base.packing import Grid, Packed, Packing, Part, Zeros, by_columns
 from ..base.text import show
 from ..errors import FormatError
-from . import jobs, zero_points
+from . import jobs, masked, zero_points
 from .cast import astype
-from .code_ranges import Range, bytes_before, ranges_of, stored_rows, values_before, whole
+from .code_ranges import Range, bytes_before, mask_bytes, ranges_of, stored_rows, values_before, whole
 from .code_tables import table_of
 from .job import Job, Origin
 from .memory import address_of
@@ -49,13 +49,18 @@ class Prepared:
     def cost(self) -> int:
         """About the bytes that `prepare` allocates."""
         grid = self._packed.grid
+        places = (mask_bytes(self._packed) + 8) * self._part.rows if self._packed.layout == packing.MASKED else 0
         kinds = sum(role in self._parts for role in (packing.SCALE, packing.ZERO, packing.BIAS, packing.NESTED))
-        return 0 if grid is None else 4 * kinds * self._part.matrices * grid.rows * self._grid_columns(grid)
+        scales = 0 if grid is None else 4 * kinds * self._part.matrices * grid.rows * self._grid_columns(grid)
+        return places + scales
 
     @property
     def nbytes(self) -> int:
         """Bytes of the codes of the range."""
         packed, part = self._packed, self._part
+        if packed.layout == packing.MASKED:
+            codes = self._parts[packing.CODES]
+            return codes.end - codes.begin
         rows = part.matrices * stored_rows(packed, part.rows)
         if by_columns(packed):  # from the first word of the columns to their last
             return max(0, rows - 1) * packed.row_bytes + min(rows, 1) * bytes_before(packed, part.columns_of(packed))
@@ -120,6 +125,8 @@ class Prepared:
             fields["table"] = table_of(packed.numbers, packed.bits)
         if packing.SHAPE in self._parts:
             self._check_shape()
+        if packed.layout == packing.MASKED:
+            fields.update(masked.fields_of(Packed(packed, self._parts), part, self._name, read_part))
         if packed.grid is not None:
             self._add_grid(fields, packed.grid)
         if packing.FACTORS in self._parts:
@@ -295,12 +302,19 @@ def restore_jobs(
         name: of the tensor.
         owner: keeps the memory of the parts alive; None for a file.
         ranges: what to dequantize; None for all.
+
+    Raises:
+        FormatError, OSError: rows of values in a mask cannot be found; only parts of them are looked for.
     """
     means, codes = packed.packing, packed.parts[packing.CODES]
     row = dtypes.of_number(target)
     for part in ranges_of(means) if ranges is None else ranges:
         begin = (part.first * stored_rows(means, means.rows) + stored_rows(means, part.row)) * means.row_bytes
         begin += bytes_before(means, part.column)
+        parts = packed.parts
+        if means.layout == packing.MASKED:
+            parts = masked.parts_of(packed, part, name, read_part)
+            begin = parts[packing.CODES].begin - codes.begin
         yield Job(
             codes.file,
             codes.begin + begin,
@@ -310,7 +324,7 @@ def restore_jobs(
             target,
             lib.SL_OP_RESTORE,
             origin=Origin(name, means.shape, owner),
-            packed=Prepared(packed, part, name),
+            packed=Prepared(Packed(means, parts), part, name),
         )
 
 

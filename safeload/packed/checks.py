@@ -49,6 +49,8 @@ def check(group: Group, packed: Packing) -> Packing:
 
 def _needed(packed: Packing) -> int:
     """Bytes of the codes."""
+    if packed.layout == packing.MASKED:
+        return packed.rows * packed.row_bytes
     if packed.layout == packing.PLANES:
         per_row, rows = packed.columns, packed.rows * packed.bits // 8
     elif packed.layout == packing.COLUMNS:

@@ -18,8 +18,11 @@ from .grid import Misfit
 
 # Bytes of one; the longest that bitsandbytes writes has about 250.
 _LONGEST = 1024
+# Values of a shape.
+_MOST_AXES = 8
 # Bytes that are read together.
 _TOGETHER = 64 << 20
+_MOST = {"U8": _LONGEST, "I32": 4 * _MOST_AXES, "I64": 8 * _MOST_AXES}
 
 
 class Contents:
@@ -49,13 +52,28 @@ class Contents:
             FormatError, OSError: the file cannot be read.
         """
         part = self._part(name)
-        if part is None:
+        if part is None or part.row.code != "U8":
             raise Misfit(f"{show(name)} is not a tensor of at most {_LONGEST:,} bytes in U8")
+        return self._bytes(part).tobytes()
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """The values of a list of integers.
+
+        Raises:
+            Misfit: it is too long, or of another dtype.
+            FormatError, OSError: the file cannot be read.
+        """
+        part = self._part(name)
+        if part is None or part.row.code == "U8" or len(part.shape) != 1:
+            raise Misfit(f"{show(name)} is not a list of a few integers")
+        return tuple(jobs.native_order(self._bytes(part).view(part.row.name)).tolist())
+
+    def _bytes(self, part: Part) -> Array:
         if self._read is None:
             self._read = self._all()
-        if name not in self._read:
+        if part.name not in self._read:
             self._read.update(_read([part]))
-        return self._read[name].tobytes()
+        return self._read[part.name]
 
     def note(self, name: str, key: str) -> str | None:
         """What the metadata of the file of a tensor says under a key; None if it is missing."""
@@ -67,8 +85,9 @@ class Contents:
 
     def _part(self, name: str) -> Part | None:
         part = self._part_of(self._places, name)
-        fits = part is not None and part.row.code == "U8" and part.end - part.begin <= _LONGEST
-        return part if fits else None
+        if part is None or part.row.code not in _MOST or part.end - part.begin > _MOST[part.row.code]:
+            return None
+        return part
 
     def _all(self) -> dict[str, Array]:
         found, size = [], 0

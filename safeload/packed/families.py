@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..base import packing
 from ..base.packing import Packing
-from . import bitsandbytes, floats, gemma, gguf, gptq, integers, quark, subclasses
+from . import bitsandbytes, floats, gemma, gguf, gptq, integers, quark, sparse, subclasses
 from .group import FP8, Group
 
 
@@ -52,6 +52,23 @@ _NOTHING: Mapping[str, tuple[str, ...]] = {}
 
 def _scale(suffix: str) -> Mapping[str, tuple[str, ...]]:
     return {packing.SCALE: (suffix,)}
+
+
+def _sparse(stem: str) -> Family:
+    """compressed-tensors' values with a mask, under names that begin with a suffix of the tensor's."""
+    return Family(
+        "compressed-tensors, sparse",
+        stem + sparse.SUFFIX,
+        stem or ".weight",
+        sparse.NUMBERS | sparse.CODES,
+        {packing.MASK: (stem + ".bitmask",), packing.SHAPE: (stem + ".shape",)},
+        {
+            packing.OFFSETS: (stem + ".row_offsets",),
+            packing.SCALE: (".weight_scale",),
+            packing.ZERO: (".weight_zero_point",),
+        },
+        sparse.bitmask,
+    )
 
 
 FAMILIES = (
@@ -178,6 +195,7 @@ FAMILIES = (
         {packing.ZERO: (".qzeros", ".qqzeros"), packing.GROUPS: (".g_idx",)},
         gptq.describe,
     ),
+    *(_sparse(stem) for stem in sparse.STEMS),
     Family("gpt-oss", "_blocks", "", frozenset(("U8",)), _scale("_scales"), _NOTHING, floats.gpt_oss),
     Family("gpt-oss, OpenAI's", ".blocks", "", frozenset(("U8",)), _scale(".scales"), _NOTHING, floats.gpt_oss),
     Family("Mistral", ".weight", ".weight", FP8, _scale(".qscale_weight"), _NOTHING, floats.plain),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..base import dtypes, packing
@@ -37,7 +38,6 @@ class Group:
         tensors: all tensors of the checkpoint.
         config: the quantization of ``config.json``; None without one.
         config_text: the configuration as JSON, for `Packing.config`.
-        integers: reads a small tensor of integers.
         contents: reads small tensors and metadata.
     """
 
@@ -49,10 +49,9 @@ class Group:
         tensors: Mapping[str, Stored],
         config: Quantization | None,
         config_text: str,
-        integers: Callable[[str], tuple[int, ...]],
         contents: Contents,
     ) -> None:
-        self.codes, self.logical, self.names, self.config, self._integers = codes, logical, names, config, integers
+        self.codes, self.logical, self.names, self.config = codes, logical, names, config
         self._tensors, self._config_text, self._contents = tensors, config_text, contents
         self._weights: list[Mapping[str, Any]] | None = None
 
@@ -75,6 +74,12 @@ class Group:
         if self._weights is None:
             self._weights = [] if self.config is None else self.config.weights(self.module)
         return self._weights
+
+    def of_shape(self, shape: tuple[int, ...]) -> Group:
+        """The same group, as if codes of this shape were stored."""
+        row = self._tensors[self.codes].row
+        tensors = ChainMap({self.codes: Stored(row, shape)}, self._tensors)  # type: ignore[arg-type]
+        return Group(self.codes, self.logical, self.names, tensors, self.config, self._config_text, self._contents)
 
     def has(self, role: str) -> bool:
         """Whether there is such a part."""
@@ -114,8 +119,12 @@ class Group:
         return self._contents.note(self.codes, self.logical)
 
     def integers(self, role: str) -> tuple[int, ...]:
-        """Values of a small part."""
-        return self._integers(self.names[role])
+        """Values of a small part.
+
+        Raises:
+            Misfit: it is too long, or of another dtype.
+        """
+        return self._contents.integers(self.names[role])
 
     def packing(
         self, family: str, label: str, shape: tuple[int, ...], bits: int, numbers: str, **more: object

@@ -24,8 +24,9 @@ from .bitsandbytes import STATES
 from .config import Quantization, quantization_of
 from .group import Stored
 from .refused import Refusal, refusal_of
+from .sparse import BESIDE as BESIDE_SPARSE
+from .sparse import SUFFIX as SPARSE
 
-_SPARSE = ".compressed"
 _BESIDE_WIDE = (*STATES.values(), ".quant_map")
 # Beside scales with the names of others: they tell more.
 _MARKS = (".comfy_quant", ".input_rotation")
@@ -155,8 +156,8 @@ def _add_others(
 
 def _beside(name: str, stored: Stored) -> Iterable[str]:
     """Names of which one makes a tensor of any dtype one of codes."""
-    if name.endswith(_SPARSE):  # values of compressed-tensors, which mean nothing without their places
-        return (name.removesuffix(_SPARSE) + ".bitmask",)
+    if name.endswith(SPARSE):  # values of compressed-tensors, which mean nothing without their places
+        return (name.removesuffix(SPARSE) + suffix for suffix in BESIDE_SPARSE)
     # The bytes of bitsandbytes, stored as a column of elements of a wider dtype, such as BF16.
     return (name + suffix for suffix in _BESIDE_WIDE) if stored.shape[1:] == (1,) else ()
 
@@ -242,9 +243,10 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     if name is None:
         return
     dtype, scale, method, refusal = codes[name]
-    beside = f"whose scale is {show(scale)}" if scale is not None else "whose scale is not here"
+    kind, other = ("values", "mask") if name.endswith(SPARSE) else ("codes", "scale")
+    beside = f"whose {other} is {'not here' if scale is None else show(scale)}"
     said = "" if method is None else f" (quant_method {clip(printable(method), 90)} in config.json)"
-    head = f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} codes, {beside}{said}. "
+    head = f"{where}{': ' if where else ''}tensor {show(name)} holds {dtype} {kind}, {beside}{said}. "
     if refusal is not None:
         raise UnsupportedError(
             f"{head}This is {refusal.what}: safeload does not dequantize it, {refusal.reader} reads it. {what} would "
@@ -350,7 +352,7 @@ def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
     """
     rows = file.table.rows
     wide = could_hold(rows) and any(shape[1:] == (1,) for shape in file.table.shapes)
-    sparse = could_hold(rows) and any(name.endswith(_SPARSE) for name in file.table.names)
+    sparse = could_hold(rows) and any(name.endswith(SPARSE) for name in file.table.names)
     if not wide and not sparse and not could_hold(row for row in set(rows) if row.floating):
         return
     codes = find_alone(parts_of(file), [file], indexed=False)

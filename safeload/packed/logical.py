@@ -5,21 +5,17 @@ Groups are formed over all files: a scale may be in another shard than its weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..base import dtypes
-from ..base.arrays import ArraySpec
 from ..base.listed_table import ListedTable, Listing
 from ..base.packing import CODES, Packed, Part
 from ..base.text import plural, show
-from ..engine import jobs
 from ..engine.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
-from . import gguf, quark
+from . import gguf, quark, sparse
 from .bitsandbytes import BESIDE as BESIDE_FOUR_BITS
 from .bitsandbytes import STATES
 from .checks import check
@@ -32,8 +28,6 @@ from .group import FP8, Group, Stored
 
 # Faults that one error lists.
 _LISTED = 5
-# Values of a part that is read to find out the shape of a tensor.
-_SHAPE_VALUES = 8
 
 # Methods that the table covers: under these, codes without a scale are a fault of the checkpoint.
 _COVERED = frozenset(
@@ -43,7 +37,7 @@ _COVERED = frozenset(
     )
 )  # fmt: skip
 # What they also write, and the table does not cover.
-_UNCOVERED = frozenset(("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD"))
+_UNCOVERED = frozenset(("marlin-24", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD"))
 # Dtypes of the codes of weights whose names do not say that they are packed.
 _PACKING = frozenset(("U8", "I8", "U32"))
 # Suffixes of the names of parts of bitsandbytes' codes.
@@ -95,7 +89,7 @@ def find(
     if quantization is not None and quantization.get("transform_config"):
         return found  # weights in a rotated basis
     text = "" if quantization is None else quantization.text()
-    contents = Contents(places, _part, (*STATES.values(), ".weight_format"))
+    contents = Contents(places, _part, (*STATES.values(), ".weight_format", ".shape"))
     comfy = any(mark in marks for mark in _COMFY) or any(name.endswith(_COMFY[1]) for name in tensors)
     for name, stored in tensors.items():
         if comfy and stored.row.code not in FP8:
@@ -109,7 +103,10 @@ def find(
     if quantization is not None and _is_covered(quantization):
         found.faults.extend(_without_scale(tensors, found, quantization))
         if quantization.method == "bitsandbytes":
-            found.faults.extend(_strays(tensors, found))
+            found.faults.extend(_strays(tensors, found, _STRAYS, str, "the quant_state or the codes are not"))
+        if quantization.method == "compressed-tensors":
+            what = "other parts of a sparse tensor are not"
+            found.faults.extend(_strays(tensors, found, sparse.PARTS, sparse.owner_of, what))
     return found
 
 
@@ -143,7 +140,7 @@ def _group(
         if names is None:
             continue
         logical = name.removesuffix(family.main) + family.logical if family.main else name
-        group = Group(name, logical, names, tensors, quantization, text, lambda part: _integers(places, part), contents)
+        group = Group(name, logical, names, tensors, quantization, text, contents)
         try:
             packed = check(group, family.describe(group))
         except Refused as refused:
@@ -213,19 +210,6 @@ def _part(places: Mapping[str, Place], name: str) -> Part | None:
     return Part(name, file, table.row(index), table.shape(index), *table.byte_range(index))
 
 
-def _integers(places: Mapping[str, Place], name: str) -> tuple[int, ...]:
-    """Values of a small tensor of integers.
-
-    Raises:
-        Misfit: it has another dtype, or too many values.
-    """
-    part = _part(places, name)
-    if part is None or part.row.code not in ("I64", "I32") or len(part.shape) != 1 or part.shape[0] > _SHAPE_VALUES:
-        raise Misfit(f"{show(name)} is not a list of a few integers")
-    spec = ArraySpec(np.dtype(part.row.name), part.shape, part.begin, part.end, part.row.number, part.row.number)
-    return tuple(jobs.read_small(part.file, spec).tolist())
-
-
 def _hide_ignored(tensors: Mapping[str, Stored], found: Logical) -> None:
     """Hides activation scales and the like."""
     for name in tensors:
@@ -254,18 +238,25 @@ def _without_scale(tensors: Mapping[str, Stored], found: Logical, quantization: 
     return faults
 
 
-def _strays(tensors: Mapping[str, Stored], found: Logical) -> list[str]:
-    """Faults: parts of bitsandbytes' codes of 4 bits without the rest, which may leave codes that look like weights."""
+def _strays(
+    tensors: Mapping[str, Stored],
+    found: Logical,
+    suffixes: Sequence[str],
+    owner_of: Callable[[str], str],
+    what: str,
+) -> list[str]:
+    """Faults: parts without the rest, which may leave codes that look like weights."""
     reported = {fault.split(": ", 1)[0] for fault in found.faults}
     faults = []
     for name in tensors:
-        suffix = next((suffix for suffix in _STRAYS if name.endswith(suffix)), None)
+        suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
         if suffix is None or name in found.hidden or name in found.packed:
             continue
-        owner = f"tensor {show(name.removesuffix(suffix))}"
-        if owner not in reported:
+        stem = name.removesuffix(suffix)
+        owner = f"tensor {show(owner_of(stem))}"
+        if owner not in reported and not any(stem + other in found.refused for other in suffixes):
             reported.add(owner)
-            faults.append(f"{owner}: {show(name)} is there, but the quant_state or the codes are not")
+            faults.append(f"{owner}: {show(name)} is there, but {what}")
     return faults
 
 

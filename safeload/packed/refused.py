@@ -76,12 +76,6 @@ REFUSALS = (
         ((".weight_packed", ".scale_packed"),),
         ("marlin-24", "gptq_marlin_24"),
     ),
-    Refusal(
-        "sparse-bitmask, the values that are not zero, whose places are in a mask",
-        "compressed-tensors before 0.13",
-        ((".compressed", ".bitmask"),),
-        ("sparse-bitmask", "sparse-24-bitmask"),
-    ),
     Refusal("Marlin, whose codes are in the order of its kernel", "vLLM", ((".B", ".s"),), ("marlin", "gptq_marlin")),
     Refusal("HQQ, whose settings are in a pickle beside it", "hqq", ((".W_q", ".scale"), (".W_q", ".meta")), ("hqq",)),
     Refusal(

@@ -78,6 +78,19 @@ def instead(suffix, make):
     return change
 
 
+def of_module(suffix, make=None):
+    """The same with a name that begins as the module's; None: it is missing."""
+
+    def change(tensors, config, packed):
+        name = packed.removesuffix("weight") + suffix
+        if make is None:
+            del tensors[name]
+        else:
+            tensors[name] = make(tensors[name])
+
+    return change
+
+
 def added(suffix, array):
     def change(tensors, config, packed):
         tensors[packed + suffix] = array
@@ -216,6 +229,31 @@ AT_OPENING = {
     "ct: a global scale of u8": ("ct_nvfp4", instead("_global_scale", of_dtype(U8)), "is U8"),
     "ct: scales of 8 columns": ("ct_nvfp4", instead("_scale", lambda s: s.repeat(2, 1)), "in blocks of 16"),
     "ct: mxfp6 cut": ("ct_mxfp6", instead("_packed", lambda w: w[:, :-1]), "do not fit|blocks"),
+    "sparse: no values": ("ct_sparse", of_module("compressed"), "is there, but other parts"),
+    "sparse: no mask": ("ct_sparse", of_module("bitmask"), "is there, but other parts"),
+    "sparse: no shape": ("ct_sparse", of_module("shape"), "is there, but other parts"),
+    "sparse: no row_offsets": ("ct_sparse", of_module("row_offsets"), "there are no row_offsets"),
+    "sparse: a mask of fewer rows": ("ct_sparse", of_module("bitmask", lambda m: m[:-1]), r"wants U8 \[\d+, \d+\]"),
+    "sparse: a mask of fewer columns": ("ct_sparse", of_module("bitmask", lambda m: m[:, 1:]), "wants U8"),
+    "sparse: a mask of i8": ("ct_sparse", of_module("bitmask", of_dtype(I8)), "bitmask is I8"),
+    "sparse: a row more": ("ct_sparse", of_module("shape", lambda s: s + I64([1, 0])), "bitmask is U8 .* wants U8"),
+    "sparse: 8 columns more": ("ct_sparse", of_module("shape", lambda s: s + I64([0, 8])), "bitmask is U8 .* wants"),
+    "sparse: a negative shape": ("ct_sparse", of_module("shape", lambda s: -s), "is not that of a weight"),
+    "sparse: a shape of no axes": ("ct_sparse", of_module("shape", lambda s: s[:0]), "is not that of a weight"),
+    "sparse: a shape of floats": ("ct_sparse", of_module("shape", of_dtype(F32)), "list of a few integers"),
+    "sparse: row_offsets of f32": ("ct_sparse", of_module("row_offsets", of_dtype(F32)), "row_offsets is F32"),
+    "sparse: a row_offset less": (
+        "ct_sparse",
+        of_module("row_offsets", lambda s: s[1:]),
+        r"row_offsets is I64 .* wants",
+    ),
+    "sparse: values of 3 axes": ("ct_sparse", of_module("compressed", lambda v: v[None, None]), "a list nor a matrix"),
+    "sparse: values with a scale": ("ct_sparse", added("_scale", np.ones((13, 1), F32)), "values are BF16, but"),
+    "sparse: codes without a scale": ("ct_sparse_24_fp8", of_module("weight_scale"), "but there is no scale for them"),
+    "sparse: scales of other rows": ("ct_sparse_24_fp8", of_module("weight_scale", lambda s: s[1:]), "do not fit"),
+    "sparse 2:4: three of six": ("ct_sparse_24", of_module("compressed", lambda v: v[:, 1:]), "two of each four"),
+    "sparse 2:4: a shape of 3 axes": ("ct_sparse_24", of_module("shape", shaped(3, 1)), r"wanted I64 \[2, 1\]"),
+    "sparse 2:4: a mask of more columns": ("ct_sparse_24", of_module("bitmask", lambda m: m.repeat(2, 1)), "wants U8"),
     "gpt-oss: no scales": ("gpt_oss", without("_scales"), "has no scale for them .*mxfp4"),
     "gpt-oss: blocks of 15 bytes": ("gpt_oss", instead("_blocks", lambda b: b[..., :-1]), "blocks have 16 bytes"),
     "gpt-oss: fewer scales": ("gpt_oss", instead("_scales", lambda s: s[..., :-1]), "blocks have 16 bytes"),
@@ -322,7 +360,7 @@ def test_a_fault_of_names_shapes_or_dtypes_is_found_at_opening(case, tmp_path):
     # Alone, the file may be one of several. It opens, and what does not fit is not read as numbers.
     with safeload.open(tmp_path / "model.safetensors") as opened:
         opened.load()
-        if case not in ("two tensors of one name", "bnb: no codes"):
+        if case not in ("two tensors of one name", "bnb: no codes", "sparse: no values"):
             with pytest.raises((UnsupportedError, FormatError)):
                 opened.load(dtype="float32")
 
@@ -421,6 +459,47 @@ AT_READING = {
         lambda t, c, p: t[p.replace("weight", "scales")].__setitem__((1, 1), np.inf),
         r"scale is inf at \[1, 1\]",
     ),
+    "sparse: a place too many": (
+        "ct_sparse",
+        of_module("bitmask", at((1, 3), 1)),
+        "row 1 has places for 1 values in its mask, but 0 are stored",
+    ),
+    "sparse: a place too few": (
+        "ct_sparse",
+        of_module("bitmask", at((2, 3), 0xFE)),
+        r"row 2 has places for (76|130) values in its mask, but (77|131) are stored",
+    ),
+    "sparse: a value too few": ("ct_sparse", of_module("compressed", lambda v: v[:-1]), r"row (12|9) has places for"),
+    "sparse: a value too many": ("ct_sparse", of_module("compressed", lambda v: np.append(v, v[:1])), "row (12|9) has"),
+    "sparse: no values at all": (
+        "ct_sparse",
+        of_module("compressed", lambda v: v[:0]),
+        r"row 1 begins at value \d+ of 0",
+    ),
+    "sparse: rows that begin beyond the values": (
+        "ct_sparse",
+        of_module("row_offsets", at(4, 1 << 40)),
+        "row 4 begins at value 1099511627776 of",
+    ),
+    "sparse: rows that begin before them": (
+        "ct_sparse",
+        of_module("row_offsets", at(4, -1)),
+        "row 4 begins at value -1",
+    ),
+    "sparse: rows that descend": ("ct_sparse", of_module("row_offsets", at(2, 0)), "row 2 begins at value 0 of"),
+    "sparse: a first row that begins later": ("ct_sparse", of_module("row_offsets", lambda s: s + 1), "row 0 begins"),
+    "sparse: a row that begins later": (
+        "ct_sparse",
+        of_module("row_offsets", lambda s: s + np.arange(len(s)).clip(3, 4) - 3),
+        "row 3 has places for",
+    ),
+    "sparse: NaN": ("ct_sparse_24_fp8", of_module("weight_scale", at((2, 0), np.nan)), r"nan at \[2, 0\]"),
+    "sparse 2:4: a place too many": (
+        "ct_sparse_24",
+        of_module("bitmask", at((5, 0), 0xFF)),
+        r"row 5 has places for (42|70) values in its mask, but (38|66) are stored",
+    ),
+    "sparse 2:4: another shape": ("ct_sparse_24", of_module("shape", lambda s: s - 1), "its stored shape is"),
     "bitnet: code 3": ("bitnet_times", instead("", at((1, 5), 0b11)), r"row 1, column 5 has code 3"),
     "bitnet: code 3 of the last plane": ("bitnet_times", instead("", at((0, 2), 0b11000000)), r"column 2 has code 3"),
     "bitnet: a scale of 0 that divides": ("bitnet_divided", instead("_scale", lambda s: s * 0), "its scale is inf"),

@@ -31,11 +31,6 @@ FILES = {
         {},
         {"weight_packed": ((4, 128), I32), "scale_packed": ((1, 64), F16), "meta": ((8, 64), I16)},
     ),
-    "sparse-bitmask": (
-        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},
-        {"weight.compressed": ((4096,), F16), "weight.bitmask": ((64, 16), U8), "weight.shape": ((2,), I32),
-         "weight.row_offsets": ((64,), I32)},
-    ),
     "EETQ": ({"quant_method": "eetq"}, {"weight": ((128, 64), I8), "weight_scales": ((64,), F16)}),
     "HIGGS": ({"quant_method": "higgs"}, {"weight": ((32, 64), I16), "scales": ((2, 64), F16)}),
     "FP-Quant": ({"quant_method": "fp_quant"}, {"qweight": ((64, 64), U8), "scales": ((64, 4), U8)}),

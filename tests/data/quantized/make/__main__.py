@@ -40,6 +40,7 @@ from . import (  # noqa: F401
     modelopt,
     quanto,
     quark,
+    sparse,
     torchao,
 )
 from .checkpoint import EXPECTED, FIXTURES, ROOT, Checkpoint
