@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,32 @@ def test_open_and_list_beside_a_spinning_thread(size: str, rounds: int, table, r
                 job = f"{ours} and list, {size}, beside a spinning thread"
                 rows.append(table.add(job, PEER, Comparison(samples[ours], samples[PEER]), target=1, by=by))
         report(sides["safe_open"], rows, rounds=rounds, prepare=drift)
+
+
+@pytest.mark.parametrize(("size", "rounds", "files_each"), [("n300", 30, 20), ("n100k", 10, 1)])
+def test_open_and_list_in_eight_threads(size: str, rounds: int, files_each: int, table, report, request) -> None:
+    """Beside safetensors, and beside one thread that opens as many: without the GIL eight are faster than one."""
+    sides = _sides(request.getfixturevalue(size))
+
+    def several(side: Callable[[], list[str]], count: int = files_each) -> list[str]:
+        for _ in range(count):
+            names = side()
+        return names
+
+    with ThreadPoolExecutor(8) as pool:
+
+        def in_threads(side: Callable[[], list[str]]) -> Callable[[], list[str]]:
+            return lambda: list(pool.map(several, [side] * 8))[-1]
+
+        ours, one = in_threads(sides["open"]), "safeload.open in one thread"
+        named = {"open": ours, PEER: in_threads(sides[PEER]), one: lambda: several(sides["open"], 8 * files_each)}
+        samples = race(named, rounds, check=same_list)
+        job = f"open and list, {size}, in 8 threads"
+        rows = [
+            table.add(job, PEER, Comparison(samples["open"], samples[PEER]), target=1),
+            table.add(job, one, Comparison(samples["open"], samples[one])),
+        ]
+        report(ours, rows, rounds=rounds)
 
 
 @pytest.mark.parametrize("size", ["n300", "n100k"])
