@@ -31,6 +31,7 @@ __all__ = [
     "check",
     "content_buffer",
     "ffi",
+    "kept",
     "lib",
     "mapped_buffer",
     "pointer",
@@ -170,26 +171,23 @@ def private_buffer(size: int) -> Any:
     address = short.sl_memory_alloc(size)
     if not address:
         raise MemoryError(f"cannot allocate {size} bytes")
-
-    def free(memory: Any) -> None:
-        short.sl_memory_free(pointer(memory), size)
-
-    return ffi.buffer(ffi.gc(ffi.cast("void *", address), free), size)
+    return ffi.buffer(kept(ffi.cast("void *", address), short.sl_memory_free, size), size)
 
 
-def _free(memory: Any) -> None:
-    short.sl_free(pointer(memory))
+def kept(memory: Any, free: Any, *arguments: int) -> Any:
+    """A pointer to memory that ``free(address, *arguments)`` frees when nothing refers to the pointer any more.
+
+    It uses no globals: free-threaded Python ends with globals that are gone before the last arrays are.
+    """
+    address = pointer(memory)
+    return ffi.gc(memory, lambda _: free(address, *arguments))
 
 
 def content_buffer(content: Any, size: int) -> Any:
     """A writable buffer over a block of the C core's, which `sl_free` frees when the last array over it is gone."""
-    return ffi.buffer(ffi.gc(content, _free), size)
+    return ffi.buffer(kept(content, short.sl_free), size)
 
 
 def mapped_buffer(address: Any, size: int) -> Any:
     """A writable buffer over a mapping, which is unmapped when the last array over it is gone."""
-
-    def unmap(mapping: Any) -> None:
-        short.sl_file_unmap(pointer(mapping), size)
-
-    return ffi.buffer(ffi.gc(address, unmap), size)
+    return ffi.buffer(kept(address, short.sl_file_unmap, size), size)

@@ -137,8 +137,8 @@ class Table:
         if columns.plain and _LITTLE:
             self.plain = True
 
-    def __del__(self) -> None:
-        short.sl_table_free(self._address)
+    def __del__(self, free: Any = short.sl_table_free) -> None:  # a default, as globals may be gone when Python ends
+        free(self._address)
 
     def _bytes(self, column: str, size: int) -> bytes:
         return ffi.buffer(getattr(self._columns, column), size)[:] if size else b""

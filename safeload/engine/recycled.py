@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..base.arrays import Array, array_over
-from ..base.native import ffi, pointer, short
+from ..base.native import ffi, short
 from .memory import POOLED_BELOW, aligned_bytes
 
 # Memory is not used for an array that is smaller by more than this part of it.
@@ -42,6 +42,7 @@ class Recycler:
         self._returned: deque[tuple[int, int]] = deque()  # those of arrays dropped since
         self._closed = False
         self._lock = Lock()  # of what is kept
+        self._free = short.sl_memory_free  # globals may be gone before the last array is, when Python ends
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """An array with undefined values, aligned to a page; a small one is always new, and aligned to a cache line.
@@ -54,7 +55,7 @@ class Recycler:
         if size < POOLED_BELOW:
             return array_over(aligned_bytes(size), dtype, shape, 0)
         held, address = self._take(size)
-        memory = ffi.gc(ffi.cast("void *", address), partial(self._give_back, held))
+        memory = ffi.gc(ffi.cast("void *", address), partial(self._give_back, held, address))
         return array_over(ffi.buffer(memory, size), dtype, shape, 0)
 
     def _take(self, size: int) -> tuple[int, int]:
@@ -73,8 +74,8 @@ class Recycler:
             raise MemoryError(f"cannot allocate {size} bytes")
         return size, address
 
-    def _give_back(self, size: int, memory: Any) -> None:
-        self._returned.append((size, pointer(memory)))
+    def _give_back(self, size: int, address: int, memory: object) -> None:
+        self._returned.append((size, address))
         self._settle()
 
     def _settle(self, trim: bool = False) -> None:
@@ -95,7 +96,7 @@ class Recycler:
                 excess = sum(size for size, _ in self._kept) - room
                 while excess > 0:
                     size, address = self._kept.pop(0)
-                    short.sl_memory_free(address, size)
+                    self._free(address, size)
                     excess -= size
             finally:
                 self._lock.release()

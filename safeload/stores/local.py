@@ -36,6 +36,11 @@ class Identity(NamedTuple):
     inode: int
 
 
+# Files whose descriptors are open, by descriptor, the oldest first. Every access is one atomic operation, so that it
+# needs no lock, which a fork might find locked.
+_open: dict[int, weakref.ref[LocalStore]] = {}
+
+
 class Descriptor(int):
     """The C core's file handle, closed when nothing refers to it any more.
 
@@ -46,17 +51,15 @@ class Descriptor(int):
 
     __slots__ = ()
 
-    def __del__(self) -> None:
-        _open.pop(int(self), None)  # before another file gets its number
-        short.sl_file_close(int(self))
+    # By defaults: free-threaded Python ends with globals that are gone before the last objects are.
+    def __del__(self, known: dict[int, weakref.ref[LocalStore]] = _open, close: Any = short.sl_file_close) -> None:
+        known.pop(int(self), None)  # before another file gets its number
+        close(int(self))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an open file cannot be copied or pickled")
 
 
-# Files whose descriptors are open, by descriptor, the oldest first. Every access is one atomic operation, so that it
-# needs no lock, which a fork might find locked.
-_open: dict[int, weakref.ref[LocalStore]] = {}
 # Up to this many open files the system's limit is not queried.
 _FEW = 32
 # At most this many, far more than speed needs, even where the system's own limit is higher.

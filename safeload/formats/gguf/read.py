@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...base.arrays import Array
-from ...base.native import Error, check, ffi, lib, pointer, short
+from ...base.native import Error, check, ffi, kept, lib, pointer, short
 from ...base.table import Table
 from ...engine.weight_file import WeightFile
 from .values import DTYPES, NUMBERS
@@ -35,7 +35,7 @@ class Metadata(Mapping[str, Any]):
     """
 
     def __init__(self, gguf: Any) -> None:
-        self._owner = ffi.gc(gguf, lambda handle: short.sl_gguf_free(pointer(handle)))
+        self._owner = kept(gguf, short.sl_gguf_free)
         self._bytes = ffi.buffer(gguf.bytes, gguf.size)
         self.version: int = gguf.version
         self._entries: dict[str, tuple[int, int, int]] = {}
