@@ -74,7 +74,7 @@ class Catalog:
         ignored: activation scales by name, which are in the files and not in the catalog.
     """
 
-    def __init__(self, origins: Sequence[Checkpoint | Mapping[str, Any]]) -> None:
+    def __init__(self, origins: Sequence[Checkpoint | Mapping[str, Any]], mapped: bool = True) -> None:
         checkpoints = [origin for origin in origins if isinstance(origin, Checkpoint)]
         titles = [origin.path if isinstance(origin, Checkpoint) else "dict" for origin in origins]
         formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
@@ -88,7 +88,7 @@ class Catalog:
         self.ignored = {name: part for opened in checkpoints for name, part in opened.ignored.items()}
         self.index = None if single is None else single.index_location
         self.folder = None if single is None else single.folder
-        self.mapped = True
+        self.mapped = mapped
         self._origins = tuple(origins)
         self.checkpoints = checkpoints
         self.in_memory = len(checkpoints) < len(origins)
@@ -112,7 +112,7 @@ class Catalog:
             OSError: see `safeload.open`.
         """
         if isinstance(given, Catalog):
-            return cls(given._origins)
+            return cls(given._origins, given.mapped)
         several: Sequence[Given] = given if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
         if not several:
             raise ValueError("there is nothing to read: no source")

@@ -17,8 +17,9 @@ from ..formats.metadata import as_texts
 from ..formats.registry import BY_NAME
 from ..loading.adapter import Adapters
 from ..models.layout import Layout
+from ..stores.local import LocalStore
 from . import convert_folder, executing, journal
-from .catalog import Given
+from .catalog import Catalog, Given
 from .convert_plan import planned
 from .convert_report import ConvertReport
 from .copying import Copies, CopyWriter, copies_of, files_of
@@ -175,6 +176,8 @@ def _at_once(
         folder.check_free(overwrite)
     with ExitStack() as stack:
         catalog = stack.enter_context(catalog_of(src, options.get("storage_options")))
+        if overwrite and os.name == "nt":
+            _give_way(catalog, src)
         copies = copies_of(catalog, wanted)
         if copies is not None:
             return _copied(copies, wanted, overwrite, threads, progress)
@@ -189,6 +192,19 @@ def _at_once(
             write = partial(writer_of, texts=as_texts(made.metadata) or None)
             files, size = _sharded(shards, weight_map, write, beside, folder, overwrite)
         return ConvertReport(path, wanted.format, files, made.tensors, size, 0.0, made.work.summary(made.nbytes))
+
+
+def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
+    """Lets sources that were opened here be replaced by what is made of them: Windows replaces no file that is in use.
+
+    Those that the caller has open stay open.
+    """
+    catalog.mapped = False
+    callers = {id(one) for one in (src if isinstance(src, (list, tuple)) else [src])}
+    for opened in catalog.checkpoints:
+        for file in opened.weight_files if id(opened) not in callers else ():
+            if isinstance(file.store, LocalStore):
+                file.store.gives_way = True
 
 
 def _copied(copies: Copies, wanted: Wanted, overwrite: bool, threads: int | None, progress: Progress) -> ConvertReport:

@@ -83,8 +83,7 @@ class MergedCatalog(Catalog):
         among: Container[str] | None = None,
         fits: Sequence[Fit] | None = None,
     ) -> None:
-        super().__init__(catalog._origins)
-        self.mapped = catalog.mapped
+        super().__init__(catalog._origins, catalog.mapped)
         self._merge = Merge(_Base(catalog), adapters, among, fits)
         self.adapters = adapters
         self.fits = self._merge.fits

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Protocol
 
 from ..base.paths import absolute
-from ..engine.atomic_file import AtomicFile, leftovers
+from ..engine.atomic_file import AtomicFile, leftovers, replace
 from ..engine.digest import Digest
 from ..engine.weight_file import WeightFile
 from ..formats.safetensors.file import open_file
@@ -272,7 +272,7 @@ class LocalFolder:
             with suppress(FileNotFoundError):
                 os.chmod(old, stat.S_IMODE(os.stat(new).st_mode))
         with suppress(FileNotFoundError):
-            os.replace(old, new)
+            replace(old, new, new)
 
     def leftovers(self, names: Sequence[str]) -> list[str]:
         """See `Folder`."""

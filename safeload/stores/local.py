@@ -92,6 +92,20 @@ def _release(count: int) -> bool:
     return released > 0
 
 
+def release_at(path: str) -> bool:
+    """Closes the file at a path where whoever opened it `gives_way`, as Windows does not replace a file that is open.
+
+    Returns:
+        Whether it closed any.
+    """
+    try:
+        there = identity_of(os.stat(path))
+    except OSError:
+        return False
+    files = [file for reference in list(_open.values()) if (file := reference()) is not None and file.gives_way]
+    return sum(file.release() for file in files if file.version == there) > 0
+
+
 def make_room(error_number: int) -> bool:
     """Closes descriptors if an open has failed because none was free. Returns whether to try again."""
     return error_number in (errno.EMFILE, errno.ENFILE) and _release(max(1, len(_open) // 2))
@@ -150,8 +164,10 @@ class LocalStore:
         path: as messages show it.
         place: the absolute path.
         size: bytes.
+        gives_way: whether this process may close it to replace the file; see `release_at`.
     """
 
+    gives_way = False
     _closed = False
 
     def __init__(self, path: str, opened: Any, *, brief: bool = False, shown: str | None = None) -> None:

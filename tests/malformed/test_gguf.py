@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from builders import gguf_build as g
+from builders.holes import extend
 from builders.remote import Served
 from builders.thorough import examples
 from hypothesis import given, settings
@@ -321,7 +322,7 @@ def test_a_header_beyond_the_limit_is_refused_before_it_is_read(path):
     with path.open("wb") as file:
         file.write(make(tensors={}, data=b"", entry_count=8) + struct.pack("<Q", 2 << 30))
         at = file.tell()
-        file.truncate(3 << 30)
+        extend(file, 3 << 30)
     started = time.perf_counter()
     with pytest.raises(LimitError, match=f"extends past byte 134217728.*byte {at}"):
         safeload.open(path)
@@ -333,7 +334,7 @@ def test_many_small_values_do_not_pass_the_limit_by(path):
     with path.open("wb") as file:
         file.write(make(entries={}, tensors={}, data=b"", entry_count=1) + g.text("k"))
         file.write(struct.pack("<IIQ", g.ARRAY, g.STRING, 1 << 26) + struct.pack("<Q", 100 << 20))
-        file.truncate(1 << 31)  # a string of 100 MiB, then empty ones
+        extend(file, 1 << 31)  # a string of 100 MiB, then empty ones
     with pytest.raises(LimitError, match="extends past byte 134217728"):
         safeload.open(path)
 
@@ -342,7 +343,7 @@ def test_counts_are_not_believed_ahead(path):
     """Room is taken for what has been read, not for all that a sparse file could have."""
     with path.open("wb") as file:
         file.write(make(entries={}, tensors={}, data=b"", tensor_count=2**31))
-        file.truncate(1 << 36)
+        extend(file, 1 << 36)
     with pytest.raises(LimitError, match="extends past byte 134217728"):
         safeload.open(path)
 

@@ -171,7 +171,9 @@ def test_saves_beside_loads_give_the_old_or_the_new_file(tmp_path):
     def work(number):
         for k in range(20):
             if number == 0:
-                save_file({"x": np.full(300_000, k, np.float32)}, path, durable=False)
+                # Windows refuses while others have it open all the time.
+                with contextlib.suppress(PermissionError) if os.name == "nt" else contextlib.nullcontext():
+                    save_file({"x": np.full(300_000, k, np.float32)}, path, durable=False)
             else:
                 loaded = load_file(path, backend="pread")["x"]
                 assert (loaded == loaded[0]).all()
@@ -235,7 +237,8 @@ with safeload.open({str(path)!r}) as checkpoint:
     print(*set(sys.modules) - before)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert [name for name in done.stdout.split() if not name.startswith("ml_dtypes")] == []
+    # ml_dtypes imports numpy._core, which numpy 1 has only for such.
+    assert [name for name in done.stdout.split() if not name.startswith(("ml_dtypes", "numpy._core"))] == []
 
 
 @quiet

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from builders.holes import extend
 from builders.thorough import examples
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -294,7 +295,7 @@ def terabyte(tmp_path):
         file.write(struct.pack("<Q", len(text)) + text)
         begin = file.tell()
         try:
-            file.truncate(begin + 10**11)
+            extend(file, begin + 10**11)
         except OSError as error:
             pytest.skip(f"no sparse file of 100 GB here: {error}")
         for position in (0, 5_000_000 * 10_000 + 77, 10**11 - 1):
@@ -303,7 +304,6 @@ def terabyte(tmp_path):
     return path
 
 
-@pytest.mark.skipif(os.name == "nt", reason="files are not sparse by default")
 def test_slices_of_a_hundred_gigabytes_are_instant(terabyte):
     with safe_open(terabyte) as file:
         part = file.get_slice("m")

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import gguf_build, torch_build
+from builders.holes import extend
 from builders.paths import DATA
 from builders.quantized import FIXTURES, each_kind
 from builders.streams import sums
@@ -349,7 +350,7 @@ def sparse(path, sizes, code="U8"):
     header = ("{" + ",".join(entries) + "}").encode()
     with open(path, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + at)
+        extend(file, 8 + len(header) + at)
     return path
 
 
@@ -892,7 +893,7 @@ def run_program(code, path, **options):
     command = [sys.executable, "-I", "-X", "dev", "-W", "error", "-c", textwrap.dedent(PROGRAM) + textwrap.dedent(code)]
     started = time.monotonic()
     done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=60, **options)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < (30 if os.name == "nt" else 10)  # starting Python under Wine takes seconds
     return done
 
 

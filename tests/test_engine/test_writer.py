@@ -338,6 +338,8 @@ def test_on_windows_a_mode_is_not_kept(tmp_path, monkeypatch):
 @posix
 @pytest.mark.parametrize(("number", "winerror"), [(errno.EACCES, 5), (errno.EINVAL, 1224)])
 def test_on_windows_a_mapped_target_is_a_permission_error_that_says_so(number, winerror, tmp_path, monkeypatch):
+    pauses = []
+
     def refuse(source, target):
         error = OSError(number, "as Windows says it", source)
         error.winerror = winerror
@@ -348,9 +350,11 @@ def test_on_windows_a_mapped_target_is_a_permission_error_that_says_so(number, w
     with monkeypatch.context() as windows:
         windows.setattr(os, "name", "nt")
         windows.setattr(os, "replace", refuse)
-        with pytest.raises(PermissionError, match="the file is mapped") as caught:
+        windows.setattr(time, "sleep", pauses.append)
+        with pytest.raises(PermissionError, match="no file that is mapped or open: delete arrays") as caught:
             save_file(SMALL, target)
     assert caught.value.filename == target
+    assert 0.1 < sum(pauses) < 1
     assert os.listdir(tmp_path) == ["x"]
     assert load_file(target)["x"].tolist() == OLD["x"].tolist()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.holes import extend
 
 import safeload
 from safeload import FormatError
@@ -50,7 +51,7 @@ def test_deep_nesting_is_refused(text, tmp_path):
 def test_the_limit_of_size_is_judged_before_a_byte_is_read(tmp_path):
     path = tmp_path / "x.json"
     with path.open("wb") as file:
-        file.truncate(1 << 40)
+        extend(file, 1 << 40)
     with pytest.raises(FormatError, match=f"the limit is {MAX_JSON:,}"):
         read_json(path, "x.json")
     path.write_bytes(b"{}".ljust(1 << 20))

