@@ -55,7 +55,7 @@ PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def includes(path, brackets):
-    return re.findall(rf"^\s*#\s*include\s*{brackets[0]}([^>\"]+){brackets[1]}", path.read_text(), re.MULTILINE)
+    return re.findall(rf"^\s*#\s*include\s*{brackets[0]}([^>\"]+){brackets[1]}", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def c_name(path):
@@ -147,13 +147,13 @@ def test_circles_are_found():
 
 @pytest.mark.parametrize("path", C_FILES, ids=c_name)
 def test_every_c_file_begins_with_what_it_is(path):
-    assert re.match(r"/\* [A-Z]", path.read_text()), "the first line is a title"
+    assert re.match(r"/\* [A-Z]", path.read_text(encoding="utf-8")), "the first line is a title"
 
 
 def test_every_include_is_seen():
     """The two patterns above miss none: not by a macro, not by white space, not in another suffix."""
     for path in C_FILES:
-        lines = [line for line in path.read_text().splitlines() if re.match(r"\s*#\s*include\b", line)]
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if re.match(r"\s*#\s*include\b", line)]
         assert len(lines) == len(includes(path, '""')) + len(includes(path, "<>")), path.name
 
 
@@ -164,13 +164,13 @@ def test_only_the_platform_files_know_the_system(path):
 
 
 def test_the_cdef_has_no_directive_but_integer_defines():
-    for line in (CSRC / "sl_api.h").read_text().splitlines():
+    for line in (CSRC / "sl_api.h").read_text(encoding="utf-8").splitlines():
         if line.lstrip().startswith("#"):
             assert re.fullmatch(r"#define SL_\w+ -?\d+\s*(/\*.*)?", line), line
 
 
 def without_comments(path):
-    return re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    return re.sub(r"/\*.*?\*/", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def definitions(name, path):
@@ -198,7 +198,7 @@ PYTHON_NAMES = frozenset(map(module_name, PYTHON_FILES))
 def imported(path):
     """Modules of ours that a file imports, in whatever way it says so."""
     package = ("safeload", *path.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -227,7 +227,7 @@ def test_every_python_module_stands_on_a_layer():
 
 def test_the_binding_is_named_in_one_module_only():
     """So that no computed import reaches it either."""
-    assert [path.name for path in PYTHON_FILES if re.search(r"(?<!numpy\.)\b_core\b", path.read_text())] == [
+    assert [path.name for path in PYTHON_FILES if re.search(r"(?<!numpy\.)\b_core\b", path.read_text(encoding="utf-8"))] == [
         "native.py"
     ]
 
@@ -249,30 +249,30 @@ def test_no_circle_inside_a_package():
     TopologicalSorter({name: targets - packages - {name} for name, targets in graph.items()}).prepare()
     for path in PYTHON_FILES:
         if path.name == "__init__.py" and path.parent not in (PACKAGE, PACKAGE / "cli"):
-            body = ast.parse(path.read_text()).body
+            body = ast.parse(path.read_text(encoding="utf-8")).body
             assert len(body) == 1, f"{path}: a docstring and nothing else"
 
 
 def test_only_the_catalog_tells_a_checkpoint_from_a_dict():
     asks = re.compile(r"isinstance\([^)]*\bCheckpoint\b")
-    found = {module_name(path) for path in PYTHON_FILES if asks.search(path.read_text())}
+    found = {module_name(path) for path in PYTHON_FILES if asks.search(path.read_text(encoding="utf-8"))}
     assert found == {"operations.catalog"}
 
 
 def test_nobody_uses_a_private_member_of_a_checkpoint():
     """In modules that have one: a look at the text, which knows no types."""
-    own = set(re.findall(r"\bself\.(_[a-z]\w*)", (PACKAGE / "checkpoint.py").read_text()))
+    own = set(re.findall(r"\bself\.(_[a-z]\w*)", (PACKAGE / "checkpoint.py").read_text(encoding="utf-8")))
     assert len(own) > 5
     for path in PYTHON_FILES:
         if path != PACKAGE / "checkpoint.py" and {"checkpoint", "operations.catalog"} & set(imported(path)):
-            used = re.findall(r"\b(?!self\b|cls\b)\w+\.(_[a-z]\w*)", path.read_text())
+            used = re.findall(r"\b(?!self\b|cls\b)\w+\.(_[a-z]\w*)", path.read_text(encoding="utf-8"))
             assert not own & set(used), path
 
 
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=module_name)
 def test_a_module_has_400_lines_at_most(path):
     most = 600 if module_name(path) == "formats.unpickle.opcodes" else 400  # a table of short functions
-    assert len(path.read_text().splitlines()) <= most
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= most
 
 
 def test_a_listing_of_the_package_fits_ten_lines():
@@ -281,7 +281,7 @@ def test_a_listing_of_the_package_fits_ten_lines():
 
 
 def test_every_bench_has_a_section_in_the_report():
-    text = (ROOT / "benches" / "report.py").read_text()
+    text = (ROOT / "benches" / "report.py").read_text(encoding="utf-8")
     assert {path.stem for path in (ROOT / "benches").glob("bench_*.py")} == set(
         re.findall(r'^    "(bench_\w+)":', text, re.M)
     )
@@ -299,7 +299,7 @@ def test_import_brings_little_more_than_numpy():
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_only_the_frameworks_import_other_libraries(library):
     pattern = re.compile(rf"^\s*(?:import|from) {library}\b|import_module\([\"']{library}", re.MULTILINE)
-    found = {module_name(path) for path in PYTHON_FILES if pattern.search(path.read_text())}
+    found = {module_name(path) for path in PYTHON_FILES if pattern.search(path.read_text(encoding="utf-8"))}
     found -= {"cli.bench"}  # measures them
     assert all(name.startswith(f"frameworks.{library}_") for name in found), found
 
@@ -307,7 +307,7 @@ def test_only_the_frameworks_import_other_libraries(library):
 @pytest.mark.parametrize("engine", ["distributed", "dask", "loky", "mpi4py", "ray"])
 def test_only_the_option_of_the_command_line_imports_an_engine(engine):
     pattern = re.compile(rf"^\s*(?:import|from) {engine}\b|import_module\([\"']{engine}", re.MULTILINE)
-    found = {module_name(path) for path in PYTHON_FILES if pattern.search(path.read_text())}
+    found = {module_name(path) for path in PYTHON_FILES if pattern.search(path.read_text(encoding="utf-8"))}
     assert found == ({"cli.cluster"} if engine == "distributed" else set())
 
 

@@ -641,7 +641,8 @@ def test_a_part_of_a_split_gguf_opens_all(here):
     parts = [f"model/model-0000{k}-of-00002.gguf" for k in (1, 2)]
     filled(here, {name: gguf_build.part(k, 2, 2, [f"w{k}"]) for k, name in enumerate(parts)})
     for path in (*parts, "model"):
-        assert sorted(safeload.open(path)) == ["w0", "w1"]
+        with safeload.open(path) as opened:  # Windows keeps a file that is deleted until it is closed
+            assert sorted(opened) == ["w0", "w1"]
     (here / parts[0]).unlink()
     for path in (parts[1], "model"):
         assert_says(message(lambda path=path: safeload.open(path), safeload.FormatError), "model-00001-of-00002.gguf")

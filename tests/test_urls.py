@@ -282,7 +282,7 @@ def test_a_variable_forbids_the_network(variable, monkeypatch, model):
     for url in ("https://host/a.safetensors", "hf://owner/name", "s3://bucket/key"):
         with pytest.raises(safeload.UnsupportedError, match=f"{variable} is set, which forbids the network"):
             safeload.open(url)
-    same(safeload.load(f"file://{model}"), safeload.load(model))
+    same(safeload.load(model.as_uri()), safeload.load(model))
 
 
 def test_functions_for_local_files_take_no_urls(model):
@@ -300,7 +300,7 @@ def test_https_has_no_folders(model):
 
 
 def test_a_file_url_is_the_file_itself(model):
-    with safeload.open(f"file://{model / LAST[1:]}") as opened:
+    with safeload.open((model / LAST[1:]).as_uri()) as opened:
         opened.load()
         assert opened.last_load.backend == "mmap"
 

@@ -85,10 +85,11 @@ tar -c -C "$root" --exclude=__pycache__ --exclude='_core.*' safeload | tar -x -C
 x86_64-w64-mingw32-gcc -shared "$work"/objects/*.o "$python/libs/python3.lib" -o "$packages/safeload/_core.pyd"
 
 echo "-- tests"
-tar -c -C "$root" --exclude=__pycache__ README.md docs pyproject.toml tests | tar -x -C "$work/source"
-cd "$work/source" # where there is no safeload to import but the one installed
-windows "$python/python.exe" -c 'import safeload; safeload.show_config()'
-tests() { windows "$python/python.exe" -m pytest -q -rs -p no:cacheprovider "$@"; }
+tar -c -C "$root" --exclude=__pycache__ --exclude='_core.*' --exclude={.git,build,site} . | tar -x -C "$work/source"
+cd "$work/source"
+python3 -W ignore setup.py -q dist_info --output-dir "$packages"
+windows "$python/python.exe" -P -c 'import safeload; safeload.show_config()'
+tests() { windows "$python/python.exe" -P -m pytest -q -rs -p no:cacheprovider "$@"; } # -P: imports the safeload installed
 
 if [ "${1-}" != all ]; then
     [ $# -gt 0 ] || set -- "${MODULES[@]}"
