@@ -55,7 +55,8 @@ PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def includes(path, brackets):
-    return re.findall(rf"^\s*#\s*include\s*{brackets[0]}([^>\"]+){brackets[1]}", path.read_text(encoding="utf-8"), re.MULTILINE)
+    pattern = rf"^\s*#\s*include\s*{brackets[0]}([^>\"]+){brackets[1]}"
+    return re.findall(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def c_name(path):
@@ -227,9 +228,8 @@ def test_every_python_module_stands_on_a_layer():
 
 def test_the_binding_is_named_in_one_module_only():
     """So that no computed import reaches it either."""
-    assert [path.name for path in PYTHON_FILES if re.search(r"(?<!numpy\.)\b_core\b", path.read_text(encoding="utf-8"))] == [
-        "native.py"
-    ]
+    named = re.compile(r"(?<!numpy\.)\b_core\b")
+    assert [path.name for path in PYTHON_FILES if named.search(path.read_text(encoding="utf-8"))] == ["native.py"]
 
 
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=module_name)
