@@ -1,6 +1,7 @@
 """Each tier against scalar C bit for bit, and scalar against ml_dtypes and numpy."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -148,13 +149,17 @@ def test_to_f32_is_that_of_ml_dtypes(code):
 
 @pytest.mark.parametrize(("code", "count"), [("BF16", 126), ("F16", 1022)])
 def test_only_signalling_nans_differ_and_they_are_quieted(code, count):
-    """ml_dtypes and numpy pass a signalling NaN on; hardware conversions (and IEEE 754, 6.2) quiet it."""
+    """ml_dtypes and numpy pass a signalling NaN on; hardware conversions (and IEEE 754, 6.2) quiet it.
+
+    So does numpy where it converts F16 by hardware, as on AArch64.
+    """
     source = samples(code)
     with np.errstate(all="ignore"):
         want = source.astype(np.float32).view(np.uint32)
     got = convert(SCALAR, code, "F32", source).view(np.uint32)
     different = got != want
-    assert different.sum() == count
+    by_hardware = code == "F16" and platform.machine().lower() in ("aarch64", "arm64")
+    assert different.sum() == count or (by_hardware and not different.any())
     assert np.isnan(source[different].astype(np.float32)).all()
     assert (got[different] == want[different] | 0x00400000).all()
 
