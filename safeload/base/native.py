@@ -179,8 +179,7 @@ def kept(memory: Any, free: Any, *arguments: int) -> Any:
 
     It uses no globals: free-threaded Python ends with globals that are gone before the last arrays are.
     """
-    address = pointer(memory)
-    return ffi.gc(memory, lambda _: free(address, *arguments))
+    return ffi.gc(memory, lambda it, cast=ffi.cast, kind=_ADDRESS: free(int(cast(kind, it)), *arguments))
 
 
 def content_buffer(content: Any, size: int) -> Any:
