@@ -21,7 +21,8 @@ MODULES=(
     tests/test_formats/test_contract.py
     tests/test_operations/test_conversion.py
     tests/test_operations/test_plans.py
-    tests/test_packed
+    tests/test_packed/test_quantized_checkpoints.py
+    tests/test_packed/test_true_weights.py
     tests/windows
 )
 # As csrc/ffi_build.py.
