@@ -124,8 +124,21 @@ REASONS = {
         "third of the time of ggml's C, or less. Non-temporal stores would take 0.8 to 0.9 of the time where the "
         "result goes to memory that was touched before, but 1.1 to 1.2 of it in fresh memory, where most results go."
     ),
-    "g128 asym to f32": "bound by memory: see memcpy beside it, which would be 13 times numpy.",
-    "mlx4 g64 to f32": "bound by memory, as above.",
+    "transposed to f32": (
+        "values change places on the way: one thread restores 2.5 to 3 billion a second, 10 to 12 GB/s of f32, and two "
+        "do not reach half of what memcpy does with both."
+    ),
+    "gptq4 g128": "transposed, as above.",
+    "awq4 g128": "transposed, as above.",
+    "to f32, 86 Mi elements": (
+        "the others are bound by memory, and what memcpy takes beside them varies from run to run between 8 and 15 ms. "
+        "An hour before, all of them but those transposed reached their share of it; memcpy itself would be 13 times "
+        "numpy."
+    ),
+    "merging an adapter": (
+        "the products and sums of both sides are numpy's, ours tile by tile while the base is read: the peer holds "
+        "base, product and result whole."
+    ),
     "load 0.6 GB, 1 Gbit/s, 50 ms": (
         "the link is idle while connections are opened and the header is read: several waits of 50 ms each."
     ),
