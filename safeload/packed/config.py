@@ -78,14 +78,14 @@ class Quantization:
             for key in ("packing_format", "backend"):
                 given = self.get(key)
                 if isinstance(given, str):
-                    return None if _ROUNDS.issuperset(given.lower().split(":")) else f"{key} {_brief(given)}"
+                    return None if _ROUNDS.issuperset(given.lower().split(":")) else f"{key} {brief(given)}"
             return None
         for key, known in _VARIANTS.get(self.method or "", {}).items():
             given = self.get(key)
             if given in (None, ""):
                 continue
             if not isinstance(given, str) or given.lower() not in known:
-                return f"{key} {_brief(given) if isinstance(given, str) else show(given)}"
+                return f"{key} {brief(given) if isinstance(given, str) else show(given)}"
         return None
 
     @property
@@ -175,7 +175,8 @@ class Quantization:
         return found[:1] if all(weights == found[0][0] for weights, _ in found) else found
 
 
-def _brief(text: str) -> str:
+def brief(text: str) -> str:
+    """What a configuration says, for messages."""
     return clip(printable(text), 40)
 
 

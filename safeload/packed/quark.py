@@ -13,11 +13,11 @@ from typing import Any
 
 from ..base import packing
 from ..base.packing import Grid, Packing, Zeros
-from ..base.text import clip, printable, show
+from ..base.text import show
 from ..errors import UnsupportedError
 from . import floats
 from .checks import NUMBERS
-from .config import QUARK_ORDERS, Quantization, is_length
+from .config import QUARK_ORDERS, Quantization, brief, is_length
 from .grid import Misfit, Refused, whole_grid
 from .group import FP8, Group, label_of
 
@@ -88,7 +88,7 @@ def unread(config: Quantization, name: str) -> str | None:
 def _unread(config: Quantization, name: str, specs: Sequence[Mapping[str, Any]]) -> str | None:
     if _rotated(config, _module(name)):
         return "Quark's weights in a rotated basis (algo_config)"
-    said = [clip(printable(str(spec.get("dtype"))), 40) for spec in specs]
+    said = [brief(str(spec.get("dtype"))) for spec in specs]
     if any(spec.get("scale_format") == "e5m3" for spec in specs):
         return f"Quark's {said[0]} with scales of e5m3"
     if len(specs) > 1 and said not in (["fp4", "fp8_e4m3"], ["fp8_e4m3", "int4"], ["fp8_e4m3", "uint4"]):
