@@ -138,8 +138,14 @@ def check(
         subject: goes in front of the core's message; None for the tensor.
         tensor: name of the tensor concerned.
     """
-    if status == lib.SL_OK:
-        return
+    if status != lib.SL_OK:
+        raise failure(status, error, path, subject, tensor=tensor)
+
+
+def failure(
+    status: int, error: Any, path: str | None = None, subject: str | None = None, *, tensor: str | None = None
+) -> Exception:
+    """The exception that `check` raises for a status that is not ``SL_OK``."""
     message = ffi.string(error.message).decode("utf-8", "replace")
     if subject is None and tensor is not None:
         subject = f"tensor {show(tensor)}"
@@ -147,19 +153,19 @@ def check(
         message = f"{subject}: {message}"
     offset = error.position if error.position >= 0 else None
     if status in (lib.SL_E_FORMAT, lib.SL_E_TRUNCATED):
-        raise FormatError(message, path, offset, tensor=tensor)
+        return FormatError(message, path, offset, tensor=tensor)
     if status in (lib.SL_E_LIMIT, lib.SL_E_UNSUPPORTED):
         kind = LimitError if status == lib.SL_E_LIMIT else UnsupportedError
         text = str(FormatError(message, path, offset))
-        raise kind(text, path=path, offset=offset, tensor=tensor)
+        return kind(text, path=path, offset=offset, tensor=tensor)
     if status == lib.SL_E_OS:
         raised = os_error(error.os_errno, path)
         if offset is not None and hasattr(raised, "add_note"):  # Python 3.11
             raised.add_note(f"{subject or 'the transfer'} failed at byte {offset}")
-        raise raised
+        return raised
     if status == lib.SL_E_MEMORY:
-        raise MemoryError(message)
-    raise SafeloadError(message, path=path, offset=offset, tensor=tensor)
+        return MemoryError(message)
+    return SafeloadError(message, path=path, offset=offset, tensor=tensor)
 
 
 def private_buffer(size: int) -> Any:

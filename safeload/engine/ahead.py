@@ -113,7 +113,7 @@ class Ahead(Iterator[Result], Generic[Result]):
                 try:
                     task.start()
                 except Exception as error:  # it is raised when it is this task's turn
-                    run = partial(_fail, error)
+                    run = partial(_fail, [error])
                 finally:
                     self._starting = False
             self._next = None
@@ -132,8 +132,8 @@ class Ahead(Iterator[Result], Generic[Result]):
         self._stop.detach()
 
 
-def _fail(error: Exception, check: Check) -> NoReturn:
-    raise error
+def _fail(errors: list[Exception], check: Check) -> NoReturn:
+    raise errors.pop()  # which refers to this frame and to the one that calls this
 
 
 class _Worker:

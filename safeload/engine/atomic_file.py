@@ -75,7 +75,10 @@ class AtomicFile:
             return
         except OSError as error:
             ours = unwritable(error, self.path)
-        raise ours
+        try:
+            raise ours
+        finally:
+            del ours  # which refers to this frame
 
     def _begin(self, size: int) -> None:
         try:

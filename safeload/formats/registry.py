@@ -338,6 +338,9 @@ def _refuse(file: WeightFile, head: bytes, *, whatever: bool = False) -> None:
         raise UnsupportedError(f"{path}: {what}") from None
     error = foreign.unfinished(file)
     if error is not None:
-        raise error from None
+        try:
+            raise error from None
+        finally:
+            del error  # which refers to this frame
     if whatever or (head.strip() and not path.endswith(".safetensors")):
         raise FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0) from None

@@ -148,11 +148,11 @@ class _Stream(io.RawIOBase):
     """The file as the stream that zipfile expects.
 
     Attributes:
-        failure: the error of a failed read, which zipfile would report as an invalid archive; None without one.
+        failures: the errors of failed reads, which zipfile would report as an invalid archive.
     """
 
     def __init__(self, file: WeightFile) -> None:
-        self.failure: OSError | None = None
+        self.failures: list[OSError] = []
         self._file = file
         self._at = 0
 
@@ -176,7 +176,7 @@ class _Stream(io.RawIOBase):
         try:
             data = self._file.read_at(self._at, self._file.size if size < 0 else size)
         except OSError as error:
-            self.failure = error
+            self.failures.append(error)
             raise
         self._at += len(data)
         return data
@@ -247,8 +247,8 @@ def _read_any(file: WeightFile, end: End | None) -> Directory:
     except FormatError:
         raise
     except (*errors, OSError) as error:
-        if stream.failure is not None:
-            raise stream.failure from None
+        if stream.failures:
+            raise stream.failures.pop() from None  # it refers to this frame and to the stream
         what = show(str(error)) if str(error) else type(error).__name__
         # Where the directory should begin; without an end record, the end of the file.
         at = file.size if end is None else min(end.offset, file.size)

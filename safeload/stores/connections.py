@@ -184,7 +184,10 @@ def _connect(host: str, port: int, timeout: float, options: Any) -> socket.socke
             failure = error
         else:
             return connecting
-    raise failure
+    try:
+        raise failure
+    finally:
+        del failure  # which refers to this frame
 
 
 def _wait_connected(connecting: socket.socket, timeout: float) -> int:

@@ -40,11 +40,8 @@ def run(tasks: Iterable[Callable[[], object]], limit: int, tick: Callable[[], ob
                 tick()
     finally:
         crew.end()
-    if crew.error is not None:
-        try:
-            raise crew.error
-        finally:
-            del crew  # which refers to the error, whose traceback refers to this frame
+    if crew.errors:
+        raise crew.errors.pop(0)  # which refers to this frame and to the crew
     if tick is not None:
         tick()
 
@@ -70,11 +67,11 @@ class _Crew:
     """The threads of one call.
 
     Attributes:
-        error: the first that a task has raised.
+        errors: the first that a task has raised, if one has.
     """
 
     def __init__(self, tasks: Iterator[Callable[[], object]], limit: int) -> None:
-        self.error: BaseException | None = None
+        self.errors: list[BaseException] = []
         self._tasks = tasks
         self._limit = limit
         self._stop = Stop()
@@ -116,8 +113,8 @@ class _Crew:
             pass
         except BaseException as error:
             with self._condition:
-                if self.error is None:
-                    self.error = error
+                if not self.errors:
+                    self.errors.append(error)
             self._stop.stop()
         finally:
             with self._condition:
@@ -135,7 +132,7 @@ class _Crew:
     def wait(self, seconds: float) -> bool:
         """Waits until all tasks are done, but not longer than ``seconds``. Returns whether they are."""
         with self._condition:
-            return self._condition.wait_for(lambda: not self._alive or self.error is not None, seconds)
+            return self._condition.wait_for(lambda: not self._alive or bool(self.errors), seconds)
 
     def end(self) -> None:
         """Ends all threads and waits for them, also where Ctrl-C is pressed once more."""
@@ -153,4 +150,7 @@ class _Crew:
             except KeyboardInterrupt as error:
                 interrupted = error
         if interrupted is not None:
-            raise interrupted
+            try:
+                raise interrupted
+            finally:
+                del interrupted  # which refers to this frame

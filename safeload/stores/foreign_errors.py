@@ -59,7 +59,10 @@ def checked(
         return function()
     except Exception as error:
         ours = in_our_words(error, url, secrets, begin, end)
-    raise ours
+    try:
+        raise ours
+    finally:
+        del ours  # which refers to this frame
 
 
 def again(
@@ -95,7 +98,10 @@ def again(
         if k < TRIES - 1:
             log.debug("%s: tried again in %.1f s: %s", url, pause, ours.args[0] if ours.args else "")
             current().sleep(pause)
-    raise ours
+    try:
+        raise ours
+    finally:
+        del ours  # which refers to this frame
 
 
 def _wanted_pause(error: Exception) -> float:

@@ -203,7 +203,10 @@ class HttpStore(RemoteStore):
             if found.refused and not renewed and self._renew(route):
                 renewed = True
             else:
-                tries.failed(found, wanted.at)
+                try:
+                    tries.failed(found, wanted.at)
+                finally:
+                    del found  # whose error refers to this frame
 
     def _request(self, route: _Route, wanted: _Wanted, use: _Use[_Result]) -> _Result | Failure:
         """Asks for what is missing, once, and follows redirects."""

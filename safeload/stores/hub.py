@@ -185,7 +185,10 @@ class Hub:
             return HttpStore(shown, resolve, self._client)
         except RemotePermissionError as error:
             ours = self._reason(place, shown) or error
-        raise ours
+        try:
+            raise ours
+        finally:
+            del ours  # which refers to this frame
 
     def _reason(self, place: Place, shown: str) -> Exception | None:
         """Why a file is refused, in the Hub's own sentence: a gated repository may be listed, but not read."""

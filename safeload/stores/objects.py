@@ -251,7 +251,10 @@ def checked_call(function: Any, url: str, secrets: list[str]) -> Any:
         return function()
     except Exception as error:
         ours = _words(error, url, secrets)
-    raise ours
+    try:
+        raise ours
+    finally:
+        del ours  # which refers to this frame
 
 
 def _words(

@@ -77,7 +77,10 @@ class Tries:
             return
         if self._all > 1:
             failure.error.args = (f"{failure.error.args[0]}; tried {self._all} times", *failure.error.args[1:])
-        raise failure.error
+        try:
+            raise failure.error
+        finally:
+            del failure  # whose error refers to this frame
 
 
 def of_status(status: int, retry_after: str | None, path: str) -> Failure:

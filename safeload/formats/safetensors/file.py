@@ -12,7 +12,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
-from ...base.native import Error, check, content_buffer, ffi, lib, pointer, short
+from ...base.native import Error, check, content_buffer, failure, ffi, lib, pointer, short
 from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show
@@ -102,9 +102,7 @@ def _loaded(path: PathLike, largest: int) -> tuple[str, Any]:
     if status == lib.SL_E_OS and make_room(loaded.error.os_errno):
         status = short.sl_safetensors_load(*arguments)
     if status == lib.SL_E_FORMAT:
-        known = explain(text)
-        if known is not None:
-            raise known
+        raise explain(text) or failure(status, loaded.error, text)
     check(status, loaded.error, text)
     return text, loaded
 

@@ -245,8 +245,10 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
             raise FormatError("the pickle stops with values left on its stack", path, place(at)) from None
         return stack[0]
     except Fault as fault:
-        where = FormatError(f"pickle opcode {_opcode(data, at)}: {fault}", path, place(at))
-        raise where if fault.kind is FormatError else fault.kind(str(where)) from None
+        message = f"pickle opcode {_opcode(data, at)}: {fault}"
+        if fault.kind is FormatError:
+            raise FormatError(message, path, place(at)) from None
+        raise fault.kind(str(FormatError(message, path, place(at)))) from None
     except (IndexError, struct.error):
         if machine.at > size:
             message = f"pickle opcode {_opcode(data, at)}: its argument goes beyond the end"

@@ -43,11 +43,11 @@ class Gathered(Contents):
     def __init__(self, catalog: Catalog, wanted: Settings, names: Sequence[str], pairs: Mapping[str, str]) -> None:
         super().__init__(catalog, wanted)
         self._entries: list[Entry] = []
-        self._unreadable: Exception | None = None
+        self._unreadable: list[Exception] = []
         try:
             self._entries = files.entries_of(catalog)
         except (FormatError, OSError) as problem:
-            self._unreadable = problem
+            self._unreadable.append(problem)
         sources = Sources(catalog, EXECUTOR)
         self._pieces = [
             *_entry_pieces(self._entries),
@@ -66,8 +66,8 @@ class Gathered(Contents):
 
     def crc(self) -> Iterator[Finding]:
         """See `Contents`."""
-        if self._unreadable is not None:
-            raise self._unreadable
+        if self._unreadable:
+            raise self._unreadable.pop()  # it refers to this frame and to this object
         for k, entry in enumerate(self._entries):
             fault = _got(self._found[k], "faults").get(str(k))
             if fault is not None:
