@@ -16,6 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.holes import extend
 
 import safeload
 from safeload import Checkpoint, FormatError, LoadStats, TensorInfo, TensorNotFoundError, UnsupportedError
@@ -627,21 +628,21 @@ assert checkpoint["small"].tolist() == [1, 2, 3]
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 @pytest.mark.parametrize("backend", ["pread", "direct"])
 def test_ctrl_c_ends_a_long_load(backend, tmp_path):
     path, size = tmp_path / "x", 2 << 30
     text = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
-    os.truncate(path, 8 + len(text) + size)
+    with open(path, "r+b") as file:
+        extend(file, 8 + len(text) + size)
     code = """
-import os, signal, sys
+import _thread, os, signal, sys
 import safeload
 calls = []
 def progress(done, total):
     calls.append(done)
     if len(calls) == 1:
-        os.kill(os.getpid(), signal.SIGINT)
+        _thread.interrupt_main() if os.name == "nt" else os.kill(os.getpid(), signal.SIGINT)
 try:
     safeload.load(sys.argv[1], backend=sys.argv[2], threads=1, progress=progress)
 except KeyboardInterrupt:

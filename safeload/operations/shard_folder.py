@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Protocol
 
 from ..base.paths import absolute
-from ..engine.atomic_file import AtomicFile, leftovers, replace
+from ..engine.atomic_file import AtomicFile, leftovers
 from ..engine.digest import Digest
 from ..engine.weight_file import WeightFile
 from ..formats.safetensors.file import open_file
 from ..stores.files import LOCAL, Files, Location
 from ..stores.json_file import read_json
+from ..stores.replacing import replace
 
 _BUFFER = 4 << 20
 

@@ -17,6 +17,7 @@ from .foreign_errors import checked
 from .local import LocalStore, open_local
 from .options import secrets_of
 from .presigned import Signer
+from .replacing import replace
 from .store import ByteStore
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class LocalUrls:
 
     def upload(self, source: str, url: str) -> None:
         """See `Backend`."""
-        _copy(source, urls.local_path(url))
+        _copy(source, urls.local_path(url), urls.shown(url))
 
     def remove(self, several: Sequence[str]) -> None:
         """See `Backend`."""
@@ -229,7 +230,7 @@ class Filesystem:
         handle, path = self._find_to_write(url)
         shown = urls.shown(url)
         if isinstance(handle.fs, LocalFileSystem):
-            _copy(source, path)
+            _copy(source, path, shown)
         elif _ATOMIC.intersection(_protocols(handle.fs)):
             handle.ask(shown, "put_file", source, path)
         else:
@@ -299,13 +300,13 @@ def _is_s3(fs: Any) -> bool:
     return "s3" in _protocols(fs) and hasattr(fs, "call_s3")
 
 
-def _copy(source: str, path: str) -> None:
+def _copy(source: str, path: str, shown: str) -> None:
     folder, name = os.path.split(path)
     os.makedirs(folder or ".", exist_ok=True)
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
     try:
         shutil.copyfile(source, temporary)
-        os.replace(temporary, path)
+        replace(temporary, path, shown)
     except BaseException:
         with suppress(OSError):
             os.remove(temporary)

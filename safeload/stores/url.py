@@ -114,6 +114,9 @@ def local_path(url: str) -> str:
     from urllib.parse import urlsplit  # only here: most paths are local
     from urllib.request import url2pathname
 
+    if os.name == "nt":
+        # What fsspec's `unstrip_protocol` makes of a path.
+        url = re.sub(r"^(file://)([a-z]:/)", r"\1/\2", url, flags=re.IGNORECASE)
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise UnsupportedError(f"{shown(url)}: a file:// URL has three slashes before an absolute path")

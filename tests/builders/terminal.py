@@ -1,9 +1,19 @@
-"""A real terminal for tests of the command line."""
+"""A real terminal for tests of the command line, and Ctrl-C."""
 
+import _thread
 import importlib
 import os
+import signal
 import struct
 import sys
+
+
+def press_ctrl_c():
+    """Interrupts the main thread as Ctrl-C does, which a console of Windows would send to the parents of a test too."""
+    if os.name == "nt":
+        _thread.interrupt_main()
+    else:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def on_terminal(*arguments, columns=80, keys="", program=(sys.executable, "-I", "-m", "safeload"), **environment):

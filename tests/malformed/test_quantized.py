@@ -812,17 +812,22 @@ def test_shapes(dtype, names, tmp_path):
             for config in CONFIGS[(j + k) % 3 :: 3]:
                 (tmp_path / "config.json").unlink(missing_ok=True)
                 write(tmp_path, tensors, config)
-                got = refusal_or(lambda: safeload.load(tmp_path, dtype="float32"))
-                if not isinstance(got, str):
-                    with safeload.open(tmp_path) as opened:
-                        for name, array in got.items():
-                            assert array.shape == tuple(opened.tensors[name].shape)
-                            if isinstance(opened[name], QuantizedTensor):
-                                np.testing.assert_array_equal(opened.get_slice(name)[...], array)
-                                assert opened[name].size == array.size
-                        if not opened.codes():
-                            safeload.stats(opened)
+                loads_or_is_refused(tmp_path)
                 opens_as_stored(tmp_path, tensors)
+
+
+def loads_or_is_refused(folder):
+    got = refusal_or(lambda: safeload.load(folder, dtype="float32"))
+    if isinstance(got, str):
+        return
+    with safeload.open(folder) as opened:
+        for name, array in got.items():
+            assert array.shape == tuple(opened.tensors[name].shape)
+            if isinstance(opened[name], QuantizedTensor):
+                np.testing.assert_array_equal(opened.get_slice(name)[...], array)
+                assert opened[name].size == array.size
+        if not opened.codes():
+            safeload.stats(opened)
 
 
 def declare(path, tensors):
@@ -837,6 +842,7 @@ def declare(path, tensors):
     os.truncate(path, 8 + len(text) + begin)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Wine maps no file of that size")
 def test_a_tensor_of_2_to_the_40_elements_opens_and_its_rows_are_read(tmp_path):
     path = tmp_path / "x.safetensors"
     try:

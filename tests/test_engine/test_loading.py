@@ -1,7 +1,6 @@
 """Loading with dtype= and out=."""
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from builders.holes import extend
 from builders.paths import DATA, SHARED
+from builders.terminal import press_ctrl_c
 
 import safeload
 from safeload import FormatError, UnsupportedError
@@ -234,9 +234,8 @@ def sparse(tmp_path_factory):
     return path
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
 def test_ctrl_c_stops_a_long_load_at_once_and_leaks_nothing(sparse):
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.1, press_ctrl_c).start()
     before = time.perf_counter()
 
     def load_for_long():

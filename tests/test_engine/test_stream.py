@@ -34,7 +34,6 @@ from safeload.numpy import save_file
 MIB = 1 << 20
 rng = np.random.default_rng(7)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-signals = pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 quiet = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -880,9 +879,12 @@ def test_threads_share_a_stream(tmp_path):
 
 
 PROGRAM = """
-    import os, signal, sys, threading, time, safeload
+    import _thread, os, signal, sys, threading, time, safeload
     def interrupt():
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if os.name == "nt":
+            threading.Timer(0.1, _thread.interrupt_main).start()
+        else:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     checkpoint = safeload.open(sys.argv[1])
     stream = checkpoint.stream(ahead="100MB")
     next(stream)
@@ -924,7 +926,6 @@ INTERRUPTED = """
 """
 
 
-@signals
 @pytest.mark.parametrize("body", ["pass", "time.sleep(0.5)", "array[::4096].sum()"])
 def test_ctrl_c_ends_a_stream(long, body):
     done = run_program(INTERRUPTED.replace("BODY", body), long)

@@ -155,6 +155,8 @@ def test_an_adapter_is_named_in_the_notes(tmp_path, capsys):
 def test_a_file_that_is_no_file_is_an_error_and_not_passed_over(tmp_path):
     folder = put(tmp_path / "model", "other.safetensors")
     (folder / "model.safetensors").symlink_to("gone")
+    if not (folder / "model.safetensors").is_symlink():
+        pytest.skip("Wine says that it has made a symbolic link, and has not")
     with pytest.raises(FileNotFoundError):
         safeload.open(folder)
     (folder / "model.safetensors").unlink()
@@ -162,7 +164,13 @@ def test_a_file_that_is_no_file_is_an_error_and_not_passed_over(tmp_path):
     assert chosen(folder) == ["other.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["\x1b[31m.safetensors", "n" * 200 + ".safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("\x1b[31m.safetensors", marks=pytest.mark.skipif(os.name == "nt", reason="no name for Windows")),
+        "n" * 200 + ".safetensors",
+    ],
+)
 def test_names_of_files_are_escaped_and_short_in_messages(name, tmp_path):
     folder = put(tmp_path / "model", "b.safetensors")
     save_file({"x": np.zeros(1)}, folder / name, durable=False)

@@ -1,6 +1,7 @@
 """MOON files: written, read, and each fault by itself."""
 
 import math
+import os
 import struct
 import tracemalloc
 
@@ -57,8 +58,9 @@ def test_written_and_read_again(path):
         assert opened.format == "moon"
         np.testing.assert_array_equal(opened.get_slice("word")[3:5, ::2], want["word"][3:5, ::2])
         assert opened.load(["odd"], dtype="float32")["odd"].dtype == np.float32
-    moon.save_file(got, path)  # over the file that its arrays show
-    np.testing.assert_array_equal(moon.load_file(path)["word"], want["word"])
+    if os.name != "nt":  # Windows replaces no file that is mapped
+        moon.save_file(got, path)  # over the file that its arrays show
+        np.testing.assert_array_equal(moon.load_file(path)["word"], want["word"])
 
 
 def test_the_bytes_are_the_format(path):

@@ -273,7 +273,7 @@ def llama(layers=2, dtype=ml_dtypes.bfloat16):
         shapes |= {f"{base}mlp.gate_proj.weight": (128, 64), f"{base}mlp.down_proj.weight": (64, 128)}
         shapes |= {f"{base}input_layernorm.weight": (64,), f"{base}post_attention_layernorm.weight": (64,)}
     tensors = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
-    tensors["model.position_ids"] = np.arange(64).reshape(2, 32)
+    tensors["model.position_ids"] = np.arange(64, dtype=np.int64).reshape(2, 32)
     return tensors
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 import subprocess
 import sys
 import threading
@@ -151,10 +150,9 @@ def test_the_end_of_a_call_ends_those_within_it():
     wait(lambda: not threads())
 
 
-@pytest.mark.skipif(os.name == "nt", reason="no signal to one process here")
 def test_ctrl_c_pressed_twice_still_waits_for_the_threads():
     code = """
-import os, signal, threading, time
+import _thread, os, signal, threading, time
 from safeload.stores import crew, stop
 signal.signal(signal.SIGINT, signal.default_int_handler)
 written = []
@@ -167,7 +165,7 @@ def task():
 def press():
     for _ in range(2):
         time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
+        _thread.interrupt_main() if os.name == "nt" else os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=press).start()
 try:
     crew.run([task], 1)

@@ -6,17 +6,17 @@ import logging
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from builders.http_server import Server
+from builders.terminal import press_ctrl_c
 
 fsspec = pytest.importorskip("fsspec")
-
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -476,8 +476,8 @@ def test_an_upload_is_seen_when_it_is_complete(kind, memory, source, tmp_path, m
     for content in (CONTENT[::-1], CONTENT):  # written twice: the second replaces the first
         Path(source).write_bytes(content)
         backend.upload(source, url)
-        store = backend.open(url.replace("simplecache::", "")) if kind != "chain" else backend.open(url)
-        assert store.read_at(0, 100) == content[:100] if kind == "memory" else store.size == len(content)
+        with closing(backend.open(url if kind == "chain" else url.replace("simplecache::", ""))) as store:
+            assert store.read_at(0, 100) == content[:100] if kind == "memory" else store.size == len(content)
         assert [name for name, _ in backend.listing(f"{folder}/new")] == ["model.bin"]
 
 
@@ -574,7 +574,7 @@ def test_a_forked_process_reads_on(chain, memory, tmp_path):
 def test_ctrl_c_ends_a_read(faulty):
     store = Filesystem(faulty).open("memory://m/model.bin")
     faulty.before = lambda fs: time.sleep(30)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(0.2, press_ctrl_c)
     timer.start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

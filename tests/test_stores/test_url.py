@@ -1,5 +1,7 @@
 """URLs of weights: what is one, what messages show of it, and which are opened without being asked for."""
 
+import os
+
 import pytest
 
 from safeload import UnsupportedError
@@ -108,6 +110,12 @@ def test_urls_of_files_become_paths():
     assert urls.local_path("file:///a%20b/c").replace("\\", "/").endswith("/a b/c")
     with pytest.raises(UnsupportedError, match="three slashes"):
         urls.local_path("file://folder/a")
+    if os.name == "nt":
+        for url in ("file://C:/a b/c", "file:///C:/a%20b/c", "FILE:///c:/a b/c"):
+            assert urls.local_path(url).lower() == r"c:\a b\c"
+    else:
+        with pytest.raises(UnsupportedError, match="three slashes"):
+            urls.local_path("file://C:/a")
 
 
 def test_what_is_pickled_has_no_secret():

@@ -336,8 +336,13 @@ def _is_f32(value: Any) -> bool:
 
 
 def _numbers(number: int, values: Sequence[Any]) -> bytes:
+    dtype = DTYPES[number]
     try:
         with np.errstate(over="raise"):
-            return np.array(values, DTYPES[number]).tobytes()
+            if dtype.kind in "iu" and len(values):  # numpy before 2 lets integers wrap around
+                limits = np.iinfo(str(dtype))
+                if min(values) < limits.min or max(values) > limits.max:
+                    raise OverflowError
+            return np.array(values, dtype).tobytes()
     except (OverflowError, FloatingPointError):  # an instance of a class of `values` that a caller made
-        raise SafeloadError(f"a number is too large for {DTYPES[number].name}") from None
+        raise SafeloadError(f"a number is too large for {dtype.name}") from None

@@ -136,8 +136,9 @@ def test_arrays_of_any_layout(path):
     for name in ("t", "n", "big", "one", "scalar"):
         np.testing.assert_array_equal(got[name], given[name])
     np.testing.assert_array_equal(got["q"].data, strided.data)
-    gguf.save_file(got, path)  # over the file that its arrays show
-    np.testing.assert_array_equal(safeload.load(path)["t"], x.T)
+    if os.name != "nt":  # Windows replaces no file that is mapped
+        gguf.save_file(got, path)  # over the file that its arrays show
+        np.testing.assert_array_equal(safeload.load(path)["t"], x.T)
 
 
 def test_empty_tensors(path):

@@ -572,7 +572,7 @@ SCRIPT = Ref("torch.jit._script", "unpackage_script_module")
 
 
 def open_package(tmp_path, entries, **options):
-    path = tmp_path / "package.pt"
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.pt"  # Windows does not write to a mapped file
     path.write_bytes(zip_archive(entries))
     return safeload.open(path, **options)
 
