@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
@@ -65,8 +66,10 @@ def _ahead(
         return begun[item.nodeid].result() if item.nodeid in begun else call_of(item)()
 
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        # Processes of xdist keep the processors busy by themselves, and each has all of the tests in its list.
-        if (os.cpu_count() or 1) > 1 and "PYTEST_XDIST_WORKER" not in os.environ:
+        # Processes of xdist keep the processors busy by themselves, and each has all of the tests in its list; new ones
+        # of `python -P` would not find the tests.
+        importable = not getattr(sys.flags, "safe_path", False)
+        if (os.cpu_count() or 1) > 1 and "PYTEST_XDIST_WORKER" not in os.environ and importable:
             for item in request.session.items:
                 skipped = any(any(mark.args) for mark in item.iter_markers("skipif"))
                 if item.get_closest_marker("ahead") and not skipped:

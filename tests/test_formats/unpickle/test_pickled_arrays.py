@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import datetime
+import os
 import pickle
 import struct
 
@@ -158,6 +159,7 @@ def test_bytes_that_are_in_the_file_are_not_copied(tmp_path):
     assert len(opened(tmp_path, pickle.dumps({"a": array}, 4)).weight_files) == 1
 
 
+@pytest.mark.skipif(os.name == "nt", reason="every file of Windows has a name")
 def test_the_temporary_file_has_no_name(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
