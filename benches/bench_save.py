@@ -39,7 +39,7 @@ def folder() -> Iterator[Path]:
 
 def _filesystem(path: Path) -> str:
     try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:
         return ""
     inside = [(where, kind) for where, kind in mounts if path.resolve().is_relative_to(where)]

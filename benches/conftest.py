@@ -165,7 +165,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _machine() -> dict[str, str]:
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 found["cpu"] = line.partition(":")[2].strip()
                 break

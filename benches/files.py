@@ -326,7 +326,7 @@ def _touched(nbytes: int, advice: int) -> mmap.mmap:
 def available_memory() -> int:
     """Bytes that programs may still take, page cache included."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
     except OSError:

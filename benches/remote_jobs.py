@@ -214,7 +214,7 @@ def listing_hub(endpoint: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def _peak() -> int:
     """Bytes; ru_maxrss begins with the memory of the process that started this one."""
-    with open("/proc/self/status") as file:
+    with open("/proc/self/status", encoding="utf-8") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 
 

@@ -51,7 +51,7 @@ def run_python(code, *arguments):
 
 
 def mapped(path):
-    return str(path) in Path("/proc/self/maps").read_text()
+    return str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def descriptors():
@@ -312,7 +312,7 @@ def test_a_mapping_dies_with_its_last_array(path):
 def test_each_load_has_a_mapping_that_goes_with_its_arrays(path):
     with safeload.open(path) as checkpoint:
         first, second = checkpoint.load(), checkpoint.load()
-        assert Path("/proc/self/maps").read_text().count(str(path)) >= 2
+        assert Path("/proc/self/maps").read_text(encoding="utf-8").count(str(path)) >= 2
         del first
         gc.collect()
         assert mapped(path)

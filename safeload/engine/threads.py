@@ -29,7 +29,7 @@ def _cgroup_cpus() -> float:
     root = "/sys/fs/cgroup"
 
     def read(path: str) -> str:
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             return file.read().strip()
 
     try:

@@ -258,7 +258,7 @@ def test_with_gives_the_object_itself_and_lets_exceptions_through(path):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_closed_handle_keeps_no_mapping(path):
     def mapped():
-        return str(path) in Path("/proc/self/maps").read_text()
+        return str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
 
     file = safe_open(path)
     array = file.get_tensor("large")

@@ -391,7 +391,7 @@ def test_memory_stays_within_ahead_and_two_tensors(tmp_path, sizes, dtype, ahead
 @pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "one array kept"])
 def test_two_hundred_streams_leave_nothing_behind(tmp_path, end):
     def resident():
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="utf-8") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     def files():

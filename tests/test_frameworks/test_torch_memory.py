@@ -106,7 +106,7 @@ def test_gradients_and_inference_mode(path):
 
 
 def maps(path):
-    return Path("/proc/self/maps").read_text().count(str(path))
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(path))
 
 
 def descriptors():
