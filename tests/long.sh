@@ -5,12 +5,19 @@
 #     (tests/builders/thorough.py);
 #   - operations on packed tensors: CI tries a checkpoint of each kind (tests/builders/quantized.py), this all of them;
 #   - how cost grows: CI compares 1,000 and 8,000 tensors (tests/test_operations/test_linear.py), this 10,000 and 80,000;
+#   - Windows: CI runs a part of the suite under Wine (tests/windows/README.md), this the whole;
+#   - AArch64 (tests/aarch64/README.md) and other versions of Python and of packages (tests/pythons/README.md);
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
-# Needs safeload with its extra `test`, and what tests/fuzz_targets/run.sh needs. FOLDER keeps what was found, and a later run goes
-# on from there.
+# Needs safeload with its extra `test`, and what these folders' scripts need. FOLDER keeps what was found and downloaded, and a
+# later run goes on from there.
 set -eu
 here=$(dirname "$0")
+mkdir -p "$1"
+kept=$(cd "$1" && pwd)
 SAFELOAD_FULL_SWEEP=1 pytest "$here/fuzz_targets" "$here/malformed" "$here/test_engine" "$here/test_formats" "$here/test_faults.py" \
     "$here/test_packed" "$here/test_operations/test_destinations.py" "$here/test_operations/test_linear.py" \
     "$here/test_operations/test_packed_tensors.py"
-"$here/fuzz_targets/run.sh" "${2:-3600}" "$1/fuzz"
+SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
+AARCH64_ROOT=$kept/aarch64 "$here/aarch64/run.sh"
+SAFELOAD_PYTHONS=$kept/pythons "$here/pythons/run.sh"
+"$here/fuzz_targets/run.sh" "${2:-3600}" "$kept/fuzz"

@@ -399,6 +399,7 @@ def test_convert_takes_a_part_of_a_torch_checkpoint(data, folder, capsys):
 
 
 def test_bench(folder, capsys):
+    pytest.importorskip("safetensors")
     status, out, err = run(capsys, "bench", "good.safetensors", "--rounds", "1")
     assert (status, err) == (0, "")
     lines = out.splitlines()

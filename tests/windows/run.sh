@@ -72,20 +72,26 @@ if [ "$(cat "$work/made" 2>/dev/null)" != "$made" ]; then
     echo "$made" >"$work/made"
 fi
 
-echo "-- the extension"
-rm -rf "$work/objects" "$work/source" "$packages/safeload"
-mkdir "$work/objects" "$work/source"
+echo "-- the wheel"
+rm -rf "$work"/{objects,wheel,source,safeload-*.whl} "$packages"/safeload*
+mkdir "$work"/{objects,wheel,source}
 PYTHONPATH=$core python3 -c 'import sys, ffi_build; ffi_build.ffibuilder.emit_c_code(sys.argv[1])' "$work/_core.c"
 # GCC for Windows has no vector tiers (its bug 54412), and Debian's Clang no libraries of its own for Windows.
 (cd "$work/objects" && clang --target=x86_64-w64-mingw32 "${FLAGS[@]}" -I "$core" -I "$python/include" \
     -c "$work/_core.c" "$core"/*.c "$core"/*/*.c)
-tar -c -C "$root" --exclude=__pycache__ --exclude='_core.*' safeload | tar -x -C "$packages"
-x86_64-w64-mingw32-gcc -shared "$work"/objects/*.o "$python/libs/python3.lib" -o "$packages/safeload/_core.pyd"
-
-echo "-- tests"
+tar -c -C "$root" --exclude=__pycache__ --exclude='_core.*' safeload | tar -x -C "$work/wheel"
+x86_64-w64-mingw32-gcc -shared "$work"/objects/*.o "$python/libs/python3.lib" -o "$work/wheel/safeload/_core.pyd"
 tar -c -C "$root" --exclude=__pycache__ --exclude='_core.*' --exclude={.git,build,site} . | tar -x -C "$work/source"
 cd "$work/source"
-python3 -W ignore setup.py -q dist_info --output-dir "$packages"
+python3 -W ignore setup.py -q dist_info --output-dir "$work/wheel"
+printf '%s\n' "Wheel-Version: 1.0" "Generator: tests/windows/run.sh" "Root-Is-Purelib: false" "Tag: cp310-abi3-win_amd64" \
+    >"$(echo "$work"/wheel/safeload-*.dist-info)/WHEEL"
+[ -d "$work/tools" ] || pip install -q --target "$work/tools" wheel
+PYTHONPATH=$work/tools python3 -m wheel pack -d "$work" "$work/wheel"
+pip install -q --upgrade --no-deps --no-compile --only-binary :all: --platform win_amd64 --python-version 3.11 \
+    --target "$packages" "$work"/safeload-*.whl
+
+echo "-- tests"
 windows "$python/python.exe" -P -c 'import safeload; safeload.show_config()'
 tests() { windows "$python/python.exe" -P -m pytest -q -rs -p no:cacheprovider "$@"; } # -P: imports the safeload installed
 
