@@ -16,6 +16,8 @@ _LONGEST_PATH = 65_536
 _LONGEST_BYTES = 4096
 # What systems answer to a path that leads nowhere: a signed URL is too long, "owner/name" may have a file "owner".
 _NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+# ERROR_INVALID_NAME and ERROR_BAD_PATHNAME, which Windows answers to a URL: EINVAL in Python, ENOENT in the C core.
+_NO_NAME = (123, 161)
 
 
 def native_path(path: PathLike) -> tuple[str, bytes]:
@@ -61,7 +63,7 @@ def os_error(number: int, path: str | None) -> OSError:
 
 def unwritable(error: OSError, path: str) -> OSError:
     """The error to raise for one of writing a file: of a URL it says, without secrets, what writes there."""
-    if error.errno not in _NOWHERE:
+    if error.errno not in _NOWHERE and getattr(error, "winerror", None) not in _NO_NAME:
         return error
     from .missing import destination  # only here: most paths can be written to
 
