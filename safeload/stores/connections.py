@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ..errors import UnsupportedError
+from .sliced_sockets import SLICE, SlicedSocket, SlicedTlsSocket
 from .stop import current
 
 try:
@@ -34,8 +35,6 @@ except ImportError as error:
 
 # Idle connections kept for each host: as many as there are requests in flight, while headers are read.
 _IDLE = 32
-# A connect asks this often whether it is still wanted.
-_SLICE = 0.1
 # A body that is of no use is read, so that its connection can be used again, if it has at most this many bytes.
 _DRAINED = 16 << 10
 # A receive over TLS gives one record of at most 16 KiB. This many bytes are taken together: C asks for the next record
@@ -44,6 +43,11 @@ _RECORDS = 128 << 10
 # Heads of an answer: "100 Continue", which no request asks for, may come before the last one, without end.
 _HEADS = 10
 _PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
+
+# Python's text for an error of Winsock, of which strerror knows none.
+_TEXTS: Mapping[int, str] = getattr(socket, "errorTab", {})
+# Winsock does not wake a thread that waits for bytes when another one shuts the connection.
+_SHUT_WAKES = os.name != "nt"
 
 _of_thread = threading.local()
 
@@ -70,7 +74,7 @@ class _Line:
         self._socket = connected.dup()
 
     def shut(self) -> None:
-        """Ends all reads and writes of the connection, in whatever threads they wait."""
+        """Ends all reads and writes of the connection, in whatever threads they wait; `SlicedSocket` needs none."""
         with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -166,7 +170,7 @@ def _connect(host: str, port: int, timeout: float, options: Any) -> socket.socke
         current().check()
         connecting = None
         try:
-            connecting = socket.socket(family, kind, protocol)
+            connecting = (socket.socket if _SHUT_WAKES else SlicedSocket)(family, kind, protocol)
             for option in options:
                 connecting.setsockopt(*option)
             connecting.setblocking(False)
@@ -174,7 +178,7 @@ def _connect(host: str, port: int, timeout: float, options: Any) -> socket.socke
             if code in _PENDING:
                 code = _wait_connected(connecting, timeout)
             if code:
-                raise OSError(code, os.strerror(code))
+                raise OSError(code, _TEXTS.get(code, "").rstrip(".") or os.strerror(code))
             connecting.settimeout(timeout)
         except BaseException as error:
             if connecting is not None:
@@ -193,7 +197,7 @@ def _connect(host: str, port: int, timeout: float, options: Any) -> socket.socke
 def _wait_connected(connecting: socket.socket, timeout: float) -> int:
     """Waits for the end of a connect. Returns its error, 0 if there is none."""
     until = time.monotonic() + timeout
-    while not wait_for_write(connecting, max(0.0, min(_SLICE, until - time.monotonic()))):
+    while not wait_for_write(connecting, max(0.0, min(SLICE, until - time.monotonic()))):
         current().check()
         if time.monotonic() >= until:
             raise TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s")
@@ -312,6 +316,8 @@ class Connections:
         options: dict[str, Any] = {"maxsize": _IDLE}
         if "https" in (scheme, urlsplit(proxy or "").scheme):
             context = self._context = self._context or self._make_context()
+            if not _SHUT_WAKES and context.sslsocket_class is ssl.SSLSocket:
+                context.sslsocket_class = SlicedTlsSocket
             verified = "CERT_NONE" if context.verify_mode == ssl.CERT_NONE else "CERT_REQUIRED"
             options.update(ssl_context=context, cert_reqs=verified)
         if proxy is None:
