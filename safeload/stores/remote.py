@@ -133,10 +133,12 @@ class RemoteStore(ABC):
         found = self.held(offset, size)
         if found is not None:
             return found
-        for begin, content in self._around(offset):  # what begins in a window goes on behind it
+        # What begins in a window goes on behind it, unless another thread has brought all of it meanwhile.
+        for begin, content in self._around(offset):
             end = begin + len(content)
             if offset < end:
-                return content[offset - begin :] + self.read_at(end, offset + size - end)
+                found = content[offset - begin : offset - begin + size]
+                return found + self.read_at(offset + len(found), size - len(found))
         begin = max(0, min(offset, self.size - WINDOW))
         memory = bytearray(max(offset + size, min(begin + WINDOW, self.size)) - begin)
         self.read_into(begin, memory)

@@ -142,6 +142,19 @@ def test_threads_may_read_while_others_fetch():
     assert failures == []
 
 
+def test_a_window_that_another_thread_has_filled_meanwhile_gives_no_more_than_was_asked_for(monkeypatch):
+    store = Store()
+    held = store.held
+
+    def late(offset, size):
+        found = held(offset, size)
+        store.keep(0, CONTENT[:WINDOW])
+        return found
+
+    monkeypatch.setattr(store, "held", late)
+    assert store.read_at(5, 10) == CONTENT[5:15]
+
+
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_stores_are_not_copied(way):
     with pytest.raises(TypeError, match="test://a: an open file cannot be copied or pickled"):
