@@ -72,15 +72,13 @@ class _Line:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected.dup()
+        # Not __del__: in a circle of garbage the socket may be finalized first, with a warning that nobody closed it.
+        weakref.finalize(self, self._socket.close).atexit = False
 
     def shut(self) -> None:
         """Ends all reads and writes of the connection, in whatever threads they wait; `SlicedSocket` needs none."""
         with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_socket"):
-            self._socket.close()
 
 
 class _Body(http.client.HTTPResponse):
