@@ -8,25 +8,26 @@ set -euo pipefail
 # What computes, and what reads and writes: kernels, packed tensors, formats, the engine.
 MODULES=(
     tests/test_native.py
-    tests/test_core/test_kernels.py
-    tests/test_core/test_restore_kernels.py
+    tests/test_core
     tests/test_packed
     tests/test_checkpoint.py
     tests/test_compat/test_numpy.py
-    tests/test_engine/test_casting.py
-    tests/test_engine/test_loading.py
-    tests/test_engine/test_slicing.py
-    tests/test_engine/test_strided.py
-    tests/test_engine/test_writer.py
+    tests/test_engine
     tests/test_formats/test_contract.py
     tests/test_formats/test_moon.py
     tests/test_formats/test_npz.py
 )
-# What qemu-user cannot pass, whatever is asked for: its own memory counts against a limited address space, and it keeps
-# 290 KB of each thread that has ended.
+# What qemu-user cannot pass, whatever is asked for.
 LEFT_OUT=(
+    # Its own memory counts, against a limited address space and in what a process has: 36 MB of translated code and
+    # 30 MB of heap beside a result of 40.
     tests/test_compat/test_numpy.py::test_where_the_address_space_is_too_small_for_the_mapping_the_file_is_read
+    tests/test_packed/test_int8_by_parts.py::test_memory_is_the_result_and_little_more
+    # It keeps 290 KB of each thread that has ended.
     tests/test_engine/test_stream.py::test_two_hundred_streams_leave_nothing_behind
+    # Where a process with threads has forked, the first new thread of the child ends it: "core.c:221: assertion failed".
+    tests/test_engine/test_stream.py::test_after_a_fork_the_stream_is_the_parents
+    "tests/test_engine/test_stream.py::test_processes_stream_beside_a_parent_that_streams[fork]"
 )
 # As csrc/ffi_build.py.
 FLAGS=(-std=c11 -O2 -ffp-contract=off -fvisibility=hidden -fPIC -DPy_LIMITED_API=0x030A0000)

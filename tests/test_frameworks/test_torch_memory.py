@@ -159,10 +159,10 @@ def test_memory_stays_flat_until_a_tensor_is_touched(tmp_path):
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(4096 + (24 << 26))
     code = """
-import sys, torch, safeload, safeload.torch as ours
+import resource, sys, torch, safeload, safeload.torch as ours
 path = sys.argv[1]
 def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
 ours.load_file(path)["w0"][:1].float().sum()
 with safeload.safe_open(path, "pt") as file: file.get_slice("w0")[:9].sum()
 before = resident()
