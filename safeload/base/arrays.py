@@ -185,3 +185,11 @@ def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 def foreign_order(big_endian: bool) -> bool:
     """Whether a byte order differs from this machine's."""
     return big_endian != (sys.byteorder == "big")
+
+
+def byteswapped(array: Array) -> Array:
+    """A copy with the bytes of each element in the other order. ml_dtypes before 0.5.4 leaves those of bfloat16."""
+    if array.dtype.name == "bfloat16":
+        swapped: Array = array.view(np.uint16).byteswap().view(array.dtype)
+        return swapped
+    return array.byteswap()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from ..base.arrays import Array
+from ..base.arrays import Array, byteswapped
 from ..base.native import Error, check, lib
 from ..base.paths import PathLike, native_path, unwritable
 from ..stores.replacing import replace
@@ -285,7 +285,7 @@ def pieces_of(array: Array) -> Iterator[tuple[Any, int, int]]:
         count = max(1, _COPY_BUFFER // array.dtype.itemsize)
         for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
             piece = np.ascontiguousarray(block)
-            piece = piece.byteswap() if _must_swap(array) else piece
+            piece = byteswapped(piece) if _must_swap(array) else piece
             yield piece, address_of(piece), piece.nbytes
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array, ArraySpec, empty_array
+from ..base.arrays import Array, ArraySpec, byteswapped, empty_array
 from ..base.native import check, ffi, lib, pointer, short
 from ..base.table import Entry
 from ..base.text import subject
@@ -89,7 +89,7 @@ class Batch:
             here = self._fetch(count, report)
             self._run(here, threads, total - sum(job.size for job in here), total, report)
         for result in self._results:
-            result.byteswap(inplace=True)
+            result[...] = byteswapped(result)
         return total
 
     def _fetch(self, threads: int, report: Callable[[int], object]) -> list[Job]:
@@ -278,5 +278,5 @@ def read_plain(file: WeightFile, index: int, entry: Entry) -> Array:
 def native_order(array: Array) -> Array:
     """A little-endian array in this machine's byte order, copied if it is not aligned."""
     if _SWAPS and array.dtype.itemsize > 1:
-        array = array.byteswap()
+        array = byteswapped(array)
     return array if array.flags.aligned else array.copy()

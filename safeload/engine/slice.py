@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.arrays import Array, ArraySpec, array_over, c_strides, with_article
+from ..base.arrays import Array, ArraySpec, array_over, byteswapped, c_strides, with_article
 from . import jobs
 from .fetch import WINDOW
 from .job import Job, Origin
@@ -172,7 +172,7 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], whole: str
     else:
         result = _read_strided(file, layout, layout.strides, axes, origin)
     if layout.big_endian:
-        result = result.byteswap()  # native_order swaps back if the machine is big-endian
+        result = byteswapped(result)  # native_order swaps back if the machine is big-endian
     view: Array = jobs.native_order(result)[after]
     return view if view.flags.c_contiguous else view.copy()
 

@@ -72,7 +72,7 @@ class _Line:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected.dup()
-        # Not __del__: in a circle of garbage the socket may be finalized first, with a warning that nobody closed it.
+        # Not by __del__: in a circle of references the socket may be finalized before it, and warn.
         weakref.finalize(self, self._socket.close).atexit = False
 
     def shut(self) -> None:

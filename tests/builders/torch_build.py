@@ -6,6 +6,7 @@ import struct
 import sys
 import zipfile
 
+import ml_dtypes
 import numpy as np
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -132,7 +133,10 @@ def storages_of(value, found=None):
 
 
 def in_order(array, order):
-    return array.byteswap().tobytes() if (order == "big") != (sys.byteorder == "big") else array.tobytes()
+    """An array's bytes; those of ml_dtypes before 0.5.4 swap none of bfloat16."""
+    if (order == "big") == (sys.byteorder == "big"):
+        return array.tobytes()
+    return (array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array).byteswap().tobytes()
 
 
 def zip_entries(value, *, protocol=2, order="little"):

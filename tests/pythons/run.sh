@@ -10,20 +10,24 @@ unset PYTHONPATH # what is tested is what is installed
 NAMES=(oldest 3.10 3.11 3.12 3.13 3.14 3.13t)
 # As pyproject.toml allows, with the oldest Python.
 OLDEST=("numpy==1.24.0" "cffi==1.17.0" "ml_dtypes==0.5.0")
-# What depends on them: the binding, dtypes, threads, files, command lines; not the kernels of C, nor what reads pages.
+# What depends on them: the binding, dtypes, threads, files, sockets, command lines; not the kernels of C, nor what reads
+# pages.
 TESTS=(
+    tests/malformed
     tests/test_base
     tests/test_checkpoint.py
     tests/test_cli
     tests/test_compat
     tests/test_engine
-    tests/test_formats/test_contract.py
+    tests/test_formats
     tests/test_operations/test_conversion.py
     tests/test_operations/test_quantization.py
     tests/test_packed
+    tests/test_released.py
+    tests/test_stores
 )
 # What the tests import.
-HELPERS=(gguf pytest pytest-benchmark hypothesis fsspec sybil setuptools)
+HELPERS=(gguf pytest pytest-benchmark hypothesis fsspec urllib3 sybil setuptools)
 
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -35,7 +39,7 @@ mkdir -p "$kept"
 # A copy of what git tracks or would track, in which there is no safeload to import but the one installed.
 mkdir "$work/source" "$work/tests"
 (cd "$root" && git ls-files -z --cached --others --exclude-standard | tar -c --null -T - | tar -x -C "$work/source")
-(cd "$work/source" && tar -c README.md docs pyproject.toml tests | tar -x -C "$work/tests")
+(cd "$work/source" && tar -c README.md csrc docs pyproject.toml tests | tar -x -C "$work/tests")
 
 # The path of CPython of a version.
 installed() {
