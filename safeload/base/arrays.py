@@ -189,7 +189,6 @@ def foreign_order(big_endian: bool) -> bool:
 
 def byteswapped(array: Array) -> Array:
     """A copy with the bytes of each element in the other order. ml_dtypes before 0.5.4 leaves those of bfloat16."""
-    if array.dtype.name == "bfloat16":
-        swapped: Array = array.view(np.uint16).byteswap().view(array.dtype)
-        return swapped
-    return array.byteswap()
+    bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+    swapped: Array = bits.byteswap().view(array.dtype)
+    return swapped
