@@ -5,6 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.torch_build import in_order
 
 from safeload import astype, errors
 from safeload.base import dtypes
@@ -30,7 +31,7 @@ class Builder:
     def storage(self, array):
         """Appends an array's bytes; returns where they begin."""
         begin = len(self.data)
-        self.data += (array.byteswap() if self.big else array).tobytes()
+        self.data += in_order(array, "big" if self.big else "little")
         return begin
 
     def tensor(self, name, array, begin, offset=0, shape=None, strides=None):
