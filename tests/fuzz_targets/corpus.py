@@ -59,7 +59,7 @@ def _safetensors():
 
 def _json():
     texts = [data for data in _safetensors() if data[:1] == b"{"]
-    return [*texts, *(path.read_bytes() for path in (TESTS.parent / "safeload" / "models" / "schemas").glob("*.json"))]
+    return [*texts, *_schemas()]
 
 
 def _gguf():
@@ -247,7 +247,10 @@ def _config():
 
 
 def _schemas():
-    return [path.read_bytes() for path in sorted((TESTS.parent / "safeload" / "models" / "schemas").glob("*.json"))]
+    import safeload  # those of the installed one: the sources may not be here
+
+    folder = Path(safeload.__file__).parent / "models" / "schemas"
+    return [path.read_bytes() for path in sorted(folder.glob("*.json"))]
 
 
 def _expression():
