@@ -45,7 +45,7 @@ def pair(tmp_path, counts, size=4):
     return [saved(tmp_path / str(count), many(count, size)) for count in counts]
 
 
-# Steps that must not become many more; versions of Python count a few more or less.
+# Steps that must not become many more; versions of Python and numpy count a few more or less.
 @pytest.mark.parametrize(("backend", "steps"), [("mmap", 75), ("pread", 85)])
 def test_loading_takes_few_steps_and_none_per_tensor(tmp_path, backend, steps):
     few, more = pair(tmp_path, (150, 300))
@@ -56,7 +56,7 @@ def test_loading_takes_few_steps_and_none_per_tensor(tmp_path, backend, steps):
 def test_loading_many_tensors_of_a_mapped_file_takes_no_step_per_tensor(tmp_path):
     few, more = pair(tmp_path, (1_000, 3_000), 64)
     taken = calls_of(lambda: load_file(few))
-    assert calls_of(lambda: load_file(more)) == taken <= 95
+    assert calls_of(lambda: load_file(more)) == taken <= 100
 
 
 def test_loading_from_memory_takes_few_steps_and_none_per_tensor():
