@@ -79,7 +79,7 @@ def test_open_and_list_beside_a_spinning_thread(size: str, rounds: int, table, r
 
 @pytest.mark.parametrize(("size", "rounds", "files_each"), [("n300", 30, 20), ("n100k", 10, 1)])
 def test_open_and_list_in_eight_threads(size: str, rounds: int, files_each: int, table, report, request) -> None:
-    """Beside safetensors, and beside one thread that opens as many: without the GIL eight are faster than one."""
+    """Beside safetensors, and beside one thread that opens as many."""
     sides = _sides(request.getfixturevalue(size))
 
     def several(side: Callable[[], list[str]], count: int = files_each) -> list[str]:
