@@ -187,8 +187,12 @@ def foreign_order(big_endian: bool) -> bool:
     return big_endian != (sys.byteorder == "big")
 
 
+def swappable(array: Array) -> Array:
+    """A view that has a right `byteswap`: that of ml_dtypes before 0.5.4 leaves bfloat16 as it is."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
 def byteswapped(array: Array) -> Array:
-    """A copy with the bytes of each element in the other order. ml_dtypes before 0.5.4 leaves those of bfloat16."""
-    bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-    swapped: Array = bits.byteswap().view(array.dtype)
+    """A copy with the bytes of each element in the other order."""
+    swapped: Array = swappable(array).byteswap().view(array.dtype)
     return swapped

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array, ArraySpec, byteswapped, empty_array
+from ..base.arrays import Array, ArraySpec, byteswapped, empty_array, swappable
 from ..base.native import check, ffi, lib, pointer, short
 from ..base.table import Entry
 from ..base.text import subject
@@ -89,7 +89,7 @@ class Batch:
             here = self._fetch(count, report)
             self._run(here, threads, total - sum(job.size for job in here), total, report)
         for result in self._results:
-            result[...] = byteswapped(result)
+            swappable(result).byteswap(inplace=True)
         return total
 
     def _fetch(self, threads: int, report: Callable[[int], object]) -> list[Job]:

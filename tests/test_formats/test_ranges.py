@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import zipfile
 
 import numpy as np
@@ -92,7 +93,8 @@ def test_an_index_of_163_shards_and_91_000_tensors_takes_two_requests_a_shard_32
     assert len(opened) == 163 * 559
     assert opened.config == {"model_type": "llama"}
     assert len(store.requests) <= 3 + 2 * 163
-    assert 24 <= store.most <= 32  # a slow machine has not begun the last when the first have ended
+    # Wine has not begun the last when the first have ended.
+    assert store.most == 32 or (os.name == "nt" and 24 <= store.most < 32)
     # Nothing but heads: the first request of each file, and what is left of a longer header.
     assert store.nbytes() <= sum(min(len(c), store.head) for c in store.content.values()) + (20 << 20)
 
