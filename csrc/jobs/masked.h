@@ -2,7 +2,7 @@
 #ifndef SL_MASKED_H
 #define SL_MASKED_H
 
-#include "jobs/job.h"
+#include "jobs/plan.h"
 
 /* Consecutive values of a job, and the stored ones among them. */
 typedef struct sl_masked {

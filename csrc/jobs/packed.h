@@ -2,7 +2,7 @@
 #ifndef SL_PACKED_H
 #define SL_PACKED_H
 
-#include "jobs/job.h"
+#include "jobs/plan.h"
 
 /* Checks every product, index and pointer of job->packed, whatever its maker checked, and that the job's size is that
  * of its values. `tiles`: codes whose order is not that of the values are taken too. */
