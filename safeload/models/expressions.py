@@ -2,22 +2,25 @@
 
 - names, digits, ``+ - * // %`` and parentheses;
 - ``== != < <= > >= and or not`` give 1 or 0;
-- ``len(key, 2)``: the number of items of a list or an object, 2 if there is none;
+- ``len(key, 2)``: the number of items of a list or an object, 2 if the key is missing;
 - ``item(key, 1)``: item 1 of a list; a single number stands for each item;
-- ``contains(key, 3)``: whether a list has a number;
-- ``starts(key, gated)``: whether a text begins with a word;
+- ``contains(key, 3)``: 1 if a list has the number;
+- ``starts(key, gated)``: 1 if a string begins with the word;
 - ``times(key, 64)``: the product with a number that may have a fraction, rounded towards 0.
 
-``eval`` is not used: a schema may come from an untrusted source.
+The grammar is a subset of Python's: `ast` parses, and only the nodes listed here are evaluated. A schema may come from
+an untrusted source.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..base.text import show
@@ -27,24 +30,26 @@ MAX_LENGTH = 1000
 MAX_DEPTH = 50
 # Values must fit in a signed 64-bit integer, as shapes do.
 LIMIT = 1 << 63
-# Most items of a list that is searched, once for each layer.
+# Longest list that is searched; each layer searches it again.
 _ITEMS = 10_000
 
-# A name may contain dots, for keys of nested objects: "text.dim".
-_TOKEN = re.compile(
-    r"\s*(?:([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)|([0-9]+)|(//|[=!<>]=|[-+*()%<>,]))", re.ASCII
-)
-_WORDS = ("and", "or", "not")
-_COMPARISONS = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
+# Anything but names, decimal integers and operators: "0x10" and "1_000" too, which Python accepts.
+_FOREIGN = re.compile(r"\b[0-9]+[A-Za-z_]|[^A-Za-z0-9_.\s+\-*/%()=!<>,]", re.ASCII)
+_COMPARISONS: dict[type[ast.AST], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
-_PRODUCTS = {"*": operator.mul, "//": operator.floordiv, "%": operator.mod}
-_SUMS = {"+": operator.add, "-": operator.sub}
+_ARITHMETIC: dict[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 Lookup = Callable[[str], int]
 Values = Callable[[str], Any]
@@ -55,20 +60,20 @@ class ExpressionError(ValueError):
 
 
 def evaluate(text: str, lookup: Lookup, values: Values | None = None) -> int:
-    """Evaluates an expression.
+    """Evaluate an expression.
 
     Args:
-        text: the expression, such as ``num_key_value_heads * head_dim``.
-        lookup: returns the value of a name, or raises.
-        values: returns what a function gets for a key: a list, an object, a text, a number, or None for a missing key.
-            None: ``lookup``.
+        text: such as ``num_key_value_heads * head_dim``.
+        lookup: returns the integer of a name, or raises.
+        values: returns a function's argument: a list, an object, a string, a number, or None for a missing key.
+            None stands for ``lookup``.
 
     Raises:
         ExpressionError: bad syntax, division by zero, a value beyond 64 bits, a key of the wrong kind for a function,
             or a ``lookup`` that evaluates nested expressions too deeply.
     """
     try:
-        return _parsed(text).run(lookup, values or lookup)
+        return _compiled(text).run(lookup, values or lookup)
     except RecursionError:
         raise ExpressionError(
             f"{text[:200]!r}: its names are defined by expressions that are nested too deep"
@@ -81,181 +86,146 @@ def names_in(text: str) -> list[str]:
     Raises:
         ExpressionError: bad syntax.
     """
-    return list(_parsed(text).names)
+    return list(_compiled(text).names)
 
 
 _Run = Callable[[Lookup, Values], int]
 
 
-class _Parsed(NamedTuple):
-    """An expression that can be evaluated: its names, and a function of what they stand for."""
-
+class _Compiled(NamedTuple):
     names: tuple[str, ...]
     run: _Run
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> _Parsed:
-    parser = _Parser(text)
-    return _Parsed(tuple(parser.names), parser.run)
+def _compiled(text: str) -> _Compiled:
+    compiler = _Compiler(text)
+    run = compiler.condition(compiler.parse())
+    return _Compiled(tuple(compiler.names), run)
 
 
-class _Parser:
-    """Recursive descent: alternatives of conditions, of comparisons, of sums, of products, of atoms.
-
-    Attributes:
-        names: the names, in order.
-        run: evaluates the expression.
-    """
+class _Compiler:
+    """Turns the syntax tree of an expression into nested functions."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens = self._tokenize()
-        self._at = 0
-        self._depth = 0
-        self.names: list[str] = []
-        if not self._tokens:
-            raise self._fail("it is empty")
-        self.run = self._either()
-        if self._at < len(self._tokens):
-            raise self._fail(f"{self._tokens[self._at][:200]!r} is not expected there")
+        self.names: list[str] = []  # in order
 
-    def _fail(self, reason: str) -> ExpressionError:
+    def _error(self, reason: str) -> ExpressionError:
         return ExpressionError(f"{self._text[:200]!r}: {reason}")
 
-    def _tokenize(self) -> list[str]:
-        if len(self._text) > MAX_LENGTH:
-            raise self._fail(f"{len(self._text)} characters, but at most {MAX_LENGTH} are supported")
-        tokens, at = [], 0
-        end = len(self._text.rstrip())
-        while at < end:
-            found = _TOKEN.match(self._text, at)
-            if found is None:
-                character = self._text[at:].lstrip()[:1]
-                raise self._fail(f"{character!r} is neither a name, an integer, nor an operator")
-            tokens.append(found[found.lastindex or 0])
-            at = found.end()
-        return tokens
+    def _unexpected(self, node: ast.AST) -> ExpressionError:
+        return self._error(f"{(ast.get_source_segment(self._text.strip(), node) or '')[:200]!r} is not supported")
 
-    def _next(self, *wanted: str) -> str | None:
-        """Consumes and returns the next token if it is in ``wanted``."""
-        if self._at < len(self._tokens) and self._tokens[self._at] in wanted:
-            self._at += 1
-            return self._tokens[self._at - 1]
-        return None
+    def parse(self) -> ast.expr:
+        text = self._text.strip()
+        if not text:
+            raise self._error("it is empty")
+        if len(text) > MAX_LENGTH:
+            raise self._error(f"{len(text)} characters, but at most {MAX_LENGTH} are supported")
+        if (foreign := _FOREIGN.search(text)) is not None:
+            raise self._error(f"{foreign[0]!r} is neither a name, an integer, nor an operator")
+        if max(accumulate({"(": 1, ")": -1}.get(character, 0) for character in text)) > MAX_DEPTH:
+            raise self._error(f"more than {MAX_DEPTH} nested parentheses")
+        try:
+            return ast.parse(text, mode="eval").body
+        except SyntaxError as error:
+            raise self._error(f"invalid syntax at character {error.offset or len(text)}") from None
 
-    def _either(self) -> _Run:
-        runs = [self._both()]
-        while self._next("or") is not None:
-            runs.append(self._both())
-        return runs[0] if len(runs) == 1 else lambda lookup, values: int(any(run(lookup, values) for run in runs))
+    def condition(self, node: ast.expr) -> _Run:
+        """Compile ``and``, ``or``, ``not`` and comparisons."""
+        if isinstance(node, ast.BoolOp):
+            runs = [self.condition(operand) for operand in node.values]
+            combine = all if isinstance(node.op, ast.And) else any
+            return lambda lookup, values: int(combine(run(lookup, values) for run in runs))
+        if isinstance(node, ast.UnaryOp):
+            if not isinstance(node.op, ast.Not):
+                raise self._unexpected(node)
+            run = self.condition(node.operand)
+            return lambda lookup, values: int(not run(lookup, values))
+        if isinstance(node, ast.Compare):
+            if len(node.ops) > 1 or type(node.ops[0]) not in _COMPARISONS:
+                raise self._unexpected(node)
+            compare = _COMPARISONS[type(node.ops[0])]
+            left, right = self.condition(node.left), self.condition(node.comparators[0])
+            return lambda lookup, values: int(compare(left(lookup, values), right(lookup, values)))
+        return self._arithmetic(node)
 
-    def _both(self) -> _Run:
-        runs = [self._negated()]
-        while self._next("and") is not None:
-            runs.append(self._negated())
-        return runs[0] if len(runs) == 1 else lambda lookup, values: int(all(run(lookup, values) for run in runs))
-
-    def _negated(self) -> _Run:
-        negations = 0
-        while self._next("not") is not None:
-            negations += 1
-        run = self._comparison()
-        if negations == 0:
-            return run
-        return lambda lookup, values: int((run(lookup, values) != 0) == (negations % 2 == 0))
-
-    def _comparison(self) -> _Run:
-        left = self._sum()
-        found = self._next(*_COMPARISONS)
-        if found is None:
-            return left
-        right, compare = self._sum(), _COMPARISONS[found]
-        return lambda lookup, values: int(compare(left(lookup, values), right(lookup, values)))
-
-    def _sum(self) -> _Run:
-        return self._chain(_SUMS, self._product)
-
-    def _product(self) -> _Run:
-        return self._chain(_PRODUCTS, self._atom)
-
-    def _chain(self, operations: Mapping[str, Callable[[int, int], int]], operand: Callable[[], _Run]) -> _Run:
-        """Operands with operations between them, from left to right."""
-        first, rest = operand(), []
-        while (found := self._next(*operations)) is not None:
-            rest.append((operations[found], operand()))
+    def _arithmetic(self, node: ast.expr) -> _Run:
+        """Compile operations from left to right: a chain of 500 nests 500 deep on the left."""
+        chain = []
+        while isinstance(node, ast.BinOp):
+            if type(node.op) not in _ARITHMETIC:
+                raise self._unexpected(node)
+            chain.append(node)
+            node = node.left
+        first = self._atom(node)
+        rest = [(_ARITHMETIC[type(link.op)], self.condition(link.right)) for link in reversed(chain)]
         if not rest:
             return first
 
         def run(lookup: Lookup, values: Values) -> int:
             value = first(lookup, values)
             try:
-                for operation, other in rest:
-                    value = self._checked(operation(value, other(lookup, values)))
+                for operation, operand in rest:
+                    value = self._checked(operation(value, operand(lookup, values)))
             except ZeroDivisionError:
-                raise self._fail("division by zero") from None
+                raise self._error("division by zero") from None
             return value
 
         return run
 
-    def _atom(self) -> _Run:
-        if self._next("(") is not None:
-            return self._nested(self._either)
-        if self._at == len(self._tokens):
-            raise self._fail("it ends where a value is expected")
-        token = self._tokens[self._at]
-        self._at += 1
-        if token[0].isdigit():
-            value = int(token) if len(token) < 20 else LIMIT
-            return lambda lookup, values: self._checked(value)
-        if token in _WORDS or not (token[0].isalpha() or token[0] == "_"):
-            raise self._fail(f"{token[:200]!r} stands where a value is expected")
-        if self._next("(") is not None:
-            return self._nested(lambda: self._call(token))
-        self.names.append(token)
-        return lambda lookup, values: self._checked(lookup(token))
+    def _atom(self, node: ast.expr) -> _Run:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            number = node.value
+            return lambda lookup, values: self._checked(number)
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            name = self._name(node)
+            return lambda lookup, values: self._checked(lookup(name))
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, (ast.BoolOp, ast.Compare, ast.UnaryOp)):
+            return self.condition(node)
+        raise self._unexpected(node)
 
-    def _nested(self, parse: Callable[[], _Run]) -> _Run:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise self._fail(f"more than {MAX_DEPTH} nested parentheses")
-        run = parse()
-        if self._next(")") is None:
-            raise self._fail("a parenthesis is not closed")
-        self._depth -= 1
-        return run
+    def _name(self, node: ast.expr) -> str:
+        """A key, which may have dots: "text.dim" is in a nested object."""
+        name = self._word(node)
+        self.names.append(name)
+        return name
 
-    def _call(self, function: str) -> _Run:
-        """A call of a function: a key, and a number or for ``starts`` a word."""
+    def _word(self, node: ast.expr) -> str:
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            raise self._error("a function takes the name of a key" if not parts else "a name has only words and dots")
+        return ".".join((node.id, *reversed(parts)))
+
+    def _call(self, node: ast.Call) -> _Run:
+        function = self._word(node.func)
         if function not in _FUNCTIONS and function != _STARTS:
-            raise self._fail(f"unknown function {function[:200]!r}, expected one of {_LISTED}")
-        key = self._word()
-        self.names.append(key)
-        if self._next(",") is None:
-            raise self._fail(f"{function} takes two arguments")
+            raise self._error(f"unknown function {function[:200]!r}, expected one of {_LISTED}")
+        if len(node.args) != 2 or node.keywords:
+            raise self._error(f"{function} takes two arguments")
+        key = self._name(node.args[0])
         if function == _STARTS:
-            word = self._word()
+            word = self._word(node.args[1])
             return lambda lookup, values: self._of(key, values, lambda value: _starts(value, word))
-        number, call = self._either(), _FUNCTIONS[function]
+        number, call = self.condition(node.args[1]), _FUNCTIONS[function]
         return lambda lookup, values: self._of(key, values, lambda value: call(value, number(lookup, values)))
-
-    def _word(self) -> str:
-        token = self._tokens[self._at] if self._at < len(self._tokens) else ""
-        if not (token[:1].isalpha() or token[:1] == "_"):
-            raise self._fail("a function takes the name of a key")
-        self._at += 1
-        return token
 
     def _of(self, key: str, values: Values, call: Callable[[Any], int]) -> int:
         value = values(key)
         try:
             return self._checked(call(value))
         except _WrongKindError as wrong:
-            raise self._fail(f"{show(key)} in the config is {show(value)}, expected {wrong}") from None
+            raise self._error(f"{show(key)} in the config is {show(value)}, expected {wrong}") from None
 
     def _checked(self, value: int) -> int:
         if not -LIMIT < value < LIMIT:
-            raise self._fail("a value beyond 64 bits")
+            raise self._error("a value beyond 64 bits")
         return value
 
 
