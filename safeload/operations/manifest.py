@@ -1,22 +1,27 @@
-"""SHA-256 of every tensor, so that a corrupted download or a changed tensor is named.
+"""Manifests: SHA-256 digests of every tensor, which name each tensor that a download or an edit has changed.
 
-A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256"}}}``. The hash
-covers the bytes of the elements in C order, little-endian, and then those of the scales of quantized int8, or of the
-other parts of packed tensors, so that the same tensors in another file format have the same hashes.
+A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256", "restoring"}}}``.
+
+- ``sha256`` covers the elements in C order, little-endian, followed by the scales of int8 or the other parts of a
+  packed tensor. It does not depend on the file format.
+- ``restoring``, for int8 and packed tensors only, covers the settings that turn stored bytes into values: the axis of
+  scales, block sizes, conventions of zero points, and the dtype of each part. The first manifests lack it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..base import log
+from ..base import dtypes, log
+from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.paths import PathLike, native_path
-from ..base.text import show
+from ..base.text import plural, show
 from ..engine.jobs import native_order
 from ..engine.pieces import Meter, file_pieces, in_order, source_pieces
 from ..engine.progress import Progress
@@ -27,10 +32,13 @@ from ..errors import FormatError
 from . import executing, plan, sources
 from .catalog import Catalog, Given
 from .executing import Executor
-from .validate.findings import Finding, error
+from .validate.findings import Finding, error, note
 
 KEY, VERSION = "safeload_manifest", 1
+RESTORING = "restoring"
 
+# Fields of a `Packing` that `restoring` leaves out: other keys of the entry hold them, or they change no value.
+_UNHASHED = ("family", "label", "shape", "config")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -104,6 +112,7 @@ def _entries(
 def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
     digest, (_, file, index) = hashlib.sha256(), catalog.place(name)
     packed = packed_of(file, index) if file is not None and file.table.quantized else None
+    restoring = packed
     chunks: Iterator[memoryview]
     if packed is not None:  # its parts one after the other, as `QuantizedTensor.parts` has them
         dtype, shape = catalog.about(name).dtype, packed.packing.shape
@@ -112,10 +121,36 @@ def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
         value = catalog.source(name, threads=1)  # a big-endian or strided tensor is copied
         dtype, shape = value.scheme if isinstance(value, QuantizedTensor) else value.row.code, value.shape
         chunks = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)
+        in_memory = value.restoring() if isinstance(value, QuantizedTensor) else None
+        restoring = None if in_memory is None else in_memory[0]
     for chunk in chunks:
         digest.update(chunk)
         meter.add(len(chunk))
-    return {"dtype": dtype, "shape": list(shape), "sha256": digest.hexdigest()}
+    entry = {"dtype": dtype, "shape": list(shape), "sha256": digest.hexdigest()}
+    return entry if restoring is None else {**entry, RESTORING: _settings_digest(restoring)}
+
+
+def _settings_digest(packed: Packed) -> str:
+    """The SHA-256 of the settings that turn the stored bytes of a packed tensor into values.
+
+    Fields with their default value are left out, so that digests survive new fields.
+    """
+    settings = {key: _plain(value) for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
+    parts = {
+        role: [dtypes.array_dtype(part.row.number).name, part.end - part.begin] for role, part in packed.parts.items()
+    }
+    text = json.dumps({"packing": settings, "parts": parts}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
+    """The fields of a named tuple that differ from their defaults."""
+    defaults = fields._field_defaults
+    return {key: value for key, value in fields._asdict().items() if key not in defaults or value != defaults[key]}
+
+
+def _plain(value: Any) -> Any:
+    return _set_fields(value) if isinstance(value, (Grid, Zeros)) else value
 
 
 def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
@@ -140,19 +175,27 @@ def read(path: PathLike) -> dict[str, Any]:
         raise FormatError(f'a manifest must be {{"{KEY}": {VERSION}, "tensors": {{...}}}}', text)
     for name, entry in tensors.items():
         good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
-        if not good or not isinstance(entry.get("sha256"), str) or not _SHA256.fullmatch(entry["sha256"]):
+        if not good or not _is_digest(entry.get("sha256")):
             raise FormatError(f"manifest: the entry of {show(name)} must have dtype, shape and sha256", text)
+        if RESTORING in entry and not _is_digest(entry[RESTORING]):
+            shown = show(entry[RESTORING])
+            raise FormatError(f"manifest: {RESTORING!r} of {show(name)} must be a SHA-256, got {shown}", text)
     return found
 
 
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
 def compare(said: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
-    """Finds what has changed since a manifest was written.
+    """Yield the differences between a manifest and the manifest of the current file.
 
     Args:
-        said: the manifest.
+        said: the manifest; the digests of settings that an old one lacks are reported together in a note.
         found: the manifest of the current file.
     """
     before, now = said["tensors"], found["tensors"]
+    unknown_settings = 0
     for name, entry in before.items():
         other = now.get(name)
         if other is None:
@@ -163,6 +206,21 @@ def compare(said: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Findi
         elif entry["sha256"] != other["sha256"]:
             message = f"has SHA-256 {other['sha256'][:16]}..., but {entry['sha256'][:16]}... in the manifest"
             yield error("manifest.changed", name, message)
+        elif RESTORING in other and RESTORING not in entry:
+            unknown_settings += 1
+        elif entry.get(RESTORING) != other.get(RESTORING):
+            message = (
+                "has the stored bytes of the manifest, but other settings turn them into values, such as the axis of "
+                "its scales, its block size or its zero points"
+            )
+            yield error("manifest.changed", name, message)
     for name in now:
         if name not in before:
             yield error("manifest.unexpected", name, "is in the file, but not in the manifest")
+    if unknown_settings:
+        tensors = plural(unknown_settings, "quantized tensor")
+        message = (
+            f"an older safeload wrote the manifest: it covers the stored bytes of {tensors}, but not the settings that "
+            "turn them into values; write it again with --write-manifest"
+        )
+        yield note("manifest.outdated", None, message)
