@@ -145,8 +145,8 @@ def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
             pair before; a dict, or a single pair.
 
     Raises:
-        ValueError: an invalid expression or replacement, an empty name, or two tensors with one new name; the message
-            has both old names.
+        ValueError: an invalid expression or replacement, a name that becomes empty, or two tensors with one new name;
+            the message has both old names.
         TypeError: something else than pairs.
     """
     pairs = [(_compiled(pattern), replacement) for pattern, replacement in pairs_of(renames)]
@@ -154,7 +154,7 @@ def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
     origin: dict[str, str] = {}
     for name in names:
         to = _substituted(name, pairs)
-        if not to:
+        if name and not to:  # a tensor may be called "", but rename must not make it so
             raise ValueError(f"rename leaves tensor {show(name)} without a name")
         if to in origin:
             raise ValueError(f"rename gives tensors {show(origin[to])} and {show(name)} the same name {show(to)}")

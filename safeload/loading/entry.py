@@ -43,8 +43,8 @@ def open(
             error. Any part of a split GGUF file opens all of them.
         format: requires a format, such as "safetensors", "gguf" or "torch" (either of "torch zip" and "torch legacy");
             the guide lists all values, as does the error for an unknown one.
-        root: name of the nested dict to take tensors from, such as "state_dict" or "model.ema"; it is omitted from
-            their names. For torch checkpoints.
+        root: name of the nested dict to take tensors and metadata from, such as "state_dict" or "model.ema"; names
+            leave it out. For torch checkpoints.
         unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
             "refuse" it with an error that names them all, or keep them "inert", as placeholders, and read the tensors
             around them. They are neither imported nor called. In the names of tensors inside a placeholder its state

@@ -93,8 +93,7 @@ def copies_of(catalog: Catalog, wanted: Wanted) -> Copies | None:
     if targets is None:
         return None
     rename = options.get("rename")
-    # Without pairs the names stay, and only an empty one is refused.
-    names = columns.names if rename is None and "" not in columns.names else [*renamed(columns.names, rename).values()]
+    names = columns.names if rename is None else [*renamed(columns.names, rename).values()]
     return Copies(
         columns,
         names,

@@ -89,6 +89,15 @@ def test_two_names_may_be_exchanged():
     assert renamed(["a", "b"], [("^a$", "#"), ("^b$", "a"), ("#", "b")]) == {"a": "b", "b": "a"}
 
 
+@pytest.mark.parametrize("rename", [None, [], [("x", "y")], [("^$", "")], {"a": "b"}])
+def test_a_tensor_may_have_an_empty_name(rename):
+    assert renamed(["", "norm"], rename)[""] == ""
+
+
+def test_an_empty_name_may_be_replaced():
+    assert renamed(["", "w"], [("^$", "root")]) == {"": "root", "w": "w"}
+
+
 @pytest.mark.parametrize(
     ("rename", "message"),
     [

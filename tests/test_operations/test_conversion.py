@@ -599,3 +599,35 @@ def test_metadata_from_and_to_gguf(tmp_path):
         "none": "null",
         "big": str(2**70),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("out.safetensors", {}),
+        ("out.safetensors", {"dtype": "float16"}),
+        ("out.safetensors", {"quantize": "q8_0"}),
+        ("out.safetensors", {"only": ""}),
+        ("out.safetensors", {"names": [""]}),
+        ("out.gguf", {"metadata": {"general.architecture": "test"}}),
+        ("out.npz", {"dtype": "float16"}),
+        ("out", {"max_shard_size": 300}),
+        ("out", {"max_shard_size": 300, "quantize": "int8"}),
+        ("out", {"max_shard_size": 300, "resume": True}),
+    ],
+)
+def test_a_tensor_without_a_name(tmp_path, name, options):
+    tensors = {"": np.arange(64, dtype=np.float32).reshape(2, 32), "x": np.ones((2, 32), np.float32)}
+    convert(tensors if options.get("resume") is None else saved(tensors, tmp_path), tmp_path / name, **options)
+    got = safeload.load(tmp_path / name, dtype="float32")
+    assert np.allclose(got[""], tensors[""], atol=0.3) and len(got) == (1 if {"only", "names"} & {*options} else 2)
+
+
+def saved(tensors, folder):
+    save_file(tensors, folder / "source.safetensors")
+    return folder / "source.safetensors"
+
+
+def test_rename_may_not_leave_a_tensor_without_a_name(tmp_path):
+    with pytest.raises(ValueError, match="leaves tensor 'x' without a name"):
+        convert({"": np.ones(2), "x": np.ones(2)}, tmp_path / "out.safetensors", rename=[("x", "")])

@@ -221,19 +221,22 @@ class Tree:
             return node.plain
         return item if _is_flat(item) else CYCLE
 
-    @property
-    def metadata(self) -> dict[Any, Any]:
-        """Everything except tensors, nested as in the pickle; if the root is a sequence, its indexes become keys."""
-        root = self._root
-        if not _is_container(root):
-            return {} if type(root) in TENSORS else {"value": self._leaf(root)}
-        plain = self._nodes[id(root)].plain
+    def metadata(self, root: Any = None) -> dict[Any, Any]:
+        """Everything below a value except tensors, nested as in the pickle; the indexes of a sequence become keys.
+
+        Args:
+            root: the result of `select`, which leaves out what surrounds it; None for the whole pickle.
+        """
+        value = self._root if root is None else root
+        if not _is_container(value):
+            return {} if type(value) in TENSORS else {"value": self._leaf(value)}
+        plain = self._replace(value)
         if plain is _NOTHING:
             return {}
         if isinstance(plain, dict):
             return plain
         if isinstance(plain, (list, tuple)):
-            return {str(k): item for k, item in enumerate(plain) if self._replace(root[k]) is not _NOTHING}
+            return {str(k): item for k, item in enumerate(plain) if self._replace(value[k]) is not _NOTHING}
         return {"value": plain}
 
     def select(self, root: str) -> Any:

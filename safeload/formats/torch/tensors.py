@@ -113,7 +113,7 @@ def make_table(
             listings[name] = place._replace(name=name)
     named = dict.fromkeys(found.harmless, True) | dict.fromkeys(found.foreign, False)
     inside = [listing for listing in listings.values() if listing is not None]
-    table = ListedTable(inside, tree.metadata, big_endian=big_endian, named_globals=named)
+    table = ListedTable(inside, tree.metadata(root), big_endian=big_endian, named_globals=named)
     return Made(table, arrays.beside(), list(listings))
 
 

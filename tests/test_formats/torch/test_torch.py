@@ -396,9 +396,41 @@ def test_root_selects_and_strips(tmp_path):
     ):
         checkpoint = opened(tmp_path, value, root=root)
         assert list(checkpoint) == want
-        assert checkpoint.metadata == {"epoch": 5}
+        assert checkpoint.metadata == {}
     assert list(opened(tmp_path, {"a": {"b": {"w": one()}}}, root="a.b")) == ["w"]
     assert list(opened(tmp_path, [one(), [one(), one()]], root="1")) == ["0", "1"]
+
+
+@pytest.mark.parametrize("build", [zip_file, legacy_file])
+@pytest.mark.parametrize(
+    ("root", "metadata"),
+    [
+        (
+            None,
+            {
+                "model": {"config": {"dim": 4}, "rest": [1, None]},
+                "args": {"key": "sk-secret"},
+                "runs": [None, {"lr": 3}],
+            },
+        ),
+        ("model", {"config": {"dim": 4}, "rest": [1, None]}),
+        ("model.rest", {"0": 1}),
+        ("model.w", {}),
+        ("runs", {"1": {"lr": 3}}),
+        ("runs.0", {}),
+        ("pure", {}),
+    ],
+)
+def test_root_leaves_out_the_metadata_of_the_rest(tmp_path, build, root, metadata):
+    model = {"w": one(1), "config": {"dim": 4}, "rest": [1, one(2)]}
+    value = {"model": model, "args": {"key": "sk-secret"}, "runs": [{"w": one(3)}, {"lr": 3}], "pure": {"w": one(4)}}
+    path = tmp_path / "made.pt"
+    path.write_bytes(build(value))
+    with safeload.open(path, root=root) as checkpoint:
+        assert checkpoint.metadata == metadata
+        safeload.convert(checkpoint, tmp_path / "out.safetensors")
+    texts = safeload.open(tmp_path / "out.safetensors").metadata
+    assert {key: json.loads(text) for key, text in texts.items()} == metadata
 
 
 @pytest.mark.parametrize("root", ["", "nothing", "epoch", "model.", "model.x", ".model", "model.w.x"])
