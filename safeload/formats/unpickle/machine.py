@@ -17,6 +17,8 @@ MAX_LINE = 10_000
 # that is built by copying others (joined text, a list made into a tuple, combined arguments). Real pickles copy fewer
 # bytes than they have.
 MAX_COPIED = 50
+# Memo numbers at most this far beyond the count of entries are in order.
+NEAR = 8
 # Bytes that any pickle may copy, whatever its size.
 _COPIED_FREE = 1 << 16
 
@@ -155,13 +157,15 @@ class Machine:
         Numbers in order are used as keys. Others could be chosen to collide in the dict: the key is their text, whose
         hash is randomised.
         """
-        if number <= len(self.memo) + 8:
+        if number <= len(self.memo) + NEAR:
             self.memo[number] = value
         else:
             self.far[str(number)] = value
 
     def recall(self, number: int) -> Any:
-        """A memo entry that is not in `memo`; raises KeyError if it was never set."""
+        """Return a memo entry, or raise KeyError if it was never set."""
+        if number in self.memo:
+            return self.memo[number]
         value = self.far.get(str(number), self)
         if value is self:
             raise KeyError(number)

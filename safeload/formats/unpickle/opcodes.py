@@ -1,8 +1,8 @@
-"""The opcodes of the pickle machine, one function each; run.py turns their exceptions into errors.
+"""The less frequent opcodes of the pickle machine, one function each; run.py has the others, and turns exceptions into
+errors.
 
 IndexError means that the stack is empty or the bytes end (`Machine.at` is then past the end), KeyError that a memo
-entry does not exist, ValueError that text cannot be decoded. This file is longer than others: a table of 68 short
-functions.
+entry does not exist, ValueError that text cannot be decoded.
 """
 
 from __future__ import annotations
@@ -60,12 +60,6 @@ def _stop(m: Machine) -> None:
 # ---- the stack and the memo ----
 
 
-@_op(b"(")
-def _mark(m: Machine) -> None:
-    m.marks.append(m.stack)
-    m.stack = []
-
-
 @_op(b"0")
 def _pop(m: Machine) -> None:
     if m.stack:
@@ -84,60 +78,16 @@ def _dup(m: Machine) -> None:
     m.stack.append(m.stack[-1])
 
 
-@_op(b"h")
-def _binget(m: Machine) -> None:
-    at = m.at
-    m.at = at + 1
-    number = m.data[at]
-    try:
-        value = m.memo[number]
-    except KeyError:
-        value = m.recall(number)
-    m.stack.append(value)
-
-
 @_op(b"j")
 def _long_binget(m: Machine) -> None:
     at = m.at
     m.at = at + 4
-    number = U32(m.data, at)[0]
-    try:
-        value = m.memo[number]
-    except KeyError:
-        value = m.recall(number)
-    m.stack.append(value)
+    m.stack.append(m.recall(U32(m.data, at)[0]))
 
 
 @_op(b"g")
 def _get(m: Machine) -> None:
-    number = _integer(m.line())
-    try:
-        value = m.memo[number]
-    except KeyError:
-        value = m.recall(number)
-    m.stack.append(value)
-
-
-@_op(b"q")
-def _binput(m: Machine) -> None:
-    at = m.at
-    m.at = at + 1
-    number = m.data[at]
-    if number <= len(m.memo) + 8:
-        m.memo[number] = m.stack[-1]
-    else:
-        m.remember(number, m.stack[-1])
-
-
-@_op(b"r")
-def _long_binput(m: Machine) -> None:
-    at = m.at
-    m.at = at + 4
-    number = U32(m.data, at)[0]
-    if number <= len(m.memo) + 8:
-        m.memo[number] = m.stack[-1]
-    else:
-        m.remember(number, m.stack[-1])
+    m.stack.append(m.recall(_integer(m.line())))
 
 
 @_op(b"p")
@@ -162,22 +112,6 @@ def _constant(code: bytes, value: Any) -> None:
 
 _constant(b"N", None)
 _constant(b"\x88", True)
-_constant(b"\x89", False)
-_constant(b")", ())
-
-
-@_op(b"K")
-def _binint1(m: Machine) -> None:
-    at = m.at
-    m.at = at + 1
-    m.stack.append(m.data[at])
-
-
-@_op(b"M")
-def _binint2(m: Machine) -> None:
-    at = m.at
-    m.at = at + 2
-    m.stack.append(_U16(m.data, at)[0])
 
 
 @_op(b"J")
@@ -242,17 +176,6 @@ def _size(m: Machine, unpack: Callable[..., tuple[int]], width: int) -> int:
         m.at = len(m.data) + 1
         raise IndexError
     return size
-
-
-@_op(b"X")
-def _binunicode(m: Machine) -> None:
-    data = m.data
-    begin = m.at + 4
-    m.at = begin
-    m.at = end = begin + U32(data, begin - 4)[0]
-    if end > len(data):
-        raise IndexError
-    m.stack.append(str(data[begin:end], "utf-8", "surrogatepass"))
 
 
 @_op(b"\x8c")
@@ -340,25 +263,6 @@ def _string(m: Machine) -> None:
 # ---- containers ----
 
 
-@_op(b"t")
-def _tuple(m: Machine) -> None:
-    items = m.stack
-    m.stack = m.marks.pop()
-    m.stack.append(tuple(items))
-
-
-@_op(b"\x85")
-def _tuple1(m: Machine) -> None:
-    m.stack[-1] = (m.stack[-1],)
-
-
-@_op(b"\x86")
-def _tuple2(m: Machine) -> None:
-    stack = m.stack
-    second = stack.pop()
-    stack[-1] = (stack[-1], second)
-
-
 @_op(b"\x87")
 def _tuple3(m: Machine) -> None:
     stack = m.stack
@@ -420,9 +324,9 @@ def _setitem(m: Machine) -> None:
 
 @_op(b"u")
 def _setitems(m: Machine) -> None:
-    pairs = m.pop_mark()
+    pairs, into = m.pop_mark(), m.stack[-1]
     if pairs:
-        put(m.stack[-1], pairs, m.watched)
+        put(into, pairs, m.watched)
 
 
 @_op(b"\x8f")
@@ -495,15 +399,6 @@ def _ext4(m: Machine) -> None:
     _extension(m, _I32(m.take(4))[0])
 
 
-@_op(b"R")
-def _reduce(m: Machine) -> None:
-    args = m.stack.pop()
-    m.stack[-1] = m.call(m.stack[-1], args)
-
-
-OPCODES[0x81] = _reduce  # NEWOBJ: makes an object without calling its class; the same here
-
-
 @_op(b"\x92")
 def _newobj_ex(m: Machine) -> None:
     keywords = m.stack.pop()
@@ -543,11 +438,6 @@ def _build(m: Machine) -> None:
 
 
 # ---- data outside the pickle ----
-
-
-@_op(b"Q")
-def _binpersid(m: Machine) -> None:
-    m.stack[-1] = m.persistent(m.stack[-1])
 
 
 @_op(b"P")

@@ -12,7 +12,7 @@ stack as in CPython, with these differences:
    pickle can refer to again are counted (`Machine.charge`).
 
 Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, the values of rows and
-persistent ids, `Global`, `Foreign` and `Inert`. The opcodes are in opcodes.py.
+persistent ids, `Global`, `Foreign` and `Inert`. The opcodes of tensors are in `_run`, the others in opcodes.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ...base.collector import paused
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
-from .machine import Fault, Global, Machine, Stop, describe
+from .machine import NEAR, Fault, Global, Machine, Stop, describe
 from .opcodes import OPCODES, U32
 
 # 50 times the opcodes of the largest known real file (400,000). Each allocates at most 216 bytes (an empty set) beyond
@@ -35,8 +35,8 @@ from .opcodes import OPCODES, U32
 MAX_OPCODES = 20_000_000
 # Bytes of a pickle, which is read into memory. The largest real ones have about 10 MB, as tensors are stored elsewhere.
 MAX_PICKLE = 1 << 30
-# Bytes that the opcodes which `_run` handles itself take at most, without text: as many are left where it reads one.
-MARGIN = 5
+# Bytes of the arguments of the opcodes that are cases of `_run`.
+_ARGUMENT = {0x4B: 1, 0x4D: 2, 0x58: 4, 0x68: 1, 0x71: 1, 0x72: 4}
 _ASKS = "the pickle asks"
 # Added to the message if unknown globals are the only fault of the pickle.
 ADVICE = '; unknown_globals="inert" reads the tensors around them'
@@ -143,15 +143,14 @@ def check_foreign(names: Sequence[str], path: str, inert: bool, asks: str, more:
 
 
 def _run(machine: Machine, path: str, base: int | None) -> Any:
-    """Runs the opcodes and returns the value on the stack; turns their exceptions into errors with a position.
+    """Run the opcodes, return the value on the stack, and turn exceptions into errors with a position.
 
-    The opcodes that tensors consist of are run here, on local variables, where nothing is unusual about them; all
-    others, and every fault but an empty stack or wrong UTF-8, by their functions, which define them.
+    Tensors consist of the opcodes that are cases here, which work on local variables; the others are functions in
+    opcodes.py.
     """
     data, size = machine.data, len(machine.data)
     stack, marks, memo = machine.stack, machine.marks, machine.memo
     call, persistent = machine.call, machine.persistent
-    last = size - MARGIN
     at = room = 0
 
     def place(position: int) -> int | None:
@@ -159,87 +158,75 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
 
     try:
         for _ in repeat(None, MAX_OPCODES):
-            if at <= last:
-                match data[at]:
-                    case 0x72:  # LONG_BINPUT
-                        number = U32(data, at + 1)[0]
-                        if number <= room or number <= (room := len(memo) + 8):  # see `Machine.remember`
-                            memo[number] = stack[-1]
-                            at += 5
-                            continue
-                    case 0x4B:  # BININT1
-                        stack.append(data[at + 1])
-                        at += 2
-                        continue
-                    case 0x68:  # BINGET
-                        number = data[at + 1]
-                        if number in memo:
-                            stack.append(memo[number])
-                            at += 2
-                            continue
-                    case 0x28:  # MARK
-                        marks.append(stack)
-                        stack = []
-                        at += 1
-                        continue
-                    case 0x74:  # TUPLE
-                        value = tuple(stack)
-                        stack = marks.pop()
-                        stack.append(value)
-                        at += 1
-                        continue
-                    case 0x86:  # TUPLE2
-                        value = stack.pop()
-                        stack[-1] = (stack[-1], value)
-                        at += 1
-                        continue
-                    case 0x58:  # BINUNICODE
-                        end = at + 5 + U32(data, at + 1)[0]
-                        text = data[at + 5 : end]
-                        if text.isascii() and end <= size:
-                            stack.append(text.decode())
-                            at = end
-                            continue
-                    case 0x52:  # REDUCE
-                        value = stack.pop()
-                        machine.at = at + 1
-                        stack[-1] = call(stack[-1], value)
-                        at += 1
-                        continue
-                    case 0x51:  # BINPERSID
-                        stack[-1] = persistent(stack[-1])
-                        at += 1
-                        continue
-                    case 0x89:  # NEWFALSE
-                        stack.append(False)
-                        at += 1
-                        continue
-                    case 0x29:  # EMPTY_TUPLE
-                        stack.append(())
-                        at += 1
-                        continue
-                    case 0x4D:  # BININT2
-                        stack.append(data[at + 1] | data[at + 2] << 8)
-                        at += 3
-                        continue
-                    case 0x85:  # TUPLE1
-                        stack[-1] = (stack[-1],)
-                        at += 1
-                        continue
-                    case 0x71:  # BINPUT
-                        number = data[at + 1]
-                        if number <= room or number <= (room := len(memo) + 8):
-                            memo[number] = stack[-1]
-                            at += 2
-                            continue
-            elif at >= size:
-                break
-            machine.at = at + 1
-            machine.stack = stack
-            OPCODES[data[at]](machine)
-            stack, at = machine.stack, machine.at
-        else:
-            raise LimitError(f"{path}: a pickle of more than {MAX_OPCODES} opcodes")
+            match data[at]:  # an IndexError at the end
+                case 0x72:  # LONG_BINPUT
+                    number = U32(data, at + 1)[0]
+                    if number <= room or number <= (room := len(memo) + NEAR):
+                        memo[number] = stack[-1]
+                    else:
+                        machine.remember(number, stack[-1])
+                    at += 5
+                case 0x4B:  # BININT1
+                    stack.append(data[at + 1])
+                    at += 2
+                case 0x68:  # BINGET
+                    number = data[at + 1]
+                    stack.append(memo[number] if number in memo else machine.recall(number))
+                    at += 2
+                case 0x28:  # MARK
+                    marks.append(stack)
+                    stack = []
+                    at += 1
+                case 0x74:  # TUPLE
+                    value = tuple(stack)
+                    stack = marks.pop()
+                    stack.append(value)
+                    at += 1
+                case 0x86:  # TUPLE2
+                    value = stack.pop()
+                    stack[-1] = (stack[-1], value)
+                    at += 1
+                case 0x58:  # BINUNICODE
+                    end = at + 5 + U32(data, at + 1)[0]
+                    if end > size:
+                        machine.at = end
+                        raise IndexError
+                    text = data[at + 5 : end]
+                    stack.append(text.decode() if text.isascii() else str(text, "utf-8", "surrogatepass"))
+                    at = end
+                case 0x52 | 0x81:  # REDUCE; NEWOBJ, which constructs an object without calling its class
+                    value = stack.pop()
+                    machine.at = at + 1
+                    stack[-1] = call(stack[-1], value)
+                    at += 1
+                case 0x51:  # BINPERSID
+                    stack[-1] = persistent(stack[-1])
+                    at += 1
+                case 0x89:  # NEWFALSE
+                    stack.append(False)
+                    at += 1
+                case 0x29:  # EMPTY_TUPLE
+                    stack.append(())
+                    at += 1
+                case 0x4D:  # BININT2
+                    stack.append(data[at + 1] | data[at + 2] << 8)
+                    at += 3
+                case 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                    at += 1
+                case 0x71:  # BINPUT
+                    number = data[at + 1]
+                    if number <= room or number <= (room := len(memo) + NEAR):
+                        memo[number] = stack[-1]
+                    else:
+                        machine.remember(number, stack[-1])
+                    at += 2
+                case code:
+                    machine.at = at + 1
+                    machine.stack = stack
+                    OPCODES[code](machine)
+                    stack, at = machine.stack, machine.at
+        raise LimitError(f"{path}: a pickle of more than {MAX_OPCODES} opcodes")
     except Stop:
         if marks or len(stack) != 1:
             raise FormatError("the pickle stops with values left on its stack", path, place(at)) from None
@@ -250,11 +237,12 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
             raise FormatError(message, path, place(at)) from None
         raise fault.kind(str(FormatError(message, path, place(at)))) from None
     except (IndexError, struct.error):
-        if machine.at > size:
-            message = f"pickle opcode {_opcode(data, at)}: its argument goes beyond the end"
-            raise TruncatedError(message, path, place(at)) from None
-        message = f"pickle opcode {_opcode(data, at)}: nothing on the stack for it"
-        raise FormatError(message, path, place(at)) from None
+        if at < size:
+            message = f"pickle opcode {_opcode(data, at)}: "
+            if max(machine.at, at + 1 + _ARGUMENT.get(data[at], 0)) > size:
+                message += "its argument goes beyond the end"
+                raise TruncatedError(message, path, place(at)) from None
+            raise FormatError(message + "nothing on the stack for it", path, place(at)) from None
     except KeyError as error:
         message = f"pickle opcode {_opcode(data, at)}: memo entry {describe(error.args[0])} was never set"
         raise FormatError(message, path, place(at)) from None
