@@ -113,7 +113,7 @@ def test_no_framework_is_imported(tmp_path):
     array = np.ones((2, 32), np.float32)
     for suffix in ("safetensors", "gguf", "npz"):
         safeload.convert({"w": array}, tmp_path / f"x.{suffix}")
-    safeload.convert({"w": array.astype(np.float16)}, tmp_path / "x.bin")
+    safeload.convert({"w": array.astype(np.float16)}, tmp_path / "x.bin", format="moon")
     np.save(tmp_path / "x.npy", array)
     files = [*tmp_path.iterdir(), DATA / "torch" / "checkpoint.pt", DATA / "torch" / "simple_legacy.pt"]
     done = subprocess.run(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from contextlib import ExitStack
 from typing import Any
 
 from ..base.scheme import SCHEMES
 from ..engine.load import targets
 from ..errors import SafeloadError
-from ..formats.registry import SUFFIXES
+from ..formats.registry import SUFFIXES, WRITTEN
 from ..models.layout import Layout, built_in
 from ..operations.convert import convert
 from ..operations.convert_report import ConvertReport
@@ -94,6 +95,9 @@ def register(commands: Any) -> None:
         action="store_true",
         help="leave out the tokenizer, chat template and generation_config.json of the source's folder",
     )
+    parser.add_argument(
+        "--format", choices=tuple(WRITTEN), metavar="NAME", help=f"instead of the suffix: {', '.join(WRITTEN)}"
+    )
     parser.add_argument("--max-shard-size", metavar="SIZE", help='write shards of at most this size: "500MB", "5GB"')
     parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
     parser.add_argument(
@@ -129,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-# What messages advise, and the options of the command line for it.
+# Arguments in messages, and the command line's options for them.
 _ADVICE = {
     " and overwrite=False": ", --overwrite replaces it",
     "max_shard_size=": "--max-shard-size",
@@ -141,7 +145,7 @@ _ADVICE = {
 def _in_options(message: str) -> str:
     for advice, option in _ADVICE.items():
         message = message.replace(advice, option)
-    return message
+    return re.sub(r"\bformat=([\"'])(\w+)\1", r"--format \2", message)
 
 
 def _convert(options: argparse.Namespace) -> ConvertReport:
@@ -162,6 +166,7 @@ def _convert(options: argparse.Namespace) -> ConvertReport:
             extras=not options.no_extras,
             storage_options=storage_options(options),
             max_shard_size=options.max_shard_size,
+            format=options.format,
             overwrite=options.overwrite,
             resume=options.resume,
             executor=executor,

@@ -41,6 +41,7 @@ class Format(NamedTuple):
         told: whether the first bytes of a file are those of this format.
         module: the module that reads and writes it, relative to this package.
         suffixes: usual suffixes of its files; if the format is written, they select it in `convert`.
+        shared: suffixes of another format, which `convert` writes only with ``format=`` or ``layout=``.
         writes: whether it can be written.
         asks: whether the module must look into the file, because other rows have the same first bytes.
         metadata: whether files that are written have room for metadata.
@@ -57,6 +58,7 @@ class Format(NamedTuple):
     told: Callable[[bytes], bool]
     module: str
     suffixes: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
     writes: bool = False
     asks: bool = False
     metadata: bool = False
@@ -91,7 +93,7 @@ ROWS = (
            (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, asks=True, peer="numpy.load"),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
-    Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon", ".bin"), writes=True, public=True),
+    Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon",), (".bin",), writes=True, public=True),
 )
 # fmt: on
 
@@ -121,6 +123,10 @@ WEIGHT_SUFFIXES = frozenset(suffix for row in ROWS for suffix in row.suffixes)
 
 # The format that `convert` writes for a suffix.
 SUFFIXES = {suffix: row.name for row in ROWS if row.writes for suffix in row.suffixes}
+
+# The values of ``format=`` of `convert`, and the suffixes that its files may have.
+WrittenName: TypeAlias = Literal["safetensors", "gguf", "npz", "npy", "moon"]
+WRITTEN = {row.name: (*row.suffixes, *row.shared) for row in ROWS if row.writes}
 
 
 @cache

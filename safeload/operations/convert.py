@@ -14,7 +14,7 @@ from ..engine.atomic_file import AtomicFile
 from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
 from ..formats.metadata import as_texts
-from ..formats.registry import BY_NAME
+from ..formats.registry import BY_NAME, WrittenName
 from ..loading.adapter import Adapters
 from ..models.layout import Layout
 from ..stores.local import LocalStore
@@ -50,6 +50,7 @@ def convert(
     metadata: Mapping[str, Any] | None = None,
     adapters: Adapters = None,
     max_shard_size: int | str | None = None,
+    format: WrittenName | None = None,
     extras: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -97,6 +98,9 @@ def convert(
             a shard of its own. The index is put in place last: until then a new folder has none, and an old folder with
             another number of shards is still what it was. With the same number of shards as before, a crash during the
             renames leaves some of both; in a store, which renames nothing, the new shards get other names.
+        format: the format of the file, such as "gguf", if the suffix does not select it; the error for an unknown one
+            lists them all. A suffix of a different format is refused. ".bin", which other programs take for a torch
+            file, needs ``format`` or ``layout``.
         extras: whether a folder that is made from a folder also gets the tokenizer, the chat template and
             ``generation_config.json``, so that other libraries load the result. From https, which lists no folders, it
             gets none of these.
@@ -148,6 +152,7 @@ def convert(
         "metadata": metadata,
         "adapters": adapters,
         "max_shard_size": max_shard_size,
+        "format": format,
         "extras": extras,
         "storage_options": storage_options,
     }

@@ -62,7 +62,7 @@ def plan_convert(
         resume: whether to go on with a conversion that was interrupted: shards that are whole stay, by the records
             beside them. Without ``overwrite`` a folder that has other files, and none of its records, is refused.
         options: options of `convert`: dtype, quantize, layout, names, only, drop, keep, rename, metadata,
-            max_shard_size (needed), extras and storage_options. Only those without secrets (``endpoint_url``,
+            max_shard_size (needed), format, extras and storage_options. Only those without secrets (``endpoint_url``,
             ``region``, ``anon``, ...) go into the plan.
 
     Returns:
@@ -159,6 +159,7 @@ def _options(wanted: Wanted) -> dict[str, Any]:
     """The options that make one plan differ from another, as plain data."""
     plain: dict[str, Any] = {**wanted.options, "max_shard_size": wanted.limit}
     plain["adapters"] = _adapters_of(plain.get("adapters"))
+    plain.pop("format", None)  # a folder has safetensors shards
     plain.pop("storage_options", None)  # may be secret; what is not is in the sources
     plain["dtype"] = None if wanted.target is None else wanted.target.name
     plain["rename"] = _texts_of(plain.get("rename"))

@@ -17,7 +17,7 @@ from ..engine.load import parse_target
 from ..errors import UnsupportedError
 from ..formats.gguf import file_type
 from ..formats.metadata import as_texts
-from ..formats.registry import BY_NAME, SAFETENSORS, SUFFIXES
+from ..formats.registry import BY_NAME, SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN, WrittenName
 from ..models.layout import Layout
 from ..packed.config import is_kept_by
 from ..stores.files import Location
@@ -45,6 +45,7 @@ class ConvertOptions(TypedDict, total=False):
     metadata: Mapping[str, Any] | None
     adapters: Any
     max_shard_size: int | str | None
+    format: WrittenName | None
     extras: bool
     storage_options: Mapping[str, Any] | None
 
@@ -83,7 +84,7 @@ def wanted_of(dst: Destination, options: ConvertOptions) -> Wanted:
     if options.get("keep") is not None and options.get("quantize") is None:
         raise ValueError("keep= says what quantize= leaves unquantized: pass quantize= too")
     place, most = where(dst, options.get("storage_options")), options.get("max_shard_size")
-    format = SAFETENSORS if place.files.remote else _format_of(place.path, most)
+    format = _format_of(place, options)
     folder = None if most is None and not place.files.remote else of(place)
     limit = parse_size(USUAL_SIZE if most is None else most, "max_shard_size")
     return Wanted(place.shown, format, folder, limit, target, options)
@@ -172,16 +173,39 @@ def extras_for(catalog: Catalog, wanted: Wanted) -> dict[str, Location]:
     return {} if folder is None else extras_of(folder)
 
 
-def _format_of(path: str, max_shard_size: int | str | None) -> str:
+def _format_of(place: Location, options: ConvertOptions) -> str:
+    """The format to write: ``format=``, or else the one that the suffix of the destination selects.
+
+    Raises:
+        ValueError: an unknown format or suffix, or a suffix of files of another format.
+    """
+    format, path, sharded = options.get("format"), place.shown, options.get("max_shard_size") is not None
+    if format is not None and format not in WRITTEN:
+        raise ValueError(f"format must be one of {', '.join(WRITTEN)}, got {show(format)}")
     suffix = os.path.splitext(path)[1].lower()
-    if max_shard_size is not None:
-        if suffix in SUFFIXES:
+    if place.files.remote or sharded:
+        if format not in (None, SAFETENSORS):
+            raise ValueError(f"{show(path)} becomes a folder of safetensors shards, got format={show(format)}")
+        if sharded and not place.files.remote and any(suffix in suffixes for suffixes in WRITTEN.values()):
             raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
         return SAFETENSORS
-    if suffix not in SUFFIXES:
-        known = ", ".join(SUFFIXES)
-        raise ValueError(f"{show(path)}: the suffix must be one of {known}; a folder needs max_shard_size")
-    return SUFFIXES[suffix]
+    known = ", ".join(SUFFIXES)
+    if format is not None:
+        if suffix in WEIGHT_SUFFIXES and suffix not in WRITTEN[format]:
+            usual = " or ".join(WRITTEN[format])
+            raise ValueError(f"{show(path)} has the suffix of another format than {format}: use {usual}")
+        return format
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix]
+    for name, suffixes in WRITTEN.items():
+        if suffix in suffixes:
+            if options.get("layout") is not None:
+                return name
+            raise ValueError(
+                f"{show(path)}: other programs take {suffix} for a torch file: use one of {known}, or pass "
+                f'format="{name}" if you mean {BY_NAME[name].title}'
+            )
+    raise ValueError(f"{show(path)}: the suffix must be one of {known}; a folder needs max_shard_size")
 
 
 def catalog_of(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> Catalog:

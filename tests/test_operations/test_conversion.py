@@ -232,6 +232,63 @@ def test_wrong_arguments(source, tmp_path, arguments, kind, fragment):
     assert [p.name for p in tmp_path.iterdir()] == ["source.safetensors"]
 
 
+HALF = {"w": np.ones((2, 2), np.float16)}
+
+
+@pytest.mark.parametrize(
+    ("dst", "options", "fragment"),
+    [
+        (
+            "pytorch_model.bin",
+            {},
+            r"take \.bin for a torch file: use one of \.safetensors, .*\.moon, .*format=\"moon\"",
+        ),
+        ("MODEL.BIN", {}, "torch file"),
+        ("x.bin", {"dtype": "float16", "only": "w"}, "torch file"),
+        ("x.bin", {"format": "gguf"}, "the suffix of another format than gguf: use .gguf"),
+        ("x.bin", {"format": "safetensors"}, "use .safetensors"),
+        ("x.pt", {"format": "moon"}, r"use \.moon or \.bin"),
+        ("x.safetensors", {"format": "npz"}, "use .npz"),
+        ("x.moon", {"format": "torch"}, "format must be one of safetensors, gguf, npz, npy, moon, got 'torch'"),
+        ("x", {"format": "moon", "max_shard_size": "1GB"}, "folder of safetensors shards, got format='moon'"),
+        ("x.bin", {"max_shard_size": "1GB"}, "the suffix of a file"),
+        ("memory://made/x", {"format": "gguf"}, "folder of safetensors shards, got format='gguf'"),
+    ],
+)
+def test_a_format_that_contradicts_the_name_is_refused(tmp_path, dst, options, fragment):
+    with pytest.raises(ValueError, match=fragment):
+        convert(HALF, dst if "://" in dst else tmp_path / dst, **options)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("dst", "format"),
+    [
+        ("x.bin", "moon"),
+        ("pytorch_model.BIN", "moon"),
+        ("x", "moon"),
+        ("x", "safetensors"),
+        ("x.part", "gguf"),
+        ("x.npz", "npz"),
+        ("v1.5", "npy"),
+    ],
+)
+def test_a_format_without_its_suffix(tmp_path, dst, format):
+    assert convert(HALF, tmp_path / dst, format=format).format == format
+    assert safeload.open(tmp_path / dst).format == format
+
+
+def test_a_folder_takes_its_only_format(tmp_path):
+    save_file(HALF, tmp_path / "x.safetensors")
+    plans = [
+        safeload.plan_convert(tmp_path / "x.safetensors", tmp_path / "out", max_shard_size=99, **more)
+        for more in ({}, {"format": "safetensors"})
+    ]
+    assert plans[0].id == plans[1].id
+    with pytest.raises(ValueError, match="got format='npz'"):
+        safeload.plan_convert(tmp_path / "x.safetensors", tmp_path / "out", max_shard_size=99, format="npz")
+
+
 def test_onto_itself(source):
     # Windows does not replace mapped files.
     want = load_file(source, dtype="float16", backend="pread" if os.name == "nt" else "mmap")
@@ -379,6 +436,11 @@ def test_layouts_on_the_command_line(tmp_path):
     status, out, err = command("m.safetensors", "m.bin", "--layout", "moondream2", cwd=tmp_path)
     assert (status, err) == (0, "")
     assert out.startswith("m.bin: moon, 36 tensors")
+    status, _, err = command("m.safetensors", "n.bin", "--dtype", "float16", cwd=tmp_path)
+    assert status == 2
+    assert err.endswith(".npy, .moon, or pass --format moon if you mean MOON\n")
+    status, out, err = command("m.safetensors", "n.bin", "--dtype", "float16", "--format", "moon", cwd=tmp_path)
+    assert (status, out.split(",")[0]) == (0, "n.bin: moon"), err
     (tmp_path / "layout.json").write_text('{"name": "x", "tensors": [{"name": "n", "source": "model.text.wte"}]}')
     status, out, err = command("m.safetensors", "n.npz", "--layout", "layout.json", cwd=tmp_path)
     assert (status, err) == (0, "")
