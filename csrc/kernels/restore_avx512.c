@@ -5,69 +5,35 @@
 #ifdef SL_X86
 
 #define TARGET SL_AVX512
+#define NAME(stem) sl_##stem##_avx512
+#define WIDTH ((size_t)16)
 
-/* Numbers of a table. Where as many values share a scale, the table is scaled instead of them. */
-#define TABLE ((size_t)16)
+typedef __m512 lanes, numbers;
+#define load _mm512_loadu_ps
+#define store _mm512_storeu_ps
+#define same _mm512_set1_ps
+#define minus _mm512_sub_ps
+#define times _mm512_mul_ps
+#define plus _mm512_add_ps
+#define load_numbers _mm512_loadu_ps
+#define repeat_four(table) _mm512_broadcast_f32x4(_mm_loadu_ps(table))
 
-/* Values [0, count) with one scale; the remainder of a length in scalar C. */
-TARGET static void scale_run(uint8_t *out, size_t count, const sl_scaling *one) {
-    __m512 factor = _mm512_set1_ps(*one->scales), less = _mm512_set1_ps(one->zeros != NULL ? *one->zeros : 0);
-    __m512 more = _mm512_set1_ps(one->biases != NULL ? *one->biases : 0);
-    size_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        __m512 value = _mm512_loadu_ps(out + 4 * i);
-        if (one->zeros != NULL) value = _mm512_sub_ps(value, less);
-        value = _mm512_mul_ps(value, factor);
-        if (one->biases != NULL) value = _mm512_add_ps(value, more);
-        _mm512_storeu_ps(out + 4 * i, value);
-    }
-    if (i < count) sl_restore_scalar.scale(out + 4 * i, count - i, one);
-}
-
-/* Each value has a scale of its own. */
-TARGET static void scale_each(uint8_t *out, size_t count, const sl_scaling *all) {
-    size_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        __m512 value = _mm512_loadu_ps(out + 4 * i);
-        if (all->zeros != NULL) value = _mm512_sub_ps(value, _mm512_loadu_ps(all->zeros + i));
-        value = _mm512_mul_ps(value, _mm512_loadu_ps(all->scales + i));
-        if (all->biases != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(all->biases + i));
-        _mm512_storeu_ps(out + 4 * i, value);
-    }
-    const sl_scaling rest = sl_scaling_at(all, i);
-    sl_restore_scalar.scale(out + 4 * i, count - i, &rest);
-}
-
-TARGET static void sl_scale_avx512(void *values, size_t count, const sl_scaling *scaling) {
-    uint8_t *out = values;
-    if (scaling->block == 1) {
-        scale_each(out, count, scaling);
-        return;
-    }
-    size_t at = 0, end = scaling->block - scaling->first;
-    for (size_t i = 0; i < count; i = end, end += scaling->block, at++) {
-        const sl_scaling one = sl_scaling_at(scaling, at);
-        scale_run(out + 4 * i, (end < count ? end : count) - i, &one);
-    }
-}
-
-/* The numbers of a table for the codes of element `at` of a scaling. */
-TARGET static inline __m512 scaled(__m512 numbers, const sl_scaling *scaling, size_t at) {
-    if (scaling->zeros != NULL) numbers = _mm512_sub_ps(numbers, _mm512_set1_ps(scaling->zeros[at]));
-    numbers = _mm512_mul_ps(numbers, _mm512_set1_ps(scaling->scales[at]));
-    if (scaling->biases != NULL) numbers = _mm512_add_ps(numbers, _mm512_set1_ps(scaling->biases[at]));
-    return numbers;
+TARGET static inline numbers scaled(numbers all, const sl_scaling *scaling, size_t at) {
+    if (scaling->zeros != NULL) all = _mm512_sub_ps(all, _mm512_set1_ps(scaling->zeros[at]));
+    all = _mm512_mul_ps(all, _mm512_set1_ps(scaling->scales[at]));
+    if (scaling->biases != NULL) all = _mm512_add_ps(all, _mm512_set1_ps(scaling->biases[at]));
+    return all;
 }
 
 /* Codes [0, count) with one scale. A word of 8 codes goes to 8 lanes, which each shift theirs to the lowest 4 bits: a
  * permutation looks at no others. */
-TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool high_first, size_t count, __m512 numbers,
+TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool high_first, size_t count, numbers all,
                                       uint8_t *out) {
     const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), two = _mm512_set1_epi32(2);
     __m512i by = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
     if (high_first) by = _mm512_xor_si512(by, _mm512_set1_epi32(4));
     float table[16];
-    if (first != 0 || count % 16 != 0) _mm512_storeu_ps(table, numbers);
+    if (first != 0 || count % 16 != 0) _mm512_storeu_ps(table, all);
     if (first != 0 && count > 0) {
         sl_restore_scalar.nibbles(codes++, 1, high_first, 1, table, NULL, out);
         out += 4;
@@ -78,88 +44,45 @@ TARGET static inline void nibbles_run(const uint8_t *codes, size_t first, bool h
         __m512i held = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)codes));
         __m512i a = _mm512_permutexvar_epi32(words, held);
         __m512i b = _mm512_permutexvar_epi32(_mm512_add_epi32(words, two), held);
-        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(_mm512_srlv_epi32(a, by), numbers));
-        _mm512_storeu_ps(out + 4 * i + 64, _mm512_permutexvar_ps(_mm512_srlv_epi32(b, by), numbers));
+        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(_mm512_srlv_epi32(a, by), all));
+        _mm512_storeu_ps(out + 4 * i + 64, _mm512_permutexvar_ps(_mm512_srlv_epi32(b, by), all));
     }
     if (i + 16 <= count) {
         __m512i held = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)codes));
         __m512i a = _mm512_permutexvar_epi32(words, held);
-        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(_mm512_srlv_epi32(a, by), numbers));
+        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(_mm512_srlv_epi32(a, by), all));
         i += 16;
         codes += 8;
     }
     if (i < count) sl_restore_scalar.nibbles(codes, 0, high_first, count - i, table, NULL, out + 4 * i);
 }
 
-TARGET static void sl_nibbles_avx512(const uint8_t *codes, size_t first, bool high_first, size_t count,
-                                     const float *table, const sl_scaling *scaling, void *values) {
-    uint8_t *out = values;
-    __m512 numbers = _mm512_loadu_ps(table);
-    if (scaling == NULL || scaling->block < TABLE) {
-        nibbles_run(codes, first, high_first, count, numbers, out);
-        if (scaling != NULL) sl_scale_avx512(values, count, scaling);
-        return;
-    }
-    size_t at = 0, end = scaling->block - scaling->first;
-    for (size_t i = 0; i < count; i = end, end += scaling->block, at++)
-        nibbles_run(codes + (first + i) / 2, (first + i) % 2, high_first, (end < count ? end : count) - i,
-                    scaled(numbers, scaling, at), out + 4 * i);
-}
-
 /* A table of 4 numbers is in all quarters of the register, so that it does not matter what is above the code. */
-TARGET static inline void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, __m512 numbers,
+TARGET static inline void plane_run(const uint8_t *bytes, int shift, int bits, size_t count, numbers all,
                                     uint8_t *out) {
     __m128i by = _mm_cvtsi32_si128(shift);
     size_t i = 0;
     for (; i + 16 <= count; i += 16) {
         __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(bytes + i)));
-        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(_mm512_srl_epi32(wide, by), numbers));
+        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(_mm512_srl_epi32(wide, by), all));
     }
     if (i == count) return;
     float table[16];
-    _mm512_storeu_ps(table, numbers);
+    _mm512_storeu_ps(table, all);
     sl_restore_scalar.plane(bytes + i, shift, bits, count - i, table, NULL, out + 4 * i);
 }
 
-TARGET static void sl_plane_avx512(const uint8_t *bytes, int shift, int bits, size_t count, const float *table,
-                                   const sl_scaling *scaling, void *values) {
-    uint8_t *out = values;
-    __m512 numbers = bits == 4 ? _mm512_loadu_ps(table) : _mm512_broadcast_f32x4(_mm_loadu_ps(table));
-    if (scaling == NULL || scaling->block < TABLE) {
-        plane_run(bytes, shift, bits, count, numbers, out);
-        if (scaling != NULL) sl_scale_avx512(values, count, scaling);
-        return;
-    }
-    size_t at = 0, end = scaling->block - scaling->first;
-    for (size_t i = 0; i < count; i = end, end += scaling->block, at++)
-        plane_run(bytes + i, shift, bits, (end < count ? end : count) - i, scaled(numbers, scaling, at), out + 4 * i);
-}
-
-TARGET static inline void words_run(const uint8_t *words, int shift, size_t count, __m512 numbers, uint8_t *out) {
+TARGET static inline void words_run(const uint8_t *words, int shift, size_t count, numbers all, uint8_t *out) {
     __m128i by = _mm_cvtsi32_si128(shift);
     size_t i = 0;
     for (; i + 16 <= count; i += 16) {
         __m512i codes = _mm512_srl_epi32(_mm512_loadu_si512(words + 4 * i), by);
-        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(codes, numbers));
+        _mm512_storeu_ps(out + 4 * i, _mm512_permutexvar_ps(codes, all));
     }
     if (i == count) return;
     float table[16];
-    _mm512_storeu_ps(table, numbers);
+    _mm512_storeu_ps(table, all);
     sl_restore_scalar.words(words + 4 * i, shift, count - i, table, NULL, out + 4 * i);
-}
-
-TARGET static void sl_words_avx512(const uint8_t *words, int shift, size_t count, const float *table,
-                                   const sl_scaling *scaling, void *values) {
-    uint8_t *out = values;
-    __m512 numbers = _mm512_loadu_ps(table);
-    if (scaling == NULL || scaling->block < TABLE) {
-        words_run(words, shift, count, numbers, out);
-        if (scaling != NULL) sl_scale_avx512(values, count, scaling);
-        return;
-    }
-    size_t at = 0, end = scaling->block - scaling->first;
-    for (size_t i = 0; i < count; i = end, end += scaling->block, at++)
-        words_run(words + 4 * i, shift, (end < count ? end : count) - i, scaled(numbers, scaling, at), out + 4 * i);
 }
 
 /* The values of 16 columns of a row. */
@@ -189,7 +112,7 @@ TARGET static inline __m512 quarters(const float (*rows)[16], size_t i, size_t a
 
 /* 16 rows of 16 columns. They meet in memory, from which they come back by lanes: a transposition in registers would
  * need twice as many permutations. */
-TARGET static inline void grouped_square(const sl_grouped *all, size_t row, uint8_t *out, size_t line) {
+TARGET static inline void square(const sl_grouped *all, size_t row, uint8_t *out, size_t line) {
     float rows[16][16];
     for (size_t i = 0; i < 16; i++) _mm512_storeu_ps(rows[i], grouped_row(all, row + i));
     for (size_t c = 0; c < 16; c += 4, out += 4 * line) {
@@ -205,20 +128,7 @@ TARGET static inline void grouped_square(const sl_grouped *all, size_t row, uint
     }
 }
 
-TARGET static void sl_grouped_avx512(const sl_grouped *codes, size_t begin, size_t end, size_t columns, void *values,
-                                     size_t line) {
-    size_t c = 0;
-    for (; c + 16 <= columns; c += 16) {
-        const sl_grouped some = sl_grouped_at(codes, c);
-        uint8_t *out = (uint8_t *)values + c * line;
-        size_t row = begin;
-        for (; row + 16 <= end; row += 16, out += 64) grouped_square(&some, row, out, line);
-        sl_restore_scalar.grouped(&some, row, end, 16, out, line);
-    }
-    if (c == columns) return;
-    const sl_grouped rest = sl_grouped_at(codes, c);
-    sl_restore_scalar.grouped(&rest, begin, end, columns - c, (uint8_t *)values + c * line, line);
-}
+#include "kernels/restore_lanes.h"
 
 /* Bits before a whole byte, and those after the last 16, in scalar C. */
 TARGET static void sl_expand_avx512(const uint8_t *mask, size_t first, size_t count, const void *stored, size_t held,
