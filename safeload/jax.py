@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .base.arrays import Array as NumpyArray
 from .base.paths import PathLike
 from .base.selecting import Patterns
+from .compat.names import imported
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .engine.load import Backend, check_backend, parse_target, parts_of
 from .engine.progress import Progress
@@ -22,10 +23,13 @@ from .formats.safetensors import quantized
 from .formats.tensor_slice import slice_of
 
 if TYPE_CHECKING:
-    from .frameworks.jax_arrays import Array
+    from .frameworks.jax_arrays import Array as Array
     from .frameworks.jax_loading import Sharding
 
 __all__ = ["load", "load_checkpoint", "load_file", "save", "save_file"]
+
+# A name of safetensors.flax that needs JAX.
+_LATER = {"Array": ("frameworks.jax_arrays", "Array")}
 
 
 def load_file(
@@ -287,6 +291,10 @@ def _jnp2np(jnp_dict: Mapping[str, Any]) -> dict[str, NumpyArray]:
     from .frameworks import jax_loading
 
     return jax_loading.to_numpy(jnp_dict)
+
+
+def __getattr__(name: str) -> Any:
+    return imported(globals(), _LATER, name)
 
 
 def __dir__() -> list[str]:

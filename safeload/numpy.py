@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .base.arrays import Array
 from .base.paths import PathLike
+from .compat.names import SHARED, imported
 from .engine.load import Backend, check_backend, load_all, load_parts, parts_of
 from .engine.progress import Progress
 from .formats.safetensors import file as safetensors
 from .formats.safetensors import quantized
 
+if TYPE_CHECKING:
+    from .compat.safe_open import safe_open as safe_open
+    from .compat.serialize import TensorSpec as TensorSpec
+    from .compat.serialize import deserialize as deserialize
+    from .compat.serialize import serialize as serialize
+    from .compat.serialize import serialize_file as serialize_file
+
 __all__ = ["load", "load_file", "save", "save_file"]
+
+# Names besides the functions below that other libraries import from safetensors.numpy.
+_LATER = {
+    **SHARED,
+    "_TYPES": ("compat.numpy_specs", "TYPES"),
+    "_flatten": ("compat.numpy_specs", "flatten"),
+    "_getdtype": ("compat.numpy_specs", "getdtype"),
+    "_is_little_endian": ("compat.numpy_specs", "is_little_endian"),
+    "_view2np": ("compat.numpy_specs", "view2np"),
+}
 
 
 def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -92,7 +110,12 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         (128,)
     """
-    return safetensors.parse(data, copy=copy)
+    arrays = safetensors.parse(data, copy=copy)
+    if "_TYPES" in globals():  # a program that asks for the dict may have changed it, and upstream's load follows it
+        from .compat import numpy_specs
+
+        return numpy_specs.retyped(data, arrays, globals()["_TYPES"])
+    return arrays
 
 
 def load_file(
@@ -160,6 +183,10 @@ def load_file(
         return load_parts(parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()
+
+
+def __getattr__(name: str) -> Any:
+    return imported(globals(), _LATER, name)
 
 
 def __dir__() -> list[str]:

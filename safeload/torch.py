@@ -7,11 +7,11 @@ that installs it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .base.paths import PathLike
 from .base.selecting import Patterns
+from .compat.names import SHARED, imported
 from .engine.load import Backend
 from .engine.progress import Progress
 from .formats.opening import Paths, UnknownGlobals
@@ -19,15 +19,26 @@ from .formats.registry import FormatName
 
 if TYPE_CHECKING:
     from .compat.safe_open import safe_open as safe_open
+    from .compat.serialize import TensorSpec as TensorSpec
+    from .compat.serialize import deserialize as deserialize
+    from .compat.serialize import serialize as serialize
+    from .compat.serialize import serialize_file as serialize_file
     from .frameworks.torch_arrays import Device, Module, Tensor
 
 __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_file", "save_model"]
 
-# What other libraries import from upstream's module besides its functions: name to module and name there.
+# Names besides the functions below that other libraries import from safetensors.torch.
 _LATER = {
-    "safe_open": ("compat.safe_open", "safe_open"),
+    **SHARED,
     "_SIZE": ("frameworks.torch_arrays", "SIZES"),
     "_TYPES": ("frameworks.torch_arrays", "TYPES"),
+    "_evaluate_tensors_for_save": ("frameworks.torch_files", "check_tensors_apart"),
+    "_float4_e2m1_x2": ("compat.torch_specs", "FLOAT4_E2M1_X2"),
+    "_float8_e4m3fn": ("compat.torch_specs", "FLOAT8_E4M3FN"),
+    "_float8_e4m3fnuz": ("compat.torch_specs", "FLOAT8_E4M3FNUZ"),
+    "_float8_e5m2": ("compat.torch_specs", "FLOAT8_E5M2"),
+    "_float8_e5m2fnuz": ("compat.torch_specs", "FLOAT8_E5M2FNUZ"),
+    "_float8_e8m0": ("compat.torch_specs", "FLOAT8_E8M0"),
     "_end_ptr": ("frameworks.torch_shared", "end_ptr"),
     "_filter_shared_not_shared": ("frameworks.torch_shared", "filter_shared_not_shared"),
     "_find_shared_tensors": ("frameworks.torch_shared", "find_shared_tensors"),
@@ -35,6 +46,7 @@ _LATER = {
     "_getdtype": ("compat.torch_specs", "getdtype"),
     "_is_complete": ("frameworks.torch_shared", "is_complete"),
     "_remove_duplicate_names": ("frameworks.torch_shared", "remove_duplicate_names"),
+    "_to_ndarray": ("compat.torch_specs", "to_ndarray"),
     "_view2torch": ("compat.torch_specs", "view2torch"),
     "storage_ptr": ("frameworks.torch_shared", "storage_ptr"),
     "storage_size": ("frameworks.torch_shared", "storage_size"),
@@ -323,11 +335,7 @@ def load_model(
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, there = _LATER[name]
-    value = globals()[name] = getattr(import_module(f".{module}", __package__), there)
-    return value
+    return imported(globals(), _LATER, name)
 
 
 def __dir__() -> list[str]:

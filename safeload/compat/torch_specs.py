@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
+from ..base.arrays import Array, byteswapped, foreign_order
 from ..engine import jobs
 from ..engine.memory import address_of
 from ..formats.safetensors.file import Memory
 from ..frameworks import torch_arrays, torch_files
 from .serialize import TensorSpec
+
+# Torch's small floats; None if this torch lacks one.
+FLOAT4_E2M1_X2 = torch_arrays.TYPES.get("F4")
+FLOAT8_E4M3FN = torch_arrays.TYPES.get("F8_E4M3")
+FLOAT8_E4M3FNUZ = torch_arrays.TYPES.get("F8_E4M3FNUZ")
+FLOAT8_E5M2 = torch_arrays.TYPES.get("F8_E5M2")
+FLOAT8_E5M2FNUZ = torch_arrays.TYPES.get("F8_E5M2FNUZ")
+FLOAT8_E8M0 = torch_arrays.TYPES.get("F8_E8M0")
 
 
 def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
@@ -48,3 +57,17 @@ def view2torch(tensors: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, An
         array = jobs.native_order(array.reshape(torch_arrays.shape_of(name, row, shape)))
         found[name] = torch_arrays.from_array(array, name, row if row.packed else None)
     return found
+
+
+def to_ndarray(tensor: Any) -> tuple[Array, Any]:
+    """Return a tensor's bytes, flat and in file order, and the tensor that owns them.
+
+    Raises:
+        UnsupportedDtypeError, NotImplementedError: see `torch_arrays.memory_of`.
+    """
+    torch_arrays.row_of("<unnamed>", tensor)
+    tensor = torch_arrays.resolved(tensor.detach().to("cpu")).contiguous()
+    array = torch_arrays.to_array(tensor)
+    if foreign_order(False):
+        array = byteswapped(array)
+    return array.reshape(-1).view(np.uint8), tensor

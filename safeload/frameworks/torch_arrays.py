@@ -204,15 +204,10 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
         UnsupportedDtypeError: safetensors does not have its dtype.
         NotImplementedError: it is on the device "meta", and has no values.
     """
-    row = _ROWS.get(tensor.dtype)
-    if row is None:
-        message = dtypes.not_stored(str(tensor.dtype).removeprefix("torch."), name).args[0]
-        raise UnsupportedDtypeError(message, tensor=name)
-    if tensor.device.type == "meta":
-        raise NotImplementedError(f"tensor {show(name)}: Cannot copy out of meta tensor, which has no values")
+    row = row_of(name, tensor)
     if tensor.device.type != "cpu" and not row.packed:
-        return Lazy(dtypes.array_dtype(row.number), tuple(tensor.shape), lambda: to_array(_resolved(tensor.to("cpu"))))
-    tensor = _resolved(tensor.to("cpu"))
+        return Lazy(dtypes.array_dtype(row.number), tuple(tensor.shape), lambda: to_array(resolved(tensor.to("cpu"))))
+    tensor = resolved(tensor.to("cpu"))
     keep.append(tensor)
     if foreign_order(False) and row.swap > 1:
         return to_array(tensor)  # the writer swaps its bytes
@@ -222,7 +217,22 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
     return Memory(row, shape, tensor.data_ptr(), tensor.numel() * SIZES[tensor.dtype])
 
 
-def _resolved(tensor: Any) -> Any:
+def row_of(name: str, tensor: Any) -> dtypes.Dtype:
+    """Return the dtype table's row for a tensor that has values.
+
+    Raises:
+        UnsupportedDtypeError, NotImplementedError: see `memory_of`.
+    """
+    row = _ROWS.get(tensor.dtype)
+    if row is None:
+        message = dtypes.not_stored(str(tensor.dtype).removeprefix("torch."), name).args[0]
+        raise UnsupportedDtypeError(message, tensor=name)
+    if tensor.device.type == "meta":
+        raise NotImplementedError(f"tensor {show(name)}: Cannot copy out of meta tensor, which has no values")
+    return row
+
+
+def resolved(tensor: Any) -> Any:
     """The tensor with the values that it shows in memory."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 

@@ -157,8 +157,7 @@ def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
         RuntimeError: tensors share memory.
         UnsupportedDtypeError, NotImplementedError: see `torch_arrays.memory_of`.
     """
-    check_tensors(tensors)
-    check_not_shared(tensors)
+    check_tensors_apart(tensors)
     entries = {}
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
@@ -168,6 +167,16 @@ def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
             )
         entries[name] = torch_arrays.memory_of(name, tensor, keep)
     return entries
+
+
+def check_tensors_apart(tensors: Any) -> None:
+    """Refuse all but a dict of dense tensors that share no memory.
+
+    Raises:
+        ValueError, RuntimeError: see `to_write`.
+    """
+    check_tensors(tensors)
+    check_not_shared(tensors)
 
 
 def check_tensors(tensors: Any) -> None:

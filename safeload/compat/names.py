@@ -1,0 +1,31 @@
+"""Names that the drop-in modules import on first access."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+_PACKAGE = __name__.partition(".")[0]
+
+# Every framework module of safetensors imports these. Each row: name, then the module and the name that define it.
+SHARED = {
+    "TensorSpec": ("compat.serialize", "TensorSpec"),
+    "deserialize": ("compat.serialize", "deserialize"),
+    "safe_open": ("compat.safe_open", "safe_open"),
+    "serialize": ("compat.serialize", "serialize"),
+    "serialize_file": ("compat.serialize", "serialize_file"),
+}
+
+
+def imported(namespace: dict[str, Any], names: Mapping[str, tuple[str, str]], name: str) -> Any:
+    """Import a name into a module's namespace and return its value: the body of a module's ``__getattr__``.
+
+    Raises:
+        AttributeError: the module has no such name.
+    """
+    if name not in names:
+        raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
+    module, attribute = names[name]
+    value = namespace[name] = getattr(import_module(f"{_PACKAGE}.{module}"), attribute)
+    return value
