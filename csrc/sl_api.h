@@ -90,6 +90,10 @@ typedef struct sl_error {
 /* A conversion target only: Q4_0 with scale absmax / 7; SL_Q4_0 uses ggml's signed maximum / -8. */
 #define SL_Q4_0_ABSMAX 63
 
+/* A conversion target only: f32, where an inexact result is the odd one of the two nearest, not the nearest. Rounding
+ * it again, to a type of at most 22 bits of precision, gives what rounding the source once would give. */
+#define SL_F32_ODD 61
+
 /* A source of packed codes only: the ternary codes of I2_S, of which GGUF files have one scale behind all blocks. */
 #define SL_I2_S 62
 

@@ -1,7 +1,8 @@
 /* Conversion kernels. Scalar C is the reference; every other tier gives the same bits.
  *
  * Both sides are little-endian, as files are. To f32: exact; a NaN keeps its payload and is quieted (8-bit formats have
- * one NaN, as in ml_dtypes). From f32 and f64: round to nearest, ties to even, once; a NaN stays a NaN.
+ * one NaN, as in ml_dtypes). To narrower types: round to nearest, ties to even, once; a NaN stays a NaN. f64 and wide
+ * integers get there through SL_F32_ODD.
  */
 #ifndef SL_CONVERT_H
 #define SL_CONVERT_H

@@ -186,37 +186,46 @@ static void sl_f32_to_f8_e5m2_scalar(const void *source, void *destination, size
     }
 }
 
-/* ---- f64: one rounding, never through f32 ---- */
+/* ---- f64 and wide integers ---- */
 
 static void sl_f64_to_f32_scalar(const void *source, void *destination, size_t count) {
     for (size_t i = 0; i < count; i++) store_float(destination, i, (float)double_of(load64(source, i)));
 }
 
-static void sl_f64_to_f16_scalar(const void *source, void *destination, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        uint64_t bits = load64(source, i), rest = bits & INT64_MAX;
-        uint16_t sign = (uint16_t)(bits >> 48 & 0x8000), code;
-        if (rest > 0x7ff0000000000000u)
-            code = (uint16_t)(0x7e00 | (rest >> 42 & 0x3ff));
-        else {
-            uint64_t narrowed = narrow(rest, 52, 1023, 10, 15);
-            code = (uint16_t)(narrowed > 0x7c00 ? 0x7c00 : narrowed);
-        }
-        store16(destination, i, sign | code);
-    }
+/* To SL_F32_ODD: an inexact result is the odd one of the two nearest f32. It then lies on the side of every tie of a
+ * narrower type where `value` lies, so rounding it again gives what rounding `value` once would give. The largest f32
+ * is odd: what overflows becomes that, not infinity. */
+static void store_odd(void *destination, size_t i, double value) {
+    float nearest = (float)value;
+    uint32_t bits;
+    memcpy(&bits, &nearest, sizeof bits);
+    double back = nearest;
+    bool above = back > value, below = back < value;
+    store32(destination, i, (bits - (value < 0.0 ? below : above)) | (uint32_t)(above | below));
 }
 
-static void sl_f64_to_bf16_scalar(const void *source, void *destination, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        uint64_t bits = load64(source, i), rest = bits & INT64_MAX;
-        uint16_t sign = (uint16_t)(bits >> 48 & 0x8000), code = 0x7fc0;
-        if (rest <= 0x7ff0000000000000u) {
-            uint64_t narrowed = narrow(rest, 52, 1023, 7, 127);
-            code = (uint16_t)(narrowed > 0x7f80 ? 0x7f80 : narrowed);
-        }
-        store16(destination, i, sign | code);
-    }
+/* An integer that f64 may lack is rounded to odd at its bit 11, which leaves 53 bits. */
+static uint64_t odd_at_11(uint64_t value) {
+    return (value & ~UINT64_C(0x7ff)) | (uint64_t)((value & 0x7ff) != 0) << 11;
 }
+
+static double odd_of_u64(uint64_t value) { return (double)(value >> 53 == 0 ? value : odd_at_11(value)); }
+
+static double odd_of_i64(int64_t value) {
+    uint64_t bits = (uint64_t)value;
+    return (double)(int64_t)((bits + (UINT64_C(1) << 53)) >> 54 == 0 ? bits : odd_at_11(bits));
+}
+
+#define TO_ODD(name, value)                                                                          \
+    static void sl_##name##_to_f32_odd_scalar(const void *source, void *destination, size_t count) { \
+        for (size_t i = 0; i < count; i++) store_odd(destination, i, value);                         \
+    }
+
+TO_ODD(f64, double_of(load64(source, i)))
+TO_ODD(i32, (double)(int32_t)load32(source, i))
+TO_ODD(u32, (double)load32(source, i))
+TO_ODD(i64, odd_of_i64((int64_t)load64(source, i)))
+TO_ODD(u64, odd_of_u64(load64(source, i)))
 
 static void sl_f32_to_f64_scalar(const void *source, void *destination, size_t count) {
     for (size_t i = 0; i < count; i++) store_double(destination, i, (double)float_of(load32(source, i)));
@@ -255,8 +264,11 @@ const sl_kernel sl_kernels_scalar[] = {
     {SL_F32, SL_F8_E4M3, sl_f32_to_f8_e4m3_scalar},
     {SL_F32, SL_F8_E5M2, sl_f32_to_f8_e5m2_scalar},
     {SL_F64, SL_F32, sl_f64_to_f32_scalar},
-    {SL_F64, SL_F16, sl_f64_to_f16_scalar},
-    {SL_F64, SL_BF16, sl_f64_to_bf16_scalar},
+    {SL_F64, SL_F32_ODD, sl_f64_to_f32_odd_scalar},
+    {SL_I32, SL_F32_ODD, sl_i32_to_f32_odd_scalar},
+    {SL_U32, SL_F32_ODD, sl_u32_to_f32_odd_scalar},
+    {SL_I64, SL_F32_ODD, sl_i64_to_f32_odd_scalar},
+    {SL_U64, SL_F32_ODD, sl_u64_to_f32_odd_scalar},
     {SL_F32, SL_F64, sl_f32_to_f64_scalar},
     {SL_F16, SL_F64, sl_f16_to_f64_scalar},
     {SL_BF16, SL_F64, sl_bf16_to_f64_scalar},

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array, as_array, refuse_masked
+from ..base.arrays import Array, as_array, byteswapped, refuse_masked
 from ..base.native import lib
 from .job import Grid, Job, moving
 from .jobs import Batch
@@ -18,16 +18,16 @@ from .threads import check_threads
 
 
 def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None = None) -> Array:
-    """An array's values in another dtype, rounded once to nearest, ties to even.
+    """Return an array's values in another dtype, rounded once to nearest, ties to even.
 
-    The C core converts between floats, and from integers and bool to float32, on all cores; numpy's ``astype`` does
-    everything else. A NaN stays a NaN. Where the target has no infinity (float8_e4m3fn), a value that is too large
-    becomes NaN, as in ml_dtypes.
+    The C core converts between floats, and from integers and bool to floats of at most 32 bits, on all cores; NumPy's
+    ``astype`` does everything else. A NaN stays a NaN. If the target has no infinity (float8_e4m3fn), a value that is
+    too large becomes NaN, as in ml_dtypes.
 
     Args:
-        x: array of any layout, or anything that numpy converts to one.
-        dtype: type of numpy, ml_dtypes, torch or JAX; name ("bfloat16", "bf16") or safetensors code ("BF16").
-        out: C-contiguous array of that dtype and of x's shape to fill; None for a new one.
+        x: array of any layout, or anything that NumPy converts to one.
+        dtype: type of NumPy, ml_dtypes, torch or JAX; name ("bfloat16", "bf16") or safetensors code ("BF16").
+        out: C-contiguous array of that dtype and of x's shape to fill; it may overlap x. None for a new one.
         threads: None: chosen automatically.
 
     Returns:
@@ -44,17 +44,48 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     """
     array = as_array(x)
     target = dtypes.parse(dtype)
-    wanted = dtypes.element_dtype(target.number)
+    element = dtypes.element_dtype(target.number)
     check_threads(threads)
-    out = target_array(array.shape, wanted, out)
+    out = target_array(array.shape, element, out)
+    narrows = target.floating and target.bits < _F32.bits
+    if narrows:
+        array = _real(array)
     source = dtypes.BY_NAME.get(array.dtype.name)
-    if source is None or not _in_core(source, target, array):
-        np.copyto(out, array.astype(wanted), casting="unsafe")
+    if source is not None and _in_core(source, target, array):
+        _convert(array, out, source, target.number, threads)
         return out
+    if source is not None and narrows and array.size and lib.sl_convertible(source.number, lib.SL_F32_ODD):
+        odd = np.empty(array.shape, np.float32)  # ml_dtypes would round to float32 first, and then again
+        _convert(array, odd, source, lib.SL_F32_ODD, threads)
+        array = odd
+    np.copyto(out, array.astype(element), casting="unsafe")
+    return out
+
+
+def _real(array: Array) -> Array:
+    """Complex numbers without their imaginary part (NumPy warns), long doubles as float64 rounded to odd."""
+    if array.dtype.kind == "c":
+        array = array.astype(array.dtype.char.lower())
+    if array.dtype.kind != "f" or array.dtype.itemsize <= _F64.block_bytes:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        near = array.astype(np.float64)
+        back = near.astype(array.dtype)
+        bits = near.view(np.int64)  # the core's SL_F32_ODD, for another pair of dtypes
+        bits -= np.abs(back) > np.abs(array)
+        bits |= (back < array) | (back > array)
+    return near
+
+
+def _convert(array: Array, out: Array, source: dtypes.Dtype, target: int, threads: int | None) -> None:
+    """Convert an array of any strides and byte order into a C-contiguous one in the core."""
+    if array.dtype.itemsize > 1 and array.dtype.isnative != (sys.byteorder == "little"):
+        array = byteswapped(array)
     if np.may_share_memory(array, out) or _planes(array) > _MAX_PLANES:
         array = array.copy(order="C")
-    Batch(_jobs(array, out, source, target)).run(threads=threads)
-    return out
+    batch = Batch(_jobs(array, out, source.number, target))
+    batch.results([out])
+    batch.run(threads=threads)
 
 
 def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None) -> Array:
@@ -73,6 +104,8 @@ def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
         raise ValueError("out must be C-contiguous, aligned and writable")
     return out
 
+
+_F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
 
 # Axes of at least this many elements fill the cache lines that a copy along them touches.
 _LINE = 16
@@ -117,13 +150,12 @@ def _planes(array: Array) -> int:
     return math.prod(axis.length for axis in axes)
 
 
-def _jobs(array: Array, out: Array, source: dtypes.Dtype, target: dtypes.Dtype) -> list[Job]:
+def _jobs(array: Array, out: Array, source: int, target: int) -> list[Job]:
     """Jobs that copy an array of any strides to a C-contiguous one: one job per plane of two axes."""
     axes = _merged_axes(array, out.dtype.itemsize)
     begin, memory = array.__array_interface__["data"][0], address_of(out)
     if len(axes) == 0 or (len(axes) == 1 and axes[0].stride == array.dtype.itemsize):
-        op = moving(source.number, target.number)
-        return [Job(None, begin, memory, array.nbytes, source.number, target.number, op)]
+        return [Job(None, begin, memory, array.nbytes, source, target, moving(source, target))]
     rows, columns = _take_plane(axes)
     planes = [(begin, memory)]
     for axis in axes:
@@ -131,16 +163,16 @@ def _jobs(array: Array, out: Array, source: dtypes.Dtype, target: dtypes.Dtype) 
     size = rows.length * columns.length * array.dtype.itemsize
     strides = rows.stride, columns.stride, rows.target_stride, columns.target_stride
     grid = Grid(rows.length, columns.length, strides)
-    kind = source.number, target.number, moving(source.number, target.number, grid), grid
-    return [Job(None, a, b, size, *kind) for a, b in planes]
+    op = moving(source, target, grid)
+    return [Job(None, a, b, size, source, target, op, grid) for a, b in planes]
 
 
 def _in_core(source: dtypes.Dtype, target: dtypes.Dtype, array: Array) -> bool:
-    """Whether the C core can convert this array: its jobs take little-endian elements of whole bytes."""
-    if source.packed or target.packed or not array.dtype.isnative or sys.byteorder != "little" or array.size == 0:
+    """Whether the C core converts this array in one rounding: its jobs take elements of whole bytes."""
+    if source.packed or target.packed or array.size == 0:
         return False
     if source is target:
         return True
-    if not source.floating and target.code != "F32":  # would go through f32: two roundings
+    if not source.floating and not (target.floating and target.bits <= _F32.bits):  # it would go through float32
         return False
     return bool(lib.sl_convertible(source.number, target.number))

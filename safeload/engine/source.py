@@ -100,8 +100,7 @@ def of_reals(name: str, x: Any, threads: int | None) -> Source:
     row = dtypes.BY_NAME.get(array.dtype.name)
     if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
         raise TypeError(f"{subject(name)}{array.dtype} holds no real numbers")
-    direct = row is not None and row.floating and not row.packed and array.dtype.isnative
-    if not direct or row is None:
+    if row is None or not row.floating or row.packed:
         row, array = _F32, astype(array, np.float32, threads=threads)
     return of_numbers(name, array, row, threads)
 
@@ -126,10 +125,7 @@ def of_array(name: str, value: Any) -> Source:
     row = dtypes.BY_NAME.get(array.dtype.name)
     if row is None or row.packed:
         raise TypeError(f"{subject(name)}{array.dtype} is not a dtype of weight files")
-    if row.floating:
-        return of_reals(name, array, None)
-    kept = np.ascontiguousarray(jobs.native_order(array))
-    return Source(name, array.shape, row, address(kept), None, kept)
+    return of_numbers(name, array, row, None)
 
 
 def address(array: Array) -> int:

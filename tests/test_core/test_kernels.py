@@ -24,7 +24,8 @@ FROM_F32 = ("BF16", "F16", "F8_E4M3", "F8_E5M2", "F64")
 PAIRS = [
     *((code, "F32") for code in TO_F32),
     *(("F32", code) for code in FROM_F32),
-    *(("BF16", "F64"), ("F16", "F64"), ("F64", "F16"), ("F64", "BF16")),
+    *(("BF16", "F64"), ("F16", "F64"), ("F64", "F16"), ("F64", "BF16"), ("F64", "F8_E4M3")),
+    *((code, "BF16") for code in ("I32", "U32", "I64", "U64")),
 ]
 
 rng = np.random.default_rng(20260101)

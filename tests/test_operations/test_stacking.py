@@ -306,3 +306,16 @@ def test_what_only_looks_like_a_layer_is_left_out():
     stacked = safeload.stack(tensors, Layout("e", [StackedTensor("w", "h.{}.w")]))
     assert stacked["w"].shape == (2, 2)
     assert set(stacked.left_out) == tensors.keys() - {"h.0.w", "h.1.w"}
+
+
+@pytest.mark.parametrize("dtype", [">i2", ">i4", ">u8", ">f2", ">f8", ">c8"])
+@pytest.mark.parametrize("order", "CF")
+def test_big_endian_arrays_in_memory(dtype, order):
+    x = np.array([[1, 2, 300], [4, 5, 6]]).astype(dtype, order=order)
+    if dtype == ">f8":
+        x += 2.0**-40
+    got = stack({"w": x}, Layout("one", [StackedTensor("w", "w")]))["w"]
+    np.testing.assert_array_equal(got, x)
+    assert got.dtype == np.dtype(dtype).newbyteorder("=")
+    if dtype != ">c8":
+        assert safeload.diff({"w": x}, {"w": got}).same
