@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ..errors import UnsupportedError
+from .http_framing import Response
 from .sliced_sockets import SLICE, SlicedSocket, SlicedTlsSocket
 from .stop import current
 
@@ -37,11 +38,8 @@ except ImportError as error:
 _IDLE = 32
 # A body that is of no use is read, so that its connection can be used again, if it has at most this many bytes.
 _DRAINED = 16 << 10
-# A receive over TLS gives one record of at most 16 KiB. This many bytes are taken together: C asks for the next record
-# faster than the loop around it.
-_RECORDS = 128 << 10
-# Heads of an answer: "100 Continue", which no request asks for, may come before the last one, without end.
-_HEADS = 10
+# Seconds after which a body is not worth its connection.
+_DRAINING = 1.0
 _PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
 
 # Python's text for an error of Winsock, of which strerror knows none.
@@ -81,38 +79,15 @@ class _Line:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class _Body(http.client.HTTPResponse):
-    """The body of an answer, of which every receive from the socket can be counted."""
+class _Body(Response):
+    """An answer that tells the exchange of its thread where its body is."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         exchange = _exchange()
-        self._tls = exchange is not None and exchange.tls
-        self._heads = 0
         if exchange is not None:
+            self.tls = exchange.tls
             exchange.body = self
-
-    def _read_status(self) -> Any:
-        self._heads += 1
-        if self._heads > _HEADS:
-            raise http.client.HTTPException(f"more than {_HEADS} heads before the answer")
-        return super()._read_status()  # type: ignore[misc]
-
-    def receive(self, memory: memoryview) -> int:
-        """Fills the beginning of memory with what has arrived. Returns the number of bytes, 0 at the end."""
-        if self.fp is None:
-            return 0
-        if self.chunked or self.length is None:
-            return self.readinto(memory)
-        # `readinto` waits for all, and forgets how much that was when it fails.
-        if self._tls:
-            count = self.fp.readinto(memory[: min(self.length, _RECORDS)])
-        else:
-            count = self.fp.readinto1(memory[: self.length])
-        self.length -= count
-        if not self.length:
-            self.close()
-        return count
 
 
 class _Ended:
@@ -253,9 +228,15 @@ class Exchange:
         return self.body.receive(memory)
 
     def drain(self) -> None:
-        """Reads a short body that is of no use, so that the connection can be used again."""
-        if self.body is not None and (self.body.length or 0) <= _DRAINED:
-            self.body.read(_DRAINED)
+        """Read a short, unused body so that the connection can be reused. Errors only prevent that."""
+        if self.body is None or (self.body.length or 0) > _DRAINED:
+            return
+        memory, until = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
+        try:
+            while memory and time.monotonic() < until and (count := self.body.receive(memory)):
+                memory = memory[count:]
+        except (OSError, http.client.HTTPException):
+            current().check()
 
     def end(self) -> None:
         """Gives the connection back; closes it if the body was not read to its end."""

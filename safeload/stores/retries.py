@@ -14,6 +14,7 @@ from typing import NamedTuple
 import urllib3
 
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError
+from .http_framing import BadAnswer
 from .stop import current
 
 # How often in a row a range is tried again that brings nothing.
@@ -123,6 +124,8 @@ def of_error(error: BaseException, path: str, timeout: float) -> Failure:
         return Failure(RemoteError(f"{proxy}the connection was closed without an answer", path), True)
     if isinstance(inner, http.client.IncompleteRead):
         return broken_off(path)
+    if isinstance(inner, BadAnswer):
+        return Failure(RemoteError(f"{proxy}{inner}", path))
     if isinstance(inner, (http.client.HTTPException, urllib3.exceptions.ProtocolError)):
         return Failure(RemoteError(f"{proxy}the answer is not HTTP", path), True)
     if isinstance(inner, OSError):

@@ -1,0 +1,205 @@
+"""Answers byte for byte: which bodies are taken, which are refused, and what a server cannot hold up."""
+
+import importlib
+import os
+import time
+
+import pytest
+from builders.http_faults import Fault
+from builders.http_server import Server
+from builders.remote import read
+
+from safeload.errors import RemoteError
+from safeload.stores.remote import WINDOW
+
+pytest.importorskip("urllib3")
+framing = importlib.import_module("safeload.stores.http_framing")
+Web = importlib.import_module("safeload.stores.http").Web
+
+pytestmark = pytest.mark.usefixtures("quick_web")
+
+CONTENT = os.urandom(1 << 20)
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+def in_chunks(body, size=10_000, extension=b"", last=b"0\r\n\r\n"):
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x%s\r\n%s\r\n" % (len(part), extension, part) for part in parts) + last
+
+
+def answering(*fields, frame=bytes, before="", status="206 Partial Content", first=1, **when):
+    """Answer a range with exactly these fields and this framing of its bytes."""
+
+    def change(answer, request):
+        begin, end = request.range
+        body = CONTENT[begin:end]
+        place = f"Content-Range: bytes {begin}-{begin + len(body) - 1}/{len(CONTENT)}"
+        head = "\r\n".join((f"HTTP/1.1 {status}", place, *(f.replace("SIZE", str(len(body))) for f in fields), "", ""))
+        answer.raw = before.encode() + head.encode("latin-1") + frame(body)
+
+    return Fault(change, first=first, **when)
+
+
+def read_through(fault, **options):
+    with Server({"/a": CONTENT}, etag=None, modified=False, faults=[fault]) as there:
+        store = Web({"timeout": 5, "retries": 1, **options}).open(there.url("/a"))
+        try:
+            return read(store) == CONTENT[WINDOW:], [request.range for request in there.requests]
+        finally:
+            store.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "frame"),
+    [
+        (["Content-Length: SIZE"], bytes),
+        (["Content-Length:SIZE  "], bytes),
+        ([], bytes),
+        ([CHUNKED], in_chunks),
+        ([CHUNKED], lambda body: in_chunks(body, 1_000_000)),
+        ([CHUNKED], lambda body: in_chunks(body, 7_001, b" ; name=value")),
+        ([CHUNKED], lambda body: in_chunks(body, last=b"000\r\nX-Digest: 1\r\n\r\n")),
+        ([CHUNKED], lambda body: in_chunks(body, last=b"")),
+        (["transfer-encoding:CHUNKED \t"], in_chunks),
+        (["Transfer-Encoding:  Chunked", "X-Unused: \xe9"], in_chunks),
+    ],
+)
+def test_every_sound_framing_gives_the_bytes(fields, frame):
+    assert read_through(answering(*fields, frame=frame))[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["Transfer-Encoding: gzip, chunked"], "other than chunked"),
+        (["Transfer-Encoding: identity, chunked"], "other than chunked"),
+        (["Transfer-Encoding: chunked, identity"], "other than chunked"),
+        (["Transfer-Encoding: identity"], "other than chunked"),
+        (["Transfer-Encoding: chunked;q=1"], "other than chunked"),
+        (["Transfer-Encoding: xchunked"], "other than chunked"),
+        (["Transfer-Encoding:"], "other than chunked"),
+        (["Transfer-Encoding: \x0bchunked"], "other than chunked"),
+        (["Transfer-Encoding:\r\n chunked"], "other than chunked"),
+        ([CHUNKED, CHUNKED], "other than chunked"),
+        ([CHUNKED, "Transfer-Encoding: identity"], "other than chunked"),
+        ([CHUNKED, "Content-Length: SIZE"], "both Transfer-Encoding and Content-Length"),
+        (["Content-Length: SIZE", CHUNKED], "both Transfer-Encoding and Content-Length"),
+        (["Transfer-Encoding : chunked"], "without a header field"),
+        (["Transfer Encoding: chunked"], "without a header field"),
+        (["Content-Length: SIZE", "Content-Length: SIZE"], "not one number"),
+        (["Content-Length: SIZE", "Content-Length: 7"], "not one number"),
+        (["Content-Length: +SIZE"], "not one number"),
+        (["Content-Length: -1"], "not one number"),
+        (["Content-Length: 1_000"], "not one number"),
+        (["Content-Length: SIZE, SIZE"], "not one number"),
+        (["Content-Length: " + "9" * 5000], "not one number"),
+        (["Content-Encoding: gzip", "Content-Length: SIZE"], "compressed"),
+        (["Content-Encoding: identity", "Content-Encoding: br", "Content-Length: SIZE"], "compressed"),
+        ([CHUNKED, "Content-Encoding: x-gzip"], "compressed"),
+    ],
+)
+@pytest.mark.parametrize("frame", [bytes, in_chunks], ids=["plain", "in chunks"])
+def test_framing_that_may_be_misread_is_refused_at_once(fields, message, frame):
+    with Server({"/a": CONTENT}, faults=[answering(*fields, frame=frame)]) as there:
+        store = Web({"timeout": 5}).open(there.url("/a"))
+        memory = bytearray(len(CONTENT) - WINDOW)
+        with pytest.raises(RemoteError, match=message):
+            store.read_into(WINDOW, memory)
+        assert not any(memory)
+        assert len(there.requests) == 2
+        store.close()
+
+
+@pytest.mark.parametrize(
+    "size", [b"", b"-5", b"+5", b"0x5", b"1_0", b" 5", b"5 5", b"g", b"\xd9\xa3", b"f" * 16, b"5" * 5000]
+)
+def test_a_chunk_without_a_size_is_refused(size):
+    with pytest.raises(RemoteError, match="a chunk of the answer has no size"):
+        read_through(answering(CHUNKED, frame=lambda body: size + b"\r\n" + body))
+
+
+def test_a_chunk_longer_than_its_size_is_refused():
+    with pytest.raises(RemoteError, match="longer than its size"):
+        read_through(answering(CHUNKED, frame=lambda body: b"5\r\n" + body))
+
+
+@pytest.mark.parametrize(
+    ("length", "reached"),
+    [(7, 0), (8, 1), (100_000, 99_993), (100_008, 100_000), (100_012, 100_000), (100_020, 100_004)],
+)
+def test_a_chunked_range_that_breaks_off_continues_at_the_byte_reached(length, reached):
+    cut = answering(CHUNKED, frame=lambda body: in_chunks(body, 100_000)[:length], times=1)
+    sound, ranges = read_through(cut)
+    assert sound
+    assert [begin for begin, _ in ranges] == [0, WINDOW, WINDOW + reached]
+
+
+def test_a_chunked_range_that_never_moves_on_ends_after_some_tries():
+    for frame in (lambda body: b"", lambda body: b"10", lambda body: b"10\r\n"):
+        with pytest.raises(RemoteError, match=r"broke off .* tried 2 times"):
+            read_through(answering(CHUNKED, frame=frame))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["while it is opened", "while it is read"])
+@pytest.mark.parametrize("interim", ["100 Continue", "102 Processing", "103 Early Hints", "199 Other"])
+def test_interim_answers_are_skipped(interim, first):
+    before = f"HTTP/1.1 {interim}\r\nLink: </style.css>; rel=preload\r\nContent-Length: 7\r\n\r\n" * 3
+    fault = answering("Content-Length: SIZE", "Connection: close", before=before, first=first)
+    assert read_through(fault, retries=0)[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n", r"switches protocols \(101\)"),
+        ("HTTP/1.1 102 Processing\r\n\r\n" * 20, "not HTTP"),
+        ("HTTP/1.1 103 Early Hints\r\n" + "Link: x\r\n" * 20_000 + "\r\n", "1xx answer: more than 65,536 bytes"),
+        ("HTTP/1.1 103 Early Hints\r\nLink: " + "x" * 200_000 + "\r\n\r\n", "1xx answer: more than 65,536 bytes"),
+    ],
+)
+def test_interim_answers_that_lead_to_none_are_refused(before, message):
+    for first in (0, 1):
+        with pytest.raises(RemoteError, match=message):
+            read_through(answering("Content-Length: SIZE", before=before, first=first))
+
+
+@pytest.mark.parametrize("status", ["404 Not Found", "403 Forbidden", "500 Oops", "302 Found", "200 OK"])
+@pytest.mark.parametrize("trailers", [b"X-More: 1\r\n" * 1_000_000, b"X" * 11_000_000], ids=["many", "long"])
+def test_trailers_without_end_hold_nothing(status, trailers):
+    fault = answering(CHUNKED, status=status, frame=lambda _: b"4\r\nnone\r\n0\r\n" + trailers, first=0)
+    begun = time.monotonic()
+    expected = FileNotFoundError if status.startswith("404") else RemoteError
+    with pytest.raises(expected):
+        read_through(fault, retries=0)
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("frame", [lambda _: b"zz\r\n", lambda _: b"5\r\nx", in_chunks, lambda _: b"0\r\nX"])
+def test_a_broken_error_body_leaves_the_status(frame):
+    fault = answering(CHUNKED, status="404 Not Found", frame=frame, first=0)
+    with pytest.raises(FileNotFoundError):
+        read_through(fault, retries=0)
+
+
+def test_a_connection_is_reused_after_a_chunked_error():
+    def refuse(answer, request):
+        answer.status, answer.headers = 503, {"Transfer-Encoding": "chunked", "Retry-After": "0"}
+        answer.content, answer.begin, answer.end = b"4\r\nbusy\r\n0\r\nX: 1\r\n\r\n", 0, 21
+
+    with Server({"/a": CONTENT}, faults=[Fault(refuse, first=1, times=2)]) as there:
+        store = Web({}).open(there.url("/a"))
+        assert read(store) == CONTENT[WINDOW:]
+        assert (there.connections, len(there.requests)) == (1, 4)
+        store.close()
+
+
+def test_a_small_file_in_chunks_is_read_to_its_end():
+    for fault in (
+        answering(CHUNKED, status="200 OK", frame=in_chunks, first=0),
+        answering(CHUNKED, status="200 OK", frame=lambda body: in_chunks(body)[:-7], first=0, times=1),
+    ):
+        with Server({"/a": CONTENT}, faults=[fault], ranges=False) as there:
+            store = Web({"retries": 1}).open(there.url("/a"))
+            assert store.size in (len(CONTENT), WINDOW)
+            assert store.read_at(0, WINDOW) == CONTENT[:WINDOW]
+            store.close()
