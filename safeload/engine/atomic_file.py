@@ -16,6 +16,7 @@ import numpy as np
 from ..base.arrays import Array, byteswapped
 from ..base.native import Error, check, lib
 from ..base.paths import PathLike, native_path, unwritable
+from ..stores.local import Identity, identity_of
 from ..stores.replacing import replace
 from . import jobs
 from .job import Job
@@ -45,7 +46,12 @@ class AtomicFile:
         overwrite: False to raise FileExistsError if the path exists.
         durable: False to skip the fsync of file and folder.
         digest: gets what `write` writes; None for none.
+
+    Attributes:
+        identity: of the complete file, from `seal` on.
     """
+
+    identity: Identity | None = None
 
     def __init__(
         self,
@@ -164,6 +170,7 @@ class AtomicFile:
         if self._descriptor >= 0:
             if self._durable and self._temporary is not None:
                 os.fsync(self._descriptor)
+            self.identity = identity_of(os.fstat(self._descriptor))
             os.close(self._take_descriptor())
 
     def __enter__(self) -> AtomicFile:

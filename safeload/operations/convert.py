@@ -273,4 +273,4 @@ def _in_pieces(
         for place in {piece["folder"]: run.folder_of(piece) for piece in plan.pieces}.values():
             stack.enter_context(place.undone())
         results = executing.run(run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)
-    return convert_folder.complete(plan, results, folder, own)
+    return convert_folder.complete(plan, results, folder, own, at_once=True)

@@ -10,6 +10,7 @@ from typing import Any
 from ..base.selecting import renamed
 from ..base.text import plural, show
 from ..engine.digest import Digest
+from ..engine.pieces import in_order
 from ..errors import FormatError
 from ..formats.folder import CONFIG, INDEX
 from . import journal
@@ -19,7 +20,7 @@ from .destinations import of_piece
 from .making import Maker
 from .plan import Plan, bare_name, check_version, field, texts
 from .quantize_checkpoint import Summary
-from .shard_folder import Folder
+from .shard_folder import Folder, shared_identity
 from .shards import Beside, config_with, write_beside, write_shard, writer_of
 from .sources import config_from, location_of, opened
 
@@ -43,9 +44,10 @@ def run(
     plan, file, nbytes = field(piece, "plan", str), bare_name(field(piece, "file", str)), field(piece, "nbytes", int)
     folder = of_piece(piece, storage_options) if folder is None else folder
     found = (journal.is_whole(place, file, piece) for place in folder.places(plan))  # `finalize` may have moved it
+    identity = next((known for place in folder.places(plan) if (known := place.identity(file)) is not None), None)
     record = next((one for one in found if one is not None), None)
     if record is None:
-        size, digest = _write(piece, folder, file, threads, storage_options)
+        size, digest, identity = _write(piece, folder, file, threads, storage_options)
         journal.write(folder, file, piece, size, digest)
     else:
         size, digest = record["size"], record["sha256"]
@@ -56,6 +58,7 @@ def run(
         "nbytes": nbytes,
         "size": size,
         "sha256": digest,
+        "identity": identity,
         "written": record is None,
         "seconds": round(seconds, 3),
     }
@@ -91,7 +94,7 @@ def _write(
     file: str,
     threads: int | None,
     storage_options: Mapping[str, Any] | None,
-) -> tuple[int, str]:
+) -> tuple[int, str, list[int] | None]:
     decisions = decisions_of(piece)
     names = [name for one in decisions.values() for name in one.sources]
     with ExitStack() as stack, Digest() as digest:
@@ -109,16 +112,15 @@ def _write(
                 f"the shard was planned with {piece['nbytes']:,} bytes of tensors, and has {total:,}",
                 folder.shown(file),
             )
-        size = -1
+        writer, identity = writer_of(outputs, _metadata(piece)), None
         try:
             with ExitStack() as written:
-                size = write_shard(
-                    written, writer_of(outputs, _metadata(piece)), folder, file, overwrite=True, digest=digest
-                )
+                shard = write_shard(written, writer, folder, file, overwrite=True, digest=digest)
+            identity = None if folder.files.remote else shared_identity(shard.identity)
         except PermissionError:  # Windows: a process that does the same piece reads the shard that it has just written
-            if folder.files.remote or not folder.holds(file, {"size": size, "sha256": digest.hexdigest()}):
+            if folder.files.remote or not folder.holds(file, {"size": writer.size, "sha256": digest.hexdigest()}):
                 raise
-        return size, digest.hexdigest()
+        return writer.size, digest.hexdigest(), identity
 
 
 def _pairs(piece: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -145,6 +147,9 @@ def finalize(
     storage_options: Mapping[str, Any] | None = None,
 ) -> ConvertReport:
     """Completes the folder of a conversion whose pieces are all done: its config, other files, and last its index.
+
+    Before it writes anything it reads all local shards, on several threads, and compares their SHA-256 with the
+    results. Objects in a store whose version is still the one that their piece uploaded are not read.
 
     Args:
         plan: made by `plan_convert`; or a dict of the same content.
@@ -176,8 +181,19 @@ def complete(
     results: Iterable[Mapping[str, Any]],
     folder: Folder,
     storage_options: Mapping[str, Any] | None,
+    *,
+    at_once: bool = False,
 ) -> ConvertReport:
-    """`finalize` for a folder that is at hand."""
+    """`finalize` for a folder that is at hand.
+
+    Args:
+        plan: see `finalize`.
+        results: see `finalize`.
+        folder: of the plan.
+        storage_options: see `finalize`.
+        at_once: the call that ran the pieces is still running: shards whose identity their piece reported are not read
+            again.
+    """
     plan = Plan(plan)
     check_version(plan)
     runner = Runner(folder, None)
@@ -193,7 +209,8 @@ def complete(
     config, extras = _config_of(plan), field(plan, "extras", dict)
     extras = {bare_name(name): location_of(plain, storage_options) for name, plain in extras.items()}
     outdated = [bare_name(name) for name in texts(plan, "outdated")] if "outdated" in plan else []
-    files, total = _stored(plan.id, places, folder, sizes, digests)
+    known = {file: done[file].get("identity") for file in places} if at_once else {}
+    files, total = _stored(plan.id, places, folder, sizes, digests, known)
     summary = _summary(plan, total)
     with ExitStack() as stack:
         # First, as it may fail: an existing checkpoint is then still whole.
@@ -207,9 +224,22 @@ def complete(
 
 
 def _stored(
-    plan: str, places: Mapping[str, Folder], folder: Folder, sizes: Mapping[str, int], digests: Mapping[str, str]
+    plan: str,
+    places: Mapping[str, Folder],
+    folder: Folder,
+    sizes: Mapping[str, int],
+    digests: Mapping[str, str],
+    known: Mapping[str, Any],
 ) -> tuple[dict[str, str], int]:
     """The file of each tensor, and the bytes of all, read off the headers of the shards.
+
+    Args:
+        plan: its id.
+        places: the folder of each shard.
+        folder: the destination.
+        sizes: bytes of each shard, as its piece wrote it.
+        digests: SHA-256 of each shard, as its piece wrote it.
+        known: identities of shards that need not be read again; see `Folder.identity`.
 
     Raises:
         FormatError: a shard is not there, or not as its piece has left it.
@@ -230,17 +260,31 @@ def _stored(
             if moved is None or moved["plan"] != plan:  # else `finalize` was interrupted
                 advice = "run its piece again, on a machine that shares this folder"
                 raise FormatError(f"the shard is gone: {advice}", place.shown(file)) from None
+            place, record = folder, moved
             shard = folder.open_shard(file)
         try:
             if shard.size != sizes[file]:
                 raise FormatError(f"the shard has {shard.size:,} bytes, its piece wrote {sizes[file]:,}", shard.path)
-            if place.files.remote and not place.holds(file, {"sha256": digests[file], **(record or {})}):
-                raise FormatError("the shard is not what its piece wrote: run its piece again", shard.path)
+            seen = {**(record or {}), "size": sizes[file], "sha256": digests[file]}
+            same = record is None or record["sha256"] == digests[file]
+            if not same or not (is_known(place, file) or place.holds(file, seen)):
+                expected = f"expected SHA-256 {digests[file][:16]}..."
+                raise FormatError(
+                    f"the shard is not what its piece wrote: run its piece again ({expected})", shard.path
+                )
             return [*shard.table.names], sum(shard.table.sizes())
         finally:
             shard.close()
 
-    found = dict(zip(places, folder.files.each(header, [*places]), strict=True))
+    def is_known(place: Folder, file: str) -> bool:
+        return known.get(file) is not None and place.identity(file) == known[file]
+
+    if folder.files.remote:
+        headers = folder.files.each(header, [*places])
+    else:
+        unread = sum(sizes[file] for file, place in places.items() if not is_known(place, file))
+        headers = list(in_order(header, places, None, unread))
+    found = dict(zip(places, headers, strict=True))
     return {name: file for file, (names, _) in found.items() for name in names}, sum(size for _, size in found.values())
 
 

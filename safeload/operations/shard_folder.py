@@ -20,6 +20,7 @@ from ..engine.weight_file import WeightFile
 from ..formats.safetensors.file import open_file
 from ..stores.files import LOCAL, Files, Location
 from ..stores.json_file import read_json
+from ..stores.local import Identity, identity_of
 from ..stores.replacing import replace
 
 _BUFFER = 4 << 20
@@ -74,6 +75,9 @@ class Folder(Protocol):
 
     def stamp(self, name: str) -> dict[str, Any]:
         """What the record of a file has beside its size and digest."""
+
+    def identity(self, name: str) -> list[int] | None:
+        """Identify a file without reading it, by a plain list that other machines can compare; None if impossible."""
 
     def holds(self, name: str, record: Mapping[str, Any]) -> bool:
         """Whether a file is still what its record says."""
@@ -189,6 +193,13 @@ class LocalFolder:
         """See `Folder`: nothing, as the digest is compared."""
         return {}
 
+    def identity(self, name: str) -> list[int] | None:
+        """See `Folder`."""
+        try:
+            return shared_identity(identity_of(os.stat(self.shown(name))))
+        except OSError:
+            return None
+
     def holds(self, name: str, record: Mapping[str, Any]) -> bool:
         """See `Folder`."""
         path = self.shown(name)
@@ -287,6 +298,11 @@ class LocalFolder:
                 for path in leftovers(folder, names):
                     os.unlink(path)
             os.rmdir(aside)
+
+
+def shared_identity(identity: Identity | None) -> list[int] | None:
+    """The fields of an identity that all machines with a shared file system agree on."""
+    return None if identity is None else [identity.size, identity.mtime_ns, identity.inode]
 
 
 def check_free(path: str, overwrite: bool) -> None:

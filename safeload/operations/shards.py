@@ -169,7 +169,9 @@ def write_shards(
         write_beside(stack, beside, folder, overwrite=overwrite, outdated=outdated)
         for file, shard in shards.items():
             with folder.shard(stack, file) as own:
-                written += write_shard(own, shard(), folder, file, overwrite=overwrite)
+                writer = shard()
+                write_shard(own, writer, folder, file, overwrite=overwrite)
+                written += writer.size
     return written
 
 
@@ -181,7 +183,7 @@ def write_shard(
     *,
     overwrite: bool,
     digest: Digest | None = None,
-) -> int:
+) -> AtomicFile:
     """Writes one shard; leaving the stack puts it in place.
 
     Args:
@@ -193,12 +195,12 @@ def write_shard(
         digest: gets every byte of the file; None for none.
 
     Returns:
-        Bytes of the file.
+        The sealed file.
     """
     file = stack.enter_context(folder.writing(name, writer.size, overwrite=overwrite, digest=digest))
     writer.write_to(file)
     file.seal()  # closes it: there may be more shards than descriptors
-    return writer.size
+    return file
 
 
 def write_beside(

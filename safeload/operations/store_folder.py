@@ -132,6 +132,9 @@ class StoreFolder:
         with closing(self._store.open(self._url(name))) as store:
             return {"object": list(store.version[:2])}
 
+    def identity(self, name: str) -> None:
+        """See `Folder`: `holds` compares the version of the object."""
+
     def holds(self, name: str, record: Mapping[str, Any]) -> bool:
         """See `Folder`. The object is read only where the store gives no version, or has another one."""
         try:
