@@ -36,9 +36,10 @@ _FINAL = frozenset((errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG,
 # Errors of libraries that are not system errors, by the names of their classes.
 _DENIED = re.compile(r"Credential|Authenti|Authoriz|Forbidden|AccessDenied|PermissionDenied|TokenError|RefreshError")
 _PASSING = re.compile(r"Connect|Timeout|TimedOut|Incomplete|Payload|Stream|Protocol|Transport|ServerError|HttpError")
-# Characters of another library's message.
-_MOST = 500
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s'\"<>|\\^`{}]+")
+# Characters of another library's message that are shown, and those that are searched for secrets.
+_MOST, _SEARCHED = 500, 16 << 10
+# No scheme has more letters: without a limit the search takes quadratic time.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,31}://[^\s'\"<>|^`{}]+")
 # What keys and tokens look like: those of AWS and of the Hub, and values behind their usual names.
 _KEYS = re.compile(
     r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bhf_[A-Za-z0-9]{8,}|\b(?:Bearer|Basic)\s+\S+"
@@ -166,13 +167,16 @@ def changed(url: str, before: int, now: int | None = None) -> FormatError:
 
 
 def cleaned(error: BaseException, secrets: list[str]) -> str:
-    """The message of an error, which may be empty."""
+    """Return the message of an error without secrets; it may be empty."""
     try:
         text = str(error)
     except Exception:  # the error of another library
         return ""
     for secret in secrets:
         text = text.replace(secret, "***")
+    if len(text) > _SEARCHED:  # cut between words: half a secret has no shape to find it by
+        text = text[:_SEARCHED]
+        text = text[: max(text.rfind(" "), text.rfind("\n"))] or text
     text = _KEYS.sub("***", _URL.sub(lambda match: urls.shown(match[0]), text))
     text = printable(" ".join(text.split()))
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from .._version import __version__
 from ..base import log
+from ..base.text import show
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign_errors import again, cleaned, in_our_words, may_pass
@@ -29,6 +30,7 @@ _URL = re.compile(
     r"(?:@(?P<revision>refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(?P<path>.*))?",
     re.DOTALL,
 )
+_COMMIT = re.compile(r"[0-9A-Za-z]{1,64}")
 # Storage options of the Hub itself.
 _OPTIONS = ("endpoint", "token")
 # What the Hub says when there is nothing, as opposed to no access; by the names of huggingface_hub's classes.
@@ -139,9 +141,13 @@ class Hub:
             return self._api.repo_info(place.repo, revision=place.revision, repo_type=place.kind)
 
         info = again(ask, shown, self._secrets, passing=_may_pass, words=self._words)
-        if not isinstance(info.sha, str):
+        if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
             raise RemoteError("the Hub does not say which commit this is", shown)
-        return Snapshot(info.sha, frozenset(file.rfilename for file in info.siblings or ()))
+        names = [file.rfilename for file in info.siblings or ()]
+        for name in names:
+            if not _is_path(name):
+                raise RemoteError(f"the Hub lists files: expected paths in the repository, got {show(name)}", shown)
+        return Snapshot(info.sha, frozenset(names))
 
     def _words(self, error: Exception, shown: str, *_: Any) -> Exception:
         """The Hub's own sentence where it refuses."""
@@ -279,6 +285,13 @@ class Hub:
     def _forget(self, place: Place) -> None:
         """Has the next question about a revision asked anew."""
         self._snapshots.pop((place.kind, place.repo, place.revision), None)
+
+
+def _is_path(name: object) -> bool:
+    """Whether Git can have a file of this name."""
+    if not isinstance(name, str) or any("\ud800" <= char <= "\udfff" for char in name):
+        return False
+    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def _status(error: Exception) -> int | None:

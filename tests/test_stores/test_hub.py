@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -235,6 +236,49 @@ def test_a_hub_that_stays_busy_is_an_error_after_some_tries(status, server, file
     with pytest.raises(RemoteError, match=f"{status}.*{FILE}"):
         files.open(FILE)
     assert server.kinds == {"api": foreign_errors.TRIES}
+
+
+def saying(content):
+    head = {"Content-Length": str(len(content))}
+    return http_faults.Fault(http_faults.change(content=content, begin=0, end=len(content), headers=head))
+
+
+@pytest.mark.parametrize(
+    "name", [5, None, True, 1.5, ["x"], {}, "", "/x", "x/", "a//b", "..", "a/../b", "./a", "a\0", "\ud800"]
+)
+def test_a_list_of_other_than_paths_is_an_error(name, server, files):
+    content = json.dumps({"id": "o/n", "sha": "a" * 40, "siblings": [{"rfilename": "x"}, {"rfilename": name}]}).encode()
+    server.faults = [saying(content)]
+    for call in (files.open, files.listing, files.is_folder):
+        with pytest.raises(RemoteError, match="expected paths in the repository, got"):
+            call("hf://owner/name")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, [], 5, "x", None, {"sha": 5}, {"sha": ""}, {"sha": "../x"}, {"sha": "a", "siblings": 5},
+     {"sha": "a", "siblings": ["x"]}, {"sha": "a", "siblings": [{}]}, {"sha": "a", "siblings": {"rfilename": "x"}}],
+)  # fmt: skip
+def test_an_answer_without_commit_or_list_is_an_error(answer, server, files):
+    content = json.dumps(answer).encode()
+    server.faults = [saying(content)]
+    with pytest.raises(RemoteError):
+        files.open(FILE)
+
+
+@pytest.mark.parametrize(
+    "text", ["x" * 1_000_000, "a://" * 250_000, "a" * 31 + "://" + "b:" * 500_000, "AKIA" * 250_000]
+)
+def test_a_long_error_takes_linear_time(text):
+    begun = time.perf_counter()
+    assert len(foreign_errors.cleaned(RuntimeError(text), ["s3cr3t"])) <= 500
+    assert time.perf_counter() - begun < 1
+
+
+def test_a_long_error_is_cut_between_words():
+    secret = "https://host/?signature=" + "s3cr3t" * 3000
+    for text in (f"{'x ' * 100}{secret}", secret, f"{'https://host/?y ' * 1020}{secret}"):
+        assert "s3cr3t" not in foreign_errors.cleaned(RuntimeError(text), [])
 
 
 def test_a_hub_that_nobody_reaches_is_an_error():
