@@ -200,8 +200,8 @@ static void store_odd(void *destination, size_t i, double value) {
     uint32_t bits;
     memcpy(&bits, &nearest, sizeof bits);
     double back = nearest;
-    bool above = back > value, below = back < value;
-    store32(destination, i, (bits - (value < 0.0 ? below : above)) | (uint32_t)(above | below));
+    uint32_t above = back > value, below = back < value, away = (above & (value > 0.0)) | (below & (value < 0.0));
+    store32(destination, i, (bits - away) | above | below);
 }
 
 /* An integer that f64 may lack is rounded to odd at its bit 11, which leaves 53 bits. */
