@@ -159,6 +159,14 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> float:
+    """Parse a number of at least 0, for argparse."""
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
+    return value
+
+
 def open_path(path: str, options: argparse.Namespace) -> Checkpoint:
     """Opens a checkpoint with the options of `add_opening`."""
     return loading.open(

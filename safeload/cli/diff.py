@@ -17,6 +17,7 @@ from .common import (
     bar,
     columns,
     most_rows,
+    not_negative,
     open_path,
     painter,
 )
@@ -50,7 +51,7 @@ def register(commands: Any) -> None:
     add_path(parser, "a")
     add_path(parser, "b")
     parser.add_argument(
-        "--tolerance", metavar="X", type=float, help="ignore differences up to this, and different dtypes"
+        "--tolerance", metavar="X", type=not_negative, help="ignore differences up to this, and different dtypes"
     )
     add_selection(parser, _KEYS, _ROWS, order="non-finite values, then the largest difference")
     add_opening(parser)
@@ -81,10 +82,11 @@ def run(options: argparse.Namespace) -> int:
         )
     good = report.same if options.tolerance is None else report.within(options.tolerance)
     if options.json:
-        print(json.dumps(report.to_json(), indent=1))
+        judged = {} if options.tolerance is None else {"tolerance": options.tolerance, "within": good}
+        print(json.dumps({**report.to_json(), **judged}, indent=1))
     else:
         paint = painter()
-        *lines, verdict = report.lines(columns(), most_rows(options, _ROWS), options.sort)
+        *lines, verdict = report.lines(columns(), most_rows(options, _ROWS), options.sort, options.tolerance)
         for line in lines:
             print(line)
         print(paint(verdict, "good" if good else "error"))

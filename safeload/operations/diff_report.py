@@ -50,6 +50,10 @@ _ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
 }
 
 
+def _near(difference: TensorDiff, tolerance: float) -> bool:
+    return difference.max <= tolerance and not difference.nonfinite
+
+
 class DiffReport:
     """The result of `safeload.diff`. ``str()`` is a table.
 
@@ -88,7 +92,7 @@ class DiffReport:
     def within(self, tolerance: float) -> bool:
         """Whether names and shapes are equal and values differ by no more than ``tolerance``. Dtypes may differ."""
         structure = self.only_a or self.only_b or self.shapes
-        return not structure and all(d.max <= tolerance and not d.nonfinite for d in self.tensors.values())
+        return not structure and all(_near(difference, tolerance) for difference in self.tensors.values())
 
     @property
     def unequal(self) -> dict[str, TensorDiff]:
@@ -96,7 +100,13 @@ class DiffReport:
         found = [(name, d) for name, d in self.tensors.items() if d.unequal]
         return dict(sorted(found, key=lambda item: (-item[1].nonfinite, -item[1].max)))
 
-    def lines(self, columns: int | None = 80, rows: int | None = None, sort: str | None = None) -> list[str]:
+    def lines(
+        self,
+        columns: int | None = 80,
+        rows: int | None = None,
+        sort: str | None = None,
+        tolerance: float | None = None,
+    ) -> list[str]:
         """The report as text.
 
         Args:
@@ -104,6 +114,7 @@ class DiffReport:
             rows: the most rows of each list; the rest are only counted. None for all.
             sort: "name", "max", "rms", "cosine" or "unequal": orders the tensors whose values differ, numbers from the
                 worst. None for the order of `unequal`.
+            tolerance: the last line says whether the checkpoints agree `within` this; None if they must be `same`.
 
         Returns:
             Lines without line ends.
@@ -145,10 +156,18 @@ class DiffReport:
             if len(shown) < len(unequal):
                 lines.append(f"... and {len(unequal) - len(shown):,} more")
         lines.append("")
-        equal = len(self.tensors) - len(unequal)
-        verdict = "the same" if self.same else "different"
-        lines.append(f"{verdict}: {equal:,} of {plural(len(self.tensors), 'tensor')} in both have equal values")
+        lines.append(self._verdict(tolerance))
         return lines
+
+    def _verdict(self, tolerance: float | None) -> str:
+        limit = 0.0 if tolerance is None else tolerance
+        near = sum(_near(difference, limit) for difference in self.tensors.values())
+        values = "equal values" if tolerance is None else f"values within {tolerance:g}"
+        if self.same:
+            verdict = "the same"
+        else:
+            verdict = f"within {tolerance:g}" if tolerance is not None and self.within(tolerance) else "different"
+        return f"{verdict}: {near:,} of {plural(len(self.tensors), 'tensor')} in both have {values}"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -354,8 +354,6 @@ def test_diff(folder, capsys):
     assert squeezed(out) == squeezed(DIFF.replace("0.993399", f"{cosine:.6f}"))
     del other["new"]
     save_file(other, "other.safetensors")
-    assert run(capsys, "diff", "good.safetensors", "other.safetensors", "--tolerance", "0.5")[0] == 0
-    assert run(capsys, "diff", "good.safetensors", "other.safetensors", "--tolerance", "0.4")[0] == 1
     status, out, _ = run(capsys, "diff", "good.safetensors", "nan.safetensors", "--json")
     assert status == 1
     assert json.loads(out)["tensors"]["a.weight"]["nonfinite"] == 1
@@ -373,6 +371,39 @@ def test_diff_of_some_tensors(folder, capsys):
     assert run(capsys, "diff", *files, "--only", "new")[0] == 1
     status, _, err = run(capsys, "diff", *files, "--only", "nothing*")
     assert (status, err) == (2, "safeload: only='nothing*' matches none of 4 names\n")
+
+
+TWO_THIRDS = "different: 2 of 3 tensors in both have values within"
+
+
+@pytest.mark.parametrize(
+    ("change", "tolerance", "verdict"),
+    [
+        ({}, "0", "the same: 3 of 3 tensors in both have values within 0"),
+        ({}, "1e-3", "the same: 3 of 3 tensors in both have values within 0.001"),
+        ({"a.weight": X + np.float32(0.5)}, "0.5", "within 0.5: 3 of 3 tensors in both have values within 0.5"),
+        ({"a.weight": X + np.float32(0.5)}, "inf", "within inf: 3 of 3 tensors in both have values within inf"),
+        ({"a.weight": X + np.float32(0.5)}, "0.4", f"{TWO_THIRDS} 0.4"),
+        ({"a.weight": X * np.nan}, "inf", f"{TWO_THIRDS} inf"),
+        ({"b": np.ones(4, np.float64)}, "0", "within 0: 3 of 3 tensors in both have values within 0"),
+        ({"new": X}, "1", "different: 3 of 3 tensors in both have values within 1"),
+        ({"a.weight": X[:1]}, "1", "different: 2 of 2 tensors in both have values within 1"),
+    ],
+)
+def test_the_words_of_a_tolerance_agree_with_the_exit_status(folder, capsys, change, tolerance, verdict):
+    save_file({**GOOD, **change}, "other.safetensors")
+    arguments = "diff", "good.safetensors", "other.safetensors", "--tolerance", tolerance
+    status, out, _ = run(capsys, *arguments)
+    assert out.splitlines()[-1] == verdict
+    assert status == verdict.startswith("different")
+    again, out, _ = run(capsys, *arguments, "--json")
+    assert again == status
+    assert json.loads(out)["within"] == (status == 0)
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "x"])
+def test_a_tolerance_is_a_number_of_at_least_0(folder, capsys, tolerance):
+    assert run(capsys, "diff", "good.safetensors", "good.safetensors", f"--tolerance={tolerance}")[0] == 2
 
 
 # ---- convert, bench ----
