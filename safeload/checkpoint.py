@@ -68,6 +68,7 @@ class Checkpoint(Mapping[str, Any]):
         stored = found.recipe is not None and found.recipe.stored
         self._hidden: Mapping[str, str] = {}
         self.ignored: Mapping[str, StoredPart] = {}
+        self._refused: Mapping[str, str] = {}
         if found.format == SAFETENSORS and not stored:
             where = unpack_all(found.files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
@@ -75,7 +76,8 @@ class Checkpoint(Mapping[str, Any]):
             from .packed import logical  # only here: most checkpoints do not need it
 
             kind = found.title, found.complete, found.format == GGUF
-            where, self._hidden, self.ignored = logical.make_logical(found.files, where, found.config, *kind)
+            made = logical.make_logical(found.files, where, found.config, *kind)
+            where, self._hidden, self.ignored, self._refused = made
         self.path = found.title  # internal, as are weight_files and ignored
         self.weight_files: Sequence[WeightFile] = found.files
         self._where = where
@@ -115,7 +117,12 @@ class Checkpoint(Mapping[str, Any]):
         if self._found_codes is None:
             alone = self.config is None and self.format in _WITH_CONFIG
             self._found_codes = grouping.codes_of(
-                self.weight_files, self.entries(), self.config, alone=alone, indexed=self.index is not None
+                self.weight_files,
+                self.entries(),
+                self.config,
+                alone=alone,
+                indexed=self.index is not None,
+                refused=self._refused,
             )
         return self._found_codes
 

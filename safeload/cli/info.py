@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,9 @@ from .common import (
 _ROWS = 100
 # Most values of a list in the metadata, such as a vocabulary, that are shown; --json has all.
 _ITEMS = 8
+
+# Most reasons for which tensors of known families are not dequantized.
+_REASONS = 3
 
 # Formats whose header is all that comes before the first tensor.
 _WITH_HEADER = ("safetensors", "gguf")
@@ -323,6 +327,11 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
         yield f"codes without their values{config}: {count} of a quantization that is not dequantized"
         refusals = {one.refusal for one in codes.values() if one.refusal is not None}
         yield from sorted(f"they are {one.what}: {one.reader} reads it" for one in refusals)
+        reasons = Counter(one.reason for one in codes.values() if one.reason is not None and one.refusal is None)
+        yield from (
+            f"not dequantized: {plural(tensors, 'tensor')}: {reason}"
+            for reason, tensors in reasons.most_common(_REASONS)
+        )
 
 
 def _zeros_disagree(opened: Checkpoint) -> bool:

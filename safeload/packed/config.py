@@ -17,8 +17,10 @@ _CONFIG_DEPTH = 4
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 # Keys that list modules that are not quantized.
 _OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
-# The key of mlx-lm, which also stores a copy under the first of `_CONFIG_KEYS`, without a method.
+# The key of mlx-lm, which also stores a copy under the first of `_CONFIG_KEYS`, without a method; and of TensorRT-LLM.
 _MLX = "quantization"
+# What the key stands for beside a ``quant_algo``.
+_TENSORRT = "TensorRT-LLM"
 # Names that auto-round gives its method.
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 # Orders of the codes in a word, by their names in Quark's ``pack_method``.
@@ -251,6 +253,8 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
             found = holder.get(_MLX)
             if isinstance(found, Mapping) and {"bits", "group_size"} <= found.keys():
                 return Quantization(_MLX, "mlx", found)
+            if isinstance(found, Mapping) and isinstance(found.get("quant_algo"), str):
+                return Quantization(_MLX, _TENSORRT, found)
         level = [value for holder in level for value in holder.values() if isinstance(value, Mapping)]
     return None
 

@@ -1,7 +1,8 @@
 """The families of packed tensors that safeload dequantizes, one row each.
 
 A row says which stored tensors belong together, by the suffixes of their names, and has a function that turns their
-shapes and dtypes into a `Packing`, or says why they do not fit. Shapes decide, the configuration confirms.
+shapes and dtypes into a `Packing`, or says why they do not fit. Shapes decide, the configuration confirms. Other
+companions are in `companions`.
 
 Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4,bitnet}.py``;
 bitsandbytes ``functional.py``; compressed-tensors ``compressors/``; nvidia-modelopt ``torch/quantization/qtensor``;
@@ -226,15 +227,3 @@ FAMILIES = (
 
 # Of GGUF files, whose dtypes say what blocks are.
 IN_GGUF = (Family("NVFP4", ".weight", ".weight", frozenset(("NVFP4",)), _scale(".scale"), _NOTHING, gguf.nvfp4),)
-
-# Last components of names of activation scales and the like, which no weight needs. A marker of ComfyUI among them.
-IGNORED = frozenset(
-    (
-        "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "input_global_scale",
-        "input_zero_point", "comfy_quant", "gate_up_proj_input_scale", "down_proj_input_scale",
-        "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
-        "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
-        "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale", "output_zero_point",
-        "input_scale_2", "output_scale_2",
-    )
-)  # fmt: skip

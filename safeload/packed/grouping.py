@@ -21,8 +21,9 @@ from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
 from ..stores.json_file import read_if_there, read_json
 from .bitsandbytes import STATES
+from .companions import unread
 from .config import Quantization, quantization_of
-from .group import Stored
+from .group import FP8, Stored
 from .refused import Refusal, refusal_of
 from .sparse import BESIDE as BESIDE_SPARSE
 from .sparse import SUFFIX as SPARSE
@@ -47,12 +48,14 @@ class Codes(NamedTuple):
         scale: name of the companion tensor; None if only the configuration identifies the codes.
         method: ``quant_method`` of the configuration; None without one.
         refusal: what they are, if `refused` knows them.
+        reason: why this tensor of a known family is not dequantized.
     """
 
     dtype: str
     scale: str | None
     method: str | None
     refusal: Refusal | None = None
+    reason: str | None = None
 
 
 class _Row(NamedTuple):
@@ -78,6 +81,7 @@ _ROWS = (
     ),
     # bitsandbytes, 8 bits; ComfyUI; Mistral; MLX and transformers' metal
     _Row(".weight", (".SCB", ".scale_weight", ".qscale_weight", ".scales"), (".comfy_quant",)),
+    _Row(".weight", (), (".weights_scaling_factor", ".per_channel_scale")),  # TensorRT-LLM
     _Row(".qweight", (".scales", ".weight_scales"), (".qzeros",)),  # GPTQ, AWQ, auto-round; EETQ
     _Row("_packed", ("_scale",), ("_shape", "_global_scale")),  # compressed-tensors
     _Row(".weight_packed", (), (".scale_packed",)),  # Marlin 2:4
@@ -126,6 +130,14 @@ def find(
         for name, stored in tensors.items()
         if _may_be(stored)
     }
+    bare = {name: name for name, companion in companions.items() if companion is None and _is_bare(tensors[name])}
+    if bare:
+        beside = ((name, other) for name, other in unread(tensors, bare) if not other.endswith(".scale"))
+        companions.update(
+            (name, other)
+            for name, other in beside
+            if _is_scale(tensors[other].row) and _fits(tensors[name], tensors[other].shape)
+        )
     scales = set(companions.values())
     found = {}
     for name, companion in companions.items():
@@ -164,6 +176,11 @@ def _beside(name: str, stored: Stored) -> Iterable[str]:
 
 def _may_be(stored: Stored) -> bool:
     return stored.row.code in _CODES
+
+
+def _is_bare(stored: Stored) -> bool:
+    """Whether a companion of any name that sounds like a scale, but "scale" itself, makes this matrix one of codes."""
+    return stored.row.code in FP8 and len(stored.shape) > 1
 
 
 def _is_named(name: str, stored: Stored) -> bool:
@@ -228,7 +245,7 @@ def _fits(codes: Stored, scale: tuple[int, ...]) -> bool:
 
 
 def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: str = "") -> None:
-    """Raises an error if any of the named tensors holds codes; the error is about the first.
+    """Raise an error if any of the named tensors holds codes: about the first whose reason is known, else the first.
 
     Args:
         codes: the codes of the checkpoint, from `find`.
@@ -239,10 +256,11 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
     Raises:
         UnsupportedError: the message names tensor, scale and quant_method.
     """
-    name = next((name for name in names if name in codes), None) if codes else None
-    if name is None:
+    held = [name for name in names if name in codes] if codes else ()
+    if not held:
         return
-    dtype, scale, method, refusal = codes[name]
+    name = next((name for name in held if codes[name].reason is not None), held[0])
+    dtype, scale, method, refusal, reason = codes[name]
     kind, other = ("values", "mask") if name.endswith(SPARSE) else ("codes", "scale")
     beside = f"whose {other} is {'not here' if scale is None else show(scale)}"
     said = "" if method is None else f" (quant_method {clip(printable(method), 90)} in config.json)"
@@ -251,6 +269,13 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
         raise UnsupportedError(
             f"{head}This is {refusal.what}: safeload does not dequantize it, {refusal.reader} reads it. {what} would "
             "treat the codes as weights. safeload.load without dtype= gives them as stored",
+            path=where or None,
+            tensor=name,
+        )
+    if reason is not None:
+        raise UnsupportedError(
+            f"{head}safeload does not dequantize it: {reason}. {what} would treat the codes as weights. safeload.load "
+            "without dtype= gives them as stored",
             path=where or None,
             tensor=name,
         )
@@ -306,7 +331,13 @@ def shards_beside(file: WeightFile) -> Container[str]:
 
 
 def codes_of(
-    files: Iterable[WeightFile], parts: Sequence[Part], config: Mapping[str, Any] | None, *, alone: bool, indexed: bool
+    files: Iterable[WeightFile],
+    parts: Sequence[Part],
+    config: Mapping[str, Any] | None,
+    *,
+    alone: bool,
+    indexed: bool,
+    refused: Mapping[str, str],
 ) -> dict[str, Codes]:
     """The tensors of open files that hold codes.
 
@@ -316,13 +347,20 @@ def codes_of(
         config: parsed ``config.json``.
         alone: whether the files were opened without their folder; see `find_alone`.
         indexed: see `find_alone`.
+        refused: codes of known families that are not dequantized, with the reason.
     """
     opened = list(files)
     if not any(could_hold(file.table.rows) or file.table.quantized for file in opened):
         return {}
-    if alone:
-        return find_alone(parts, opened, indexed=indexed)
-    return find(stored_of(parts), config)
+    found = find_alone(parts, opened, indexed=indexed) if alone else find(stored_of(parts), config)
+    if refused:
+        quantization = quantization_of(config)
+        method = None if quantization is None else quantization.shown
+        dtypes_of = {name: file.table.row(index).code for name, file, index in parts}
+        for name, reason in refused.items():
+            codes = found.get(name, Codes(dtypes_of[name], None, method))
+            found[name] = codes._replace(reason=reason)
+    return found
 
 
 def find_alone(parts: Sequence[Part], files: Sequence[WeightFile], *, indexed: bool) -> dict[str, Codes]:

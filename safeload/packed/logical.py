@@ -19,10 +19,11 @@ from . import gguf, quark, sparse
 from .bitsandbytes import BESIDE as BESIDE_FOUR_BITS
 from .bitsandbytes import STATES
 from .checks import check
+from .companions import IGNORED, unread
 from .config import AUTO_ROUND, Quantization, quantization_of
 from .config_files import config_of
 from .contents import Contents
-from .families import FAMILIES, IGNORED, IN_GGUF, Family
+from .families import FAMILIES, IN_GGUF, Family
 from .grid import Misfit, Refused
 from .group import FP8, Group, Stored
 
@@ -59,12 +60,14 @@ class Logical(NamedTuple):
         hidden: names of parts and of ignored tensors, with the packed tensor that they belong to ("" for ignored ones).
         faults: what is missing or does not fit.
         refused: names of codes that are not dequantized, with the reason.
+        apart: names of the companions of refused codes.
     """
 
     packed: dict[str, tuple[str, Packed]]
     hidden: dict[str, str]
     faults: list[str]
     refused: dict[str, str]
+    apart: set[str]
 
 
 def find(
@@ -85,7 +88,7 @@ def find(
     quantization = quantization_of(config)
     columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
     tensors = {name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()}
-    found = Logical({}, {}, [], {})
+    found = Logical({}, {}, [], {}, set())
     if quantization is not None and quantization.get("transform_config"):
         return found  # weights in a rotated basis
     text = "" if quantization is None else quantization.text()
@@ -96,6 +99,7 @@ def find(
             continue
         _group(name, stored, tensors, places, quantization, text, contents, found, in_gguf)
     _settle(found)
+    _refuse_unread(tensors, found)
     if in_gguf:
         found.packed.update((name, (name, one)) for name, one in gguf.ternary({file for file, _ in places.values()}))
     if found.packed:
@@ -144,7 +148,7 @@ def _group(
         try:
             packed = check(group, family.describe(group))
         except Refused as refused:
-            found.refused[name] = str(refused)
+            _refuse(found, name, str(refused), names.values())
             return
         except Misfit as misfit:
             fault = fault or f"tensor {show(logical)}: {misfit}"
@@ -185,6 +189,27 @@ def _settle(found: Logical) -> None:
         found.hidden.update((part.name, logical) for part in packed.parts.values() if part.name != logical)
 
 
+def _refuse(found: Logical, codes: str, reason: str, names: Iterable[str]) -> None:
+    found.refused.setdefault(codes, reason)
+    found.apart.update(names)
+
+
+def _refuse_unread(tensors: Mapping[str, Stored], found: Logical) -> None:
+    """Refuses codes beside a companion that changes values by its name, and that their family does not read."""
+    owners = {logical: codes for codes, (logical, _) in found.packed.items()}
+    if not owners:
+        return
+    unknown = (name for name in tensors if name not in found.packed and name not in found.hidden)
+    for codes, name in list(unread(unknown, owners)):
+        if codes in found.packed:
+            logical, packed = found.packed.pop(codes)
+            parts = [part.name for part in packed.parts.values()]
+            for part in parts:
+                found.hidden.pop(part, None)
+            shown = show(name.removeprefix(logical.removesuffix(".weight")).lstrip("._"))
+            _refuse(found, codes, f"{shown} beside its codes may change their values", [*parts, name])
+
+
 def _names_of(family: Family, name: str, tensors: Mapping[str, Stored]) -> dict[str, str] | None:
     """Names of the parts by role; None if a required one is missing."""
     stem = name.removesuffix(family.main) if family.main else name
@@ -222,7 +247,9 @@ def _without_scale(tensors: Mapping[str, Stored], found: Logical, quantization: 
     reported = {fault.split(": ", 1)[0] for fault in found.faults}
     faults = []
     for name, stored in tensors.items():
-        if name in found.packed or name in found.hidden or name in found.refused or len(stored.shape) < 2:
+        if len(stored.shape) < 2 or any(name in names for names in (found.packed, found.hidden, found.refused)):
+            continue
+        if name in found.apart:
             continue
         packs = stored.row.code in _PACKING and name.endswith(("weight", "_proj"))
         words = ".weight" if quantization.method == quark.METHOD else ".qweight"
@@ -250,7 +277,7 @@ def _strays(
     faults = []
     for name in tensors:
         suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
-        if suffix is None or name in found.hidden or name in found.packed:
+        if suffix is None or name in found.hidden or name in found.packed or name in found.apart:
             continue
         stem = name.removesuffix(suffix)
         owner = f"tensor {show(owner_of(stem))}"
@@ -275,7 +302,7 @@ def make_logical(
     title: str,
     complete: bool,
     in_gguf: bool = False,
-) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part]]:
+) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part], dict[str, str]]:
     """Gives open files tables in which each packed tensor appears once.
 
     Args:
@@ -288,7 +315,7 @@ def make_logical(
 
     Returns:
         The new ``where``; the names that are no longer listed, with the tensor that they belong to ("" for activation
-        scales); activation scales by name.
+        scales); activation scales by name; names of codes that are not dequantized, with the reason.
 
     Raises:
         FormatError: parts of packed tensors are missing, or do not fit.
@@ -311,7 +338,7 @@ def make_logical(
         rest = f"; and {plural(more, 'more fault')}" if more > 0 else ""
         raise FormatError(f"{listed}{rest}. stored=True opens the tensors as they are stored", title)
     if not found.packed:
-        return None if where is None else places, {}, {}
+        return None if where is None else places, {}, {}, found.refused
     changed = {packed.parts[role].file for _, packed in found.packed.values() for role in packed.parts}
     changed |= {places[name][0] for name in found.hidden}
     aside = {name: _part(places, name) for name, whole in found.hidden.items() if not whole}
@@ -319,14 +346,14 @@ def make_logical(
     for file in changed:
         file.table = ListedTable(_listings(file, found), file.table.metadata())
     if where is None:
-        return None, found.hidden, ignored
+        return None, found.hidden, ignored, found.refused
     result = {}
     for name, (file, index) in places.items():
         if name in found.hidden and name not in found.packed:
             continue
         logical = found.packed[name][0] if name in found.packed else name
         result[logical] = (file, file.table.find(logical) if file in changed else index)
-    return result, found.hidden, ignored
+    return result, found.hidden, ignored, found.refused
 
 
 def _listings(file: WeightFile, found: Logical) -> Iterable[Listing]:

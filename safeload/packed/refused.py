@@ -89,6 +89,12 @@ REFUSALS = (
         "ComfyUI",
         ((".weight", ".comfy_quant"),),
     ),
+    Refusal(
+        "TensorRT-LLM's, whose files hold the layout of its engines",
+        "TensorRT-LLM",
+        ((".weight", ".weights_scaling_factor"), (".weight", ".per_channel_scale")),
+        fp8=True,
+    ),
     Refusal("Quark's weights in a rotated basis", QUARK_READER, ((".weight", ".input_rotation"),), fp8=True),
     Refusal("HIGGS, whose codes are points of a grid in a rotated basis", "transformers with flute", (), ("higgs",)),
     Refusal("FP-Quant, whose weights are in a rotated basis", "transformers with fp_quant", (), ("fp_quant",)),

@@ -1,0 +1,78 @@
+"""Tensors beside codes that change their values: a scale, zero point, smoothing or rotation, by the name.
+
+A family reads the companions that its row in `families` lists. Any other companion that sounds like arithmetic makes
+the values unknown, unless `IGNORED` says that it leaves weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+# Companions of activations and the KV cache, markers, and other bookkeeping: no weight needs them.
+IGNORED = frozenset(
+    (
+        "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "input_global_scale",
+        "input_zero_point", "comfy_quant", "gate_up_proj_input_scale", "down_proj_input_scale",
+        "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
+        "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
+        "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale", "output_zero_point",
+        "input_scale_2", "output_scale_2",
+    )
+)  # fmt: skip
+# Also ignored, but listed as tensors of the checkpoint: names too general to hide, and companions of the bias.
+_LISTED = frozenset(
+    (
+        "input_scale_inv", "activation_scale_inv", "act_scale", "act_scales", "activation_scaling_factor",
+        "input_global_scale_inv", "output_global_scale", "input_zero_point_2", "output_zero_point_2", "k_zero_point",
+        "v_zero_point", "q_zero_point", "k_cache_scale", "v_cache_scale", "kv_cache_scaling_factor",
+        "k_cache_scaling_factor", "v_cache_scaling_factor", "k_global_scale", "v_global_scale", "q_global_scale",
+        "w1_input_scale", "w2_input_scale", "w3_input_scale", "w13_input_scale", "embed_scale",
+    )
+)  # fmt: skip
+_HARMLESS = IGNORED | _LISTED
+_OF_BIAS = ("bias_", "bias.")
+# What the name of a companion contains that changes weights.
+_TELLING = (
+    "scal", "zero", "zp", "smooth", "rotat", "hadamard", "absmax", "factor", "shift", "perm", "g_idx", "svdquant",
+    "codebook", "biases", "scb",
+)  # fmt: skip
+# Parts of a name that follow the name of its codes: "_weight_scale_2" has three.
+_MOST_PARTS = 6
+
+
+def unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The companions among tensors that no family reads.
+
+    Args:
+        names: the tensors.
+        owners: what to yield for codes, by their logical name.
+
+    Yields:
+        The owner and the name of a companion.
+    """
+    for name in names:
+        module, _, last = name.rpartition(".")
+        if not is_telling(last):
+            continue
+        # X.weight or X itself and X.scale; names that go on after that of the codes: X.weight_scale, X.weight.absmax.
+        owner = owners.get(f"{module}.weight") or owners.get(module)
+        if owner is not None and not last.startswith(_OF_BIAS):
+            yield owner, name
+            continue
+        end = len(name)
+        for _ in range(_MOST_PARTS):
+            end = max(name.rfind("_", 0, end), name.rfind(".", 0, end))
+            if end < 0:
+                break
+            owner = owners.get(name[:end])
+            if owner is not None:
+                rest = name[end + 1 :]
+                if rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
+                    yield owner, name
+                break
+
+
+def is_telling(last: str) -> bool:
+    """Whether the last part of a name says that the tensor changes weights."""
+    lower = last.lower()
+    return lower not in _HARMLESS and any(word in lower for word in _TELLING)
