@@ -139,6 +139,11 @@ class Quantization:
 
         return json.dumps({self.key: values})
 
+    @property
+    def has_block(self) -> bool:
+        """Whether ``weight_block_size`` has rows and columns of a block."""
+        return _is_block(self.get("weight_block_size"))
+
     def block(self, default: tuple[int, int]) -> tuple[int, int]:
         """``weight_block_size``: rows and columns of a block."""
         given = self.get("weight_block_size")

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import math
-import re
 
 from ..base import packing
 from ..base.packing import Grid, Packing
-from .config import is_length
 from .grid import Misfit, Refused, grid_of, has_halves, whole_grid
-from .group import FP8, Group, check_global, label_of, matrices_of, said_bits, said_group
-
-# How compressed-tensors writes the block of a grid as text.
-_STRUCTURE = re.compile("[0-9]{1,9}x[0-9]{1,9}", re.ASCII)
+from .group import FP8, Group, check_global, label_of, matrices_of, said_bits, said_grid, said_group
 
 # ---- fp8 and int8: a number for each code, a scale for each block ----
 
 
 def plain(group: Group, block: tuple[int, int] | None = None) -> Packing:
-    """Codes of 8 bits, each a number, and scales that broadcast over blocks: those given, else the configuration's."""
+    """Codes of 8 bits, each a number, and scales that broadcast over blocks.
+
+    Args:
+        group: the tensors.
+        block: rows and columns of a block; None for those of the configuration.
+    """
     shape, numbers = group.shape(), group.dtype()
-    block = block or _block_of(group)
     scale = group.shape(packing.SCALE)
     matrices, rows, columns = matrices_of(shape)
-    if has_halves(shape, scale, block):
-        matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
-    grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block)
+    grid = said_grid(group, shape)
+    if grid is None:
+        exact = block is not None or (group.config is not None and group.config.has_block)
+        block = block or _block_of(group)
+        if has_halves(shape, scale, block):
+            matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
+        grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block, exact=exact)
     prefix = "fp8" if numbers in FP8 else "int8"
     zeros = group.has(packing.ZERO)
     if zeros and group.shape(packing.ZERO) != group.shape(packing.SCALE):
@@ -56,18 +59,12 @@ def _block_of(group: Group) -> tuple[int, int]:
         return 128, 128
     scale, codes = group.shape(packing.SCALE), group.shape()
     grouped = len(scale) == len(codes) > 1 and scale[:-1] == codes[:-1]
-    for weights in group.weights() if group.method == "compressed-tensors" else ():
-        structure, size = weights.get("block_structure"), weights.get("group_size")
-        if isinstance(structure, str) and _STRUCTURE.fullmatch(structure):
-            structure = [int(side) for side in structure.split("x")]
-        if isinstance(structure, list) and len(structure) == 2 and all(map(is_length, structure)):
-            return structure[0], structure[1]
-        if grouped and is_length(size) and scale[-1] * size == codes[-1]:
-            return 1, size
     size = said_group(group)
     if grouped and size is not None and scale[-1] > 1:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(codes)} in groups of {size} (group_size)")
-    if group.method == "mxfp8" or (grouped and scale[-1] * 32 == codes[-1]):
+    exponents = group.dtype(packing.SCALE) in ("F8_E8M0", "U8")
+    in_groups = grouped and scale[-1] * 32 == codes[-1] and (exponents or not group.config.has_block)
+    if group.method == "mxfp8" or in_groups:
         return 1, 32
     return group.config.block((128, 128))
 
@@ -128,6 +125,12 @@ def modelopt_experts(group: Group) -> Packing:
 
 def ct_fp4(group: Group) -> Packing:
     """compressed-tensors: NVFP4 with a global scale, which divides; MXFP4; MXFP6 in 3 bytes for 4 codes."""
+    packed = _ct_small_floats(group)
+    said_grid(group, packed.shape)  # raises if the configuration has groups of another size
+    return packed
+
+
+def _ct_small_floats(group: Group) -> Packing:
     if group.has(packing.GLOBAL):
         return check_global(group, _fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=packing.DIVIDED)
     if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):

@@ -21,7 +21,7 @@ def whole_grid(shape: tuple[int, ...], row_block: int, column_block: int) -> Gri
     return Grid(row_block, column_block, -(-rows // row_block), -(-columns // column_block))
 
 
-def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]) -> Grid:
+def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], *, exact: bool = False) -> Grid:
     """The grid of scales of this shape over a tensor, as PyTorch's writers mean it.
 
     One element is the scale of all; [rows] or [rows, 1] has one for each row; an axis of 1 is broadcast; an axis of
@@ -30,7 +30,8 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
     Args:
         shape: of the codes.
         scale: of the scales.
-        block: rows and columns of a block, from the configuration.
+        block: rows and columns of a block.
+        exact: whether the configuration has this block, so that scales of rows or of columns contradict it.
 
     Raises:
         Misfit: no reading fits, or more than one does.
@@ -50,6 +51,13 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
         if scale[: len(lead)] != lead:
             raise Misfit(f"scales {list(scale)} have other experts than {list(shape)}")
         own = scale[len(lead) :]
+    expected = -(-rows // block[0]), -(-columns // block[1])
+    misfit = Misfit(
+        f"scales {list(scale)} do not fit {list(shape)} in blocks of {block[0]} x {block[1]}: expected "
+        f"{[*lead, *expected]}"
+    )
+    if exact and own not in (expected, (1, 1)) and (own, 1) != (expected[:1], expected[1]):
+        raise misfit
     if len(own) == 1:
         if own[0] != rows:
             raise Misfit(f"{own[0]} scales for {rows} rows of {list(shape)}")
@@ -62,9 +70,7 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
         return Grid(max(1, rows), 1, 1, columns)  # Llama 4's down_proj: [experts, columns, 1]
     down, across = _axis(own[0], rows, block[0]), _axis(own[1], columns, block[1])
     if down is None or across is None:
-        raise Misfit(
-            f"scales {list(scale)} do not fit {list(shape)} in blocks of {block[0]} x {block[1]} (weight_block_size)"
-        )
+        raise misfit
     return Grid(down, across, own[0], own[1])
 
 

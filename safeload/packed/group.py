@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..base import dtypes, packing
 from ..base.packing import Grid, Packing
-from .config import Quantization
+from .config import Quantization, is_length
 from .contents import Contents
-from .grid import Misfit
+from .grid import Misfit, whole_grid
 
 FP8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+# A block_structure of early compressed-tensors, such as "128x128".
+_STRUCTURE = re.compile("[0-9]{1,9}x[0-9]{1,9}", re.ASCII)
 
 
 class Stored(NamedTuple):
@@ -187,6 +190,69 @@ def _only(group: Group, key: str, strategy: str | None = None) -> int | None:
     ]
     first = values[0] if values else None
     return first if type(first) is int and all(value == first for value in values) else None
+
+
+def said_grid(group: Group, shape: tuple[int, ...]) -> Grid | None:
+    """The grid of scales that ``config_groups`` describes for codes of a shape, or None if it does not say.
+
+    Raises:
+        Misfit: the scales have another shape.
+    """
+    described = group.weights() if group.method == "compressed-tensors" else []
+    grids = [grid for grid in (_grid_of_strategy(weights, shape) for weights in described) if grid is not None]
+    if not grids or len(grids) < len(described):
+        return None
+    scale = group.shape(packing.SCALE)
+    fitting = [grid for grid in grids if _is_shape_of(scale, grid, shape)]
+    rows, columns = (1, 1, *shape)[-2:]
+    if len({(min(grid.row_block, rows), min(grid.column_block, columns)) for grid in fitting}) == 1:
+        return fitting[0]._replace(shared=math.prod(scale) == 1 < math.prod(shape[:-2]))
+    strategies = ", ".join(dict.fromkeys(_strategy(weights) for weights in described))
+    if fitting:
+        raise Misfit(f"scales {list(scale)} of {list(shape)} fit several config_groups: {strategies}")
+    expected = " or ".join(str([*shape[:-2], grid.rows, grid.columns]) for grid in dict.fromkeys(grids))
+    raise Misfit(f"scales {list(scale)} do not fit {list(shape)}: expected {expected} for {strategies} (config_groups)")
+
+
+def _strategy(weights: Mapping[str, Any]) -> str:
+    """The strategy of a description and the length that belongs to it, for messages."""
+    structure, size = _structure_of(weights), weights.get("group_size")
+    if structure is not None:
+        return f"blocks of {structure[0]} x {structure[1]}"
+    return f"groups of {size}" if is_length(size) else f"strategy {weights.get('strategy')}"
+
+
+def _structure_of(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of ``block_structure``; None without one."""
+    structure = weights.get("block_structure")
+    if isinstance(structure, str) and _STRUCTURE.fullmatch(structure):
+        structure = [int(side) for side in structure.split("x")]
+    if isinstance(structure, list) and len(structure) == 2 and all(map(is_length, structure)):
+        return structure[0], structure[1]
+    return None
+
+
+def _grid_of_strategy(weights: Mapping[str, Any], shape: tuple[int, ...]) -> Grid | None:
+    """The grid of a description; None if its strategy is missing or unknown."""
+    rows, columns = (max(1, length) for length in (1, 1, *shape)[-2:])
+    strategy, size, structure = weights.get("strategy"), weights.get("group_size"), _structure_of(weights)
+    if strategy == "tensor":
+        return whole_grid(shape, rows, columns)
+    if strategy == "channel" or (strategy is None and size == -1):
+        return whole_grid(shape, 1, columns)
+    if strategy in ("group", "tensor_group", None) and is_length(size):
+        return whole_grid(shape, 1, min(size, columns))
+    if strategy in ("block", None) and structure is not None:
+        return whole_grid(shape, *structure)
+    return None
+
+
+def _is_shape_of(scale: tuple[int, ...], grid: Grid, shape: tuple[int, ...]) -> bool:
+    """Whether scales of this shape are those of a grid over each matrix. An axis of 1 may be missing."""
+    if (grid.rows, grid.columns) == (1, 1) and (math.prod(scale) == 1 or scale == shape[:-2]):
+        return True
+    expected = (*shape[:-2], grid.rows, grid.columns)
+    return scale == expected or (grid.columns == 1 and scale == expected[:-1])
 
 
 def check_global(group: Group, packed: Packing) -> Packing:

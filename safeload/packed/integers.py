@@ -9,9 +9,10 @@ from typing import Any
 from ..base import packing
 from ..base.packing import Grid, Packing, Zeros
 from ..base.text import show
+from ..engine.zero_points import words_for
 from .config import is_length
 from .grid import Misfit, whole_grid
-from .group import Group, check_global, label_of, said_group
+from .group import Group, check_global, label_of, said_grid, said_group
 
 # ---- integers of 1 to 8 bits ----
 
@@ -23,31 +24,40 @@ def ct_packed(group: Group) -> Packing:
         raise Misfit(f"codes {list(stored)} are not a matrix")
     shape, bits, words = _ct_shape(group)
     rows = shape[-2]
-    if len(scale) == len(stored) and scale[:-1] == stored[:-1]:
-        size = said_group(group)
-        if not scale[-1] or shape[-1] % scale[-1]:
-            raise Misfit(f"rows of {shape[-1]} are not a whole number of {scale[-1]} groups")
-        if size is not None and scale[-1] > 1 and scale[-1] * size != shape[-1]:
-            raise Misfit(f"scales {list(scale)} do not fit rows of {shape[-1]} in groups of {size} (group_size)")
-        grid = Grid(1, max(1, shape[-1] // scale[-1]), rows, scale[-1])
-    elif math.prod(scale) == 1:
-        grid = Grid(max(1, rows), max(1, shape[-1]), 1, 1, shared=True)
-    else:
-        raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
-    zeros = None
-    if group.has(packing.ZERO):
-        zeros = Zeros(packing.COLUMNS, bits, words) if group.dtype(packing.ZERO) == "I32" else None
-        if zeros is not None and grid.shared:
-            raise Misfit("zero points are packed beside a single scale")
-        words_down = -(-rows // words) if words else -(-rows * bits // 32)
-        wanted = scale if zeros is None else (*stored[:-2], words_down, scale[-1])
-        if group.shape(packing.ZERO) != wanted:
-            raise Misfit(f"zero points {list(group.shape(packing.ZERO))}, wanted {list(wanted)}")
-    if group.has(packing.GROUPS) and (group.shape(packing.GROUPS), group.dtype(packing.GROUPS)) != (shape[-1:], "I32"):
-        found = f"{group.dtype(packing.GROUPS)} {list(group.shape(packing.GROUPS))}"
-        raise Misfit(f"g_idx is {found}, wanted I32 [{shape[-1]}]")
+    grid = said_grid(group, shape) or _ct_grid(shape, scale)
+    zeros = _ct_zeros(group, grid, Zeros(packing.COLUMNS, bits, words)) if group.has(packing.ZERO) else None
+    if group.has(packing.GROUPS):
+        if 1 < grid.row_block < rows:
+            raise Misfit("there is a g_idx, but its scales are those of blocks")
+        form = group.dtype(packing.GROUPS), group.shape(packing.GROUPS)
+        if form != ("I32", shape[-1:]):
+            raise Misfit(f"g_idx is {form[0]} {list(form[1])}, wanted I32 [{shape[-1]}]")
     label = label_of(f"int{bits}", grid, shape, group.has(packing.ZERO), said_group(group) == shape[-1])
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
+
+
+def _ct_zeros(group: Group, grid: Grid, packed: Zeros) -> Zeros | None:
+    """How zero points are packed: those of rows and groups are, down the rows. None: they are plain numbers."""
+    if group.dtype(packing.ZERO) != "I32":
+        zeros, expected = None, group.shape(packing.SCALE)
+    elif grid.row_block == 1:
+        zeros, expected = packed, (*group.shape()[:-2], words_for(packed, grid.rows), grid.columns)
+    else:
+        raise Misfit(f"zero points are packed, but scales {list(group.shape(packing.SCALE))} are not those of rows")
+    if group.shape(packing.ZERO) != expected:
+        raise Misfit(f"zero points are {list(group.shape(packing.ZERO))}, expected {list(expected)}")
+    return zeros
+
+
+def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
+    """The grid of scales of groups, of rows or of the tensor, if the configuration does not say which."""
+    if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
+        if math.prod(scale) == 1:
+            return Grid(max(1, shape[-2]), max(1, shape[-1]), 1, 1, shared=True)
+        raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
+    if not scale[-1] or shape[-1] % scale[-1]:
+        raise Misfit(f"rows of {shape[-1]} are not a whole number of {scale[-1]} groups")
+    return Grid(1, max(1, shape[-1] // scale[-1]), shape[-2], scale[-1])
 
 
 def _ct_shape(group: Group) -> tuple[tuple[int, ...], int, int]:

@@ -19,7 +19,7 @@ from . import floats
 from .checks import NUMBERS
 from .config import QUARK_ORDERS, Quantization, brief, is_length
 from .grid import Misfit, Refused, whole_grid
-from .group import FP8, Group, label_of
+from .group import FP8, Group, label_of, matrices_of
 
 METHOD = "quark"
 # Suffixes of the names of scales and zero points: of checkpoints for transformers, and of those for diffusers.
@@ -201,10 +201,20 @@ def _bytes(group: Group, spec: Mapping[str, Any]) -> Packing:
         if group.has(packing.ZERO) and math.prod(group.shape(packing.ZERO)) != math.prod(scale):
             raise Misfit(f"zero points {list(group.shape(packing.ZERO))} beside scales {list(scale)}")
         return group.packing(prefix, _label(prefix, group, spec, grid, stored), stored, 8, numbers, grid=grid)
-    size, block = spec.get("group_size"), spec.get("block_size")
+    return floats.plain(group, _block(spec, stored))
+
+
+def _block(spec: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Rows and columns of the elements that share a scale; None if the configuration does not say."""
+    size, block, scheme = spec.get("group_size"), spec.get("block_size"), spec.get("qscheme")
     if isinstance(block, list) and len(block) == 2 and all(map(is_length, block)):
-        return floats.plain(group, (block[0], block[1]))
-    return floats.plain(group, (1, size) if spec.get("qscheme") == "per_group" and is_length(size) else None)
+        return block[0], block[1]
+    _, rows, columns = matrices_of(shape)
+    if scheme == "per_group":
+        return (1, size) if is_length(size) else None
+    if scheme == "per_channel":
+        return (1, max(1, columns)) if spec.get("ch_axis") in _ROWS and len(shape) > 1 else None
+    return (max(1, rows), max(1, columns)) if scheme == "per_tensor" else None
 
 
 def _grouped_bytes(group: Group, spec: Mapping[str, Any]) -> Packing:

@@ -91,6 +91,10 @@ def of_module(suffix, make=None):
     return change
 
 
+def rows_of_scales(tensors, config, packed):
+    tensors[packed + "_scale_inv"] = np.ones((len(tensors[packed]), 1), F32)
+
+
 def added(suffix, array):
     def change(tensors, config, packed):
         tensors[packed + suffix] = array
@@ -111,6 +115,9 @@ def said_of_weights(**values):
             group["weights"].update(values)
 
     return change
+
+
+BLOCKS = said_of_weights(strategy="block", block_structure=[64, 64], group_size=None)
 
 
 def quantization(**values):
@@ -151,19 +158,20 @@ AT_OPENING = {
     "fp8: a row of scales too few": (
         "fp8_block",
         instead("_scale_inv", lambda s: s[:, :-1]),
-        "do not fit .*weight_block",
+        r"do not fit .* in blocks of 128 x 128: expected \[",
     ),
     "fp8: a row of scales too many": ("fp8_block", instead("_scale_inv", lambda s: np.vstack([s, s])), "do not fit"),
     "fp8: scales of 3 axes": ("fp8_block", instead("_scale_inv", lambda s: s[None]), "do not fit"),
-    "fp8: scales of 1 axis": ("fp8_block", instead("_scale_inv", lambda s: s.reshape(-1)), "scales for .* rows"),
+    "fp8: scales of 1 axis": ("fp8_block", instead("_scale_inv", lambda s: s.reshape(-1)), "do not fit .* expected"),
     "fp8: no scales in a part": ("fp8_block", instead("_scale_inv", lambda s: s[:0]), "do not fit|scales"),
     "fp8: scales of f64": ("fp8_block", instead("_scale_inv", of_dtype(F64)), "is F64"),
     "fp8: scales of i64": ("fp8_block", instead("_scale_inv", of_dtype(I64)), "is I64"),
     "fp8: scales of i8": ("fp8_block", instead("_scale_inv", of_dtype(I8)), "is I8"),
     "fp8: complex scales": ("fp8_block", instead("_scale_inv", lambda s: s.astype(np.complex64)), "is C64"),
     "fp8: bool scales": ("fp8_block", instead("_scale_inv", lambda s: s.astype(bool)), "is BOOL"),
-    "fp8: other blocks": ("fp8_block", said(weight_block_size=[64, 64]), "blocks of 64 x 64 .weight_block_size"),
+    "fp8: other blocks": ("fp8_block", said(weight_block_size=[64, 64]), "blocks of 64 x 64: expected"),
     "fp8: wide blocks": ("fp8_block", said(weight_block_size=[2**30, 2**30]), "blocks of 1073741824 x"),
+    "fp8: rows said to be blocks": ("fp8_block", rows_of_scales, r"scales \[\d+, 1\] .* blocks of 128 x 128: expected"),
     "fp8: experts of another number": ("fp8_experts", instead("_scale_inv", lambda s: s[:-1]), "other experts"),
     "fbgemm: a row too few": ("fbgemm", instead("_scale", lambda s: s[:-1]), "do not fit"),
     "ct: no scale": ("ct_pack_w4_g32_sym", without("_scale"), "has no scale for them .*compressed-tensors"),
@@ -175,7 +183,11 @@ AT_OPENING = {
     "ct: words too narrow": ("ct_pack_w4_g32_sym", instead("_packed", lambda w: w[:, :-1]), "config_groups"),
     "ct: words of 1 axis": ("ct_pack_w4_g32_sym", instead("_packed", lambda w: w.reshape(-1)), "not a matrix"),
     "ct: 8 bits": ("ct_pack_w4_g32_sym", said_of_weights(num_bits=8), "do not hold rows of .* codes of 8 bits"),
-    "ct: groups of 64": ("ct_pack_w4_g32_sym", said_of_weights(group_size=64), "in groups of 64 .group_size"),
+    "ct: groups of 64": (
+        "ct_pack_w4_g32_sym",
+        said_of_weights(group_size=64),
+        "expected .* for groups of 64",
+    ),
     "ct: a shape of more columns beside scales of rows": (
         "ct_pack_w4_channel_asym",
         instead("_shape", lambda s: s + np.int64([0, 2**40])),
@@ -196,25 +208,77 @@ AT_OPENING = {
     "ct: a shape without axes": ("ct_pack_w4_g32_sym", instead("_shape", lambda s: s[0]), "list of a few integers"),
     "ct: a shape of floats": ("ct_pack_w4_g32_sym", instead("_shape", of_dtype(F32)), "list of a few integers"),
     "ct: a shape of 100 axes": ("ct_pack_w4_g32_sym", instead("_shape", shaped(100)), "list of a few integers"),
-    "ct: scales of other rows": ("ct_pack_w4_g32_sym", instead("_scale", lambda s: s[:-1]), "do not fit codes"),
+    "ct: scales of other rows": ("ct_pack_w4_g32_sym", instead("_scale", lambda s: s[:-1]), "do not fit"),
     "ct: no groups": ("ct_pack_w4_g32_sym", instead("_scale", lambda s: s[:, :0]), "groups|do not fit"),
     "ct: U8 scales": ("ct_pack_w4_g32_sym", instead("_scale", of_dtype(U8)), "scales are U8"),
     "ct: zero points of other rows": (
         "ct_pack_w4_g128_asym",
         instead("_zero_point", lambda z: z[:-1]),
-        "zero points .* wanted",
+        "zero points are .* expected",
     ),
     "ct: zero points that are not packed": (
         "ct_pack_w4_g128_asym",
         instead("_zero_point", of_dtype(I8)),
-        "zero points .* wanted",
+        "zero points are .* expected",
     ),
     "ct: zero points of bool": ("ct_int8_g32_asym", instead("_zero_point", of_dtype(bool)), "is BOOL"),
     "ct: zero points of another shape": ("ct_int8_g32_asym", instead("_zero_point", lambda z: z[:1]), "zero points"),
     "ct: a short g_idx": ("ct_old_g_idx", instead("_g_idx", lambda g: g[:-1]), "g_idx is I32"),
     "ct: a g_idx of i64": ("ct_old_g_idx", instead("_g_idx", of_dtype(I64)), "g_idx is I64"),
     "ct: a g_idx of f32": ("ct_old_g_idx", instead("_g_idx", of_dtype(F32)), "g_idx is F32"),
-    "ct: int8 in other groups": ("ct_int8_g32_asym", said_of_weights(group_size=48), "in groups of 48 .group_size"),
+    "ct: int8 in other groups": (
+        "ct_int8_g32_asym",
+        said_of_weights(group_size=48),
+        "expected .* for groups of 48",
+    ),
+    "ct: int8 rows said to be blocks": (
+        "ct_int8_channel",
+        BLOCKS,
+        r"scales \[\d+, 1\] .* blocks of 64 x 64",
+    ),
+    "ct: fp8 rows said to be blocks": ("ct_fp8_channel", BLOCKS, r"scales \[\d+, 1\] .* blocks of 64 x 64"),
+    "ct: packed rows said to be blocks": ("ct_pack_w8_channel", BLOCKS, r"scales \[\d+, 1\] .* blocks of 64 x 64"),
+    "ct: one scale said to be blocks": ("ct_fp8_tensor", BLOCKS, r"scales \[1\] .* blocks of 64 x 64"),
+    "ct: fp8 blocks said to be rows": (
+        "ct_fp8_block",
+        said_of_weights(strategy="channel", block_structure=None),
+        r"scales \[2, 2\] do not fit \[130, 140\]: expected \[130, 1\] for strategy channel",
+    ),
+    "ct: fp8 blocks said to be a tensor": (
+        "ct_fp8_block",
+        said_of_weights(strategy="tensor", block_structure=None),
+        r"expected \[1, 1\] for strategy tensor",
+    ),
+    "ct: fp8 blocks of other sides": (
+        "ct_fp8_block",
+        said_of_weights(block_structure=[128, 64]),
+        r"expected \[2, 3\] for blocks of 128 x 64",
+    ),
+    "ct: packed blocks of other sides": (
+        "ct_pack_w8_block",
+        said_of_weights(block_structure=[64, 64]),
+        r"scales \[3, 3\] do not fit \[72, 131\]: expected \[2, 3\] for blocks of 64 x 64",
+    ),
+    "ct: packed blocks said to be groups": (
+        "ct_pack_w8_block",
+        said_of_weights(strategy="group", block_structure=None, group_size=64),
+        "for groups of 64",
+    ),
+    "ct: packed blocks with few zero points": (
+        "ct_pack_w4_block_asym",
+        instead("_zero_point", lambda z: z[:1]),
+        "zero points are .* expected",
+    ),
+    "ct: packed blocks with packed zero points": (
+        "ct_pack_w4_block_asym",
+        instead("_zero_point", of_dtype(I32)),
+        "zero points are packed, but",
+    ),
+    "ct: mxfp8 in groups of 16": ("ct_mxfp8", said_of_weights(group_size=16), "for groups of 16"),
+    "ct: nvfp4 in groups of 32": ("ct_nvfp4", said_of_weights(group_size=32), "for groups of 32"),
+    "ct: mxfp4 in groups of 16": ("ct_mxfp4", said_of_weights(group_size=16), "for groups of 16"),
+    "ct: mxfp6 in groups of 64": ("ct_mxfp6", said_of_weights(group_size=64), "for groups of 64"),
+    "ct: sparse rows said to be blocks": ("ct_sparse_24_fp8", BLOCKS, "blocks of 64 x 64"),
     "ct: nvfp4 without a global scale": ("ct_nvfp4", without("_global_scale"), "exponents, not F8_E4M3"),
     "ct: no global scale in it": (
         "ct_nvfp4",

@@ -124,8 +124,8 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     ("scales", "message"),
     [
         (None, "tensor 'a.weight' holds F8_E4M3 codes, but the checkpoint has no scale"),
-        ((3, 1), r"scales \[3, 1\] do not fit \[130, 64\] in blocks of 128 x 128 \(weight_block_size\)"),
-        ((2, 2), r"scales \[2, 2\] do not fit \[130, 64\] in blocks of 128 x 128 \(weight_block_size\)"),
+        ((3, 1), r"scales \[3, 1\] do not fit \[130, 64\] in blocks of 128 x 128: expected \[2, 1\]"),
+        ((2, 2), r"scales \[2, 2\] do not fit \[130, 64\] in blocks of 128 x 128: expected \[2, 1\]"),
     ],
     ids=["none", "a row too many", "a column too many"],
 )

@@ -66,6 +66,9 @@ def integers(stored: dict[str, torch.Tensor], args: QuantizationArgs, unpack=bit
         if zero.dtype == np.int32:
             turned = np.ascontiguousarray(zero.swapaxes(-1, -2)).view(np.uint32)
             zero = unpack(turned, args.num_bits, rows).swapaxes(-1, -2) - middle
+    if args.strategy == "block":
+        scale, zero = (spread(grid, codes.shape, tuple(args.block_structure)) for grid in (scale, zero))
+        return (codes - zero.astype(np.int32)).astype(np.float32) * scale
     if scale.ndim == 1:
         return (codes - zero.astype(np.int32)).astype(np.float32) * scale
     zero = zero.astype(np.int32)
@@ -188,12 +191,15 @@ def pack(
     symmetric: bool = True,
     strategy: str | None = None,
     shapes: dict[str, tuple[int, int]] | None = None,
+    block: list[int] | None = None,
     **how: object,
 ) -> None:
     """Adds a fixture of integers packed in 32-bit words."""
     args = {"num_bits": width, "symmetric": symmetric, "strategy": strategy or ("group" if group_size else "channel")}
     if group_size:
         args["group_size"] = group_size
+    if block:
+        args |= {"strategy": "block", "block_structure": block}
     add(name, shows, lambda ckpt: make(ckpt, linear(**args), shapes or SHAPES, form="pack-quantized", **how))
 
 
@@ -235,6 +241,22 @@ pack(
     strategy="tensor",
     symmetric=False,
     shapes=ODD,
+)
+pack(
+    "ct_pack_w8_block",
+    "`pack-quantized` with `block_structure`: 8 bits in blocks of 32 x 64, ragged; one tensor in a single block",
+    8,
+    block=[32, 64],
+    shapes={Q: (10, 52), DOWN: (72, 131)},
+)
+pack(
+    "ct_pack_w4_block_asym",
+    "4 bits in blocks of 16 x 32 with zero points, which are not packed: I8; f16",
+    4,
+    symmetric=False,
+    block=[16, 32],
+    shapes={Q: (16, 96), DOWN: (40, 70)},
+    dtype=F16,
 )
 
 

@@ -1,0 +1,123 @@
+"""compressed-tensors: integers packed in blocks, and configurations whose strategy decides how scales are read."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import safeload
+from safeload import FormatError
+from safeload.numpy import save_file
+
+NAME = "model.layers.0.mlp.down_proj"
+
+
+def config_of(**weights):
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, **weights}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
+def write(folder, tensors, config):
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", durable=False)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+def words_of(codes, bits):
+    """Codes as a stream of bits, the first in the lowest; rows fill whole words."""
+    stream = (codes[..., None] >> np.arange(bits) & 1).reshape(*codes.shape[:-1], -1).astype(np.uint8)
+    padding = [(0, 0)] * (stream.ndim - 1) + [(0, -stream.shape[-1] % 32)]
+    return np.packbits(np.pad(stream, padding), axis=-1, bitorder="little").view(np.int32)
+
+
+def in_blocks(shape, block, bits, dtype=np.float32, zeros=False):
+    """Tensors with random codes in blocks, and their values."""
+    rng = np.random.default_rng([*shape, *block, bits])
+    numbers = rng.integers(0, 1 << bits, shape) - (1 << bits - 1)
+    grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+    scales = (rng.random(grid, np.float32) + 0.5).astype(dtype)
+    points = rng.integers(-(1 << bits - 1), 1 << bits - 1, grid, np.int8) if zeros else np.zeros(grid, np.int8)
+    spread = [
+        array.repeat(block[0], -2).repeat(block[1], -1)[..., : shape[-2], : shape[-1]]
+        for array in (scales.astype(np.float32), points.astype(np.float32))
+    ]
+    tensors = {
+        f"{NAME}.weight_packed": words_of(numbers + (1 << bits - 1), bits),
+        f"{NAME}.weight_scale": scales,
+        f"{NAME}.weight_shape": np.int64(shape),
+    }
+    if zeros:
+        tensors[f"{NAME}.weight_zero_point"] = points
+    return tensors, (numbers.astype(np.float32) - spread[1]) * spread[0]
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((64, 128), (32, 64)), ((33, 65), (32, 64)), ((31, 63), (32, 64)), ((1, 1), (32, 64)), ((5, 7), (1, 1)),
+        ((40, 96), (128, 128)), ((40, 96), (1, 32)), ((40, 96), (40, 1)), ((3, 33, 50), (16, 32)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_packed_integers_in_blocks(shape, block, bits, zeros, tmp_path):
+    dtype = (np.float32, ml_dtypes.bfloat16, np.float16)[bits % 3]
+    tensors, want = in_blocks(shape, block, bits, dtype, zeros)
+    config = config_of(num_bits=bits, strategy="block", block_structure=list(block), symmetric=not zeros)
+    folder = write(tmp_path / "x", tensors, config)
+    np.testing.assert_array_equal(safeload.load(folder, dtype="float32")[f"{NAME}.weight"], want, strict=True)
+    with safeload.open(folder) as opened:
+        assert opened[f"{NAME}.weight"] == opened.load()[f"{NAME}.weight"]
+        rows = opened.get_slice(f"{NAME}.weight")
+        for index in np.s_[:1], np.s_[-1], np.s_[1:17], np.s_[::3, ..., 2:]:
+            np.testing.assert_array_equal(rows[index], want[index])
+    safeload.convert(folder, tmp_path / "y.safetensors", dtype="float32")
+    np.testing.assert_array_equal(safeload.load(tmp_path / "y.safetensors")[f"{NAME}.weight"], want)
+    safeload.convert(folder, tmp_path / "z.safetensors")
+    np.testing.assert_array_equal(safeload.load(tmp_path / "z.safetensors", dtype="float32")[f"{NAME}.weight"], want)
+
+
+def test_the_strategy_that_fits_is_taken_from_several_groups(tmp_path):
+    """A class name as a target leaves open which group a module belongs to; the shape of its scales tells."""
+    tensors, want = in_blocks((64, 128), (32, 64), 8)
+    config = config_of(strategy="channel")
+    config["config_groups"]["group_1"] = config_of(strategy="block", block_structure=[32, 64])["config_groups"][
+        "group_0"
+    ]
+    folder = write(tmp_path / "x", tensors, config)
+    np.testing.assert_array_equal(safeload.load(folder, dtype="float32")[f"{NAME}.weight"], want)
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "block", "block_structure": [60, 127]}
+    write(folder, tensors, config)
+    with pytest.raises(
+        FormatError, match=r"scales \[2, 2\] of \[64, 128\] fit several config_groups: blocks of 60 x 127"
+    ):
+        safeload.open(folder)
+
+
+@pytest.mark.parametrize(
+    "structure", [[32], [32, 0], [32.0, 64], "32x", "9" * 500 + "x1", {}, None, [True, 64]], ids=str
+)
+def test_a_block_structure_that_is_none_is_an_error(structure, tmp_path):
+    tensors, _ = in_blocks((64, 128), (32, 64), 8)
+    folder = write(tmp_path / "x", tensors, config_of(strategy="block", block_structure=structure))
+    with pytest.raises(FormatError, match=f"tensor '{NAME}.weight': .* do not fit"):
+        safeload.open(folder)
+    assert safeload.load(folder, stored=True).keys() == tensors.keys()
+
+
+def test_a_structure_as_early_versions_write_it(tmp_path):
+    tensors, want = in_blocks((64, 128), (32, 64), 8)
+    folder = write(tmp_path / "x", tensors, config_of(strategy="block", block_structure="32x64"))
+    np.testing.assert_array_equal(safeload.load(folder, dtype="float32")[f"{NAME}.weight"], want)
+
+
+def test_a_g_idx_beside_blocks_is_an_error(tmp_path):
+    tensors, _ = in_blocks((64, 128), (32, 64), 8)
+    tensors[f"{NAME}.weight_g_idx"] = np.zeros(128, np.int32)
+    folder = write(tmp_path / "x", tensors, config_of(strategy="block", block_structure=[32, 64]))
+    with pytest.raises(FormatError, match="there is a g_idx, but its scales are those of blocks"):
+        safeload.open(folder)
