@@ -1,6 +1,6 @@
-"""The less frequent opcodes of the pickle machine, one function each; run.py has the others, and turns exceptions into
-errors.
+"""The less frequent opcodes of the pickle machine, one function each.
 
+run.py has the frequent ones, and turns exceptions into errors.
 IndexError means that the stack is empty or the bytes end (`Machine.at` is then past the end), KeyError that a memo
 entry does not exist, ValueError that text cannot be decoded.
 """
