@@ -109,6 +109,21 @@ class Checkpoint(Mapping[str, Any]):
             return parts_of(self.weight_files[0], names)
         return [(name, file, index) for name, (file, index) in self._where.items()]
 
+    def with_aliases(self, aliases: Mapping[str, str]) -> Checkpoint:
+        """A view of this checkpoint that has some tensors under a second name; it shares the open files. Internal.
+
+        :meta private:
+
+        Args:
+            aliases: the second names, and those of the tensors.
+        """
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view._where = {name: (file, index) for name, file, index in self.entries()}
+        view._where.update({alias: view._where[name] for alias, name in aliases.items()})
+        view._views, view._tensors, view._found_codes = Views(), None, None
+        return view
+
     def codes(self) -> Mapping[str, grouping.Codes]:
         """The tensors that hold quantization codes, whose values mean nothing without their scales. Internal.
 

@@ -209,8 +209,8 @@ def load_checkpoint(
             unknown_globals=unknown_globals,
             stored=stored,
             storage_options=storage_options,
-        ) as checkpoint,
-        merging(checkpoint, adapters, storage_options) as merge,
+        ) as opened,
+        merging(opened, adapters, storage_options) as (checkpoint, merge),
     ):
         chosen = select(checkpoint, names=names, only=only, drop=drop, dtype=dtype)
         return jax_loading.load_selected(checkpoint, chosen, sharding, threads, progress, merge)

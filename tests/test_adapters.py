@@ -237,11 +237,13 @@ def test_configurations(base, tmp_path, config, error, words):
     assert words in str(caught.value)
 
 
-def test_tied_heads_are_explained(tmp_path):
-    save_file({"model.embed_tokens.weight": np.ones((6, 5), np.float32)}, tmp_path / "base.safetensors")
+def test_a_missing_head_is_explained(tmp_path):
+    save_file({"model.embed_tokens.weight": np.ones((6, 5), np.float32)}, tmp_path / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     adapter = write(tmp_path / "a", pair(module="lm_head"))
-    with pytest.raises(safeload.TensorNotFoundError, match="tied to the embedding"):
-        safeload.load(tmp_path / "base.safetensors", adapters=adapter)
+    with pytest.raises(safeload.TensorNotFoundError, match="config does not tie one to the embedding"):
+        safeload.load(tmp_path, adapters=adapter)
 
 
 def test_arguments(base, tmp_path):

@@ -128,12 +128,12 @@ def _described(opened: Checkpoint, options: argparse.Namespace) -> About:
 
 def _fitting(adapter: Adapter, options: argparse.Namespace) -> Fitting:
     from ..loading.adapter_base import CheckpointBase
-    from ..loading.merge import Merge
+    from ..loading.merged import fit
 
     with loading.open(options.base, storage_options=storage_options(options)) as base:
         problems: list[SafeloadError] = []
-        against = CheckpointBase(base)
-        merge = Merge(against, [adapter], problems=problems)
+        whole, merge = fit(base, [adapter], problems)
+        against = CheckpointBase(whole)
         packed = sum(against.target(name).row is None for name in merge.changes)
         messages = [str(error.args[0]) for error in problems]
         return Fitting(shown(options.base), len(merge.changes), packed, len(base), messages)

@@ -98,8 +98,8 @@ def load_checkpoint(
     """Loads the tensors of a checkpoint of any format; see `safeload.torch.load_checkpoint`."""
     place = torch_arrays.device_of(device)
     with (
-        open_checkpoint(path, storage_options=storage_options, **opening) as checkpoint,
-        merging(checkpoint, adapters, storage_options) as merge,
+        open_checkpoint(path, storage_options=storage_options, **opening) as opened,
+        merging(opened, adapters, storage_options) as (checkpoint, merge),
     ):
         selected = select(checkpoint, names=names, only=only, drop=drop, dtype=dtype)
         if place is None:

@@ -85,6 +85,13 @@ class Adapter:
         """Shape of one of its tensors."""
         return self.checkpoint.tensors[name].shape
 
+    def is_copy(self, name: str) -> bool:
+        """Whether a tensor of the base is replaced in a copy of its module, which PEFT trained in its place."""
+        stored = self.modules.get(name, {}).get(VALUE)
+        if stored is None or self.settings.mlx:
+            return False
+        return _SAVED in stored or name.rpartition(".")[0].endswith(tuple(self.settings.saved))
+
     def rank(self, module: str) -> int:
         """The rank of a module that has factors, all matrices of a stack together."""
         parts = self.modules[module]

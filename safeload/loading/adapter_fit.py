@@ -6,7 +6,7 @@ of architectures. What they leave open is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import permutations
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from ..base.text import show
 from .adapter import A, Adapter, B
 from .adapter_base import Base
 from .adapter_experts import Apart, WithStacks
+from .adapter_heads import Heads
 
 # Models of transformers with layers of its class Conv1D, whose weights are [in, out], and the last names of these.
 _CONV1D_MODELS = frozenset(("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"))
@@ -36,16 +37,26 @@ class Fit(NamedTuple):
         transposed: modules whose weights are stored as [in, out].
         unclear: by module, why it cannot be merged.
         apart: by name, those of the parameters that the base does not have as one tensor.
+        mirrored: by name of a tied tensor, the adapter's value for the tensor that it is tied to.
+        redundant: tied heads that the adapter has values for, which are those of the embedding.
     """
 
     parameters: Mapping[str, str]
     transposed: frozenset[str]
     unclear: Mapping[str, str]
     apart: Mapping[str, Apart]
+    mirrored: Mapping[str, str] = {}
+    redundant: Set[str] = frozenset()
 
 
-def fitted(adapter: Adapter, whole: Base) -> Fit:
-    """Finds the tensors of a base that an adapter changes, as far as it has them."""
+def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
+    """Find the tensors of a base that an adapter changes.
+
+    Args:
+        adapter: may name modules that the base lacks.
+        whole: the base, with all its tensors and those of `Heads.untied`.
+        heads: the tied heads of the base.
+    """
     unclear: dict[str, str] = {}
     base = WithStacks(whole)
     parameters = _parameters(adapter, base, unclear)
@@ -71,7 +82,8 @@ def fitted(adapter: Adapter, whole: Base) -> Fit:
     known.update((module, turned) for module, turned in found.items() if turned is not None)
     flag = adapter.settings.transposed
     transposed = {module for module in adapter.modules if known.get(module, flag and module not in parameters)}
-    return Fit(parameters, frozenset(transposed), unclear, base.apart)
+    mirrored = {name: value for name, value in heads.mirrored(adapter).items() if name in whole}
+    return Fit(parameters, frozenset(transposed), unclear, base.apart, mirrored, heads.redundant(adapter))
 
 
 def tensor_of(module: str, parameters: Mapping[str, str]) -> str:

@@ -30,8 +30,8 @@ _REFUSED = {
 _VARIANTS = (
     "use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config",
 )  # fmt: skip
-# Most parameters, and most characters of each: their names are compared with those of modules.
-_MOST_PARAMETERS, _LONGEST = 10_000, 1000
+# Most names of a list, and most characters of each: they are compared with the names of modules.
+_MOST_NAMES, _LONGEST = 10_000, 1000
 
 
 class Settings(NamedTuple):
@@ -48,6 +48,8 @@ class Settings(NamedTuple):
         ranks: patterns of modules and their ranks.
         alphas: patterns of modules and their alphas.
         parameters: ends of the names of tensors that are not a module's ``weight``.
+        saved: ends of the names of modules that PEFT copied and trained.
+        tying: whether PEFT kept the head and the embedding of a tied model equal.
     """
 
     path: str
@@ -60,6 +62,8 @@ class Settings(NamedTuple):
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     parameters: Sequence[str] = ()
+    saved: Sequence[str] = ()
+    tying: bool = False
 
     def alpha_of(self, module: str) -> float:
         """The alpha of a module, of MLX the factor.
@@ -170,7 +174,9 @@ def parse(config: Mapping[str, Any], path: str) -> Settings:
         _flag(config, "fan_in_fan_out", path),
         {key: int(value) for key, value in _numbers(config, "rank_pattern", path, whole=True).items()},
         _numbers(config, "alpha_pattern", path),
-        _parameters(config, path),
+        _names(config, "target_parameters", path),
+        _names(config, "modules_to_save", path),
+        _flag(config, "ensure_weight_tying", path),
     )
 
 
@@ -203,15 +209,15 @@ def _numbers(config: Mapping[str, Any], key: str, path: str, *, whole: bool = Fa
     return dict(given)
 
 
-def _parameters(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
-    given = config.get("target_parameters")
-    given = [] if given is None else given
-    if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
-        raise FormatError(f'"target_parameters" is a list of names, found {show(given)}', path)
-    if len(given) > _MOST_PARAMETERS or any(len(name) > _LONGEST for name in given):
-        most = f"{_MOST_PARAMETERS:,} names of {_LONGEST:,} characters"
-        raise UnsupportedError(f'{path}: "target_parameters" has more than {most}', path=path)
-    return tuple(dict.fromkeys(given))
+def _names(config: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
+    names = config.get(key)
+    names = [] if names is None else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise FormatError(f'"{key}" must be a list of names, got {show(names)}', path)
+    if len(names) > _MOST_NAMES or any(len(name) > _LONGEST for name in names):
+        most = f"{_MOST_NAMES:,} names of {_LONGEST:,} characters"
+        raise UnsupportedError(f'{path}: "{key}" has more than {most}', path=path)
+    return tuple(dict.fromkeys(names))
 
 
 def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:

@@ -174,10 +174,10 @@ def load(
         if adapters is not None:
             from .merged import load_merged, merging  # only here: most programs merge nothing
 
-            with merging(checkpoint, adapters, storage_options) as merge:
+            with merging(checkpoint, adapters, storage_options) as (base, merge):
                 if merge is not None:
                     return load_merged(
-                        checkpoint,
+                        base,
                         merge,
                         names,
                         only=only,

@@ -20,6 +20,7 @@ from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B
 from .adapter_base import Base, Target
 from .adapter_fit import Fit, fitted, tensor_of
+from .adapter_heads import Heads
 from .change import Change, change_of
 
 # Elements of a tile. Its size follows from the shape of the tensor alone, so that its sums do too.
@@ -34,8 +35,9 @@ _PRODUCT = 1 << 20
 _MOST_COMPARED = 3
 
 
-# Names of the weights that a head may be tied to.
+# Ends of the names of weights that a head may be tied to.
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+_NO_HEADS = Heads({}, {})
 # Stacks of factors that are held for what is stored of their stack in several tensors: of a layer or two.
 _HELD = 4
 _Stacks: TypeAlias = Callable[..., tuple[Array, Array]]
@@ -72,10 +74,12 @@ class Merge:
         fits: how each adapter belongs to the base; None to find it, for which the base must be whole.
         problems: a list that gets the errors of modules that do not fit, which are then left out; None to raise the
             first.
+        heads: the tied heads; the base has those of `Heads.untied` under names of their own.
 
     Attributes:
-        changes: by name of the base's tensor, in order.
+        changes: by name of the base's tensor, in order. A head that was tied is here even if no adapter changes it.
         fits: how each adapter belongs to the base.
+        heads: the tied heads.
 
     Raises:
         TensorNotFoundError: the base lacks a module of an adapter.
@@ -90,15 +94,19 @@ class Merge:
         among: Container[str] | None = None,
         fits: Sequence[Fit] | None = None,
         problems: list[SafeloadError] | None = None,
+        heads: Heads = _NO_HEADS,
     ) -> None:
         self._base = base
         self._problems = [] if problems is None else problems
         self.changes: dict[str, list[Change]] = {}
         # Experts that are stored one by one share factors.
         self._stacks: _Stacks = lru_cache(_HELD)(_stacks)
-        self.fits = [fitted(one, base) for one in adapters] if fits is None else fits
+        self.heads = heads
+        self.changes.update({head: [] for head in heads.untied if among is None or head in among})
+        self.fits = [fitted(one, base, heads) for one in adapters] if fits is None else fits
         for adapter, fit in zip(adapters, self.fits, strict=True):
-            for module, parts in adapter.modules.items():
+            mirrored = {name: {VALUE: value} for name, value in fit.mirrored.items()}
+            for module, parts in (*adapter.modules.items(), *mirrored.items()):
                 with _gathered(problems):
                     self._fit(adapter, module, parts, among, fit)
 
@@ -124,6 +132,8 @@ class Merge:
                 wanted[f"{module}.bias"] = {**bias, A: parts[A]}
         for name, some in wanted.items():
             if among is not None and name not in among:
+                continue
+            if name not in self._base and name in fit.redundant:
                 continue
             if name not in self._base:
                 raise self._missing(adapter, name, next(iter(some.values())))
@@ -164,7 +174,7 @@ class Merge:
         near = similar(name, list(self._base)) if len(self._problems) < _MOST_COMPARED else []
         apart = f"{name.rpartition('.')[0]}.0."
         if name == "lm_head.weight" and any(one.endswith(_EMBEDDINGS) for one in self._base):
-            message += ": its head is tied to the embedding, and has no weights of its own to change"
+            message += ": it has no head, and its config does not tie one to the embedding"
         elif adapter.settings.parameters and any(one.startswith(apart) for one in self._base):
             message += ": its experts are stored one by one, under names that are not known to make that stack"
         elif name.endswith(".bias"):

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ..base import dtypes
+from ..base import dtypes, log
 from ..base.arrays import Array
 from ..base.selecting import Patterns
+from ..base.text import show
 from ..checkpoint import Checkpoint, chosen
 from ..engine.delivery import check_given
 from ..engine.load import check_backend, check_out_names
 from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
-from .adapter import listed, opened
+from ..errors import SafeloadError
+from ..models.tied import tied_heads
+from .adapter import Adapter, listed, opened
 from .adapter_base import CheckpointBase
+from .adapter_heads import Heads, heads_of
 from .merge import Merge
 
 
 @contextmanager
 def merging(
     checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None = None
-) -> Iterator[Merge | None]:
-    """The adapters of a base, open and fitted to it; None for none.
+) -> Iterator[tuple[Checkpoint, Merge | None]]:
+    """The base of adapters, with the heads that they untie, and the adapters fitted to it; None without adapters.
 
     Args:
         checkpoint: the base.
@@ -37,10 +41,35 @@ def merging(
     """
     given = listed(adapters)
     if not given:
-        yield None
+        yield checkpoint, None
         return
     with ExitStack() as stack:
-        yield Merge(CheckpointBase(checkpoint), opened(stack, given, storage_options))
+        base, merge = fit(checkpoint, opened(stack, given, storage_options))
+        warn_of_untied(merge.heads, checkpoint.config)
+        yield base, merge
+
+
+def fit(
+    checkpoint: Checkpoint, adapters: Sequence[Adapter], problems: list[SafeloadError] | None = None
+) -> tuple[Checkpoint, Merge]:
+    """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
+    heads = heads_of(adapters, tied_heads(checkpoint.config, checkpoint))
+    absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
+    base = checkpoint.with_aliases(absent) if absent else checkpoint
+    return base, Merge(CheckpointBase(base), adapters, problems=problems, heads=heads)
+
+
+def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
+    """Warn that a model of these tensors needs another configuration than the base."""
+    for head, embedding in heads.untied.items():
+        where = "the model's config" if config is None else "config.json"
+        log.warning(
+            "the adapter gives %s and %s different values: load them into a model whose %s has "
+            '"tie_word_embeddings": false',
+            show(head),
+            show(embedding),
+            where,
+        )
 
 
 def load_merged(

@@ -180,7 +180,16 @@ class Schema:
         )
 
     def tied(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
-        """Absent tensors that are tied to another: name of the head to name of the embedding.
+        """Return the required tensors that are absent because they are tied: name of the head to the embedding.
+
+        Raises:
+            ConfigError, ExpressionError: the condition cannot be evaluated.
+        """
+        pairs = self.pairs(names, config).items()
+        return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
+
+    def pairs(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, tuple[str, bool]]:
+        """Return the tied tensors, stored or not: name of the head to the embedding and whether the head is optional.
 
         Raises:
             ConfigError, ExpressionError: the condition cannot be evaluated.
@@ -189,14 +198,14 @@ class Schema:
         architecture = self.architecture(config)
         result = {}
         for entry in self.entries:
-            if entry.tied is None or entry.optional or not _in(entry, architecture) or PLACEHOLDER.search(_bare(entry)):
+            if entry.tied is None or not _in(entry, architecture) or PLACEHOLDER.search(_bare(entry)):
                 continue
             if entry.tied_when is not None and keys.evaluate(entry.tied_when) == 0:
                 continue
             for prefix in self.prefixes:
                 name, other = entry.name.replace(PREFIX, prefix), entry.tied.replace(PREFIX, prefix)
-                if name not in names and other in names:
-                    result[name] = other
+                if other in names:
+                    result[name] = other, entry.optional
                     break
         return result
 

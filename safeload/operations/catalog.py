@@ -127,6 +127,17 @@ class Catalog:
             made._owned = stack.pop_all()
         return made
 
+    def with_aliases(self, aliases: Mapping[str, str]) -> Catalog:
+        """A catalog that has some tensors under a second name: new name to the tensor's own."""
+        origins: list[Checkpoint | Mapping[str, Any]] = []
+        for origin in self._origins:
+            own = {alias: name for alias, name in aliases.items() if name in origin}
+            if isinstance(origin, Checkpoint):
+                origins.append(origin.with_aliases(own) if own else origin)
+            else:
+                origins.append({**origin, **{alias: origin[name] for alias, name in own.items()}})
+        return Catalog(origins, self.mapped)
+
     def __enter__(self) -> Catalog:
         return self
 

@@ -98,10 +98,13 @@ def _write(
     decisions = decisions_of(piece)
     names = [name for one in decisions.values() for name in one.sources]
     with ExitStack() as stack, Digest() as digest:
-        catalog = stack.enter_context(opened(field(piece, "sources", list), names, storage_options))
+        stored = names
         if piece.get("adapters") is not None:
-            from .merged import reopened  # only here: most conversions merge nothing
+            from .merged import reopened, stored_names  # only here: most conversions merge nothing
 
+            stored = stored_names(piece["adapters"], names)
+        catalog = stack.enter_context(opened(field(piece, "sources", list), stored, storage_options))
+        if piece.get("adapters") is not None:
             catalog = reopened(stack, catalog, piece["adapters"], frozenset(names))
         outputs = Maker(catalog, decisions, "safetensors", threads).outputs()
         new = renamed(outputs, _pairs(piece))

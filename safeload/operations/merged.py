@@ -21,7 +21,10 @@ from ..loading.adapter import Adapter, Weighted, listed, opened
 from ..loading.adapter_base import Target, check_floating, model_type_of, of_file
 from ..loading.adapter_experts import Apart
 from ..loading.adapter_fit import Fit
+from ..loading.adapter_heads import Heads, heads_of
 from ..loading.merge import Merge
+from ..loading.merged import warn_of_untied
+from ..models.tied import tied_heads, untied
 from ..stores.local import check_unchanged
 from .about import About
 from .catalog import Catalog
@@ -74,6 +77,13 @@ class MergedCatalog(Catalog):
         adapters: open ones, in order.
         among: names of the tensors to consider; None for all, see `Merge`.
         fits: how each adapter belongs to them; None to find it.
+        heads: the tied heads; None to find them.
+
+    Attributes:
+        adapters: the open adapters.
+        fits: how each belongs to the tensors.
+        heads: the tied heads.
+        aliases: the heads of `Heads.untied` that no origin stores, each with its embedding.
     """
 
     def __init__(
@@ -82,9 +92,17 @@ class MergedCatalog(Catalog):
         adapters: Sequence[Adapter],
         among: Container[str] | None = None,
         fits: Sequence[Fit] | None = None,
+        heads: Heads | None = None,
     ) -> None:
-        super().__init__(catalog._origins, catalog.mapped)
-        self._merge = Merge(_Base(catalog), adapters, among, fits)
+        if heads is None:
+            heads = heads_of(adapters, tied_heads(catalog.config, dict.fromkeys(catalog)))
+        self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
+        whole = catalog.with_aliases(self.aliases)
+        super().__init__(whole._origins, catalog.mapped)
+        self._merge = Merge(_Base(whole), adapters, among, fits, heads=heads)
+        self.heads = heads
+        if heads.untied and self.config is not None:
+            self.config = untied(self.config)
         self.adapters = adapters
         self.fits = self._merge.fits
 
@@ -139,11 +157,29 @@ class MergedCatalog(Catalog):
 
 
 def merged(
-    stack: ExitStack, catalog: Catalog, adapters: Any, storage_options: Mapping[str, Any] | None = None
+    stack: ExitStack,
+    catalog: Catalog,
+    adapters: Any,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    with_config: bool = False,
 ) -> Catalog:
-    """A catalog with the adapters that an argument names; the catalog itself for none."""
+    """A catalog with the adapters that an argument names; the catalog itself for none.
+
+    Args:
+        stack: closes the adapters.
+        catalog: the base.
+        adapters: see `listed`.
+        storage_options: for URLs.
+        with_config: whether the result has a ``config.json``, which says what is tied.
+    """
     given = listed(adapters)
-    return MergedCatalog(catalog, opened(stack, given, storage_options)) if given else catalog
+    if not given:
+        return catalog
+    result = MergedCatalog(catalog, opened(stack, given, storage_options))
+    if not with_config or catalog.config is None:
+        warn_of_untied(result.heads, catalog.config)
+    return result
 
 
 # ---- as plain data ----
@@ -164,7 +200,13 @@ def as_plain(catalog: Catalog) -> list[dict[str, Any]] | None:
         paths = [file.place for file in one.checkpoint.weight_files]
         files = [source_of(path) for path in (*paths, one.config_at.path)]
         apart = {name: list(one) for name, one in fit.apart.items() if name in fit.parameters.values()}
-        known = {"parameters": dict(fit.parameters), "transposed": sorted(fit.transposed), "apart": apart}
+        known = {
+            "parameters": dict(fit.parameters),
+            "transposed": sorted(fit.transposed),
+            "apart": apart,
+            "mirrored": dict(fit.mirrored),
+            "untied": catalog.aliases,
+        }
         found.append({"files": files, "weight": one.weight, **{key: value for key, value in known.items() if value}})
     return found
 
@@ -179,7 +221,7 @@ def reopened(stack: ExitStack, catalog: Catalog, plain: Any, among: Container[st
         return catalog
     if not isinstance(plain, list):
         raise FormatError("the adapters of a piece are a list")
-    given, fits = [], []
+    given, fits, heads = [], [], {}
     for one in plain:
         paths = []
         for file in field(one, "files", list):
@@ -190,12 +232,26 @@ def reopened(stack: ExitStack, catalog: Catalog, plain: Any, among: Container[st
         if len(paths) < 2:
             raise FormatError("an adapter of a piece has its weights and its configuration")
         given.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], field(one, "weight", float)))
-        parameters = field(one, "parameters", dict) if "parameters" in one else {}
         transposed = texts(one, "transposed") if "transposed" in one else []
         apart = field(one, "apart", dict) if "apart" in one else {}
         stacks = {name: _apart(apart, name) for name in apart}
-        fits.append(Fit({key: field(parameters, key, str) for key in parameters}, frozenset(transposed), {}, stacks))
-    return MergedCatalog(catalog, opened(stack, given), among, fits)
+        mirrored = _texts_by_name(one, "mirrored")
+        fits.append(Fit(_texts_by_name(one, "parameters"), frozenset(transposed), {}, stacks, mirrored))
+        heads.update(_texts_by_name(one, "untied"))
+    here = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
+    return MergedCatalog(catalog, opened(stack, given), among, fits, Heads(heads, here))
+
+
+def stored_names(plain: Any, names: Sequence[str]) -> list[str]:
+    """The names under which files store the tensors of a piece: a head that was tied is stored as the embedding."""
+    adapters = [one for one in plain if isinstance(one, dict)] if isinstance(plain, list) else []
+    heads = {head: embedding for one in adapters for head, embedding in _texts_by_name(one, "untied").items()}
+    return [heads.get(name, name) for name in names]
+
+
+def _texts_by_name(given: Mapping[str, Any], key: str) -> dict[str, str]:
+    found = field(given, key, dict) if key in given else {}
+    return {name: field(found, name, str) for name in found}
 
 
 def _apart(given: Mapping[str, Any], name: str) -> Apart:

@@ -139,7 +139,8 @@ def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, thre
     if options.get("adapters") is not None:
         from .merged import merged  # only here: most conversions merge nothing
 
-        catalog = merged(stack, catalog, options["adapters"], options.get("storage_options"))
+        with_config = wanted.folder is not None
+        catalog = merged(stack, catalog, options["adapters"], options.get("storage_options"), with_config=with_config)
     with paused(len(catalog)):
         return _prepared(catalog, wanted, rules, threads)
 

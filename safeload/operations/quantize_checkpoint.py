@@ -24,6 +24,7 @@ from ..engine.threads import check_threads
 from ..errors import UnsupportedError
 from ..models.choosing import choose
 from ..models.schema import Schema
+from ..models.tied import absent_heads
 from .about import About
 from .catalog import Catalog, Given
 from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests
@@ -34,12 +35,6 @@ KEPT_NAMES = ("*embed*", "*_embd*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*l
 
 _KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
 
-# Head, the embedding that it is tied to if it is absent, and a tensor that only models with a head have. Conventions of
-# Hugging Face's causal models and of llama.cpp, for models without a schema.
-_TIED = (
-    ("lm_head.weight", "model.embed_tokens.weight", "model.embed_tokens.weight"),
-    ("output.weight", "token_embd.weight", "output_norm.weight"),
-)
 # Part of the architecture name of embedding models in GGUF files: they have a final norm, but no head.
 _HEADLESS = "embedding"
 
@@ -131,19 +126,9 @@ class Model(NamedTuple):
 
     def tied_heads(self) -> dict[str, str]:
         """Absent heads that are tied to an embedding: name of the head to name of the embedding."""
-        names = self.names
-        if self.schema is not None:
-            try:
-                return self.schema.tied(names, self.config)
-            except ValueError:  # the config lacks a key that this needs
-                return {}
-        if _HEADLESS in self.architecture:
+        if self.schema is None and _HEADLESS in self.architecture:
             return {}
-        return {
-            head: embedding
-            for head, embedding, sign in _TIED
-            if head not in names and embedding in names and sign in names
-        }
+        return absent_heads(self.schema, self.names, self.config)
 
 
 def check_restorable(name: str, scheme: str) -> None:

@@ -1,0 +1,87 @@
+"""Which heads of a model share the weights of its embedding, by its schema, its config or the usual names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .choosing import LANGUAGE, Choice, choose, choose_inner, choose_prefix
+from .schema import MAX_LISTED, Schema
+
+KEY = "tie_word_embeddings"
+
+_HEAD = "lm_head.weight"
+# Head, the embedding that it is tied to if it is absent, and a tensor that only models with a head have. Conventions of
+# Hugging Face's causal models and of llama.cpp, for models without a schema.
+_CONVENTIONS = (
+    (_HEAD, "model.embed_tokens.weight", "model.embed_tokens.weight"),
+    ("output.weight", "token_embd.weight", "output_norm.weight"),
+)
+# Ends of the names of embeddings in models without a schema. Encoder and decoder share one of the last name.
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "shared.weight")
+# Ends of the names of classes whose models have `_HEAD`.
+_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def absent_heads(schema: Schema | None, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the heads that no file stores because they are tied: head to embedding."""
+    if schema is None:
+        return {
+            head: embedding
+            for head, embedding, sign in _CONVENTIONS
+            if head not in names and embedding in names and sign in names
+        }
+    try:
+        return schema.tied(names, config)
+    except ValueError:  # the config lacks a key that this needs
+        return {}
+
+
+def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
+    """Return the heads of a Hugging Face model that are tied, stored or not: head to embedding."""
+    if config is None:
+        return absent_heads(None, names, None)
+    choice = choose(config, None, names)
+    keys = config
+    if choice is None or not any(map(choice.schema.find, names)):
+        inner = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names)
+        choice = choice if inner is None else inner.choice
+        if inner is not None:
+            keys = {**inner.config, **({KEY: config[KEY]} if isinstance(config.get(KEY), bool) else {})}
+    return _by_names(config, names) if choice is None else _by_schema(choice, names, keys)
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose model, also a language model inside a multi-modal one, has a head of its own."""
+    nested = {key: {**value, KEY: False} for key in LANGUAGE if isinstance(value := config.get(key), Mapping)}
+    return {**config, **nested, KEY: False}
+
+
+def _by_schema(choice: Choice, names: Collection[str], config: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        pairs = choice.schema.pairs(names, config)
+    except ValueError:  # the config lacks a key that this needs
+        return {}
+    result = {}
+    for head, (embedding, _) in pairs.items():
+        # The head stands beside the module that holds the embedding: language_model.model., language_model.lm_head.
+        prefix = next((text for text in choice.schema.prefixes if text and embedding.startswith(text)), "")
+        nested = prefix.removesuffix("model.") + head if prefix.endswith(".model.") else head
+        result[nested] = embedding
+    return result
+
+
+def _by_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
+    """Like `tied_heads`, for a model without a schema."""
+    architectures = config.get("architectures")
+    listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
+    if not any(isinstance(text, str) and text.endswith(_GENERATING) for text in listed):
+        return {}
+    inner = [config, *(value for key in LANGUAGE if isinstance(value := config.get(key), Mapping))]
+    tie = next((value[KEY] for value in inner if isinstance(value.get(KEY), bool)), None)
+    if tie is False or (tie is None and _HEAD in names):
+        return {}
+    embeddings = [name for name in names if name.endswith(_EMBEDDINGS)]
+    shared = [name for name in embeddings if name.endswith(_EMBEDDINGS[-1])]
+    chosen = shared or embeddings
+    return {_HEAD: chosen[0]} if len(chosen) == 1 else {}
