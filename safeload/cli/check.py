@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..base.text import printable
-from ..engine.atomic_file import write_text
 from ..errors import FormatError
 from .cluster import add_dask, cluster
 from .common import (
@@ -17,6 +16,7 @@ from .common import (
     add_command,
     add_json,
     add_opening,
+    add_overwrite,
     add_path,
     add_patterns,
     add_threads,
@@ -26,6 +26,7 @@ from .common import (
     painter,
     suggest,
 )
+from .output import STDOUT, Output
 
 if TYPE_CHECKING:
     from ..operations.executing import Executor
@@ -83,6 +84,7 @@ def register(commands: Any) -> None:
     manifest = parser.add_mutually_exclusive_group()
     manifest.add_argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file")
     manifest.add_argument("--write-manifest", metavar="FILE", help="write the SHA-256 of each tensor to this file")
+    add_overwrite(parser, "replace the file of --write-manifest even if safeload did not write it")
     add_opening(parser)
     add_threads(parser)
     add_dask(parser)
@@ -98,8 +100,9 @@ def _schemas() -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the findings about ``options.path``; returns the exit status."""
+    output = _output(options)
     with cluster(options.dask) as executor:
-        report = _report(options, executor)
+        report = _report(options, executor, output)
     if options.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
@@ -118,7 +121,31 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.ok and not (options.strict and report.warnings) else 1
 
 
-def _report(options: argparse.Namespace, executor: Executor | None) -> ValidationReport:
+def _output(options: argparse.Namespace) -> Output | None:
+    """The file of --write-manifest; None without it.
+
+    Raises:
+        OSError, ValueError: it must not be written, see `Output.check`.
+    """
+    if options.write_manifest is None:
+        return None
+    from ..operations.manifest import is_manifest
+
+    if options.write_manifest == STDOUT:
+        raise ValueError("--write-manifest needs a file: the findings go to stdout")
+    output = Output(
+        "--write-manifest",
+        options.write_manifest,
+        "manifest",
+        is_manifest,
+        overwrite=options.overwrite,
+        sources=(options.path, options.config, options.schema),
+    )
+    output.check()
+    return output
+
+
+def _report(options: argparse.Namespace, executor: Executor | None, output: Output | None) -> ValidationReport:
     """What is wrong with ``options.path``, and with its manifest."""
     # Imported here: they would add milliseconds to the other commands.
     from ..operations.validate.findings import error
@@ -142,9 +169,9 @@ def _report(options: argparse.Namespace, executor: Executor | None) -> Validatio
             progress=progress,
         )
         report = validate_path(options.path, lambda: open_path(options.path, options), wanted)
-    if report.files and (options.manifest or options.write_manifest):
+    if report.files and (options.manifest or output is not None):
         try:
-            _manifest(report, options, executor)
+            _manifest(report, options, executor, output)
         except FormatError as problem:
             if problem.path is not None and problem.path not in report.files:
                 raise
@@ -152,7 +179,9 @@ def _report(options: argparse.Namespace, executor: Executor | None) -> Validatio
     return report
 
 
-def _manifest(report: ValidationReport, options: argparse.Namespace, executor: Executor | None) -> None:
+def _manifest(
+    report: ValidationReport, options: argparse.Namespace, executor: Executor | None, output: Output | None
+) -> None:
     """Compares with a manifest, or writes one."""
     from ..operations import manifest
 
@@ -161,8 +190,9 @@ def _manifest(report: ValidationReport, options: argparse.Namespace, executor: E
         found = manifest.make(opened, executor=executor, threads=options.threads, progress=progress)
     if said is not None:
         report.add(manifest.compare(said, found))
+    if output is None:
         return
-    write_text(options.write_manifest, json.dumps(found, indent=1) + "\n")
+    output.write(json.dumps(found, indent=1) + "\n", report.files)
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))
         print(f"{name}: SHA-256 of {len(found['tensors']):,} tensors", file=sys.stderr)

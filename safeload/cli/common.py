@@ -121,6 +121,11 @@ def add_opening(parser: Any) -> None:
     )
 
 
+def add_overwrite(parser: Any, help: str) -> None:
+    """Adds --overwrite."""
+    parser.add_argument("--overwrite", action="store_true", help=help)
+
+
 def add_patterns(parser: Any) -> None:
     """Adds --only and --drop."""
     parser.add_argument(

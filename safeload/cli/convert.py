@@ -18,7 +18,17 @@ from ..operations.convert import convert
 from ..operations.convert_report import ConvertReport
 from ..stores.url import is_url
 from .cluster import add_dask, cluster
-from .common import add_command, add_opening, add_patterns, add_threads, bar, open_path, storage_options, suggest
+from .common import (
+    add_command,
+    add_opening,
+    add_overwrite,
+    add_patterns,
+    add_threads,
+    bar,
+    open_path,
+    storage_options,
+    suggest,
+)
 
 _EPILOG = """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
@@ -99,7 +109,7 @@ def register(commands: Any) -> None:
         "--format", choices=tuple(WRITTEN), metavar="NAME", help=f"instead of the suffix: {', '.join(WRITTEN)}"
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", help='write shards of at most this size: "500MB", "5GB"')
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
+    add_overwrite(parser, "replace an existing destination")
     parser.add_argument(
         "--resume", action="store_true", help="go on where an interrupted conversion to a folder has stopped"
     )

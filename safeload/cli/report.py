@@ -5,13 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from typing import Any
 
 from ..base.scheme import SCHEMES
 from ..base.text import printable, size
-from ..engine.atomic_file import write_text
 from ..stores.url import is_url
-from .common import STATUS, add_command, add_json, add_opening, add_path, add_threads, bar, open_path, shown
+from .common import (
+    STATUS,
+    add_command,
+    add_json,
+    add_opening,
+    add_overwrite,
+    add_path,
+    add_threads,
+    bar,
+    open_path,
+    shown,
+)
+from .output import STDOUT, Output
 
 _EPILOG = f"""examples:
   safeload report model.safetensors -o report.html
@@ -34,8 +46,13 @@ def register(commands: Any) -> None:
     )
     add_path(parser)
     parser.add_argument(
-        "-o", "--output", metavar="FILE", default="report.html", help="the page to write; report.html by default"
+        "-o",
+        "--output",
+        metavar="FILE",
+        default="report.html",
+        help="the page to write, - for stdout; report.html by default",
     )
+    add_overwrite(parser, "replace the file of --output even if safeload did not write it")
     parser.add_argument(
         "--quantize",
         type=str.lower,
@@ -61,11 +78,16 @@ def run(options: argparse.Namespace) -> int:
     from ..operations.validate.run import validate_path
     from ..operations.validate.settings import settings
     from .report_content import digest_section, found_section, sections
-    from .report_page import facts, head, page
+    from .report_page import facts, head, is_page, page
     from .report_source import File, about, files_of, now
 
     date = now()
-    _check_output(options.output, options.path)
+    if options.output == STDOUT and options.json:
+        raise ValueError("--output - writes the page to stdout, and so does --json with its object: pass one of them")
+    overwrite = options.overwrite
+    output = Output("--output", options.output, "report", is_page, overwrite=overwrite, sources=[options.path])
+    if options.output != STDOUT:
+        output.check()
     with bar("report") as progress:
         wanted = settings(threads=options.threads, progress=progress, histogram=True)
         found = validate_path(options.path, lambda: open_path(options.path, options), wanted)
@@ -82,26 +104,10 @@ def run(options: argparse.Namespace) -> int:
     mood = "bad" if found.errors else "odd" if found.warnings else "calm" if found.notes else "good"
     checked = f"checked: {found.checked}" if found.tensors else ""
     top = head(title, found.verdict, mood, checked, facts(about(path, files, date), "meta"))
-    write_text(options.output, page(title, top, parts))
-    nbytes = os.path.getsize(options.output)
+    nbytes = output.write(page(title, top, parts), found.files)
     if options.json:
         print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": found.ok}, indent=1))
     else:
-        print(f"{printable(options.output)}: {size(nbytes)}; {printable(path)} is {found.verdict}")
+        where, stream = ("stdout", sys.stderr) if options.output == STDOUT else (options.output, sys.stdout)
+        print(f"{printable(where)}: {size(nbytes)}; {printable(path)} is {found.verdict}", file=stream)
     return 0 if found.ok else 1
-
-
-def _check_output(output: str, path: str) -> None:
-    """Refuses to replace a file of the source: any in its folder but a page.
-
-    Raises:
-        ValueError: the output is such a file.
-    """
-    if is_url(path):
-        return
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    beside = os.path.realpath(os.path.dirname(output)) == os.path.realpath(folder)
-    page = os.path.splitext(output)[1].lower() in (".html", ".htm")
-    same = os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path)
-    if same or (beside and os.path.isfile(output) and not page):
-        raise ValueError(f"--output {output} is a file of the source, choose another")

@@ -18,6 +18,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _PRINTED = 50
 _OPEN = 20
 
+# Tells the pages of safeload from those of others.
+_GENERATOR = '<meta name="generator" content="safeload '
+
 _MARKS = {"good": "✓", "calm": "✓", "odd": "!", "bad": "✗"}
 
 
@@ -124,6 +127,11 @@ def head(title: str, verdict: str, mood: str, checked: str, about: str) -> str:
     )
 
 
+def is_page(head: bytes) -> bool:
+    """Whether a file with these first bytes is such a page."""
+    return head.startswith(b"<!doctype html>") and _GENERATOR.encode() in head
+
+
 def page(title: str, header: str, sections: Iterable[str]) -> str:
     """The whole page."""
     style = files(__package__).joinpath("report.css").read_text("utf-8")
@@ -133,7 +141,7 @@ def page(title: str, header: str, sections: Iterable[str]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<meta name="generator" content="safeload {__version__}">'
+        f'{_GENERATOR}{__version__}">'
         f"<title>{escaped(title)}: safeload report</title><style>{style}</style></head>"
         f'<body><div class="page">{header}<main>{"".join(sections)}</main>'
         f"<footer>Written by safeload {__version__}. This page holds all it needs: it loads nothing and runs no "

@@ -84,7 +84,7 @@ class AtomicFile:
             existing = os.stat(self.path)
         except FileNotFoundError:
             existing = None
-            _check_place(self.path)
+            check_place(self.path)
         if existing is not None and not self._overwrite:
             raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", self.path)
         if existing is not None and stat.S_ISDIR(existing.st_mode):
@@ -234,7 +234,7 @@ def _resolved(path: str) -> str:
         return os.path.abspath(path)
 
 
-def _check_place(path: str) -> None:
+def check_place(path: str) -> None:
     """Refuses, as open(2) does, a new path that realpath would change: "new/", "new/." or "missing/../new".
 
     Raises:
@@ -267,11 +267,12 @@ def _handle(descriptor: int) -> int:
     return descriptor
 
 
-def write_text(path: PathLike, text: str) -> None:
-    """Writes a text file in UTF-8, atomically. Characters that UTF-8 cannot encode (from paths) are escaped."""
+def write_text(path: PathLike, text: str, *, overwrite: bool) -> int:
+    """Writes a text file in UTF-8, atomically, and returns its bytes. Lone surrogates (from paths) are escaped."""
     encoded = text.encode("utf-8", "backslashreplace")
-    with AtomicFile(path, len(encoded)) as file, file.stream() as stream:
+    with AtomicFile(path, len(encoded), overwrite=overwrite) as file, file.stream() as stream:
         stream.write(encoded)
+    return len(encoded)
 
 
 def written_as_is(array: Array) -> bool:

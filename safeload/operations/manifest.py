@@ -159,6 +159,11 @@ def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
             yield native_order(np.ascontiguousarray(array)).reshape(-1).view(np.uint8).data
 
 
+def is_manifest(head: bytes) -> bool:
+    """Whether a file with these first bytes is a manifest."""
+    return re.match(rb'\s*\{\s*"%s"\s*:' % KEY.encode(), head) is not None
+
+
 def read(path: PathLike) -> dict[str, Any]:
     """Reads a manifest.
 
