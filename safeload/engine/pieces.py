@@ -162,11 +162,12 @@ def values(source: Source, begin: int, count: int) -> Array:
     return _values(source, begin, count, _F64).astype(np.float64, copy=False)
 
 
-def floats(source: Source, begin: int, count: int) -> Array:
-    """The same as float32, where that has all numbers of the tensor's dtype; otherwise as float64."""
+def numbers(source: Source, begin: int, count: int) -> Array:
+    """Like `values`, but integers in their own dtype, and float32 if that has all numbers of the tensor's dtype."""
     row = source.row
     narrow = row.floating and 0 < row.bits <= _F32.bits
-    return _values(source, begin, count, _F32) if narrow else values(source, begin, count)
+    result = _values(source, begin, count, _F32 if narrow else _F64)
+    return result.astype(np.float64) if result.dtype == bool else result
 
 
 def _values(source: Source, begin: int, count: int, target: dtypes.Dtype) -> Array:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..base import dtypes, log
 from ..base.arrays import Array
 from ..base.collector import paused
-from ..base.native import TIER, ffi, lib
 from ..base.scheme import INT8
 from ..base.selecting import Patterns, select
-from ..engine.memory import address_of
-from ..engine.pieces import Meter, floats, in_order, source_pieces, spans, values
+from ..engine.pieces import Meter, in_order, numbers, source_pieces, spans, values
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array
@@ -27,6 +25,7 @@ from .about import About
 from .catalog import Catalog, Given
 from .columns import Columns
 from .diff_report import DiffReport, TensorDiff
+from .diff_values import Sums, sum_up, summary
 from .executing import Executor
 
 # Tensors that both have, with their shapes.
@@ -37,7 +36,7 @@ _Both: TypeAlias = tuple[Columns | None, Columns | None]
 # Elements that are compared at a time: to call another thread takes as long as to compare 100,000.
 _PIECE = 1 << 19
 
-# Reads `size` elements from `begin`, as float32 or float64: (begin, size) to array.
+# Reads `size` elements from `begin`, as float32, float64 or integers: (begin, size) to array.
 _Read = Callable[[int, int], Array]
 
 
@@ -220,20 +219,6 @@ def _dtype(about: About) -> str:
 # ---- one tensor ----
 
 
-class _Sums(NamedTuple):
-    """Partial sums over one piece of two tensors."""
-
-    largest: float
-    at: int
-    squares: float
-    dot: float
-    norm_a: float
-    norm_b: float
-    unequal: int
-    nonfinite: int
-    finite: int
-
-
 def _compare(
     one: Source | Array,
     other: Source | Array,
@@ -261,44 +246,12 @@ def _compare(
     weight = 8 * math.prod(axes) // max(1, count)  # of a number for the report of progress
     read_a, read_b = _reader(one, count), _reader(other, count)
 
-    def sums(span: tuple[int, int]) -> _Sums:
-        found = _sum_up(read_a(*span), read_b(*span), span[0])
+    def sums(span: tuple[int, int]) -> Sums:
+        part = sum_up(read_a(*span), read_b(*span), span[0])
         meter.add(weight * span[1])
-        return found
+        return part
 
-    parts = list(in_order(sums, spans(shape, _PIECE), threads, 8 * count))
-    largest = max(parts, key=lambda part: part.largest, default=None)
-    different = sum(part.unequal for part in parts)
-    finite = sum(part.finite for part in parts)
-    squares, dot, norm_a, norm_b = (
-        math.fsum(getattr(part, field) for part in parts) for field in ("squares", "dot", "norm_a", "norm_b")
-    )
-    length = math.sqrt(norm_a) * math.sqrt(norm_b)
-    cosine = 1.0 if different == 0 else dot / length if length else math.nan
-    index = None
-    if largest is not None and largest.largest > 0:
-        index = tuple(int(k) for k in np.unravel_index(largest.at, shape)[: len(axes)])
-    return TensorDiff(
-        0.0 if largest is None else largest.largest,
-        index,
-        math.sqrt(squares / finite) if finite else 0.0,
-        max(-1.0, min(1.0, cosine)) if not math.isnan(cosine) else cosine,
-        different,
-        sum(part.nonfinite for part in parts),
-    )
-
-
-def _sum_up(x: Array, y: Array, begin: int) -> _Sums:
-    """Partial sums over the elements of one piece; ``begin`` is the index of its first element."""
-    dtype = np.promote_types(x.dtype, y.dtype)
-    x, y = x.astype(dtype, copy=False), y.astype(dtype, copy=False)
-    number = dtypes.BY_NAME[dtype.name].number
-    found = ffi.new("sl_difference *")
-    lib.sl_differ(TIER, number, *(ffi.cast("void *", address_of(values)) for values in (x, y)), x.size, found)
-    return _Sums(
-        found.largest, begin + found.at, found.squares, found.dot, found.norm_a, found.norm_b,
-        found.unequal, found.nonfinite, found.finite,
-    )  # fmt: skip
+    return summary(list(in_order(sums, spans(shape, _PIECE), threads, 8 * count)), shape, len(axes))
 
 
 class _Values:
@@ -356,9 +309,9 @@ def _equal(one: Source, other: Source) -> bool:
 def _reader(value: Source | Array, count: int) -> _Read:
     if isinstance(value, Source):
         source = value
-        return lambda begin, size: floats(source, begin, size)
+        return lambda begin, size: numbers(source, begin, size)
     flat = np.ascontiguousarray(_whole(value)).reshape(count)
-    if flat.dtype == np.float32:
+    if flat.dtype == np.float32 or flat.dtype.kind in "iu":
         return lambda begin, size: flat[begin : begin + size]
     return lambda begin, size: flat[begin : begin + size].astype(np.float64)
 

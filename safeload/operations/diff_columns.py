@@ -19,6 +19,7 @@ from ..engine.pieces import VALUES, Meter, in_order
 from ..engine.spans import Spans
 from .columns import Columns
 from .diff_report import TensorDiff
+from .diff_values import exceeds_float64, sum_up, summary
 
 EQUAL = TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
 
@@ -177,7 +178,7 @@ def _measured(
     rows = rows[np.lexsort((a.begins[rows], a.file[rows]))]
     ends = np.cumsum(counts[rows])
     total = int(ends[-1])
-    one, other = _floats(a, rows), _floats(b, rows)
+    one, other = _numbers(a, rows), _numbers(b, rows)
 
     def blocks() -> Iterator[tuple[int, int]]:
         begin = done = 0
@@ -189,7 +190,12 @@ def _measured(
     def function(block: tuple[int, int]) -> list[TensorDiff]:
         some = slice(*block)
         number = counts[rows[some]]
-        return _of_values(one(some), other(some), number, [a.shapes[k] for k in rows[some].tolist()])
+        x, y, shapes = one(some), other(some), [a.shapes[k] for k in rows[some].tolist()]
+        if exceeds_float64(x) or exceeds_float64(y):
+            until = np.cumsum(number)[:-1]
+            pairs = zip(np.split(x, until), np.split(y, until), shapes, strict=True)
+            return [summary([sum_up(p, q, 0)], shape, len(shape)) for p, q, shape in pairs]
+        return _of_values(x, y, number, shapes)
 
     done = 0
     for found in in_order(function, blocks(), threads, 16 * total):
@@ -199,8 +205,8 @@ def _measured(
         yield from zip([a.names[k] for k in some.tolist()], found, strict=True)
 
 
-def _floats(columns: Columns, rows: Array) -> Callable[[slice], Array]:
-    """Reads the elements of some of these rows, one tensor after the other, as float64."""
+def _numbers(columns: Columns, rows: Array) -> Callable[[slice], Array]:
+    """Reads the elements of some of these rows, one tensor after the other: integers as such, others as float64."""
     number = int(columns.numbers[rows[0]])
     floating = dtypes.BY_NUMBER[number].floating
     targets = np.full(len(columns), _F64, np.uint8) if floating else None
@@ -211,13 +217,16 @@ def _floats(columns: Columns, rows: Array) -> Callable[[slice], Array]:
         wanted = spans.pick(some)
         values = np.empty(int(wanted.lengths.sum()) // dtype.itemsize, dtype)
         wanted.joined().fill(values.view(np.uint8), threads=1)
-        return native_order(values).astype(np.float64, copy=False)
+        values = native_order(values)
+        return values if values.dtype.kind in "iu" else values.astype(np.float64, copy=False)
 
     return read
 
 
 def _of_values(x: Array, y: Array, counts: Array, shapes: list[tuple[int, ...]]) -> list[TensorDiff]:
     """The differences of tensors that stand one after the other, none of them empty."""
+    whole = x.dtype.kind in "iu" and y.dtype.kind in "iu"
+    x, y = x.astype(np.float64, copy=False), y.astype(np.float64, copy=False)
     ends = np.cumsum(counts)
     starts = ends - counts
     finite, nonfinite = counts, np.zeros(len(counts), np.int64)
@@ -239,6 +248,8 @@ def _of_values(x: Array, y: Array, counts: Array, shapes: list[tuple[int, ...]])
     cosine[unequal == 0] = 1.0
     places = np.flatnonzero(difference == np.repeat(largest, counts))
     at = places[np.searchsorted(places, starts)] - starts
+    if whole:
+        largest = largest.astype(np.int64)
     columns = zip(*(column.tolist() for column in (largest, at, rms, cosine, unequal, nonfinite)), shapes, strict=True)
     with paused(len(counts)):
         return [

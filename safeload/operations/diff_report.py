@@ -17,7 +17,7 @@ class TensorDiff(NamedTuple):
     in ``unequal`` and ``nonfinite``, and excluded from the other numbers.
 
     Attributes:
-        max: largest absolute difference.
+        max: largest absolute difference; exact for integers, and an int if both tensors hold integers that differ.
         index: index of that difference, one integer for each axis; None if nothing differs.
         rms: root of the mean square of the differences.
         cosine: cosine of the angle between the two as vectors; 1 if they are equal, nan if one of them is zero.
