@@ -121,21 +121,45 @@ def all_here(place: Any) -> bool:
     return here
 
 
-def slices(place: Any, shape: tuple[int, ...], name: str) -> list[Slice]:
-    """The distinct slices of an array that devices of this process hold.
+def check_fits(place: Place, shape: tuple[int, ...], name: str) -> None:
+    """Refuse a sharding that cannot hold a tensor, before anything is read.
 
     Raises:
-        ValueError: the sharding does not fit the shape.
+        ValueError: the sharding has more axes than the tensor, or does not divide its axes evenly.
     """
-    found: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    if not isinstance(place, jax.sharding.Sharding):
+        return
+    check_rank = getattr(place, "check_compatible_aval", None)  # `shard_shape` ignores axes that are not divided
     try:
-        for device, index in place.addressable_devices_indices_map(shape).items():
-            where = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
-            found.setdefault(where, []).append(device)
+        if check_rank is not None:
+            check_rank(shape)
+        place.shard_shape(shape)
     except (ValueError, IndexError) as error:
-        said = str(error) if isinstance(error, ValueError) else f"{place} has more axes"
-        raise ValueError(f"tensor {show(name)} {show(list(shape))}: {said}") from None
-    return [Slice(bounds, devices) for bounds, devices in found.items()]
+        raise _misfit(place, shape, name, error) from None
+
+
+def _misfit(place: Any, shape: tuple[int, ...], name: str, error: Exception) -> ValueError:
+    """Return the error for a sharding that does not fit a tensor, with the tensor, its shape and the spec."""
+    spec = getattr(place, "spec", None)
+    reason = str(error)
+    if spec is not None and len(spec) > len(shape):
+        axes = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
+        reason = (
+            f"{spec} is for at least {len(spec)} axes, the tensor has {axes}. Pass sharding= a mapping of names, or a "
+            "function of name and shape, that returns a spec for each tensor"
+        )
+    elif isinstance(error, IndexError):
+        reason = f"{place} has more axes"
+    return ValueError(f"tensor {show(name)} {show(list(shape))}: {reason}")
+
+
+def slices(place: Any, shape: tuple[int, ...]) -> list[Slice]:
+    """Return the distinct slices of an array on this process's devices; the sharding must fit, see `check_fits`."""
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in place.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    return [Slice(bounds, holders) for bounds, holders in devices.items()]
 
 
 def covered(parts: Sequence[Slice], shape: tuple[int, ...]) -> bool:

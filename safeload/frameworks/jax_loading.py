@@ -123,6 +123,8 @@ class _Loader:
         if options.sharding is not None:
             choose = _chooser(options.sharding)
             self._tensors = [one._replace(place=choose(one)) for one in self._tensors]
+            for tensor in self._tensors:
+                jax_arrays.check_fits(tensor.place, tensor.shape, tensor.part[0])
         self._mappings: dict[WeightFile, Any] = {}
 
     @property
@@ -141,7 +143,7 @@ class _Loader:
         size = 0
         for one in self._tensors:
             if jax_arrays.several_devices(one.place):
-                parts = jax_arrays.slices(one.place, one.shape, one.part[0])
+                parts = jax_arrays.slices(one.place, one.shape)
                 if one.nbytes > GROUP or not jax_arrays.all_here(one.place):
                     yield {one.part[0]: self._by_slices(one, parts)}, one.nbytes
                     continue
@@ -212,7 +214,7 @@ class _Loader:
         made: dict[str, Array] = {}
         undivided: list[tuple[Tensor, NumpyArray]] = []
         for one, array in zip(tensors, self._read(tensors, self._reading), strict=True):
-            parts = jax_arrays.slices(one.place, one.shape, one.part[0])
+            parts = jax_arrays.slices(one.place, one.shape)
             views = [array[_inside((), part)] for part in parts]
             if jax_arrays.partly_aliased(views, one.place):
                 pieces = [(self._own(view), part) for view, part in zip(views, parts, strict=True)]
