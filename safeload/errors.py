@@ -166,6 +166,34 @@ def missing_file(path: str | None, message: str) -> FileNotFoundError:
     return error
 
 
+def unsaved(error: OSError) -> OSError:
+    """Return a system error of saving as a SafetensorError too, the class that safetensors raises."""
+    kind = type(error)
+    if isinstance(error, SafeloadError) or kind.__module__ != "builtins":  # an error of a store has its own class
+        return error
+    return _unsaved(kind, (error.errno, error.strerror, error.filename) if error.errno else error.args, vars(error))
+
+
+def _unsaved(kind: type[OSError], arguments: tuple[Any, ...], fields: dict[str, Any]) -> OSError:
+    both = _SAVING.get(kind) or _SAVING.setdefault(kind, _saving_class(kind))
+    error = both(*arguments)
+    error.__dict__.update(fields)
+    error.__dict__["path"] = error.filename
+    return error
+
+
+def _saving_class(kind: type[OSError]) -> type[OSError]:
+    """Return the class of `unsaved` for a system error; tracebacks show it by the system error's name."""
+
+    def reduce(self: OSError) -> tuple[Any, ...]:
+        return _unsaved, (kind, (self.errno, self.strerror, self.filename) if self.errno else self.args, vars(self))
+
+    return type(kind.__name__, (SafeloadError, kind), {"__module__": kind.__module__, "__reduce__": reduce})
+
+
+_SAVING: dict[type[OSError], type[OSError]] = {}  # the classes that have been needed, by that of the system error
+
+
 class RemoteError(OSError):
     """A store on the network does not give the bytes that it has: it refuses, breaks off, stalls or answers nonsense.
 

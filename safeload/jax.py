@@ -264,7 +264,8 @@ def save_file(
     Raises:
         ModuleNotFoundError: JAX is not installed.
         TypeError, ValueError, SafetensorError: see `save`.
-        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there.
+        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there. It is a
+            SafetensorError too.
 
     Example:
         >>> import jax.numpy as jnp

@@ -31,6 +31,7 @@ _LATER = {
     "_is_little_endian": ("compat.numpy_specs", "is_little_endian"),
     "_view2np": ("compat.numpy_specs", "view2np"),
 }
+_NAMESPACE = globals()
 
 
 def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -79,7 +80,8 @@ def save_file(
     Raises:
         TypeError: a name is not a str, a value is not an array, or metadata is not text.
         SafetensorError: a dtype or a name that the format does not have.
-        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there.
+        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there. It is a
+            SafetensorError too.
 
     Example:
         >>> import numpy as np
@@ -111,10 +113,10 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
         (128,)
     """
     arrays = safetensors.parse(data, copy=copy)
-    if "_TYPES" in globals():  # a program that asks for the dict may have changed it, and upstream's load follows it
+    if "_TYPES" in _NAMESPACE:  # a program that asks for the dict may have changed it, and upstream's load follows it
         from .compat import numpy_specs
 
-        return numpy_specs.retyped(data, arrays, globals()["_TYPES"])
+        return numpy_specs.retyped(data, arrays, _NAMESPACE["_TYPES"])
     return arrays
 
 
@@ -186,7 +188,7 @@ def load_file(
 
 
 def __getattr__(name: str) -> Any:
-    return imported(globals(), _LATER, name)
+    return imported(_NAMESPACE, _LATER, name)
 
 
 def __dir__() -> list[str]:

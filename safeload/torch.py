@@ -87,10 +87,10 @@ def load_file(
         FileNotFoundError: the file does not exist.
         FormatError: the file breaks the format, with the byte where it does.
         TensorNotFoundError: an unknown name.
-        UnsupportedError: a device that is not available, a dtype that torch does not have (F6, unless ``dtype`` decodes
-            it), an unsupported conversion; ``dtype`` for fp8 with a separate scale, which only `load_checkpoint` brings
-            together.
-        SafeloadError: ``device`` or ``backend`` is invalid.
+        UnsupportedError: a device that is not available, which is a RuntimeError too; a dtype that torch does not have
+            (F6, unless ``dtype`` decodes it), an unsupported conversion; ``dtype`` for fp8 with a separate scale, which
+            only `load_checkpoint` brings together.
+        SafeloadError: ``device`` or ``backend`` is invalid; a device is a RuntimeError and a ValueError too.
         ImportError: torch is not installed.
 
     Example:
@@ -254,7 +254,8 @@ def save_file(tensors: dict[str, Tensor], filename: PathLike, metadata: Mapping[
         NotImplementedError: a tensor on the device "meta".
         SafetensorError: a dtype or a name that the format does not have; for a dtype it is a KeyError too.
         TypeError: a name or the metadata is not text.
-        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there.
+        OSError: the file cannot be written (PermissionError, no space, ...); the old one is still there. It is a
+            SafetensorError too.
         ImportError: torch is not installed.
 
     Example:

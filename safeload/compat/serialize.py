@@ -190,7 +190,7 @@ def serialize_file(
     Raises:
         TypeError: a value is not a `TensorSpec`.
         SafetensorError: a length that does not fit its shape, or a name the format does not have.
-        OSError: the file cannot be written; a file that existed before is still there.
+        OSError: the file cannot be written; a file that existed before is still there. It is a SafetensorError too.
 
     Example:
         >>> import numpy as np

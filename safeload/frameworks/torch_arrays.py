@@ -54,6 +54,14 @@ class UnsupportedDtypeError(SafeloadError, KeyError):
     __str__ = SafeloadError.__str__
 
 
+class InvalidDeviceError(SafeloadError, RuntimeError, ValueError):
+    """An argument that names no device; also a RuntimeError, which torch raises."""
+
+
+class MissingDeviceError(UnsupportedError, RuntimeError):
+    """A device that this machine or this torch lacks; also a RuntimeError, which torch raises."""
+
+
 # ---- from arrays ----
 
 
@@ -262,29 +270,29 @@ def device_of(device: Any) -> Any:
         device: name, number or `torch.device`; None for the CPU.
 
     Raises:
-        SafeloadError: it does not name a device.
-        UnsupportedError: a device that this torch, or this machine, does not have.
+        InvalidDeviceError: it does not name a device.
+        MissingDeviceError: this torch or this machine lacks the device.
     """
     if device is None or (isinstance(device, str) and device == "cpu"):
         return None
     shown = clip(printable(str(device)), 200)
     if isinstance(device, bool) or not isinstance(device, (str, int, Device)):
-        raise SafeloadError(f"device {shown} is invalid: expected a name, a number or a torch.device")
+        raise InvalidDeviceError(f"device {shown} is invalid: expected a name, a number or a torch.device")
     try:
         found = torch.device(device)
     except (RuntimeError, OverflowError, ValueError) as error:
         if isinstance(device, int) and device >= 0:
-            raise UnsupportedError(f"device {shown} is not available: {_first_sentence(error)}") from None
-        raise SafeloadError(f"device {shown} is invalid: {_first_sentence(error)}") from None
+            raise MissingDeviceError(f"device {shown} is not available: {_first_sentence(error)}") from None
+        raise InvalidDeviceError(f"device {shown} is invalid: {_first_sentence(error)}") from None
     if found.type == "cpu":
         if found.index:
-            raise SafeloadError(f"device {shown} is invalid: the CPU is one device")
+            raise InvalidDeviceError(f"device {shown} is invalid: the CPU is one device")
         return None
     if found.type != "meta":
         try:
             torch.empty(0, device=found)
         except Exception as error:  # an AssertionError where torch was built without it, others elsewhere
-            raise UnsupportedError(f"device {shown} is not available: {_first_sentence(error)}") from None
+            raise MissingDeviceError(f"device {shown} is not available: {_first_sentence(error)}") from None
     return found
 
 

@@ -40,13 +40,22 @@ def find_shared_tensors(state_dict: Mapping[str, Any]) -> list[set[str]]:
     """Names grouped by the memory that their tensors share; names of tensors that share none are alone.
 
     Tensors without memory, empty ones and those on the device "meta", are left out.
+
+    Raises:
+        RuntimeError: a tensor has no memory of its own.
     """
     storages: dict[Any, set[str]] = {}
     for name, tensor in state_dict.items():
         device = tensor.device
         if device.type != "meta":
-            storage = tensor.untyped_storage()
-            key = device, storage.data_ptr(), storage.nbytes()
+            try:
+                storage = tensor.untyped_storage()
+                key = device, storage.data_ptr(), storage.nbytes()
+            except RuntimeError as error:  # a DTensor, a masked or a nested tensor
+                raise RuntimeError(
+                    f"tensor {show(name)} is a {type(tensor).__name__}, whose values are in other tensors: save these, "
+                    "or x.full_tensor() of a DTensor"
+                ) from error
             if key[1] and key[2]:
                 storages.setdefault(key, set()).add(name)
     return filter_shared_not_shared(list(storages.values()), state_dict)

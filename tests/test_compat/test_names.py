@@ -25,6 +25,12 @@ def pair(request):
     return importlib.import_module(request.param), importlib.import_module(MODULES[request.param])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _untouched_afterwards():
+    yield
+    vars(ours).pop("_TYPES", None)
+
+
 def is_incidental(value):
     """A module, or a name of typing and collections: upstream imports it for itself."""
     return inspect.ismodule(value) or getattr(value, "__module__", "") in ("typing", "collections")

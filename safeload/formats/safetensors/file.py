@@ -21,7 +21,7 @@ from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.lazy import Lazy, Staged, materialize
 from ...engine.threads import thread_count
 from ...engine.weight_file import WeightFile
-from ...errors import SafetensorError
+from ...errors import SafetensorError, unsaved
 from ...stores.local import LocalStore, make_room
 from ..registry import Candidate, Content, Wanted, explain
 from .header import Header, text
@@ -339,9 +339,16 @@ class Writer:
         return bytes(out)
 
     def to_file(self, path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
-        """Writes the file; see `AtomicFile`."""
-        with AtomicFile(path, self.size, overwrite=overwrite, durable=durable) as file:
-            self.write_to(file)
+        """Write the file; see `AtomicFile`.
+
+        Raises:
+            OSError: the file cannot be written. It is a SafetensorError too.
+        """
+        try:
+            with AtomicFile(path, self.size, overwrite=overwrite, durable=durable) as file:
+                self.write_to(file)
+        except OSError as error:
+            raise unsaved(error) from None
 
     def write_to(self, file: AtomicFile) -> None:
         """Writes all bytes into a file under construction."""
