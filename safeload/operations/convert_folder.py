@@ -41,6 +41,7 @@ def run(
     """
     check_version(piece)
     started = time.perf_counter()
+    field(piece, "id", str)
     plan, file, nbytes = field(piece, "plan", str), bare_name(field(piece, "file", str)), field(piece, "nbytes", int)
     folder = of_piece(piece, storage_options) if folder is None else folder
     found = (journal.is_whole(place, file, piece) for place in folder.places(plan))  # `finalize` may have moved it
@@ -201,6 +202,7 @@ def complete(
     check_version(plan)
     runner = Runner(folder, None)
     places = {bare_name(field(piece, "file", str)): runner.folder_of(piece) for piece in plan.pieces}
+    ids = {field(piece, "file", str): field(piece, "id", str) for piece in plan.pieces}
     done = {field(one, "file", str): one for one in results if isinstance(one, Mapping) and one.get("plan") == plan.id}
     left = [file for file in places if file not in done]
     if left:
@@ -213,7 +215,7 @@ def complete(
     extras = {bare_name(name): location_of(plain, storage_options) for name, plain in extras.items()}
     outdated = [bare_name(name) for name in texts(plan, "outdated")] if "outdated" in plan else []
     known = {file: done[file].get("identity") for file in places} if at_once else {}
-    files, total = _stored(plan.id, places, folder, sizes, digests, known)
+    files, total = _stored(ids, places, folder, sizes, digests, known)
     summary = _summary(plan, total)
     with ExitStack() as stack:
         # First, as it may fail: an existing checkpoint is then still whole.
@@ -221,13 +223,14 @@ def complete(
         for file, source, target in folder.moves(plan.id, places):
             journal.move(file, source, target)
     names = [*places, INDEX, CONFIG, *extras]
-    folder.tidy(plan.id, [*names, *(file + journal.SUFFIX for file in names)])
+    waited = [*places.values(), *journal.superseded(folder, plan)]
+    folder.tidy(plan.id, [*names, *(file + journal.SUFFIX for file in names)], waited)
     shards = [folder.shown(file) for file in places]
     return ConvertReport(folder.title, "safetensors", shards, tensors, sum(sizes.values()), seconds, summary)
 
 
 def _stored(
-    plan: str,
+    ids: Mapping[str, str],
     places: Mapping[str, Folder],
     folder: Folder,
     sizes: Mapping[str, int],
@@ -237,7 +240,7 @@ def _stored(
     """The file of each tensor, and the bytes of all, read off the headers of the shards.
 
     Args:
-        plan: its id.
+        ids: of the piece of each shard.
         places: the folder of each shard.
         folder: the destination.
         sizes: bytes of each shard, as its piece wrote it.
@@ -254,13 +257,13 @@ def _stored(
     def header(file: str) -> tuple[list[str], int]:
         place = places[file]
         record = journal.read(place, file)
-        if record is not None and record["plan"] != plan:
+        if record is not None and record["piece"] != ids[file]:
             raise FormatError("another conversion has written the shard since: run its piece again", place.shown(file))
         try:
             shard = place.open_shard(file)
         except FileNotFoundError:
             moved = None if place.place == folder.place else journal.read(folder, file)
-            if moved is None or moved["plan"] != plan:  # else `finalize` was interrupted
+            if moved is None or moved["piece"] != ids[file]:  # else `finalize` was interrupted
                 advice = "run its piece again, on a machine that shares this folder"
                 raise FormatError(f"the shard is gone: {advice}", place.shown(file)) from None
             place, record = folder, moved

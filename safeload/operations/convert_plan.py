@@ -131,9 +131,10 @@ def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, r
         read = sources.of(name for one in decisions.values() for name in one.sources)
         nbytes = sum(output.nbytes for output in shard.values())
         pieces.append(piece_of("convert", read, file=file, nbytes=nbytes, tensors=runs_of(decisions), **common))
+    for piece in pieces:  # a shard depends on the sources of its own piece, not on those of others
+        piece["id"] = _id_of([options, piece])
     plan = Plan({KEY: VERSION, "operation": "convert", "version": __version__, "options": options, "pieces": pieces})
-    text = json.dumps(plan, sort_keys=True, default=str)
-    plan["id"] = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
+    plan["id"] = _id_of([__version__, options, [piece["id"] for piece in pieces]])
     plan["folder"] = folder.place
     places = _places(plan, folder, overwrite=overwrite, resume=resume)
     for piece in pieces:
@@ -153,6 +154,11 @@ def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, r
             "kept": {name: why for name, why in summary.kept.items() if name not in told},
         }
     return plan
+
+
+def _id_of(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
 
 
 def _options(wanted: Wanted) -> dict[str, Any]:
@@ -232,7 +238,8 @@ def _config(prepared: Prepared, wanted: Wanted) -> dict[str, Any] | None:
 def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dict[str, tuple[Folder, str]]:
     """The folder that each piece writes into, and the name of its file there.
 
-    That is the usual name in the destination, unless the destination has other content.
+    That is where its shard is already, or else the usual name in the destination, unless the destination has other
+    content.
 
     Raises:
         FileExistsError, ValueError: see `plan_convert`.
@@ -244,12 +251,20 @@ def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dic
         folder.check_free(overwrite)
         return usual
     begun = folder.waits(plan.id)
-    records = journal.recorded(folder)
-    ours = {file for file, record in records.items() if record["plan"] == plan.id}
+    records = journal.recorded(folder, present)
+    ids = {piece["id"]: piece["file"] for piece in plan.pieces}
+    ours = {file for file, record in records.items() if record["piece"] in ids}
     if resume and not overwrite:
-        others = [file for file in records if file not in ours and (not ours or (file in files and not begun))]
+
+        def may_be_written_again(file: str) -> bool:
+            """A shard in the way whose sources changed: only as long as the folder is incomplete."""
+            return begun or (INDEX not in present and journal.same_work(records[file], plan))
+
+        others = [file for file in records if file not in ours]
+        if ours:
+            others = [file for file in others if file in files and not may_be_written_again(file)]
         if others:
-            differs = journal.difference(records[others[0]], plan)
+            differs = journal.difference(records[others[0]], plan, others[0])
             raise ValueError(f"resume: {show(folder.shown(others[0]))} was written {differs}: pass overwrite=True")
         if not ours:
             _check_unfinished(folder, present, files)
@@ -258,12 +273,32 @@ def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dic
             message = "The conversion has begun: resume=True goes on, overwrite=True replaces it"
             raise FileExistsError(errno.EEXIST, message, folder.title)
         folder.check_free(overwrite)
-    if not begun and not (overwrite and present & ({INDEX, *files} - ours)):
-        return usual
-    apart = folder.apart(plan.id, files)
-    waiting = {name for place in {place.place: place for place, _ in apart.values()}.values() for name in place.names()}
-    # What `finalize` has moved before it was interrupted is done already.
-    return {file: usual[file] if file in ours and apart[file][1] not in waiting else apart[file] for file in files}
+    found: dict[str, tuple[Folder, str]] = {}
+    for place in folder.asides():  # before the folder: `journal.move` copies the record of a shard before it moves it
+        names = place.names()
+        found = {**_kept(place, names, journal.recorded(place, names), ids), **found}
+    found = {**_kept(folder, present, records, ids), **found}
+    replaces = begun or (overwrite and present & ({INDEX, *files} - ours))
+    return {**(folder.apart(plan.id, files) if replaces else usual), **found}
+
+
+def _kept(
+    place: Folder, names: Set[str], records: Mapping[str, Mapping[str, Any]], ids: Mapping[str, str]
+) -> dict[str, tuple[Folder, str]]:
+    """The shards in a folder that a plan need not write again, by their usual names.
+
+    Args:
+        place: the folder.
+        names: its files.
+        records: by the names of shards.
+        ids: usual name of the shard of each piece, by the piece's id.
+    """
+    found: dict[str, tuple[Folder, str]] = {}
+    for name, record in records.items():
+        file = ids.get(record["piece"])
+        if file is not None and name in names and name in place.names_for(file, record["plan"]):
+            found[file] = place, name
+    return found
 
 
 def _check_unfinished(folder: Folder, present: Set[str], files: Sequence[str]) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..base.text import printable, show
 from ..errors import FormatError
+from .plan import Plan
 from .shard_folder import Folder, LocalFolder
+from .sources import versions_of
 
 SUFFIX = ".done.json"
-KEY, VERSION = "safeload_done", 1
+KEY, VERSION = "safeload_done", 2
+# Records of this version name the plan of a shard, but not its piece: no shard is kept because of them.
+_WITHOUT_PIECE = 1
 
 
 def write(folder: Folder, file: str, piece: Mapping[str, Any], size: int, digest: str) -> None:
@@ -25,7 +29,8 @@ def write(folder: Folder, file: str, piece: Mapping[str, Any], size: int, digest
         digest: SHA-256 in hexadecimal digits.
     """
     kept = {key: piece.get(key) for key in ("plan", "version", "options")}
-    record = {KEY: VERSION, **kept, "size": size, "sha256": digest, **folder.stamp(file)}
+    made_of = {"piece": piece.get("id"), "sources": versions_of(piece)}
+    record = {KEY: VERSION, **kept, **made_of, "size": size, "sha256": digest, **folder.stamp(file)}
     try:
         _write(folder, file, record)
     except PermissionError:  # Windows: a process that does the same piece reads the record that it has just written
@@ -49,15 +54,18 @@ def read(folder: Folder, file: str) -> dict[str, Any] | None:
         if folder.files.remote:  # it may be there
             raise
         return None
-    kinds = {"plan": str, "size": int, "sha256": str}
-    legible = found.get(KEY) == VERSION and all(type(found.get(key)) is kind for key, kind in kinds.items())
-    return found if legible else None
+    if type(found.get(KEY)) is int and found[KEY] == _WITHOUT_PIECE:
+        found["piece"] = ""
+    elif found.get(KEY) != VERSION:
+        return None
+    kinds = {"plan": str, "piece": str, "size": int, "sha256": str}
+    return found if all(type(found.get(key)) is kind for key, kind in kinds.items()) else None
 
 
 def is_whole(folder: Folder, file: str, piece: Mapping[str, Any]) -> dict[str, Any] | None:
     """What is recorded of a file if this piece has made it, and it is still the same; else None."""
     found = read(folder, file)
-    if found is None or found["plan"] != piece.get("plan"):
+    if found is None or found["piece"] != piece.get("id"):
         return None
     return found if folder.holds(file, found) else None
 
@@ -80,15 +88,30 @@ def move(file: str, source: LocalFolder, target: LocalFolder) -> None:
     source.remove([file + SUFFIX])
 
 
-def recorded(folder: Folder) -> dict[str, dict[str, Any]]:
-    """The records in a folder, by the name of the file."""
-    names = [name.removesuffix(SUFFIX) for name in sorted(folder.names()) if name.endswith(SUFFIX)]
+def recorded(folder: Folder, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The records among the files of a folder, by the name of the shard."""
+    names = [name.removesuffix(SUFFIX) for name in sorted(names) if name.endswith(SUFFIX)]
     found = folder.files.each(lambda name: read(folder, name), names)
     return {name: record for name, record in zip(names, found, strict=True) if record is not None}
 
 
-def difference(record: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
-    """Says in what the plan of a record differs from another plan: the version, an option, or the sources."""
+def same_work(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
+    """Whether a record comes from a conversion with the version and the options of a plan."""
+    return all(record.get(key) == plan.get(key) for key in ("version", "options"))
+
+
+def superseded(folder: Folder, plan: Mapping[str, Any]) -> list[Folder]:
+    """The folders inside a complete one in which a plan's earlier versions, with other sources, have left shards."""
+    waiting = [(place, place.names()) for place in folder.asides()]
+    return [
+        place
+        for place, names in waiting
+        if not names or any(same_work(record, plan) for record in recorded(place, names).values())
+    ]
+
+
+def difference(record: Mapping[str, Any], plan: Plan, file: str) -> str:
+    """Explain why a plan cannot keep a recorded shard: the version, an option, or a source that changed."""
     if record.get("version") != plan.get("version"):
         return f"with safeload {printable(str(record.get('version')))}, and this is {plan.get('version')}"
     before, now = record.get("options"), plan.get("options")
@@ -96,4 +119,13 @@ def difference(record: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     for key in (*now, *before):
         if before.get(key) != now.get(key):
             return printable(f"with {key}={show(before.get(key))}, and this is {key}={show(now.get(key))}")
+    if record[KEY] == _WITHOUT_PIECE:
+        return "by an older safeload, whose record does not list the shard's sources"
+    pieces = [piece for piece in plan.pieces if piece["file"] == file]
+    sources = [source for piece in pieces for source in versions_of(piece)]
+    recorded_sources = record.get("sources")
+    known = recorded_sources if isinstance(recorded_sources, list) else []
+    changed = [source[0] for source in sources if source not in known]
+    if changed and changed[0] in [source[0] for source in known if isinstance(source, list) and source]:
+        return f"before its source {show(changed[0])} changed"
     return "from other sources, or they have changed since"

@@ -9,7 +9,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from ..stores.local import Identity, identity_of
 from ..stores.replacing import replace
 
 _BUFFER = 4 << 20
+# The names of folders in which shards wait begin with this; the plan's id follows.
+_ASIDE = ".safeload-"
 
 
 class Folder(Protocol):
@@ -112,6 +114,12 @@ class Folder(Protocol):
     def waits(self, plan: str) -> bool:
         """Whether shards of a plan are there, or were, as `apart` has it."""
 
+    def asides(self) -> Sequence[Folder]:
+        """Folders inside this one in which shards of interrupted conversions wait."""
+
+    def names_for(self, file: str, plan: str) -> tuple[str, ...]:
+        """The names that a shard of a plan may have in this folder."""
+
     def places(self, plan: str) -> list[Folder]:
         """Where a shard may be that a plan has for this folder."""
 
@@ -139,8 +147,14 @@ class Folder(Protocol):
     def leftovers(self, names: Sequence[str]) -> list[str]:
         """Names of what killed processes have left of these files."""
 
-    def tidy(self, plan: str, names: Sequence[str]) -> None:
-        """Removes what killed processes have left of these files."""
+    def tidy(self, plan: str, names: Sequence[str], places: Iterable[Folder]) -> None:
+        """Remove what killed processes, and pieces whose sources changed, have left of these files.
+
+        Args:
+            plan: its id.
+            names: of the files.
+            places: folders in which shards of the plan have waited.
+        """
 
 
 class LocalFolder:
@@ -241,7 +255,7 @@ class LocalFolder:
 
     def aside(self, plan: str) -> LocalFolder:
         """Where the shards of a plan wait that replaces what the folder has."""
-        return LocalFolder(os.path.join(self.title, f".safeload-{plan}"))
+        return LocalFolder(os.path.join(self.title, _ASIDE + plan))
 
     def apart(self, plan: str, files: Sequence[str]) -> dict[str, tuple[Folder, str]]:
         """See `Folder`: `moves` brings them here."""
@@ -251,10 +265,19 @@ class LocalFolder:
         """See `Folder`."""
         return os.path.isdir(self.aside(plan).title)
 
+    def asides(self) -> list[LocalFolder]:
+        """See `Folder`."""
+        found = [LocalFolder(self.shown(name)) for name in sorted(self.names()) if name.startswith(_ASIDE)]
+        return [place for place in found if os.path.isdir(place.title)]
+
+    def names_for(self, file: str, plan: str) -> tuple[str, ...]:
+        """See `Folder`."""
+        return (file,)
+
     def places(self, plan: str) -> list[Folder]:
         """See `Folder`."""
-        target = LocalFolder(os.path.dirname(self.place))
-        return [self, target] if self.place == target.aside(plan).place else [self]
+        target, name = os.path.split(self.place)
+        return [self, LocalFolder(target)] if name.startswith(_ASIDE) else [self]
 
     def outdated(self, files: Sequence[str]) -> list[str]:
         """See `Folder`: nothing. Shards that the index does not name stay."""
@@ -290,14 +313,16 @@ class LocalFolder:
         """See `Folder`."""
         return list(map(os.path.basename, leftovers(self.title, names)))
 
-    def tidy(self, plan: str, names: Sequence[str]) -> None:
-        """See `Folder`; and the folder where shards have waited."""
-        aside = self.aside(plan).title
-        with suppress(OSError):  # another process has removed it, or Windows has it open
-            for folder in (self.title, aside):
+    def tidy(self, plan: str, names: Sequence[str], places: Iterable[Folder]) -> None:
+        """See `Folder`; and the folders where shards have waited."""
+        waited = {aside.place for aside in self.asides()} & {self.aside(plan).place, *(one.place for one in places)}
+        for folder in (self.place, *sorted(waited)):
+            with suppress(OSError):  # another process has removed it, or Windows has it open
                 for path in leftovers(folder, names):
                     os.unlink(path)
-            os.rmdir(aside)
+                if folder in waited:
+                    LocalFolder(folder).remove(names)
+                    os.rmdir(folder)
 
 
 def shared_identity(identity: Identity | None) -> list[int] | None:

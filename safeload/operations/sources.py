@@ -166,6 +166,17 @@ def source_of(path: str) -> list[Any]:
     return [absolute(path), *identity_of(os.stat(path))[:2]]
 
 
+def versions_of(piece: Mapping[str, Any]) -> list[list[Any]]:
+    """The files that a piece reads, adapters included: bare name, bytes and version of each."""
+    listed: list[Any] = []
+    for source in (*field(piece, "sources", list), *(piece.get("adapters") or ())):
+        if isinstance(source, Mapping):
+            configs = [source["config"]] if isinstance(source.get("config"), list) else []
+            listed += [*field(source, "files", list), *configs, *source.get("beside", ())]
+    identities = (identified(file) for file in listed)
+    return [[urls.shown(path).replace("\\", "/").rpartition("/")[2], *identity] for path, identity, _ in identities]
+
+
 # ---- where paths lead ----
 
 _STORAGE_OPTIONS = "storage_options"

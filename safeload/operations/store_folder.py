@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +201,14 @@ class StoreFolder:
         """See `Folder`."""
         return any(name.startswith(_marked(_STEM, plan)) for name in self.names())
 
+    def asides(self) -> list[Folder]:
+        """See `Folder`."""
+        return []
+
+    def names_for(self, file: str, plan: str) -> tuple[str, ...]:
+        """See `Folder`."""
+        return file, _marked(file, plan)
+
     def places(self, plan: str) -> list[Folder]:
         """See `Folder`."""
         return [self]
@@ -243,7 +251,7 @@ class StoreFolder:
         """See `Folder`: none that a listing shows."""
         return []
 
-    def tidy(self, plan: str, names: Sequence[str]) -> None:
+    def tidy(self, plan: str, names: Sequence[str], places: Iterable[Folder]) -> None:
         """See `Folder`."""
 
 

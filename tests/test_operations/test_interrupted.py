@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.clusters import content
+from builders.cuts import survives
 
 import safeload
 from safeload import FormatError, RangeError
@@ -17,27 +18,6 @@ from safeload.numpy import save_file
 RECORD = ".done.json"
 INDEX = "model.safetensors.index.json"
 LIMIT = "60KB"
-
-
-class Killed(BaseException):
-    """What a signal would do: no handler of errors runs for it."""
-
-
-def killed_at(monkeypatch, count):
-    """Ends the process, so to say, at a call that renames or removes a file: before it, and nothing is done after."""
-    left = [count]
-
-    def counted(function):
-        def call(*arguments, **options):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-            return function(*arguments, **options)
-
-        return call
-
-    for name in ("replace", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, counted(getattr(os, name)))
 
 
 def stamps(folder):
@@ -64,13 +44,8 @@ def test_finalize_interrupted_anywhere_while_it_replaces_a_checkpoint(model, tmp
         plan = safeload.plan_convert(model, made, overwrite=True, **options)
         results = [safeload.run_piece(piece) for piece in plan.pieces]
         whole = {piece["file"]: os.stat(os.path.join(piece["folder"], piece["file"])).st_ino for piece in plan.pieces}
-        with monkeypatch.context() as patch:
-            killed_at(patch, count)
-            try:
-                safeload.finalize(plan, results)
-                break
-            except Killed:
-                pass
+        if survives(lambda: safeload.finalize(plan, results), monkeypatch, count):  # noqa: B023
+            break
         safeload.convert(model, made, resume=True, overwrite=True, **options)
         assert_made(made, want)
         after = stamps(made)
@@ -191,7 +166,9 @@ def test_two_conversions_that_began_in_one_empty_folder(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"size": 1.0}, {"size": True}, {"sha256": None}, {"plan": 7}, {"safeload_done": 2}], ids=str
+    "change",
+    [{"size": 1.0}, {"size": True}, {"sha256": None}, {"plan": 7}, {"piece": None}, {"safeload_done": 3}],
+    ids=str,
 )
 def test_a_record_that_nobody_wrote_is_none(model, tmp_path, change):
     made = tmp_path / "made"
@@ -211,7 +188,7 @@ def test_a_record_writes_nothing_to_the_terminal(model, tmp_path, change):
     made = tmp_path / "made"
     safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
     for path in made.glob(f"*{RECORD}"):
-        path.write_text(json.dumps({**json.loads(path.read_text()), "plan": "other", **change}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "piece": "other", **change}))
     with pytest.raises(ValueError, match="was written with") as caught:
         safeload.convert(model, made, max_shard_size=LIMIT, resume=True)
     assert str(caught.value).isprintable()

@@ -569,7 +569,9 @@ def test_resume_of_another_conversion_names_the_option(model, tmp_path, changed,
 def test_resume_after_the_sources_changed(copied, tmp_path):
     safeload.convert(copied, tmp_path / "made", max_shard_size=LIMIT, resume=True)
     os.utime(copied / "model-00001-of-00003.safetensors", ns=(1, 1))
-    with pytest.raises(ValueError, match=r"from other sources, or they have changed since: pass overwrite=True"):
+    with pytest.raises(
+        ValueError, match=r"before its source 'model-00001-of-00003.safetensors' changed: pass overwrite=True"
+    ):
         safeload.convert(copied, tmp_path / "made", max_shard_size=LIMIT, resume=True)
 
 
