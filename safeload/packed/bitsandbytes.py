@@ -1,7 +1,11 @@
 """bitsandbytes: codes of 4 bits in blocks of the flat tensor, and LLM.int8.
 
+GPTQModel stores both under names of its own: "weight_absmax" for "weight.absmax", "weight_quant_state" whatever the
+kind, "weight_scb" for "SCB".
+
 Sources: bitsandbytes ``functional.py`` (`QuantState.as_dict`, `dequantize_4bit`, `int8_vectorwise_dequant`),
-``nn/modules.py`` (`Params4bit`, `Linear8bitLt`).
+``nn/modules.py`` (`Params4bit`, `Linear8bitLt`); GPTQModel ``nn_modules/qlinear/bitsandbytes.py``,
+``utils/model_dequant.py``.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ BESIDE = {
     packing.NESTED: ".nested_absmax",
     packing.NESTED_TABLE: ".nested_quant_map",
 }
+# GPTQModel's suffixes of the JSON and of the rest.
+GPTQMODEL_STATE = "_quant_state"
+GPTQMODEL_BESIDE = {role: f"_{suffix[1:]}" for role, suffix in BESIDE.items()}
 # Dtypes that bytes of codes are stored as: `bnb_4bit_quant_storage`.
 STORAGE = frozenset(("U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64"))
 
@@ -46,11 +53,9 @@ def four_bits(group: Group) -> Packing:
     """Codes of 4 bits, the first in the high bits, of the tensor in C order; a block may cross its rows."""
     for role in (packing.SCALE, packing.TABLE):
         if not group.has(role):
-            raise Misfit(f"{show(group.names[packing.STATE])} is there, but {show(group.codes + BESIDE[role])} is not")
+            raise Misfit(f"{show(group.names[packing.STATE])} is there, but {_missing(group, role)} is not")
     state = _state(group)
-    kind = next(kind for kind, suffix in STATES.items() if group.names[packing.STATE].endswith(suffix))
-    if state.get("quant_type") != kind:
-        raise Misfit(f"its quant_state.bitsandbytes__{kind} says quant_type {show(state.get('quant_type'))}")
+    kind = _kind(group, state)
     shape, block = _shape(state), _block(state, "blocksize")
     count = math.prod(shape)
     stored, needed = group.nbytes(), -(-count // 2)
@@ -84,17 +89,32 @@ def four_bits(group: Group) -> Packing:
     return _nested(group, state, packed)
 
 
+def _missing(group: Group, role: str) -> str:
+    """The name of a missing part, for messages."""
+    beside = GPTQMODEL_BESIDE if group.names[packing.STATE].endswith(GPTQMODEL_STATE) else BESIDE
+    return show(group.codes + beside[role])
+
+
+def _kind(group: Group, state: Mapping[str, Any]) -> str:
+    """The ``quant_type`` of the JSON, which its name repeats."""
+    name, kind = group.names[packing.STATE], state.get("quant_type")
+    kinds = [one for one, suffix in STATES.items() if name.endswith(suffix)] or list(STATES)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise Misfit(f"{show(name)} has quant_type {show(kind)}, expected {' or '.join(kinds)}")
+    return kind
+
+
 def _nested(group: Group, state: Mapping[str, Any], packed: Packing) -> Packing:
     """The packing with scales that are codes of 8 bits themselves, if they are."""
     dtype = group.dtype(packing.SCALE)
     if not group.has(packing.NESTED):
         if dtype not in NUMBERS:
-            raise Misfit(f"absmax is {dtype}, but there is no {show(group.codes + BESIDE[packing.NESTED])}")
+            raise Misfit(f"absmax is {dtype}, but there is no {_missing(group, packing.NESTED)}")
         return packed
     if dtype != "U8":
         raise Misfit(f"absmax is {dtype}, but beside a nested_absmax it is U8")
     if not group.has(packing.NESTED_TABLE):
-        raise Misfit(f"there is no {show(group.codes + BESIDE[packing.NESTED_TABLE])}")
+        raise Misfit(f"there is no {_missing(group, packing.NESTED_TABLE)}")
     block, scales = _block(state, "nested_blocksize"), math.prod(group.shape(packing.SCALE))
     _check_numbers(group, packing.NESTED, -(-scales // block))
     _check_numbers(group, packing.NESTED_TABLE, 256)

@@ -20,7 +20,7 @@ from ..engine.load import Part, parts_of
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
 from ..stores.json_file import read_if_there, read_json
-from .bitsandbytes import STATES
+from .bitsandbytes import GPTQMODEL_STATE, STATES
 from .companions import unread
 from .config import Quantization, quantization_of
 from .group import FP8, Stored
@@ -28,7 +28,7 @@ from .refused import Refusal, refusal_of
 from .sparse import BESIDE as BESIDE_SPARSE
 from .sparse import SUFFIX as SPARSE
 
-_BESIDE_WIDE = (*STATES.values(), ".quant_map")
+_BESIDE_WIDE = (*STATES.values(), ".quant_map", GPTQMODEL_STATE, "_quant_map")
 # Beside scales with the names of others: they tell more.
 _MARKS = (".comfy_quant", ".input_rotation")
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
@@ -76,8 +76,8 @@ _ROWS = (
     # fp8, compressed-tensors, modelopt, BitNet; fused experts have no ".weight"; EETQ; bitsandbytes, 4 bits
     _Row(
         "",
-        ("_scale_inv", "_scale", "_scale_2", "_scales", ".absmax"),
-        (".quant_map", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"),
+        ("_scale_inv", "_scale", "_scale_2", "_scales", ".absmax", "_absmax", "_scb"),
+        (".quant_map", *STATES.values(), "_quant_map", GPTQMODEL_STATE),
     ),
     # bitsandbytes, 8 bits; ComfyUI; Mistral; MLX and transformers' metal
     _Row(".weight", (".SCB", ".scale_weight", ".qscale_weight", ".scales"), (".comfy_quant",)),

@@ -17,7 +17,7 @@ from ..engine.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
 from . import gguf, quark, sparse
 from .bitsandbytes import BESIDE as BESIDE_FOUR_BITS
-from .bitsandbytes import STATES
+from .bitsandbytes import GPTQMODEL_BESIDE, GPTQMODEL_STATE, STATES
 from .checks import check
 from .companions import IGNORED, unread
 from .config import AUTO_ROUND, Quantization, quantization_of
@@ -42,7 +42,7 @@ _UNCOVERED = frozenset(("marlin-24", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD"))
 # Dtypes of the codes of weights whose names do not say that they are packed.
 _PACKING = frozenset(("U8", "I8", "U32"))
 # Suffixes of the names of parts of bitsandbytes' codes.
-_STRAYS = (*STATES.values(), *BESIDE_FOUR_BITS.values())
+_STRAYS = (*STATES.values(), *BESIDE_FOUR_BITS.values(), GPTQMODEL_STATE, *reversed(GPTQMODEL_BESIDE.values()))
 # Markers of ComfyUI, whose 4-bit codes are in another order, and whose other codes may be rotated.
 _COMFY = ("_quantization_metadata", ".comfy_quant")
 
@@ -92,7 +92,7 @@ def find(
     if quantization is not None and quantization.get("transform_config"):
         return found  # weights in a rotated basis
     text = "" if quantization is None else quantization.text()
-    contents = Contents(places, _part, (*STATES.values(), ".weight_format", ".shape"))
+    contents = Contents(places, _part, (*STATES.values(), GPTQMODEL_STATE, ".weight_format", ".shape"))
     comfy = any(mark in marks for mark in _COMFY) or any(name.endswith(_COMFY[1]) for name in tensors)
     for name, stored in tensors.items():
         if comfy and stored.row.code not in FP8:

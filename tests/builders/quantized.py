@@ -87,9 +87,10 @@ KINDS = (
     "awq4_gemm", "awq4_gemv", "bitnet_divided", "bitnet_online", "bitnet_times", "bnb_fp4_bf16", "bnb_int8",
     "bnb_nf4_nested", "comfy_quant_fp8", "comfy_scaled_fp8", "ct_fp8_channel", "ct_int8_g32_asym", "ct_mixed",
     "ct_mxfp6", "ct_nvfp4", "ct_old_g_idx_asym", "ct_old_w5_g32_asym", "ct_pack_experts", "ct_pack_w3_g32_asym",
-    "ct_pack_w4_g32_sym", "ct_sparse", "ct_sparse_24_fp8", "deepseek_v4", "fbgemm_llama4", "fp8_block",
+    "ct_pack_w4_block_asym", "ct_pack_w4_g32_sym", "ct_sparse", "ct_sparse_24_fp8", "deepseek_v4", "fbgemm_llama4", "fp8_block",
     "fp8_block_u8", "fp8_experts", "gguf_i2_s",
-    "gguf_nvfp4", "gpt_oss", "gpt_oss_original", "gptq3_act_order", "gptq_dynamic_raw_zeros", "mistral_qscale",
+    "gguf_nvfp4", "gpt_oss", "gpt_oss_original", "gptq3_act_order", "gptq_dynamic_raw_zeros", "gptqmodel_bnb_int8",
+    "gptqmodel_bnb_nf4", "mistral_qscale",
     "mlx_affine3_g64", "mlx_experts", "mlx_nvfp4_global_scale", "modelopt_fp8_blocks", "modelopt_nvfp4_awq",
     "modelopt_nvfp4_experts", "quark_integers",
 )  # fmt: skip

@@ -1,12 +1,13 @@
 """bitsandbytes: NF4 and FP4 in blocks of the flat tensor, and LLM.int8."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
 import torch
 from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
-from bitsandbytes.functional import QuantState, dequantize_blockwise, int8_vectorwise_dequant
+from bitsandbytes.functional import QuantState, dequantize_blockwise, int8_vectorwise_dequant, int8_vectorwise_quant
 from bitsandbytes.nn import Linear4bit, Linear8bitLt, Params4bit
 
 from .checkpoint import Checkpoint, fixture, name_of
@@ -160,3 +161,63 @@ def bnb_int8(ckpt: Checkpoint) -> None:
             codes * scales * np.float32(7.874015718698502e-3),
         )
     ckpt.write(tensors, ckpt.config(config(load_in_4bit=False, load_in_8bit=True)))
+
+
+# ---- GPTQModel ----
+
+
+def gptqmodel(ckpt: Checkpoint, state: dict[str, torch.Tensor], module: str) -> dict[str, torch.Tensor]:
+    """A layer under the names of its `_packed_state_key_to_buffer_name`; its reader gives them bitsandbytes' again."""
+    prefix = f"model.layers.0.{module}."
+    ckpt.expect(f"{prefix}weight", by_reader(state), restated(state))
+    names = {key: re.sub(r"\.(quant_state)?.*", lambda m: f"_{m[1] or m[0][1:]}", key) for key in state}
+    return {prefix + names[key]: tensor for key, tensor in state.items()}
+
+
+def gptqmodel_config(**values: Any) -> dict[str, Any]:
+    return {
+        "bits": 4,
+        "block_size": 64,
+        "checkpoint_format": "nf4",
+        "compress_statistics": True,
+        "format": "nf4",
+        "group_size": -1,
+        "lm_head": False,
+        "meta": {"quantizer": ["gptqmodel:7.7.0"]},
+        "method": "bitsandbytes",
+        "quant_method": "bitsandbytes",
+        **values,
+    }
+
+
+@fixture(
+    "gptqmodel_bnb_nf4",
+    writer="bitsandbytes 0.50.2 `Linear4bit.state_dict`, named as GPTQModel 7.7.0 `BitsAndBytesLinear` names it",
+    reader=READER,
+    shows="`X.weight_absmax`, `X.weight_quant_state` and so on: nested scales, its default; FP4 without",
+)
+def gptqmodel_bnb_nf4(ckpt: Checkpoint) -> None:
+    tensors = {"model.norm.weight": ckpt.plain("model.norm.weight", ckpt.norm(40))}
+    for module, shape in {"self_attn.q_proj": (132, 64), "mlp.up_proj": (92, 90)}.items():
+        state = linear(ckpt.normal(*shape, dtype=torch.float16), "nf4", True, torch.uint8, 64)
+        tensors |= gptqmodel(ckpt, state, module)
+    tensors |= gptqmodel(ckpt, linear(ckpt.normal(40, 72), "fp4", False, torch.uint8, 64), "mlp.down_proj")
+    ckpt.write(tensors, ckpt.config(gptqmodel_config()))
+
+
+@fixture(
+    "gptqmodel_bnb_int8",
+    writer="bitsandbytes 0.50.2 `int8_vectorwise_quant`, named as GPTQModel 7.7.0 `BitsAndBytesLinear` names it",
+    reader="bitsandbytes 0.50.2 `int8_vectorwise_dequant`, as GPTQModel's `model_dequant` calls it",
+    shows="LLM.int8 with `X.weight_scb`, without a format",
+)
+def gptqmodel_bnb_int8(ckpt: Checkpoint) -> None:
+    tensors = {"model.norm.weight": ckpt.plain("model.norm.weight", ckpt.norm(40))}
+    for module, shape in {"self_attn.q_proj": (48, 40), "mlp.down_proj": (20, 71)}.items():
+        codes, scales, _ = int8_vectorwise_quant(ckpt.normal(*shape, dtype=torch.float16), threshold=0.0)
+        weight = f"model.layers.0.{module}.weight"
+        tensors |= {weight: codes, f"{weight}_scb": scales}
+        again = raw(codes).astype(np.float32) * raw(scales)[:, None] * np.float32(7.874015718698502e-3)
+        ckpt.expect(weight, int8_vectorwise_dequant(codes, scales), again)
+    said = {"bits": 8, "checkpoint_format": "int8", "format": "int8"}
+    ckpt.write(tensors, ckpt.config(gptqmodel_config(**said)))
