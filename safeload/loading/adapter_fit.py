@@ -11,7 +11,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from ..base.text import show
-from .adapter import A, Adapter, B
+from .adapter import VALUE, A, Adapter, B
 from .adapter_base import Base
 from .adapter_experts import Apart, WithStacks
 from .adapter_heads import Heads
@@ -39,6 +39,7 @@ class Fit(NamedTuple):
         apart: by name, those of the parameters that the base does not have as one tensor.
         mirrored: by name of a tied tensor, the adapter's value for the tensor that it is tied to.
         redundant: tied heads that the adapter has values for, which are those of the embedding.
+        renamed: by name in the model, tensors that the base stores under another name.
     """
 
     parameters: Mapping[str, str]
@@ -47,6 +48,7 @@ class Fit(NamedTuple):
     apart: Mapping[str, Apart]
     mirrored: Mapping[str, str] = {}
     redundant: Set[str] = frozenset()
+    renamed: Mapping[str, str] = {}
 
 
 def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
@@ -62,10 +64,10 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
     parameters = _parameters(adapter, base, unclear)
     known: dict[str, bool] = {}
     square: list[str] = []
-    for module in () if adapter.settings.mlx else adapter.modules:
-        name = tensor_of(module, parameters)
+    for module, parts in () if adapter.settings.mlx else adapter.modules.items():
+        name = module if VALUE in parts else tensor_of(module, parameters)
         sizes = _sizes(adapter, module)
-        if sizes is None or module in unclear or name not in base:
+        if name not in base or sizes is None or module in unclear:
             continue
         shape = base.shape(name)
         if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # one expert is added as it is
@@ -83,7 +85,8 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
     flag = adapter.settings.transposed
     transposed = {module for module in adapter.modules if known.get(module, flag and module not in parameters)}
     mirrored = {name: value for name, value in heads.mirrored(adapter).items() if name in whole}
-    return Fit(parameters, frozenset(transposed), unclear, base.apart, mirrored, heads.redundant(adapter))
+    redundant = heads.redundant(adapter)
+    return Fit(parameters, frozenset(transposed), unclear, base.apart, mirrored, redundant, base.renamed)
 
 
 def tensor_of(module: str, parameters: Mapping[str, str]) -> str:

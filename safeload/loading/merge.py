@@ -130,14 +130,16 @@ class Merge:
             wanted = {tensor_of(module, {}): {key: name for key, name in parts.items() if key not in bias}}
             if bias:
                 wanted[f"{module}.bias"] = {**bias, A: parts[A]}
-        for name, some in wanted.items():
+        for called, some in wanted.items():
+            name = fit.renamed.get(called, called)
             if among is not None and name not in among:
                 continue
             if name not in self._base and name in fit.redundant:
                 continue
             if name not in self._base:
                 raise self._missing(adapter, name, next(iter(some.values())))
-            change = change_of(adapter, module, some, self._base.target(name), self._base.title, fit)
+            target = self._base.target(name)._replace(name=called)  # patterns match the names of the model
+            change = change_of(adapter, module, some, target, self._base.title, fit)
             several = self.changes.setdefault(name, [])
             if any(VALUE not in one.parts and one.stacked != change.stacked for one in several) and VALUE not in some:
                 raise UnsupportedError(
@@ -156,7 +158,7 @@ class Merge:
         stack = fit.parameters[module]
         apart = fit.apart[stack]
         change: Change | None = None
-        for name, expert, begin in apart.tensors(stack):
+        for name, expert, begin in apart.tensors():
             if among is not None and name not in among:
                 continue
             target = self._base.target(name)

@@ -199,13 +199,18 @@ def as_plain(catalog: Catalog) -> list[dict[str, Any]] | None:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
         paths = [file.place for file in one.checkpoint.weight_files]
         files = [source_of(path) for path in (*paths, one.config_at.path)]
-        apart = {name: list(one) for name, one in fit.apart.items() if name in fit.parameters.values()}
+        used = {name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart}
+        apart = {
+            name: [experts, [*layers], rows, columns, outer]
+            for name, (experts, layers, rows, columns, outer) in used.items()
+        }
         known = {
             "parameters": dict(fit.parameters),
             "transposed": sorted(fit.transposed),
             "apart": apart,
             "mirrored": dict(fit.mirrored),
             "untied": catalog.aliases,
+            "renamed": dict(fit.renamed),
         }
         found.append({"files": files, "weight": one.weight, **{key: value for key, value in known.items() if value}})
     return found
@@ -236,7 +241,8 @@ def reopened(stack: ExitStack, catalog: Catalog, plain: Any, among: Container[st
         apart = field(one, "apart", dict) if "apart" in one else {}
         stacks = {name: _apart(apart, name) for name in apart}
         mirrored = _texts_by_name(one, "mirrored")
-        fits.append(Fit(_texts_by_name(one, "parameters"), frozenset(transposed), {}, stacks, mirrored))
+        renamed, parameters = _texts_by_name(one, "renamed"), _texts_by_name(one, "parameters")
+        fits.append(Fit(parameters, frozenset(transposed), {}, stacks, mirrored, renamed=renamed))
         heads.update(_texts_by_name(one, "untied"))
     here = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
     return MergedCatalog(catalog, opened(stack, given), among, fits, Heads(heads, here))
@@ -255,11 +261,12 @@ def _texts_by_name(given: Mapping[str, Any], key: str) -> dict[str, str]:
 
 
 def _apart(given: Mapping[str, Any], name: str) -> Apart:
-    found: list[Any] = field(given, name, list)
-    if len(found) != 4:
-        found = [0, [], 0, 0]
-    experts, layers, rows, columns = found
+    stack: list[Any] = field(given, name, list)
+    if len(stack) != 5:
+        stack = [0, [], 0, 0, ""]
+    experts, layers, rows, columns, outer = stack
     whole = all(type(size) is int and size > 0 for size in (experts, rows, columns))
-    if not whole or not isinstance(layers, list) or not all(isinstance(layer, str) for layer in layers):
-        raise FormatError(f"a stack of a piece is [experts, layers, rows, columns], found {show(found)}")
-    return Apart(experts, tuple(layers), rows, columns)
+    texts_only = isinstance(layers, list) and all(isinstance(text, str) for text in (*layers, outer))
+    if not whole or not texts_only:
+        raise FormatError(f"a stack of a piece must be [experts, layers, rows, columns, module], got {show(stack)}")
+    return Apart(experts, tuple(layers), rows, columns, outer)

@@ -189,7 +189,101 @@ def test_experts_that_are_stored_one_by_one(tmp_path):
     assert_same(safeload.load(tmp_path / "out"), merged)
 
 
-@pytest.mark.parametrize("wrong", [[], [0, ["w1"], 1, 1], [1, "w1", 1, 1], [1, [1], 1, 1], [True, ["w1"], 1, 1], 3])
+MODEL = "model.layers.0.mlp."
+GATE_UP, DOWN, ROUTER = f"{MODEL}experts.gate_up_proj", f"{MODEL}experts.down_proj", f"{MODEL}gate.weight"
+# Names of the model, and of each tensor in files; "{}" is the number of an expert.
+STORED = {
+    "mixtral": {
+        GATE_UP: ["model.layers.0.block_sparse_moe.experts.{}.w1.weight", "...w3.weight"],
+        DOWN: ["model.layers.0.block_sparse_moe.experts.{}.w2.weight"],
+        ROUTER: ["model.layers.0.block_sparse_moe.gate.weight"],
+    },
+    "phimoe": {
+        GATE_UP: ["model.layers.0.block_sparse_moe.experts.{}.w1.weight", "...w3.weight"],
+        DOWN: ["model.layers.0.block_sparse_moe.experts.{}.w2.weight"],
+        f"{MODEL}router.weight": ["model.layers.0.block_sparse_moe.gate.weight"],
+    },
+    "granite": {
+        "h.0.block_sparse_moe.experts.gate_up_proj": ["h.0.block_sparse_moe.input_linear.weight"],
+        "h.0.block_sparse_moe.experts.down_proj": ["h.0.block_sparse_moe.output_linear.weight"],
+        "h.0.block_sparse_moe.router.weight": ["h.0.block_sparse_moe.router.layer.weight"],
+    },
+    "qwen": {
+        GATE_UP: [MODEL + "experts.{}.gate_proj.weight", "...up_proj.weight"],
+        DOWN: [MODEL + "experts.{}.down_proj.weight"],
+        ROUTER: [ROUTER],
+    },
+    "lfm2": {
+        "h.0.feed_forward.experts.gate_up_proj": ["h.0.feed_forward.experts.{}.w1.weight", "...w3.weight"],
+        "h.0.feed_forward.experts.down_proj": ["h.0.feed_forward.experts.{}.w2.weight"],
+        "h.0.feed_forward.gate.weight": ["h.0.feed_forward.gate.weight"],
+    },
+    "nemotron": {
+        "h.0.mixer.experts.up_proj": ["h.0.mixer.experts.{}.up_proj.weight"],
+        "h.0.mixer.experts.down_proj": ["h.0.mixer.experts.{}.down_proj.weight"],
+        "h.0.mixer.gate.weight": ["h.0.mixer.gate.weight"],
+    },
+}
+
+
+def stored_as(layout, tensors):
+    """The tensors of a model under the names of files."""
+    found = {}
+    for name, templates in STORED[layout].items():
+        value, first = tensors[name], templates[0]
+        for template, part in zip(templates, np.split(value, len(templates), axis=-2), strict=True):
+            full = template.replace("...", first.rpartition("}.")[0] + "}.")
+            if "{}" in full:
+                found.update((full.format(k), np.ascontiguousarray(matrix)) for k, matrix in enumerate(part))
+            else:
+                found[full] = part
+    return found
+
+
+@pytest.mark.parametrize("layout", STORED)
+@pytest.mark.parametrize("saved", [False, True], ids=["LoRA of the router", "saved router"])
+def test_names_of_the_model_and_of_files(layout, saved, tmp_path):
+    """As if the files had the names, and the stacks, of the model; also patterns match the names of the model."""
+    gate_up, down, router = STORED[layout]
+    shapes = {gate_up: (3, 14, 6), down: (3, 6, 7), router: (3, 6)}
+    tensors = {name: RNG.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    for folder, weights in (("model", tensors), ("files", stored_as(layout, tensors))):
+        (tmp_path / folder).mkdir()
+        save_file(weights, tmp_path / folder / "model.safetensors", durable=False)
+    outer, gate = gate_up.rpartition(".")[0], router.removesuffix(".weight")
+    parts = {
+        **pair(6, 7, rank=6, module=outer, seed=1),
+        **pair(14, 6, rank=6, module=outer + ".base_layer", seed=2),
+        **({router: np.ones((3, 6), np.float32)} if saved else pair(3, 6, module=gate, seed=3)),
+    }
+    ends = [name.partition("0.")[2] for name in (gate_up, down, router)]
+    config = {"modules_to_save": [gate]} if saved else {"alpha_pattern": {ends[0]: 7, ends[2]: 5}}
+    adapter = write(tmp_path / "lora", parts, target_parameters=ends[: 2 if saved else 3], **config)
+    expected = stored_as(layout, safeload.load(tmp_path / "model", adapters=adapter))
+    merged = safeload.load(tmp_path / "files", adapters=adapter)
+    assert not np.array_equal(expected[STORED[layout][router][0]], tensors[router])
+    assert merged.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_merged(merged[name], value, 6)
+    plan = safeload.plan_convert(tmp_path / "files", tmp_path / "out", adapters=adapter, max_shard_size=300)
+    for pieces in (plan.pieces, json.loads(json.dumps(plan))["pieces"]):
+        safeload.finalize(plan, [safeload.run_piece(piece) for piece in pieces])
+        assert_same(safeload.load(tmp_path / "out"), merged)
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        [0, ["w1"], 1, 1, "m"],
+        [1, "w1", 1, 1, "m"],
+        [1, [1], 1, 1, "m"],
+        [True, ["w1"], 1, 1, "m"],
+        [1, ["w1"], 1, 1],
+        3,
+    ],
+)
 def test_a_piece_with_a_stack_that_is_none(wrong, tmp_path):
     save_file(apart(safeload.load(LORA / "experts_base.safetensors")), tmp_path / "b.safetensors", durable=False)
     plan = safeload.plan_convert(
