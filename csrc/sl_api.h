@@ -425,6 +425,7 @@ typedef struct sl_packed {
     int32_t transpose;  /* values are stored as columns x rows */
     int32_t forbidden;  /* of PLANES and blocks of I2_S: a code that no writer stores, which is SL_E_FORMAT; -1: none */
     int32_t interleaved; /* of SL_LAYOUT_PLANES: row r is plane r % (8 / bits) of bytes r / (8 / bits) */
+    int32_t divide;      /* of SL_LAYOUT_ROWS with 8 bits, blocks and no table: values are codes / scales */
     uint64_t size;       /* stored bytes; the last row may end with its codes */
     uint64_t matrices, rows, columns;
     uint64_t row_bytes;                   /* from one stored row to the next */

@@ -77,6 +77,9 @@ static int32_t check_blocks(const sl_packed *packed, sl_error *error) {
 static int32_t check_layout(const sl_packed *packed, sl_error *error) {
     int32_t layout = packed->layout, bits = packed->bits;
     if (layout < 0 || layout >= SL_LAYOUT_COUNT) REFUSE("unknown layout %d of packed codes", layout);
+    if (packed->divide != 0 && (layout != SL_LAYOUT_ROWS || packed->table != NULL || packed->transpose != 0 ||
+                                packed->groups != NULL || packed->zeros != NULL || packed->biases != NULL))
+        REFUSE("only rows of 8-bit codes in blocks, without zero points and biases, are divided by scales");
     if (layout == SL_LAYOUT_MASKED) return sl_masked_check(packed, error);
     if (bits < 1 || bits > 8) REFUSE("codes of %d bits: they have 1 to 8", bits);
     if (layout == SL_LAYOUT_BLOCKS) return check_blocks(packed, error);
@@ -291,7 +294,10 @@ static void restore_range(const sl_packed *packed, const sl_plan *plan, const co
     if (packed->layout == SL_LAYOUT_PLANES)
         plan->restore.plane(range->bytes + range->column, plane_shift(packed, range->row), packed->bits,
                             (size_t)range->count, packed->table, scaling, values);
-    else
+    else if (packed->divide != 0 && scaling != NULL) {
+        sl_packed_look_up(packed, plan, range->bytes, range->column, range->count, NULL, values);
+        sl_restore_divide(values, (size_t)range->count, scaling);
+    } else
         sl_packed_look_up(packed, plan, range->bytes, range->column, range->count, scaling, values);
     multiply(packed, plan, range, values);
 }

@@ -75,6 +75,9 @@ void sl_restore_stream(const uint8_t *codes, size_t first, int bits, size_t coun
 void sl_restore_words(const uint8_t *codes, size_t first, int bits, size_t word_codes, size_t count, const float *table,
                       void *values);
 
+/* value / scale, in place: a single rounding, alike in every tier. */
+void sl_restore_divide(void *values, size_t count, const sl_scaling *scaling);
+
 /* Number of bits that are set among `count` of a mask, from bit `first` of its first byte on. Reads no other byte. */
 uint64_t sl_restore_count_bits(const uint8_t *mask, uint64_t first, uint64_t count);
 

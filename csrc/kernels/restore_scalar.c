@@ -112,6 +112,15 @@ void sl_restore_words(const uint8_t *codes, size_t first, int bits, size_t word_
     }
 }
 
+void sl_restore_divide(void *values, size_t count, const sl_scaling *scaling) {
+    size_t at = 0, end = scaling->block - scaling->first;
+    for (size_t i = 0; i < count; end += scaling->block, at++) {
+        float scale = scaling->scales[at];
+        for (size_t last = end < count ? end : count; i < last; i++)
+            store_float(values, i, float_of(load32(values, i)) / scale);
+    }
+}
+
 static uint64_t count_set(uint64_t bits) {
     bits -= bits >> 1 & UINT64_C(0x5555555555555555);
     bits = (bits & UINT64_C(0x3333333333333333)) + (bits >> 2 & UINT64_C(0x3333333333333333));

@@ -55,6 +55,7 @@ CONFIG_KEY = "safeload.quantization"
 # How the scale of a block is made of the stored one, each a single rounding to float32.
 STORED = "stored"  # as it is
 INVERSE = "inverse"  # 1 / scale
+QUOTIENT = "quotient"  # as it is, and it divides the codes
 DIVIDED = "divided"  # scale / global
 MULTIPLIED = "multiplied"  # scale * global
 NESTED_RULE = "nested"  # table[scale] * nested scale, plus an offset: two roundings

@@ -29,9 +29,15 @@ def _e3m2() -> list[float]:
     return positive + [-value for value in positive]
 
 
+def _mxint4() -> list[float]:
+    """Values of auto-round's MXINT4: a sign and a magnitude of quarters."""
+    positive = [k / 4 for k in range(8)]
+    return positive + [-value for value in positive]
+
+
 @cache
 def table_of(numbers: str, bits: int) -> Array:
-    """The numbers of all codes: "e2m1", "e2m3", "e3m2", "unsigned" codes, or with an "offset" of half of their range.
+    """The numbers of all codes: floats, quarters, "unsigned" codes, or with an "offset" of half of their range.
 
     "signed" codes are two's complements.
 
@@ -41,6 +47,7 @@ def table_of(numbers: str, bits: int) -> Array:
         "e2m1": _e2m1,
         "e2m3": _e2m3,
         "e3m2": _e3m2,
+        "mxint4": _mxint4,
         "unsigned": lambda: [float(code) for code in range(1 << bits)],
         "offset": lambda: [float(code - (1 << bits - 1)) for code in range(1 << bits)],
         "signed": lambda: [float((code ^ 1 << bits - 1) - (1 << bits - 1)) for code in range(1 << bits)],

@@ -105,6 +105,7 @@ class Prepared:
             "high_first": packed.high_first,
             "transpose": packed.transpose,
             "interleaved": packed.interleaved,
+            "divide": packed.scale_rule == packing.QUOTIENT,
             "forbidden": _NOT_TERNARY if packed.numbers in ("ternary", "i2_s") else -1,
             "size": self.nbytes,
             "matrices": part.matrices,
@@ -209,7 +210,7 @@ class Prepared:
         if rule == packing.NESTED_RULE:
             return self._nested(begin, count)
         scales = self._floats(packing.SCALE, begin, count)
-        if rule == packing.STORED:
+        if rule in (packing.STORED, packing.QUOTIENT):
             return scales
         with np.errstate(all="ignore"):  # what is not finite is refused afterwards
             if rule == packing.INVERSE:
@@ -246,6 +247,8 @@ class Prepared:
     def _finite(self, role: str, values: Array, begin: tuple[int, int, int] | None = None) -> Array:
         """Refuses values that would make weights NaN or infinite. ``begin``: where a range of the grid begins."""
         good = np.isfinite(values)
+        if role == packing.SCALE and self._packed.scale_rule == packing.QUOTIENT:
+            good &= values != 0
         if not good.all() and self._packed.family != packing.OWN:
             at = tuple(int(k) for k in np.argwhere(~good)[0])
             if begin is not None:

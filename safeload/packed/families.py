@@ -220,8 +220,8 @@ FAMILIES = (
         ".weight",
         frozenset(("I8",)),
         _scale(".weight_scale"),
-        {packing.ZERO: (".weight_zero_point",)},
-        floats.plain,
+        {packing.ZERO: (".weight_zero_point",), packing.FACTORS: (".pre_quant_scale",)},
+        floats.smoothed,
     ),
 )
 

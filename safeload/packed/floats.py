@@ -6,6 +6,7 @@ import math
 
 from ..base import packing
 from ..base.packing import Grid, Packing
+from .config import AUTO_ROUND
 from .grid import Misfit, Refused, grid_of, has_halves, whole_grid
 from .group import FP8, Group, check_global, label_of, matrices_of, said_bits, said_grid, said_group
 
@@ -50,7 +51,25 @@ def plain(group: Group, block: tuple[int, int] | None = None) -> Packing:
         rows=rows,
         grid=grid,
         scale_dtype=group.scale_dtype("F8_E8M0"),
+        scale_rule=_rule_of(group),
     )
+
+
+def _rule_of(group: Group) -> str:
+    """Whether scales multiply, or divide as those of GPTQModel's fp8."""
+    if group.method != "fp8" or group.said().get("weight_scale_semantics") is None:
+        return packing.STORED
+    if group.has(packing.ZERO) or not group.names[packing.SCALE].endswith("_scale_inv"):
+        raise Refused("its weight_scale_semantics are those of a weight_scale_inv alone")
+    return packing.QUOTIENT
+
+
+def smoothed(group: Group) -> Packing:
+    """int8, with the factors of modelopt's SmoothQuant, which multiply the columns."""
+    packed = plain(group)
+    if group.has(packing.FACTORS) and group.shape(packing.FACTORS) != (packed.columns,):
+        raise Misfit(f"pre_quant_scale {list(group.shape(packing.FACTORS))} does not fit rows of {packed.columns}")
+    return packed
 
 
 def _block_of(group: Group) -> tuple[int, int]:
@@ -82,8 +101,8 @@ def deepseek_v4(group: Group) -> Packing:
 # ---- rows of 4 bits: E2M1 ----
 
 
-def _fp4(group: Group, label: str, block: int, exponents: str) -> Packing:
-    """Two E2M1 codes in a byte, the first in the low bits, and a scale for each ``block``."""
+def _fp4(group: Group, label: str, block: int, exponents: str, numbers: str = "e2m1") -> Packing:
+    """Two codes of 4 bits in a byte, the first in the low bits, and a scale for each ``block``."""
     stored = group.shape()
     if len(stored) < 2:
         raise Misfit(f"codes {list(stored)} are not a matrix")
@@ -93,7 +112,7 @@ def _fp4(group: Group, label: str, block: int, exponents: str) -> Packing:
     if group.shape(packing.SCALE) != (*shape[:-1], -(-shape[-1] // block)) or shape[-1] % block:
         raise Misfit(f"scales {list(group.shape(packing.SCALE))} do not fit rows of {shape[-1]} in blocks of {block}")
     grid = whole_grid(shape, 1, block)
-    return group.packing("fp4", label, shape, 4, "e2m1", grid=grid, scale_dtype=group.scale_dtype(exponents))
+    return group.packing("fp4", label, shape, 4, numbers, grid=grid, scale_dtype=group.scale_dtype(exponents))
 
 
 def modelopt_nvfp4(group: Group) -> Packing:
@@ -124,13 +143,19 @@ def modelopt_experts(group: Group) -> Packing:
 
 
 def ct_fp4(group: Group) -> Packing:
-    """compressed-tensors: NVFP4 with a global scale, which divides; MXFP4; MXFP6 in 3 bytes for 4 codes."""
+    """compressed-tensors: NVFP4 with a global scale, which divides; MXFP4; MXFP6 in 3 bytes for 4 codes.
+
+    auto-round has the same names, and with a ``data_type`` of mx_int other numbers.
+    """
     packed = _ct_small_floats(group)
     said_grid(group, packed.shape)  # raises if the configuration has groups of another size
     return packed
 
 
 def _ct_small_floats(group: Group) -> Packing:
+    kind = group.said().get("data_type") if group.method in AUTO_ROUND else None
+    if isinstance(kind, str) and kind.startswith("mx_int"):
+        return _fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
     if group.has(packing.GLOBAL):
         return check_global(group, _fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=packing.DIVIDED)
     if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):

@@ -32,7 +32,7 @@ _CHECKPOINT_FORMATS = {"gptq": 1, "gptq_v2": 0}
 
 def describe(group: Group) -> Packing:
     """The layout that fits the shapes of words, scales and zero points."""
-    said = _said(group)
+    said = group.said()
     _refuse(group, said)
     stored, scale = group.shape(), group.shape(packing.SCALE)
     zeros = group.shape(packing.ZERO) if group.has(packing.ZERO) else None
@@ -47,21 +47,6 @@ def describe(group: Group) -> Packing:
     if not transposed:
         raise Misfit(f"words {list(stored)} and scales {list(scale)} are neither GPTQ's nor AWQ's")
     return _gptq(group, said, zeros) if stored[1] == scale[1] else _gemm(group, said, zeros)
-
-
-def _said(group: Group) -> Mapping[str, Any]:
-    """What the configuration says of the module.
-
-    Raises:
-        Misfit: that it is not quantized.
-        UnsupportedError: a pattern that is not supported.
-    """
-    if group.config is None:
-        return {}
-    own = group.config.of_layer(group.module)
-    if own is None:
-        raise Misfit(f"its module has codes, but {group.config.overrides} of its quantization says that it has none")
-    return {**group.config.values, **own}
 
 
 def _version(said: Mapping[str, Any]) -> str:

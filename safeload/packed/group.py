@@ -78,6 +78,20 @@ class Group:
             self._weights = [] if self.config is None else self.config.weights(self.module)
         return self._weights
 
+    def said(self) -> Mapping[str, Any]:
+        """The configuration of the module: what holds for all, and its own overrides (GPTQModel, auto-round).
+
+        Raises:
+            Misfit: the module is not quantized.
+            UnsupportedError: a pattern that is not supported.
+        """
+        if self.config is None:
+            return {}
+        own = self.config.of_layer(self.module)
+        if own is None:
+            raise Misfit(f"its module has codes, but {self.config.overrides} of its quantization says that it has none")
+        return {**self.config.values, **own}
+
     def of_shape(self, shape: tuple[int, ...]) -> Group:
         """The same group, as if codes of this shape were stored."""
         row = self._tensors[self.codes].row

@@ -60,6 +60,8 @@ def _numbers(group: Group, prefix: str, shape: tuple[int, ...]) -> Packing:
     if not group.has(packing.SCALE):
         raise Misfit(f"its values are {numbers} codes, but there is no scale for them")
     packed = plain(group.of_shape(shape))
+    if packed.scale_rule != packing.STORED:
+        raise Refused("its scales divide the values, which is not computed for sparse tensors")
     return packed._replace(label=f"{prefix} {packed.label}")
 
 

@@ -99,7 +99,7 @@ class Case:
         shape: matrices, rows, columns.
         blocks: rows and columns of a block of the grid; None: no scales.
         kinds: which of "zeros", "biases", "factors", "groups", "shared" there are; "sequence": the numbers of the table
-            follow each other.
+            follow each other; "divide": scales divide.
         numbers: the number and the numpy dtype that 8 bits are; of blocks the number of their dtype, elements, bytes
             and the function that restores them; None: a table.
         transpose, word_codes, high_first, interleaved, gap: as in ``sl_packed``; gap: unused bytes after a row.
@@ -177,6 +177,9 @@ class Case:
         }
         if zeros is not None:
             values = values - spread(zeros, blocks, groups, by_row, self.shape)
+        if "divide" in kinds:
+            self.fields["divide"] = True
+            return values / spread(scales, blocks, groups, by_row, self.shape)
         values = values * spread(scales, blocks, groups, by_row, self.shape)
         return values if biases is None else values + spread(biases, blocks, groups, by_row, self.shape)
 

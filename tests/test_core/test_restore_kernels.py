@@ -57,6 +57,9 @@ CASES = {
     "flat nibbles": made(ROWS, 4, (1, 1, 9999), (1, 64)),
     "fp8 of ragged blocks": made(ROWS, 8, (1, 130, 300), (128, 128), numbers=E4M3),
     "fp8 of rows transposed": made(ROWS, 8, (2, 130, 65), (1, 65), numbers=E4M3, transpose=True),
+    "fp8 divided by ragged blocks": made(ROWS, 8, (2, 130, 300), (128, 128), ("divide",), numbers=E4M3),
+    "fp8 divided by rows": made(ROWS, 8, (1, 19, 65), (1, 65), ("divide", "factors"), numbers=E4M3),
+    "int8 divided by a scale each": made(ROWS, 8, (1, 3, 70), (1, 1), ("divide", "shared"), numbers=INT8),
     "int8 with column factors": made(ROWS, 8, (2, 3, 70), (1, 70), ("factors",), numbers=INT8),
     "only factors": made(ROWS, 4, (2, 3, 35), None, ("factors",)),
     "only a table": made(ROWS, 6, (1, 11, 13)),
@@ -300,6 +303,22 @@ def test_blocks_that_rows_do_not_fill_are_refused():
     for case in (Case(ROWS, 4, (1, 33, 96), transpose=True), Case(ROWS, 4, (1, 3, 33))):
         with pytest.raises(SafeloadError, match="not a whole number of blocks of"):
             restore(case, "Q8_0")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        made(ROWS, 8, (1, 33, 96), (1, 96), ("divide",), numbers=E4M3, transpose=True),
+        made(ROWS, 8, (1, 33, 96), (1, 96), ("divide", "zeros"), numbers=E4M3),
+        made(ROWS, 8, (1, 33, 96), (1, 1), ("divide", "groups"), numbers=E4M3),
+        made(ROWS, 4, (1, 33, 96), (1, 96), ("divide",)),
+        made(COLUMNS, 8, (1, 32, 96), (32, 1), ("divide",)),
+    ],
+    ids=["transposed", "zeros", "groups", "table", "columns"],
+)
+def test_division_of_other_codes_is_refused(case):
+    with pytest.raises(SafeloadError, match="are divided by scales"):
+        restore(case(), "F32")
 
 
 @pytest.mark.parametrize("transpose", [False, True])
