@@ -9,7 +9,7 @@ import glob
 import os
 import re
 
-from .shown_url import shown
+from .url import divided, shown
 
 # A scheme has two letters or more: one is a drive of Windows. `pathlib` makes "https:/host" of "https://host".
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
@@ -77,9 +77,9 @@ def _matched(path: str) -> re.Match[str] | None:
 
 def of_page(url: str) -> str | None:
     """The ``hf://`` URL of what a page of huggingface.co shows; None for other URLs."""
-    scheme, _, place = url.partition("://")
-    host, *names = place.rstrip("/").split("/")
-    if scheme not in ("http", "https") or host not in ("huggingface.co", "www.huggingface.co", "hf.co"):
+    link = divided(url)
+    names = link.path.strip("/").split("/")
+    if link.scheme not in ("http", "https") or link.place not in ("huggingface.co", "www.huggingface.co", "hf.co"):
         return None
     kind = f"{names.pop(0)}/" if names[:1] in (["datasets"], ["spaces"]) else ""
     if len(names) < 2 or not all(names[:2]):

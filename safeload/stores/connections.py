@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from ..base.url import UrlError, WebUrl, divided, web_url
 from ..errors import UnsupportedError
 from .http_framing import Response
 from .sliced_sockets import SLICE, SlicedSocket, SlicedTlsSocket
@@ -209,13 +209,13 @@ class Exchange:
         if self._line is not None:
             self._line.shut()
 
-    def begin(self, manager: Any, url: str, headers: Mapping[str, str], timeout: Any) -> None:
+    def begin(self, manager: Any, url: WebUrl, headers: Mapping[str, str], timeout: Any) -> None:
         """Sends the request, and reads the head of the answer."""
-        self.tls = urlsplit(url).scheme == "https"
+        self.tls = url.scheme == "https"
         _of_thread.exchange = self
         try:
             self._response = manager.urlopen(
-                "GET", url, headers=dict(headers), timeout=timeout, retries=False, redirect=False,
+                "GET", url.text, headers=dict(headers), timeout=timeout, retries=False, redirect=False,
                 preload_content=False, decode_content=False,
             )  # fmt: skip
         finally:
@@ -267,7 +267,7 @@ class Connections:
         weakref.finalize(self, _close, self._managers)
 
     @contextmanager
-    def exchange(self, url: str, headers: Mapping[str, str]) -> Iterator[Exchange]:
+    def exchange(self, url: WebUrl, headers: Mapping[str, str]) -> Iterator[Exchange]:
         """Sends a request; gives its answer, of which only the head has been read."""
         exchange = Exchange()
         with current().aborting(exchange.abort):
@@ -277,40 +277,35 @@ class Connections:
             finally:
                 exchange.end()
 
-    def _manager(self, url: str) -> Any:
-        key = os.getpid(), urlsplit(url).scheme, self._proxy_of(url)
+    def _manager(self, url: WebUrl) -> Any:
+        key = os.getpid(), url.scheme, self._proxy_of(url)
         found = self._managers.get(key)
         if found is None:
             found = self._managers.setdefault(key, self._make(*key[1:]))
         return found
 
-    def _proxy_of(self, url: str) -> str | None:
-        parts = urlsplit(url)
-        key = parts.scheme, parts.netloc.rpartition("@")[2]
+    def _proxy_of(self, url: WebUrl) -> str | None:
+        key = url.scheme, url.place
         if key not in self._proxies:  # to ask the system may take long
             self._proxies[key] = _proxy_of(*key)
         return self._proxies[key]
 
     def _make(self, scheme: str, proxy: str | None) -> Any:
         options: dict[str, Any] = {"maxsize": _IDLE}
-        if "https" in (scheme, urlsplit(proxy or "").scheme):
+        via, credentials = (None, None) if proxy is None else _parsed_proxy(proxy)
+        if scheme == "https" or (via is not None and via.scheme == "https"):
             context = self._context = self._context or self._make_context()
             if not _SHUT_WAKES and context.sslsocket_class is ssl.SSLSocket:
                 context.sslsocket_class = SlicedTlsSocket
             verified = "CERT_NONE" if context.verify_mode == ssl.CERT_NONE else "CERT_REQUIRED"
             options.update(ssl_context=context, cert_reqs=verified)
-        if proxy is None:
+        if via is None:
             manager = urllib3.PoolManager(**options)
         else:
-            parts = urlsplit(proxy)
-            if parts.scheme not in ("http", "https"):
-                raise UnsupportedError(f"a proxy by {parts.scheme} is not supported: only by http and https")
-            if parts.username is not None:
-                user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-                options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=user)
-            place = parts.netloc.rpartition("@")[2]
+            if credentials is not None:
+                options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=":".join(credentials))
             options["proxy_ssl_context"] = options.get("ssl_context")
-            manager = urllib3.ProxyManager(f"{parts.scheme}://{place}", **options)
+            manager = urllib3.ProxyManager(f"{via.scheme}://{via.place}", **options)
         manager.pool_classes_by_scheme = {"http": _PlainPool, "https": _TlsPool}
         return manager
 
@@ -340,3 +335,14 @@ def _proxy_of(scheme: str, place: str) -> str | None:
     if not proxy or proxy_bypass(place):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _parsed_proxy(proxy: str) -> tuple[WebUrl, tuple[str, str] | None]:
+    """Divide the URL of a proxy, whose user may have a backslash: Windows has domains before it."""
+    url = divided(proxy.replace("\\", "%5C"))
+    if url.scheme not in ("http", "https"):
+        raise UnsupportedError(f"a proxy by {url.scheme or 'no scheme'} is not supported: only by http and https")
+    try:
+        return web_url(url)
+    except UrlError as error:
+        raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None

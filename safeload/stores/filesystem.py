@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..base.url import CACHES, parsed
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls
 from .crew import each
 from .foreign_errors import checked
 from .local import LocalStore, open_local
-from .options import secrets_of
+from .options import secrets_of, secrets_of_urls
 from .presigned import Signer
 from .replacing import replace
 from .store import ByteStore
@@ -28,8 +29,8 @@ _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "
 # Filesystems whose `put_file` shows a file when all of it has arrived.
 _ATOMIC = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss", "oci", "tos"))
 _SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]+(?=://)")
-# Links of a chain that have no path of their own.
-_CACHES = frozenset(("filecache", "simplecache", "blockcache", "cached"))
+# Schemes whose buckets have no user and no password.
+_BUCKETS = frozenset(("s3", "s3a", "gs", "gcs"))
 
 
 class LocalUrls:
@@ -87,6 +88,16 @@ class Filesystem:
             self._secrets = secrets_of(getattr(fs, "storage_options", None))
             self._own = Handle(fs, self._secrets)
 
+    @property
+    def escapes(self) -> bool:
+        """Whether paths in URLs are escaped, as fsspec's http has them."""
+        if self._own is None:
+            return False
+        fs = self._own.fs
+        while getattr(fs, "fs", None) is not None:
+            fs = fs.fs
+        return not {"http", "https"}.isdisjoint(_protocols(fs))
+
     def __repr__(self) -> str:
         return "<Filesystem>"  # options are secrets
 
@@ -109,6 +120,7 @@ class Filesystem:
 
     def _find(self, url: str) -> tuple[Handle, str]:
         """The filesystem of a URL, and the path in it."""
+        self._check_credentials(url)
         if self._own is not None:
             return self._own, str(self._own.fs._strip_protocol(url))
         from fsspec.core import url_to_fs
@@ -127,6 +139,19 @@ class Filesystem:
         fs, path = checked(lambda: url_to_fs(url, **options), shown, self._secrets)
         return self._known.setdefault(key, Handle(fs, self._secrets)), str(path)
 
+    def _check_credentials(self, url: str) -> None:
+        """Refuse credentials where fsspec takes them for a bucket, and keep all others out of messages."""
+        chain = parsed(url)
+        for link in chain:
+            if link.scheme in _BUCKETS and (link.credentials is not None or link.hides_place):
+                raise UnsupportedError(
+                    f"{urls.shown(url)}: {link.scheme}:// URLs have no credentials: pass storage_options= or set the "
+                    "variables of the store's own tools"
+                )
+        known = {*self._secrets, *secrets_of_urls(chain)}
+        if len(known) > len(self._secrets):  # in place: open files have the list, too
+            self._secrets[:] = sorted(known, key=len, reverse=True)
+
     def _key(self, url: str) -> object:
         """The same for URLs of one filesystem. fsspec would make one for each thread, with a cache of its own."""
         import fsspec
@@ -134,7 +159,7 @@ class Filesystem:
         *before, last = url.split("::")
         for link in url.split("::"):
             _check_package(urls.scheme_of(link) if "://" in link else link, urls.shown(url))
-        if any(link.partition("://")[0] not in _CACHES or link.partition("://")[2] for link in before):
+        if any(link.partition("://")[0] not in CACHES or link.partition("://")[2] for link in before):
             return url  # a path in an archive
         cls = fsspec.get_filesystem_class(urls.scheme_of(last))
         return *before, urls.scheme_of(last), repr(sorted(cls._get_kwargs_from_urls(last).items()))

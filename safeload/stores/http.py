@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from .._version import __version__
 from ..base.log import debug
 from ..base.text import show
+from ..base.url import WebUrl
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .connections import Exchange
-from .http_client import Client, Target, origin_of, redirected, target_of
+from .http_client import Client, Target, redirected, target_of
 from .local import compare
 from .remote import WINDOW, RemoteStore
 from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status
@@ -89,12 +90,12 @@ class _Route(NamedTuple):
         proven: whether it has given bytes of the version that was opened.
     """
 
-    url: str
+    url: WebUrl
     redirected: bool = False
     proven: bool = False
 
     def __repr__(self) -> str:
-        return f"<_Route {urls.shown(self.url)}>"
+        return f"<_Route {self.url.shown}>"
 
 
 class _Wanted:
@@ -133,7 +134,7 @@ class _Wanted:
 
 
 # What is done with an answer: it gives what was wanted, or says why not.
-_Use = Callable[[Exchange, str], "_Result | Failure"]
+_Use = Callable[[Exchange, WebUrl], "_Result | Failure"]
 
 
 class HttpStore(RemoteStore):
@@ -210,7 +211,7 @@ class HttpStore(RemoteStore):
 
     def _request(self, route: _Route, wanted: _Wanted, use: _Use[_Result]) -> _Result | Failure:
         """Asks for what is missing, once, and follows redirects."""
-        url, seen = route.url, set[str]()
+        url, seen = route.url, set[WebUrl]()
         while url not in seen:
             if len(seen) > MOST_REDIRECTS:
                 return Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", self.path))
@@ -226,9 +227,9 @@ class HttpStore(RemoteStore):
             url = following
         return Failure(RemoteError("the server redirects in a circle", self.path))
 
-    def _headers(self, route: _Route, url: str, wanted: _Wanted) -> dict[str, str]:
+    def _headers(self, route: _Route, url: WebUrl, wanted: _Wanted) -> dict[str, str]:
         headers = {"User-Agent": f"safeload/{__version__}"}
-        if origin_of(url) == origin_of(self._target.url):
+        if url.origin == self._target.url.origin:
             headers.update(self._target.headers)
         headers["Range"] = f"bytes={wanted.at}-{wanted.end - 1}"
         headers["Accept-Encoding"] = "identity"
@@ -274,7 +275,7 @@ class HttpStore(RemoteStore):
 
     # ---- answers ----
 
-    def _opened(self, exchange: Exchange, url: str) -> Failure | None:
+    def _opened(self, exchange: Exchange, url: WebUrl) -> Failure | None:
         """Takes size, version and the first window from the answer to the first request."""
         found = self._whole(exchange) if exchange.status == 200 else self._head(exchange)
         if isinstance(found, Failure):
@@ -320,7 +321,7 @@ class HttpStore(RemoteStore):
             return broken_off(self.path)
         return wanted.at, bytes(content[: wanted.at])
 
-    def _read(self, exchange: Exchange, url: str, wanted: _Wanted) -> Failure | None:
+    def _read(self, exchange: Exchange, url: WebUrl, wanted: _Wanted) -> Failure | None:
         """Takes the bytes that are missing from an answer."""
         route = self._route
         known = route.proven and url == route.url

@@ -11,11 +11,12 @@ import ssl
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urljoin, urlsplit
 
 import urllib3
 
 from ..base.text import show
+from ..base.url import UrlError, WebUrl, divided
+from ..base.url import web_url as parse_web
 from ..errors import RemoteError
 from . import url as urls
 from .connections import Connections
@@ -37,15 +38,15 @@ class Target(NamedTuple):
     """Where a file is.
 
     Attributes:
-        url: to read it from; it may hold secrets, and so may the headers.
-        headers: of requests to the host of the URL, and to no other.
+        url: to read it from; its query may be secret, and so may the headers.
+        headers: of requests to the origin of the URL, and to no other.
     """
 
-    url: str
+    url: WebUrl
     headers: Mapping[str, str]
 
     def __repr__(self) -> str:
-        return f"<Target {urls.shown(self.url)}>"
+        return f"<Target {self.url.shown}>"
 
 
 class Client:
@@ -171,29 +172,33 @@ def _with_names(context: ssl.SSLContext) -> ssl.SSLContext:
     return context
 
 
-def target_of(url: str, headers: Mapping[str, str]) -> Target:
-    """A URL without user and password, which become a header.
+def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:
+    """Return the URL to connect to, and user and password if the URL has them.
 
     Raises:
-        RemoteError: there is no host in it.
+        RemoteError: servers and libraries may read it in different ways, or it has no host.
     """
-    plain = url.partition("#")[0]
     try:
-        parts = urlsplit(plain)
-        user, password, host, _ = parts.username, parts.password, parts.hostname, parts.port
-    except ValueError:
-        host = None
-    if not host:
-        raise RemoteError("this URL has no host", urls.shown(url))
-    if user is None:
-        return Target(plain, headers)
-    secret = base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode("ascii")
-    place = parts.netloc.rpartition("@")[2]
-    return Target(parts._replace(netloc=place).geturl(), {**headers, "Authorization": f"Basic {secret}"})
+        return parse_web(divided(url))
+    except UrlError as error:
+        raise RemoteError(f"this URL cannot be opened: {error}", urls.shown(url)) from None
 
 
-def redirected(url: str, location: str | None, path: str) -> str | Failure:
-    """The URL that a redirect leads to.
+def target_of(url: str, headers: Mapping[str, str]) -> Target:
+    """Return where a file is; user and password of its URL become a header.
+
+    Raises:
+        RemoteError: see `web_url`.
+    """
+    web, credentials = web_url(url)
+    if credentials is None:
+        return Target(web, headers)
+    secret = base64.b64encode(":".join(credentials).encode()).decode("ascii")
+    return Target(web, {**headers, "Authorization": f"Basic {secret}"})
+
+
+def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure:
+    """Return the URL that a redirect leads to.
 
     Args:
         url: that was redirected.
@@ -201,25 +206,17 @@ def redirected(url: str, location: str | None, path: str) -> str | Failure:
         path: the URL as messages show it.
     """
     try:
-        where = (location or "").encode("latin-1").decode()  # as http.client decodes headers, and as browsers do
+        target = (location or "").encode("latin-1").decode()  # as http.client decodes headers, and as browsers do
     except UnicodeError:
-        where = location or ""
+        target = location or ""
+    target = target.strip(" \t")
     try:
-        found = urljoin(url, where.strip()).partition("#")[0]
-        parts = urlsplit(found)
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        host = None
-    if not where.strip() or not host or parts.scheme not in ("http", "https"):
-        return Failure(RemoteError("the server redirects to what is not a URL of http or https", path))
-    if parts.scheme == "http" and urlsplit(url).scheme == "https":
-        return Failure(
-            RemoteError(f"the server redirects from https to http ({urls.shown(found)}), which is refused", path)
-        )
-    return found
-
-
-def origin_of(url: str) -> tuple[str, str | None, int]:
-    """Scheme, host and port of a URL: what credentials are for."""
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        if not target:
+            raise UrlError("it is not http or https")
+        following = url.redirected(target)
+    except UrlError as error:
+        return Failure(RemoteError(f"the server redirects to what is not a URL of http or https: {error}", path))
+    if url.scheme == "https" and following.scheme != "https":
+        text = f"the server redirects from https to http ({following.shown}), which is refused"
+        return Failure(RemoteError(text, path))
+    return following

@@ -19,7 +19,7 @@ from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missi
 from . import url as urls
 from .foreign_errors import again, cleaned, in_our_words, may_pass
 from .http import HttpStore
-from .http_client import Client, Target
+from .http_client import Client, Target, web_url
 from .options import secrets_of
 from .store import ByteStore
 
@@ -180,12 +180,11 @@ class Hub:
             from huggingface_hub import hf_hub_url
             from huggingface_hub.utils import build_hf_headers
 
-            return Target(
-                hf_hub_url(
-                    place.repo, place.path, repo_type=place.kind, revision=snapshot.commit, endpoint=self._endpoint
-                ),
-                build_hf_headers(token=self._token, library_name="safeload", library_version=__version__),
+            address = hf_hub_url(
+                place.repo, place.path, repo_type=place.kind, revision=snapshot.commit, endpoint=self._endpoint
             )
+            headers = build_hf_headers(token=self._token, library_name="safeload", library_version=__version__)
+            return Target(web_url(address)[0], headers)
 
         try:
             return HttpStore(shown, resolve, self._client)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ..base.url import Url
 from . import url as urls
 
 # Options that say where something is and name no one. All others may be secrets, and stay in this process.
@@ -35,6 +36,11 @@ def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def secrets_of(options: Mapping[str, Any] | None) -> list[str]:
     """Texts in ``storage_options`` that no message may have, the longest first."""
     return sorted(set(_texts(options or {})), key=len, reverse=True)
+
+
+def secrets_of_urls(chain: Iterable[Url]) -> Iterator[str]:
+    """Yield the texts in the links of a chain that no message may have."""
+    return (text for link in chain for text in link.secrets if len(text) >= _LEAST)
 
 
 def _texts(options: Mapping[str, Any]) -> Iterator[str]:

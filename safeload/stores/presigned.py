@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from ..base import log
 from ..errors import FormatError, RemoteError
@@ -46,14 +46,15 @@ class Signer:
             return None
 
         def resolve() -> Target:
-            from .http_client import Target
+            from .http_client import Target, web_url
 
             fs = handle.fs
             named = {key: value for key, value in _settings(fs, "req_kw").items() if key == "RequestPayer" and value}
-            url = handle.ask(shown, "url", place, expires=_VALID, **named)
-            signed = parse_qs(urlsplit(url).query).get("X-Amz-SignedHeaders", [""])[0].split(";")
+            url = str(handle.ask(shown, "url", place, expires=_VALID, **named))
+            web, _ = web_url(url)
+            signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
             headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
-            return Target(url, headers)
+            return Target(web, headers)
 
         try:
             from .http import HttpStore

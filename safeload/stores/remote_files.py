@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from ..base.text import show
+from ..base.url import divided
 from ..errors import UnsupportedError
 from . import url as urls
 from .crew import each
@@ -75,6 +77,8 @@ class RemoteFiles:
         self._options = options
         self._backend = backend
         self._backends: dict[tuple[str, str], Backend] = {}
+        # The caller's own stores take paths literally; fsspec's http does not.
+        self._literal = backend is not None and not getattr(backend, "escapes", False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._backend is not None and self._options is None:
@@ -125,11 +129,16 @@ class RemoteFiles:
 
     def join(self, folder: str, name: str) -> str:
         """See `Files`."""
-        return urls.join(folder, name) if urls.is_url(folder) else LOCAL.join(folder, name)
+        if not urls.is_url(folder):
+            return LOCAL.join(folder, name)
+        try:
+            return urls.join(folder, name, self._literal)
+        except urls.UrlError as error:
+            raise UnsupportedError(f"{urls.shown(folder)}: {show(name)}: {error}") from None
 
     def split(self, path: str) -> tuple[str, str]:
         """See `Files`."""
-        return urls.split(path) if urls.is_url(path) else LOCAL.split(path)
+        return urls.split(path, self._literal) if urls.is_url(path) else LOCAL.split(path)
 
     def absolute(self, path: str) -> str:
         """See `Files`."""
@@ -143,13 +152,8 @@ class RemoteFiles:
         """See `Files`."""
         if not urls.is_url(path):
             return LOCAL.public(path)
-        if urls.needs_query(path):
-            raise UnsupportedError(
-                f"{urls.shown(path)}: the query of this URL may be a secret, and stays in this process: "
-                "a pickle, a plan or a journal cannot carry it"
-            )
         pinned = getattr(self._backend or self._backends.get(_key(path)), "pinned", None)  # a revision of the Hub
-        return urls.shown(path if pinned is None else pinned(path))
+        return urls.public(path if pinned is None else pinned(path), self._literal)
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
         """See `Files`: nothing can be told without a request, but opening compares."""
@@ -178,8 +182,8 @@ class RemoteFiles:
 
 def _key(url: str) -> tuple[str, str]:
     """What has a backend of its own: each host, as a redirect or a key of one store concerns no other."""
-    scheme = urls.scheme_of(url)
-    return scheme, url.partition("://")[2].partition("/")[0] if scheme in ("http", "https") else ""
+    scheme, link = urls.scheme_of(url), divided(url)
+    return scheme, (link.place or "").lower() if scheme in ("http", "https") else ""
 
 
 def _backend(scheme: str, url: str, options: Mapping[str, Any]) -> Backend:

@@ -1,4 +1,4 @@
-"""URLs of weights: what is one, how messages show it, and which kinds are read without being asked for."""
+"""Which URLs are opened: the rules on schemes, chains and networks. `base.url` parses them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import os
 import re
 
 from ..base.missing import of_page
-from ..base.shown_url import links as links
-from ..base.shown_url import shown as shown
 from ..base.text import show
+from ..base.url import UrlError as UrlError
+from ..base.url import divided, escaped, file_path, parsed
+from ..base.url import is_url as is_url
+from ..base.url import join as join
+from ..base.url import links as links
+from ..base.url import scheme_of as scheme_of
+from ..base.url import shown as shown
+from ..base.url import split as split
 from ..errors import UnsupportedError
-
-# A scheme has two letters or more: one is a drive of Windows. Chains of fsspec begin with "scheme::".
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
 
 # Schemes that need no `storage_options`: a path in a configuration must not reach whatever fsspec can reach.
 PLAIN = ("https", "http", "hf", "s3", "gs", "az", "file", "memory")
@@ -22,19 +25,9 @@ _HERE = ("file", "memory")
 _OFFLINE = ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE")
 
 
-def is_url(path: str) -> bool:
-    """Whether a path is a URL, or a chain of them as fsspec has it: ``filecache::s3://bucket/key``."""
-    return _URL.match(path) is not None
-
-
-def scheme_of(url: str) -> str:
-    """The scheme of a URL in lower case; of a chain the first one."""
-    return re.split(r"://|::", url, maxsplit=1)[0].lower()
-
-
 def needs_query(url: str) -> bool:
     """Whether a URL has a query, or a fragment, without which it leads elsewhere, or nowhere."""
-    return any(mark in link for link in links(url) if "://" in link for mark in "?#")
+    return any(link.tail for link in parsed(url) if link.place is not None)
 
 
 def check_allowed(url: str, asked: bool) -> None:
@@ -78,46 +71,42 @@ def offline() -> str | None:
     return next((name for name in _OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
-def split(url: str) -> tuple[str, str]:
-    """The folder of a URL, without a slash at its end, and the last name in it; a query stays with the folder.
+def public(url: str, literal: bool) -> str:
+    """Return a URL without secrets that still leads to its file.
 
-    See `join` for the way back.
+    Args:
+        url: a URL or a chain.
+        literal: whether its path is not escaped, see `join`.
+
+    Raises:
+        UnsupportedError: it has none such.
     """
-    plain, mark, query = _divided(url)
-    folder, _, name = plain.rstrip("/").rpartition("/")
-    return f"{folder}{mark}{query}", name
-
-
-def join(folder: str, name: str) -> str:
-    """The URL of a name in a folder. A query is kept: like Azure's signatures, it may be valid for all of a folder."""
-    plain, mark, query = _divided(folder)
-    before = plain.rstrip("/")
-    if before.endswith(":"):  # the root of a store: "memory://"
-        before = f"{before}//"
-    return f"{before}/{name}{mark}{query}"
-
-
-def _divided(url: str) -> tuple[str, str, str]:
-    """A URL before its query, the question mark, and the query: only the Web's schemes have one."""
-    if scheme_of(url) not in ("http", "https"):
-        return url, "", ""
-    plain, mark, query = url.partition("#")[0].partition("?")
-    return plain, mark, query
+    if needs_query(url):
+        raise UnsupportedError(
+            f"{shown(url)}: the query of this URL may be a secret, and stays in this process: "
+            "a pickle, a plan or a journal cannot carry it"
+        )
+    if any(link.hides_place for link in parsed(url)):
+        raise UnsupportedError(f"{shown(url)}: the @ of this path may end a password: escape it as %40")
+    return escaped(shown(url)) if literal and scheme_of(url) == "file" else shown(url)
 
 
 def local_path(url: str) -> str:
-    """The path of a ``file://`` URL.
+    """Return the path of a ``file://`` URL.
 
     Raises:
-        UnsupportedError: it names another machine.
+        UnsupportedError: it names another machine, or no file.
     """
-    from urllib.parse import urlsplit  # only here: most paths are local
-    from urllib.request import url2pathname
-
     if os.name == "nt":
         # What fsspec's `unstrip_protocol` makes of a path.
         url = re.sub(r"^(file://)([a-z]:/)", r"\1/\2", url, flags=re.IGNORECASE)
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise UnsupportedError(f"{shown(url)}: a file:// URL has three slashes before an absolute path")
-    return url2pathname(parts.path)
+    link = divided(url)
+    try:
+        path = file_path(link)
+    except UrlError as error:
+        raise UnsupportedError(f"{shown(url)}: {error}") from None
+    if os.name != "nt":
+        return path
+    from urllib.request import url2pathname
+
+    return url2pathname(link.path)

@@ -1,0 +1,389 @@
+"""The one parser of URLs. Messages, joins, origins and connections use its results and never divide a URL again.
+
+Servers, proxies and libraries disagree on spellings such as a backslash before "@". A URL for a connection is therefore
+rebuilt from its parts, in the few characters that all of them read alike, or refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from urllib.parse import quote, unquote
+
+# A scheme has two letters or more: one is a drive of Windows. Chains of fsspec begin with "scheme::".
+_BEGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
+# Between two links of a chain. IPv6 addresses and queries may have "::" too, with no scheme behind it.
+_CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+(?:://|::))")
+# RFC 3986, appendix B: scheme, authority, path, query, fragment. Whatever is missing is None.
+_PARTS = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.DOTALL)
+_PORT = re.compile(r"[0-9]{1,5}")
+# A place that cannot be the beginning of a password: no colon, IPv6, a port; names of S3 access points.
+_SOUND_PLACE = re.compile(r"[^:]*|\[[^\]]*\](?::[0-9]*)?|[^:]*:[0-9]{0,5}|arn:.*", re.DOTALL)
+
+# What stands before "@" there is a repository, a container, or owner and repository.
+_NAMED, _NAMED_TWICE = ("hf", "abfs", "abfss", "az"), ("github",)
+
+_WEB = {"http": 80, "https": 443}
+_HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
+# With the interface of a link-local address, whose "%" may be escaped.
+_IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+)(?:%(?:25)?([A-Za-z0-9._~-]{1,32}))?\]")
+# Characters that some readers drop, and others take for a delimiter.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_LONE_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_IN_PATH, _IN_QUERY = "/%:@!$&'()*+,;=~", "/?%:@!$&'()*+,;=~"
+# Ends of a name that fsspec's filesystems cut off.
+_S3, _GS = re.compile(r"\?versionId="), re.compile(r"#[0-9]+$|\?generation=")
+_VERSIONED = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS} | dict.fromkeys(
+    ("az", "abfs", "abfss"), re.compile(r"(?i)\?versionid=")
+)
+_NEVER = re.compile(r"(?!)")
+# Links of a chain that have no path of their own.
+CACHES = frozenset(("filecache", "simplecache", "blockcache", "cached"))
+
+
+class UrlError(ValueError):
+    """A URL that cannot be read in exactly one way. Its text says why and quotes nothing."""
+
+
+@dataclass(frozen=True, repr=False)
+class Url:
+    """One URL, or one link of a chain, as it is written."""
+
+    scheme: str  # in lower case
+    credentials: str | None  # before "@", escaped: user and password
+    place: str | None  # host and port, or a bucket; None for a link without "://", such as "filecache"
+    path: str
+    query: str | None
+    fragment: str | None
+
+    def __repr__(self) -> str:
+        return f"<Url {self.shown}>"
+
+    @property
+    def text(self) -> str:
+        """The URL again, with the scheme in lower case and all secrets."""
+        if self.place is None:
+            return f"{self.scheme}{self.path}{self.tail}"
+        before = "" if self.credentials is None else f"{self.credentials}@"
+        return f"{self.scheme}://{before}{self.place}{self.path}{self.tail}"
+
+    @property
+    def tail(self) -> str:
+        """Query and fragment, with their marks."""
+        query = "" if self.query is None else f"?{self.query}"
+        return query if self.fragment is None else f"{query}#{self.fragment}"
+
+    @property
+    def hides_place(self) -> bool:
+        """Whether place and path may be parts of a password that has a "/", "?" or "#", or lost its "@"."""
+        if self.place is None or self.scheme == "file":
+            return False
+        if _SOUND_PLACE.fullmatch(self.place) is None:
+            return True
+        return ":" in self.place and "@" in self.path and not self.place.startswith(("[", "arn:"))
+
+    @property
+    def _names_place(self) -> bool:
+        """Whether the text before "@" is part of a name."""
+        if self.credentials is None:
+            return False
+        return self.scheme in _NAMED_TWICE or (self.scheme in _NAMED and ":" not in self.credentials)
+
+    @property
+    def shown(self) -> str:
+        """The URL for messages, reprs and pickles: without user, password, query and fragment, which may be secret."""
+        if self.place is None:
+            return f"{self.scheme}{self.path}"
+        begin = f"{self.scheme}://"
+        if self._names_place:
+            return f"{begin}{self.credentials}@{self.place}{self.path}"
+        if not self.hides_place:
+            return f"{begin}{self.place}{self.path}"
+        if _SOUND_PLACE.fullmatch(self.place) is not None:  # host and port, or user and the beginning of a password
+            return f"{begin}{self.place}/***@{self.path.rpartition('@')[2]}"
+        _, at, rest = f"{self.path}{self.tail}".rpartition("@")
+        return divided(f"{begin}{rest}").shown if at else f"{begin}{self.place.partition(':')[0]}:***"
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Texts that no message of another library may have: user, password, query, escaped and not."""
+        if self.place is None or self.shown == self.text:
+            return ()
+        user, _, password = ("" if self._names_place else self.credentials or "").partition(":")
+        texts = [password, *([] if password else [user]), self.query or ""]
+        if self.hides_place:
+            texts += [self.place.partition(":")[2], self.path]
+        return tuple({text for raw in texts for text in (raw, unquote(raw)) if text})
+
+
+@dataclass(frozen=True, repr=False)
+class WebUrl:
+    """An http or https URL that every reader divides alike: lower case, ASCII, escaped, without credentials."""
+
+    scheme: str
+    host: str  # IPv6 addresses in brackets
+    port: int
+    path: str  # begins with "/"
+    query: str | None
+
+    def __repr__(self) -> str:
+        return f"<WebUrl {self.shown}>"
+
+    @property
+    def origin(self) -> tuple[str, str, int]:
+        """What credentials are for."""
+        return self.scheme, self.host, self.port
+
+    @property
+    def place(self) -> str:
+        """Host and port, the port only if it is not the usual one."""
+        return self.host if self.port == _WEB[self.scheme] else f"{self.host}:{self.port}"
+
+    @property
+    def shown(self) -> str:
+        """The URL for messages, without the query."""
+        return divided(f"{self.scheme}://{self.place}{self.path}").shown
+
+    @property
+    def text(self) -> str:
+        """The URL for a connection."""
+        return f"{self.scheme}://{self.place}{self.path}" + ("" if self.query is None else f"?{self.query}")
+
+    def redirected(self, location: str) -> WebUrl:
+        """Resolve the target of a redirect (RFC 3986, 5.2).
+
+        Raises:
+            UrlError: it is not http or https, has credentials (RFC 9110, 4.2.4), or cannot be read in one way.
+        """
+        match = _parts(location)
+        scheme, place, path, query = match[1], match[2], match[3], match[4]
+        if scheme is not None or place is not None:
+            if place is None:
+                raise UrlError("it is not http or https")
+            if "@" in place:
+                raise UrlError("it has a user or a password")
+            return web_url(divided(f"{scheme or self.scheme}://{place}{path}{_query(query)}"))[0]
+        if not path:
+            path, query = self.path, self.query if query is None else query
+        elif not path.startswith("/"):
+            path = f"{self.path.rpartition('/')[0]}/{path}"
+        return replace(self, path=_web_path(path), query=None if query is None else _escaped(query, _IN_QUERY))
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL, or a chain of them as fsspec has it: ``filecache::s3://bucket/key``."""
+    return _BEGIN.match(path) is not None
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of a URL in lower case; of a chain the first one."""
+    return re.split(r"://|::", url, maxsplit=1)[0].lower()
+
+
+def links(url: str) -> list[str]:
+    """Split a chain into its links; a plain URL is a chain of one."""
+    return _CHAINED.split(url)
+
+
+def divided(url: str) -> Url:
+    """Divide a URL, or a link of a chain."""
+    match = _PARTS.fullmatch(url)
+    assert match is not None  # every text matches
+    if "://" not in url or match[1] is None or match[2] is None:
+        path, mark, rest = _first(url)
+        return Url("", None, None, path, rest if mark == "?" else None, rest if mark == "#" else None)
+    credentials, at, place = match[2].rpartition("@")
+    return Url(match[1].lower(), credentials if at else None, place, match[3], match[4], match[5])
+
+
+def parsed(url: str) -> tuple[Url, ...]:
+    """Divide a URL into the links of its chain."""
+    return tuple(map(divided, links(url)))
+
+
+def shown(url: str) -> str:
+    """Return a URL, or a chain, for messages, reprs and pickles: without anything that may be secret."""
+    return "::".join(link.shown for link in parsed(url))
+
+
+def web_url(url: Url) -> tuple[WebUrl, tuple[str, str] | None]:
+    """Return the URL to connect to, and user and password if the URL has them.
+
+    Raises:
+        UrlError: it can be read in several ways, or has no host.
+    """
+    if url.scheme not in _WEB or url.place is None:
+        raise UrlError("it is not http or https")
+    _check_characters(url.text)
+    host, port = _host_and_port(url.place, _WEB[url.scheme])
+    query = None if url.query is None else _escaped(url.query, _IN_QUERY)
+    web = WebUrl(url.scheme, host, port, _web_path(url.path), query)
+    if not url.credentials:
+        return web, None
+    if " " in url.credentials:
+        raise UrlError("it has a space before the host: escape it as %20")
+    user, _, password = url.credentials.partition(":")
+    return web, (unquote(user), unquote(password))
+
+
+def split(url: str, literal: bool = False) -> tuple[str, str]:
+    """Return the folder of a URL, without a slash at its end, and the last name in it; a query stays with the folder.
+
+    Args:
+        url: a URL or a chain.
+        literal: whether the path is not escaped, whatever the scheme.
+    """
+    chain, at = _chain(url)
+    link = chain[at]
+    if not literal and _is_escaped(chain, at):
+        folder, _, name = link.path.rstrip("/").rpartition("/")
+        decoded = _decoded(name)
+        return _chained(chain, at, replace(link, path=folder)), name if {"/", "\0"} & set(decoded) else decoded
+    folder, _, name = f"{link.place or ''}{link.path}{link.tail}".rstrip("/").rpartition("/")
+    return _chained(chain, at, replace(link, place=folder, path="", query=None, fragment=None)), name
+
+
+def join(folder: str, name: str, literal: bool = False) -> str:
+    """Return the URL of a bare name in a folder. Marks in the name are data: paths of http, https and file escape them.
+
+    A query is kept: like Azure's signatures, it may be valid for a whole folder.
+
+    Raises:
+        UrlError: the store would read a version of another file.
+    """
+    chain, at = _chain(folder)
+    link = chain[at]
+    if not literal and _is_escaped(chain, at):
+        path = f"{link.path.rstrip('/')}/{quote(name.encode('utf-8', 'surrogateescape'), safe='')}"
+        return _chained(chain, at, replace(link, path=path, fragment=None))
+    if _VERSIONED.get(link.scheme, _NEVER).search(name):
+        raise UrlError("the name ends in the mark of a version, which this store takes for one of another file")
+    path = f"{link.path}{link.tail}".rstrip("/")
+    return _chained(chain, at, replace(link, path=f"{path}/{name}", query=None, fragment=None))
+
+
+def escaped(url: str) -> str:
+    """Return the ``file://`` URL of a path that is not escaped."""
+    begin, mark, path = url.partition("://")
+    return f"{begin}{mark}{quote(path.encode('utf-8', 'surrogateescape'), safe='/:')}"
+
+
+def file_path(url: Url) -> str:
+    """Return the path of a ``file://`` URL, with slashes.
+
+    Raises:
+        UrlError: it has a host, a query or a fragment, or an escape for what no name can have.
+    """
+    if url.credentials is not None or (url.place or "").lower() not in ("", "localhost"):
+        raise UrlError("a file:// URL has three slashes before an absolute path")
+    if url.tail:
+        raise UrlError("a file:// URL has no query and no fragment: escape ? as %3F and # as %23")
+    if re.search("%(?:2[Ff]|00)", url.path):
+        raise UrlError("a file:// URL has no escaped slash and no NUL")
+    return _decoded(url.path)
+
+
+def _parts(text: str) -> re.Match[str]:
+    _check_characters(text)
+    match = _PARTS.fullmatch(text)
+    assert match is not None  # every text matches
+    return match
+
+
+def _check_characters(text: str) -> None:
+    if _CONTROL.search(text):
+        raise UrlError("it has a control character")
+    if "\\" in text:
+        raise UrlError("it has a backslash: escape it as %5C")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise UrlError("it has half a surrogate pair")
+
+
+def _host_and_port(place: str, usual: int) -> tuple[str, int]:
+    host, colon, digits = (place, "", "") if place.endswith("]") else place.rpartition(":")
+    if not colon:
+        host, digits = place, ""
+    if digits and (_PORT.fullmatch(digits) is None or not 0 < int(digits) < 1 << 16):
+        raise UrlError("its port is not a number of 1 to 65535: escape / in a password as %2F, ? as %3F and # as %23")
+    if not host:
+        raise UrlError("it has no host")
+    return _web_host(host), int(digits) if digits else usual
+
+
+def _web_host(host: str) -> str:
+    if host.startswith("["):
+        import ipaddress  # only here: it is rarely needed
+
+        match = _IPV6.fullmatch(host)
+        try:
+            address = ipaddress.IPv6Address(match[1] if match is not None else "").compressed
+        except ValueError:
+            raise UrlError("its host is not an address of IPv6") from None
+        return f"[{address}%25{match[2]}]" if match is not None and match[2] else f"[{address}]"
+    plain = host.lower()
+    if not plain.isascii():
+        plain = _ascii_host(plain)
+    if _HOST.fullmatch(plain) is None:
+        raise UrlError("its host is not a host name")
+    return plain
+
+
+def _ascii_host(host: str) -> str:
+    try:
+        import idna  # comes with huggingface_hub and requests
+    except ImportError:
+        raise UrlError("its host is not ASCII: install idna, or write the host as xn--...") from None
+    try:
+        return str(idna.encode(host, strict=True, std3_rules=True).decode())
+    except UnicodeError:
+        raise UrlError("its host is not a host name") from None
+
+
+def _web_path(path: str) -> str:
+    """Escape a path and remove dot segments, escaped ones too, as browsers do."""
+    kept: list[str] = []
+    segments = _escaped(path, _IN_PATH).removeprefix("/").split("/")
+    for number, segment in enumerate(segments):
+        dots = segment.lower().replace("%2e", ".")
+        if dots == ".." and kept:
+            kept.pop()
+        if dots not in (".", ".."):
+            kept.append(segment)
+        elif number == len(segments) - 1:
+            kept.append("")
+    return "/" + "/".join(kept)
+
+
+def _escaped(text: str, safe: str) -> str:
+    """Escape what a path or a query cannot have; escapes stay as they are."""
+    return quote(_LONE_PERCENT.sub("%25", text), safe=safe)
+
+
+def _query(query: str | None) -> str:
+    return "" if query is None else f"?{query}"
+
+
+def _decoded(path: str) -> str:
+    return unquote(path, "utf-8", "surrogateescape")
+
+
+def _first(text: str) -> tuple[str, str, str]:
+    """Divide a text at its first "?" or "#"."""
+    match = re.search("[?#]", text)
+    return (text, "", "") if match is None else (text[: match.start()], match[0], text[match.end() :])
+
+
+def _chain(url: str) -> tuple[list[Url], int]:
+    """Divide a chain, and find the link whose path names the file: the first one besides caches."""
+    chain = [divided(link) for link in links(url)]
+    at = next((k for k, link in enumerate(chain) if (link.scheme or link.path) not in CACHES), len(chain) - 1)
+    return chain, at
+
+
+def _is_escaped(chain: list[Url], at: int) -> bool:
+    """Whether the path is escaped: fsspec, which reads chains, takes all but the Web's literally."""
+    return chain[at].scheme in _WEB or (chain[at].scheme == "file" and len(chain) == 1)
+
+
+def _chained(chain: list[Url], at: int, link: Url) -> str:
+    return "::".join(one.text for one in (*chain[:at], link, *chain[at + 1 :]))
