@@ -49,6 +49,9 @@ OWN = "safeload"
 # The family of blocks of ggml with one more scale, which GGUF files hold.
 GGUF = "GGUF"
 
+# The family of MLX, which stacks experts under names of its own.
+MLX = "mlx"
+
 # The key of a safetensors file's metadata that holds the quantization of the ``config.json`` of its packed tensors.
 CONFIG_KEY = "safeload.quantization"
 

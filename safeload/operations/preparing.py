@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypedDict
 
-from ..base import dtypes
+from ..base import dtypes, log
 from ..base.arrays import check_mapping
 from ..base.collector import paused
+from ..base.packing import MLX
 from ..base.selecting import Patterns, Renames, check_matches, renamed
-from ..base.text import parse_size, show
+from ..base.text import parse_size, plural, show
 from ..engine.lazy import LazyPacked
 from ..engine.load import parse_target
 from ..errors import UnsupportedError
@@ -29,6 +31,9 @@ from .making import Maker
 from .quantize_checkpoint import Keep, Rules, Scheme
 from .shard_folder import Folder
 from .shards import Output, extras_of
+
+# Names that mlx-lm gives to the stacked experts of a layer.
+_MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
 
 
 class ConvertOptions(TypedDict, total=False):
@@ -160,12 +165,35 @@ def _prepared(catalog: Catalog, wanted: Wanted, rules: Rules | None, threads: in
     names = renamed(outputs, options.get("rename"))
     for name, output in outputs.items():
         _check_rename(name, names[name], output)
+    if work.restored:
+        _warn_of_stacks(catalog, names, wanted.path)
     outputs = {names[name]: output for name, output in outputs.items()}
     metadata = metadata_for(catalog, wanted)
     changed = wanted.target is not None or rules is not None
     if format == "gguf" and changed and file_type.KEY not in (options.get("metadata") or {}):
         metadata = file_type.updated(metadata, outputs.values())
     return Prepared(catalog, work, decisions, outputs, metadata, extras_for(catalog, wanted))
+
+
+def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:
+    """Warn of dequantized experts that keep the names of MLX, because no other library loads them."""
+    stacks = [new for name, new in names.items() if _MLX_EXPERTS.search(new) and _of_mlx(catalog, name)]
+    if stacks:
+        more = f" and {plural(len(stacks) - 1, 'more tensor')}" if stacks[1:] else ""
+        log.warning(
+            "%s: the experts of a layer are stacked as in MLX (%s%s): transformers and vLLM do not load them under "
+            "these names. Convert the checkpoint that the MLX one was made from, or split the stacks",
+            path,
+            show(stacks[0]),
+            more,
+        )
+
+
+def _of_mlx(catalog: Catalog, name: str) -> bool:
+    """Whether a file of MLX holds a tensor packed."""
+    file, number = catalog.place(name)[1:] if name in catalog else (None, 0)
+    packed = None if file is None else file.table.packed(number)
+    return packed is not None and packed.packing.family == MLX
 
 
 def extras_for(catalog: Catalog, wanted: Wanted) -> dict[str, Location]:

@@ -154,7 +154,12 @@ def mlx(group: Group) -> Packing:
         )
     shape = (*stored[:-1], columns)
     return group.packing(
-        "mlx", f"mlx{bits} g{size}", shape, bits, "U8" if bits == 8 else "unsigned", grid=whole_grid(shape, 1, size)
+        packing.MLX,
+        f"mlx{bits} g{size}",
+        shape,
+        bits,
+        "U8" if bits == 8 else "unsigned",
+        grid=whole_grid(shape, 1, size),
     )
 
 
@@ -167,7 +172,9 @@ def _mlx_mode(group: Group, mode: str) -> Packing:
     if group.dtype(packing.SCALE) != "U8" or shape[-1] != scale[-1] * block:
         raise Misfit(f"{group.dtype(packing.SCALE)} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")
     rule = packing.MLX_GLOBAL if group.has(packing.GLOBAL) else packing.STORED
-    packed = group.packing("mlx", mode, shape, bits, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents)
+    packed = group.packing(
+        packing.MLX, mode, shape, bits, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents
+    )
     return (check_global(group, packed) if group.has(packing.GLOBAL) else packed)._replace(scale_rule=rule)
 
 

@@ -1,6 +1,7 @@
 """Operations work on the true weights of quantized checkpoints: each gives what it gives for the weights in float32."""
 
 import json
+import logging
 import os
 import shutil
 
@@ -506,3 +507,35 @@ def test_the_other_commands(name, capsys, tmp_path, monkeypatch):
     run(capsys, "report", fixture.path, "-o", tmp_path / "r.html")  # 1 where the small config lacks keys of its schema
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert all(label in page for label in {info.dtype for info in safeload.open(fixture.path).tensors.values()})
+
+
+# ---- names of MLX ----
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "float32", "max_shard_size": "1MB"}, True),
+        ({"dtype": "float32", "max_shard_size": "1MB", "resume": True}, True),
+        ({"quantize": "int8"}, True),
+        ({"dtype": "float32", "rename": {"switch_mlp": "m"}}, False),
+        ({"dtype": "float32", "drop": "*switch_mlp*"}, False),
+        ({"max_shard_size": "1MB"}, False),
+        ({}, False),
+    ],
+)
+def test_dequantized_experts_of_mlx_are_warned_of(options, warns, tmp_path, caplog):
+    """Other libraries expect experts one by one; codes that stay packed are still a checkpoint of MLX."""
+    out = tmp_path / ("out" if "max_shard_size" in options else "out.safetensors")
+    with caplog.at_level(logging.WARNING, "safeload"):
+        safeload.convert(FIXTURES["mlx_experts"].path, out, **options)
+    assert ("switch_mlp.gate_proj.weight' and 1 more tensor" in caplog.text) == warns
+    assert ("do not load them under these names" in caplog.text) == warns
+
+
+def test_other_experts_are_not_warned_of(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "safeload"):
+        for name in ("gpt_oss", "fp8_experts", "ct_pack_experts"):
+            safeload.convert(FIXTURES[name].path, tmp_path / f"{name}.safetensors", dtype="float32")
+    assert not caplog.text
