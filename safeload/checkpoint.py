@@ -14,8 +14,9 @@ from .base.packing import Part as StoredPart
 from .base.selecting import Patterns, choose, distinct
 from .base.table import TensorInfo, hidden, missing
 from .base.text import plural, show
-from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, Part, load_parts, parts_of
+from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, load_tensors
 from .engine.progress import Progress
+from .engine.tensors import FileTensor, Tensors
 from .engine.views import Views
 from .engine.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError
@@ -95,8 +96,8 @@ class Checkpoint(Mapping[str, Any]):
         self.config = found.config
         self.last_load: LoadStats | None = None
 
-    def entries(self, names: Iterable[str] | None = None) -> Sequence[Part]:
-        """Name, file and index in its table, of the tensors named or of all in byte order. Internal.
+    def entries(self, names: Iterable[str] | None = None) -> Tensors:
+        """The tensors of these names, or all in the order of their bytes. Internal.
 
         :meta private:
 
@@ -104,10 +105,10 @@ class Checkpoint(Mapping[str, Any]):
             TensorNotFoundError: an unknown name.
         """
         if names is not None and (self._where is not None or self._hidden):
-            return [(name, *self._locate(name)) for name in distinct(names)]
+            return Tensors.of((name, *self._locate(name)) for name in distinct(names))
         if self._where is None:
-            return parts_of(self.weight_files[0], names)
-        return [(name, file, index) for name, (file, index) in self._where.items()]
+            return Tensors.in_file(self.weight_files[0], names)
+        return Tensors.of((name, file, index) for name, (file, index) in self._where.items())
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Checkpoint:
         """A view of this checkpoint that has some tensors under a second name; it shares the open files. Internal.
@@ -160,7 +161,7 @@ class Checkpoint(Mapping[str, Any]):
         array = self._views.find(name)
         return self._views.make(name, self._aliases(name)) if array is None else array
 
-    def _aliases(self, name: str) -> list[Part]:
+    def _aliases(self, name: str) -> list[FileTensor]:
         """The tensor and those that share bytes with it: if a copy is needed, one copy serves all of them."""
         file, index = self._locate(name)
         if not file.table.shaped:
@@ -284,7 +285,7 @@ class Checkpoint(Mapping[str, Any]):
             OSError: a file cannot be read.
         """
         parts = chosen(self, names, only, drop, dtype)
-        arrays, self.last_load = load_parts(
+        arrays, self.last_load = load_tensors(
             parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
         )
         log.debug("loaded %s: %s", self.path, self.last_load)
@@ -395,9 +396,7 @@ class Checkpoint(Mapping[str, Any]):
         self.close()
 
 
-def chosen(
-    checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any
-) -> Sequence[Part]:
+def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any) -> Tensors:
     """The tensors to load, as `Checkpoint.entries` gives them; it raises what `Checkpoint.load` does."""
     checkpoint._check_open()
     if only is not None or drop is not None:

@@ -13,8 +13,9 @@ from .base.paths import PathLike
 from .base.selecting import Patterns
 from .compat.names import imported
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
-from .engine.load import Backend, check_backend, parse_target, parts_of
+from .engine.load import Backend, check_backend, parse_target
 from .engine.progress import Progress
+from .engine.tensors import Tensors
 from .engine.threads import check_threads
 from .formats.opening import Paths, UnknownGlobals
 from .formats.registry import FormatName, Wanted
@@ -83,7 +84,7 @@ def load_file(
     target = parse_target(dtype)
     file = safetensors.open_file(filename)
     try:
-        parts = parts_of(file, names)
+        parts = Tensors.in_file(file, names)
         if target is not None:
             from .packed import grouping  # only here: most loads do not need it
 

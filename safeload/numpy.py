@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from .base.arrays import Array
 from .base.paths import PathLike
 from .compat.names import SHARED, imported
-from .engine.load import Backend, check_backend, load_all, load_parts, parts_of
+from .engine.load import Backend, check_backend, load_all, load_tensors
 from .engine.progress import Progress
+from .engine.tensors import Tensors
 from .formats.safetensors import file as safetensors
 from .formats.safetensors import quantized
 
@@ -177,12 +178,12 @@ def load_file(
             found.close()
     file = safetensors.open_file(filename, brief=True)
     try:
-        parts = parts_of(file, names)
+        tensors = Tensors.in_file(file, names)
         if dtype is not None:
             from .packed import grouping  # only here: most loads do not need it
 
-            grouping.refuse_floating(file, parts, "load_file")
-        return load_parts(parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
+            grouping.refuse_floating(file, tensors, "load_file")
+        return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()
 

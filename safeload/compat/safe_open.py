@@ -11,7 +11,8 @@ from ..base.arrays import Array
 from ..base.paths import PathLike
 from ..base.text import clip, plural, printable
 from ..engine.jobs import read_small
-from ..engine.load import VIEWED_FROM, check_backend, load_parts, parse_target, parts_of
+from ..engine.load import VIEWED_FROM, check_backend, load_tensors, parse_target
+from ..engine.tensors import Tensors
 from ..engine.weight_file import WeightFile
 from ..engine.window import Window
 from ..errors import SafetensorError
@@ -111,7 +112,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         first = self._handed_out.setdefault(index, caller) is caller  # atomic: of two threads only one is first
         mappings = self._mappings if first else None
         arrays: dict[str, Array]
-        arrays, _ = load_parts([(name, file, index)], backend=self._backend, mappings=mappings)
+        arrays, _ = load_tensors(Tensors([file], [name], [index]), backend=self._backend, mappings=mappings)
         return arrays[name]
 
     def get_tensors(self, *, dtype: Any = None, out: Mapping[str, Array] | None = None) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class safe_open:  # noqa: N801 - safetensors' name
             FormatError, OSError: the file ends too early, or cannot be read.
         """
         file = self._opened()
-        parts = parts_of(file)
+        parts = Tensors.in_file(file)
         if dtype is not None:
             from ..packed import grouping  # only here: most loads do not need it
 
@@ -139,7 +140,7 @@ class safe_open:  # noqa: N801 - safetensors' name
 
         def read() -> dict[str, Array]:
             arrays: dict[str, Array]
-            arrays, _ = load_parts(parts, backend=self._backend, dtype=dtype, out=out)
+            arrays, _ = load_tensors(parts, backend=self._backend, dtype=dtype, out=out)
             return arrays
 
         return read() if self._handle is None else self._handle.tensors(parts, parse_target(dtype), read)

@@ -9,8 +9,8 @@ from ..base import dtypes
 from ..base.arrays import foreign_order
 from ..base.packing import Packed, Packing, by_columns, row_unit
 from .code_ranges import Range, flat_ranges, rows_apart, rows_range, values_before
-from .entries import Entry
 from .job import Job, moving
+from .plan import Entry
 from .restore import restore_jobs
 
 

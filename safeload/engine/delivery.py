@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from ..base.text import show
 from ..stores.local import mapping_of
 from . import jobs
 from .memory import HUGE_FROM
-from .plan import EMPTY, VIEW, Plan, Selection, decide
+from .plan import EMPTY, VIEW, ReadPlan, decide
 from .progress import Progress, reporter
 from .quantized_tensor import QuantizedTensor
 from .read import Reads, over, read_scale
+from .tensors import Tensors
 from .threads import thread_count
 from .weight_file import WeightFile
 
@@ -30,7 +31,7 @@ Value = Array | QuantizedTensor
 
 
 def deliver(
-    selections: Sequence[Selection],
+    tensors: Tensors,
     *,
     target: dtypes.Dtype | None = None,
     view: bool = False,
@@ -41,12 +42,12 @@ def deliver(
     threads: int | None = None,
     progress: Progress = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Arrays (or quantized tensors) by name, in any order, and whether the system allowed what was asked for.
+    """Return arrays (or quantized tensors) by name, in any order, and False if the system refused the way asked for.
 
     A file whose mapping is refused, or reading past the page cache, is read through it instead.
 
     Args:
-        selections: tensors to deliver.
+        tensors: each name once.
         target: dtype that floating tensors are converted to and quantized ones dequantized to; None to convert nothing.
         view: whether to return views of mapped files where possible.
         direct: whether to read past the page cache where possible.
@@ -62,28 +63,26 @@ def deliver(
         FormatError: a file ends too early, with path and offset.
         OSError: a file cannot be read.
     """
-    if len(selections) == 1 and target is None and out is None and progress is None:
-        array = _one(selections[0], view, mappings, threads)
+    if len(tensors) == 1 and target is None and out is None and progress is None:
+        array = _one(tensors, view, mappings, threads)
         if array is not None:
-            return {selections[0].names[0]: array}, True
-    packed: dict[str, Packed] = {}
-    if any(selection.file.table.quantized for selection in selections):
-        selections, packed = without_packed(selections)
-    plans = [decide(selection, target, view) for selection in selections]
+            return {tensors.names[0]: array}, True
+    tensors, packed = tensors.without_packed()
+    plans = [decide(own, target, view) for own in tensors.by_file()]
     if out is not None:
         for plan in plans:
             _check_out(plan, out)
         _check_out_packed(packed, target, out)
     delivered: dict[str, Any] = {}
     allowed, reading, to_read = True, False, []
-    for plan, selection in zip(plans, selections, strict=True):
+    for plan in plans:
         if VIEW in plan.ways:
             buffer = _mapping(plan.file, mappings)
             if buffer is not None:
                 delivered = _joined(delivered, _views(plan, buffer))
             else:
                 allowed = False
-                plan = decide(selection, target, False)
+                plan = decide(plan.tensors, target, False)
         if plan.ways.count(VIEW) < len(plan.ways):
             to_read.append(plan)
     if to_read or packed:
@@ -112,21 +111,6 @@ def deliver(
     return delivered, allowed
 
 
-def without_packed(selections: Sequence[Selection]) -> tuple[list[Selection], dict[str, Packed]]:
-    """Selections without the packed tensors, and these by name."""
-    packed: dict[str, Packed] = {}
-    plain = []
-    for file, names, indices in selections:
-        found = [file.table.packed(index) for index in indices]
-        packed.update((name, one) for name, one in zip(names, found, strict=True) if one is not None)
-        if any(found):
-            kept = [k for k, one in enumerate(found) if one is None]
-            names, indices = [names[k] for k in kept], [indices[k] for k in kept]
-        if indices:
-            plain.append(Selection(file, names, indices))
-    return plain, packed
-
-
 def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
     """A packed tensor as it is stored: views of mapped files, or arrays that ``reads`` fills."""
     arrays = {}
@@ -151,12 +135,12 @@ def _joined(arrays: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def _one(selection: Selection, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
-    """A single contiguous tensor, without the cost of columns; None where the full plan is needed."""
-    file, _, indices = selection
-    if len(indices) != 1 or file.table.shaped or file.table.quantized:
+def _one(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
+    """A single contiguous tensor, without the cost of columns; None if it needs the full plan."""
+    _, file, index = tensors[0]
+    if file.table.shaped or file.table.quantized:
         return None
-    spec = file.layout(indices[0])
+    spec = file.layout(index)
     if spec.begin == spec.end or spec.begin % spec.dtype.alignment:
         return None
     size = spec.end - spec.begin
@@ -179,7 +163,7 @@ def _mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
     return buffer
 
 
-def _views(plan: Plan, buffer: Any) -> dict[str, Array]:
+def _views(plan: ReadPlan, buffer: Any) -> dict[str, Array]:
     """The tensors that are views of the mapped file, by name."""
     which = plan.of_way(VIEW)
     if plan.file.table.shaped:
@@ -194,10 +178,10 @@ def _views(plan: Plan, buffer: Any) -> dict[str, Array]:
     return dict(zip(names, over(buffer, kinds_of, shapes, begins), strict=True))
 
 
-def _wrap(plan: Plan, delivered: dict[str, Any]) -> None:
+def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
     """Replaces the raw data of quantized tensors that are not converted by `QuantizedTensor` objects."""
     table = plan.file.table
-    for k, (name, index) in enumerate(zip(plan.names, plan.indices, strict=True)):
+    for k, (name, index) in enumerate(zip(plan.names, plan.tensors.indices, strict=True)):
         row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scale(index)
         if plan.sources[k] != plan.targets[k]:
             continue
@@ -208,7 +192,7 @@ def _wrap(plan: Plan, delivered: dict[str, Any]) -> None:
             delivered[name] = QuantizedTensor(INT8, plan.shapes[k], delivered[name], factors, scale.axis)
 
 
-def _check_out(plan: Plan, out: Mapping[str, Array]) -> None:
+def _check_out(plan: ReadPlan, out: Mapping[str, Array]) -> None:
     """Refuses arrays of ``out`` that are missing or do not fit."""
     for k, (name, shape) in enumerate(zip(plan.names, plan.shapes, strict=True)):
         check_given(name, plan.dtype(k), shape, out)

@@ -12,7 +12,7 @@ from ..base.arrays import Array
 from ..base.packing import Packing
 
 if TYPE_CHECKING:
-    from .entries import Entry
+    from .plan import Entry
 
 
 class Staged(NamedTuple):

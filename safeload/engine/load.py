@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Iterable, Mapping
 from operator import attrgetter, eq
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
 import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, check_mapping
 from ..base.native import lib
-from ..base.selecting import Patterns, distinct
+from ..base.selecting import Patterns
 from ..base.text import show
 from ..errors import SafeloadError, UnsupportedError
 from ..stores.local import mapping_of
 from .delivery import deliver
 from .memory import HUGE_FROM
-from .plan import Selection
 from .progress import Progress
 from .resident import views_of
+from .tensors import Tensors
 from .threads import check_threads
 from .weight_file import WeightFile
 
@@ -35,10 +34,6 @@ _TARGETS = tuple(row for row in reversed(dtypes.TABLE) if lib.sl_convertible(_F6
 # Tensors of `safe_open` below this size, and slices, are read, with any backend: a view would save less than the
 # mapping costs, and one call of the system is less than a batch of jobs.
 VIEWED_FROM = {"mmap": 127 << 10, "pread": HUGE_FROM, "direct": HUGE_FROM}
-
-# A tensor to load: its name, its file, its index there.
-Part = tuple[str, WeightFile, int]
-
 
 # What `parse_target` takes as a dtype.
 DtypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
@@ -106,48 +101,8 @@ def targets() -> list[str]:
     return [row.name for row in _TARGETS]
 
 
-class Parts(Sequence[Part]):
-    """Tensors of one file, as columns; each `Part` is created when it is accessed.
-
-    Args:
-        file: the file that holds them.
-        names: their names.
-        indices: their indices in the file's table.
-    """
-
-    def __init__(self, file: WeightFile, names: Sequence[str], indices: Sequence[int]) -> None:
-        self.selection = Selection(file, names, indices)
-
-    def __len__(self) -> int:
-        return len(self.selection.indices)
-
-    def __iter__(self) -> Iterator[Part]:
-        file, names, indices = self.selection
-        return zip(names, repeat(file), indices)
-
-    @overload
-    def __getitem__(self, k: int) -> Part: ...
-    @overload
-    def __getitem__(self, k: slice) -> Parts: ...
-    def __getitem__(self, k: int | slice) -> Part | Parts:
-        file, names, indices = self.selection
-        return Parts(file, names[k], indices[k]) if isinstance(k, slice) else (names[k], file, indices[k])
-
-
-def parts_of(file: WeightFile, names: Iterable[str] | None = None) -> Parts:
-    """The tensors named, or all in the order of their bytes.
-
-    Raises:
-        TensorNotFoundError: an unknown name.
-    """
-    if names is None:
-        return Parts(file, file.table.names, range(file.table.count))
-    wanted = list(distinct(names))
-    return Parts(file, wanted, [file.table.index(name) for name in wanted])
-
-
-def load_parts(
-    parts: Sequence[Part],
+def load_tensors(
+    tensors: Tensors,
     *,
     backend: str,
     dtype: Any = None,
@@ -156,10 +111,10 @@ def load_parts(
     progress: Progress = None,
     mappings: dict[WeightFile, Any] | None = None,
 ) -> tuple[dict[str, Any], LoadStats]:
-    """Arrays (or quantized tensors) of tensors in any files, in the order of ``parts``.
+    """Load tensors as arrays (or quantized tensors) by name, in their order.
 
     Args:
-        parts: tensors to load, each name once.
+        tensors: each name once.
         backend: "mmap" for views into one mapping per file, "pread" for private memory, "direct" for private memory
             that is read past the page cache. Tensors that cannot be views (converted, not aligned in the file, or the
             system refuses the mapping) are read. Tensors that share bytes share memory with every backend, unless they
@@ -180,13 +135,12 @@ def load_parts(
     check_threads(threads)
     target = parse_target(dtype)
     started = time.perf_counter()
-    selections = selections_of(parts)
-    names = selections[0].names if len(selections) == 1 else [name for name, _, _ in parts]
+    names = tensors.names
     if out is not None:
         check_out_names(out, names, "load")
         backend = "pread" if backend == "mmap" else backend
     arrays, allowed = deliver(
-        selections,
+        tensors,
         target=target,
         view=backend == "mmap",
         direct=backend == "direct",
@@ -198,7 +152,7 @@ def load_parts(
     if not all(map(eq, arrays, names)):  # delivered views first, then tensors that were read, file by file
         arrays = {name: arrays[name] for name in names}
     nbytes = sum(map(attrgetter("nbytes"), arrays.values()))
-    if any(selection.file.remote for selection in selections):
+    if tensors.remote:
         backend = "remote"
     elif not allowed:
         backend = "pread"
@@ -210,17 +164,17 @@ def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
 
     Args:
         file: of which no tensor is a `QuantizedTensor`.
-        backend: see `load_parts`.
+        backend: see `load_tensors`.
 
     Raises:
-        UnsupportedError, FormatError, OSError: see `load_parts`.
+        UnsupportedError, FormatError, OSError: see `load_tensors`.
     """
     if backend == "mmap" and file.table.plain:
         buffer = mapping_of(file.store)
         if buffer is not None:
             return views_of(file.table, buffer)
     arrays: dict[str, Array]
-    arrays, _ = load_parts(parts_of(file), backend=backend)
+    arrays, _ = load_tensors(Tensors.in_file(file), backend=backend)
     return arrays
 
 
@@ -240,17 +194,3 @@ def check_out_names(out: Mapping[str, Array], names: Iterable[str], what: str) -
     unknown = sorted(set(out) - set(names))
     if unknown:
         raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {what}")
-
-
-def selections_of(parts: Sequence[Part]) -> list[Selection]:
-    """The tensors grouped by file."""
-    if isinstance(parts, Parts):
-        return [parts.selection]
-    files: dict[WeightFile, tuple[list[str], list[int]]] = {}
-    for name, file, index in parts:
-        found = files.get(file)
-        if found is None:
-            found = files[file] = [], []
-        found[0].append(name)
-        found[1].append(index)
-    return [Selection(file, *found) for file, found in files.items()]

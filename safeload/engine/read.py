@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..base import dtypes, packing
+from ..base import dtypes
 from ..base.arrays import Array, ArraySpec, array_over
 from ..base.packing import Packed, Part
 from ..base.table import Scale
@@ -16,8 +16,9 @@ from . import jobs, restore, strided
 from .job import Job, moving
 from .jobs import Batch
 from .memory import ALIGNMENT, POOLED_BELOW, address_of, aligned_bytes, paged_array, private_array
-from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, Plan
+from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, ReadPlan
 from .progress import Progress
+from .tensors import packed_of
 from .weight_file import WeightFile
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ class Reads:
         self._memory = memory
         self._direct = direct
         self._batch = Batch(direct=direct)
-        self._shared: list[tuple[Plan, strided.Block]] = []
+        self._shared: list[tuple[ReadPlan, strided.Block]] = []
 
-    def add(self, plan: Plan) -> None:
+    def add(self, plan: ReadPlan) -> None:
         """Adds the tensors of a plan that are not views."""
         for k in plan.of_way(EMPTY):
             self.arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
@@ -69,7 +70,7 @@ class Reads:
             for k in (*plain, *converted):
                 self._read(plan, k)
         for k in plan.of_way(DEQUANTIZE):
-            packed = packed_of(plan.file, plan.indices[k])
+            packed = packed_of(plan.file, plan.tensors.indices[k])
             assert packed is not None
             self.restore(plan.names[k], packed, dtypes.BY_NUMBER[plan.targets[k]])
 
@@ -97,7 +98,7 @@ class Reads:
             return self._out[name]
         return private_array(shape, dtype) if self._memory is None else self._memory.array(shape, dtype)
 
-    def _read(self, plan: Plan, k: int) -> None:
+    def _read(self, plan: ReadPlan, k: int) -> None:
         """Adds the job that reads one tensor into an array of its own."""
         begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
         if self._direct and source == target and self._out is None and self._memory is None:
@@ -108,7 +109,7 @@ class Reads:
         place = plan.file, begin, self._batch.into(array), plan.ends[k] - begin
         self._batch.add(Job(*place, source, target, moving(source, target)))
 
-    def _place(self, plan: Plan, which: Sequence[int], *, converted: bool) -> None:
+    def _place(self, plan: ReadPlan, which: Sequence[int], *, converted: bool) -> None:
         """Adds jobs that read tensors into new memory: one array per large tensor, a pool for small ones.
 
         Small tensors that are adjacent in the file are adjacent in the pool and share a job; converted ones only if
@@ -146,7 +147,7 @@ class Reads:
         if pool.members:
             self._fill(plan, pool, at)
 
-    def _fill(self, plan: Plan, pool: _Pool, size: int) -> None:
+    def _fill(self, plan: ReadPlan, pool: _Pool, size: int) -> None:
         """Adds the jobs that read small tensors into a shared pool, and the arrays over it."""
         memory = aligned_bytes(size) if self._memory is None else self._memory.array((size,), np.dtype(np.uint8))
         base = address_of(memory)
@@ -218,20 +219,6 @@ def over(
         return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
     except ValueError:  # once more, to find out which
         return [array_over(buffer, *one) for one in zip(kinds, shapes, places, strict=True)]
-
-
-def packed_of(file: WeightFile, index: int) -> Packed | None:
-    """The codes and scales of a tensor that is packed, or int8; None for any other."""
-    table = file.table
-    scale = table.scale(index)
-    if scale is None:
-        return table.packed(index)
-    name, shape = table.names[index], table.shape(index)
-    parts = {
-        packing.CODES: Part(name, file, table.row(index), shape, *table.byte_range(index)),
-        packing.SCALE: Part(name, file, _F32, scale.shape, scale.begin, scale.end),
-    }
-    return Packed(packing.int8_packing(shape, scale.axis), parts)
 
 
 def read_scale(file: WeightFile, scale: Scale) -> Array:

@@ -19,6 +19,7 @@ from .job import Job, moving
 from .jobs import Batch, move
 from .memory import address_of, aligned_bytes
 from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size, nothing
+from .tensors import Tensors
 from .weight_file import WeightFile
 
 # Bytes of an element by the number of its dtype; 0 for elements that share bytes, and for blocks.
@@ -48,6 +49,12 @@ class Spans:
         self.files = files
         self.columns = file, begins, sizes, sources, targets
         self.lengths: Array = sizes // np.maximum(_BYTES[sources], 1) * _BYTES[targets]
+
+    @classmethod
+    def of(cls, tensors: Tensors, targets: Array | None = None) -> Spans:
+        """The bytes of plain tensors; ``targets`` are numbers of dtypes, None to convert nothing."""
+        file, begins, sizes, numbers = tensors.ranges
+        return cls(tensors.files, file, begins, sizes, numbers, numbers if targets is None else targets)
 
     def __len__(self) -> int:
         return len(self.lengths)

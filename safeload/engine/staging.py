@@ -13,10 +13,10 @@ from ..base.arrays import Array
 from .ahead import REMOTE_WORKERS, Ahead, Check, Task
 from .chunks import Chunk, chunks_of
 from .delivery import deliver
-from .entries import Entry
 from .jobs import Batch
-from .load import selections_of
 from .memory import ALIGNMENT, address_of, aligned_bytes, private_array
+from .plan import Entry
+from .tensors import Tensors
 
 # Bytes of a buffer, and the number of buffers: more makes nothing faster. A buffer has work for all threads; to copy it
 # to a device takes 0.6 ms over PCIe 4 x16, which hides what starting a copy costs. To pin memory takes 0.5 s per GB.
@@ -160,7 +160,7 @@ def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
     assert entry.target is not None
     out = {entry.name: private_array(entry.shape, entry.dtype)}
     deliver(
-        selections_of([entry[:3]]),
+        Tensors.of([entry.tensor]),
         target=None if entry.source == entry.target and entry.packed is None else dtypes.BY_NUMBER[entry.target],
         out=out,
         threads=threads,

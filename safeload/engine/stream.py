@@ -15,11 +15,12 @@ from ..errors import RemoteError
 from ..stores.stop import Stopped
 from .ahead import REMOTE_WORKERS, Ahead, Check, Task
 from .delivery import check_given, deliver, stored_in_parts
-from .entries import Entry, entries_of, in_file_order
-from .load import Part, check_out_names, parse_target, selections_of
+from .load import check_out_names, parse_target
 from .pieces import Meter
+from .plan import Entry, entries_of, in_file_order
 from .progress import Progress
 from .recycled import Recycler
+from .tensors import FileTensor, Tensors
 from .threads import check_threads
 from .weight_file import WeightFile
 
@@ -152,7 +153,7 @@ class _Reader(NamedTuple):
             return {}
         made = self.makes(entries[0])
         arrays, _ = deliver(
-            selections_of([entry[:3] for entry in entries]),
+            Tensors.of(entry.tensor for entry in entries),
             target=self.target,
             out=given if made and self.out is not None else None,
             memory=memory if made else None,
@@ -247,7 +248,7 @@ def _units(entries: Sequence[Entry], reader: _Reader, share: int) -> Iterator[li
 
 
 def stream(
-    parts: Sequence[Part],
+    tensors: Sequence[FileTensor],
     files: Sequence[WeightFile],
     *,
     dtype: Any,
@@ -260,11 +261,10 @@ def stream(
     """Reads tensors one after the other; `Checkpoint.stream` describes it.
 
     Args:
-        parts: the tensors.
         files: all files, in order.
         dtype: dtype that floating tensors are converted to and packed ones dequantized to; None to convert nothing.
         ahead: most bytes that are read and not taken.
-        order: "given" for that of ``parts``; else that of the bytes.
+        order: "given" for that of ``tensors``; else that of the bytes.
         out: arrays to fill; None for new ones.
         threads: None: chosen automatically.
         progress: reports in the consumer's thread.
@@ -273,7 +273,7 @@ def stream(
         raise ValueError(f'order must be "file", "given" or "ready", not {show(order)}')
     target, limit = parse_target(dtype), parse_size(ahead, "ahead")
     check_threads(threads)
-    entries = entries_of(parts, target)
+    entries = entries_of(tensors, target)
     for entry in entries if out is not None else ():
         if entry.target is None and entry.packed is not None:
             raise stored_in_parts(entry.name, entry.packed)

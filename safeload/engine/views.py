@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .delivery import Value
-from .load import Part, load_parts
+from .load import load_tensors
+from .tensors import FileTensor, Tensors
 from .weight_file import WeightFile
 
 
@@ -22,7 +23,7 @@ class Views:
         """The array that was created before, None if there is none."""
         return self._arrays.get(name)
 
-    def make(self, name: str, aliases: Sequence[Part]) -> Value:
+    def make(self, name: str, aliases: Sequence[FileTensor]) -> Value:
         """Creates the array of a tensor.
 
         Args:
@@ -32,7 +33,7 @@ class Views:
         Raises:
             FormatError, OSError: a file cannot be read.
         """
-        loaded, _ = load_parts(aliases, backend="mmap", mappings=self._mappings)
+        loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
         if len(aliases) > 1:  # an atomic step: concurrent threads all get the arrays of the first
             loaded = self._groups.setdefault(aliases[0][0], loaded)
             self._arrays.update(loaded)

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..engine.load import Part
+from ..engine.tensors import FileTensor
 from ..engine.weight_file import WeightFile
 
 
 class Handle(Protocol):
     """Gives the tensors of one open file as tensors of a framework. It pickles as its device and backend."""
 
-    def tensor(self, part: Part, read: Callable[[], Array]) -> Any:
+    def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
         """One tensor.
 
         Args:
@@ -23,7 +23,7 @@ class Handle(Protocol):
         """
 
     def tensors(
-        self, parts: Sequence[Part], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
+        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
     ) -> dict[str, Any]:
         """Several tensors by name.
 

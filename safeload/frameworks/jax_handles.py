@@ -8,7 +8,8 @@ from typing import Any
 from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
 from ..base.text import clip, printable
-from ..engine.load import Part, load_parts
+from ..engine.load import load_tensors
+from ..engine.tensors import FileTensor, Tensors
 from ..engine.weight_file import WeightFile
 from ..errors import SafetensorError
 from . import jax_arrays, jax_loading
@@ -36,13 +37,13 @@ class JaxHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         return JaxHandle, ("cpu", "mmap")
 
-    def tensor(self, part: Part, read: Callable[[], NumpyArray]) -> Array:
+    def tensor(self, part: FileTensor, read: Callable[[], NumpyArray]) -> Array:
         """One tensor; see `Handle.tensor`. It is read: a view of the mapped file would have to be copied."""
-        arrays, _ = load_parts([part], backend="pread")
+        arrays, _ = load_tensors(Tensors.of([part]), backend="pread")
         return jax_arrays.put([arrays[part[0]]], None, borrowed=False)[0]
 
     def tensors(
-        self, parts: Sequence[Part], target: dtypes.Dtype | None, read: Callable[[], dict[str, NumpyArray]]
+        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, NumpyArray]]
     ) -> dict[str, Array]:
         """Several tensors; see `Handle.tensors`."""
         if target is not None:

@@ -17,12 +17,13 @@ from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..engine import code_ranges
 from ..engine.cast import astype
-from ..engine.entries import entries_of
 from ..engine.lazy import materialize
-from ..engine.load import Part, load_parts
+from ..engine.load import load_tensors
 from ..engine.memory import POOLED_BELOW
 from ..engine.pieces import Meter
+from ..engine.plan import entries_of
 from ..engine.progress import Progress
+from ..engine.tensors import FileTensor, Tensors
 from ..engine.weight_file import WeightFile
 from ..formats.safetensors import file as safetensors
 from ..loading.merge import Merge
@@ -49,7 +50,7 @@ class Tensor(NamedTuple):
         place: where it goes.
     """
 
-    part: Part
+    part: FileTensor
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     place: Place
@@ -81,7 +82,7 @@ class Options(NamedTuple):
 
 
 def load(
-    groups: Sequence[tuple[Sequence[Part], dtypes.Dtype | None]], options: Options, progress: Progress
+    groups: Sequence[tuple[Sequence[FileTensor], dtypes.Dtype | None]], options: Options, progress: Progress
 ) -> dict[str, Array]:
     """Arrays by name, which have their values when this returns.
 
@@ -93,7 +94,7 @@ def load(
     Raises:
         ValueError, TypeError: a sharding that does not fit.
         RangeError: an integer that JAX cannot represent.
-        SafeloadError, OSError: see `load_parts`.
+        SafeloadError, OSError: see `load_tensors`.
     """
     loaders = [_Loader(parts, target, options) for parts, target in groups]
     meter = Meter(progress, sum(loader.nbytes for loader in loaders))
@@ -113,7 +114,7 @@ def load(
 class _Loader:
     """Loads tensors that are converted to the same dtype."""
 
-    def __init__(self, parts: Sequence[Part], target: dtypes.Dtype | None, options: Options) -> None:
+    def __init__(self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, options: Options) -> None:
         self._target = None if target is None else target.name
         self._options = options
         if target is not None:
@@ -165,7 +166,9 @@ class _Loader:
         threads, merge = self._options.threads, self._options.merge
         changed = {one.part[0]: one for one in tensors if merge is not None and one.part[0] in merge}
         parts = [one.part for one in tensors if one.part[0] not in changed]
-        loaded, _ = load_parts(parts, backend=backend, dtype=self._target, threads=threads, mappings=self._mappings)
+        loaded, _ = load_tensors(
+            Tensors.of(parts), backend=backend, dtype=self._target, threads=threads, mappings=self._mappings
+        )
         for name in changed:
             assert merge is not None
             loaded[name] = merge.values(name, merge.target_row(name, self._target), threads=threads)
@@ -271,7 +274,7 @@ class _Loader:
                     views = list(map(self._own, views))
                 yield list(zip(views, parts, strict=True))
             else:
-                view = load_parts([one.part], backend="mmap", mappings=self._mappings)[0][name]
+                view = load_tensors(Tensors.of([one.part]), backend="mmap", mappings=self._mappings)[0][name]
                 for part in parts:
                     yield [(astype(view[_items(part.bounds)], one.dtype, threads=self._options.threads), part)]
 

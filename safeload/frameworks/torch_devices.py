@@ -13,8 +13,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..engine.entries import Entry, in_file_order
 from ..engine.pieces import Meter
+from ..engine.plan import Entry, in_file_order
 from ..engine.progress import Progress
 from ..engine.staging import BUFFERS, buffer_size, staged
 from . import torch_arrays

@@ -12,9 +12,10 @@ from ..base.selecting import Patterns
 from ..base.table import Table
 from ..base.text import clip, printable, show
 from ..engine import resident
-from ..engine.entries import entries_of
-from ..engine.load import check_backend, load_all, load_parts, parse_target, parts_of
+from ..engine.load import check_backend, load_all, load_tensors, parse_target
+from ..engine.plan import entries_of
 from ..engine.progress import Progress
+from ..engine.tensors import Tensors
 from ..formats.opening import Paths
 from ..formats.safetensors import file as safetensors
 from ..loading.merged import merging
@@ -43,13 +44,13 @@ def load_file(
     try:
         place = torch_arrays.device_of(device)
         check_backend(backend)
-        parts = parts_of(file, names)
+        parts = Tensors.in_file(file, names)
         if dtype is not None:
             from ..packed import grouping  # only here: most loads do not need it
 
             grouping.refuse_floating(file, parts, "load_file")
         if place is None:
-            arrays, _ = load_parts(parts, backend=backend, dtype=dtype, threads=threads, progress=progress)
+            arrays, _ = load_tensors(parts, backend=backend, dtype=dtype, threads=threads, progress=progress)
             raw = None
             if dtype is None and dtypes.holds_packed(file.table.numbers):
                 raw = torch_arrays.raw_of((n, f.table, i) for n, f, i in parts)

@@ -9,10 +9,11 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
-from ..engine.entries import entries_of
-from ..engine.load import VIEWED_FROM, Part, load_parts
+from ..engine.load import VIEWED_FROM, load_tensors
 from ..engine.memory import address_of
+from ..engine.plan import entries_of
 from ..engine.slice import as_index
+from ..engine.tensors import FileTensor, Tensors
 from ..engine.weight_file import WeightFile
 from ..stores.local import mapping_of
 from . import torch_arrays, torch_devices
@@ -46,7 +47,7 @@ class TorchHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         return TorchHandle, (self._device, self._backend)
 
-    def tensor(self, part: Part, read: Callable[[], Array]) -> Any:
+    def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
         """One tensor; see `Handle.tensor`."""
         if self._without_data:
             return torch_arrays.without_data(entries_of([part], None))[part[0]]
@@ -62,7 +63,7 @@ class TorchHandle:
         return self._moved(torch_arrays.from_array(array, part[0], raw))
 
     def tensors(
-        self, parts: Sequence[Part], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
+        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
     ) -> dict[str, Any]:
         """Several tensors; see `Handle.tensors`."""
         if self._without_data:
@@ -109,7 +110,7 @@ class TorchHandle:
             if buffer is not None:
                 return array_over(buffer, dtypes.array_dtype(file.table.row(index).number), shape, begin)
         backend = self._backend if self._backend != "mmap" else "pread"
-        arrays, _ = load_parts([(file.table.names[index], file, index)], backend=backend)
+        arrays, _ = load_tensors(Tensors([file], [file.table.names[index]], [index]), backend=backend)
         array: Array = arrays[file.table.names[index]]
         return array
 
@@ -129,7 +130,7 @@ class TorchHandle:
         return array_over(buffer, part.dtype, part.shape, offset, part.strides)
 
 
-def _size(part: Part) -> int:
+def _size(part: FileTensor) -> int:
     begin, end = part[1].table.byte_range(part[2])
     return end - begin
 

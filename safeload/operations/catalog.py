@@ -17,17 +17,18 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, as_array
+from ..base.collector import paused
 from ..base.paths import PathLike
 from ..base.scheme import INT8
 from ..base.selecting import Patterns, choose, select
 from ..base.table import missing
 from ..base.text import show
 from ..checkpoint import Checkpoint
-from ..engine.entries import Entry, entries_of
-from ..engine.load import Backend, Part
+from ..engine.load import Backend
+from ..engine.plan import Entry, entries_of
 from ..engine.quantized_tensor import QuantizedTensor
-from ..engine.read import packed_of
 from ..engine.source import Source, in_file, of_array, of_numbers, of_packed
+from ..engine.tensors import FileTensor, Tensors, packed_of
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError
 from ..loading.entry import open
@@ -177,9 +178,17 @@ class Catalog:
         in_memory = sum(self.about(name).nbytes for name, place in self._places.items() if place.file is None)
         return in_memory + sum(opened.nbytes for opened in self.checkpoints)
 
-    def entries(self) -> list[Part]:
+    def entries(self) -> list[FileTensor]:
         """Name, file and index of each tensor in a file."""
         return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
+
+    def plain(self) -> Tensors | None:
+        """All tensors, if they are in one checkpoint and plain; else None."""
+        if self.in_memory or len(self.checkpoints) != 1 or self.ignored:
+            return None
+        with paused(len(self)):
+            tensors = self.checkpoints[0].entries()
+            return tensors if tensors.plain else None
 
     def place(self, name: str) -> Place:
         """Where a tensor of the catalog is."""

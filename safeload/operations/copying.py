@@ -14,13 +14,14 @@ from ..base.arrays import Array
 from ..base.native import lib
 from ..base.selecting import renamed
 from ..engine.atomic_file import AtomicFile
+from ..engine.spans import Spans
+from ..engine.tensors import Tensors
 from ..formats.metadata import as_texts
 from ..formats.registry import SAFETENSORS
 from ..formats.safetensors.header import Header
 from ..formats.safetensors.quantized import pack
 from ..stores.files import Location
 from .catalog import Catalog
-from .columns import Columns
 from .preparing import Wanted, extras_for, metadata_for
 from .shards import config_with
 
@@ -38,7 +39,7 @@ class Copies(NamedTuple):
         extras: other files to copy into a folder, by name.
     """
 
-    columns: Columns
+    columns: Tensors
     names: Sequence[str]
     targets: Array
     lengths: Array
@@ -68,9 +69,8 @@ class Copies(NamedTuple):
 
     def _slice(self, begin: int, end: int) -> Copies:
         rows = slice(begin, end)
-        columns = self.columns.pick(np.arange(begin, end))
         return self._replace(
-            columns=columns, names=self.names[rows], targets=self.targets[rows], lengths=self.lengths[rows]
+            columns=self.columns[rows], names=self.names[rows], targets=self.targets[rows], lengths=self.lengths[rows]
         )
 
 
@@ -85,11 +85,11 @@ def copies_of(catalog: Catalog, wanted: Wanted) -> Copies | None:
         return None
     if options.get("adapters") is not None:
         return None
-    columns = Columns.of(catalog)
+    columns = catalog.plain()
     if columns is None or (wanted.target is not None and catalog.codes):
         return None
     columns = columns.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))
-    targets = _targets(columns.numbers, wanted.target)
+    targets = _targets(columns.ranges.numbers, wanted.target)
     if targets is None:
         return None
     rename = options.get("rename")
@@ -98,7 +98,7 @@ def copies_of(catalog: Catalog, wanted: Wanted) -> Copies | None:
         columns,
         names,
         targets,
-        columns.spans(targets).lengths,
+        Spans.of(columns, targets).lengths,
         pack({}, as_texts(metadata_for(catalog, wanted)) or None)[1],
         config_with(catalog.config, wanted.target),
         extras_for(catalog, wanted),
@@ -135,7 +135,7 @@ class CopyWriter:
     def __init__(self, copies: Copies, threads: int | None, report: Callable[[int], object]) -> None:
         shapes = copies.columns.shapes
         self._header = Header(copies.names, copies.targets.tobytes(), shapes, copies.texts)
-        self._spans = copies.columns.spans(copies.targets).pick(self._header.order)
+        self._spans = Spans.of(copies.columns, copies.targets).pick(self._header.order)
         self._threads = threads
         self._report = report
         self.size: int = self._header.nbytes + copies.nbytes

@@ -18,12 +18,12 @@ from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array
 from ..engine.stream import TensorStream
+from ..engine.tensors import Tensors
 from ..engine.threads import check_threads
 from ..engine.weight_file import is_remote
 from . import diff_columns, executing, plan, sources
 from .about import About
 from .catalog import Catalog, Given
-from .columns import Columns
 from .diff_report import DiffReport, TensorDiff
 from .diff_values import Sums, sum_up, summary
 from .executing import Executor
@@ -31,7 +31,7 @@ from .executing import Executor
 # Tensors that both have, with their shapes.
 _Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 # The columns of both, where they have any.
-_Both: TypeAlias = tuple[Columns | None, Columns | None]
+_Both: TypeAlias = tuple[Tensors | None, Tensors | None]
 
 # Elements that are compared at a time: to call another thread takes as long as to compare 100,000.
 _PIECE = 1 << 19
@@ -89,7 +89,7 @@ def diff(
     with Catalog.of(a, storage_options) as one, Catalog.of(b, storage_options) as other:
         report = DiffReport(one.title, other.title)
         with paused(len(one) + len(other)):
-            columns = Columns.of(one), Columns.of(other)
+            columns = one.plain(), other.plain()
             in_a, in_b = list(one), list(other)
             if only is not None or drop is not None:
                 known = set(in_a)
@@ -113,7 +113,7 @@ def _structure(
     Args:
         a: the first checkpoint, and the names of its tensors.
         b: the second.
-        columns: of both, see `Columns.of`.
+        columns: of both, see `Catalog.plain`.
         report: gets what differs.
     """
     (one, in_a), (other, in_b) = a, b
@@ -133,12 +133,12 @@ def _structure(
     return alike
 
 
-def _described(catalog: Catalog, columns: Columns | None, names: list[str]) -> Iterable[tuple[str, tuple[int, ...]]]:
+def _described(catalog: Catalog, columns: Tensors | None, names: list[str]) -> Iterable[tuple[str, tuple[int, ...]]]:
     """Dtypes, as messages have them, and shapes of tensors."""
     if columns is None:
         return ((_dtype(about), about.shape) for about in map(catalog.about, names))
     some = columns.named(names)
-    return zip([dtypes.BY_NUMBER[number].name for number in some.numbers.tolist()], some.shapes, strict=True)
+    return zip([dtypes.BY_NUMBER[number].name for number in some.columns.numbers], some.shapes, strict=True)
 
 
 def _values(
@@ -149,7 +149,7 @@ def _values(
     Args:
         a: the first checkpoint.
         b: the second.
-        columns: of both, see `Columns.of`.
+        columns: of both, see `Catalog.plain`.
         shapes: the tensors, and the shape of each.
         threads: see `diff`.
         progress: see `diff`.
@@ -158,7 +158,7 @@ def _values(
     found: dict[str, TensorDiff] = {}
     unequal: set[str] = set()
     one, other = columns
-    if one is not None and other is not None and not any(is_remote(file) for file in (*one.files, *other.files)):
+    if one is not None and other is not None and not (one.remote or other.remote):
         names = list(shapes)
         found, unequal = diff_columns.compare(one.named(names), other.named(names), threads, meter)
     left = [name for name in shapes if name not in found]
@@ -208,7 +208,7 @@ def run(
         sources.opened(plan.field(piece, "against", list), names, storage_options) as b,
     ):
         shapes = {name: a.about(name).shape for name in names}
-        found = _values(a, b, (Columns.of(a), Columns.of(b)), shapes, threads, None)
+        found = _values(a, b, (a.plain(), b.plain()), shapes, threads, None)
         return {"tensors": {name: plan.as_plain(one) for name, one in found.items()}}
 
 

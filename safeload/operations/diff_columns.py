@@ -17,7 +17,7 @@ from ..engine.jobs import native_order
 from ..engine.memory import aligned_bytes
 from ..engine.pieces import VALUES, Meter, in_order
 from ..engine.spans import Spans
-from .columns import Columns
+from ..engine.tensors import Tensors
 from .diff_report import TensorDiff
 from .diff_values import exceeds_float64, sum_up, summary
 
@@ -43,7 +43,7 @@ class Compared(NamedTuple):
     unequal: set[str]
 
 
-def compare(a: Columns, b: Columns, threads: int | None, meter: Meter) -> Compared:
+def compare(a: Tensors, b: Tensors, threads: int | None, meter: Meter) -> Compared:
     """Compares tensors of local files; large ones whose bytes differ are left to the caller.
 
     Args:
@@ -56,18 +56,19 @@ def compare(a: Columns, b: Columns, threads: int | None, meter: Meter) -> Compar
         FormatError, OSError: a file cannot be read.
     """
     counts = np.array([math.prod(shape) for shape in a.shapes], np.int64)
-    differs = (a.numbers != b.numbers) & (counts > 0)
-    alike = np.flatnonzero((a.numbers == b.numbers) & (counts > 0))
-    alike = alike[np.lexsort((a.begins[alike], a.file[alike]))]
-    differs[alike] = _unequal(a.spans().pick(alike), b.spans().pick(alike), counts[alike], threads, meter)
+    numbers_a, numbers_b = a.ranges.numbers, b.ranges.numbers
+    differs = (numbers_a != numbers_b) & (counts > 0)
+    alike = np.flatnonzero((numbers_a == numbers_b) & (counts > 0))
+    alike = alike[np.lexsort((a.ranges.begins[alike], a.ranges.file[alike]))]
+    differs[alike] = _unequal(Spans.of(a).pick(alike), Spans.of(b).pick(alike), counts[alike], threads, meter)
     found = {a.names[k]: EQUAL for k in np.flatnonzero(~differs).tolist()}
     readable = np.zeros(256, bool)
     readable[[row.number for row in dtypes.TABLE if _has_values(row)]] = True
-    small = differs & (counts <= _SMALL) & readable[a.numbers] & readable[b.numbers]
-    for pair in {*zip(a.numbers[small].tolist(), b.numbers[small].tolist(), strict=True)}:
-        rows = np.flatnonzero(small & (a.numbers == pair[0]) & (b.numbers == pair[1]))
+    small = differs & (counts <= _SMALL) & readable[numbers_a] & readable[numbers_b]
+    for pair in {*zip(numbers_a[small].tolist(), numbers_b[small].tolist(), strict=True)}:
+        rows = np.flatnonzero(small & (numbers_a == pair[0]) & (numbers_b == pair[1]))
         found.update(_measured(a, b, rows, counts, threads, meter))
-    left = differs & ~small & (a.numbers == b.numbers)
+    left = differs & ~small & (numbers_a == numbers_b)
     return Compared(found, {a.names[k] for k in np.flatnonzero(left).tolist()})
 
 
@@ -172,10 +173,10 @@ def _blocks(a: Spans, b: Spans, ends_of_tensors: Array) -> Iterator[_Block]:
 
 
 def _measured(
-    a: Columns, b: Columns, rows: Array, counts: Array, threads: int | None, meter: Meter
+    a: Tensors, b: Tensors, rows: Array, counts: Array, threads: int | None, meter: Meter
 ) -> Iterator[tuple[str, TensorDiff]]:
     """Name and differences of small tensors, of one dtype in each checkpoint."""
-    rows = rows[np.lexsort((a.begins[rows], a.file[rows]))]
+    rows = rows[np.lexsort((a.ranges.begins[rows], a.ranges.file[rows]))]
     ends = np.cumsum(counts[rows])
     total = int(ends[-1])
     one, other = _numbers(a, rows), _numbers(b, rows)
@@ -205,12 +206,12 @@ def _measured(
         yield from zip([a.names[k] for k in some.tolist()], found, strict=True)
 
 
-def _numbers(columns: Columns, rows: Array) -> Callable[[slice], Array]:
+def _numbers(tensors: Tensors, rows: Array) -> Callable[[slice], Array]:
     """Reads the elements of some of these rows, one tensor after the other: integers as such, others as float64."""
-    number = int(columns.numbers[rows[0]])
+    number = int(tensors.ranges.numbers[rows[0]])
     floating = dtypes.BY_NUMBER[number].floating
-    targets = np.full(len(columns), _F64, np.uint8) if floating else None
-    spans = columns.spans(targets).pick(rows)
+    targets = np.full(len(tensors), _F64, np.uint8) if floating else None
+    spans = Spans.of(tensors, targets).pick(rows)
     dtype = np.dtype(np.float64) if floating else dtypes.element_dtype(number)
 
     def read(some: slice) -> Array:

@@ -13,9 +13,9 @@ from ..base.arrays import Array
 from ..base.scheme import usual_axis
 from ..base.text import show
 from ..engine import jobs
-from ..engine.entries import Entry
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
 from ..engine.memory import address_of, private_array
+from ..engine.plan import Entry
 from ..engine.quantized_tensor import QuantizedTensor, storage_of
 from ..engine.source import Source
 from ..errors import UnsupportedError

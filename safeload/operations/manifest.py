@@ -26,7 +26,7 @@ from ..engine.jobs import native_order
 from ..engine.pieces import Meter, file_pieces, in_order, source_pieces
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
-from ..engine.read import packed_of
+from ..engine.tensors import packed_of
 from ..engine.threads import check_threads
 from ..errors import FormatError
 from . import executing, plan, sources

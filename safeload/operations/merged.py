@@ -13,7 +13,7 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array
 from ..base.text import show
-from ..engine.entries import Entry
+from ..engine.plan import Entry
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array
 from ..errors import FormatError

@@ -10,9 +10,9 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, foreign_order
 from ..base.packing import Part
-from ..engine.entries import Entry
 from ..engine.lazy import Lazy, LazyPacked, LazyQuantized, Staged
 from ..engine.memory import private_array
+from ..engine.plan import Entry
 from ..engine.restore import read_array
 from .shards import Output
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.text import clip, printable, show
-from ..engine.load import Part, parts_of
+from ..engine.tensors import FileTensor, Tensors
 from ..engine.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
 from ..stores.json_file import read_if_there, read_json
@@ -290,7 +290,7 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
 # ---- in files ----
 
 
-def stored_of(parts: Iterable[Part]) -> dict[str, Stored]:
+def stored_of(parts: Iterable[FileTensor]) -> dict[str, Stored]:
     """Stored dtype and shape of tensors, without those that are already described as quantized."""
     stored = {}
     for name, file, index in parts:
@@ -332,7 +332,7 @@ def shards_beside(file: WeightFile) -> Container[str]:
 
 def codes_of(
     files: Iterable[WeightFile],
-    parts: Sequence[Part],
+    parts: Sequence[FileTensor],
     config: Mapping[str, Any] | None,
     *,
     alone: bool,
@@ -363,7 +363,7 @@ def codes_of(
     return found
 
 
-def find_alone(parts: Sequence[Part], files: Sequence[WeightFile], *, indexed: bool) -> dict[str, Codes]:
+def find_alone(parts: Sequence[FileTensor], files: Sequence[WeightFile], *, indexed: bool) -> dict[str, Codes]:
     """`find` for files that were opened without their folder; it also consults the config and the index in the folder.
 
     Args:
@@ -377,7 +377,7 @@ def find_alone(parts: Sequence[Part], files: Sequence[WeightFile], *, indexed: b
     return find(stored_of(parts), config_beside(files[0]), elsewhere)
 
 
-def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
+def refuse_floating(file: WeightFile, parts: Iterable[FileTensor], what: str) -> None:
     """Refuses ``dtype=`` for floating tensors that hold codes, in functions that return stored tensors.
 
     Args:
@@ -393,6 +393,6 @@ def refuse_floating(file: WeightFile, parts: Iterable[Part], what: str) -> None:
     sparse = could_hold(rows) and any(name.endswith(SPARSE) for name in file.table.names)
     if not wide and not sparse and not could_hold(row for row in set(rows) if row.floating):
         return
-    codes = find_alone(parts_of(file), [file], indexed=False)
+    codes = find_alone(Tensors.in_file(file), [file], indexed=False)
     converted = (name for name, _, index in parts if file.table.row(index).floating)
     refuse(codes, converted, f"{what} with dtype=", file.path)

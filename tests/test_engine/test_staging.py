@@ -10,9 +10,9 @@ from builders.quantized import FIXTURES, FOLDER, each_kind
 
 import safeload
 from safeload.engine.chunks import chunks_of
-from safeload.engine.entries import entries_of
 from safeload.engine.load import parse_target
 from safeload.engine.memory import ALIGNMENT, aligned_bytes
+from safeload.engine.plan import entries_of
 from safeload.engine.staging import staged
 from safeload.numpy import save_file
 

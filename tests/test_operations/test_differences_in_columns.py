@@ -13,7 +13,7 @@ from safeload import diff
 from safeload.errors import FormatError
 from safeload.numpy import save_file
 from safeload.operations import diff_columns
-from safeload.operations.columns import Columns
+from safeload.operations.catalog import Catalog
 from safeload.stores.files import Location
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int8", "uint16", "bool", "complex64")
@@ -55,7 +55,7 @@ def files(tmp_path):
 
 def tensor_by_tensor(monkeypatch, *given, **options):
     with monkeypatch.context() as patch:
-        patch.setattr(Columns, "of", lambda catalog: None)
+        patch.setattr(Catalog, "plain", lambda catalog: None)
         return diff(*given, **options)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from safeload.base.listed_table import ListedTable
 from safeload.engine.delivery import deliver
-from safeload.engine.plan import Selection
+from safeload.engine.tensors import Tensors
 from safeload.engine.weight_file import WeightFile, open_without_table
 from safeload.errors import FormatError
 from safeload.formats.npz import open_archive
@@ -91,7 +91,7 @@ def test_a_table_is_read_from_a_store_without_a_descriptor(tmp_path):
     assert file.table.names == list(WEIGHTS)
     assert (file.place, file.identity) == ("memory:a.npz", store.version)
     assert hole_begin(file) == store.size
-    arrays, _ = deliver([Selection(file, ["a"], [0])], view=True)
+    arrays, _ = deliver(Tensors([file], ["a"], [0]), view=True)
     np.testing.assert_array_equal(arrays["a"], WEIGHTS["a"])
     file.close()
     assert store.closed

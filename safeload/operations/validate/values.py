@@ -15,9 +15,9 @@ from ...base.scheme import INT8
 from ...base.text import show
 from ...engine.pieces import source_pieces
 from ...engine.quantized_tensor import QuantizedTensor
-from ...engine.read import packed_of
 from ...engine.restore import read_array
 from ...engine.source import Source
+from ...engine.tensors import packed_of
 from ...packed.gptq import wrapped_zeros, zeros_disagree
 from ..about import About
 from ..catalog import Catalog
