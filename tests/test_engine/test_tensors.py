@@ -1,0 +1,70 @@
+"""Columns of tensors: each says what the tables of the files say of one tensor after the other."""
+
+import numpy as np
+import pytest
+
+import safeload
+from safeload.engine.tensors import Tensors
+from safeload.numpy import save_file
+
+SHAPES = [(), (0,), (3,), (2, 3), (1, 0, 2), (2, 2, 2)]
+DTYPES = [np.float32, np.int8, np.float16, np.uint64]
+
+
+@pytest.fixture
+def opened(tmp_path):
+    rng = np.random.default_rng(7)
+    paths = []
+    for k in range(3):
+        names = [f"{k}.{n}" for n in range(rng.integers(1, 12))]
+        arrays = {name: np.zeros(SHAPES[rng.integers(6)], DTYPES[rng.integers(4)]) for name in names}
+        save_file(arrays, tmp_path / f"{k}.safetensors")
+        paths.append(tmp_path / f"{k}.safetensors")
+    checkpoints = [safeload.open(path) for path in paths]
+    yield [checkpoint.weight_files[0] for checkpoint in checkpoints]
+    for checkpoint in checkpoints:
+        checkpoint.close()
+
+
+def check(tensors, expected):
+    assert list(tensors) == expected
+    assert len(tensors) == len(expected) == len(tensors.names)
+    numbers, shapes, begins, ends = tensors.columns
+    file, first, sizes, dtypes = tensors.ranges
+    for k, (_, weights, index) in enumerate(expected):
+        table = weights.table
+        assert tensors[k] == expected[k]
+        assert (numbers[k], shapes[k]) == (table.row(index).number, table.shape(index))
+        assert (begins[k], ends[k]) == table.byte_range(index)
+        assert tensors.files[file[k]] is weights
+        assert (first[k], sizes[k], dtypes[k]) == (begins[k], ends[k] - begins[k], numbers[k])
+
+
+def test_columns_of_many_files(opened):
+    rng = np.random.default_rng(8)
+    every = [row for file in opened for row in Tensors.in_file(file)]
+    for count in (0, 1, 2, len(every)):
+        rows = [every[k] for k in rng.permutation(len(every))[:count]]
+        tensors = Tensors.of(iter(rows))
+        assert Tensors.of(tensors) is tensors
+        check(tensors, rows)
+        check(tensors[1:], rows[1:])
+        check(tensors.pick(np.arange(count)[::-1]), rows[::-1])
+        check(tensors.named([name for name, _, _ in rows[::-1]]), rows[::-1])
+        assert tensors.named(tensors.names) is tensors
+        apart = tensors.by_file()
+        assert [own.files for own in apart] == [[file] for file in dict.fromkeys(file for _, file, _ in rows)]
+        for own in apart:
+            check(own, [row for row in rows if row[1] is own.files[0]])
+
+
+def test_columns_of_one_file(opened):
+    file = opened[0]
+    names = file.table.names
+    check(Tensors.in_file(file), [(name, file, k) for k, name in enumerate(names)])
+    check(
+        Tensors.in_file(file, [names[-1], names[0], names[-1]]),
+        [(names[-1], file, len(names) - 1), (names[0], file, 0)],
+    )
+    with pytest.raises(safeload.TensorNotFoundError, match="does not contain tensor absent"):
+        Tensors.in_file(file, ["absent"])
