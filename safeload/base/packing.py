@@ -133,6 +133,7 @@ class Packing(NamedTuple):
         factor: multiplies each value, rounded by itself; 1 for none.
         nested_block: of `NESTED_RULE`: scales that share a nested scale.
         nested_offset: of `NESTED_RULE`: the offset.
+        symmetric: whether the zero points must be 0, because the configuration says so.
     """
 
     family: str
@@ -158,6 +159,7 @@ class Packing(NamedTuple):
     factor: float = 1.0
     nested_block: int = 0
     nested_offset: float = 0.0
+    symmetric: bool = False
 
 
 class Part(NamedTuple):

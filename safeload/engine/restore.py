@@ -176,6 +176,11 @@ class Prepared:
         elif packing.ZERO in self._parts:
             zeros = self._elements(packing.ZERO, grid, (first, matrices), at)
             fields["zeros"] = self._finite(packing.ZERO, zeros, (first, rows.start, columns.start))
+        if self._packed.symmetric and "zeros" in fields and fields["zeros"].any():
+            raise self._fail(
+                f"its zero points are not all 0, but the configuration says symmetric ({fields['zeros'].max():g})",
+                packing.ZERO,
+            )
         if packing.GROUPS in self._parts:
             fields["groups"] = self._groups(grid)
 

@@ -22,6 +22,8 @@ _DTYPES = {
     packing.NESTED_TABLE: NUMBERS,
     packing.ZERO: frozenset(("I8", "U8", "I32", "F8_E4M3", *NUMBERS)),
 }
+# What codes stand for that may have zero points: see `Packing.numbers`.
+_INTEGERS = frozenset(("I8", "U8", "offset", "signed", "unsigned"))
 # Most elements, counting empty axes as 1: numpy and the C core count bytes of float64 in 63 bits.
 MOST = 1 << 59
 
@@ -44,7 +46,24 @@ def check(group: Group, packed: Packing) -> Packing:
         raise Misfit(f"codes {list(group.shape())} are too few for {list(packed.shape)}")
     if packed.grid is not None:
         _check_grid(group, packed)
+    if not group.has(packing.ZERO):
+        _check_symmetric(group, packed)
+    elif all(weights.get("symmetric") is True for weights in group.weights()) and group.weights():
+        return packed._replace(symmetric=True)
     return packed
+
+
+def _check_symmetric(group: Group, packed: Packing) -> None:
+    """Refuses codes without zero points if the configuration says that they have some."""
+    said = None
+    if group.weights():
+        if all(weights.get("symmetric") is False for weights in group.weights()):
+            said = "symmetric is false in config_groups"
+    elif group.config is not None and packed.numbers in _INTEGERS and not group.has(packing.BIAS):
+        values = {"symmetric": False, "sym": False, "zero_point": True}
+        said = next((f"{key} is {value}" for key, value in values.items() if group.config.get(key) is value), None)
+    if said is not None:
+        raise Misfit(f"its zero points are missing, but {said}")
 
 
 def _needed(packed: Packing) -> int:

@@ -193,6 +193,8 @@ def _bytes(group: Group, spec: Mapping[str, Any]) -> Packing:
     """fp8 and int8. Groups of integers are stored transposed."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     integers = group.dtype() not in FP8
+    if integers:
+        _check_zeros(group, spec, needed=False)
     if integers and spec.get("qscheme") == "per_group":
         return _grouped_bytes(group, spec)
     if len(stored) == 2 and (integers or (spec.get("ch_axis") in _COLUMNS and len(scale) == 1)):
@@ -202,6 +204,12 @@ def _bytes(group: Group, spec: Mapping[str, Any]) -> Packing:
             raise Misfit(f"zero points {list(group.shape(packing.ZERO))} beside scales {list(scale)}")
         return group.packing(prefix, _label(prefix, group, spec, grid, stored), stored, 8, numbers, grid=grid)
     return floats.plain(group, _block(spec, stored))
+
+
+def _check_zeros(group: Group, spec: Mapping[str, Any], *, needed: bool) -> None:
+    """Refuses codes without zero points if they need some, or the configuration says that they have some."""
+    if not group.has(packing.ZERO) and (needed or spec.get("symmetric") is False):
+        raise Misfit("its zero points are missing" + ("" if needed else ", but symmetric is false"))
 
 
 def _block(spec: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, int] | None:
@@ -246,8 +254,7 @@ def _words(group: Group, spec: Mapping[str, Any], numbers: str) -> Packing:
     if len(stored) != 2 or 0 in (*stored, *scale):
         raise Misfit(f"words {list(stored)} and scales {list(scale)} are not those of a matrix")
     layout = _layout(group)
-    if numbers == "unsigned" and not group.has(packing.ZERO):
-        raise Misfit("its zero points are missing")
+    _check_zeros(group, spec, needed=numbers == "unsigned")
     if spec.get("qscheme") != "per_group":
         shape = (stored[0], stored[1] * _CODES_IN_WORD)
         grid = _grid_of(group, spec, shape)

@@ -274,6 +274,21 @@ AT_OPENING = {
         instead("_zero_point", of_dtype(I32)),
         "zero points are packed, but",
     ),
+    **{
+        f"{name}: asymmetric without zero points": (
+            name,
+            said_of_weights(symmetric=False),
+            "missing, but symmetric is false",
+        )
+        for name in ("ct_pack_w4_g32_sym", "ct_pack_w8_block", "ct_int8_channel", "ct_naive_int4", "ct_fp8_block")
+    },
+    "ct: asymmetric, and its zero points are missing": (
+        "ct_pack_w4_g128_asym",
+        without("_zero_point"),
+        "zero points are missing, but symmetric is false in config_groups",
+    ),
+    "awq: no qzeros": ("awq4_gemm", of_module("qzeros"), "its qzeros are missing"),
+    "gptq: no qzeros": ("gptq4_g32_asym", of_module("qzeros"), "its qzeros are missing"),
     "ct: mxfp8 in groups of 16": ("ct_mxfp8", said_of_weights(group_size=16), "for groups of 16"),
     "ct: nvfp4 in groups of 32": ("ct_nvfp4", said_of_weights(group_size=32), "for groups of 32"),
     "ct: mxfp4 in groups of 16": ("ct_mxfp4", said_of_weights(group_size=16), "for groups of 16"),

@@ -121,3 +121,51 @@ def test_a_g_idx_beside_blocks_is_an_error(tmp_path):
     folder = write(tmp_path / "x", tensors, config_of(strategy="block", block_structure=[32, 64]))
     with pytest.raises(FormatError, match="there is a g_idx, but its scales are those of blocks"):
         safeload.open(folder)
+
+
+# ---- zero points ----
+
+
+def test_zero_points_of_symmetric_codes_must_be_0(tmp_path):
+    """Early versions store zero points that are 0; versions since do not read them."""
+    for bits in 4, 8:
+        tensors, want = in_blocks((64, 128), (32, 64), bits, zeros=False)
+        tensors[f"{NAME}.weight_zero_point"] = np.zeros((2, 2), np.int8)
+        config = config_of(num_bits=bits, strategy="block", block_structure=[32, 64])
+        folder = write(tmp_path / f"zero{bits}", tensors, config)
+        np.testing.assert_array_equal(safeload.load(folder, dtype="float32")[f"{NAME}.weight"], want)
+        tensors[f"{NAME}.weight_zero_point"][1, 1] = 3
+        folder = write(tmp_path / f"other{bits}", tensors, config)
+        assert safeload.open(folder).tensors[f"{NAME}.weight"].shape == (64, 128)
+        message = rf"tensor '{NAME}.*its zero points are not all 0, but the configuration says symmetric \(3\)"
+        for read in (
+            lambda folder: safeload.load(folder, dtype="float32"),
+            lambda folder: safeload.open(folder)[f"{NAME}.weight"].dequantize(),
+            lambda folder: safeload.open(folder).get_slice(f"{NAME}.weight")[40:],
+            lambda folder: safeload.convert(folder, tmp_path / "x.safetensors", dtype="float32"),
+            safeload.stats,
+        ):
+            with pytest.raises(FormatError, match=message):
+                read(folder)
+        assert not safeload.validate(folder).ok
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("awq", {"zero_point": True}),
+        ("auto-round", {"sym": False}),
+        ("other", {"symmetric": False}),
+        ("gptq", {"sym": False}),
+    ],
+    ids=["awq", "auto-round", "other", "gptq"],
+)
+def test_plain_int8_of_a_configuration_with_zero_points(method, said, tmp_path):
+    tensors = {f"{NAME}.weight": np.ones((8, 8), np.int8), f"{NAME}.weight_scale": np.ones((8, 1), np.float32)}
+    folder = write(tmp_path / "x", tensors, {"quant_method": method, **said})
+    with pytest.raises((FormatError, safeload.UnsupportedError)) as caught:
+        safeload.load(folder, dtype="float32")
+    assert NAME in str(caught.value)
+    key, value = next(iter(said.items()))
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method, key: not value}}))
+    assert safeload.load(folder, dtype="float32")[f"{NAME}.weight"].all()
