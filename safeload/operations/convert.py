@@ -28,7 +28,7 @@ from .executing import Executor
 from .outputs import reporting
 from .preparing import ConvertOptions, Wanted, catalog_of, prepare, wanted_of
 from .quantize_checkpoint import Keep, Scheme
-from .shard_folder import Folder, check_free
+from .shard_folder import Folder, OldShards, check_free
 from .shards import Beside, ShardWriter, divide, weight_map, write_shards, writer_of
 
 # The tensors of a shard.
@@ -106,8 +106,9 @@ def convert(
             gets none of these.
         storage_options: for URLs, of ``src`` and of ``dst``: options of the filesystem that a URL leads to, see `open`.
             Workers of an executor get only those without secrets, and take keys from their environment.
-        overwrite: False to raise FileExistsError if the destination exists. In a store the shards and the
-            ``model.safetensors`` of the old checkpoint are removed when the new index is in place.
+        overwrite: False to raise FileExistsError if the destination exists. In a folder the shards and the
+            ``model.safetensors`` of the old checkpoint are removed once the new one is complete; a file called
+            ``model.safetensors`` replaces an index and its shards beside it, unless they are a source.
         resume: True to write a folder shard by shard, with a record beside each that is whole, and to go on where an
             earlier call with the same options stopped. A call that fails then leaves what is whole.
         executor: runs a piece for each shard of a folder, on other processes or machines that have the same files:
@@ -121,7 +122,8 @@ def convert(
         What was written: files, tensors, bytes, seconds, and with ``quantize`` which tensors were quantized.
 
     Raises:
-        FileExistsError: ``dst`` exists, and ``overwrite`` is not set.
+        FileExistsError: ``dst`` exists, and ``overwrite`` is not set; or a ``model.safetensors`` of unknown origin
+            would hide the new index.
         UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a tensor
             holds codes of a family that is not dequantized, such as EXL2, or stored codes, and the result is not
             safetensors with all tensors as stored.
@@ -175,14 +177,19 @@ def _at_once(
     """Writes everything in this process: all files are put in place together, at the end."""
     wanted = wanted_of(dst, options)
     path, folder = wanted.path, wanted.folder
+    old = None
     if folder is None:
         check_free(path, overwrite)
+        old = OldShards(path, overwrite)
     else:
         folder.check_free(overwrite)
     with ExitStack() as stack:
         catalog = stack.enter_context(catalog_of(src, options.get("storage_options")))
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
+        if old is not None:
+            old.check_no_source(file.path for file in catalog.weight_files)
+            stack.enter_context(old)
         copies = copies_of(catalog, wanted)
         if copies is not None:
             return _copied(copies, wanted, overwrite, threads, progress)

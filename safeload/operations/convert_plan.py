@@ -14,7 +14,7 @@ from .._version import __version__
 from ..base.scheme import parse
 from ..base.selecting import pairs_of
 from ..base.text import show
-from ..formats.folder import CONFIG, INDEX
+from ..formats.folder import CONFIG, INDEX, SINGLE
 from ..formats.metadata import as_texts
 from . import journal
 from .catalog import Given
@@ -268,6 +268,9 @@ def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dic
             raise ValueError(f"resume: {show(folder.shown(others[0]))} was written {differs}: pass overwrite=True")
         if not ours:
             _check_unfinished(folder, present, files)
+        if SINGLE in present:
+            message = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
+            raise FileExistsError(errno.EEXIST, message, folder.shown(SINGLE))
     elif not overwrite:
         if ours:
             message = "The conversion has begun: resume=True goes on, overwrite=True replaces it"

@@ -9,10 +9,10 @@ from typing import Any
 from ..base.text import printable, show
 from ..errors import FormatError
 from .plan import Plan
-from .shard_folder import Folder, LocalFolder
+from .shard_folder import RECORD, Folder, LocalFolder
 from .sources import versions_of
 
-SUFFIX = ".done.json"
+SUFFIX = RECORD
 KEY, VERSION = "safeload_done", 2
 # Records of this version name the plan of a shard, but not its piece: no shard is kept because of them.
 _WITHOUT_PIECE = 1

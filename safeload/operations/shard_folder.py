@@ -8,15 +8,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from types import TracebackType
 from typing import Any, Protocol
 
 from ..base.paths import absolute
 from ..engine.atomic_file import AtomicFile, leftovers
 from ..engine.digest import Digest
 from ..engine.weight_file import WeightFile
+from ..errors import FormatError
+from ..formats.folder import INDEX, SINGLE
 from ..formats.safetensors.file import open_file
 from ..stores.files import LOCAL, Files, Location
 from ..stores.json_file import read_json
@@ -26,6 +30,10 @@ from ..stores.replacing import replace
 _BUFFER = 4 << 20
 # The names of folders in which shards wait begin with this; the plan's id follows.
 _ASIDE = ".safeload-"
+# Follows the name of a shard in the name of its record, see `journal`.
+RECORD = ".done.json"
+# Shards of any writer. An old index may name other files too, which are never removed.
+_NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.DOTALL)
 
 
 class Folder(Protocol):
@@ -124,13 +132,18 @@ class Folder(Protocol):
         """Where a shard may be that a plan has for this folder."""
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """What has to be removed when the index names these shards."""
+        """Files of the old checkpoint, and of earlier conversions, to remove once the index names these shards.
 
-    def before_config(self, config: bytes | None) -> AbstractContextManager[object]:
+        Raises:
+            FileExistsError: a file that other programs prefer to the index, and that belongs to neither.
+        """
+
+    def before_config(self, config: bytes | None, outdated: Sequence[str]) -> AbstractContextManager[object]:
         """Its end comes when only the config and the index are left to be put in place.
 
         Args:
             config: what the config will be; None for none.
+            outdated: the files that `after_index` removes.
         """
 
     def after_index(self, outdated: Sequence[str]) -> AbstractContextManager[object]:
@@ -168,6 +181,7 @@ class LocalFolder:
 
     def __init__(self, path: str) -> None:
         self.title = path
+        self._hidden: str | None = None  # the old model.safetensors, while config and index are put in place
 
     @property
     def place(self) -> str:
@@ -280,16 +294,66 @@ class LocalFolder:
         return [self, LocalFolder(target)] if name.startswith(_ASIDE) else [self]
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """See `Folder`: nothing. Shards that the index does not name stay."""
-        return []
+        """See `Folder`: ``model.safetensors``, shards that the old index names or that have a record, and records."""
+        names = self.names()
+        indexed = self.indexed()
+        if INDEX in names and SINGLE not in indexed:
+            self._check_no_single()
+        shards = {name for name in indexed if _NUMBERED.fullmatch(name)}
+        shards.update(name for name in names if name + RECORD in names and _NUMBERED.fullmatch(name))
+        records = {name + RECORD for name in shards} & names
+        single = {SINGLE} if self._has_single() else set()
+        return sorted((single | shards | records) - {*files, *(file + RECORD for file in files)})
 
-    def before_config(self, config: bytes | None) -> AbstractContextManager[object]:
-        """See `Folder`."""
-        return nullcontext()
+    def indexed(self) -> set[str]:
+        """The files in this folder that its index names; none if the index cannot be read."""
+        try:
+            weight_map = self.read_json(INDEX, INDEX).get("weight_map")
+        except (FormatError, OSError):
+            return set()
+        named = weight_map.values() if isinstance(weight_map, dict) else ()
+        return {name for name in named if isinstance(name, str)} & self.names()
 
-    def after_index(self, outdated: Sequence[str]) -> AbstractContextManager[object]:
-        """See `Folder`."""
-        return nullcontext()
+    def _has_single(self) -> bool:
+        return os.path.isfile(self.shown(SINGLE))
+
+    def _check_no_single(self) -> None:
+        """Refuses a ``model.safetensors`` that stays beside the index.
+
+        Raises:
+            FileExistsError: there is one.
+        """
+        if self._has_single():
+            message = (
+                f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
+            )
+            raise FileExistsError(errno.EEXIST, message, self.shown(SINGLE))
+
+    @contextmanager
+    def before_config(self, config: bytes | None, outdated: Sequence[str]) -> Iterator[None]:
+        """See `Folder`. ``model.safetensors``, which other programs load before an index, gives way to it."""
+        if SINGLE not in outdated:
+            self._check_no_single()
+        yield
+        if SINGLE in outdated and self._has_single():
+            hidden = self.shown(f".{SINGLE}.{os.urandom(8).hex()}.tmp")
+            os.rename(self.shown(SINGLE), hidden)
+            self._hidden = hidden
+
+    @contextmanager
+    def after_index(self, outdated: Sequence[str]) -> Iterator[None]:
+        """See `Folder`. If the index cannot be put in place, ``model.safetensors`` returns."""
+        try:
+            yield
+        except BaseException:
+            if self._hidden is not None:
+                with suppress(OSError):
+                    os.rename(self._hidden, self.shown(SINGLE))
+                self._hidden = None
+            raise
+        hidden = [] if self._hidden is None else [os.path.basename(self._hidden)]
+        self._hidden = None
+        self.remove([*hidden, *(name for name in outdated if name != SINGLE)])
 
     def moves(self, plan: str, places: Mapping[str, Folder]) -> list[tuple[str, LocalFolder, LocalFolder]]:
         """See `Folder`. What an interruption has left elsewhere is moved too."""
@@ -338,6 +402,54 @@ def check_free(path: str, overwrite: bool) -> None:
     """
     if not overwrite and os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "File exists and overwrite=False", path)
+
+
+class OldShards:
+    """The index and the shards beside a new ``model.safetensors``, which safeload would read instead.
+
+    They are removed when the ``with`` block that writes the file ends without an error.
+
+    Args:
+        path: of the new file.
+        overwrite: whether they may be removed.
+
+    Raises:
+        FileExistsError: they exist, and ``overwrite`` is not set.
+    """
+
+    def __init__(self, path: str, overwrite: bool) -> None:
+        self._folders: dict[str, list[str]] = {}
+        for place in {os.path.abspath(path), os.path.realpath(path)}:
+            folder = LocalFolder(os.path.dirname(place))
+            if os.path.basename(place) != SINGLE or not os.path.isfile(folder.shown(INDEX)):
+                continue
+            if not overwrite:
+                message = f"The checkpoint of {INDEX} exists beside {SINGLE} and overwrite=False"
+                raise FileExistsError(errno.EEXIST, message, folder.shown(INDEX))
+            shards = {name for name in folder.indexed() if _NUMBERED.fullmatch(name)}
+            self._folders[folder.title] = [INDEX, *sorted(shards), *(name + RECORD for name in sorted(shards))]
+
+    def check_no_source(self, paths: Iterable[str]) -> None:
+        """Refuses to remove what the conversion reads.
+
+        Raises:
+            FileExistsError: a source is one of the shards.
+        """
+        shards = [os.path.join(title, name) for title, names in self._folders.items() for name in names]
+        shards = [path for path in shards if os.path.exists(path)]
+        for source in paths if shards else ():
+            if os.path.exists(source) and any(os.path.samefile(source, shard) for shard in shards):
+                message = f"{SINGLE} would replace the shards of {INDEX}, which are the source: choose another folder"
+                raise FileExistsError(errno.EEXIST, message, source)
+
+    def __enter__(self) -> OldShards:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for title, names in self._folders.items() if kind is None else ():
+            LocalFolder(title).remove(names)  # the index first
 
 
 def _digest_of(path: str) -> str:

@@ -226,7 +226,7 @@ def write_beside(
         written = stack.enter_context(folder.writing(name, data.size, overwrite=overwrite))
         written.write([(address_of(data), data.size)])
         written.seal()
-    stack.enter_context(folder.before_config(texts.get(CONFIG)))
+    stack.enter_context(folder.before_config(texts.get(CONFIG), outdated))
     for name, location in beside.extras.items():
         _copy(stack, location, folder, name, overwrite=overwrite)
 

@@ -219,7 +219,7 @@ class StoreFolder:
         return sorted(name for name in self.names() - kept if name == SINGLE or _SHARD.fullmatch(name))
 
     @contextmanager
-    def before_config(self, config: bytes | None) -> Iterator[None]:
+    def before_config(self, config: bytes | None, outdated: Sequence[str]) -> Iterator[None]:
         """See `Folder`. No weights stand beside the config of others, not even for a moment."""
         yield
         self._complete = True

@@ -1,0 +1,281 @@
+"""convert(overwrite=True) over a checkpoint: no reader may find the old weights, and nothing else is lost."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import safeload
+from safeload.engine.atomic_file import AtomicFile
+from safeload.numpy import load_file, save_file
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+OLD = {f"l.{k}.w": np.zeros((8, 8), np.float32) for k in range(6)}
+NEW = {name: np.ones((8, 8), np.float32) for name in OLD}
+BAD = {**NEW, "z.w": np.full((8, 8), np.inf, np.float32)}
+SIZE = 600  # two tensors a shard
+POSIX = pytest.mark.skipif(os.name == "nt", reason="not on Windows")
+
+
+def at_once(src, dst, **options):
+    safeload.convert(src, dst, **options)
+
+
+def resumed(src, dst, **options):
+    safeload.convert(src, dst, resume=True, **options)
+
+
+def on_an_executor(src, dst, **options):
+    with ThreadPoolExecutor(2) as pool:
+        safeload.convert(src, dst, executor=pool, **options)
+
+
+def planned(src, dst, **options):
+    plan = safeload.plan_convert(src, dst, **options)
+    safeload.finalize(json.loads(json.dumps(plan)), map(safeload.run_piece, plan.pieces))
+
+
+WAYS = pytest.mark.parametrize("way", [at_once, resumed, on_an_executor, planned])
+
+
+@pytest.fixture
+def new(tmp_path):
+    save_file(NEW, tmp_path / "new.safetensors")
+    return tmp_path / "new.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("notes.txt", "pytorch_model.bin", "consolidated.safetensors", "model-00001-of-00009.txt"):
+        (folder / name).write_bytes(b"mine")
+    return folder
+
+
+def single(folder):
+    save_file(OLD, folder / SINGLE)
+
+
+def shards(folder, size=SIZE, **options):
+    safeload.convert(OLD, folder / "made", max_shard_size=size, **options)
+    for path in (folder / "made").iterdir():
+        path.rename(folder / path.name)
+    (folder / "made").rmdir()
+
+
+def recorded(folder):
+    save_file(OLD, folder / "source")
+    safeload.convert(folder / "source", folder / "made", max_shard_size=300, resume=True)
+    for path in (folder / "made").iterdir():
+        path.rename(folder / path.name)
+    (folder / "made").rmdir()
+    (folder / "source").unlink()
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.read_bytes() != b"mine")
+
+
+def is_new(folder):
+    assert safeload.load(folder)["l.0.w"][0, 0] == 1
+    for path in folder.glob("*.safetensors"):
+        if path.read_bytes() != b"mine":
+            assert all((array == 1).all() for array in load_file(path).values()), path
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@WAYS
+@pytest.mark.parametrize("old", [single, shards, lambda folder: shards(folder, 300), recorded])
+def test_the_old_checkpoint_is_gone(model, new, way, old):
+    old(model)
+    mine = {name for name, data in content(model).items() if data == b"mine"}
+    for _ in range(2):
+        way(new, model, max_shard_size=SIZE, overwrite=True)
+        is_new(model)
+        kept = {f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)} | {INDEX}
+        assert {name for name in names(model) if not name.endswith(".done.json")} == kept
+        assert {name.removesuffix(".done.json") for name in names(model)} == kept
+        assert mine <= content(model).keys()
+
+
+@WAYS
+def test_onto_itself(model, way):
+    single(model)
+    way(model, model, dtype="float16", max_shard_size="1KB", overwrite=True)
+    assert safeload.load(model)["l.0.w"].dtype == np.float16
+    assert SINGLE not in content(model)
+
+
+NAMED = [
+    "config.json",
+    "notes.txt",
+    "consolidated.safetensors",
+    "../beside-00001-of-00001.safetensors",
+    "..",
+    "",
+    7,
+    None,
+]
+
+
+def test_an_old_index_cannot_name_other_files(model, new):
+    beside = model.parent / "beside-00001-of-00001.safetensors"
+    beside.write_bytes(b"mine")
+    (model / "config.json").write_bytes(b"{}")
+    (model / "x-00001-of-00001.safetensors").mkdir()
+    weight_map = dict(enumerate([*NAMED, str(beside), "x-00001-of-00001.safetensors"]))
+    (model / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    before = content(model)
+    safeload.convert(new, model, max_shard_size=SIZE, overwrite=True)
+    assert all(content(model)[name] == data for name, data in before.items() if name != INDEX)
+    assert beside.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"w": {}}}'])
+def test_a_broken_index_is_replaced(model, new, text):
+    (model / INDEX).write_text(text)
+    safeload.convert(new, model, max_shard_size=SIZE, overwrite=True)
+    is_new(model)
+
+
+@WAYS
+@pytest.mark.parametrize("index", ['{"weight_map": {"w": "model-00001-of-00001.safetensors"}}', "{"])
+def test_a_single_file_of_unknown_origin_is_refused(model, new, way, index):
+    single(model)
+    (model / INDEX).write_text(index)
+    before = content(model)
+    with pytest.raises(FileExistsError, match=r"Other programs load this file .*remove it.*model\.safetensors"):
+        way(new, model, max_shard_size=SIZE, overwrite=True)
+    assert content(model) == before
+
+
+def test_a_single_file_that_comes_meanwhile(tmp_path, new):
+    plan = safeload.plan_convert(new, tmp_path / "out", max_shard_size=SIZE)
+    results = [safeload.run_piece(piece) for piece in plan.pieces]
+    single(tmp_path / "out")
+    with pytest.raises(FileExistsError, match="Other programs load this file"):
+        safeload.finalize(plan, results)
+    with pytest.raises(FileExistsError, match="pass overwrite=True to remove it"):
+        safeload.convert(new, tmp_path / "out", max_shard_size=SIZE, resume=True)
+    assert INDEX not in content(tmp_path / "out")
+    safeload.convert(new, tmp_path / "out", max_shard_size=SIZE, resume=True, overwrite=True)
+    is_new(tmp_path / "out")
+
+
+@WAYS
+@pytest.mark.parametrize("last", [INDEX, "config.json"])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_stop_before_the_index_brings_it_back(model, new, way, last, error, monkeypatch):
+    (new.parent / "config.json").write_text("{}")
+    single(model)
+    before = (model / SINGLE).read_bytes()
+    commit = AtomicFile._commit
+
+    def stop(file):
+        if os.path.basename(file.path) == last:
+            raise error("stop")
+        commit(file)
+
+    monkeypatch.setattr(AtomicFile, "_commit", stop)
+    with pytest.raises(error):
+        way(new.parent, model, max_shard_size=SIZE, overwrite=True)
+    assert (model / SINGLE).read_bytes() == before
+    assert INDEX not in content(model)
+    monkeypatch.undo()
+    way(new.parent, model, max_shard_size=SIZE, overwrite=True)
+    is_new(model)
+
+
+def test_a_failed_conversion_removes_nothing(model):
+    single(model)
+    before = content(model)
+    with pytest.raises(safeload.RangeError):
+        safeload.convert(BAD, model, max_shard_size=SIZE, quantize="int8", overwrite=True)
+    assert content(model) == before
+
+
+@POSIX
+def test_links_and_folders(model, new):
+    save_file(OLD, model.parent / "blob")
+    os.symlink(model.parent / "blob", model / SINGLE)
+    before = (model.parent / "blob").read_bytes()
+    safeload.convert(new, model, max_shard_size=SIZE, overwrite=True)
+    is_new(model)
+    os.mkdir(model / SINGLE)  # which no program loads
+    safeload.convert(new, model, max_shard_size=SIZE, overwrite=True)
+    os.rmdir(model / SINGLE)
+    assert (model.parent / "blob").read_bytes() == before
+
+
+# ---- a single file over shards ----
+
+
+def test_a_single_file_replaces_shards(model, new):
+    for old in (shards, recorded):
+        old(model)
+        before = content(model)
+        with pytest.raises(FileExistsError, match=rf"beside {SINGLE} and overwrite=False"):
+            safeload.convert(new, model / SINGLE)
+        assert content(model) == before
+        safeload.convert(new, model / SINGLE, overwrite=True)
+        assert names(model) == [SINGLE]
+        is_new(model)
+        (model / SINGLE).unlink()
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("source", ["", INDEX, "model-00002-of-00003.safetensors"])
+def test_shards_that_are_the_source_stay(model, source, dtype):
+    shards(model)
+    before = content(model)
+    with pytest.raises(FileExistsError, match="which are the source: choose another folder"):
+        safeload.convert(model / source, model / SINGLE, overwrite=True, dtype=dtype)
+    assert content(model) == before
+
+
+def test_shards_stay_if_the_file_cannot_be_written(model):
+    shards(model)
+    before = content(model)
+    with pytest.raises(safeload.RangeError):
+        safeload.convert(BAD, model / SINGLE, quantize="int8", overwrite=True)
+    assert content(model) == before
+
+
+def test_an_index_of_the_single_file(model, new):
+    single(model)
+    (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(OLD, SINGLE)}))
+    safeload.convert(model, model / SINGLE, overwrite=True, dtype="float16")
+    assert names(model) == [SINGLE]
+    (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(OLD, SINGLE)}))
+    safeload.convert(new, model, max_shard_size=SIZE, overwrite=True)
+    is_new(model)
+    assert SINGLE not in names(model)
+
+
+@POSIX
+def test_a_single_file_by_another_spelling(model, new, monkeypatch):
+    shards(model)
+    os.symlink(model / SINGLE, model.parent / "link.safetensors")
+    monkeypatch.chdir(model)
+    for path in (SINGLE, "./model.safetensors", "../model/model.safetensors", model.parent / "link.safetensors"):
+        with pytest.raises(
+            FileExistsError, match=INDEX if path != model.parent / "link.safetensors" else "overwrite=False"
+        ):
+            safeload.convert(new, path)
+    safeload.convert(new, model.parent / "link.safetensors", overwrite=True)
+    assert names(model) == [SINGLE]
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "model.gguf", "model.npz"])
+def test_other_names_leave_the_checkpoint(model, new, name):
+    shards(model)
+    before = content(model)
+    safeload.convert(new, model / name)
+    assert {key: content(model)[key] for key in before} == before
