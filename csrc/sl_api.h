@@ -187,6 +187,10 @@ typedef struct sl_stats {
     double mean, rest;
     double squares;   /* sum of squared differences from the mean */
     int64_t exponent; /* 0 except for f64 of extreme magnitude */
+    /* Of integers, exact: smallest and largest, with the highest bit flipped unless the dtype is SL_U64, and the sum
+     * sum_high * 2^64 + sum_low. */
+    uint64_t least, most, sum_low;
+    int64_t sum_high;
 } sl_stats;
 
 /* SL_OP_STATS writes one sl_stats for each segment of this many elements; the last may be shorter. 2^18 elements are 2

@@ -66,7 +66,11 @@ static int32_t add(void *context, const uint8_t *source, uint64_t element, uint6
             sl_exponents_f32(self->exponents, block, (size_t)some);
         if (self->exponents != NULL && self->accumulator.from == SL_F64)
             sl_exponents_f64(self->exponents, block, (size_t)some);
-        sl_stats_add(record, &self->accumulator, block, (size_t)some, element, self->doubles);
+        if (from->kind == SL_KIND_INT || from->kind == SL_KIND_BOOL)
+            sl_stats_add_integers(record, &self->accumulator, block, (size_t)some, element, self->doubles,
+                                  self->job->from, source);
+        else
+            sl_stats_add(record, &self->accumulator, block, (size_t)some, element, self->doubles);
     }
     return SL_OK;
 }

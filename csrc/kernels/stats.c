@@ -14,6 +14,7 @@ void sl_stats_clear(sl_stats *stats) {
     stats->first_nan = stats->first_infinite = UINT64_MAX;
     stats->min = SL_F64_MAX;
     stats->max = -SL_F64_MAX;
+    stats->least = UINT64_MAX;
 }
 
 /* ---- one block ---- */
@@ -115,16 +116,76 @@ static void summarize_twice(sl_lanes_fn sum_f64, const void *source, size_t coun
     block->squares = left > 0.0 ? left : 0.0;
 }
 
+/* Sets *block and *lanes from `count` elements; see sl_stats_add. */
+static void measure(const sl_accumulator *accumulator, const void *source, size_t count, uint64_t index, double *spare,
+                    sl_lanes *lanes, sl_stats *block) {
+    sl_lanes changed;
+    accumulator->sum(source, count, lanes);
+    changed = *lanes;
+    if (summarize(&changed, count, block)) return;
+    if (sl_stats_widen(accumulator->from, source, spare, count)) source = spare;
+    changed = *lanes;
+    summarize_twice(accumulator->sum_f64, source, count, index, spare, &changed, block);
+}
+
 void sl_stats_add(sl_stats *stats, const sl_accumulator *accumulator, const void *source, size_t count, uint64_t index,
                   double *spare) {
-    sl_lanes lanes, reduced;
+    sl_lanes lanes;
     sl_stats block;
-    accumulator->sum(source, count, &lanes);
-    reduced = lanes;
-    if (!summarize(&reduced, count, &block)) {
-        if (sl_stats_widen(accumulator->from, source, spare, count)) source = spare;
-        summarize_twice(accumulator->sum_f64, source, count, index, spare, &lanes, &block);
+    measure(accumulator, source, count, index, spare, &lanes, &block);
+    sl_stats_join(stats, &block);
+}
+
+/* ---- integers ---- */
+
+/* Up to this magnitude the sums of a block are exact as f64: 2^12 elements of 2^40. */
+#define MOST_SUMMED 0x1p40
+/* Up to this magnitude 64-bit integers are exact as f64. */
+#define MOST_EXACT 0x1p53
+
+static void add_to_sum(sl_stats *stats, uint64_t low, int64_t high) {
+    stats->sum_low += low;
+    stats->sum_high += high + (stats->sum_low < low ? 1 : 0);
+}
+
+/* Mean and squares of 64-bit integers, from their differences from the first of them. */
+static void measure_differences(const sl_accumulator *accumulator, const void *integers, uint64_t flip, size_t count,
+                                double *spare, sl_stats *block) {
+    uint64_t first = load64(integers, 0) ^ flip, low = load64(integers, 0) & 0x7ff, high = load64(integers, 0) - low;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t x = load64(integers, i) ^ flip;
+        store_double(spare, i, x < first ? -(double)(first - x) : (double)(x - first));
     }
+    sl_accumulator doubles = {SL_F64, accumulator->sum_f64, accumulator->sum_f64};
+    sl_lanes lanes;
+    sl_stats moved;
+    measure(&doubles, spare, count, 0, spare, &lanes, &moved);
+    double base = flip == 0 ? (double)high : (double)(int64_t)high, step = moved.mean + (double)low;
+    block->mean = base + step;
+    block->rest = step - (block->mean - base) + moved.rest;
+    block->squares = moved.squares;
+}
+
+void sl_stats_add_integers(sl_stats *stats, const sl_accumulator *accumulator, const void *source, size_t count,
+                           uint64_t index, double *spare, int32_t from, const void *integers) {
+    uint64_t flip = from == SL_U64 ? 0 : UINT64_C(1) << 63;
+    sl_lanes lanes;
+    sl_stats block;
+    measure(accumulator, source, count, index, spare, &lanes, &block);
+    double absmax = block.max > -block.min ? block.max : -block.min;
+    if (absmax <= MOST_SUMMED) {
+        int64_t sum = (int64_t)reduce(lanes.sums);
+        add_to_sum(&block, (uint64_t)sum, sum < 0 ? -1 : 0);
+        block.least = (uint64_t)(int64_t)block.min ^ flip;
+        block.most = (uint64_t)(int64_t)block.max ^ flip;
+    } else
+        for (size_t i = 0; i < count; i++) {
+            uint64_t bits = load64(integers, i), x = bits ^ flip;
+            add_to_sum(&block, bits, x < flip ? -1 : 0);
+            block.least = x < block.least ? x : block.least;
+            block.most = x > block.most ? x : block.most;
+        }
+    if (absmax > MOST_EXACT) measure_differences(accumulator, integers, flip, count, spare, &block);
     sl_stats_join(stats, &block);
 }
 
@@ -164,6 +225,9 @@ void sl_stats_join(sl_stats *stats, const sl_stats *next) {
     stats->max = next->max > stats->max ? next->max : stats->max;
     stats->first_nan = sl_min_u64(stats->first_nan, next->first_nan);
     stats->first_infinite = sl_min_u64(stats->first_infinite, next->first_infinite);
+    stats->least = sl_min_u64(stats->least, next->least);
+    stats->most = next->most > stats->most ? next->most : stats->most;
+    add_to_sum(stats, next->sum_low, next->sum_high);
     stats->finite += next->finite;
     stats->nan += next->nan;
     stats->infinite += next->infinite;

@@ -68,9 +68,14 @@ bool sl_stats_widen(int32_t from, const void *source, void *destination, size_t 
 
 void sl_stats_clear(sl_stats *stats);
 
-/* Adds a block: `count` elements of a tensor from element `index` on. `spare` holds SL_STATS_BLOCK. */
+/* Adds a block: `count` elements of a tensor from element `index` on. `spare` holds SL_STATS_BLOCK, and may be
+ * `source`. */
 void sl_stats_add(sl_stats *stats, const sl_accumulator *accumulator, const void *source, size_t count, uint64_t index,
                   double *spare);
+
+/* Like sl_stats_add, for integers: `source` holds their values as floats, `integers` themselves, of dtype `from`. */
+void sl_stats_add_integers(sl_stats *stats, const sl_accumulator *accumulator, const void *source, size_t count,
+                           uint64_t index, double *spare, int32_t from, const void *integers);
 
 /* Merges the statistics of the elements that follow in the tensor. */
 void sl_stats_join(sl_stats *stats, const sl_stats *next);

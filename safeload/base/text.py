@@ -252,6 +252,11 @@ def quantity(count: int, noun: str) -> str:
     return plural(count, noun)
 
 
+def figure(value: float, digits: int) -> str:
+    """A number with this many digits, or with all if it is an int."""
+    return str(value) if isinstance(value, int) else f"{value:.{digits}g}"
+
+
 def plural(count: int, noun: str) -> str:
     """A number of things: "1 tensor", "1,024 tensors"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from ..base.scheme import usual_axis
-from ..base.text import show, size
+from ..base.text import figure, show, size
 from ..checkpoint import Checkpoint
 from ..operations.quantize import SchemeName
 from . import report_plots as plots
@@ -178,7 +178,7 @@ def _table(opened: Checkpoint, found: Any) -> str:
 
 
 def _number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.4g}"
+    return "" if math.isnan(value) else figure(value, 4)
 
 
 # ---- quantization error ----

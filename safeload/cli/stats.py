@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from ..base.names import natural_key
-from ..base.text import printable, table, width
+from ..base.text import figure, printable, table, width
 from .cluster import add_dask, cluster
 from .common import (
     STATUS,
@@ -105,7 +105,7 @@ def _sorted(found: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
         return rows
 
     def order(row: tuple[str, Any]) -> float:
-        value = float(getattr(row[1], key))
+        value: float = getattr(row[1], key)
         return math.inf if math.isnan(value) else -value
 
     return sorted(rows, key=order)
@@ -137,7 +137,7 @@ def _cells(name: str, s: Any, wide: bool) -> tuple[str, ...]:
 
 
 def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3g}"
+    return "-" if math.isnan(value) else figure(value, 3)
 
 
 def _sparkline(bins: list[int]) -> str:

@@ -26,6 +26,9 @@ from .catalog import Catalog, Given, has_names
 from .executing import Executor
 
 _RECORD = struct_dtype("sl_stats")
+# The fields that every tensor needs, and those that only integers need.
+_MOMENTS, _WHOLE = list(_RECORD.names or ())[:12], list(_RECORD.names or ())[12:]
+_WHOLE_KINDS = (lib.SL_KIND_INT, lib.SL_KIND_BOOL)
 
 # Elements of a tensor that one record covers.
 _SEGMENT: int = lib.SL_STATS_SEGMENT
@@ -47,10 +50,10 @@ class TensorStats(NamedTuple):
         dtype: its code, such as "BF16" or "Q4_0"; "I8" for quantized int8, whose values are the dequantized ones.
         shape: logical shape, outermost axis first.
         count: elements.
-        min: smallest finite value, exact; 0.0 for -0.0.
-        max: largest finite value, exact; 0.0 for -0.0.
+        min: smallest finite value, exact; 0.0 for -0.0. Integers and bool have an int here, in max and in absmax.
+        max: largest finite value, exact.
         absmax: largest finite absolute value, exact.
-        mean: mean of the finite values.
+        mean: mean of the finite values; for integers the exact sum, divided and rounded once.
         std: population standard deviation of the finite values, as ``numpy.std`` computes it.
         nan: number of elements that are NaN.
         inf: number of infinite elements, of either sign.
@@ -136,10 +139,10 @@ def stats(
 ) -> TensorStats | dict[str, TensorStats]:
     """Statistics of one tensor, or of each tensor of a checkpoint, in one pass over the bytes on all cores.
 
-    Values are converted to float64: exactly, except for integers beyond 2**53, which are rounded. Quantized tensors
-    are dequantized to float32. ``min``, ``max`` and ``absmax`` are exact; ``mean`` is within 1e-12 * absmax, and
-    ``std`` stays accurate where the mean is much larger. Every instruction set and every number of threads gives the
-    same bits, whether the values are in memory or in a file.
+    Floats are converted to float64, quantized tensors are dequantized to float32. ``min``, ``max`` and ``absmax`` are
+    exact; of integers and bool they are ints. ``mean`` is within 1e-12 * absmax, and of integers it is the exact sum,
+    rounded once. ``std`` stays accurate if the mean is much larger. Every instruction set and every number of threads
+    gives the same bits, whether the values are in memory or in a file.
 
     A path or a `Checkpoint` is read through descriptors, never through a mapping.
 
@@ -352,20 +355,33 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
     first = (places + bins * _WORD).astype(np.uint64)
     numbers = segments.astype(np.uint64)
     short.sl_stats_merge(*map(address, (first, numbers)), len(parts), address(merged))
+    whole = merged[_WHOLE].tolist() if any(part.source.row.kind in _WHOLE_KINDS for part in parts) else None
     result = []
     with paused(len(parts)):
-        for k, (part, record) in enumerate(zip(parts, merged.tolist(), strict=True)):
+        for k, (part, record) in enumerate(zip(parts, merged[_MOMENTS].tolist(), strict=True)):
             begin = int(ends[k] - words[k])
             counted = memory[begin : begin + bins].astype(np.int64) if histogram else None
-            result.append(_of_record(part, record, counted))
+            result.append(_of_record(part, record, counted, None if whole is None else whole[k]))
     return result
 
 
-def _of_record(part: _Part, record: tuple[Any, ...], histogram: Array | None) -> TensorStats:
-    """Converts a merged record of the core to `TensorStats`."""
+def _of_record(
+    part: _Part, record: tuple[Any, ...], histogram: Array | None, whole: tuple[int, ...] | None
+) -> TensorStats:
+    """Convert a merged record of the core to `TensorStats`; ``whole`` are the fields that integers add."""
+    low: float
+    high: float
+    absmax: float
     finite, nan, inf, zeros, first_nan, first_inf, low, high, mean, rest, squares, exponent = record
-    shape = part.source.shape
-    if finite:
+    shape, row = part.source.shape, part.source.row
+    if finite and whole is not None and row.kind in _WHOLE_KINDS:
+        least, most, sum_low, sum_high = whole
+        flip = 0 if row.code == "U64" else 1 << 63
+        low, high = least - flip, most - flip
+        absmax = max(high, -low)
+        mean = ((sum_high << 64) + sum_low) / finite
+        std = min(math.sqrt(squares / finite), float(absmax))
+    elif finite:
         absmax = max(high, -low)
         # Clamp: rounding may push the mean past min or max, and the deviation past absmax.
         mean = min(max(math.ldexp(mean + rest, exponent), low), high)

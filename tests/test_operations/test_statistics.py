@@ -1,11 +1,13 @@
 """safeload.stats: against numpy and math.fsum; the same bits for any tier, number of threads, place and alignment."""
 
+import json
 import math
 from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.executors import Plain
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 from builders.paths import DATA, SHARED
 from builders.torch_build import Storage, tensor, zip_file
@@ -14,6 +16,7 @@ import safeload
 from safeload import FormatError, TensorNotFoundError, UnsupportedError, stats
 from safeload.base.dtypes import BY_NAME
 from safeload.base.native import available_tiers, lib, tier_name
+from safeload.cli import main
 from safeload.engine import jobs, runner
 from safeload.engine.job import Job
 from safeload.numpy import save_file
@@ -75,6 +78,14 @@ def first(mask):
     return tuple(int(k) for k in np.unravel_index(mask.argmax(), mask.shape)) if mask.any() else None
 
 
+def check_integers(found, numbers):
+    """Extremes and mean are exact, and the deviation does not suffer from a large mean."""
+    low, high, mean = int(min(numbers)), int(max(numbers)), Fraction(sum(numbers), len(numbers))
+    assert (found.min, found.max, found.absmax, found.mean) == (low, high, max(high, -low), float(mean))
+    variance = Fraction(sum(n * n for n in numbers), len(numbers)) - mean**2
+    assert found.std == pytest.approx(math.sqrt(variance), rel=1e-12)
+
+
 def check(found, x, *, dtype=None):
     """Everything that `found` says of x."""
     x = np.asarray(x)
@@ -87,7 +98,11 @@ def check(found, x, *, dtype=None):
     assert (found.first_nan, found.first_inf) == (first(nan), first(inf))
     finite = finite_values(x)
     numbers = (found.min, found.max, found.absmax, found.mean, found.std)
-    assert all(type(number) is float for number in numbers)
+    whole = x.dtype.kind in "iub" and x.size > 0
+    assert [type(number) for number in numbers] == [int if whole else float] * 3 + [float] * 2
+    if whole:
+        check_integers(found, x.ravel().tolist())
+        return
     if len(finite) == 0:
         assert all(math.isnan(number) for number in numbers)
         return
@@ -202,12 +217,43 @@ def test_mean_and_deviation_of_a_shifted_tensor(name):
     check(stats(x), x)
 
 
-def test_integers_are_not_rounded_to_float32():
-    x = np.array([2**24 + 1, -(2**24) - 1, 2**53, -(2**53)])
-    found = stats(x)
-    assert (found.min, found.max) == (-(2.0**53), 2.0**53)
-    assert stats(np.int32([2**24 + 1])).max == 2**24 + 1
-    assert stats(np.uint64([2**64 - 1])).max == 2.0**64
+@pytest.mark.parametrize("length", [1, 2, 1000, 4096, 4097, 300_000])
+@pytest.mark.parametrize(("center", "spread"), [
+    (0, 1), (2**24, 3), (2**31 - 4, 3), (2**40, 5), (2**40, 2**41), (2**53, 1000), (2**60 + 1, 7), (2**63 - 9, 8),
+    (0, 2**63 - 1), (-(2**63) + 8, 8), (2**64 - 6, 5), (2**63, 2**63 - 1),
+])  # fmt: skip
+def test_integers_are_exact(center, spread, length):
+    rng = np.random.default_rng(5)
+    offsets = rng.integers(-spread, spread, length, endpoint=True)
+    numbers = [center + offset for offset in offsets.tolist()]
+    for name in INTEGERS[1:]:
+        info = np.iinfo(name)
+        fitting = [n for n in numbers if info.min <= n <= info.max]
+        if not fitting or (len(fitting) > 5000 and info.bits < 64):
+            continue
+        x = np.array(fitting, name)
+        check_integers(stats(x, threads=2), fitting)
+        assert stats(x, histogram=True)._replace(histogram=None) == stats(x)
+        assert stats(x.astype(x.dtype.newbyteorder(">"))[::-1])[2:8] == pytest.approx(stats(x)[2:8], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_in_files_keep_every_bit(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    info = np.iinfo("u1" if name == "bool" else name)
+    x = np.array([info.max, info.min, 1]).astype(name) if name == "bool" else np.array([info.max, info.min, 1], name)
+    save_file({"x": x}, "x.safetensors")
+    found = stats("x.safetensors", executor=Plain())["x"]
+    check_integers(found, x.tolist())
+    assert found == stats("x.safetensors")["x"]
+    assert main(["stats", "x.safetensors", "--json"]) == 0
+    (written,) = json.loads(capsys.readouterr().out)["tensors"]
+    assert (written["min"], written["max"], written["mean"]) == (x.min(), x.max(), found.mean)
+    assert main(["stats", "x.safetensors"]) == 0
+    assert f" {int(x.max())} " in capsys.readouterr().out
+    main(["report", "x.safetensors", "-o", "x.html"])
+    with open("x.html", encoding="utf-8") as page:
+        assert f">{int(x.max())}<" in page.read()
 
 
 # ---- where the first is ----

@@ -12,7 +12,7 @@ from ...base import dtypes, packing
 from ...base.arrays import Array
 from ...base.packing import Packed, Packing
 from ...base.scheme import INT8
-from ...base.text import show
+from ...base.text import figure, show
 from ...engine.pieces import source_pieces
 from ...engine.quantized_tensor import QuantizedTensor
 from ...engine.restore import read_array
@@ -79,10 +79,10 @@ def check_values(
             continue
         low, high = limits.of_norms() if is_norm(name, known, role(name)) else (limits.low, limits.high)
         if found.min < low or found.max > high:
-            reach = f"values reach from {found.min:.6g} to {found.max:.6g}"
+            reach = f"values reach from {figure(found.min, 6)} to {figure(found.max, 6)}"
             yield warning("value.range", name, f"{reach}, outside [{low:g}, {high:g}]")
         if sum(size > 1 for size in known.shape) > 1 and found.nan + found.inf == 0 and found.min == found.max:
-            what, code = ("0", "value.zero") if found.absmax == 0 else (f"{found.min:.6g}", "value.constant")
+            what, code = ("0", "value.zero") if found.absmax == 0 else (figure(found.min, 6), "value.constant")
             yield warning(code, name, f"all {found.count:,} values of the matrix are {what}")
 
 
