@@ -303,6 +303,7 @@ class LocalFolder:
         shards.update(name for name in names if name + RECORD in names and _NUMBERED.fullmatch(name))
         records = {name + RECORD for name in shards} & names
         single = {SINGLE} if self._has_single() else set()
+        single.update(self.leftovers([SINGLE]) if names else ())  # a conversion was killed while it was hidden
         return sorted((single | shards | records) - {*files, *(file + RECORD for file in files)})
 
     def indexed(self) -> set[str]:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -190,6 +192,38 @@ def test_a_stop_before_the_index_brings_it_back(model, new, way, last, error, mo
     assert INDEX not in content(model)
     monkeypatch.undo()
     way(new.parent, model, max_shard_size=SIZE, overwrite=True)
+    is_new(model)
+
+
+@POSIX
+@pytest.mark.parametrize("way", [at_once, planned])
+@pytest.mark.parametrize("last", ["model-00002-of-00003.safetensors", "config.json", INDEX])
+def test_a_kill_leaves_no_mixture(model, new, way, last):
+    """The process dies while it puts the files in place: no reader finds old weights beside the new config."""
+    (new.parent / "config.json").write_text('{"new": 1}')
+    single(model)
+    code = f"""
+import os, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import test_old_checkpoints as tests
+from pathlib import Path
+commit = tests.AtomicFile._commit
+def stop(file):
+    if os.path.basename(file.path) == {last!r}:
+        os._exit(9)
+    commit(file)
+tests.AtomicFile._commit = stop
+tests.{way.__name__}(Path({os.fspath(new.parent)!r}), Path({os.fspath(model)!r}), max_shard_size={SIZE}, overwrite=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 9
+    left = content(model)
+    assert INDEX not in left
+    assert (SINGLE in left) == last.startswith("model-0")
+    way(new.parent, model, max_shard_size=SIZE, overwrite=True)
+    for path in model.glob(".*.tmp"):  # the rest is small
+        assert not path.name.startswith(f".{SINGLE}.") or path.name.startswith(f".{INDEX}.")
+        path.unlink()
     is_new(model)
 
 
