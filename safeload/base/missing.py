@@ -9,7 +9,7 @@ import glob
 import os
 import re
 
-from .url import divided, shown
+from .url import divided, is_url, shown
 
 # A scheme has two letters or more: one is a drive of Windows. `pathlib` makes "https:/host" of "https://host".
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
@@ -46,11 +46,13 @@ def _of_url(path: str) -> tuple[str, str] | None:
     """The answer to a URL."""
     match = _matched(path)
     if match is None:
-        return None
+        advice = "this function reads local files: safeload.load(URL, storage_options={}) reads it over the network"
+        return (shown(path), advice) if is_url(path) else None
     scheme, rest = match[1].lower(), match[3]
     if scheme == "file":
+        rest = shown(f"file://{rest}").removeprefix("file://")
         local = rest if rest.startswith("/") or match[2] else f"/{rest}"
-        return path, f"this is a URL: pass the path itself, {local!r}"
+        return f"file:/{match[2]}{rest}", f"this is a URL: pass the path itself, {local!r}"
     url = shown(f"{scheme}://{rest}")
     why = "this function reads local files" if match[2] else "a URL is passed as text, pathlib changes it"
     if url.endswith(".json") and not url.endswith("index.json"):
@@ -64,7 +66,10 @@ def _of_url(path: str) -> tuple[str, str] | None:
 def destination(path: str) -> tuple[str, str] | None:
     """What `describe` returns, for a path that no file can be written to."""
     match = _matched(path)
-    if match is None or match[1].lower() == "file":
+    if match is None:
+        advice = "this function writes local files: safeload.convert(..., URL) writes folders in stores"
+        return (shown(path), advice) if is_url(path) else None
+    if match[1].lower() == "file":
         return None
     why = "this function writes local files" if match[2] else "a URL is passed as text, pathlib changes it"
     return shown(f"{match[1]}://{match[3]}"), f"{why}: safeload.convert(..., URL) writes folders in stores"
@@ -79,7 +84,11 @@ def of_page(url: str) -> str | None:
     """The ``hf://`` URL of what a page of huggingface.co shows; None for other URLs."""
     link = divided(url)
     names = link.path.strip("/").split("/")
-    if link.scheme not in ("http", "https") or link.place not in ("huggingface.co", "www.huggingface.co", "hf.co"):
+    if link.scheme not in ("http", "https") or (link.place or "").lower() not in (
+        "huggingface.co",
+        "www.huggingface.co",
+        "hf.co",
+    ):
         return None
     kind = f"{names.pop(0)}/" if names[:1] in (["datasets"], ["spaces"]) else ""
     if len(names) < 2 or not all(names[:2]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from urllib.parse import quote, unquote
 
 # A scheme has two letters or more: one is a drive of Windows. Chains of fsspec begin with "scheme::".
 _BEGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
@@ -113,7 +112,7 @@ class Url:
         texts = [password, *([] if password else [user]), self.query or ""]
         if self.hides_place:
             texts += [self.place.partition(":")[2], self.path]
-        return tuple({text for raw in texts for text in (raw, unquote(raw)) if text})
+        return tuple({text for raw in texts for text in (raw, _decoded(raw)) if text})
 
 
 @dataclass(frozen=True, repr=False)
@@ -223,7 +222,7 @@ def web_url(url: Url) -> tuple[WebUrl, tuple[str, str] | None]:
     if " " in url.credentials:
         raise UrlError("it has a space before the host: escape it as %20")
     user, _, password = url.credentials.partition(":")
-    return web, (unquote(user), unquote(password))
+    return web, (_decoded(user), _decoded(password))
 
 
 def split(url: str, literal: bool = False) -> tuple[str, str]:
@@ -254,7 +253,7 @@ def join(folder: str, name: str, literal: bool = False) -> str:
     chain, at = _chain(folder)
     link = chain[at]
     if not literal and _is_escaped(chain, at):
-        path = f"{link.path.rstrip('/')}/{quote(name.encode('utf-8', 'surrogateescape'), safe='')}"
+        path = f"{link.path.rstrip('/')}/{_quoted(name, '')}"
         return _chained(chain, at, replace(link, path=path, fragment=None))
     if _VERSIONED.get(link.scheme, _NEVER).search(name):
         raise UrlError("the name ends in the mark of a version, which this store takes for one of another file")
@@ -265,7 +264,13 @@ def join(folder: str, name: str, literal: bool = False) -> str:
 def escaped(url: str) -> str:
     """Return the ``file://`` URL of a path that is not escaped."""
     begin, mark, path = url.partition("://")
-    return f"{begin}{mark}{quote(path.encode('utf-8', 'surrogateescape'), safe='/:')}"
+    return f"{begin}{mark}{_quoted(path, '/:')}"
+
+
+def unescaped(url: str) -> str:
+    """Undo `escaped`."""
+    begin, mark, path = url.partition("://")
+    return f"{begin}{mark}{_decoded(path)}"
 
 
 def file_path(url: Url) -> str:
@@ -356,7 +361,13 @@ def _web_path(path: str) -> str:
 
 def _escaped(text: str, safe: str) -> str:
     """Escape what a path or a query cannot have; escapes stay as they are."""
-    return quote(_LONE_PERCENT.sub("%25", text), safe=safe)
+    return _quoted(_LONE_PERCENT.sub("%25", text), safe)
+
+
+def _quoted(text: str, safe: str) -> str:
+    from urllib.parse import quote  # only here and below: most paths are local, and the import takes milliseconds
+
+    return quote(text.encode("utf-8", "surrogateescape"), safe=safe)
 
 
 def _query(query: str | None) -> str:
@@ -364,6 +375,8 @@ def _query(query: str | None) -> str:
 
 
 def _decoded(path: str) -> str:
+    from urllib.parse import unquote
+
     return unquote(path, "utf-8", "surrogateescape")
 
 

@@ -77,7 +77,7 @@ class StoreFolder:
     @property
     def place(self) -> str:
         """See `Folder`. No revision is resolved to its commit: a commit cannot be written to."""
-        return urls.shown(self._path)
+        return urls.public(self._path)
 
     def public_options(self) -> dict[str, Any] | None:
         """See `Folder`."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..base.url import CACHES, parsed
+from ..base.url import CACHES, parsed, unescaped
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls
 from .crew import each
@@ -90,13 +90,8 @@ class Filesystem:
 
     @property
     def escapes(self) -> bool:
-        """Whether paths in URLs are escaped, as fsspec's http has them."""
-        if self._own is None:
-            return False
-        fs = self._own.fs
-        while getattr(fs, "fs", None) is not None:
-            fs = fs.fs
-        return not {"http", "https"}.isdisjoint(_protocols(fs))
+        """Whether paths in URLs are escaped, by fsspec's http or by `objects.of_fsspec`."""
+        return self._own is not None and is_escaped(self._own.fs)
 
     def __repr__(self) -> str:
         return "<Filesystem>"  # options are secrets
@@ -122,7 +117,8 @@ class Filesystem:
         """The filesystem of a URL, and the path in it."""
         self._check_credentials(url)
         if self._own is not None:
-            return self._own, str(self._own.fs._strip_protocol(url))
+            local = self.escapes and urls.scheme_of(url) == "file"
+            return self._own, str(self._own.fs._strip_protocol(unescaped(url) if local else url))
         from fsspec.core import url_to_fs
 
         from .fsspec_store import Handle
@@ -313,6 +309,13 @@ def _has_files(fs: Any) -> bool:
     if isinstance(fs, CachingFileSystem):
         return isinstance(fs, WholeFileCacheFileSystem)
     return bool(getattr(fs, "local_file", False))
+
+
+def is_escaped(fs: Any) -> bool:
+    """Whether paths in URLs of a filesystem, or of the one behind caches, are escaped."""
+    while getattr(fs, "fs", None) is not None:
+        fs = fs.fs
+    return not {"http", "https", "file"}.isdisjoint(_protocols(fs))
 
 
 def _protocols(fs: Any) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ def target_of(url: str, headers: Mapping[str, str]) -> Target:
     web, credentials = web_url(url)
     if credentials is None:
         return Target(web, headers)
-    secret = base64.b64encode(":".join(credentials).encode()).decode("ascii")
+    secret = base64.b64encode(":".join(credentials).encode("utf-8", "surrogateescape")).decode("ascii")
     return Target(web, {**headers, "Authorization": f"Basic {secret}"})
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..base import log
+from ..base.url import escaped
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError
 from . import url as urls
 from .crew import each
 from .files import Location
-from .filesystem import Filesystem
+from .filesystem import Filesystem, is_escaped
 from .foreign_errors import again, changed, cleaned, in_our_words, may_pass
 from .options import secrets_of
 from .remote import ForeignStore, RemoteStore, fill
@@ -35,6 +36,8 @@ def of_fsspec(fs: Any, path: str) -> Location:
     if not isinstance(path, str):
         raise TypeError(f"path: expected a str, found {type(path).__name__}")
     url = path if urls.is_url(path) else fs.unstrip_protocol(fs._strip_protocol(path))
+    if urls.scheme_of(url) == "file" and is_escaped(fs):  # as `file://` URLs are, so that a pickle leads to the file
+        url = escaped(url)
     # What a pickle carries of a cache leads to the files behind it.
     options = getattr(getattr(fs, "fs", fs), "storage_options", None)
     return Location(RemoteFiles(options if isinstance(options, Mapping) else {}, Filesystem(fs)), url)

@@ -77,7 +77,7 @@ class RemoteFiles:
         self._options = options
         self._backend = backend
         self._backends: dict[tuple[str, str], Backend] = {}
-        # The caller's own stores take paths literally; fsspec's http does not.
+        # Whether marks in paths are data already, as in most stores of the caller's.
         self._literal = backend is not None and not getattr(backend, "escapes", False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -153,7 +153,7 @@ class RemoteFiles:
         if not urls.is_url(path):
             return LOCAL.public(path)
         pinned = getattr(self._backend or self._backends.get(_key(path)), "pinned", None)  # a revision of the Hub
-        return urls.public(path if pinned is None else pinned(path), self._literal)
+        return urls.public(path if pinned is None else pinned(path))
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
         """See `Files`: nothing can be told without a request, but opening compares."""

@@ -8,7 +8,7 @@ import re
 from ..base.missing import of_page
 from ..base.text import show
 from ..base.url import UrlError as UrlError
-from ..base.url import divided, escaped, file_path, parsed
+from ..base.url import divided, file_path, parsed
 from ..base.url import is_url as is_url
 from ..base.url import join as join
 from ..base.url import links as links
@@ -71,15 +71,11 @@ def offline() -> str | None:
     return next((name for name in _OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
-def public(url: str, literal: bool) -> str:
+def public(url: str) -> str:
     """Return a URL without secrets that still leads to its file.
 
-    Args:
-        url: a URL or a chain.
-        literal: whether its path is not escaped, see `join`.
-
     Raises:
-        UnsupportedError: it has none such.
+        UnsupportedError: the URL leads elsewhere without them.
     """
     if needs_query(url):
         raise UnsupportedError(
@@ -88,7 +84,7 @@ def public(url: str, literal: bool) -> str:
         )
     if any(link.hides_place for link in parsed(url)):
         raise UnsupportedError(f"{shown(url)}: the @ of this path may end a password: escape it as %40")
-    return escaped(shown(url)) if literal and scheme_of(url) == "file" else shown(url)
+    return shown(url)
 
 
 def local_path(url: str) -> str:

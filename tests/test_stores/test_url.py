@@ -1,10 +1,13 @@
 """URLs of weights: what is one, what messages show of it, and which are opened without being asked for."""
 
 import os
+import random
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from safeload import UnsupportedError
+from safeload.base.url import UrlError, divided, web_url
 from safeload.stores import url as urls
 from safeload.stores.options import public_options
 from safeload.stores.remote_files import RemoteFiles
@@ -54,6 +57,23 @@ def test_a_scheme_makes_a_url(path, is_url):
         ("filecache::/a?s3cr3t", "filecache::/a"),
         ("simplecache::https::s3cr3t@", "simplecache::https::s3cr3t@"),
         ("https://\n/a", "https://\n/a"),
+        ("http://u:s3cr3t", "http://u:***"),
+        ("http://u:s3cr3t/s3cr3t", "http://u:***"),
+        ("http://u:s3cr3t\\s3cr3t/a", "http://u:***"),
+        ("http://u:s3cr3t\\@host/a", "http://host/a"),
+        ("http://u:1/s3cr3t@host/", "http://u:1/***@host/"),
+        ("http://u:/s3cr3t@host/a", "http://u:/***@host/a"),
+        ("http://u:1?s3cr3t@host/", "http://u:1"),
+        ("http://u:1#s3cr3t@host/", "http://u:1"),
+        ("http://a@u:s3cr3t/s3cr3t@host/a", "http://host/a"),
+        ("http://u:s3cr3t/x@v:s3cr3t", "http://v:***"),
+        ("sftp://u:s3cr3t", "sftp://u:***"),
+        ("s3://key:s3cr3t/s3cr3t@bucket/a", "s3://bucket/a"),
+        ("s3://arn:aws:s3:us-west-2:123:accesspoint/a/b@c", "s3://arn:aws:s3:us-west-2:123:accesspoint/a/b@c"),
+        ("simplecache::http://u:s3cr3t", "simplecache::http://u:***"),
+        ("github://owner:name@main/a", "github://owner:name@main/a"),
+        ("az://u:s3cr3t@host/a", "az://host/a"),
+        ("file://C:/a@b", "file://C:/a@b"),
     ],
 )
 def test_what_may_be_secret_is_not_shown(url, shown):
@@ -110,6 +130,9 @@ def test_urls_of_files_become_paths():
     assert urls.local_path("file:///a%20b/c").replace("\\", "/").endswith("/a b/c")
     with pytest.raises(UnsupportedError, match="three slashes"):
         urls.local_path("file://folder/a")
+    for url in ("file:///a?b", "file:///a#b", "file:///a%2fb", "file:///a%00", "file://u@localhost/a"):
+        with pytest.raises(UnsupportedError, match="file:// URL has"):
+            urls.local_path(url)
     if os.name == "nt":
         for url in ("file://C:/a b/c", "file:///C:/a%20b/c", "FILE:///c:/a b/c"):
             assert urls.local_path(url).lower() == r"c:\a b\c"
@@ -129,6 +152,10 @@ def test_what_is_pickled_has_no_secret():
         "client_kwargs": {"endpoint_url": "http://host"}, "headers": {},
     }  # fmt: skip
     assert public_options(None) is None
+    for url in ("http://u:1/s3cr3t@host/", "http://u:s3cr3t", "s3://k:s3/cr3t@b"):
+        with pytest.raises(UnsupportedError, match="escape it as %40") as caught:
+            RemoteFiles().public(url)
+        assert "s3cr3t" not in str(caught.value)
     files = RemoteFiles(options)
     assert "s3cr3t" not in repr(files) + repr(files.__reduce__())
     with pytest.raises(UnsupportedError, match="the query of this URL may be a secret"):
@@ -149,3 +176,248 @@ def test_a_page_of_the_hub_is_told_from_a_file(page, url):
         RemoteFiles().open(page)
     urls.check_no_page("https://huggingface.co/owner/name/resolve/main/model.safetensors")
     urls.check_no_page("https://host/owner/name")
+
+
+# ---- connections ----
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("HTTP://Host.Example:080/a", "http://host.example/a"),
+        ("https://host:443", "https://host/"),
+        ("https://host:", "https://host/"),
+        ("http://host:443/", "http://host:443/"),
+        ("http://host./a", "http://host./a"),
+        ("http://127.0.0.1:8000/a//b/", "http://127.0.0.1:8000/a//b/"),
+        ("http://my_host-1/a", "http://my_host-1/a"),
+        ("http://[::FFFF:1.2.3.4]:80/a", "http://[::ffff:102:304]/a"),
+        ("http://[0:0::1]:8/", "http://[::1]:8/"),
+        ("http://[fe80::1%eth0]/", "http://[fe80::1%25eth0]/"),
+        ("http://[fe80::1%25eth0]/", "http://[fe80::1%25eth0]/"),
+        ("http://u:p@x@host/a", "http://host/a"),
+        ("http://@host/a", "http://host/a"),
+        ("http://host/a b\u00e9?c d#e", "http://host/a%20b%C3%A9?c%20d"),
+        ("http://host/a/./b/../c", "http://host/a/c"),
+        ("http://host/a/%2e%2E/%2e/c", "http://host/c"),
+        ("http://host/../../a/..", "http://host/"),
+        ("http://host/a%2Fb%5c%41", "http://host/a%2Fb%5c%41"),
+        ("http://host/100%/%zz?%", "http://host/100%25/%25zz?%25"),
+        ("http://host/?", "http://host/?"),
+        ("http://host?a/b", "http://host/?a/b"),
+        ("http://host/a;b=c,d@e:f!$&'()*+", "http://host/a;b=c,d@e:f!$&'()*+"),
+        ("http://host/[a]|<b>", "http://host/%5Ba%5D%7C%3Cb%3E"),
+    ],
+)
+def test_a_connection_gets_a_url_that_all_read_alike(url, text):
+    web, _ = web_url(divided(url))
+    assert web.text == text
+    assert web_url(divided(text))[0] == web
+
+
+@pytest.mark.parametrize(
+    ("url", "credentials"),
+    [
+        ("http://host/", None),
+        ("http://@host/", None),
+        ("http://me@host/", ("me", "")),
+        ("http://me:@host/", ("me", "")),
+        ("http://:s@host/", ("", "s")),
+        ("http://m%65:a:b%40%2F@host/", ("me", "a:b@/")),
+        ("http://me:s3@cr3t@host/", ("me", "s3@cr3t")),
+    ],
+)
+def test_user_and_password_are_divided_from_the_host(url, credentials):
+    assert web_url(divided(url))[1] == credentials
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://a\\@b/", "backslash"),
+        ("http://a/b\\c", "backslash"),
+        ("http://a/?\\", "backslash"),
+        ("http://a\t/", "control"),
+        ("http://a/\r\nX: 1", "control"),
+        ("http://a/\x00", "control"),
+        ("http://a/\x7f", "control"),
+        ("http://a /", "not a host name"),
+        ("http:// a/", "not a host name"),
+        ("http://u s@a/", "space"),
+        ("http://a%41/", "not a host name"),
+        ("http://a%2fb/", "not a host name"),
+        ("http://a..b/", "not a host name"),
+        ("http://.a/", "not a host name"),
+        ("http://a:b:80/", "not a host name"),
+        ("http://a;b/", "not a host name"),
+        ("http://a\u3002b/", "host"),
+        ("http://\u24d4/", "host"),
+        ("http://a\u00a0/", "host"),
+        ("http://" + "a" * 64 + "/", "not a host name"),
+        ("http://a:0/", "port"),
+        ("http://a:65536/", "port"),
+        ("http://a:+80/", "port"),
+        ("http://a:8 0/", "port"),
+        ("http://a:\u0668/", "port"),
+        ("http://a:-1/", "port"),
+        ("http://u:s3cr3t", "port"),
+        ("http://u:s3/cr3t@a/", "port"),
+        ("http://[::1", "IPv6"),
+        ("http://[::1]x/", "port"),
+        ("http://[::g]/", "IPv6"),
+        ("http://[1.2.3.4]/", "IPv6"),
+        ("http://[]/", "IPv6"),
+        ("http://[fe80::1%]/", "IPv6"),
+        ("http://::1/", "host|port"),
+        ("http:///a", "no host"),
+        ("http://u@/a", "no host"),
+        ("http://:80/", "no host"),
+        ("http:/a", "not http"),
+        ("http:a", "not http"),
+        ("ftp://a/", "not http"),
+        ("http://a/\ud800", "surrogate"),
+    ],
+)
+def test_a_url_that_may_be_read_in_two_ways_is_refused(url, reason):
+    with pytest.raises(UrlError, match=reason) as caught:
+        web_url(divided(url))
+    assert "s3" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("location", "text"),
+    [
+        ("x", "https://host:8/a/x"),
+        ("./x?y#z", "https://host:8/a/x?y"),
+        ("../../x", "https://host:8/x"),
+        ("/x", "https://host:8/x"),
+        ("?x", "https://host:8/a/b?x"),
+        ("#x", "https://host:8/a/b?q"),
+        ("//Other/x", "https://other/x"),
+        ("HTTPS://Other:443", "https://other/"),
+        ("http://other/", "http://other/"),
+        ("%2e%2e/x", "https://host:8/x"),
+        ("a b", "https://host:8/a/a%20b"),
+        ("/@x:y", "https://host:8/@x:y"),
+        ("https:x", None),
+        ("https:/x", None),
+        ("x:y", None),
+        ("ftp://other/", None),
+        ("//u:p@other/", None),
+        ("https://u@other/", None),
+        ("https://@other/", None),
+        ("https://other\\@host/", None),
+        ("\\\\other/x", None),
+        ("/\\other", None),
+        ("//", None),
+        ("///x", None),
+        ("//other:x/", None),
+        ("/x\ny", None),
+        ("//other\u3002example/", None),
+    ],
+)
+def test_redirects_are_resolved(location, text):
+    web, _ = web_url(divided("https://host:8/a/b?q"))
+    if text is not None:
+        assert web.redirected(location).text == text
+    else:
+        with pytest.raises(UrlError):
+            web.redirected(location)
+
+
+def test_every_library_divides_the_url_of_a_connection_alike():
+    """Random texts of what delimits something: they are refused, or urllib3 and urllib agree with the parser."""
+    parse_url = pytest.importorskip("urllib3.util").parse_url
+    choice, accepted = random.Random(7), 0
+    parts = [
+        "a",
+        "b.c",
+        "@",
+        ":",
+        "/",
+        "?",
+        "#",
+        "\\",
+        "%",
+        "%2f",
+        "%40",
+        "[",
+        "]",
+        "::1",
+        ".",
+        "..",
+        "80",
+        " ",
+        "\t",
+        "\u00e9",
+        ";",
+    ]
+    for _ in range(20_000):
+        text = "http://" + "".join(choice.choices(parts, k=choice.randint(1, 8)))
+        try:
+            web, _ = web_url(divided(text))
+        except UrlError:
+            continue
+        accepted += 1
+        theirs, also = parse_url(web.text), urlsplit(web.text)
+        assert (theirs.auth, theirs.host, theirs.port or 80) == (None, web.host, web.port), text
+        assert (also.username, also.hostname, also.port or 80) == (None, web.host.strip("[]"), web.port), text
+        assert theirs.path.lower() == web.path.lower(), text
+    assert accepted > 1000
+
+
+# ---- names ----
+
+NAMES = [
+    "a#1",
+    "b?c",
+    "d%41",
+    "e%2Ff",
+    "%2e%2e",
+    "..%2Fx",
+    "g h",
+    "\u00e9\u4e2d",
+    "a+b",
+    "a@b",
+    "a;b=c&d",
+    "~",
+    "'\"<",
+    "a\nb",
+    "\udcff",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "folder", ["http://host/a", "https://host:8/a%20b?sig=x/y", "http://host", "file:///a", "file://", "s3://bucket/a",
+               "memory://", "hf://owner/name@main", "simplecache::https://host/a?s", "zip://a::http://host/b.zip?c",
+               "filecache::file:///a b"]
+)  # fmt: skip
+def test_names_are_data(folder, name):
+    url = urls.join(folder, name)
+    assert urls.split(url) == (folder, name)
+    assert urls.links(url)[1:-1] == urls.links(folder)[1:-1]
+    if folder.startswith("http"):
+        web, _ = web_url(divided(url))
+        assert web.path.startswith(web_url(divided(folder))[0].path.rstrip("/") + "/")
+        assert unquote(web.path.rpartition("/")[2], errors="surrogateescape") == name
+        assert web.query == divided(folder).query
+    if folder == "file:///a" and os.name != "nt":
+        assert urls.local_path(url) == f"/a/{name}"
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("s3://b", "a?versionId=1"), ("gs://b/c", "a#12"), ("gcs://b", "a?generation=1"), ("az://b", "a?VersionId=1"),
+     ("simplecache::s3://b", "a?versionId=1")],
+)  # fmt: skip
+def test_a_name_is_no_version_of_another_file(folder, name):
+    with pytest.raises(UnsupportedError, match="version"):
+        RemoteFiles({}).join(folder, name)
+
+
+def test_urls_of_archives_and_caches_are_divided_at_the_link_that_names_the_file():
+    assert urls.split("zip://a/b::https://host/c.zip?d") == ("zip://a::https://host/c.zip?d", "b")
+    assert urls.split("simplecache::https://host/a/b%23?d") == ("simplecache::https://host/a?d", "b#")
+    assert urls.join("zip://::cached::s3://c/d", "x") == "zip:///x::cached::s3://c/d"
+    assert urls.split("memory://a") == ("memory://", "a")
