@@ -13,13 +13,14 @@ _LAYERS = {
     "up_proj": (("up_proj",),),  # Nemotron-H has no gate
     "down_proj": (("down_proj",), ("w2",)),
 }
-# Parts of names in the model, and in files: of Mixtral, MiniMax and PhiMoE, and of Granite MoE.
+# Parts of names in the model, and in files: of Mixtral, MiniMax and PhiMoE, of Granite MoE, and of GPT-NeoX.
 _RENAMED = (
     (".mlp.", ".block_sparse_moe."),
     (".mlp.router.", ".block_sparse_moe.gate."),
     (".experts.gate_up_proj", ".input_linear.weight"),
     (".experts.down_proj", ".output_linear.weight"),
     (".router.weight", ".router.layer.weight"),
+    ("lm_head.weight", "embed_out.weight"),
 )
 
 

@@ -59,8 +59,8 @@ def heads_of(adapters: Iterable[Adapter], pairs: Mapping[str, str]) -> Heads:
         if changes and pair[1].endswith(_SHARED):
             adapter, name = changes[0]
             raise UnsupportedError(
-                f"the adapter changes {show(name)} alone, but encoder, decoder and head share {show(pair[1])}: merging "
-                "into one of them is not supported",
+                f"the adapter changes {show(name)}, but encoder, decoder and head share {show(pair[1])}: merging into "
+                "one of them is not supported",
                 path=adapter.checkpoint.path,
                 tensor=name,
             )

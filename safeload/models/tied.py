@@ -17,8 +17,11 @@ _CONVENTIONS = (
     (_HEAD, "model.embed_tokens.weight", "model.embed_tokens.weight"),
     ("output.weight", "token_embd.weight", "output_norm.weight"),
 )
-# Ends of the names of embeddings in models without a schema. Encoder and decoder share one of the last name.
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "shared.weight")
+# Last names of embeddings in models without a schema. Encoder and decoder share one of the last of these.
+_EMBEDDINGS = (
+    *(".embed_tokens.weight", ".wte.weight", ".word_embeddings.weight", ".tok_embeddings.weight", ".embed_in.weight"),
+    *(".embeddings.weight", ".embedding.weight", ".shared.weight"),
+)
 # Ends of the names of classes whose models have `_HEAD`.
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -81,7 +84,7 @@ def _by_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, st
     tie = next((value[KEY] for value in inner if isinstance(value.get(KEY), bool)), None)
     if tie is False or (tie is None and _HEAD in names):
         return {}
-    embeddings = [name for name in names if name.endswith(_EMBEDDINGS)]
-    shared = [name for name in embeddings if name.endswith(_EMBEDDINGS[-1])]
+    embeddings = [name for name in names if f".{name}".endswith(_EMBEDDINGS)]
+    shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])]
     chosen = shared or embeddings
     return {_HEAD: chosen[0]} if len(chosen) == 1 else {}

@@ -95,7 +95,7 @@ class MergedCatalog(Catalog):
         heads: Heads | None = None,
     ) -> None:
         if heads is None:
-            heads = heads_of(adapters, tied_heads(catalog.config, dict.fromkeys(catalog)))
+            heads = heads_of(adapters, tied_heads(catalog.config, [name for name in catalog if isinstance(name, str)]))
         self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)

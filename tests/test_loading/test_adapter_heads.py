@@ -266,3 +266,31 @@ def test_damaged_pieces_are_refused(untied, tmp_path):
     plan.pieces[0]["adapters"][0]["untied"] = untied
     with pytest.raises(safeload.SafeloadError):
         safeload.run_piece(plan.pieces[0])
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "pairs"),
+    [
+        (["gpt_neox.embed_in.weight"], {}, {HEAD: "gpt_neox.embed_in.weight"}),
+        (["backbone.embeddings.weight"], {}, {HEAD: "backbone.embeddings.weight"}),
+        (["embed_tokens.weight"], {}, {HEAD: "embed_tokens.weight"}),
+        (["transformer.word_embeddings.weight", HEAD], {}, {}),
+        (
+            ["transformer.word_embeddings.weight", HEAD],
+            {"tie_word_embeddings": True},
+            {HEAD: "transformer.word_embeddings.weight"},
+        ),
+        (
+            ["model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"],
+            {},
+            {HEAD: "model.shared.weight"},
+        ),
+        (["a.embed_tokens.weight", "b.embed_tokens.weight"], {}, {}),
+        (["model.embed_positions.weight", "model.unshared.weight"], {}, {}),
+        (["model.embed_tokens.weight"], {"text_config": {"tie_word_embeddings": False}}, {}),
+        ([], {"tie_word_embeddings": True}, {}),
+        (["model.embed_tokens.weight"], {"tie_word_embeddings": "yes", "text_config": 3}, {HEAD: EMBED}),
+    ],
+)
+def test_names_of_models_without_a_schema(names, config, pairs):
+    assert tied.tied_heads({"architectures": ["NewForCausalLM"], **config}, names) == pairs
