@@ -106,7 +106,11 @@ def register(commands: Any) -> None:
         help="leave out the tokenizer, chat template and generation_config.json of the source's folder",
     )
     parser.add_argument(
-        "--format", choices=tuple(WRITTEN), metavar="NAME", help=f"instead of the suffix: {', '.join(WRITTEN)}"
+        "--format",
+        type=str.lower,
+        choices=tuple(WRITTEN),
+        metavar="NAME",
+        help=f"instead of the suffix: {', '.join(WRITTEN)}",
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", help='write shards of at most this size: "500MB", "5GB"')
     add_overwrite(parser, "replace an existing destination")

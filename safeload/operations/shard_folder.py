@@ -420,7 +420,8 @@ class OldShards:
 
     def __init__(self, path: str, overwrite: bool) -> None:
         self._folders: dict[str, list[str]] = {}
-        for place in {os.path.abspath(path), os.path.realpath(path)}:
+        usual = os.path.basename(path) != SINGLE and not os.path.islink(path)
+        for place in () if usual else {os.path.abspath(path), os.path.realpath(path)}:
             folder = LocalFolder(os.path.dirname(place))
             if os.path.basename(place) != SINGLE or not os.path.isfile(folder.shown(INDEX)):
                 continue
