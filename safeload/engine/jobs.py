@@ -14,7 +14,7 @@ from ..base.native import check, ffi, lib, pointer, short
 from ..base.table import Entry
 from ..base.text import subject
 from ..errors import RangeError
-from ..stores.local import LocalStore, groups
+from ..stores.local import LocalStore
 from ..stores.stop import current
 from .job import Channels, Grid, Job, Origin
 from .memory import address_of
@@ -118,9 +118,8 @@ class Batch:
             _point_at([job.channels for job in given], array["channels"], _CHANNELS),
         ]
         files = [job.file for job in given]
-        opened = [file if isinstance(file, WeightFile) else None for file in files]
         runner = Runner(total, threads, direct=self._direct)
-        for begin, end in _affordable(given, groups(opened)):
+        for begin, end in _affordable(given):
             part = array[begin:end]
             prepared = _prepare(given[begin:end], part["packed"])
 
@@ -188,13 +187,11 @@ def move(
         array[field] = column[order]
     opened = [files[k] for k in file.tolist()]
     runner = Runner(int(sizes.sum()), threads)
-    for begin, end in groups(opened):
 
-        def fail(status: int, error: Any, index: int, first: int = begin) -> None:
-            at = first + index
-            Batch()._fail(status, error, Job(opened[at], int(array["offset"][at]), 0, int(array["size"][at])))
+    def fail(status: int, error: Any, index: int) -> None:
+        Batch()._fail(status, error, Job(opened[index], int(array["offset"][index]), 0, int(array["size"][index])))
 
-        runner.run(array[begin:end], opened[begin:end], 0, lambda done: check(), fail)
+    runner.run(array, opened, 0, lambda done: check(), fail)
 
 
 # File handle of a job before its file is opened.
@@ -203,19 +200,17 @@ _NO_FILE = -2
 _PREPARED_BYTES = 64 << 20
 
 
-def _affordable(given: Sequence[Job], ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Divides ranges of jobs into smaller ones, so that the scales of packed codes take little memory."""
-    for begin, end in ranges:
-        cost = 0
-        for k in range(begin, end):
-            packed = given[k].packed
-            if packed is None:
-                continue
-            if cost and cost + packed.cost > _PREPARED_BYTES:
-                yield begin, k
-                begin, cost = k, 0
-            cost += packed.cost
-        yield begin, end
+def _affordable(given: Sequence[Job]) -> Iterator[tuple[int, int]]:
+    """Divide jobs into ranges [begin, end), so that the scales of packed codes take little memory."""
+    begin, cost = 0, 0
+    for k, job in enumerate(given):
+        if job.packed is None:
+            continue
+        if cost and cost + job.packed.cost > _PREPARED_BYTES:
+            yield begin, k
+            begin, cost = k, 0
+        cost += job.packed.cost
+    yield begin, len(given)
 
 
 def _prepare(given: Sequence[Job], column: Array) -> list[Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from ..base.arrays import Array
 from ..base.native import TIER, Error, ffi, lib, private_buffer
-from ..stores.local import direct_of
+from ..stores.local import Claim, direct_of, none_free
 from .threads import thread_count
 from .weight_file import WeightFile
 
@@ -71,11 +72,11 @@ class Runner:
         report: Callable[[int], object],
         fail: Callable[[int, Any, int], None],
     ) -> int:
-        """Runs one group. Its files are opened if their descriptors were closed.
+        """Run one group of jobs, in parts if the process may not have all of their files open at once.
 
         Args:
             part: the jobs, of `JOB`; the columns of files are filled here.
-            files: the file of each.
+            files: the file of each; it is opened if its descriptor was closed.
             done: bytes of the groups before.
             report: called with the number of bytes moved, after each time slice.
             fail: raises the error of a status, of the core's error and of the index of the job that failed.
@@ -86,7 +87,43 @@ class Runner:
         Raises:
             OSError: a file cannot be opened again.
         """
-        held = {file: _descriptor(file) for file in set(files)}
+        begin = 0
+        with Claim() as claim:
+            while True:
+                left = files[begin:] if begin else files
+                held, whole = self._open(left, claim)
+                if whole:
+                    return self._run(part[begin:], left, held, done, report, fail, begin)
+                end = begin + next(k for k, file in enumerate(left) if file not in held)
+                done = self._run(part[begin:end], left[: end - begin], held, done, report, fail, begin)
+                begin = end
+                del held  # before others are opened
+
+    def _open(self, files: Sequence[JobFile], claim: Claim) -> tuple[dict[JobFile, int], bool]:
+        """Open as many files as the budget and the system allow, at least one; return whether these are all."""
+        distinct = dict.fromkeys(files)
+        each = 2 if self._direct else 1  # past the page cache a file has a second handle
+        most = max(1, claim.share(each * len(distinct)) // each)
+        held = claim.held
+        try:
+            for file in distinct if most >= len(distinct) else islice(distinct, most):
+                held[file] = _descriptor(file)
+        except OSError as error:
+            if not held or not none_free(error):
+                raise
+        return held, len(held) == len(distinct)
+
+    def _run(
+        self,
+        part: Array,
+        files: Sequence[JobFile],
+        held: Mapping[JobFile, int],
+        done: int,
+        report: Callable[[int], object],
+        fail: Callable[[int, Any, int], None],
+        first: int,
+    ) -> int:
+        """Run jobs whose files are open; ``first`` is the index of the first one in its group."""
         part["file"] = [held[file] for file in files]
         direct = self._open_direct(files, part) if self._direct else {}
         count = thread_count(self._total, self._threads, direct=bool(direct))
@@ -102,7 +139,7 @@ class Runner:
         while not cursor.finished:
             status = lib.sl_jobs_run(described, len(part), TIER, count, slice_ms, cursor, error)
             if status != lib.SL_OK:
-                fail(status, error, cursor.failed_job)
+                fail(status, error, first + cursor.failed_job)
             report(done + cursor.bytes_done)
         return done + int(cursor.bytes_done)
 

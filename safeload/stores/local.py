@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 import weakref
-from collections.abc import Sequence
+from _thread import get_ident
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from ..base.native import Error, check, ffi, lib, mapped_buffer, pointer, short
@@ -77,12 +80,15 @@ def _budget() -> int:
 
 
 def _release(count: int) -> bool:
-    """Closes up to ``count`` descriptors, oldest files first, never the latest. Returns whether it closed any.
+    """Close up to ``count`` idle descriptors, oldest files first, never the latest; return whether it closed any.
 
     A file that is no longer at its path, or has been written to, keeps its descriptor: it could not be opened again.
     """
     released = 0
+    busy = {number for claim in list(_claims.values()) for number in list(claim.held.values())}
     for number in list(_open)[:-1]:
+        if number in busy:
+            continue
         reference = _open.get(number)
         file = None if reference is None else reference()
         if file is not None and file.release():
@@ -106,9 +112,91 @@ def release_at(path: str) -> bool:
     return sum(file.release() for file in files if file.version == there) > 0
 
 
-def make_room(error_number: int) -> bool:
-    """Closes descriptors if an open has failed because none was free. Returns whether to try again."""
-    return error_number in (errno.EMFILE, errno.ENFILE) and _release(max(1, len(_open) // 2))
+# What the system answers if the process, or the machine, has no descriptor left.
+_NONE_FREE = (errno.EMFILE, errno.ENFILE)
+# Seconds to wait for jobs of other threads to close theirs, and between two looks.
+_PATIENCE, _PAUSE = 30.0, 0.001
+
+
+def with_room(attempt: Callable[[], int], error: Any) -> int:
+    """Call a function of the C core that opens a file until it finds a free descriptor, and return its status.
+
+    Idle files are closed first; then the jobs of other threads are awaited, unless this thread runs some too.
+
+    Args:
+        attempt: returns the status.
+        error: the core's error, which the function fills.
+    """
+    status, deadline = attempt(), 0.0
+    while status == lib.SL_E_OS and error.os_errno in _NONE_FREE:
+        deadline = deadline or time.monotonic() + _PATIENCE
+        if not _release(max(1, len(_open) // 2)):
+            if not _others_hold():
+                break
+            time.sleep(_PAUSE)
+        if time.monotonic() > deadline:
+            break
+        status = attempt()
+    return status
+
+
+# ---- one budget for the jobs of all threads ----
+
+
+class Claim:
+    """The descriptors that one run of jobs may hold at a time.
+
+    All runs of the process share half of `_budget`; each may hold one descriptor at least. A claim announces its number
+    before it adds up those of other threads: of two at once, one at least sees the other.
+
+    Attributes:
+        thread: that runs the jobs.
+        held: the open descriptors, by file.
+    """
+
+    __slots__ = ("_count", "held", "thread")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.held: dict[Any, int] = {}
+        self.thread = get_ident()
+
+    def __enter__(self) -> Claim:
+        _claims[id(self)] = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _claims.pop(id(self), None)
+
+    def share(self, wanted: int) -> int:
+        """Claim up to ``wanted`` descriptors instead of those before, and return how many may be open."""
+        self.held = {}
+        self._count = wanted
+        claims = list(_claims.values())
+        total = sum([claim._count for claim in claims])
+        if total > _FEW:
+            most = max(1, _budget() // 2)
+            self._count = max(1, min(wanted, most // len(claims), most - (total - wanted)))
+        return self._count
+
+
+# Claims of all threads, by id. As with `_open`, every access is one atomic operation.
+_claims: dict[int, Claim] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_claims.clear)  # their threads are not in the child
+
+
+def none_free(error: OSError) -> bool:
+    """Return whether a file could not be opened because no descriptor was free."""
+    return error.errno in _NONE_FREE
+
+
+def _others_hold() -> bool:
+    """Return whether only jobs of other threads hold descriptors: two that hold some must not wait for each other."""
+    mine, holders = get_ident(), [claim.thread for claim in list(_claims.values()) if claim.held]
+    return bool(holders) and mine not in holders
 
 
 def check_unchanged(path: str, seen: tuple[int, ...]) -> None:
@@ -131,21 +219,6 @@ def compare(found: tuple[Any, ...], seen: tuple[Any, ...], path: str) -> None:
         if found[0] != seen[0]:
             what = f"it had {seen[0]:,} bytes, and has {found[0]:,}"
         raise FormatError(f"the file has changed since it was opened: {what}", path)
-
-
-def groups(files: Sequence[object]) -> list[tuple[int, int]]:
-    """Divides a sequence into ranges [begin, end) of which each refers to no more files than may be open at once."""
-    if len(set(files)) <= _FEW:  # whatever the limit is
-        return [(0, len(files))]
-    most = max(1, _budget() // 2)
-    result, begin = [], 0
-    held: set[object] = set()
-    for k, file in enumerate(files):
-        if file not in held and len(held) >= most:
-            result.append((begin, k))
-            begin, held = k, set()
-        held.add(file)
-    return [*result, (begin, len(files))]
 
 
 class LocalStore:
@@ -282,10 +355,7 @@ def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
     text, encoded = native_path(path)
     opened, error = ffi.new("sl_file *"), Error()
     arguments = encoded, pointer(opened), pointer(error)
-    status = short.sl_file_open(*arguments)
-    if status == lib.SL_E_OS and make_room(error.os_errno):
-        status = short.sl_file_open(*arguments)
-    check(status, error, text)
+    check(with_room(lambda: int(short.sl_file_open(*arguments)), error), error, text)
     return LocalStore(text, opened, shown=shown)
 
 

@@ -22,7 +22,7 @@ from ...engine.lazy import Lazy, Staged, materialize
 from ...engine.threads import thread_count
 from ...engine.weight_file import WeightFile
 from ...errors import SafetensorError, unsaved
-from ...stores.local import LocalStore, make_room
+from ...stores.local import LocalStore, with_room
 from ..registry import Candidate, Content, Wanted, explain
 from .header import Header, text
 
@@ -99,8 +99,8 @@ def _loaded(path: PathLike, largest: int) -> tuple[str, Any]:
     loaded = ffi.new(_LOADED)
     arguments = encoded, largest, pointer(loaded)
     status = short.sl_safetensors_load(*arguments)
-    if status == lib.SL_E_OS and make_room(loaded.error.os_errno):
-        status = short.sl_safetensors_load(*arguments)
+    if status == lib.SL_E_OS:
+        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error)
     if status == lib.SL_E_FORMAT:
         raise explain(text) or failure(status, loaded.error, text)
     check(status, loaded.error, text)

@@ -1,0 +1,165 @@
+"""All threads, checkpoints and forked children share one budget: half of the descriptors that the system allows."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from safeload.numpy import save_file
+
+resource = pytest.importorskip("resource")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_NOFILE and /proc as Linux has them")
+
+SHARDS = 120
+
+PROLOGUE = f"""
+import os, resource, sys, threading, time, warnings
+import numpy as np, safeload
+from safeload.stores import local
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+folder, limit = sys.argv[1], int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+SHARDS = {SHARDS}
+def right(loaded, count=SHARDS):
+    assert len(loaded) == count, len(loaded)
+    assert all((np.asarray(array) == int(name[1:])).all() for name, array in loaded.items())
+def count(): return len(os.listdir("/proc/self/fd")) - 1
+most = [0]
+def together(*works, repeat=3):
+    errors, left = [], [len(works)]
+    def run(work):
+        try:
+            for _ in range(repeat): work()
+        except BaseException as error:
+            errors.append(repr(error))
+        finally:
+            left[0] -= 1
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads: thread.start()
+    while left[0]:
+        most[0] = max(most[0], count())
+        time.sleep(0.001)
+    for thread in threads: thread.join()
+    assert not errors, errors[:3]
+before = count()
+"""
+
+CASES = {
+    "one checkpoint, 8 threads": """
+shared = safeload.open(folder)
+together(*[lambda: right(shared.load(dtype="float64", threads=1))] * 8)
+""",
+    "a checkpoint for each of 8 threads": """
+def work():
+    with safeload.open(folder) as own: right(own.load(backend="pread"))
+together(*[work] * 8)
+""",
+    "many checkpoints of few files": """
+files = sorted(os.scandir(folder), key=lambda entry: entry.name)
+groups = [[entry.path for entry in files[k * 14 : k * 14 + 14]] for k in range(8)]
+opened = [safeload.open(group) for group in groups]
+together(*[lambda one=one: right(one.load(dtype="float64"), 14) for one in opened] * 2, repeat=10)
+""",
+    "more threads than the budget has descriptors": """
+shared = safeload.open(folder)
+together(*[lambda: right(shared.load(dtype="float64", threads=1))] * 40, repeat=1)
+""",
+    "past the page cache": """
+shared = safeload.open(folder)
+together(*[lambda: right(shared.load(backend="direct", threads=1))] * 8)
+""",
+    "different calls": """
+shared, slices = safeload.open(folder), {}
+def by_slices(): right({name: shared.get_slice(name)[:] for name in shared})
+def by_files():
+    for entry in os.scandir(folder): right(safeload.numpy.load_file(entry.path, dtype="float64"), 1)
+def by_handles():
+    for entry in os.scandir(folder):
+        with safeload.safe_open(entry.path, "np") as file: right(file.get_tensors(), 1)
+def by_stats(): assert len(safeload.stats(shared)) == SHARDS
+def by_streams(): right(dict(shared.stream(dtype="float64")))
+def mapped(): right(shared.load())
+together(by_slices, by_files, by_handles, by_stats, by_streams, mapped, by_streams, by_stats)
+""",
+    "streams in streams": """
+shared, again = safeload.open(folder), safeload.open(folder)
+def work():
+    for k, (name, array) in enumerate(shared.stream(dtype="float64")):
+        if k % 40 == 0:
+            for j, (inner, values) in enumerate(again.stream(dtype="float64")):
+                if j % 60 == 0: right(again.load(dtype="float32", threads=1))
+together(*[work] * 3, repeat=1)
+""",
+    "a load in the progress of a load": """
+shared, again = safeload.open(folder), safeload.open(folder)
+def work():
+    right(shared.load(dtype="float64", progress=lambda done, total: right(again.load(dtype="float64", threads=1))))
+together(*[work] * 4, repeat=1)
+""",
+    "a program that leaves few": """
+shared, own = safeload.open(folder), []
+try:
+    while True: own.append(os.open(folder, os.O_RDONLY))
+except OSError: pass
+local._release(1000)
+for _ in range(4): os.close(own.pop())  # the test's own look takes one
+together(*[lambda: right(shared.load(dtype="float64", threads=1))] * 8, repeat=1)
+for descriptor in own: os.close(descriptor)
+most[0] = 0
+""",
+    "forked children": """
+shared = safeload.open(folder)
+stop = threading.Event()
+def work():
+    while not stop.is_set(): right(shared.load(dtype="float64", threads=1))
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads: thread.start()
+for generation in range(3):
+    child = os.fork()
+    if child == 0:
+        try:
+            together(*[lambda: right(shared.load(dtype="float64", threads=1))] * 8, repeat=1)
+            if generation == 2:
+                together(lambda: right(safeload.open(folder).load(dtype="float64")), repeat=1)
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+for thread in threads: thread.join()
+""",
+    "conversions": """
+shared = safeload.open(folder)
+def work(k):
+    safeload.convert(shared, f"{folder}-{k}", max_shard_size=200, overwrite=True)
+    right(safeload.load(f"{folder}-{k}", dtype="float64"))
+together(*[lambda k=k: work(k) for k in range(4)], repeat=1)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("budget") / "model"
+    folder.mkdir()
+    for k in range(SHARDS):
+        name = f"model-{k + 1:05}-of-{SHARDS:05}.safetensors"
+        save_file({f"t{k}": np.full(40, k, np.float32)}, folder / name, durable=False)
+    return folder
+
+
+@pytest.mark.parametrize("limit", [64, 256])
+@pytest.mark.parametrize("case", CASES)
+def test_threads_stay_within_half_of_the_descriptors(case, limit, shards, tmp_path):
+    folder = tmp_path / "model"
+    folder.symlink_to(shards)
+    within = "assert most[0] - before <= limit * 3 // 4 + 8, (most, before)\nprint('fine')"
+    done = subprocess.run(
+        [sys.executable, "-c", PROLOGUE + CASES[case] + within, str(folder), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "fine\n", done.stderr
