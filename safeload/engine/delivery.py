@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from .quantized_tensor import QuantizedTensor
 from .read import Reads, over, read_scale
 from .tensors import Tensors
 from .threads import thread_count
-from .weight_file import WeightFile
+from .weight_file import WeightFile, is_remote
 
 if TYPE_CHECKING:
     from .recycled import Recycler
@@ -73,6 +74,8 @@ def deliver(
         for plan in plans:
             _check_out(plan, out)
         _check_out_packed(packed, target, out)
+        parts = (part.file for tensor in packed.values() for part in tensor.parts.values())
+        refuse_own_files(out, [*(plan.file for plan in plans), *parts])
     delivered: dict[str, Any] = {}
     allowed, reading, to_read = True, False, []
     for plan in plans:
@@ -204,6 +207,40 @@ def _check_out_packed(packed: Mapping[str, Packed], target: dtypes.Dtype | None,
         if target is None:
             raise stored_in_parts(name, tensor)
         check_given(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
+
+
+def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> None:
+    """Refuse arrays that map a file to be read: filling one would change tensors that are still to be read.
+
+    Raises:
+        ValueError: which array, and which file.
+    """
+    mapped = {name: path for name, array in out.items() if (path := _mapped_path(array)) is not None}
+    if not mapped:
+        return
+    places = {_identity(file.path): file.path for file in files if not is_remote(file)}
+    for name, path in mapped.items():
+        place = _identity(path)
+        if place is not None and place in places:
+            raise ValueError(f"out: {show(name)} maps {show(places[place])}, which is read; pass an array in memory")
+
+
+def _mapped_path(array: Any) -> str | None:
+    """The file that an array of `numpy.memmap` writes to; None for other arrays."""
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap):
+            return None if array.mode == "c" or array.filename is None else os.fspath(array.filename)
+        array = array.base
+    return None
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """What tells a file from others; None if it does not exist."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def stored_in_parts(name: str, packed: Packed) -> ValueError:

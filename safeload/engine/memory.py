@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,36 @@ PAGE = 4096
 def address_of(array: Array) -> int:
     """Address of a contiguous array's first element. Numpy's own ways to get it take four times as long."""
     return pointer(ffi.from_buffer(array))
+
+
+def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:
+    """Names of the targets whose memory, gaps between elements included, overlaps that of a source."""
+    ends: list[int] = []
+    begins: list[int] = []
+    for begin, end in sorted(map(_bounds, sources)):
+        if ends and begin <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            begins.append(begin)
+            ends.append(end)
+    names = set()
+    for name, target in targets.items():
+        begin, end = _bounds(target)
+        at = bisect_right(ends, begin)  # the first run of sources that ends behind the target's beginning
+        if target.size and at < len(begins) and begins[at] < end:
+            names.add(name)
+    return names
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """The first byte that an array of any strides uses, and the one past the last."""
+    begin = end = array.__array_interface__["data"][0]
+    if not array.size:
+        return begin, end
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        reach = (length - 1) * stride
+        begin, end = begin + min(reach, 0), end + max(reach, 0)
+    return begin, end + array.dtype.itemsize
 
 
 def aligned_bytes(size: int) -> Array:

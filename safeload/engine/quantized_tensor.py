@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 from . import jobs, packed_rows, restore
 from .cast import target_array
 from .job import Channels, Job
-from .memory import address_of
+from .memory import address_of, overlapping
 from .slice import check_index
 from .threads import check_threads
 
@@ -160,7 +160,8 @@ class QuantizedTensor:
 
         Args:
             dtype: a floating dtype that float32 converts to.
-            out: C-contiguous array of that dtype and of the tensor's shape to fill; None for a new one.
+            out: C-contiguous array of that dtype and of the tensor's shape to fill; it may overlap the tensor's own
+                memory. None for a new one.
             threads: None: chosen automatically.
 
         Returns:
@@ -179,6 +180,9 @@ class QuantizedTensor:
         check_threads(threads)
         result = target_array(self.shape, dtypes.element_dtype(target.number), out)
         if result.size == 0:
+            return result
+        if out is not None and overlapping({"": result}, self.parts.values()):
+            np.copyto(result, self.dequantize(dtype, threads=threads))
             return result
         batch = jobs.Batch()
         found = self.restoring()

@@ -12,7 +12,7 @@ from ..base.arrays import Array
 from ..base.selecting import Patterns
 from ..base.text import show
 from ..checkpoint import Checkpoint, chosen
-from ..engine.delivery import check_given
+from ..engine.delivery import check_given, refuse_own_files
 from ..engine.load import check_backend, check_out_names
 from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
@@ -99,6 +99,7 @@ def load_merged(
     filled: Mapping[str, Array] = {}
     if out is not None:
         check_out_names(out, every, "load")
+        refuse_own_files(out, checkpoint.weight_files)
         filled = out
     shapes = {name: tuple(checkpoint.tensors[name].shape) for name in rows}
     for name, row in rows.items() if out is not None else ():

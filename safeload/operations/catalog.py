@@ -353,6 +353,14 @@ class Catalog:
         value = origin[name]
         return value if isinstance(value, QuantizedTensor) else as_array(value, name)
 
+    def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
+        """The arrays in memory that some of these tensors consist of."""
+        for name in names:
+            origin, file, _ = self._places[name]
+            if file is None:
+                value = origin[name]
+                yield from value.parts.values() if isinstance(value, QuantizedTensor) else (as_array(value, name),)
+
     def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
         """Fills an array with a tensor that is computed part by part; False, and nothing done, for all others."""
         return False

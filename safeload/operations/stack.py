@@ -7,16 +7,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..base import dtypes
 from ..base.arrays import Array, check_mapping
 from ..base.listing import dict_repr
 from ..base.text import show
 from ..engine import jobs
 from ..engine.cast import target_array
+from ..engine.delivery import refuse_own_files
 from ..engine.job import Grid
 from ..engine.jobs import Batch
 from ..engine.load import parse_target
-from ..engine.memory import address_of, private_array
+from ..engine.memory import address_of, overlapping, private_array
 from ..engine.progress import Progress
 from ..engine.quantized_tensor import QuantizedTensor
 from ..engine.source import Source, of_array
@@ -85,7 +88,7 @@ def stack(
         layout: the layout of the result; see `safeload.layouts`.
         dtype: dtype for floating tensors; None to leave it unchanged. Quantized tensors require one.
         out: arrays to fill, by name. Each must be C-contiguous and have the dtype and shape of the result; all are
-            checked before the first byte is written.
+            checked before the first byte is written. They may overlap arrays of the source, but may not map its files.
         storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
@@ -117,7 +120,14 @@ def stack(
         named = {name for planned in plans for name in planned.names}
         catalog.refuse_codes(named, "stack")
         result = _targets(plans, out)
-        fill(catalog, [(planned, result[planned.entry.name]) for planned in plans], threads=threads, progress=progress)
+        refuse_own_files(result if out is not None else {}, catalog.weight_files)
+        filled = dict(result)
+        for name in overlapping(result if out is not None else {}, catalog.memory_of(named)):
+            filled[name] = private_array(result[name].shape, result[name].dtype)
+        fill(catalog, [(planned, filled[planned.entry.name]) for planned in plans], threads=threads, progress=progress)
+        for name, array in filled.items():
+            if array is not result[name]:
+                np.copyto(result[name], array)
         result.left_out = tuple(name for name in catalog if name not in named)
     return result
 
