@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from ..base import packing
 from ..base.text import clip, printable, show
 from .globs import Globs
+from .methods import WEIGHTS, method_of, unknown
 from .patterns import compiled
 
 # Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
@@ -23,17 +24,10 @@ _MLX = "quantization"
 _TENSORRT = "TensorRT-LLM"
 # Names that auto-round gives its method.
 AUTO_ROUND = ("auto-round", "intel/auto-round")
+# Methods that have settings of single modules under `Quantization.overrides`.
+_WITH_OVERRIDES = frozenset(("fp8", "gptq", "awq", *AUTO_ROUND))
 # Orders of the codes in a word, by their names in Quark's ``pack_method``.
 QUARK_ORDERS = {"reorder": packing.WORDS, "order": packing.ROWS}
-# Keys that say how the words of a method are arranged, with the values of those that are read.
-_VARIANTS = {
-    "gptq": {
-        "checkpoint_format": ("gptq", "gptq_v2"),
-        "format": ("gptq", "gptq_v2"),
-        "pack_dtype": ("int32", "torch.int32"),
-    },
-    "awq": {"version": ("gemm", "gemv")},
-}
 # What auto-round's ``packing_format``, and ``backend`` before it, is made of where words are those of GPTQ or AWQ:
 # names of the layout, and of kernels that take it, as in "auto_round:gptq:exllamav2".
 _ROUNDS = frozenset(
@@ -69,26 +63,48 @@ class Quantization:
 
     @property
     def shown(self) -> str:
-        """The method, and what makes it one that is not read."""
-        method = self.method or self.key
-        return method if self.variant is None else f"{method}, {self.variant}"
+        """The method, and the setting because of which it is not read."""
+        method, why = self.method or self.key, self.variant or self.unknown
+        return method if why is None or why.startswith("quant_method") else f"{method}, {why}"
 
     @property
     def variant(self) -> str | None:
-        """The key and the value of an arrangement of words of GPTQ, AWQ or auto-round that is not read; None else."""
-        if self.method in AUTO_ROUND:
-            for key in ("packing_format", "backend"):
-                given = self.get(key)
-                if isinstance(given, str):
-                    return None if _ROUNDS.issuperset(given.lower().split(":")) else f"{key} {brief(given)}"
-            return None
-        for key, known in _VARIANTS.get(self.method or "", {}).items():
+        """The key and the value of an arrangement of words by auto-round that is not read; None else."""
+        for key in ("packing_format", "backend") if self.method in AUTO_ROUND else ():
             given = self.get(key)
-            if given in (None, ""):
-                continue
-            if not isinstance(given, str) or given.lower() not in known:
-                return f"{key} {brief(given) if isinstance(given, str) else show(given)}"
+            if isinstance(given, str):
+                return None if _ROUNDS.issuperset(given.lower().split(":")) else f"{key} {brief(given)}"
         return None
+
+    @cached_property
+    def unknown(self) -> str | None:
+        """The first setting of all modules that may change their values in an unknown way, as text."""
+        if not self.method:
+            return None
+        row = method_of(self.method)
+        if row is None:
+            return f"quant_method {brief(self.method)}"
+        values = self.values
+        if self.method == "mlx":  # the other keys are names of modules
+            values = {key: value for key, value in values.items() if not isinstance(value, (Mapping, bool))}
+        return _setting(unknown(values, row))
+
+    def unknown_of(self, module: str, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
+        """Like `unknown`, for one module.
+
+        Args:
+            module: its name.
+            own: `of_layer` of the module.
+            described: `weights` of the module.
+        """
+        row = method_of(self.method) if self.method else None
+        if self.unknown is not None or row is None:
+            return self.unknown
+        own = self.get(module) if self.method == "mlx" else own
+        found = unknown(own, row) if isinstance(own, Mapping) else None
+        if found is None and described:
+            found = next(filter(None, (self._unknown_weights[id(weights)] for weights in described)), None)
+        return _setting(found)
 
     @property
     def overrides(self) -> str:
@@ -102,7 +118,7 @@ class Quantization:
             UnsupportedError: a pattern is outside the subset that `patterns` matches.
         """
         key = self.overrides
-        given = self.get(key)
+        given = self.get(key) if self.method in _WITH_OVERRIDES else None
         if not isinstance(given, Mapping):
             return {}
         if key == "extra_config":
@@ -171,15 +187,27 @@ class Quantization:
         return targeted or described
 
     @cached_property
+    def _unknown_weights(self) -> dict[int, tuple[str, Any] | None]:
+        """`unknown` of each description in `_weights`, by its identity."""
+        return {id(weights): unknown(weights, WEIGHTS) for weights, _ in self._weights}
+
+    @cached_property
     def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:
         """Descriptions of weights with their targets; a single one where all are alike, whatever their targets are."""
         groups = self.get("config_groups")
-        found = [
-            (group["weights"], group.get("targets"))
+        found: list[tuple[Mapping[str, Any], Any]] = [
+            ({**group["weights"], "format": group.get("format")}, group.get("targets"))
             for group in (groups.values() if isinstance(groups, Mapping) else ())
             if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
         ]
         return found[:1] if all(weights == found[0][0] for weights, _ in found) else found
+
+
+def _setting(found: tuple[str, Any] | None) -> str | None:
+    if found is None:
+        return None
+    key, value = found
+    return f"{brief(key)} {brief(value) if isinstance(value, str) else brief(show(value))}"
 
 
 def brief(text: str) -> str:

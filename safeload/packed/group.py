@@ -15,6 +15,8 @@ from .contents import Contents
 from .grid import Misfit, whole_grid
 
 FP8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+# Methods with descriptions of weights in ``config_groups``.
+_IN_GROUPS = frozenset(("compressed-tensors", "modelopt"))
 # A block_structure of early compressed-tensors, such as "128x128".
 _STRUCTURE = re.compile("[0-9]{1,9}x[0-9]{1,9}", re.ASCII)
 
@@ -57,6 +59,7 @@ class Group:
         self.codes, self.logical, self.names, self.config = codes, logical, names, config
         self._tensors, self._config_text, self._contents = tensors, config_text, contents
         self._weights: list[Mapping[str, Any]] | None = None
+        self._layer: list[Mapping[str, Any] | None] = []  # what the configuration says of the module, once it is read
 
     @property
     def module(self) -> str:
@@ -78,6 +81,11 @@ class Group:
             self._weights = [] if self.config is None else self.config.weights(self.module)
         return self._weights
 
+    def _own(self) -> Mapping[str, Any] | None:
+        if not self._layer:
+            self._layer.append({} if self.config is None else self.config.of_layer(self.module))
+        return self._layer[0]
+
     def said(self) -> Mapping[str, Any]:
         """The configuration of the module: what holds for all, and its own overrides (GPTQModel, auto-round).
 
@@ -87,10 +95,27 @@ class Group:
         """
         if self.config is None:
             return {}
-        own = self.config.of_layer(self.module)
+        own = self._own()
         if own is None:
             raise Misfit(f"its module has codes, but {self.config.overrides} of its quantization says that it has none")
         return {**self.config.values, **own}
+
+    def unknown(self) -> str | None:
+        """A setting of the configuration that may change the values in an unknown way, as text.
+
+        Raises:
+            UnsupportedError: a pattern that is not supported.
+        """
+        if self.config is None:
+            return None
+        described = self.weights() if self.method in _IN_GROUPS else []
+        why = self.config.unknown_of(self.module, self._own(), described)
+        if why is None and self.method == "compressed-tensors":
+            kind = "int" if self.dtype() in ("I8", "I32") else "float"
+            kinds = {str(weights["type"]) for weights in self.weights() if weights.get("type") is not None}
+            if kinds and kind not in kinds:
+                why = f"type {kinds.pop()} of {self.dtype()} codes"
+        return why
 
     def of_shape(self, shape: tuple[int, ...]) -> Group:
         """The same group, as if codes of this shape were stored."""

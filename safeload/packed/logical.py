@@ -20,24 +20,18 @@ from .bitsandbytes import BESIDE as BESIDE_FOUR_BITS
 from .bitsandbytes import GPTQMODEL_BESIDE, GPTQMODEL_STATE, STATES
 from .checks import check
 from .companions import IGNORED, unread
-from .config import AUTO_ROUND, Quantization, quantization_of
+from .config import Quantization, quantization_of
 from .config_files import config_of
 from .contents import Contents
 from .families import FAMILIES, IN_GGUF, Family
 from .grid import Misfit, Refused
 from .group import FP8, Group, Stored
+from .methods import COVERED
 
 # Faults that one error lists.
 _LISTED = 5
 
-# Methods that the table covers: under these, codes without a scale are a fault of the checkpoint.
-_COVERED = frozenset(
-    (
-        "fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitnet", "bitsandbytes", "mlx", "modelopt",
-        "gptq", "awq", "gemma", "metal", quark.METHOD, *AUTO_ROUND,
-    )
-)  # fmt: skip
-# What they also write, and the table does not cover.
+# What covered methods also write, and the table does not cover.
 _UNCOVERED = frozenset(("marlin-24", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD"))
 # Dtypes of the codes of weights whose names do not say that they are packed.
 _PACKING = frozenset(("U8", "I8", "U32"))
@@ -116,7 +110,7 @@ def find(
 
 def _is_covered(quantization: Quantization | None) -> bool:
     """Whether codes that fit no row of the table are a fault of the checkpoint."""
-    if quantization is None or quantization.method not in _COVERED:
+    if quantization is None or quantization.method not in COVERED:
         return False
     said = (quantization.get("format"), quantization.get("quant_algo"))
     return not any(isinstance(value, str) and value in _UNCOVERED for value in said)
@@ -146,6 +140,9 @@ def _group(
         logical = name.removesuffix(family.main) + family.logical if family.main else name
         group = Group(name, logical, names, tensors, quantization, text, contents)
         try:
+            why = None if in_gguf else group.unknown()
+            if why is not None:
+                raise Refused(f"{why} (config.json) is not known to leave its values as they are")
             packed = check(group, family.describe(group))
         except Refused as refused:
             _refuse(found, name, str(refused), names.values())

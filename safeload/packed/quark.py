@@ -20,6 +20,7 @@ from .checks import NUMBERS
 from .config import QUARK_ORDERS, Quantization, brief, is_length
 from .grid import Misfit, Refused, whole_grid
 from .group import FP8, Group, label_of, matrices_of
+from .methods import SPEC, unknown
 
 METHOD = "quark"
 # Suffixes of the names of scales and zero points: of checkpoints for transformers, and of those for diffusers.
@@ -130,6 +131,9 @@ def _specs(group: Group) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     except UnsupportedError as error:
         raise Refused(str(error.args[0])) from None
     why = _unread(group.config, group.logical, specs)
+    setting = next(filter(None, (unknown(spec, SPEC) for spec in specs)), None)
+    if why is None and setting is not None:
+        why = f"Quark's {brief(str(setting[0]))} {brief(str(setting[1]))}"
     if group.has_beside(".input_rotation"):
         why = "Quark's weights in a rotated basis (input_rotation)"
     if why is not None:

@@ -1,0 +1,246 @@
+"""Settings of configurations: those of real writers are read or ignored, unknown ones make values an error by name."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from builders.quantized import FIXTURES, IN_GGUF, each_kind
+
+import safeload
+from safeload import QuantizedTensor, UnsupportedError
+from safeload.cli import main
+from safeload.packed.config import quantization_of
+from safeload.packed.methods import METHODS
+
+
+def changed(fixture, path, change):
+    """A copy of a fixture with another quantization; False if it has none."""
+    shutil.copytree(fixture.folder, path)
+    file = path / "config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    said = quantization_of(config)
+    if said is None or not said.method:
+        return False
+    change(said.values)
+    file.write_text(json.dumps(config))
+    return True
+
+
+def assert_expected(path, fixture):
+    got = safeload.load(path, dtype="float32")
+    for name, values in fixture.expected().items():
+        np.testing.assert_array_equal(got[name], values)
+
+
+def assert_refused(path, what, stored):
+    assert not any(isinstance(value, QuantizedTensor) for value in safeload.load(path).values())
+    assert set(safeload.load(path, stored=True)) == set(stored)
+    for operation in (
+        lambda: safeload.load(path, dtype="float32"),
+        lambda: safeload.stats(path),
+        lambda: safeload.convert(path, path / "x.npz", dtype="float32"),
+    ):
+        with pytest.raises(UnsupportedError, match=what):
+            operation()
+    assert main(["info", str(path)]) == 0
+
+
+@each_kind(*IN_GGUF, "bitnet_online")
+@pytest.mark.parametrize("value", [True, 2, "yes", [1], {"a": 1}], ids=["true", "2", "text", "list", "mapping"])
+def test_a_key_that_no_writer_has_is_refused(fixture, value, tmp_path):
+    path = tmp_path / "x"
+    if not changed(fixture, path, lambda said: said.update(inverse_weight_scaling=value)):
+        pytest.skip("it has no configuration of its own")
+    if fixture.name.startswith("mlx") and (value is True or isinstance(value, dict)):
+        pytest.skip("this is an entry of a module")
+    with safeload.open(path) as opened:
+        codes = opened.codes().values()
+    assert any("inverse_weight_scaling" in (one.reason or "") for one in codes)
+    with pytest.raises(UnsupportedError, match="inverse_weight_scaling"):
+        safeload.load(path, dtype="float32")
+
+
+@each_kind(*IN_GGUF)
+@pytest.mark.parametrize("value", [None, False, "", [], {}], ids=["null", "false", "no text", "no list", "no mapping"])
+def test_a_key_that_is_not_set_is_not_refused(fixture, value, tmp_path):
+    if changed(fixture, tmp_path / "x", lambda said: said.update(inverse_weight_scaling=value)):
+        assert_expected(tmp_path / "x", fixture)
+
+
+# ---- what writers set ----
+
+OPTIMUM = {
+    "tokenizer": None, "dataset": None, "damp_percent": 0.1, "act_group_aware": True, "true_sequential": True,
+    "format": "gptq", "meta": None, "backend": "auto", "model_seqlen": None, "block_name_to_quantize": None,
+    "module_name_preceding_first_block": None, "batch_size": 1, "pad_token_id": None, "max_input_length": None,
+    "cache_block_outputs": True, "modules_in_block_to_quantize": None, "checkpoint_format": "gptq",
+}  # fmt: skip
+AUTO_GPTQ = {
+    "damp_percent": 0.01, "static_groups": False, "true_sequential": True, "model_name_or_path": "a/b",
+    "model_file_base_name": "model", "is_marlin_format": False, "use_exllama": True, "exllama_config": {"version": 1},
+}  # fmt: skip
+GPTQMODEL = {
+    "lm_head": False, "method": "gptq", "quant_method": "gptq", "format": "gptq", "checkpoint_format": "gptq",
+    "pack_dtype": "int32",
+    "meta": {"quantizer": ["gptqmodel:7.7.0"], "uri": "https://github.com/modelcloud/gptqmodel", "mse": 0.0,
+             "hessian": {"staging_dtype": "float32"}, "gptaq": None, "fallback": {"strategy": "rtn", "smooth": None}},
+}  # fmt: skip
+AUTO_ROUND = {
+    "act_bits": 16, "data_type": "int", "act_data_type": "int", "act_group_size": 32, "act_sym": True,
+    "act_dynamic": True, "amp": False, "batch_size": 4, "enable_minmax_tuning": True, "enable_norm_bias_tuning": True,
+    "enable_quanted_input": True, "gradient_accumulate_steps": 2, "iters": 0, "lr": 0.1, "low_gpu_mem_usage": True,
+    "minmax_lr": 0.1, "nsamples": 512, "scale_dtype": "torch.float32", "seqlen": 512, "super_bits": 6,
+    "super_group_size": 8, "static_kv_dtype": "fp8", "static_kv_granularity": "tensor", "autoround_version": "0.16.1",
+    "block_name_to_quantize": "model.layers", "dataset": "x", "provider": "auto-round",
+}  # fmt: skip
+COMPRESSED = {
+    "global_compression_ratio": 1.5, "quantization_status": "frozen", "version": "0.9.0",
+    "kv_cache_scheme": {"num_bits": 8, "type": "float"}, "moe_sparsity_config": {"method": "prune"},
+    "provider": "auto-round", "attention_input_activations": {"targets": []}, "run_compressed": True,
+}  # fmt: skip
+FINEGRAINED = {
+    "fmt": "float8_e4m3fn", "scale_fmt": "ue8m0", "expert_dtype": "fp8", "dequantize": True,
+    "activation_scheme": "static", "ignored_layers": ["lm_head"], "modules_to_convert": ["a"],
+    "kv_cache_scheme": "static", "kv_cache_quant_targets": ["k_proj"], "packed_modules_mapping": {},
+}  # fmt: skip
+WRITERS = [
+    ("gptq4_g32_asym", OPTIMUM), ("gptq4_g32_asym", AUTO_GPTQ), ("gptq4_g32_asym", GPTQMODEL),
+    ("gptq_dynamic_raw_zeros", GPTQMODEL), ("gptq4_g32_asym", AUTO_ROUND), ("autoround_gptq", AUTO_ROUND),
+    ("autoround_raw_zeros", {"act_bits": 16, "data_type": "int", "seed": 42, "train_bs": 1, "sampler": "rand"}),
+    ("awq4_gemm", {"backend": "autoawq", "do_fuse": False, "fuse_max_seq_len": 512, "modules_to_fuse": {"a": 1}}),
+    ("awq4_gemm", {**GPTQMODEL, "method": "awq", "quant_method": "awq", "format": "gemm", "checkpoint_format": "gemm"}),
+    ("awq4_gemm", AUTO_ROUND), ("awq4_gemm", {"version": "GEMM"}),
+    ("ct_pack_w4_g32_sym", COMPRESSED), ("ct_fp8_channel", COMPRESSED), ("ct_nvfp4", COMPRESSED),
+    ("ct_int8_channel", {**COMPRESSED, "bits": 8, "data_type": "int", "sym": True, "iters": 0}),
+    ("fp8_block", FINEGRAINED), ("fp8_autofp8", FINEGRAINED), ("fp8_experts", FINEGRAINED),
+    ("fbgemm", {"activation_scale_ub": 1000, "dequantize": True}),
+    ("modelopt_nvfp4", {"group_size": 16, "has_zero_point": False, "pre_quant_scale": True, "lora_rank": 32}),
+    ("modelopt_nvfp4", {"quant_algo": "W4A16_NVFP4"}),
+    ("modelopt_fp8", {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"], "quantized_layers": {}}),
+    ("bitnet_times", {"use_rms_norm": True, "rms_norm_eps": 1e-6}),
+    ("bnb_nf4", {"bnb_4bit_blocksize": 64, "llm_int8_threshold": 3.0, "quant_method": "bitsandbytes"}),
+    ("mlx_affine4_g64", {"lm_head": False, "model.norm": {"bits": 4, "group_size": 64}}),
+    ("gpt_oss", {"dequantize": True}),
+    ("quark_floats", {"kv_cache_group": ["*k_proj"], "shared_scale_groups": [["a"]], "keep_prequantized_layers": True}),
+    ("mxfp8", FINEGRAINED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings"), WRITERS)
+def test_settings_of_real_writers_are_known(name, settings, tmp_path):
+    assert changed(FIXTURES[name], tmp_path / "x", lambda said: said.update(settings))
+    assert_expected(tmp_path / "x", FIXTURES[name])
+
+
+# ---- unknown values ----
+
+UNKNOWN = [
+    ("fp8_block", {"scale_fmt": "ue5m3"}, "scale_fmt ue5m3"),
+    ("fp8_block", {"fmt": "e3m4"}, "fmt e3m4"),
+    ("fp8_block", {"weight_scale_semantics": "logarithm"}, "weight_scale_semantics logarithm"),
+    ("fp8_block", {"expert_dtype": "int3"}, "expert_dtype int3"),
+    ("fp8_block", {"bits": 6}, "bits 6"),
+    ("fp8_block", {"quant_method": "fp8_squared"}, "quant_method fp8_squared"),
+    ("fp8_autofp8", {"rotation_config": {"hadamard_type": "hadamard"}}, "rotation_config"),
+    ("bitnet_times", {"linear_class": "trilinear"}, "linear_class trilinear"),
+    ("bitnet_times", {"quantization_mode": "sideways"}, "quantization_mode sideways"),
+    ("gptq4_g32_asym", {"checkpoint_format": "gptq_v3"}, "checkpoint_format gptq_v3"),
+    ("gptq4_g32_asym", {"format": "gptq_p"}, "format gptq_p"),
+    ("gptq4_g32_asym", {"rotation": "hadamard"}, "rotation hadamard"),
+    ("gptq4_g32_asym", {"data_type": "int_asym_float_zp"}, "data_type int_asym_float_zp"),
+    ("gptq4_g32_asym", {"is_marlin_format": True}, "is_marlin_format"),
+    ("awq4_gemm", {"version": "gemx"}, "version gemx"),
+    ("awq4_gemm", {"quant_method": "paroquant"}, "quant_method paroquant"),
+    ("autoround_gptq", {"data_type": "int_sym_dq"}, "data_type int_sym_dq"),
+    ("autoround_gptq", {"spinquant_config": {"r1": True}}, "spinquant_config"),
+    ("ct_fp8_channel", {"format": "float-squared"}, "format float-squared"),
+    ("ct_nvfp4", {"format": "nvfp4-e5m3-pack-quantized"}, "format nvfp4-e5m3-pack-quantized"),
+    ("ct_fp8_channel", {"fp8_dtype_flavor": "float8_e4m3fnuz"}, "fp8_dtype_flavor float8_e4m3fnuz"),
+    ("modelopt_fp8", {"quant_algo": "FP8_LOG"}, "quant_algo FP8_LOG"),
+    ("mlx_affine4_g64", {"mode": "codebook"}, "mode codebook"),
+    ("bnb_nf4", {"bnb_4bit_quant_type": "nf5"}, "bnb_4bit_quant_type nf5"),
+    ("gemma", {"mode": 3}, "mode 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings", "what"), [one for one in UNKNOWN if one[0] in FIXTURES])
+def test_an_unknown_value_is_refused_by_name(name, settings, what, tmp_path, capsys):
+    fixture, path = FIXTURES[name], tmp_path / "x"
+    assert changed(fixture, path, lambda said: said.update(settings))
+    assert_refused(path, what, fixture.stored())
+
+
+WEIGHTS = [
+    ("ct_fp8_channel", {"type": "complex"}, "type complex"),
+    ("ct_fp8_channel", {"type": "int"}, "type int of F8_E4M3 codes"),
+    ("ct_int8_channel", {"type": "float"}, "type float of I8 codes"),
+    ("ct_pack_w4_g32_sym", {"strategy": "diagonal"}, "strategy diagonal"),
+    ("ct_pack_w4_g32_sym", {"actorder": "random"}, "actorder random"),
+    ("ct_int8_channel", {"dynamic": True}, "dynamic True"),
+    ("ct_nvfp4", {"second_scale": 4}, "second_scale 4"),
+    ("modelopt_nvfp4", {"type": "logarithmic"}, "type logarithmic"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "what"), WEIGHTS)
+def test_an_unknown_description_of_weights_is_refused(name, settings, what, tmp_path):
+    def change(said):
+        for group in said["config_groups"].values():
+            group["weights"].update(settings)
+
+    path = tmp_path / "x"
+    assert changed(FIXTURES[name], path, change)
+    assert_refused(path, what, FIXTURES[name].stored())
+
+
+def test_only_modules_that_the_setting_targets_are_refused(tmp_path):
+    """Of two groups of modules one has an unknown strategy."""
+    fixture, path = FIXTURES["ct_mixed"], tmp_path / "x"
+    assert changed(fixture, path, lambda said: said["config_groups"]["group_1"]["weights"].update(observed=3))
+    want = fixture.expected()
+    with safeload.open(path) as opened:
+        packed = {name for name, value in opened.load().items() if isinstance(value, QuantizedTensor)}
+        assert packed
+        assert all("self_attn" in name for name in packed)
+        for name, values in opened.load(list(packed), dtype="float32").items():
+            np.testing.assert_array_equal(values, want[name])
+        with pytest.raises(UnsupportedError, match="observed 3"):
+            opened.load(dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "module", "setting"),
+    [
+        ("gptq_dynamic_raw_zeros", "dynamic", r"+:.*\.down_proj$", {"bits": 8, "group_size": 64, "rotation": "x"}),
+        ("autoround_raw_zeros", "extra_config", ".*mlp\\.down_proj.*", {"bits": 7, "data_type": "int_asym_dq"}),
+        ("mlx_experts", None, "model.embed_tokens", {"group_size": 64, "bits": 8, "mode": "affine", "sign": 1}),
+    ],
+)
+def test_settings_of_single_modules_concern_them_alone(name, key, module, setting, tmp_path):
+    def change(said):
+        own = said if key is None else said[key]
+        if key == "dynamic":
+            said[key] = {module: setting, **own}
+        else:
+            own[module] = setting
+
+    path = tmp_path / "x"
+    assert changed(FIXTURES[name], path, change)
+    with safeload.open(path) as opened:
+        refused = [name for name, one in opened.codes().items() if one.reason is not None]
+        assert len(refused) == 1
+        others = [name for name, info in opened.tensors.items() if len(info.parts) > 1]
+        assert others
+        want = FIXTURES[name].expected()
+        for one, values in opened.load(others, dtype="float32").items():
+            np.testing.assert_array_equal(values, want[one])
+
+
+def test_rows_have_each_name_and_each_key_once():
+    names = [name for row in METHODS for name in (*row.names, *row.aliases)]
+    assert len(names) == len(set(names))
+    for row in METHODS:
+        assert not row.values.keys() & set(row.read)
+        assert not set(row.read) & set(row.ignored)
+        assert all(value == value.lower() for values in row.values.values() for value in values)
