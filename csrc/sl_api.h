@@ -97,6 +97,9 @@ typedef struct sl_error {
 /* A source of packed codes only: the ternary codes of I2_S, of which GGUF files have one scale behind all blocks. */
 #define SL_I2_S 62
 
+/* Bytes of a ggml type that this version does not know; nothing reads them as numbers. */
+#define SL_UNKNOWN 60
+
 /* Kinds of elements. */
 #define SL_KIND_FLOAT 0
 #define SL_KIND_INT 1
@@ -329,12 +332,15 @@ typedef struct sl_gguf_entry {
     int32_t type;                /* SL_GGUF_U8 .. */
 } sl_gguf_entry;
 
-/* The shape of a tensor of I2_S, which the table lists as the bytes that it has: its scale is behind all codes. */
-typedef struct sl_gguf_ternary {
+/* A tensor that the table lists as the bytes that it has: I2_S, whose scale is behind all codes (dtype SL_U8; rows are
+ * whole blocks), or of an unknown type (dtype SL_UNKNOWN; its bytes end where the next tensor begins). */
+typedef struct sl_gguf_listed {
     uint64_t name_begin, name_end; /* bytes of the file, UTF-8 */
-    uint64_t dims[4];              /* outermost first; rows are whole blocks */
+    uint64_t dims[4];              /* the logical shape, outermost first */
     int32_t rank;
-} sl_gguf_ternary;
+    int32_t dtype;
+    uint32_t type; /* its number in enum ggml_type */
+} sl_gguf_listed;
 
 /* The metadata as stored in the file. Every count and length in it has been checked. */
 typedef struct sl_gguf {
@@ -343,8 +349,8 @@ typedef struct sl_gguf {
     const sl_gguf_entry *entries; /* in file order */
     uint64_t count;
     uint64_t alignment; /* of the tensors */
-    const sl_gguf_ternary *ternary;
-    uint64_t ternary_count;
+    const sl_gguf_listed *listed;
+    uint64_t listed_count;
     int32_t version;
 } sl_gguf;
 

@@ -40,6 +40,7 @@ static inline bool sl_mul_u64(uint64_t a, uint64_t b, uint64_t *out) {
 }
 
 static inline uint64_t sl_min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+static inline uint64_t sl_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 /* Little-endian load and store at any alignment on any host. Written out: compilers merge this into one load, which
  * they do not do for a loop. */

@@ -75,8 +75,8 @@ typedef struct parser {
     sl_gguf_entry *entries;
     uint64_t entry_count, entry_capacity;
     bool holds_i2_s; /* what type 36 is */
-    sl_gguf_ternary *ternary;
-    uint64_t ternary_count, ternary_capacity;
+    sl_gguf_listed *listed;
+    uint64_t listed_count, listed_capacity;
     sl_table *table;
     sl_error *error;
 } parser;
@@ -306,34 +306,16 @@ static int32_t check_keys(parser *self) {
 
 /* ---- tensors ---- */
 
-/* Types in files of 2023 and 2024 that ggml has since removed. */
-static const char *removed_type(uint32_t type) {
-    switch (type) {
-    case 4: return "Q4_2";
-    case 5: return "Q4_3";
-    case 31: return "Q4_0_4_4";
-    case 32: return "Q4_0_4_8";
-    case 33: return "Q4_0_8_8";
-    case 36: return "IQ4_NL_4_4";
-    case 37: return "IQ4_NL_4_8";
-    case 38: return "IQ4_NL_8_8";
-    default: return NULL;
-    }
-}
+static bool is_ternary(const parser *self, uint32_t type) { return type == GGML_I2_S && self->holds_i2_s; }
 
-/* Reads the type; the dtype of I2_S is U8, and *ternary is set. */
-static int32_t read_dtype(parser *self, int32_t *dtype, bool *ternary) {
-    uint64_t position = self->in.at;
+/* Reads the type; the dtype of I2_S is SL_U8, and that of types unknown or removed from ggml SL_UNKNOWN. */
+static int32_t read_dtype(parser *self, int32_t *dtype, uint32_t *type) {
     int32_t status = need(self, 4, "the type");
     if (status != SL_OK) return status;
-    uint32_t type = sl_reader_u32(&self->in);
-    *ternary = type == GGML_I2_S && self->holds_i2_s;
-    *dtype = *ternary ? SL_U8 : sl_dtype_of_ggml(type);
-    if (*dtype >= 0) return SL_OK;
-    const char *removed = removed_type(type);
-    if (removed != NULL)
-        return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u (%s) was removed from ggml", type, removed);
-    return refuse(self, SL_E_UNSUPPORTED, position, "ggml type %u is unknown to this version", type);
+    *type = sl_reader_u32(&self->in);
+    *dtype = is_ternary(self, *type) ? SL_U8 : sl_dtype_of_ggml(*type);
+    if (*dtype < 0) *dtype = SL_UNKNOWN;
+    return SL_OK;
 }
 
 /* The shape in numpy's order, outermost first. */
@@ -349,23 +331,23 @@ static int32_t read_shape(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank)
     return status;
 }
 
-static int32_t keep_ternary(parser *self, const sl_gguf_ternary *one) {
-    if (self->ternary_count == self->ternary_capacity) {
-        uint64_t capacity = self->ternary_capacity > 0 ? 2 * self->ternary_capacity : FIRST_ENTRIES;
-        sl_gguf_ternary *grown = realloc(self->ternary, (size_t)capacity * sizeof *grown);
+static int32_t keep_listed(parser *self, const sl_gguf_listed *one) {
+    if (self->listed_count == self->listed_capacity) {
+        uint64_t capacity = self->listed_capacity > 0 ? 2 * self->listed_capacity : FIRST_ENTRIES;
+        sl_gguf_listed *grown = realloc(self->listed, (size_t)capacity * sizeof *grown);
         if (grown == NULL) return sl_fail_memory(self->error, capacity * sizeof *grown);
-        self->ternary = grown;
-        self->ternary_capacity = capacity;
+        self->listed = grown;
+        self->listed_capacity = capacity;
     }
-    self->ternary[self->ternary_count++] = *one;
+    self->listed[self->listed_count++] = *one;
     return SL_OK;
 }
 
-/* Keeps the shape of a tensor of I2_S, and replaces it with that of its bytes. */
-static int32_t read_ternary(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank) {
-    sl_gguf_ternary one = {self->subject.begin, self->subject.end, {0}, (int32_t)*rank};
+/* Keeps the shape of a tensor, and replaces it with that of its bytes, which are not known yet for an unknown type. */
+static int32_t read_listed(parser *self, uint64_t dims[MAX_DIMS], uint32_t *rank, int32_t dtype, uint32_t type) {
+    sl_gguf_listed one = {self->subject.begin, self->subject.end, {0}, (int32_t)*rank, dtype, type};
     uint64_t count = 1, row = *rank > 0 ? dims[*rank - 1] : 1;
-    if (row % I2_S_BLOCK != 0)
+    if (dtype != SL_UNKNOWN && row % I2_S_BLOCK != 0)
         return refuse(self, SL_E_FORMAT, self->in.at, "rows of %llu elements are not whole blocks of %d (I2_S)",
                       (unsigned long long)row, I2_S_BLOCK);
     for (uint32_t k = 0; k < *rank; k++) {
@@ -373,22 +355,34 @@ static int32_t read_ternary(parser *self, uint64_t dims[MAX_DIMS], uint32_t *ran
         if (!sl_mul_u64(count, dims[k], &count))
             return refuse(self, SL_E_FORMAT, self->in.at, "the number of elements does not fit in 64 bits");
     }
-    dims[0] = count / 4 + I2_S_TAIL;
+    dims[0] = dtype == SL_UNKNOWN ? 0 : count / 4 + I2_S_TAIL;
     *rank = 1;
-    return keep_ternary(self, &one);
+    return keep_listed(self, &one);
 }
 
-/* Refuses type 36 where the bytes between a tensor and the next are not those of I2_S. */
-static int32_t check_ternary(parser *self) {
+/* Lists the bytes of a tensor of an unknown type: up to the next tensor, or to the end of the file. */
+static void settle_unknown(parser *self, uint64_t index, uint64_t stop) {
+    sl_table *table = self->table;
+    table->ends[index] = stop;
+    table->dims[table->dim_ends[index] - 1] = stop - table->begins[index];
+}
+
+/* Finishes the tensors that are listed as bytes. Refuses type 36 where the bytes between a tensor and the next are not
+ * those of I2_S. */
+static int32_t settle_listed(parser *self) {
     const sl_columns *columns = sl_table_columns(self->table);
     uint64_t mask = self->made->alignment - 1;
-    for (uint64_t k = 0; k < self->ternary_count; k++) {
-        const sl_gguf_ternary *one = &self->ternary[k];
+    for (uint64_t k = 0; k < self->listed_count; k++) {
+        const sl_gguf_listed *one = &self->listed[k];
         const char *name = (const char *)self->in.bytes + one->name_begin;
         int64_t index = sl_table_find(self->table, name, one->name_end - one->name_begin);
         uint64_t end = columns->ends[index], stop = self->in.file_size, room = (end + mask) & ~mask;
         bool last = (uint64_t)index + 1 == columns->count;
         if (!last) stop = columns->begins[index + 1];
+        if (one->dtype == SL_UNKNOWN) {
+            settle_unknown(self, (uint64_t)index, sl_max_u64(stop, columns->begins[index]));
+            continue;
+        }
         if (last ? stop <= room : stop == room) continue;
         self->subject = (subject){"tensor", 0, one->name_begin, one->name_end};
         return refuse(self, SL_E_UNSUPPORTED, columns->begins[index],
@@ -402,11 +396,11 @@ static int32_t check_ternary(parser *self) {
 static int32_t read_tensor(parser *self) {
     int32_t dtype = -1, status = read_name(self, "the name");
     uint64_t dims[MAX_DIMS], size = 0, end;
-    uint32_t rank = 0;
-    bool ternary = false;
+    uint32_t rank = 0, type = 0;
     if (status == SL_OK) status = read_shape(self, dims, &rank);
-    if (status == SL_OK) status = read_dtype(self, &dtype, &ternary);
-    if (status == SL_OK && ternary) status = read_ternary(self, dims, &rank);
+    if (status == SL_OK) status = read_dtype(self, &dtype, &type);
+    if (status == SL_OK && (dtype == SL_UNKNOWN || is_ternary(self, type)))
+        status = read_listed(self, dims, &rank, dtype, type);
     if (status == SL_OK) status = need(self, 8, "the offset");
     if (status != SL_OK) return status;
     uint64_t position = self->in.at, begin = sl_reader_u64(&self->in);
@@ -478,7 +472,7 @@ static int32_t read_header(parser *self) {
     static const sl_table_rules rules = {.ranges = "bytes of the data",
                                          .holes = true}; /* padding for alignment, at least */
     status = sl_table_finish(self->table, &rules, data_begin, self->in.file_size, self->error);
-    return status == SL_OK ? check_ternary(self) : status;
+    return status == SL_OK ? settle_listed(self) : status;
 }
 
 static int32_t read_file(sl_reader in, sl_table **table, sl_gguf **gguf, sl_error *error) {
@@ -492,8 +486,8 @@ static int32_t read_file(sl_reader in, sl_table **table, sl_gguf **gguf, sl_erro
     self.made->size = self.in.at;
     self.made->entries = self.entries;
     self.made->count = self.entry_count;
-    self.made->ternary = self.ternary;
-    self.made->ternary_count = self.ternary_count;
+    self.made->listed = self.listed;
+    self.made->listed_count = self.listed_count;
     if (status == SL_OK) {
         *table = self.table;
         *gguf = self.made;
@@ -518,6 +512,6 @@ void sl_gguf_free(sl_gguf *gguf) {
     if (gguf == NULL) return;
     free((void *)gguf->bytes);
     free((void *)gguf->entries);
-    free((void *)gguf->ternary);
+    free((void *)gguf->listed);
     free(gguf);
 }

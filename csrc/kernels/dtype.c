@@ -32,6 +32,7 @@ static const sl_dtype_info TABLE[SL_DTYPE_LIMIT] = {
     [SL_U64] = ELEMENT("U64", "uint64", INT, 64, 8, -1),
     [SL_Q4_0_ABSMAX] = {"Q4_0", "q4_0", SL_KIND_BLOCKS, 0, 32, 18, 1, -1, 0, 1}, /* stored as SL_Q4_0 */
     [SL_F32_ODD] = ELEMENT("F32", "float32", FLOAT, 32, 4, -1),                  /* stored as SL_F32 */
+    [SL_UNKNOWN] = {"UNKNOWN", "unknown", SL_KIND_BLOCKS, 0, 1, 1, 1, -1, 0, 0},
     [SL_I2_S] = {"I2_S", "i2_s", SL_KIND_BLOCKS, 0, 128, 32, 1, -1, 0, 0},
     BLOCK(SL_Q4_0, "Q4_0", "q4_0", 32, 18, 0, 1),
     BLOCK(SL_Q4_1, "Q4_1", "q4_1", 32, 20, 0, 2),

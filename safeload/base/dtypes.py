@@ -83,7 +83,10 @@ BY_CODE = {row.code: row for row in TABLE}
 BY_NAME = {row.name: row for row in TABLE}
 # Block types of GGUF, by lower-case name.
 BLOCK_TYPES = {row.name: row for row in map(_row, range(lib.SL_GGML, lib.SL_DTYPE_LIMIT)) if row is not None}
-BY_NUMBER = {row.number: row for row in (*TABLE, *BLOCK_TYPES.values())}
+# Bytes of a ggml type that this version does not know.
+_UNKNOWN = _row(lib.SL_UNKNOWN)
+assert _UNKNOWN is not None  # the C core has it
+BY_NUMBER = {row.number: row for row in (*TABLE, *BLOCK_TYPES.values(), _UNKNOWN)}
 # Dtypes that may store codes: numbers that mean nothing without a scale, which is another tensor. F8_E8M0 holds powers
 # of two: it is a dtype of scales, never of codes.
 FLOAT_CODES = frozenset(row.code for row in TABLE if row.floating and row.bits <= 8) - {"F8_E8M0"}

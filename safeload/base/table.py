@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import TensorNotFoundError
+from ..errors import TensorNotFoundError, UnsupportedError
 from . import dtypes
 from .native import ffi, short
 from .packing import Packed
@@ -100,6 +100,18 @@ class Columns(NamedTuple):
 Entry: TypeAlias = tuple[int, tuple[int, ...], int, int]
 
 
+class Unknown(NamedTuple):
+    """A tensor of a ggml type that this version does not know; the table lists its bytes up to the next tensor."""
+
+    type: str  # the number, and the name if ggml has removed the type
+    shape: tuple[int, ...]  # logical
+
+    @property
+    def label(self) -> str:
+        """The type as listings show it."""
+        return f"ggml type {self.type}"
+
+
 class Table:
     """The tensors of one file in the order of their bytes, read lazily from the C core's columns.
 
@@ -111,6 +123,7 @@ class Table:
         quantized: whether any tensor may be in blocks, packed, or int8 with a scale.
         named_globals: globals that a pickle in the file names, and whether each is on the list of harmless ones.
         ternary: shapes of the tensors of I2_S, which are listed as bytes.
+        unknown: tensors of unknown types, which are listed as bytes too.
         plain: whether the bytes of each tensor are its array: none is empty, unaligned, of another byte order than this
             machine's, or of elements that share bytes; and nothing above says more of any.
     """
@@ -121,6 +134,7 @@ class Table:
     plain = False
     named_globals: Mapping[str, bool] = MappingProxyType({})
     ternary: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    unknown: Mapping[str, Unknown] = MappingProxyType({})
 
     _address = 0
     _names: list[str] | None = None
@@ -309,6 +323,22 @@ class Table:
         if not self.quantized:
             return False
         return self.row(index).blocked or self.scale(index) is not None or self.packed(index) is not None
+
+    def refuse_unknown(self, indices: Iterable[int], path: str) -> None:
+        """Refuse to read tensors of unknown types.
+
+        Raises:
+            UnsupportedError: the message names the tensor and its type.
+        """
+        for index in indices if self.unknown else ():
+            name = self.names[index]
+            if name in self.unknown:
+                raise UnsupportedError(
+                    f"tensor {show(name)}: {self.unknown[name].label} is unknown to this version, so its values cannot "
+                    "be read; select the other tensors by names, only= or drop=",
+                    path=path,
+                    tensor=name,
+                )
 
     def may_be_packed(self) -> bool:
         """Whether any tensor may hold codes, by the dtypes alone."""

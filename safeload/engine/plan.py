@@ -89,6 +89,8 @@ def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPla
         UnsupportedError: an unsupported conversion.
     """
     table = tensors.files[0].table
+    if table.unknown:
+        table.refuse_unknown(tensors.indices, tensors.files[0].path)
     sources, shapes, begins, ends = tensors.columns
     present = set(sources)
     plain = VIEW if view else READ

@@ -135,6 +135,9 @@ class WeightFile:
                 infos[k] = info._replace(dtype=packed.packing.label, parts=parts)
             elif table.scale(k) is not None:
                 infos[k] = info._replace(dtype=INT8)
+            elif info.name in table.unknown:
+                unknown = table.unknown[info.name]
+                infos[k] = info._replace(dtype=unknown.label, shape=unknown.shape)
         return infos
 
     def tensor_at(self, position: int) -> str | None:

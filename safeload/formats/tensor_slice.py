@@ -101,6 +101,7 @@ def slice_of(file: WeightFile, index: int, wanted: Wanted, dtype: Any, checkpoin
     Raises:
         UnsupportedError: ``dtype`` for elements of less than a byte.
     """
+    file.table.refuse_unknown([index], file.path)
     name, packed, target = file.table.names[index], file.table.packed(index), parse_target(dtype)
     if packed is not None or file.table.is_quantized(index):
         shape = file.table.shape(index) if packed is None else packed.packing.shape

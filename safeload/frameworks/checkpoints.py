@@ -106,6 +106,7 @@ def select(
     plain: list[str] = []
     packed: list[str] = []
     for name, file, index in entries:
+        file.table.refuse_unknown([index], file.path)
         (packed if file.table.is_quantized(index) else plain).append(name)
     if not packed:
         return Selected(every, [Group(every, None)])

@@ -236,6 +236,10 @@ class Catalog:
         origin, file, index = self._places[name]
         if file is None:
             return about_value(name, origin[name])
+        unknown = file.table.unknown.get(file.table.names[index]) if file.table.unknown else None
+        if unknown is not None:
+            begin, end = file.table.byte_range(index)
+            return About(name, unknown.label, unknown.shape, end - begin, file.table.row(index), False, unknown.label)
         row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
         packed = file.table.packed(index)
         if packed is not None:
@@ -245,6 +249,27 @@ class Catalog:
         if scale is not None:
             return About(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
         return About(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
+
+    def refuse_unknown(self, names: Iterable[str]) -> None:
+        """Refuse to read tensors of ggml types that this version does not know.
+
+        Raises:
+            UnsupportedError: the message names the tensor and its type.
+        """
+        for name in names:
+            _, file, index = self._places[name]
+            if file is not None and file.table.unknown:
+                file.table.refuse_unknown([index], file.path)
+
+    def unknown(self) -> dict[str, str]:
+        """The tensors of ggml types that this version does not know, with the types."""
+        found = {}
+        for name, (_, file, index) in self._places.items():
+            if file is not None and file.table.unknown:
+                one = file.table.unknown.get(file.table.names[index])
+                if one is not None:
+                    found[name] = one.label
+        return found
 
     def check_kept(self, name: str) -> None:
         """Refuses a tensor that cannot stay as it is stored; here all can."""

@@ -103,6 +103,7 @@ class Conversion:
 
     def of_tensors(self) -> dict[str, Decision]:
         """Each tensor under its own name; tied heads, made of their embedding; activation scales if all stay packed."""
+        self._catalog.refuse_unknown(self._abouts)
         decisions = {name: self._decide(name, about) for name, about in self._abouts.items()}
         if self._rules is None and self._target is None and self._format in ("safetensors", "gguf"):
             decisions.update((name, Decision((name,))) for name in self._ignored)

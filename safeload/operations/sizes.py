@@ -77,7 +77,7 @@ def sizes(source: Given) -> Sizes:
         model = Model.of(catalog)
         kinds = _kinds(catalog, model.schema)
         stored = sum(kind.number * kind.about.nbytes for kind in kinds)
-        if catalog.codes:
+        if catalog.codes or catalog.unknown():
             return Sizes(stored, {}, {})
 
         def converted(dtype: str) -> int:

@@ -341,7 +341,9 @@ def make_logical(
     aside = {name: _part(places, name) for name, whole in found.hidden.items() if not whole}
     ignored = {name: part for name, part in aside.items() if part is not None}
     for file in changed:
+        unknown = file.table.unknown
         file.table = ListedTable(_listings(file, found), file.table.metadata())
+        file.table.unknown = unknown
     if where is None:
         return None, found.hidden, ignored, found.refused
     result = {}

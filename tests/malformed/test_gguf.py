@@ -181,25 +181,7 @@ tensor_fault("dims beside zero", "no array can have the shape of F32", 0, raw, L
 raw = g.tensor("q", (2**60,), 24, 2**64 - 32)
 message = f"the offset {2**64 - 32} and {2**60} bytes do not fit in 64 bits"
 tensor_fault("offset and size overflow", message, 25, raw)
-for kind in (42, 63, 64, 200, 2**31, 2**32 - 1):
-    raw = g.tensor("q", (32, 2), kind, 32)
-    message = f"tensor 'q': ggml type {kind} is unknown to this version"
-    tensor_fault(f"type {kind}", message, 29, raw, UnsupportedError)
-REMOVED = {
-    4: "Q4_2",
-    5: "Q4_3",
-    31: "Q4_0_4_4",
-    32: "Q4_0_4_8",
-    33: "Q4_0_8_8",
-    36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8",
-}
-for kind, name in REMOVED.items():
-    raw = g.tensor("q", (32, 2), kind, 32)
-    message = f"tensor 'q': ggml type {kind} ({name}) was removed from ggml"
-    tensor_fault(f"removed type {kind}", message, 29, raw, UnsupportedError)
-# The same number is I2_S in files of BitNet's fork: 64 bytes of codes for 256 elements, then 32 of the scale.
+# I2_S of BitNet's fork: 64 bytes of codes for 256 elements, then 32 of the scale.
 FORK = g.entry("general.file_type", g.U32, 40)
 
 
@@ -218,8 +200,6 @@ fork_fault("in a short file", "end past the data, which has 95 bytes", 0, (128, 
 message = "type 36 with general.file_type 40 has 96 bytes as I2_S, but 160 bytes are there"
 fork_fault("with a hole", message, None, (128, 2), bytes(164), g.tensor("b", (1,), 0, 160), error=UnsupportedError)
 fork_fault("with more behind it", message, None, (128, 2), bytes(160), error=UnsupportedError)
-fork_fault("beside type 37", "ggml type 37 (IQ4_NL_4_8) was removed", 46 + 16, (128, 2), bytes(160),
-           g.tensor("b", (32,), 37, 96), error=UnsupportedError)  # fmt: skip
 
 for kind, dims in ((8, (33, 2)), (8, (16, 4)), (8, ()), (14, (128, 2)), (2, (1,)), (40, (32,)), (41, (64,))):
     raw = g.tensor("q", dims, kind, 32)

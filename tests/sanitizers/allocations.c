@@ -145,7 +145,7 @@ static int32_t open_gguf(sl_error *error) {
     if (status != SL_OK) return status;
     status = sl_gguf_read(file.handle, file.size, &table, &gguf, error);
     if (status == SL_OK) {
-        CHECK(gguf->count == sl_table_columns(table)->count && gguf->ternary_count == gguf->count / 2);
+        CHECK(gguf->count == sl_table_columns(table)->count && gguf->listed_count == gguf->count / 2);
         sl_table_free(table);
         sl_gguf_free(gguf);
     }

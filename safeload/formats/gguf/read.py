@@ -10,7 +10,7 @@ import numpy as np
 
 from ...base.arrays import Array
 from ...base.native import Error, check, ffi, kept, lib, pointer, short
-from ...base.table import Table
+from ...base.table import Table, Unknown
 from ...engine.weight_file import WeightFile
 from .values import DTYPES, NUMBERS
 
@@ -19,6 +19,11 @@ from .values import DTYPES, NUMBERS
 _FIRST, _GROWTH = 128 << 10, 8
 _SIZE = struct.Struct("<Q")  # length of a string
 _ARRAY_HEAD = struct.Struct("<IQ")  # type of the elements, number of elements
+# Types in files of 2023 and 2024 that ggml has since removed.
+_REMOVED = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+}  # fmt: skip
 
 
 class Metadata(Mapping[str, Any]):
@@ -32,6 +37,7 @@ class Metadata(Mapping[str, Any]):
     Attributes:
         version: of the format, 2 or 3.
         ternary: shapes of the tensors of I2_S, which the table lists as bytes. Internal.
+        unknown: tensors of types that this version does not know. Internal.
     """
 
     def __init__(self, gguf: Any) -> None:
@@ -45,10 +51,16 @@ class Metadata(Mapping[str, Any]):
             self._entries[key] = entry.type, entry.begin, entry.end
         self._values: dict[str, Any] = {}
         self.ternary: dict[str, tuple[int, ...]] = {}
-        for k in range(gguf.ternary_count):
-            one = gguf.ternary[k]
+        self.unknown: dict[str, Unknown] = {}
+        for k in range(gguf.listed_count):
+            one = gguf.listed[k]
             name = str(self._bytes[one.name_begin : one.name_end], "utf-8")
-            self.ternary[name] = tuple(one.dims[0 : one.rank])
+            shape = tuple(one.dims[0 : one.rank])
+            if one.dtype == lib.SL_UNKNOWN:
+                removed = _REMOVED.get(one.type)
+                self.unknown[name] = Unknown(f"{one.type} ({removed}, removed)" if removed else str(one.type), shape)
+            else:
+                self.ternary[name] = shape
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._values:
@@ -147,7 +159,7 @@ class GgufTable(Table):
     def __init__(self, address: int, metadata: Metadata) -> None:
         super().__init__(address)
         self._metadata = metadata
-        self.ternary = metadata.ternary
+        self.ternary, self.unknown = metadata.ternary, metadata.unknown
         self.quantized = any(row.blocked for row in self.rows)
 
     def may_be_packed(self) -> bool:
@@ -164,7 +176,7 @@ def read_table(file: WeightFile) -> GgufTable:
 
     Raises:
         FormatError: the file breaks the format; the error has the byte position.
-        UnsupportedError: an unsupported version or byte order, or a type that ggml has removed or does not know yet.
+        UnsupportedError: an unsupported version or byte order.
         LimitError: a header of more than 128 MiB.
         OSError: the file cannot be read.
     """

@@ -43,7 +43,7 @@ from ..sources import check_paths, in_memory
 from . import files, holes, schemas
 from . import names as naming
 from .contents import Contents, Model, check_contents
-from .findings import Finding, Limits, ValidationReport, error
+from .findings import Finding, Limits, ValidationReport, error, warning
 from .gathering import gathered
 from .settings import Settings, settings
 
@@ -278,6 +278,12 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
         message = f"{report.parameters:,} parameters, expected {limits.parameters:,}"
         report.add([error("model.parameters", None, message)])
     report.add(naming.check_dtypes(known, whole, quantized))
+    unknown = catalog.unknown()
+    report.add(
+        warning("file.unknown_type", name, f"{label} is unknown to this version: its values are not checked")
+        for name, label in unknown.items()
+    )
+    chosen -= unknown.keys()
     report.values = wanted.values
     model = Model(known, frozenset(codes), quantized, schema)
     zero: set[str] = set()

@@ -173,7 +173,7 @@ def test_the_file_type_may_come_in_any_place_and_once(path):
     )
     path.write_bytes(content)
     with pytest.raises(UnsupportedError, match="IQ4_NL_4_4"):
-        safeload.open(path)
+        safeload.load(path)
 
 
 def test_a_file_without_the_file_type_would_not_be_read_again(path, tmp_path):
