@@ -164,8 +164,9 @@ def _in_options(message: str) -> str:
 
 def _convert(options: argparse.Namespace) -> ConvertReport:
     with ExitStack() as stack, cluster(options.dask) as executor, bar("convert") as progress:
+        plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
         return convert(
-            [stack.enter_context(open_path(path, options)) for path in options.source],
+            options.source if plain else [stack.enter_context(open_path(path, options)) for path in options.source],
             options.destination,
             dtype=options.dtype,
             quantize=options.quantize,

@@ -18,7 +18,7 @@ from ..formats.registry import BY_NAME, WrittenName
 from ..loading.adapter import Adapters
 from ..models.layout import Layout
 from ..stores.local import LocalStore
-from . import convert_folder, executing, journal
+from . import convert_folder, executing, journal, unfinished
 from .catalog import Catalog, Given
 from .convert_plan import planned
 from .convert_report import ConvertReport
@@ -257,6 +257,8 @@ def _sharded(
     writers = {file: partial(write, shard) for file, shard in shards.items()}
     size = write_shards(writers, beside(map_of(shards)), folder, overwrite)
     journal.forget(folder, [*shards])
+    if overwrite:
+        unfinished.forget(folder)
     return [folder.shown(file) for file in shards], size
 
 

@@ -13,7 +13,7 @@ from ..engine.digest import Digest
 from ..engine.pieces import in_order
 from ..errors import FormatError
 from ..formats.folder import CONFIG, INDEX
-from . import journal
+from . import journal, unfinished
 from .convert_report import ConvertReport
 from .decisions import decisions_of, row_of
 from .destinations import of_piece
@@ -47,6 +47,9 @@ def run(
     found = (journal.is_whole(place, file, piece) for place in folder.places(plan))  # `finalize` may have moved it
     identity = next((known for place in folder.places(plan) if (known := place.identity(file)) is not None), None)
     record = next((one for one in found if one is not None), None)
+    if record is None and piece.get("continued"):
+        message = "the shard is not what its record says, and the conversion has replaced its sources: restore them"
+        raise FormatError(message, folder.shown(file))
     if record is None:
         size, digest, identity = _write(piece, folder, file, threads, storage_options)
         journal.write(folder, file, piece, size, digest)
@@ -217,14 +220,22 @@ def complete(
     known = {file: done[file].get("identity") for file in places} if at_once else {}
     files, total = _stored(ids, places, folder, sizes, digests, known)
     summary = _summary(plan, total)
-    with ExitStack() as stack:
+    waiting = any(place.place != folder.place for place in places.values())
+    with ExitStack() as stack, ExitStack() as first:
         # First, as it may fail: an existing checkpoint is then still whole.
-        write_beside(stack, Beside(files, total, config, extras), folder, overwrite=True, outdated=outdated)
+        write_beside(
+            stack, Beside(files, total, config, extras), folder, overwrite=True, outdated=outdated, extras=first
+        )
+        first.close()
+        if waiting or "in_place" in plan:
+            unfinished.note(folder, plan, config)
         for file, source, target in folder.moves(plan.id, places):
             journal.move(file, source, target)
     names = [*places, INDEX, CONFIG, *extras]
     waited = [*places.values(), *journal.superseded(folder, plan)]
     folder.tidy(plan.id, [*names, *(file + journal.SUFFIX for file in names)], waited)
+    if waiting or outdated or "in_place" in plan or not folder.files.remote:
+        unfinished.forget(folder)  # last: without it the same call may refuse to continue
     shards = [folder.shown(file) for file in places]
     return ConvertReport(folder.title, "safetensors", shards, tensors, sum(sizes.values()), seconds, summary)
 

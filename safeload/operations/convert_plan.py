@@ -16,8 +16,8 @@ from ..base.selecting import pairs_of
 from ..base.text import show
 from ..formats.folder import CONFIG, INDEX, SINGLE
 from ..formats.metadata import as_texts
-from . import journal
-from .catalog import Given
+from . import journal, unfinished
+from .catalog import Catalog, Given, has_names
 from .decisions import runs_of
 from .destinations import Destination
 from .plan import Plan, piece_of
@@ -96,8 +96,40 @@ def planned(
     wanted = wanted_of(dst, options)
     if wanted.folder is None:
         raise ValueError("a single file is written by one process: max_shard_size= makes a folder of shards")
-    with ExitStack() as stack:
-        return _plan(prepare(stack, src, wanted), wanted, wanted.folder, overwrite, resume), wanted.folder
+    given: Any = src if has_names(src) else list(src)  # type: ignore[arg-type]
+    call = _id_of([__version__, _options(wanted), unfinished.call_id(given)])
+    plan = _continued(wanted.folder, call) if overwrite and resume else None
+    if plan is None:
+        with ExitStack() as stack:
+            plan = _plan(prepare(stack, given, wanted), wanted, wanted.folder, overwrite, resume, call)
+    return plan, wanted.folder
+
+
+def _continued(folder: Folder, call: str) -> Plan | None:
+    """The plan of an interrupted call that was replacing its own source; all of its shards are complete.
+
+    Raises:
+        ValueError: one of them is gone.
+    """
+    plan = unfinished.continued(folder, call)
+    if plan is None:
+        return None
+    plan.update({KEY: VERSION, "folder": folder.place})
+    files = {piece["id"]: piece["file"] for piece in plan.pieces}
+    present = folder.names()
+    places = _found(folder, present, journal.recorded(folder, present), files)
+    for piece in plan.pieces:
+        if piece["file"] not in places:
+            raise ValueError(
+                f"resume: {show(folder.shown(piece['file']))} is gone, and the conversion has replaced its sources: "
+                f"restore them, and delete {unfinished.NAME}"
+            )
+        place, name = places[piece["file"]]
+        piece.update(plan=plan.id, folder=place.place, file=name, options=plan.get("options"))
+    outdated = folder.outdated([piece["file"] for piece in plan.pieces])
+    if outdated:
+        plan["outdated"] = outdated
+    return plan
 
 
 def _repeatable(options: ConvertOptions) -> ConvertOptions:
@@ -114,7 +146,7 @@ def _repeatable(options: ConvertOptions) -> ConvertOptions:
     return found  # type: ignore[return-value]
 
 
-def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, resume: bool) -> Plan:
+def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, resume: bool, call: str) -> Plan:
     sources = Sources(prepared.catalog, "a conversion in pieces")
     options = _options(wanted)
     shards = divide(prepared.outputs, wanted.limit)
@@ -136,6 +168,15 @@ def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, r
     plan = Plan({KEY: VERSION, "operation": "convert", "version": __version__, "options": options, "pieces": pieces})
     plan["id"] = _id_of([__version__, options, [piece["id"] for piece in pieces]])
     plan["folder"] = folder.place
+    if unfinished.is_source(folder, prepared.catalog):
+        if folder.files.remote:
+            unfinished.check_remote(folder)
+        plan.update(in_place=True, call=call)
+        repeats = _id_of([call, common.get("adapters")])
+        for piece in pieces:
+            piece["in_place"] = repeats
+        if resume and {"adapters", "rename"} & options.keys():
+            _check_not_applied(folder, prepared.catalog, repeats)
     places = _places(plan, folder, overwrite=overwrite, resume=resume)
     for piece in pieces:
         place, name = places[piece["file"]]
@@ -144,7 +185,7 @@ def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, r
     if outdated:
         plan["outdated"] = outdated
     plan["tensors"] = prepared.tensors
-    plan["config"] = _config(prepared, wanted)
+    plan["config"] = _config(prepared, wanted, in_place="in_place" in plan)
     plan["extras"] = {name: location_as_plain(location) for name, location in prepared.extras.items()}
     summary = prepared.work.summary(prepared.nbytes)
     if summary is not None:
@@ -220,14 +261,20 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
     return pairs
 
 
-def _config(prepared: Prepared, wanted: Wanted) -> dict[str, Any] | None:
-    """Where the configuration comes from, and what `finalize` changes in it."""
+def _config(prepared: Prepared, wanted: Wanted, *, in_place: bool) -> dict[str, Any] | None:
+    """Where the configuration comes from, and what `finalize` changes in it.
+
+    Args:
+        prepared: has the configuration.
+        wanted: the checked options.
+        in_place: whether `finalize` replaces the file that it comes from.
+    """
     config = prepared.catalog.config
     if config is None:
         return None
     change = {"dtype": None if wanted.target is None else wanted.target.code, "restored": prepared.work.restored}
     folder = next((one.folder for one in prepared.catalog.checkpoints if one.config is config), None)
-    if folder is None or folder.files.remote:
+    if folder is None or folder.files.remote or in_place:
         return {"content": config, **change}
     return {"source": source_of((folder / CONFIG).path), **change}
 
@@ -276,13 +323,41 @@ def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dic
             message = "The conversion has begun: resume=True goes on, overwrite=True replaces it"
             raise FileExistsError(errno.EEXIST, message, folder.title)
         folder.check_free(overwrite)
+    found = _found(folder, present, records, ids)
+    replaces = begun or (overwrite and ("in_place" in plan or present & ({INDEX, *files} - ours)))
+    return {**(folder.apart(plan.id, files) if replaces else usual), **found}
+
+
+def _check_not_applied(folder: Folder, catalog: Catalog, repeats: str) -> None:
+    """Refuse to apply to its own result what a conversion did to its own source.
+
+    Args:
+        folder: source and destination.
+        catalog: the sources.
+        repeats: the id that the records of such a result have.
+
+    Raises:
+        ValueError: a source is such a result.
+    """
+    for file in catalog.weight_files:
+        name = file.files.split(file.place)[1]
+        record = journal.read(folder, name)
+        if record is not None and record.get("in_place") == repeats and folder.holds(name, record):
+            raise ValueError(
+                f"resume: {show(folder.shown(name))} is a result of this call already, and nothing is left to do: "
+                "pass overwrite=True without resume=True to apply it once more"
+            )
+
+
+def _found(
+    folder: Folder, present: Set[str], records: Mapping[str, Mapping[str, Any]], ids: Mapping[str, str]
+) -> dict[str, tuple[Folder, str]]:
+    """Where the shards of a plan are that need not be written again; see `_kept`."""
     found: dict[str, tuple[Folder, str]] = {}
     for place in folder.asides():  # before the folder: `journal.move` copies the record of a shard before it moves it
         names = place.names()
         found = {**_kept(place, names, journal.recorded(place, names), ids), **found}
-    found = {**_kept(folder, present, records, ids), **found}
-    replaces = begun or (overwrite and present & ({INDEX, *files} - ours))
-    return {**(folder.apart(plan.id, files) if replaces else usual), **found}
+    return {**_kept(folder, present, records, ids), **found}
 
 
 def _kept(

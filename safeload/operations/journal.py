@@ -30,6 +30,8 @@ def write(folder: Folder, file: str, piece: Mapping[str, Any], size: int, digest
     """
     kept = {key: piece.get(key) for key in ("plan", "version", "options")}
     made_of = {"piece": piece.get("id"), "sources": versions_of(piece)}
+    if "in_place" in piece:
+        made_of["in_place"] = piece["in_place"]
     record = {KEY: VERSION, **kept, **made_of, "size": size, "sha256": digest, **folder.stamp(file)}
     try:
         _write(folder, file, record)

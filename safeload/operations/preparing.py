@@ -23,6 +23,7 @@ from ..formats.registry import BY_NAME, SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, 
 from ..models.layout import Layout
 from ..packed.config import is_kept_by
 from ..stores.files import Location
+from . import unfinished
 from .catalog import Catalog, Given, has_names
 from .conversion import Conversion, Some
 from .decisions import Decision
@@ -239,12 +240,19 @@ def _format_of(place: Location, options: ConvertOptions) -> str:
 
 def catalog_of(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> Catalog:
     """The sources of a conversion, open."""
-    if has_names(src):
-        return Catalog.of(src, storage_options)
-    given: list[Given] = list(src)  # type: ignore[arg-type]
+    if isinstance(src, Catalog):
+        return Catalog.of(src)
+    given: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not given:
         raise ValueError("there is nothing to convert: no source")
-    return Catalog.of(given, storage_options)
+    unfinished.check_given(given)
+    catalog = Catalog.of(given, storage_options)
+    try:
+        unfinished.check_opened(catalog)
+    except BaseException:
+        with catalog:
+            raise
+    return catalog
 
 
 def _check_rename(name: str, new: str, output: Output) -> None:

@@ -148,6 +148,7 @@ def write_shards(
     beside: Beside,
     folder: Folder,
     overwrite: bool,
+    replacing: Callable[[], object] | None = None,
 ) -> int:
     """Writes shards, an index and the config.
 
@@ -159,6 +160,7 @@ def write_shards(
         beside: the other files.
         folder: the destination; it is created, and removed again on an error if it is empty.
         overwrite: False to refuse existing files.
+        replacing: called when all files are complete and none is in place.
 
     Returns:
         Bytes of the shards.
@@ -172,6 +174,8 @@ def write_shards(
                 writer = shard()
                 write_shard(own, writer, folder, file, overwrite=overwrite)
                 written += writer.size
+        if replacing is not None:
+            replacing()
     return written
 
 
@@ -204,7 +208,13 @@ def write_shard(
 
 
 def write_beside(
-    stack: ExitStack, beside: Beside, folder: Folder, *, overwrite: bool, outdated: Sequence[str] = ()
+    stack: ExitStack,
+    beside: Beside,
+    folder: Folder,
+    *,
+    overwrite: bool,
+    outdated: Sequence[str] = (),
+    extras: ExitStack | None = None,
 ) -> None:
     """Writes what stands beside the shards; leaving the stack puts it in place, the index last.
 
@@ -214,6 +224,7 @@ def write_beside(
         folder: gets them.
         overwrite: False to refuse existing files.
         outdated: what `Folder.outdated` has said; removed after that.
+        extras: gets the extra files, if they are put in place before all others.
     """
     import json
 
@@ -228,7 +239,7 @@ def write_beside(
         written.seal()
     stack.enter_context(folder.before_config(texts.get(CONFIG), outdated))
     for name, location in beside.extras.items():
-        _copy(stack, location, folder, name, overwrite=overwrite)
+        _copy(stack if extras is None else extras, location, folder, name, overwrite=overwrite)
 
 
 def _index(beside: Beside) -> bytes:
