@@ -6,13 +6,14 @@ the module that it is tied to as it was. Only tensors that replace the weights o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError
+from ..models.tied import is_unclear, tied_heads
 from .adapter import EMBEDDING_A, VALUE, A, Adapter
 
 # The end of the name of an embedding that encoder, decoder and head share.
@@ -45,15 +46,22 @@ class Heads(NamedTuple):
         return {head for head in self.pairs if head not in self.untied and VALUE in adapter.modules.get(head, {})}
 
 
-def heads_of(adapters: Iterable[Adapter], pairs: Mapping[str, str]) -> Heads:
-    """Decide which tied heads get weights of their own.
+def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, names: Collection[str]) -> Heads:
+    """Decide which tied heads of a base get weights of their own.
+
+    Args:
+        adapters: all that are merged.
+        config: parsed ``config.json`` of the base; None without one.
+        names: of the tensors of the base.
 
     Raises:
         FormatError: an adapter has different values for a head and an embedding that stay tied.
-        UnsupportedError: an encoder, a decoder and a head share the embedding.
+        UnsupportedError: the embedding is shared by an encoder, a decoder and a head, or by a head of unknown name.
     """
-    adapters = list(adapters)
+    pairs = tied_heads(config, names)
     untied = {}
+    if is_unclear(config, pairs):
+        _check_embeddings(adapters)
     for pair in pairs.items():
         changes = [(adapter, name) for adapter in adapters if (name := _apart(adapter, *pair)) is not None]
         if changes and pair[1].endswith(_SHARED):
@@ -67,6 +75,19 @@ def heads_of(adapters: Iterable[Adapter], pairs: Mapping[str, str]) -> Heads:
         if changes:
             untied[pair[0]] = pair[1]
     return Heads(pairs, untied)
+
+
+def _check_embeddings(adapters: Iterable[Adapter]) -> None:
+    """Refuse changes of an embedding that is tied to an unknown head."""
+    for adapter in adapters:
+        for module, parts in adapter.modules.items():
+            if EMBEDDING_A in parts:
+                raise UnsupportedError(
+                    f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to an "
+                    "embedding, but their names are not known, so the head would change too",
+                    path=adapter.checkpoint.path,
+                    tensor=parts[EMBEDDING_A],
+                )
 
 
 def _apart(adapter: Adapter, head: str, embedding: str) -> str | None:

@@ -17,7 +17,6 @@ from ..engine.load import check_backend, check_out_names
 from ..engine.progress import Progress, reporter
 from ..engine.threads import check_threads
 from ..errors import SafeloadError
-from ..models.tied import tied_heads
 from .adapter import Adapter, listed, opened
 from .adapter_base import CheckpointBase
 from .adapter_heads import Heads, heads_of
@@ -53,7 +52,7 @@ def fit(
     checkpoint: Checkpoint, adapters: Sequence[Adapter], problems: list[SafeloadError] | None = None
 ) -> tuple[Checkpoint, Merge]:
     """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
-    heads = heads_of(adapters, tied_heads(checkpoint.config, checkpoint))
+    heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
     base = checkpoint.with_aliases(absent) if absent else checkpoint
     return base, Merge(CheckpointBase(base), adapters, problems=problems, heads=heads)

@@ -54,6 +54,11 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
     return _by_names(config, names) if choice is None else _by_schema(choice, names, keys)
 
 
+def is_unclear(config: Mapping[str, Any] | None, pairs: Mapping[str, str]) -> bool:
+    """Whether a config ties a head that `tied_heads` has not found."""
+    return config is not None and not pairs and _generates(config) and _tie_in(config) is True
+
+
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config whose model, also a language model inside a multi-modal one, has a head of its own."""
     nested = {key: {**value, KEY: False} for key in LANGUAGE if isinstance(value := config.get(key), Mapping)}
@@ -76,15 +81,22 @@ def _by_schema(choice: Choice, names: Collection[str], config: Mapping[str, Any]
 
 def _by_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
     """Like `tied_heads`, for a model without a schema."""
-    architectures = config.get("architectures")
-    listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
-    if not any(isinstance(text, str) and text.endswith(_GENERATING) for text in listed):
-        return {}
-    inner = [config, *(value for key in LANGUAGE if isinstance(value := config.get(key), Mapping))]
-    tie = next((value[KEY] for value in inner if isinstance(value.get(KEY), bool)), None)
-    if tie is False or (tie is None and _HEAD in names):
+    tie = _tie_in(config)
+    if not _generates(config) or tie is False or (tie is None and _HEAD in names):
         return {}
     embeddings = [name for name in names if f".{name}".endswith(_EMBEDDINGS)]
     shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])]
     chosen = shared or embeddings
     return {_HEAD: chosen[0]} if len(chosen) == 1 else {}
+
+
+def _generates(config: Mapping[str, Any]) -> bool:
+    architectures = config.get("architectures")
+    listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
+    return any(isinstance(text, str) and text.endswith(_GENERATING) for text in listed)
+
+
+def _tie_in(config: Mapping[str, Any]) -> bool | None:
+    """The outermost value of `KEY`; None without one."""
+    inner = [config, *(value for key in LANGUAGE if isinstance(value := config.get(key), Mapping))]
+    return next((value[KEY] for value in inner if isinstance(value.get(KEY), bool)), None)

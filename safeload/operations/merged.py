@@ -24,7 +24,7 @@ from ..loading.adapter_fit import Fit
 from ..loading.adapter_heads import Heads, heads_of
 from ..loading.merge import Merge
 from ..loading.merged import warn_of_untied
-from ..models.tied import tied_heads, untied
+from ..models.tied import untied
 from ..stores.local import check_unchanged
 from .about import About
 from .catalog import Catalog
@@ -95,7 +95,7 @@ class MergedCatalog(Catalog):
         heads: Heads | None = None,
     ) -> None:
         if heads is None:
-            heads = heads_of(adapters, tied_heads(catalog.config, [name for name in catalog if isinstance(name, str)]))
+            heads = heads_of(adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
         self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)

@@ -223,6 +223,18 @@ def test_an_embedding_of_encoder_and_decoder_is_refused(tmp_path):
     assert np.array_equal(safeload.load(base, adapters=both)["shared.weight"], NEW)
 
 
+def test_an_unknown_embedding_of_a_tied_head_is_refused(tmp_path):
+    base = base_of(tmp_path / "base", {"architectures": ["NewForCausalLM"], "tie_word_embeddings": True}, prefix="a.")
+    save_file({"a.words.weight": W, "a.up.weight": W}, base / "model.safetensors", durable=False)
+    parts = {name.replace("model.embed_tokens", "a.words"): value for name, value in LORA_EMBED.items()}
+    with pytest.raises(safeload.UnsupportedError, match=r"'a\.words'.* their names are not known"):
+        safeload.load(base, adapters=write(tmp_path / "lora", parts))
+    other = {name.replace("lm_head", "a.up"): value for name, value in LORA_HEAD.items()}
+    np.testing.assert_allclose(
+        safeload.load(base, adapters=write(tmp_path / "other", other))["a.up.weight"], WITH_HEAD, rtol=0, atol=1e-5
+    )
+
+
 def test_values_that_contradict_the_tie_are_refused(tmp_path):
     adapter = write(tmp_path / "lora", {EMBED: NEW, HEAD: NEWER})
     with pytest.raises(safeload.FormatError, match="differ, but the base ties them"):
