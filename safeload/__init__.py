@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .base import forking as _forking  # noqa: F401 - registers what a fork waits for
 from .errors import (
     ForbiddenError,
     FormatError,

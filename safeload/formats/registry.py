@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from ..base.cached import cached_property
 from ..base.collector import paused
 from ..engine.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError

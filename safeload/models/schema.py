@@ -34,9 +34,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any, NamedTuple
 
+from ..base.cached import cached_property
 from .config import Config, ConfigError
 from .expressions import names_in
 

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, as_array
+from ..base.cached import cached_property
 from ..base.collector import paused
 from ..base.paths import PathLike
 from ..base.scheme import INT8

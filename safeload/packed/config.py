@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 from ..base import packing
+from ..base.cached import cached_property
 from ..base.text import clip, printable, show
 from .globs import Globs
 from .methods import WEIGHTS, method_of, unknown

@@ -1,0 +1,175 @@
+"""A fork while another thread imports: the child does what the thread was about to do, whenever it is cut."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from builders.paths import ROOT
+
+from safeload.base import forking
+from safeload.numpy import save_file
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+# A pristine process forks one for each moment: its thread does something for the first time, and at the thread's nth
+# import, found or not, the main thread forks. The child does the thread's work from the beginning.
+PROGRAM = """
+import importlib.abc, os, signal, sys, threading, time, warnings
+warnings.simplefilter("ignore")
+{before}
+path, moments = sys.argv[1], [int(text) for text in sys.argv[2].split(",")]
+
+def work():
+    {work}
+
+class Cut(importlib.abc.MetaPathFinder):
+    def __init__(self, moment):
+        self.left, self.begun, self.thread = moment, threading.Event(), None
+    def find_spec(self, name, path=None, target=None):
+        if threading.get_ident() == self.thread:
+            self.left -= 1
+            if self.left == 0:
+                self.begun.set()
+                time.sleep(0.02)  # a disk that takes its time
+
+def forked(function):
+    child = os.fork()
+    if child == 0:
+        status = 3
+        try:
+            signal.alarm(20)
+            function()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def beside(moment):
+    cut, errors = Cut(moment), []
+    def run():
+        cut.thread = threading.get_ident()
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        cut.begun.set()
+    sys.meta_path.insert(0, cut)
+    thread = threading.Thread(target=run)
+    thread.start()
+    cut.begun.wait()
+    status = forked(work)
+    thread.join()
+    assert not errors, errors
+    if status:
+        os._exit(status if status > 0 else 9)
+
+for moment in moments:
+    status = forked(lambda: beside(moment))
+    if status:
+        sys.exit(f"forked at import {{moment}}: {{status}}")
+print("fine")
+"""
+
+OPENED = "import numpy, safeload; opened = safeload.open(sys.argv[1])"
+MOMENTS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144]
+
+DOORS = {
+    "first stream": (OPENED, "assert dict(opened.stream())['a'].sum() == 3"),
+    "first open": ("import safeload", "assert safeload.open(path)['a'].sum() == 3"),
+    "first load": ("import safeload", "assert safeload.load(path, dtype='bfloat16')['a'].sum() == 3"),
+    "first safe_open": ("import safeload", "assert safeload.safe_open(path, 'np').get_tensor('a').sum() == 3"),
+    "first load_file": ("import safeload", "import safeload.numpy as n; assert n.load_file(path)['a'].sum() == 3"),
+    "first safe_open of numpy": ("import safeload.numpy", "safeload.numpy.safe_open(path, 'np').get_tensors()"),
+    "first save": (
+        "import safeload.numpy, numpy as np",
+        "safeload.numpy.save_file({'a': np.ones(1)}, path + str(os.getpid()), durable=False)",
+    ),
+    "first convert": (
+        "import safeload",
+        "safeload.convert(path, path + str(os.getpid()) + '.npz', dtype='float16', overwrite=True)",
+    ),
+    "first quantize": (OPENED, "safeload.load_quantized(path, 'int8')"),
+    "first stats and validate": (OPENED, "safeload.stats(path); assert safeload.validate(path).ok"),
+    "first patterns and plan": (
+        OPENED,
+        "opened.load(only='a*'); safeload.plan_convert(path, path + '.d', max_shard_size=99)",
+    ),
+    "first error": (OPENED, "try: opened['b']\n    except KeyError: pass"),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fork") / "model.safetensors"
+    save_file({"a": np.ones(3, np.float32)}, path, durable=False)
+    return path
+
+
+def run(program, path, moments=MOMENTS):
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path), ",".join(map(str, moments))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=path.parent,
+    )
+    assert done.stdout == "fine\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_child_forked_during_a_first_use_can_do_it_too(door, path):
+    before, work = DOORS[door]
+    run(PROGRAM.format(before=before, work=work), path)
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_a_child_forked_during_the_first_use_of_a_framework(library, path):
+    pytest.importorskip(library)
+    door = {
+        "torch": "from safeload.torch import load_file; assert load_file(path)['a'].sum() == 3",
+        # JAX's own threads do not survive a fork: only its import is shown
+        "jax": "import safeload.frameworks.jax_loading",
+    }
+    run(PROGRAM.format(before="import safeload", work=door[library]), path, [2, 150])
+
+
+def test_every_package_that_is_imported_on_first_use_is_waited_for():
+    """In functions, `try` blocks and modules that are themselves imported late."""
+    roots = set()
+    for module in (ROOT / "safeload").rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                roots.add(node.module.partition(".")[0])
+    only_for_types_or_the_command_line = {"distributed", "gguf", "safetensors", "typing_extensions"}
+    assert roots - sys.stdlib_module_names - only_for_types_or_the_command_line <= forking.PACKAGES
+
+
+def test_the_import_of_another_package_is_not_waited_for(tmp_path):
+    """A program may run for hours in the import of a module of its own."""
+    (tmp_path / "endless.py").write_text(
+        "import time\nstarted.set()\ntime.sleep(60)\n".replace("started", "__import__('builtins').started")
+    )
+    program = """
+import builtins, os, sys, threading, time
+import safeload
+sys.path.insert(0, sys.argv[1])
+builtins.started = threading.Event()
+threading.Thread(target=lambda: __import__("endless"), daemon=True).start()
+builtins.started.wait()
+begun = time.monotonic()
+child = os.fork()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+print(time.monotonic() - begun < 5, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.stdout == "True\n", done.stderr
