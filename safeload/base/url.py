@@ -16,8 +16,10 @@ _CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+(?:://|::))")
 # RFC 3986, appendix B: scheme, authority, path, query, fragment. Whatever is missing is None.
 _PARTS = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.DOTALL)
 _PORT = re.compile(r"[0-9]{1,5}")
-# A place that cannot be the beginning of a password: no colon, IPv6, a port; names of S3 access points.
-_SOUND_PLACE = re.compile(r"[^:]*|\[[^\]]*\](?::[0-9]*)?|[^:]*:[0-9]{0,5}|arn:.*", re.DOTALL)
+# A place that cannot be user and password: no colon, IPv6, a port.
+_SOUND_PLACE = re.compile(r"[^:]*|\[[^\]]*\](?::[0-9]*)?|[^:]*:[0-9]{0,5}", re.DOTALL)
+# Access points of S3, which have colons.
+_ARN = re.compile(r"arn:aws[a-z-]*:s3[a-z-]*:")
 
 # What stands before "@" there is a repository, a container, or owner and repository.
 _NAMED, _NAMED_TWICE = ("hf", "abfs", "abfss", "az"), ("github",)
@@ -75,11 +77,11 @@ class Url:
     @property
     def hides_place(self) -> bool:
         """Whether place and path may be parts of a password that has a "/", "?" or "#", or lost its "@"."""
-        if self.place is None or self.scheme == "file":
+        if self.place is None or self.scheme == "file" or _ARN.match(self.place):
             return False
         if _SOUND_PLACE.fullmatch(self.place) is None:
             return True
-        return ":" in self.place and "@" in self.path and not self.place.startswith(("[", "arn:"))
+        return ":" in self.place and "@" in self.path and not self.place.startswith("[")
 
     @property
     def _names_place(self) -> bool:
