@@ -655,3 +655,55 @@ def test_codes_of_awq_are_not_weights(here):
     save_file({**codes, "w.scales": np.ones((2, 32), np.float16)}, "model/model.safetensors", durable=False)
     text = message(lambda: safeload.load("model", dtype="float32"), safeload.UnsupportedError)
     assert_says(text, "w.qweight", "codes", "quant_method awq, version gemv_fast")
+
+
+# ---- names that are no text ----
+
+NOT_TEXT = pytest.mark.parametrize("name", [0, b"w", None, ("w", 1), 1.5])
+
+
+@NOT_TEXT
+@pytest.mark.parametrize("source", ["good.safetensors", "sharded", "z.npz"])
+def test_a_name_to_read_must_be_text(here, name, source):
+    safeload.convert({"w": W, "embed": W}, "sharded", max_shard_size="1.5KB")
+    np.savez("z.npz", w=W, embed=W)
+    opened = safeload.open(source)
+    wanted = f"a tensor name must be str, not {type(name).__name__}"
+    for call in (
+        lambda: opened[name],
+        lambda: opened.get(name),
+        lambda: opened.get_slice(name),
+        lambda: opened.load([name]),
+        lambda: list(opened.stream(["w", name])),
+        lambda: safeload.stats(source, names=[name]),
+    ):
+        assert message(call, TypeError) == wanted
+    assert name not in opened
+    assert "is not a tensor of this load" in message(lambda: safeload.load(source, out={name: W, "x": W}), ValueError)
+    assert "names must be an iterable of names" in message(lambda: opened.load(0), TypeError)
+
+
+@NOT_TEXT
+@pytest.mark.parametrize("suffix", ["safetensors", "npz", "npy", "gguf", "moon", "folder"])
+def test_a_name_to_write_must_be_text(here, name, suffix):
+    tensors = {name: W.astype(np.float16)}
+    wanted = f"a tensor name must be str, not {type(name).__name__}"
+    given = {"max_shard_size": "1KB"} if suffix == "folder" else {}
+    assert message(lambda: safeload.convert(tensors, f"x.{suffix}", **given), TypeError) == wanted
+    assert message(lambda: save_file(tensors, "y.safetensors"), TypeError) == wanted
+    assert not list(here.glob("[xy].*"))
+
+
+@NOT_TEXT
+def test_a_name_in_a_dict_must_be_text(here, name):
+    tensors = {"w": W, name: W}
+    layout = safeload.Layout("l", [safeload.StackedTensor("w", "w")])
+    for call in (
+        lambda: safeload.diff(tensors, "good.safetensors"),
+        lambda: safeload.diff("good.safetensors", tensors),
+        lambda: safeload.stats(tensors),
+        lambda: safeload.stack(tensors, layout),
+        lambda: safeload.validate(tensors),
+        lambda: safeload.load_quantized(tensors, "int8"),
+    ):
+        assert message(call, TypeError) == f"a tensor name must be str, not {type(name).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ class Listing(NamedTuple):
         strides: bytes between neighbours along each axis; None for C order.
         scale: scales of quantized int8.
         packed: codes and scales of a packed tensor; row, begin and end are those of its codes.
+        big_endian: whether its elements are big-endian.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Listing(NamedTuple):
     strides: tuple[int, ...] | None = None
     scale: Scale | None = None
     packed: Packed | None = None
+    big_endian: bool = False
 
 
 class ListedTable(Table):
@@ -44,7 +46,7 @@ class ListedTable(Table):
         tensors: checked by the caller: names are unique, byte ranges are inside the file, shapes and strides stay
             inside the byte ranges.
         metadata: everything else in the file.
-        big_endian: whether elements are big-endian.
+        big_endian: whether the elements of all tensors are big-endian.
         named_globals: see `Table`.
     """
 
@@ -63,7 +65,8 @@ class ListedTable(Table):
         self._strides: dict[int, tuple[int, ...]] = {}
         self._scales: dict[int, Scale] = {}
         self._packed: dict[int, Packed] = {}
-        for index, (name, row, shape, begin, end, strides, scale, packed) in enumerate(tensors):
+        swapped: set[int] = set()
+        for index, (name, row, shape, begin, end, strides, scale, packed, big) in enumerate(tensors):
             self._names.append(name)
             self._rows.append(row)
             self._shapes.append(shape)
@@ -75,13 +78,15 @@ class ListedTable(Table):
                 self._scales[index] = scale
             if packed is not None:
                 self._packed[index] = packed
+            if big:
+                swapped.add(index)
         self.count = len(self._names)
-        self.big_endian = big_endian
+        self._big_endian: Collection[int] = range(self.count) if big_endian else swapped
         self.quantized = bool(self._scales or self._packed) or any(row.blocked for row in self._rows)
         self._metadata = metadata
         self.named_globals = named_globals or {}
         self._groups = _overlapping(self._begins, self._ends)
-        self.shaped = big_endian or bool(self._groups) or bool(self._strides)
+        self.shaped = bool(self._big_endian) or bool(self._groups) or bool(self._strides)
 
     def find(self, name: str) -> int:
         """Index of a tensor, -1 when there is none."""
@@ -131,6 +136,10 @@ class ListedTable(Table):
     def strides(self, index: int) -> tuple[int, ...] | None:
         """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
         return self._strides.get(index)
+
+    def big_endian(self, index: int) -> bool:
+        """Whether the elements of one tensor are big-endian."""
+        return index in self._big_endian
 
     def together(self, index: int) -> list[int]:
         """One tensor and those that share bytes with it, in ascending order."""

@@ -88,6 +88,8 @@ def distinct(names: Iterable[str]) -> Iterable[str]:
     """Exact names, without duplicates; TypeError for a single str, whose characters would count as names."""
     if isinstance(names, str):
         raise TypeError("names must be an iterable of names, not one str")
+    if not isinstance(names, Iterable):
+        raise TypeError(f"names must be an iterable of names, not {type(names).__name__}")
     return dict.fromkeys(names)
 
 

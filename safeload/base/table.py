@@ -15,7 +15,7 @@ from ..errors import TensorNotFoundError, UnsupportedError
 from . import dtypes
 from .native import ffi, short
 from .packing import Packed
-from .text import clip, printable, show
+from .text import check_name, clip, printable, show
 
 # With more names than this a missing one is reported without suggestions: difflib compares with each of them.
 _SUGGEST_UP_TO = 5_000
@@ -119,7 +119,6 @@ class Table:
         count: number of tensors.
         shaped: whether any tensor may be non-contiguous, big-endian or share bytes with others: see `strides`,
             `big_endian` and `together`. False: each is C-contiguous, little-endian and has no aliases.
-        big_endian: whether elements are big-endian.
         quantized: whether any tensor may be in blocks, packed, or int8 with a scale.
         named_globals: globals that a pickle in the file names, and whether each is on the list of harmless ones.
         ternary: shapes of the tensors of I2_S, which are listed as bytes.
@@ -129,7 +128,6 @@ class Table:
     """
 
     shaped = False
-    big_endian = False
     quantized = False
     plain = False
     named_globals: Mapping[str, bool] = MappingProxyType({})
@@ -205,8 +203,7 @@ class Table:
         Raises:
             TensorNotFoundError: no tensor has this name.
         """
-        if not isinstance(name, str):
-            raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
+        check_name(name)
         found = self.find(name)
         if found < 0:
             raise missing(name, self.names)
@@ -302,6 +299,10 @@ class Table:
         """Size of each tensor's elements in bytes."""
         return [end - begin for begin, end in self.byte_ranges()]
 
+    def big_endian(self, index: int) -> bool:
+        """Whether the elements of one tensor are big-endian."""
+        return False
+
     def strides(self, index: int) -> tuple[int, ...] | None:
         """Bytes between neighbours along each axis of one tensor; None where they are those of C order."""
         return None
@@ -378,7 +379,12 @@ def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
 
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
-    """The error for an unknown name, with suggestions."""
+    """The error for an unknown name, with suggestions.
+
+    Raises:
+        TypeError: the name is not a str.
+    """
+    check_name(name)
     from fnmatch import fnmatchcase  # only here: it is needed by this message alone
 
     message = f"File does not contain tensor {clip(printable(name), _NAME)}"

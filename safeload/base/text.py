@@ -252,6 +252,16 @@ def quantity(count: int, noun: str) -> str:
     return plural(count, noun)
 
 
+def check_name(name: Any) -> None:
+    """Refuse a tensor name that is not a str.
+
+    Raises:
+        TypeError: the message names its type.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a tensor name must be str, not {type(name).__name__}")
+
+
 def figure(value: float, digits: int) -> str:
     """A number with this many digits, or with all if it is an int."""
     return str(value) if isinstance(value, int) else f"{value:.{digits}g}"

@@ -191,6 +191,6 @@ def check_out_names(out: Mapping[str, Array], names: Iterable[str], what: str) -
         ValueError: it has another name.
     """
     check_mapping(out, "out")
-    unknown = sorted(set(out) - set(names))
+    unknown = sorted(set(out) - set(names), key=str)
     if unknown:
         raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {what}")

@@ -71,8 +71,9 @@ class ReadPlan(NamedTuple):
         """The `ArraySpec` of the k-th tensor."""
         table = self.file.table
         place = self.begins[k], self.ends[k], self.sources[k], self.targets[k]
-        strides = table.strides(self.tensors.indices[k]) if table.shaped else None
-        return ArraySpec(self.dtype(k), self.shapes[k], *place, strides, table.shaped and table.big_endian)
+        index = self.tensors.indices[k]
+        strides, big_endian = (table.strides(index), table.big_endian(index)) if table.shaped else (None, False)
+        return ArraySpec(self.dtype(k), self.shapes[k], *place, strides, big_endian)
 
     def of_way(self, way: int) -> Sequence[int]:
         """Positions of the tensors with this way."""
@@ -116,9 +117,9 @@ def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPla
             if ways[k] == VIEW and dtypes.array_dtype(source).itemsize > 1:
                 ways[k] = READ
     if table.shaped:
-        foreign = foreign_order(table.big_endian)
-        for k, way in enumerate(ways):
-            if way in (READ, CONVERT) or (way == VIEW and foreign and dtypes.array_dtype(sources[k]).itemsize > 1):
+        for k, (way, index) in enumerate(zip(ways, tensors.indices, strict=True)):
+            foreign = way == VIEW and foreign_order(table.big_endian(index))
+            if way in (READ, CONVERT) or (foreign and dtypes.array_dtype(sources[k]).itemsize > 1):
                 ways[k] = STRIDED
     if any(map(eq, begins, ends)):
         for k, (begin, end) in enumerate(zip(begins, ends, strict=True)):
@@ -225,7 +226,7 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
         )
         for name, index, begin, end, shape, source, to, way in columns:
             codes = packed_of(file, index) if way == DEQUANTIZE else None
-            strided = way == STRIDED and (table.strides(index) is not None or table.big_endian)
+            strided = way == STRIDED and (table.strides(index) is not None or table.big_endian(index))
             entries[name] = Entry(name, file, index, begin, end, shape, source, to, codes, strided)
         indices = dict(zip(own.names, own.indices, strict=True)) if packed else {}
         for name, one in packed.items():

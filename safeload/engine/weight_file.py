@@ -199,7 +199,7 @@ def layouts(table: Table, indices: Sequence[int]) -> list[ArraySpec]:
 
 
 def _shaped(table: Table, index: int, layout: ArraySpec) -> ArraySpec:
-    return layout._replace(strides=table.strides(index), big_endian=table.big_endian)
+    return layout._replace(strides=table.strides(index), big_endian=table.big_endian(index))
 
 
 def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown: str) -> WeightFile:

@@ -19,7 +19,7 @@ from ..base import dtypes
 from ..base.arrays import array_fits, check_mapping, not_an_array, refuse_masked
 from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
-from ..base.text import show
+from ..base.text import check_name, show
 from ..engine.atomic_file import AtomicFile
 from ..engine.lazy import Lazy, materialize
 from ..engine.memory import address_of
@@ -182,8 +182,7 @@ def _entry(name: Any, value: Any) -> bytes:
         UnsupportedError: the dtype is not float16.
         SafeloadError: a name, a rank or a number of elements beyond the limits of the format.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
+    check_name(name)
     if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
         raise not_an_array(f"tensor {show(name)}", value)
     if not isinstance(value, (np.ndarray, Lazy)):
@@ -198,7 +197,7 @@ def _entry(name: Any, value: Any) -> bytes:
         message = f"tensor {show(name)} is {value.dtype.name}; MOON holds only float16: {advice}"
         raise UnsupportedError(message, tensor=name)
     try:
-        raw = name.encode()
+        raw: bytes = name.encode()
     except UnicodeEncodeError:
         message = f"tensor name {name[:40]!r} holds a lone surrogate, which UTF-8 cannot write"
         raise SafeloadError(message, tensor=name) from None

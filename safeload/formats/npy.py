@@ -26,7 +26,7 @@ from ..base import dtypes
 from ..base.arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
 from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
-from ..base.text import show
+from ..base.text import check_name, show
 from ..engine.atomic_file import AtomicFile, pieces_of
 from ..engine.lazy import Lazy, materialize
 from ..engine.memory import address_of
@@ -54,18 +54,6 @@ _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.AS
 # ---- read ----
 
 
-class Described(NamedTuple):
-    """A parsed header.
-
-    Attributes:
-        listing: the tensor.
-        big_endian: whether its elements are big-endian; None for elements of a single byte.
-    """
-
-    listing: Listing
-    big_endian: bool | None
-
-
 class _Header(NamedTuple):
     dtype: np.dtype[Any]
     fortran: bool
@@ -85,11 +73,10 @@ def read_table(file: WeightFile) -> ListedTable:
         FormatError: the file breaks the format; the error has the byte position.
         UnsupportedError: an array of Python objects, or of a dtype that weights do not have.
     """
-    listing, big_endian = read_array(file, NAME, "the array", "the file", 0, file.size)
-    return ListedTable([listing], big_endian=bool(big_endian))
+    return ListedTable([read_array(file, NAME, "the array", "the file", 0, file.size)])
 
 
-def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: int, size: int) -> Described:
+def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: int, size: int) -> Listing:
     """Parses the header at ``begin`` and checks it against the bytes that follow.
 
     Args:
@@ -129,8 +116,8 @@ def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: in
     strides = None
     if fortran and sum(dim > 1 for dim in shape) > 1 and 0 not in shape:
         strides = c_strides(shape[::-1], dtype.itemsize)[::-1]
-    big_endian = None if dtype.itemsize == 1 else dtype.isnative == (sys.byteorder == "big")
-    return Described(Listing(name, row, tuple(shape), data, end, strides), big_endian)
+    big_endian = dtype.itemsize > 1 and dtype.isnative == (sys.byteorder == "big")
+    return Listing(name, row, tuple(shape), data, end, strides, big_endian=big_endian)
 
 
 def _find_header(file: WeightFile, begin: int, size: int) -> tuple[bytes, int]:
@@ -223,8 +210,7 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
         TypeError: the name is not a str, or the value is not an array, or a masked one.
         UnsupportedError: numpy's format cannot hold it.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
+    check_name(name)
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ..base.arrays import check_mapping
-from ..base.listed_table import ListedTable
+from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
 from ..base.text import show
 from ..engine.atomic_file import AtomicFile, reserve
 from ..engine.lazy import materialize
 from ..engine.weight_file import WeightFile, open_temporary
-from ..errors import SafeloadError, UnsupportedError
-from .npy import SUFFIX, Described, check_writable, read_array
+from ..errors import SafeloadError
+from .npy import SUFFIX, check_writable, read_array
 from .registry import Candidate, Content, Wanted, check_whole
 from .zip import Archive
 from .zip_directory import STORED
@@ -77,7 +77,7 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
         begin = archive.locate(name)
         arrays.append(_read_array(file, name, begin, archive.entries[name].size))
     archive.check_overlap()
-    file.table = _table(arrays, file.path)
+    file.table = ListedTable(arrays)
     return file
 
 
@@ -101,21 +101,14 @@ def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFil
         _read_array(unpacked, name, begin, archive.entries[name].size)
         for name, begin in zip(names, places, strict=True)
     ]
-    unpacked.table = _table(arrays, file.path)
+    unpacked.table = ListedTable(arrays)
     file.close()
     return unpacked
 
 
-def _read_array(file: WeightFile, entry: str, begin: int, size: int) -> Described:
+def _read_array(file: WeightFile, entry: str, begin: int, size: int) -> Listing:
     name = entry.removesuffix(SUFFIX)
     return read_array(file, name, f"array {show(name)}", "its entry", begin, size)
-
-
-def _table(arrays: list[Described], path: str) -> ListedTable:
-    orders = {array.big_endian for array in arrays if array.big_endian is not None}
-    if len(orders) > 1:
-        raise UnsupportedError(f"{path}: arrays of both byte orders in one archive")
-    return ListedTable([array.listing for array in arrays], big_endian=True in orders)
 
 
 # ---- write ----

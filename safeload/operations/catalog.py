@@ -22,7 +22,7 @@ from ..base.paths import PathLike
 from ..base.scheme import INT8
 from ..base.selecting import Patterns, choose, select
 from ..base.table import missing
-from ..base.text import show
+from ..base.text import check_name, show
 from ..checkpoint import Checkpoint
 from ..engine.load import Backend
 from ..engine.plan import Entry, entries_of
@@ -93,6 +93,10 @@ class Catalog:
         self._origins = tuple(origins)
         self.checkpoints = checkpoints
         self.in_memory = len(checkpoints) < len(origins)
+        for origin in origins if self.in_memory else ():
+            if not isinstance(origin, Checkpoint):
+                for name in origin:
+                    check_name(name)
         self._where = "" if single is None else single.path
         self._known = self._places if single is None else single  # two tensors of one name are refused at once
         self._codes: Mapping[str, Codes] | None = None

@@ -135,7 +135,7 @@ def stack(
 def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> StackedDict:
     """The arrays to fill."""
     result = StackedDict()
-    unknown = sorted(set(out or ()) - {p.entry.name for p in plans})
+    unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
     if unknown:
         raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
     for planned in plans:

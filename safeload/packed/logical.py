@@ -227,7 +227,7 @@ def _part(places: Mapping[str, Place], name: str) -> Part | None:
     """A stored tensor as a part; None if its bytes are not in C order and little-endian."""
     file, index = places[name]
     table = file.table
-    if table.strides(index) is not None or table.big_endian:
+    if table.strides(index) is not None or table.big_endian(index):
         return None
     return Part(name, file, table.row(index), table.shape(index), *table.byte_range(index))
 

@@ -88,9 +88,39 @@ def test_numpy_reads_what_is_written(path):
 def test_big_endian(path):
     np.savez(path, a=np.arange(5, dtype=">f4"), b=np.arange(3, dtype=np.int8))
     same(safeload.load(path), {"a": np.arange(5, dtype=np.float32), "b": np.arange(3, dtype=np.int8)})
-    np.savez(path, a=np.arange(5, dtype=">f4"), b=np.arange(5, dtype="<f4"))
-    with pytest.raises(safeload.UnsupportedError, match="both byte orders"):
-        safeload.open(path)
+
+
+BOTH_ORDERS = {
+    **{f"{order}{code}": np.arange(30).reshape(5, 6).astype(f"{order}{code}") for order in "<>"
+       for code in ("f2", "f4", "f8", "i2", "u4", "i8", "c8")},
+    "turned": np.arange(30, dtype=">f4").reshape(6, 5).T,
+    "bytes": np.arange(30, dtype="u1").reshape(5, 6),
+    "empty": np.zeros((0, 6), ">f4"),
+    "scalar": np.array(7, ">f8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_both_byte_orders(path, tmp_path, save, backwards):
+    arrays = dict(sorted(BOTH_ORDERS.items(), reverse=backwards))
+    save(path, **arrays)
+    want = {name: array.astype(array.dtype.newbyteorder("=")) for name, array in arrays.items()}
+    for backend in ("mmap", "pread", "direct"):
+        same(safeload.load(path, backend=backend), want)
+    with safeload.open(path) as opened:
+        same(dict(opened.stream()), want)
+        for name in (name for name in want if want[name].ndim == 2):
+            same({"": opened.get_slice(name)[1:4, ::2]}, {"": want[name][1:4, ::2]})
+        out = {name: np.empty_like(array, order="C") for name, array in want.items()}
+        same(opened.load(out=out), want)
+    for name, array in safeload.load(path, dtype="float32").items():
+        np.testing.assert_array_equal(array, want[name])
+    assert safeload.diff(path, want).same
+    assert safeload.stats(path)[">f8"].max == 29
+    safeload.convert(path, tmp_path / "y.safetensors")
+    written = safeload.load(tmp_path / "y.safetensors")
+    same({name: written[name] for name in want}, want)
 
 
 def test_a_real_file(shared):

@@ -14,7 +14,7 @@ from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ...base.native import lib
 from ...base.paths import PathLike
 from ...base.scheme import INT8
-from ...base.text import show
+from ...base.text import check_name, show
 from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.memory import address_of
@@ -119,8 +119,7 @@ def _plan(name: Any, value: Any) -> _Plan:
         UnsupportedError: a dtype or a scheme that GGUF does not have.
         SafeloadError: a name or a shape that GGUF cannot hold.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"a tensor name is a str, not {type(name).__name__}")
+    check_name(name)
     if isinstance(value, np.generic):
         value = np.asarray(value)
     data: Array | Lazy
