@@ -190,9 +190,10 @@ def _at_once(
         if old is not None:
             old.check_no_source(file.path for file in catalog.weight_files)
             stack.enter_context(old)
+        in_place = overwrite and folder is not None and unfinished.is_source(folder, catalog)
         copies = copies_of(catalog, wanted)
         if copies is not None:
-            return _copied(copies, wanted, overwrite, threads, progress)
+            return _copied(copies, wanted, overwrite, in_place, threads, progress)
         made = prepare(stack, catalog, wanted, threads)
         outputs = reporting(made.outputs, stack.enter_context(reporter(progress, made.nbytes)))
         if folder is None:
@@ -202,7 +203,7 @@ def _at_once(
             shards = divide(outputs, wanted.limit)
             beside = partial(Beside, total_size=made.nbytes, config=made.work.config(), extras=made.extras)
             write = partial(writer_of, texts=as_texts(made.metadata) or None)
-            files, size = _sharded(shards, weight_map, write, beside, folder, overwrite)
+            files, size = _sharded(shards, weight_map, write, beside, folder, overwrite, in_place)
         return ConvertReport(path, wanted.format, files, made.tensors, size, 0.0, made.work.summary(made.nbytes))
 
 
@@ -219,7 +220,9 @@ def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
                 file.store.gives_way = True
 
 
-def _copied(copies: Copies, wanted: Wanted, overwrite: bool, threads: int | None, progress: Progress) -> ConvertReport:
+def _copied(
+    copies: Copies, wanted: Wanted, overwrite: bool, in_place: bool, threads: int | None, progress: Progress
+) -> ConvertReport:
     """Writes tensors that are only copied or cast."""
     path, folder = wanted.path, wanted.folder
     done = 0
@@ -239,7 +242,7 @@ def _copied(copies: Copies, wanted: Wanted, overwrite: bool, threads: int | None
         else:
             beside = partial(Beside, total_size=copies.nbytes, config=copies.config, extras=copies.extras)
             write = partial(CopyWriter, threads=threads, report=written)
-            files, size = _sharded(copies.divided(wanted.limit), files_of, write, beside, folder, overwrite)
+            files, size = _sharded(copies.divided(wanted.limit), files_of, write, beside, folder, overwrite, in_place)
     return ConvertReport(path, wanted.format, files, len(copies.names), size, 0.0, None)
 
 
@@ -250,12 +253,15 @@ def _sharded(
     beside: Callable[[Mapping[str, str]], Beside],
     folder: Folder,
     overwrite: bool,
+    in_place: bool,
 ) -> tuple[list[str], int]:
     """Writes a folder. Returns its shards, and their bytes."""
+    # In a store no shard of the source is replaced.
+    replacing = partial(unfinished.note, folder, {}, None) if in_place and not folder.files.remote else None
     names = folder.free_names([*shards])
     shards = {names[file]: shard for file, shard in shards.items()}
     writers = {file: partial(write, shard) for file, shard in shards.items()}
-    size = write_shards(writers, beside(map_of(shards)), folder, overwrite)
+    size = write_shards(writers, beside(map_of(shards)), folder, overwrite, replacing)
     journal.forget(folder, [*shards])
     if overwrite:
         unfinished.forget(folder)

@@ -210,6 +210,31 @@ def links_to(folder, out):
     return links
 
 
+@pytest.mark.parametrize("kind", ["adapters", "rename"])
+def test_a_conversion_in_one_go_that_was_killed(folder, adapter, tmp_path, monkeypatch, kind):
+    """Nothing continues it, but no other call reads what it has left."""
+    options, refused = {**options_of(kind, adapter), "overwrite": True}, 0
+    before = content_of_files(folder)
+    for count in range(100):
+        made = tmp_path / f"made{count}"
+        shutil.copytree(folder, made)
+        if survives(lambda made=made: safeload.convert(made, made, **options), monkeypatch, count):
+            break
+        left = content_of_files(made)
+        if all(left[name] == before[name] for name in before) and NOTE not in left:
+            continue
+        refused += 1
+        for resume in (False, True):
+            with pytest.raises(ValueError, match=r"Restore the original files and delete \.safeload-unfinished\.json"):
+                safeload.convert(made, made, resume=resume, **options)
+        for path in folder.iterdir():
+            shutil.copy(path, made)
+        (made / NOTE).unlink()
+        safeload.convert(made, made, **options)
+        assert NOTE not in content_of_files(made)
+    assert refused > 5
+
+
 def test_the_command_continues_too(folder, adapter, tmp_path, monkeypatch, capsys):
     """Also where the index and the names in the shards no longer fit together."""
     options = options_of("rename", adapter)
