@@ -219,6 +219,7 @@ METHODS = (
             "weight_merge_groups", "pack_method",
         ),
     ),
+    Method((), {}, aliases=("gguf",)),  # safeload's own, for blocks in a safetensors file
     Method((), {"weights": ("int8", "float8", "int4", "int2")}, (), ("activations",), ("quanto",)),
     Method(
         (),

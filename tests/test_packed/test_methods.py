@@ -237,6 +237,13 @@ def test_settings_of_single_modules_concern_them_alone(name, key, module, settin
             np.testing.assert_array_equal(values, want[one])
 
 
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_the_method_of_our_own_copies_is_known(name, tmp_path):
+    """Blocks of GGUF in a safetensors file have a configuration by safeload."""
+    safeload.convert(FIXTURES[name].path, tmp_path / "x.safetensors")
+    assert_expected(tmp_path / "x.safetensors", FIXTURES[name])
+
+
 def test_rows_have_each_name_and_each_key_once():
     names = [name for row in METHODS for name in (*row.names, *row.aliases)]
     assert len(names) == len(set(names))
