@@ -74,7 +74,7 @@ print("fine")
 """
 
 OPENED = "import numpy, safeload; opened = safeload.open(sys.argv[1])"
-MOMENTS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144]
+MOMENTS = [1, 2, 5, 13, 34, 89]
 
 DOORS = {
     "first stream": (OPENED, "assert dict(opened.stream())['a'].sum() == 3"),
