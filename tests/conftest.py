@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from builders.paths import DATA, SHARED
+from builders.random import seeded
 
 # Most processes that the whole suite runs in: some tests take a gigabyte of memory.
 MOST_PROCESSES = 4
@@ -26,6 +27,25 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if config.option.numprocesses is None:
         config.option.numprocesses = min(MOST_PROCESSES, os.cpu_count() or 1)
+
+
+# Random data depends on the test alone, not on the tests before it: a failure can be repeated with -k.
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    with seeded(collector.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with seeded(item.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> Iterator[None]:
+    with seeded(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}"):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-rng = np.random.default_rng(20260101)
+from builders.random import rng
 
 
 def unsigned(array):

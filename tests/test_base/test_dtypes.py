@@ -5,12 +5,11 @@ import gguf.quants
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 from safeload.base import dtypes
 from safeload.base.native import ffi, lib
 from safeload.base.text import show
-
-rng = np.random.default_rng(11)
 
 KINDS = {
     "f": lib.SL_KIND_FLOAT,

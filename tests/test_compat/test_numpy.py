@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy as upstream
+from builders.random import rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,8 +49,6 @@ ML_DTYPES = {
 DTYPES = NUMPY_DTYPES | ML_DTYPES
 BITS = {code: dtype.itemsize * 8 for code, dtype in DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 BACKENDS = ("mmap", "pread", "direct")
-
-rng = np.random.default_rng(20250807)
 
 
 def random_array(dtype, shape):

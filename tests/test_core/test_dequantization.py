@@ -9,13 +9,13 @@ import pytest
 from builders import ggml_reference
 from builders.kernel_inputs import Guarded
 from builders.paths import ROOT
+from builders.random import rng
 
 import safeload
 from safeload import QuantizedTensor
 from safeload.base import dtypes
 from safeload.base.native import available_tiers, ffi, lib, tier_name
 
-rng = np.random.default_rng(15)
 SCHEMES = [
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"),
     *("iq4_xs", "tq1_0", "tq2_0", "nvfp4"),

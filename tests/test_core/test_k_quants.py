@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from builders import ggml_reference
 from builders.kernel_inputs import F32_SPECIALS
+from builders.random import rng
 
 import safeload
 from safeload import RangeError
@@ -14,8 +15,6 @@ TIERS = pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
 BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 SCHEMES = pytest.mark.parametrize("scheme", BLOCK_BYTES)
 COUNT = 256 * 600
-
-rng = np.random.default_rng(20261122)
 
 
 def of_runs(values, length):

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded, unsigned
+from builders.random import rng
 
 from safeload.base import dtypes
 from safeload.base.native import available_tiers, ffi, lib, tier_name
@@ -27,8 +28,6 @@ PAIRS = [
     *(("BF16", "F64"), ("F16", "F64"), ("F64", "F16"), ("F64", "BF16"), ("F64", "F8_E4M3")),
     *((code, "BF16") for code in ("I32", "U32", "I64", "U64")),
 ]
-
-rng = np.random.default_rng(20260101)
 
 
 def numpy_type(code):

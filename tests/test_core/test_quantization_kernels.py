@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from builders import ggml_reference
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
+from builders.random import rng
 from gguf import GGMLQuantizationType
 
 from safeload.base import dtypes
@@ -30,8 +31,6 @@ GGUF_TYPES = {name: GGMLQuantizationType[name.upper()] for name in BLOCK_BYTES i
 
 # ggml's schemes are defined by what its reference does there where C leaves it open: infinity and NaN to integer.
 X86 = platform.machine().lower() in ("x86_64", "amd64")
-
-rng = np.random.default_rng(20260404)
 
 
 def address(array, offset=0):

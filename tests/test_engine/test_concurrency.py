@@ -15,13 +15,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import torch_build
+from builders.random import rng
 
 import safeload
 from safeload.engine import runner
 from safeload.numpy import load_file, save_file
 
 THREADS = 8
-rng = np.random.default_rng(3)
 TENSORS = {
     f"layer.{k}.weight": rng.standard_normal((64 + k, 1000), np.float32).astype(ml_dtypes.bfloat16) for k in range(12)
 }

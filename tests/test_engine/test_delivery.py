@@ -5,13 +5,12 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload import quantize
 from safeload.engine import jobs, read
 from safeload.numpy import load_file, save_file
-
-rng = np.random.default_rng(5)
 
 
 def raw_file(path, tensors, header_end=""):

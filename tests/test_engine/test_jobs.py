@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.packed_codes import ROWS, Case
+from builders.random import rng
 
 from safeload.base import dtypes
 from safeload.base.native import Error, check, ffi, lib
@@ -14,8 +15,6 @@ from safeload.engine import jobs
 from safeload.engine.job import Channels, Grid, Job, Origin
 from safeload.engine.memory import address_of
 from safeload.errors import FormatError, SafeloadError
-
-rng = np.random.default_rng(3)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from builders.holes import extend
 from builders.paths import DATA, SHARED
+from builders.random import rng
 from builders.terminal import press_ctrl_c
 
 import safeload
@@ -19,7 +20,6 @@ from safeload import FormatError, UnsupportedError
 from safeload.numpy import load_file, save_file
 
 LARGER = SHARED / "safetensors"
-rng = np.random.default_rng(3)
 
 FLOATS = {
     "f64": np.float64,

@@ -17,6 +17,7 @@ import time
 import numpy as np
 import pytest
 from builders.quantized import FIXTURES
+from builders.random import rng
 from builders.thorough import THOROUGH
 
 import safeload
@@ -27,7 +28,6 @@ THREADS = 8
 # Packed tensors of three kinds: their tables, and what their configs say, are worked out when they are first needed.
 PACKED = ("gptq4_g32_asym", "bnb_nf4_nested", "gguf_nvfp4")
 
-rng = np.random.default_rng(23)
 STORED = {f"layer.{k}.weight": rng.standard_normal((32 + k, 256), np.float32).astype(np.float16) for k in range(8)}
 AS_F32 = {name: array.astype(np.float32) for name, array in STORED.items()}
 AS_INT8 = {name: safeload.quantize(array, "int8") for name, array in STORED.items()}

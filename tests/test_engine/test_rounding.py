@@ -7,6 +7,7 @@ from itertools import chain
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload.numpy import save_file
@@ -16,7 +17,6 @@ TARGETS = (
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float6_e2m3fn", "float4_e2m1fn"),  # ml_dtypes, from float32
 )
 SOURCES = ("<f8", ">f8", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8", "<u8", ">u8", "g")
-rng = np.random.default_rng(33)
 
 
 def finite_values(target):

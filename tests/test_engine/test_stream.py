@@ -23,6 +23,7 @@ from builders import gguf_build, torch_build
 from builders.holes import extend
 from builders.paths import DATA
 from builders.quantized import FIXTURES, each_kind
+from builders.random import rng
 from builders.streams import sums
 
 import safeload
@@ -32,7 +33,6 @@ from safeload.engine.quantized_tensor import QuantizedTensor
 from safeload.numpy import save_file
 
 MIB = 1 << 20
-rng = np.random.default_rng(7)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 quiet = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import torch_build
+from builders.random import rng
 from builders.torch_build import Storage, tensor
 
 import safeload
@@ -20,7 +21,6 @@ from safeload.errors import FormatError, SafeloadError, UnsupportedError
 from safeload.formats import foreign, registry
 from safeload.formats.registry import BY_NAME, FORMATS, ROWS
 
-rng = np.random.default_rng(5)
 WEIGHTS = {
     "model.layers.0.w": rng.standard_normal((3, 5)).astype(np.float16),
     "b": rng.standard_normal(7).astype(np.float16),

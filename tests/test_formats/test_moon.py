@@ -7,12 +7,12 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload import FormatError, moon
 from safeload.formats import moon as moon_format
 
-rng = np.random.default_rng(12)
 HEAD = struct.pack("<II", 0x4D4F4F4E, 2)
 
 

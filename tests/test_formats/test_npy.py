@@ -9,11 +9,10 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload.formats import npy
-
-rng = np.random.default_rng(17)
 
 
 @pytest.fixture

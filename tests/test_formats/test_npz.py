@@ -12,11 +12,10 @@ import zlib
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload.formats import npz
-
-rng = np.random.default_rng(13)
 
 
 def arrays():

@@ -9,6 +9,7 @@ import pytest
 from builders.http_server import Server
 from builders.paths import DATA
 from builders.quantized import FIXTURES
+from builders.random import rng
 
 import safeload
 import safeload.numpy
@@ -20,7 +21,6 @@ from safeload.frameworks import jax_arrays, jax_loading  # noqa: E402
 from safeload.jax import load, load_checkpoint, load_file, save  # noqa: E402
 
 MIB = 1 << 20
-rng = np.random.default_rng(1)
 
 
 def same(array, expected):

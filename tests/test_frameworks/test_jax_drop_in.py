@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax = pytest.importorskip("jax")
@@ -43,8 +44,6 @@ DTYPES = {
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
 WIDE = {"I64": np.dtype(np.int64), "U64": np.dtype(np.uint64), "F64": np.dtype(np.float64)}
-
-rng = np.random.default_rng(20261122)
 
 
 def random_array(dtype, shape):

@@ -8,6 +8,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax = pytest.importorskip("jax")
@@ -19,7 +20,6 @@ import safeload.numpy  # noqa: E402
 
 FRAMEWORKS = ("flax", "jax")
 BACKENDS = ("mmap", "pread", "direct")
-rng = np.random.default_rng(3)
 
 
 def same(array, expected):

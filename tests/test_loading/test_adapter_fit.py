@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from builders.adapters import LORA, assert_merged, assert_same, pair, write
 from builders.paths import DATA
+from builders.random import rng
 
 import safeload
 from safeload.numpy import save_file
 
-RNG = np.random.default_rng(11)
 # Every layer of this model may be square: [out, in], or [in, out] where it is Conv1D.
 SHAPES = {"square": (6, 6), "wide": (6, 18), "tall": (18, 6)}
 
@@ -19,7 +19,7 @@ SHAPES = {"square": (6, 6), "wide": (6, 18), "tall": (18, 6)}
 def model_of(folder, shapes, model_type=None):
     """A base in a folder."""
     folder.mkdir(exist_ok=True)
-    weights = {name: RNG.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", durable=False)
     if model_type is not None:
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -246,7 +246,7 @@ def test_names_of_the_model_and_of_files(layout, saved, tmp_path):
     """As if the files had the names, and the stacks, of the model; also patterns match the names of the model."""
     gate_up, down, router = STORED[layout]
     shapes = {gate_up: (3, 14, 6), down: (3, 6, 7), router: (3, 6)}
-    tensors = {name: RNG.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    tensors = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     for folder, weights in (("model", tensors), ("files", stored_as(layout, tensors))):
         (tmp_path / folder).mkdir()
         save_file(weights, tmp_path / folder / "model.safetensors", durable=False)

@@ -7,17 +7,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.adapters import assert_same, write
+from builders.random import rng
 
 import safeload
 from safeload.cli import main
 from safeload.models import tied
 from safeload.numpy import save_file
 
-RNG = np.random.default_rng(3)
 EMBED, HEAD, OTHER = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-W, NEW, NEWER = (RNG.standard_normal((12, 8), np.float32) for _ in range(3))
-A, B = RNG.standard_normal((2, 8), np.float32), RNG.standard_normal((12, 2), np.float32)
-EMBED_A, EMBED_B = RNG.standard_normal((2, 12), np.float32), RNG.standard_normal((8, 2), np.float32)
+W, NEW, NEWER = (rng.standard_normal((12, 8), np.float32) for _ in range(3))
+A, B = rng.standard_normal((2, 8), np.float32), rng.standard_normal((12, 2), np.float32)
+EMBED_A, EMBED_B = rng.standard_normal((2, 12), np.float32), rng.standard_normal((8, 2), np.float32)
 LORA_HEAD = {"lm_head.lora_A.weight": A, "lm_head.lora_B.weight": B}
 LORA_EMBED = {"model.embed_tokens.lora_embedding_A": EMBED_A, "model.embed_tokens.lora_embedding_B": EMBED_B}
 WITH_HEAD, WITH_EMBED = W + 2 * (B @ A), W + 2 * (EMBED_B @ EMBED_A).T

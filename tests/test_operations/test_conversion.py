@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from builders.models import moondream
 from builders.paths import DATA
+from builders.random import rng
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
@@ -20,8 +21,6 @@ from safeload.formats import npz
 from safeload.formats.gguf.file import values_of
 from safeload.layouts import MOONDREAM2
 from safeload.numpy import load_file, save_file
-
-rng = np.random.default_rng(14)
 
 
 def model():

@@ -7,6 +7,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 from builders.remote import Served
 
 import safeload
@@ -18,7 +19,6 @@ from safeload.operations import convert as operation
 from safeload.stores.files import Location
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64")
-rng = np.random.default_rng(61)
 
 
 def tensor(dtype, shape):

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from builders.paths import DATA
+from builders.random import rng
 
 import safeload
 from safeload.cli import main
@@ -14,8 +15,7 @@ from safeload.numpy import save_file
 from safeload.operations import manifest
 
 QUANTIZED = DATA / "quantized"
-RNG = np.random.default_rng(0)
-X = np.float32(RNG.standard_normal((64, 64)) * np.arange(1, 65)[:, None] / 64)
+X = np.float32(rng.standard_normal((64, 64)) * np.arange(1, 65)[:, None] / 64)
 
 
 def findings(before, after):

@@ -10,13 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import models
+from builders.random import rng
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
 from safeload import QuantizedTensor, RangeError, load_quantized, quantization_error, quantize
 from safeload.numpy import load_file, save_file
 
-rng = np.random.default_rng(4)
 SCHEMES = ["int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1"]
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int16]
 

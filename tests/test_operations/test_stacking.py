@@ -7,13 +7,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.models import moondream
+from builders.random import rng
 
 import safeload
 from safeload import Layout, StackedTensor, quantize, stack
 from safeload.layouts import MOONDREAM2
 from safeload.numpy import save_file
 
-rng = np.random.default_rng(9)
 FLOATS = [
     *(np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
 ]

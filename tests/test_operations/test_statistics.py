@@ -10,6 +10,7 @@ import pytest
 from builders.executors import Plain
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 from builders.paths import DATA, SHARED
+from builders.random import rng
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
@@ -35,8 +36,6 @@ FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 INTEGERS = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 # Around a vector's length, a block's (4096) and a segment's (262,144), and more than a chunk of 3 MiB.
 LENGTHS = [0, 1, 2, 15, 16, 17, 33, 130, 4095, 4096, 4097, 12_345, 262_143, 262_144, 262_145, 1_700_003]
-
-rng = np.random.default_rng(20260808)
 
 
 def dtype_of(name):

@@ -10,13 +10,13 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload import FormatError, Layout, StackedTensor, UnsupportedError
 from safeload.numpy import load_file, save_file
 from safeload.packed import grouping
 
-rng = np.random.default_rng(10)
 F8, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16
 
 

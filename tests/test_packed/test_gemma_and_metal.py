@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload import FormatError
 from safeload.numpy import save_file
 
-rng = np.random.default_rng(22)
 F32 = np.float32
 
 

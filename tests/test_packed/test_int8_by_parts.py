@@ -10,12 +10,11 @@ import textwrap
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload.numpy import load_file, save_file
 from safeload.operations import int8_parts
-
-rng = np.random.default_rng(41)
 
 
 def words(*shape):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from builders.packed_codes import AWQ_ORDER, stream, words
 from builders.quantized import FIXTURES
+from builders.random import rng
 
 import safeload
 from safeload import FormatError, QuantizedTensor, UnsupportedError
@@ -18,7 +19,6 @@ from safeload.packed.config import is_kept_by
 F8, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
 F32, OUT, IN = np.float32, 24, 64
 ORDERS = {"reorder": AWQ_ORDER, "order": list(range(8))}
-rng = np.random.default_rng(30)
 
 
 def config(order="reorder", layers=None, bias=None, **weight):

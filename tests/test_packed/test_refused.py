@@ -7,13 +7,13 @@ import json
 
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload import UnsupportedError
 from safeload.numpy import save_file
 from safeload.packed.refused import REFUSALS
 
-rng = np.random.default_rng(22)
 P = "model.layers.0.mlp.up_proj"
 
 

@@ -6,6 +6,7 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 
 import safeload
 from safeload import FormatError, QuantizedTensor, UnsupportedError
@@ -13,7 +14,6 @@ from safeload.numpy import save_file
 
 F8 = ml_dtypes.float8_e4m3fn
 X = "model.layers.0.mlp.down_proj"
-rng = np.random.default_rng(33)
 
 
 def folder_of(path, tensors, config):

@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.random import rng
 from builders.remote import Served
 
 import safeload
@@ -16,7 +17,6 @@ CONFIG = {
     "quantization_config": {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}
 }
 BF16 = ml_dtypes.bfloat16
-rng = np.random.default_rng(24)
 
 
 def dense(shape, dtype=BF16, share=0.4):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from builders import gguf_build as g
 from builders.quantized import FIXTURES
+from builders.random import rng
 from builders.remote import Served
 
 import safeload
 from safeload import FormatError, QuantizedTensor, SafeloadError, UnsupportedError
 from safeload.gguf import save_file
 
-rng = np.random.default_rng(22)
 NVFP4 = peer.GGMLQuantizationType.NVFP4
 
 

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.paths import SHARED
+from builders.random import rng
 
 import safeload
 from safeload import QuantizedTensor, SafeloadError, UnsupportedError, gguf
@@ -14,7 +15,6 @@ from safeload.base import dtypes
 from safeload.engine.lazy import Lazy, LazyQuantized
 from safeload.formats.gguf.values import F32, F64, I8, I64, NUMBERS, U8, U16, U32
 
-rng = np.random.default_rng(15)
 VOCABULARIES = sorted((SHARED / "gguf").glob("*.gguf"))
 T = peer.GGUFValueType
 ELEMENTS = {

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.paths import DATA, SHARED
+from builders.random import rng
 from builders.torch_build import (
     OD,
     PARAMETER,
@@ -150,7 +151,6 @@ def test_what_is_expected_here_is_what_is_expected_there():
 
 # ---- made files ----
 
-RANDOM = np.random.default_rng(11)
 DTYPES = [
     *("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64"),
     *("bfloat16", "uint16", "uint32", "uint64"),
@@ -161,8 +161,8 @@ DTYPES = [
 def sample(name, count=24):
     dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
     if dtype.kind == "b":
-        return RANDOM.integers(0, 2, count).astype(bool)
-    return np.frombuffer(RANDOM.bytes(count * dtype.itemsize), dtype).copy()
+        return rng.integers(0, 2, count).astype(bool)
+    return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).copy()
 
 
 class Made:
