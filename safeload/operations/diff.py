@@ -53,7 +53,7 @@ def diff(
 ) -> DiffReport:
     """Compares two checkpoints tensor by tensor, in the memory of a few pieces (or of one quantized tensor).
 
-    Quantized tensors are dequantized, and those values are compared.
+    Quantized tensors are dequantized before they are compared. Integers are compared exactly, also with floats.
 
     Args:
         a: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized
