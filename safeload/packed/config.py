@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from ..base import packing
 from ..base.cached import cached_property
+from ..base.packing import Grid
 from ..base.text import clip, printable, show
 from .globs import Globs
 from .methods import WEIGHTS, method_of, unknown
@@ -170,6 +171,11 @@ class Quantization:
         """What mlx-lm says of one module: its own entry, or that of all."""
         own = self.get(module)
         return {**self.values, **own} if isinstance(own, Mapping) else self.values
+
+    @cached_property
+    def grids(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None]:
+        """Grids of scales by the identity of a description, the shape of codes and that of scales; see `group`."""
+        return {}
 
     def weights(self, module: str) -> list[Mapping[str, Any]]:
         """Descriptions of weights in ``config_groups`` of compressed-tensors: those that target the module, else all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base import dtypes, packing
@@ -237,11 +237,22 @@ def said_grid(group: Group, shape: tuple[int, ...]) -> Grid | None:
     Raises:
         Misfit: the scales have another shape.
     """
-    described = group.weights() if group.method == "compressed-tensors" else []
+    if group.config is None or group.config.method != "compressed-tensors":
+        return None
+    described, scale = group.weights(), group.shape(packing.SCALE)
+    if len(described) != 1:
+        return _grid_among(described, shape, scale)
+    key, known = (id(described[0]), shape, scale), group.config.grids
+    if key not in known:  # thousands of experts have the shapes of the first
+        known[key] = _grid_among(described, shape, scale)
+    return known[key]
+
+
+def _grid_among(described: Sequence[Mapping[str, Any]], shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid | None:
+    """The grid of the description that scales of a shape fit; None if there is none, or one does not say."""
     grids = [grid for grid in (_grid_of_strategy(weights, shape) for weights in described) if grid is not None]
     if not grids or len(grids) < len(described):
         return None
-    scale = group.shape(packing.SCALE)
     fitting = [grid for grid in grids if _is_shape_of(scale, grid, shape)]
     rows, columns = (1, 1, *shape)[-2:]
     if len({(min(grid.row_block, rows), min(grid.column_block, columns)) for grid in fitting}) == 1:

@@ -169,3 +169,24 @@ def test_plain_int8_of_a_configuration_with_zero_points(method, said, tmp_path):
     key, value = next(iter(said.items()))
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method, key: not value}}))
     assert safeload.load(folder, dtype="float32")[f"{NAME}.weight"].all()
+
+
+def test_modules_of_equal_shapes_have_the_strategies_of_their_own_groups(tmp_path):
+    """What one group says of a shape is not taken for the other's."""
+    tensors, want = {}, {}
+    block, row = in_blocks((8, 64), (4, 64), 8), in_blocks((8, 64), (4, 32), 8)
+    config = config_of(strategy="block", block_structure=[4, 64])
+    config["config_groups"]["group_0"]["targets"] = ["re:.*a"]
+    config["config_groups"]["group_1"] = config_of(strategy="block", block_structure=[4, 32])["config_groups"][
+        "group_0"
+    ]
+    config["config_groups"]["group_1"]["targets"] = ["re:.*b"]
+    for module, (made, values) in {"x.a": block, "x.b": row}.items():
+        tensors |= {name.replace(NAME, module): array for name, array in made.items()}
+        want[f"{module}.weight"] = values
+    got = safeload.load(write(tmp_path / "x", tensors, config), dtype="float32")
+    for name, values in want.items():
+        np.testing.assert_array_equal(got[name], values)
+    tensors["x.b.weight_scale"] = tensors["x.a.weight_scale"]
+    with pytest.raises(FormatError, match=r"'x.b.weight': scales \[2, 1\] do not fit \[8, 64\]: expected \[2, 2\]"):
+        safeload.open(write(tmp_path / "y", tensors, config))
