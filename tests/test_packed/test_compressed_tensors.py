@@ -155,10 +155,9 @@ def test_zero_points_of_symmetric_codes_must_be_0(tmp_path):
     [
         ("awq", {"zero_point": True}),
         ("auto-round", {"sym": False}),
-        ("other", {"symmetric": False}),
         ("gptq", {"sym": False}),
     ],
-    ids=["awq", "auto-round", "other", "gptq"],
+    ids=["awq", "auto-round", "gptq"],
 )
 def test_plain_int8_of_a_configuration_with_zero_points(method, said, tmp_path):
     tensors = {f"{NAME}.weight": np.ones((8, 8), np.int8), f"{NAME}.weight_scale": np.ones((8, 1), np.float32)}
