@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple, TypeAlias, overload
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from ..base import dtypes, packing
 from ..base.arrays import Array
+from ..base.cached import cached_property
 from ..base.packing import Packed, Part
 from ..base.selecting import distinct
 from ..base.table import Columns
