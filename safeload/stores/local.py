@@ -118,7 +118,7 @@ _NONE_FREE = (errno.EMFILE, errno.ENFILE)
 _PATIENCE, _PAUSE = 30.0, 0.001
 
 
-def with_room(attempt: Callable[[], int], error: Any) -> int:
+def with_room(attempt: Callable[[], int], error: Any, status: int | None = None) -> int:
     """Call a function of the C core that opens a file until it finds a free descriptor, and return its status.
 
     Idle files are closed first; then the jobs of other threads are awaited, unless this thread runs some too.
@@ -126,8 +126,11 @@ def with_room(attempt: Callable[[], int], error: Any) -> int:
     Args:
         attempt: returns the status.
         error: the core's error, which the function fills.
+        status: of a first attempt; None to make it here.
     """
-    status, deadline = attempt(), 0.0
+    deadline = 0.0
+    if status is None:
+        status = attempt()
     while status == lib.SL_E_OS and error.os_errno in _NONE_FREE:
         deadline = deadline or time.monotonic() + _PATIENCE
         if not _release(max(1, len(_open) // 2)):

@@ -80,8 +80,8 @@ def test_a_crash_while_shards_are_written(folder, action, old_size, new_size):
     versions = []
     for found, died in crashes(folder, old, new_size, action):
         assert all(content in (old.get(name), new.get(name)) for name, content in found.items())
-        assert found.keys() >= old.keys()
         indexed = found.get(INDEX) == new[INDEX]
+        assert indexed or found.keys() >= old.keys()  # shards that only the old index names go last
         if indexed and not shared:  # otherwise both have the same index
             assert new.items() <= found.items()
         if INDEX in found:
@@ -110,7 +110,7 @@ def test_shards_that_cannot_be_written_leave_the_old_ones_and_nothing_else(folde
         assert all(content in (old.get(name), new.get(name)) for name, content in found.items())
         if error is None:
             assert not shot.hit
-            assert found == {**old, **new}
+            assert found == new
             continue
         failures += 1
         assert isinstance(error, OSError)

@@ -100,7 +100,7 @@ def _loaded(path: PathLike, largest: int) -> tuple[str, Any]:
     arguments = encoded, largest, pointer(loaded)
     status = short.sl_safetensors_load(*arguments)
     if status == lib.SL_E_OS:
-        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error)
+        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
     if status == lib.SL_E_FORMAT:
         raise explain(text) or failure(status, loaded.error, text)
     check(status, loaded.error, text)
