@@ -15,7 +15,7 @@ import safetensors.numpy
 from compare import Comparison, race, release
 
 import safeload
-from safeload.operations import manifest
+from safeload.operations.validate import manifest
 
 ROUNDS = files.LARGE_ROUNDS
 

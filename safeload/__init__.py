@@ -40,25 +40,25 @@ if TYPE_CHECKING:
     from .compat.safe_open import _safe_open_handle, safe_open
     from .compat.safe_slice import SafeSlice
     from .compat.serialize import TensorMeta, TensorSpec, deserialize, serialize, serialize_file
-    from .engine.cast import astype
-    from .engine.load import LoadStats
-    from .engine.quantized_tensor import QuantizedTensor
+    from .engine.codes.quantized_tensor import QuantizedTensor
+    from .engine.read.load import LoadStats
+    from .engine.run.cast import astype
     from .loading.entry import load, open
     from .models.layout import Layout, StackedTensor
-    from .operations.convert import convert
-    from .operations.convert_folder import finalize
-    from .operations.convert_plan import plan_convert
-    from .operations.convert_report import ConvertReport
-    from .operations.diff import diff
-    from .operations.diff_report import DiffReport, TensorDiff
-    from .operations.nest import flatten, nest
+    from .operations.convert.convert import convert
+    from .operations.convert.convert_folder import finalize
+    from .operations.convert.convert_report import ConvertReport
+    from .operations.convert.planning import plan_convert
+    from .operations.measure.diff import diff
+    from .operations.measure.diff_report import DiffReport, TensorDiff
+    from .operations.measure.stats import HISTOGRAM_EDGES, TensorStats, stats
     from .operations.pieces import run_piece
-    from .operations.plan import Plan
-    from .operations.quantization_error import QuantizationError, quantization_error
-    from .operations.quantize import quantize
-    from .operations.quantize_checkpoint import KEPT_NAMES, QuantizedDict, Summary, load_quantized
-    from .operations.stack import StackedDict, stack
-    from .operations.stats import HISTOGRAM_EDGES, TensorStats, stats
+    from .operations.quantize.checkpoint import KEPT_NAMES, QuantizedDict, Summary, load_quantized
+    from .operations.quantize.quantization_error import QuantizationError, quantization_error
+    from .operations.quantize.quantize import quantize
+    from .operations.quantize.stack import StackedDict, stack
+    from .operations.sources.nest import flatten, nest
+    from .operations.sources.plan import Plan
     from .operations.validate.findings import Finding, Limits, ValidationReport
     from .operations.validate.run import validate
 
@@ -72,25 +72,25 @@ _LATER = {
         "compat.safe_open": ("_safe_open_handle", "safe_open"),
         "compat.safe_slice": ("SafeSlice",),
         "compat.serialize": ("TensorMeta", "TensorSpec", "deserialize", "serialize", "serialize_file"),
-        "engine.cast": ("astype",),
-        "engine.load": ("LoadStats",),
-        "engine.quantized_tensor": ("QuantizedTensor",),
+        "engine.run.cast": ("astype",),
+        "engine.read.load": ("LoadStats",),
+        "engine.codes.quantized_tensor": ("QuantizedTensor",),
         "loading.entry": ("load", "open"),
         "models.layout": ("Layout", "StackedTensor"),
-        "operations.convert": ("convert",),
-        "operations.convert_folder": ("finalize",),
-        "operations.convert_plan": ("plan_convert",),
-        "operations.convert_report": ("ConvertReport",),
-        "operations.diff": ("diff",),
-        "operations.diff_report": ("DiffReport", "TensorDiff"),
+        "operations.convert.convert": ("convert",),
+        "operations.convert.convert_folder": ("finalize",),
+        "operations.convert.planning": ("plan_convert",),
+        "operations.convert.convert_report": ("ConvertReport",),
+        "operations.measure.diff": ("diff",),
+        "operations.measure.diff_report": ("DiffReport", "TensorDiff"),
         "operations.pieces": ("run_piece",),
-        "operations.plan": ("Plan",),
-        "operations.nest": ("flatten", "nest"),
-        "operations.quantization_error": ("QuantizationError", "quantization_error"),
-        "operations.quantize": ("quantize",),
-        "operations.quantize_checkpoint": ("KEPT_NAMES", "QuantizedDict", "Summary", "load_quantized"),
-        "operations.stack": ("StackedDict", "stack"),
-        "operations.stats": ("HISTOGRAM_EDGES", "TensorStats", "stats"),
+        "operations.sources.plan": ("Plan",),
+        "operations.sources.nest": ("flatten", "nest"),
+        "operations.quantize.quantization_error": ("QuantizationError", "quantization_error"),
+        "operations.quantize.quantize": ("quantize",),
+        "operations.quantize.checkpoint": ("KEPT_NAMES", "QuantizedDict", "Summary", "load_quantized"),
+        "operations.quantize.stack": ("StackedDict", "stack"),
+        "operations.measure.stats": ("HISTOGRAM_EDGES", "TensorStats", "stats"),
         "operations.validate.findings": ("Finding", "Limits", "ValidationReport"),
         "operations.validate.run": ("validate",),
     }.items()
@@ -177,7 +177,7 @@ def show_config() -> None:
     import numpy
 
     from .base.native import TIER, available_tiers, ffi, lib, tier_name
-    from .engine.threads import available_cpus
+    from .engine.run.threads import available_cpus
 
     others = ", ".join(tier_name(tier) for tier in available_tiers() if tier != TIER)
     rows = {

@@ -14,23 +14,25 @@ from .base.packing import Part as StoredPart
 from .base.selecting import Patterns, choose, distinct
 from .base.table import TensorInfo, hidden, missing
 from .base.text import plural, show
-from .engine.load import Backend, DtypeLike, LoadOptions, LoadStats, load_tensors
-from .engine.progress import Progress
-from .engine.tensors import FileTensor, Tensors
-from .engine.views import Views
-from .engine.weight_file import WeightFile, infos_of, quantization_in
+from .engine.read.load import Backend, DtypeLike, LoadOptions, LoadStats, load_tensors
+from .engine.read.tensors import FileTensor, Tensors
+from .engine.read.views import Views
+from .engine.run.progress import Progress
+from .engine.run.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError
 from .formats.opening import Found, Recipe, Seen, folder_of, index_of, pickled, reopen, seen_of
 from .formats.registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
-from .packed import grouping  # not where it is used: a child forked while a thread imports it would wait for ever
+from .packed import (
+    codes_without_scale,  # not where it is used: a child forked while a thread imports it would wait for ever
+)
 from .stores.files import Location
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .engine.stream import Order, Out, TensorStream
+    from .engine.ahead.stream import Order, Out, TensorStream
 
 __all__ = ["Checkpoint", "TensorSlice", "TensorStream"]
 
@@ -74,17 +76,17 @@ class Checkpoint(Mapping[str, Any]):
             where = unpack_all(found.files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
         if not stored and found.format in _PACKED and any(file.table.may_be_packed() for file in found.files):
-            from .packed import logical  # only here: most checkpoints do not need it
+            from .packed import families_to_tables  # only here: most checkpoints do not need it
 
             kind = found.title, found.complete, found.format == GGUF
-            made = logical.make_logical(found.files, where, found.config, *kind)
+            made = families_to_tables.make_logical(found.files, where, found.config, *kind)
             where, self._hidden, self.ignored, self._refused = made
         self.path = found.title  # internal, as are weight_files and ignored
         self.weight_files: Sequence[WeightFile] = found.files
         self._where = where
         self._views = Views()
         self._tensors: Mapping[str, TensorInfo] | None = None
-        self._found_codes: Mapping[str, grouping.Codes] | None = None
+        self._found_codes: Mapping[str, codes_without_scale.Codes] | None = None
         self._closed = False
         self._recipe = found.recipe
         self._index = found.index_file
@@ -125,14 +127,14 @@ class Checkpoint(Mapping[str, Any]):
         view._views, view._tensors, view._found_codes = Views(), None, None
         return view
 
-    def codes(self) -> Mapping[str, grouping.Codes]:
+    def codes(self) -> Mapping[str, codes_without_scale.Codes]:
         """The tensors that hold quantization codes, whose values mean nothing without their scales. Internal.
 
         :meta private:
         """
         if self._found_codes is None:
             alone = self.config is None and self.format in _WITH_CONFIG
-            self._found_codes = grouping.codes_of(
+            self._found_codes = codes_without_scale.codes_of(
                 self.weight_files,
                 self.entries(),
                 self.config,
@@ -230,7 +232,7 @@ class Checkpoint(Mapping[str, Any]):
         self._check_open()
         file, index = self._locate(name)
         if dtype is not None:
-            grouping.refuse(self.codes(), [name], "dtype=", self.path)
+            codes_without_scale.refuse(self.codes(), [name], "dtype=", self.path)
         options = Wanted() if self._recipe is None else self._recipe.options
         return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
 
@@ -355,7 +357,7 @@ class Checkpoint(Mapping[str, Any]):
             ...     {name: float(array.max()) for name, array in checkpoint.stream(only="model.norm.*")}
             {'model.norm.weight': 1.0546875}
         """
-        from .engine.stream import stream  # only here: most programs stream nothing
+        from .engine.ahead.stream import stream  # only here: most programs stream nothing
 
         parts = chosen(self, names, only, drop, dtype)
         return stream(
@@ -403,7 +405,7 @@ def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, 
         names = choose(checkpoint, names, only, drop)
     parts = checkpoint.entries(names)
     if dtype is not None:
-        grouping.refuse(checkpoint.codes(), (part[0] for part in parts), "dtype=", checkpoint.path)
+        codes_without_scale.refuse(checkpoint.codes(), (part[0] for part in parts), "dtype=", checkpoint.path)
     return parts
 
 
@@ -417,5 +419,5 @@ def _reopen(recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Chec
 
 def __getattr__(name: str) -> Any:
     if name == "TensorStream":  # which is imported with the first stream
-        return import_module(".engine.stream", __package__).TensorStream
+        return import_module(".engine.ahead.stream", __package__).TensorStream
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from .base.arrays import Array
 from .base.paths import PathLike
-from .engine.quantized_tensor import QuantizedTensor
+from .engine.codes.quantized_tensor import QuantizedTensor
 from .formats.gguf import write as gguf_writing
 
 __all__ = ["save_file"]

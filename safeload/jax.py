@@ -13,10 +13,10 @@ from .base.paths import PathLike
 from .base.selecting import Patterns
 from .compat.names import imported
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
-from .engine.load import Backend, check_backend, parse_target
-from .engine.progress import Progress
-from .engine.tensors import Tensors
-from .engine.threads import check_threads
+from .engine.read.load import Backend, check_backend, parse_target
+from .engine.read.tensors import Tensors
+from .engine.run.progress import Progress
+from .engine.run.threads import check_threads
 from .formats.opening import Paths, UnknownGlobals
 from .formats.registry import FormatName, Wanted
 from .formats.safetensors import file as safetensors
@@ -86,9 +86,9 @@ def load_file(
     try:
         parts = Tensors.in_file(file, names)
         if target is not None:
-            from .packed import grouping  # only here: most loads do not need it
+            from .packed import codes_without_scale  # only here: most loads do not need it
 
-            grouping.refuse_floating(file, parts, "load_file")
+            codes_without_scale.refuse_floating(file, parts, "load_file")
         options = jax_loading.Options(
             lambda name, dtype: slice_of(file, file.table.index(name), Wanted(), dtype, None),
             sharding,

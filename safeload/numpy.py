@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from .base.arrays import Array
 from .base.paths import PathLike
 from .compat.names import SHARED, imported
-from .engine.load import Backend, check_backend, load_all, load_tensors
-from .engine.progress import Progress
-from .engine.tensors import Tensors
+from .engine.read.load import Backend, check_backend, load_all, load_tensors
+from .engine.read.tensors import Tensors
+from .engine.run.progress import Progress
 from .formats.safetensors import file as safetensors
 from .formats.safetensors import quantized
 
@@ -180,9 +180,9 @@ def load_file(
     try:
         tensors = Tensors.in_file(file, names)
         if dtype is not None:
-            from .packed import grouping  # only here: most loads do not need it
+            from .packed import codes_without_scale  # only here: most loads do not need it
 
-            grouping.refuse_floating(file, tensors, "load_file")
+            codes_without_scale.refuse_floating(file, tensors, "load_file")
         return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()

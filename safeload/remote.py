@@ -39,9 +39,9 @@ def of_fsspec(fs: Any, path: str) -> Location:
         >>> path.files.open(path.path).size == memory.size("/models/model.safetensors")
         True
     """
-    from .stores import objects
+    from .stores import object_store
 
-    return objects.of_fsspec(fs, path)
+    return object_store.of_fsspec(fs, path)
 
 
 def of_obstore(store: Any, path: str) -> Location:
@@ -66,6 +66,6 @@ def of_obstore(store: Any, path: str) -> Location:
         >>> from obstore.store import LocalStore  # doctest: +SKIP
         >>> path = safeload.remote.of_obstore(LocalStore("models"), "model.safetensors")  # doctest: +SKIP
     """
-    from .stores import objects
+    from .stores import object_store
 
-    return objects.of_obstore(store, path)
+    return object_store.of_obstore(store, path)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .base.paths import PathLike
 from .base.selecting import Patterns
 from .compat.names import SHARED, imported
-from .engine.load import Backend
-from .engine.progress import Progress
+from .engine.read.load import Backend
+from .engine.run.progress import Progress
 from .formats.opening import Paths, UnknownGlobals
 from .formats.registry import FormatName
 

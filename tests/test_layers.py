@@ -48,6 +48,12 @@ PYTHON_LAYERS = (
     ("cli",),
     ("__main__",),
 )
+# Rooms inside a package from the ground up, with the same rule; a module outside of them stands above all.
+ROOMS = {
+    "engine": ("run", "codes", "read", "ahead"),
+    "operations": ("sources", "folders", "quantize", "convert", "measure", "validate"),
+}
+MOST_IN_A_ROOM = 12
 PYTHON_RANK = {name: rank for rank, names in enumerate(PYTHON_LAYERS) for name in names}
 
 C_FILES = sorted([*CSRC.rglob("*.c"), *CSRC.rglob("*.h")])
@@ -242,6 +248,25 @@ def test_python_imports_go_down(path):
             assert layer_of(target) < layer_of(name), f"{name} imports {target}"
 
 
+def room_of(name):
+    """The rank of the room that a module of a package with rooms stands in."""
+    package, room, *_ = [*name.split("."), ""]
+    return ROOMS[package].index(room) if room in ROOMS[package] else len(ROOMS[package])
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_imports_of_a_room_go_down(package):
+    folders = {path.name for path in (PACKAGE / package).iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(ROOMS[package])
+    for path in (PACKAGE / package).rglob("*.py"):
+        name = module_name(path)
+        for target in imported(path):
+            if target.startswith(f"{package}.") and target.split(".")[1] != name.split(".")[1]:
+                assert room_of(target) < room_of(name), f"{name} imports {target}"
+    for room in ROOMS[package]:
+        assert len([*(PACKAGE / package / room).glob("[!_]*.py")]) <= MOST_IN_A_ROOM, room
+
+
 def test_no_circle_inside_a_package():
     graph = {module_name(path): {t for t in imported(path) if not t.startswith("_core")} for path in PYTHON_FILES}
     packages = {module_name(path) for path in PYTHON_FILES if path.name == "__init__.py"}
@@ -256,7 +281,7 @@ def test_no_circle_inside_a_package():
 def test_only_the_catalog_tells_a_checkpoint_from_a_dict():
     asks = re.compile(r"isinstance\([^)]*\bCheckpoint\b")
     found = {module_name(path) for path in PYTHON_FILES if asks.search(path.read_text(encoding="utf-8"))}
-    assert found == {"operations.catalog"}
+    assert found == {"operations.sources.catalog"}
 
 
 def test_nobody_uses_a_private_member_of_a_checkpoint():
@@ -264,7 +289,7 @@ def test_nobody_uses_a_private_member_of_a_checkpoint():
     own = set(re.findall(r"\bself\.(_[a-z]\w*)", (PACKAGE / "checkpoint.py").read_text(encoding="utf-8")))
     assert len(own) > 5
     for path in PYTHON_FILES:
-        if path != PACKAGE / "checkpoint.py" and {"checkpoint", "operations.catalog"} & set(imported(path)):
+        if path != PACKAGE / "checkpoint.py" and {"checkpoint", "operations.sources.catalog"} & set(imported(path)):
             used = re.findall(r"\b(?!self\b|cls\b)\w+\.(_[a-z]\w*)", path.read_text(encoding="utf-8"))
             assert not own & set(used), path
 

@@ -13,7 +13,7 @@ import pytest
 import safeload
 from safeload.base import scheme
 from safeload.formats import registry
-from safeload.operations import quantize
+from safeload.operations.quantize import quantize
 
 PROGRAM = """
 import numpy as np, safeload

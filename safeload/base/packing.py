@@ -117,7 +117,7 @@ class Packing(NamedTuple):
         layout: `ROWS` and the like.
         bits: of a code.
         numbers: what a code stands for: the code of a dtype with 8 bits, the name of a table in
-            `safeload.engine.code_tables`, or `TABLE` for the part of that role; of `BLOCKS`
+            `safeload.engine.codes.code_tables`, or `TABLE` for the part of that role; of `BLOCKS`
             the name of the block type; of `MASKED` the code of the dtype of the values.
         row_bytes: bytes of a stored row; of `MASKED` 0 unless all rows store as many values.
         word_codes: codes in a 32-bit word whose upper bits are unused; 0 for a bit stream.

@@ -51,7 +51,7 @@ def _refuse_content(path: bytes | bytearray | memoryview) -> None:
 def os_error(number: int, path: str | None) -> OSError:
     """The ``OSError`` subclass for an errno, with its text and path; says what a path that leads nowhere may be."""
     if number in _NOWHERE and path is not None:
-        from .missing import describe  # only here: most paths lead somewhere
+        from .missing_path import describe  # only here: most paths lead somewhere
 
         known = describe(path)
         if known is not None:
@@ -65,7 +65,7 @@ def unwritable(error: OSError, path: str) -> OSError:
     """The error to raise for one of writing a file: of a URL it says, without secrets, what writes there."""
     if error.errno not in _NOWHERE and getattr(error, "winerror", None) not in _NO_NAME:
         return error
-    from .missing import destination  # only here: most paths can be written to
+    from .missing_path import destination  # only here: most paths can be written to
 
     known = destination(path)
     return error if known is None else missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")

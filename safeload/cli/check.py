@@ -29,7 +29,7 @@ from .common import (
 from .output import STDOUT, Output
 
 if TYPE_CHECKING:
-    from ..operations.executing import Executor
+    from ..operations.sources.executors import Executor
     from ..operations.validate.findings import ValidationReport
 
 _EPILOG = f"""examples:
@@ -129,7 +129,7 @@ def _output(options: argparse.Namespace) -> Output | None:
     """
     if options.write_manifest is None:
         return None
-    from ..operations.manifest import is_manifest
+    from ..operations.validate.manifest import is_manifest
 
     if options.write_manifest == STDOUT:
         raise ValueError("--write-manifest needs a file: the findings go to stdout")
@@ -183,7 +183,7 @@ def _manifest(
     report: ValidationReport, options: argparse.Namespace, executor: Executor | None, output: Output | None
 ) -> None:
     """Compares with a manifest, or writes one."""
-    from ..operations import manifest
+    from ..operations.validate import manifest
 
     said = manifest.read(options.manifest) if options.manifest else None
     with open_path(options.path, options) as opened, bar("sha256") as progress:

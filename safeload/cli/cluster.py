@@ -13,7 +13,7 @@ from .._version import __version__
 from ..base import log
 from ..base.text import printable
 from ..errors import FormatError, SafeloadError
-from ..operations.executing import Executor
+from ..operations.sources.executors import Executor
 from ..stores.json_file import read_json
 
 # Seconds until a scheduler has answered.

@@ -13,8 +13,8 @@ from typing import Any, TextIO
 from ..base import log
 from ..base.text import plural, printable, width
 from ..checkpoint import Checkpoint
-from ..engine import progress
-from ..engine.progress import Report
+from ..engine.run import progress
+from ..engine.run.progress import Report
 from ..errors import one_line
 from ..loading import entry as loading
 from ..stores import url as urls

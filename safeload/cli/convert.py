@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..base.scheme import SCHEMES
-from ..engine.load import targets
+from ..engine.read.load import targets
 from ..errors import SafeloadError
 from ..formats.registry import SUFFIXES, WRITTEN
 from ..models.layout import Layout, built_in
-from ..operations.convert import convert
-from ..operations.convert_report import ConvertReport
+from ..operations.convert.convert import convert
+from ..operations.convert.convert_report import ConvertReport
 from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import (

@@ -63,7 +63,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the differences between ``options.a`` and ``options.b``; returns the exit status."""
-    from ..operations.diff import diff  # imported here: it would add milliseconds to other commands
+    from ..operations.measure.diff import diff  # imported here: it would add milliseconds to other commands
 
     with (
         open_path(options.a, options) as a,

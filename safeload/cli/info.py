@@ -158,7 +158,7 @@ def _headers(opened: Checkpoint) -> dict[str, int]:
 
 def _memory(opened: Checkpoint) -> dict[str, int]:
     """Bytes of all tensors once loaded, by dtype or scheme; without schemes if no tensor would be quantized."""
-    from ..operations.sizes import sizes  # imported here: it would add milliseconds to other commands
+    from ..operations.measure.sizes import sizes  # imported here: it would add milliseconds to other commands
 
     found = sizes(opened)
     schemes = {name: nbytes for name, nbytes in found.schemes.items() if nbytes != found.dtypes.get("float32")}

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from ..engine.atomic_file import check_place, write_text
+from ..engine.run.atomic_file import check_place, write_text
 from ..stores import url as urls
 from .common import shown
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..base.scheme import usual_axis
 from ..base.text import figure, show, size
 from ..checkpoint import Checkpoint
-from ..operations.quantize import SchemeName
+from ..operations.quantize.quantize import SchemeName
 from . import report_plots as plots
 from .common import bar
 from .report_kinds import Content, content
@@ -116,7 +116,7 @@ def digest_section(files: Sequence[File]) -> str:
 
 
 def _lowest() -> int:
-    from ..operations.stats import HISTOGRAM_EDGES
+    from ..operations.measure.stats import HISTOGRAM_EDGES
 
     return round(math.log2(HISTOGRAM_EDGES[0]))
 
@@ -149,7 +149,7 @@ def _facts(opened: Checkpoint, found: Any) -> Iterator[tuple[str, str]]:
 
 def _sizes(opened: Checkpoint) -> str:
     """What the checkpoint takes in memory as each dtype and scheme."""
-    from ..operations.sizes import sizes
+    from ..operations.measure.sizes import sizes
 
     found = sizes(opened)
     whole = found.dtypes.get("float32")
@@ -209,10 +209,10 @@ def _quantized(opened: Checkpoint, shown: Content, scheme: SchemeName, threads: 
 def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Errors of the tensors that `load_quantized` quantizes, and why some tensors cannot be quantized."""
     from ..errors import RangeError
-    from ..operations.catalog import Catalog
-    from ..operations.quantization_error import QuantizationError, quantization_error
-    from ..operations.quantize import quantize
-    from ..operations.quantize_checkpoint import Model, Rules
+    from ..operations.quantize.checkpoint import Model, Rules
+    from ..operations.quantize.quantization_error import QuantizationError, quantization_error
+    from ..operations.quantize.quantize import quantize
+    from ..operations.sources.catalog import Catalog
 
     catalog = Catalog.of(opened)
     rules = Rules(scheme, None)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .._version import __version__
 from ..base.text import plural, size
-from ..engine.pieces import Meter, in_order
+from ..engine.codes.pieces import Meter, in_order
 from .common import bar
 
 # Bytes read at a time: enough to amortize the cost of a read.

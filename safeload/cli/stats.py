@@ -70,7 +70,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the statistics of ``options.path``; returns the exit status."""
-    from ..operations.stats import stats  # imported here: it would add milliseconds to other commands
+    from ..operations.measure.stats import stats  # imported here: it would add milliseconds to other commands
 
     with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
         found = stats(
@@ -142,7 +142,7 @@ def _number(value: float) -> str:
 
 def _sparkline(bins: list[int]) -> str:
     """Bars from the first to the last nonempty bin, with the powers of two at both ends."""
-    from ..operations.stats import HISTOGRAM_EDGES
+    from ..operations.measure.stats import HISTOGRAM_EDGES
 
     filled = [k for k, count in enumerate(bins) if count]
     if not filled:

@@ -11,9 +11,9 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, as_array, byteswapped
 from ..base.text import show
-from ..engine import jobs
-from ..engine.atomic_file import written_as_is
-from ..engine.memory import address_of
+from ..engine.run import jobs
+from ..engine.run.atomic_file import written_as_is
+from ..engine.run.memory import address_of
 from ..formats.safetensors.file import parse_table
 from .serialize import TensorSpec
 

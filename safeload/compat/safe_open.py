@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ..base.arrays import Array
 from ..base.paths import PathLike
 from ..base.text import clip, plural, printable
-from ..engine.jobs import read_small
-from ..engine.load import VIEWED_FROM, check_backend, load_tensors, parse_target
-from ..engine.tensors import Tensors
-from ..engine.weight_file import WeightFile
-from ..engine.window import Window
+from ..engine.read.load import VIEWED_FROM, check_backend, load_tensors, parse_target
+from ..engine.read.readahead_window import Window
+from ..engine.read.tensors import Tensors
+from ..engine.run.jobs import read_small
+from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
 from ..stores.local import check_unchanged
@@ -134,9 +134,9 @@ class safe_open:  # noqa: N801 - safetensors' name
         file = self._opened()
         parts = Tensors.in_file(file)
         if dtype is not None:
-            from ..packed import grouping  # only here: most loads do not need it
+            from ..packed import codes_without_scale  # only here: most loads do not need it
 
-            grouping.refuse_floating(file, parts, "get_tensors")
+            codes_without_scale.refuse_floating(file, parts, "get_tensors")
 
         def read() -> dict[str, Array]:
             arrays: dict[str, Array]

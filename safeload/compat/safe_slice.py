@@ -10,8 +10,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..engine.slice import as_index, read_slice
-from ..engine.weight_file import WeightFile
+from ..engine.run.slice import as_index, read_slice
+from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
 from ..formats.safetensors import file as safetensors
 from ..stores.local import check_unchanged

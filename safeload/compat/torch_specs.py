@@ -9,8 +9,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, byteswapped, foreign_order
-from ..engine import jobs
-from ..engine.memory import address_of
+from ..engine.run import jobs
+from ..engine.run.memory import address_of
 from ..formats.safetensors.file import Memory
 from ..frameworks import torch_arrays, torch_files
 from .serialize import TensorSpec

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..base.paths import os_error
 from ..base.text import show
-from ..engine.weight_file import WeightFile
+from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file
 from ..stores.files import Files
 from ..stores.json_file import read_if_there, read_version

@@ -6,7 +6,7 @@ from contextlib import closing
 from typing import NamedTuple
 
 from ..base.text import show
-from ..engine.weight_file import WeightFile, open_without_table
+from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError
 
 # Enough for tar's magic at 257.

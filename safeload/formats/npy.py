@@ -27,10 +27,10 @@ from ..base.arrays import Array, array_fits, c_strides, check_mapping, not_an_ar
 from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
 from ..base.text import check_name, show
-from ..engine.atomic_file import AtomicFile, pieces_of
-from ..engine.lazy import Lazy, materialize
-from ..engine.memory import address_of
-from ..engine.weight_file import WeightFile
+from ..engine.read.lazy import Lazy, materialize
+from ..engine.run.atomic_file import AtomicFile, pieces_of
+from ..engine.run.memory import address_of
+from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from .registry import Candidate, Content, Wanted
 

@@ -15,9 +15,9 @@ from ..base.arrays import check_mapping
 from ..base.listed_table import ListedTable, Listing
 from ..base.paths import PathLike
 from ..base.text import show
-from ..engine.atomic_file import AtomicFile, reserve
-from ..engine.lazy import materialize
-from ..engine.weight_file import WeightFile, open_temporary
+from ..engine.read.lazy import materialize
+from ..engine.run.atomic_file import AtomicFile, reserve
+from ..engine.run.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError
 from .npy import SUFFIX, check_writable, read_array
 from .registry import Candidate, Content, Wanted, check_whole

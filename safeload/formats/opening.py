@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 from ..base import log
 from ..base.paths import PathLike
 from ..base.text import plural, show
-from ..engine.load import LoadOptions
-from ..engine.weight_file import WeightFile
+from ..engine.read.load import LoadOptions
+from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError
 from ..stores.files import LOCAL, Files, Location, rather_changed
 from ..stores.local import compare

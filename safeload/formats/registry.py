@@ -21,8 +21,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ..base.cached import cached_property
-from ..base.collector import paused
-from ..engine.weight_file import WeightFile, open_without_table
+from ..base.gc_pause import paused
+from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
 from ..stores.files import LOCAL, Files
 from ..stores.remote import WINDOW, RemoteStore

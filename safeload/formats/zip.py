@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..base.text import show
-from ..engine.weight_file import WeightFile
+from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..stores.remote import RemoteStore
 from .zip_directory import DEFLATED, STORED, Columns, End, read_directory

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..base.text import show
-from ..engine.weight_file import WeightFile
+from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError
 
 # Largest directory in bytes: an entry takes 46 bytes plus its name, and becomes Python objects of about 600 bytes. The

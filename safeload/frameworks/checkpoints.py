@@ -10,8 +10,8 @@ from ..base.selecting import Patterns
 from ..base.table import Table
 from ..base.text import show
 from ..checkpoint import Checkpoint, chosen
-from ..engine.load import parse_target
-from ..engine.progress import Progress
+from ..engine.read.load import parse_target
+from ..engine.run.progress import Progress
 from ..errors import UnsupportedError
 from ..formats.opening import Paths, UnknownGlobals
 from ..formats.registry import FormatName

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..engine.tensors import FileTensor
-from ..engine.weight_file import WeightFile
+from ..engine.read.tensors import FileTensor
+from ..engine.run.weight_file import WeightFile
 
 
 class Handle(Protocol):

@@ -11,9 +11,9 @@ import numpy as np
 from ..base.arrays import Array as NumpyArray
 from ..base.arrays import check_mapping, not_an_array
 from ..base.text import show
-from ..engine.lazy import Lazy
-from ..engine.memory import POOLED_BELOW
-from ..engine.quantized_tensor import QuantizedTensor
+from ..engine.codes.quantized_tensor import QuantizedTensor
+from ..engine.read.lazy import Lazy
+from ..engine.run.memory import POOLED_BELOW
 from ..errors import RangeError, UnsupportedError
 from .absent import not_installed
 

@@ -8,9 +8,9 @@ from typing import Any
 from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
 from ..base.text import clip, printable
-from ..engine.load import load_tensors
-from ..engine.tensors import FileTensor, Tensors
-from ..engine.weight_file import WeightFile
+from ..engine.read.load import load_tensors
+from ..engine.read.tensors import FileTensor, Tensors
+from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
 from . import jax_arrays, jax_loading
 from .jax_arrays import Array

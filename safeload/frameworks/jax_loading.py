@@ -15,16 +15,16 @@ from ..base.arrays import Array as NumpyArray
 from ..base.arrays import as_array
 from ..base.text import show
 from ..checkpoint import Checkpoint
-from ..engine import code_ranges
-from ..engine.cast import astype
-from ..engine.lazy import materialize
-from ..engine.load import load_tensors
-from ..engine.memory import POOLED_BELOW
-from ..engine.pieces import Meter
-from ..engine.plan import entries_of
-from ..engine.progress import Progress
-from ..engine.tensors import FileTensor, Tensors
-from ..engine.weight_file import WeightFile
+from ..engine.codes import code_ranges
+from ..engine.codes.pieces import Meter
+from ..engine.read.lazy import materialize
+from ..engine.read.load import load_tensors
+from ..engine.read.plan import entries_of
+from ..engine.read.tensors import FileTensor, Tensors
+from ..engine.run.cast import astype
+from ..engine.run.memory import POOLED_BELOW
+from ..engine.run.progress import Progress
+from ..engine.run.weight_file import WeightFile
 from ..formats.safetensors import file as safetensors
 from ..loading.merge import Merge
 from . import jax_arrays

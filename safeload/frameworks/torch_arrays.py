@@ -11,8 +11,8 @@ from ..base import dtypes
 from ..base.arrays import Array, foreign_order
 from ..base.table import Table
 from ..base.text import clip, printable, show
-from ..engine.lazy import Lazy
-from ..engine.plan import Entry
+from ..engine.read.lazy import Lazy
+from ..engine.read.plan import Entry
 from ..errors import SafeloadError, UnsupportedError
 from ..formats.safetensors.file import Memory
 from .absent import not_installed

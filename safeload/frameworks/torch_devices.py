@@ -13,10 +13,10 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..engine.pieces import Meter
-from ..engine.plan import Entry, in_file_order
-from ..engine.progress import Progress
-from ..engine.staging import BUFFERS, buffer_size, staged
+from ..engine.ahead.staging import BUFFERS, buffer_size, staged
+from ..engine.codes.pieces import Meter
+from ..engine.read.plan import Entry, in_file_order
+from ..engine.run.progress import Progress
 from . import torch_arrays
 from .torch_arrays import torch
 

@@ -11,11 +11,11 @@ from ..base.paths import PathLike
 from ..base.selecting import Patterns
 from ..base.table import Table
 from ..base.text import clip, printable, show
-from ..engine import resident
-from ..engine.load import check_backend, load_all, load_tensors, parse_target
-from ..engine.plan import entries_of
-from ..engine.progress import Progress
-from ..engine.tensors import Tensors
+from ..engine.read import in_memory
+from ..engine.read.load import check_backend, load_all, load_tensors, parse_target
+from ..engine.read.plan import entries_of
+from ..engine.read.tensors import Tensors
+from ..engine.run.progress import Progress
 from ..formats.opening import Paths
 from ..formats.safetensors import file as safetensors
 from ..loading.merged import merging
@@ -46,9 +46,9 @@ def load_file(
         check_backend(backend)
         parts = Tensors.in_file(file, names)
         if dtype is not None:
-            from ..packed import grouping  # only here: most loads do not need it
+            from ..packed import codes_without_scale  # only here: most loads do not need it
 
-            grouping.refuse_floating(file, parts, "load_file")
+            codes_without_scale.refuse_floating(file, parts, "load_file")
         if place is None:
             arrays, _ = load_tensors(parts, backend=backend, dtype=dtype, threads=threads, progress=progress)
             raw = None
@@ -131,7 +131,7 @@ def load(data: Any) -> dict[str, Any]:
             "safeload.torch.load_checkpoint take a path"
         )
     view, table = safetensors.parse_table(data)
-    return _tensors(table, resident.copies_of(table, view))
+    return _tensors(table, in_memory.copies_of(table, view))
 
 
 def save(tensors: Any, metadata: Mapping[str, str] | None) -> bytes:

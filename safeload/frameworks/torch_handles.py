@@ -9,12 +9,12 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
-from ..engine.load import VIEWED_FROM, load_tensors
-from ..engine.memory import address_of
-from ..engine.plan import entries_of
-from ..engine.slice import as_index
-from ..engine.tensors import FileTensor, Tensors
-from ..engine.weight_file import WeightFile
+from ..engine.read.load import VIEWED_FROM, load_tensors
+from ..engine.read.plan import entries_of
+from ..engine.read.tensors import FileTensor, Tensors
+from ..engine.run.memory import address_of
+from ..engine.run.slice import as_index
+from ..engine.run.weight_file import WeightFile
 from ..stores.local import mapping_of
 from . import torch_arrays, torch_devices
 from .torch_arrays import torch

@@ -12,10 +12,10 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..base.text import show
 from ..checkpoint import Checkpoint
-from ..engine.code_ranges import rows_apart
-from ..engine.weight_file import WeightFile
+from ..engine.codes.code_ranges import rows_apart
+from ..engine.run.weight_file import WeightFile
 from ..errors import UnsupportedError
-from ..packed import grouping
+from ..packed import codes_without_scale
 
 
 class Target(NamedTuple):
@@ -106,7 +106,7 @@ def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> 
     Raises:
         UnsupportedError: see `CheckpointBase.target`.
     """
-    grouping.refuse(checkpoint.codes(), [name], "adapters=", checkpoint.path)
+    codes_without_scale.refuse(checkpoint.codes(), [name], "adapters=", checkpoint.path)
     packed, row = file.table.packed(index), file.table.row(index)
     shape = shape_of(file, index)
     quantized = packed is not None or file.table.is_quantized(index)

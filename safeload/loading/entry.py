@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, overload
 from ..base.arrays import Array
 from ..base.selecting import Patterns
 from ..checkpoint import Checkpoint
-from ..engine.load import Backend, DtypeLike
-from ..engine.progress import Progress
+from ..engine.read.load import Backend, DtypeLike
+from ..engine.run.progress import Progress
 from ..formats.opening import OpenOptions, Paths, UnknownGlobals, find
 from ..formats.registry import FormatName
 

@@ -14,8 +14,8 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..base.table import similar
 from ..base.text import show
-from ..engine.cast import astype, target_array
-from ..engine.load import parse_target
+from ..engine.read.load import parse_target
+from ..engine.run.cast import astype, target_array
 from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B
 from .adapter_base import Base, Target

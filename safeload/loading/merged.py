@@ -12,10 +12,10 @@ from ..base.arrays import Array
 from ..base.selecting import Patterns
 from ..base.text import show
 from ..checkpoint import Checkpoint, chosen
-from ..engine.delivery import check_given, refuse_own_files
-from ..engine.load import check_backend, check_out_names
-from ..engine.progress import Progress, reporter
-from ..engine.threads import check_threads
+from ..engine.read.delivery import check_given, refuse_own_files
+from ..engine.read.load import check_backend, check_out_names
+from ..engine.run.progress import Progress, reporter
+from ..engine.run.threads import check_threads
 from ..errors import SafeloadError
 from .adapter import Adapter, listed, opened
 from .adapter_base import CheckpointBase

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..base.text import show
-from ..engine.threads import check_threads
+from ..engine.run.threads import check_threads
 from ..errors import FormatError
-from . import convert_folder, diff, manifest, stats
-from .plan import field
-from .validate import gathering
+from .convert import convert_folder
+from .measure import diff, stats
+from .sources.plan import field
+from .validate import gathering, manifest
 
 # By the name of the operation.
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {

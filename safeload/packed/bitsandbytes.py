@@ -22,7 +22,7 @@ from ..stores.json_file import parse_json
 from .checks import MOST, NUMBERS
 from .config import is_length
 from .grid import Misfit, Refused
-from .group import Group, matrices_of
+from .packed_group import Group, matrices_of
 
 # Suffix of the JSON that describes codes of 4 bits, by their kind.
 STATES = {kind: f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}

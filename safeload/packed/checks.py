@@ -7,7 +7,7 @@ import math
 from ..base import packing
 from ..base.packing import Packing
 from .grid import Misfit
-from .group import Group
+from .packed_group import Group
 
 # Dtypes of the parts. U8 holds the bits of a float8, and only where a packing says of which.
 _SCALES = frozenset(("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..base import dtypes, packing
 from ..base.text import show
-from ..engine.weight_file import WeightFile
+from ..engine.run.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError
 from ..stores.files import Files
 from ..stores.json_file import parse_json, read_if_there

@@ -10,10 +10,10 @@ import numpy as np
 from ..base.arrays import Array, empty_array
 from ..base.packing import Part
 from ..base.text import show
-from ..engine import jobs
-from ..engine.job import Job, Origin
-from ..engine.memory import address_of
-from ..engine.weight_file import WeightFile
+from ..engine.run import jobs
+from ..engine.run.job import Job, Origin
+from ..engine.run.memory import address_of
+from ..engine.run.weight_file import WeightFile
 from .grid import Misfit
 
 # Bytes of one; the longest that bitsandbytes writes has about 250.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..base import packing
 from ..base.packing import Packing
 from . import bitsandbytes, floats, gemma, gguf, gptq, integers, quark, sparse, subclasses
-from .group import FP8, Group
+from .packed_group import FP8, Group
 
 
 class Family(NamedTuple):

@@ -8,7 +8,7 @@ from ..base import packing
 from ..base.packing import Grid, Packing
 from .config import AUTO_ROUND
 from .grid import Misfit, Refused, grid_of, has_halves, whole_grid
-from .group import FP8, Group, check_global, label_of, matrices_of, said_bits, said_grid, said_group
+from .packed_group import FP8, Group, check_global, label_of, matrices_of, said_bits, said_grid, said_group
 
 # ---- fp8 and int8: a number for each code, a scale for each block ----
 

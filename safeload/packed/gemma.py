@@ -13,7 +13,7 @@ from ..base.packing import Packing
 from ..base.text import show
 from ..errors import UnsupportedError
 from .grid import Misfit, Refused, whole_grid
-from .group import Group, label_of
+from .packed_group import Group, label_of
 from .patterns import compiled
 
 # What transformers takes where the configuration has no num_bits.

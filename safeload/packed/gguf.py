@@ -12,7 +12,7 @@ from typing import Any
 from ..base import dtypes, packing
 from ..base.packing import CODES, SCALE, Grid, Packed, Packing, Part
 from .grid import Misfit
-from .group import Group, matrices_of
+from .packed_group import Group, matrices_of
 
 # The ``quant_method`` of these tensors in a safetensors file, where bytes of blocks are U8.
 METHOD = "gguf"

@@ -15,11 +15,11 @@ from typing import Any
 from ..base import packing
 from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.text import show
-from ..engine import zero_points
-from ..engine.restore import read_part
+from ..engine.codes import zero_points
+from ..engine.codes.restore import read_part
 from .config import AUTO_ROUND, QUARK_ORDERS
 from .grid import Misfit, Refused
-from .group import Group
+from .packed_group import Group
 
 _CODES_IN_WORD = 8  # of AWQ, whose codes have 4 bits
 # Groups of scales and of zero points that AutoAWQ's gemv rounds up to, in words, by the size of a group.

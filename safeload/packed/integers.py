@@ -9,10 +9,10 @@ from typing import Any
 from ..base import packing
 from ..base.packing import Grid, Packing, Zeros
 from ..base.text import show
-from ..engine.zero_points import words_for
+from ..engine.codes.zero_points import words_for
 from .config import is_length
 from .grid import Misfit, whole_grid
-from .group import Group, check_global, label_of, said_grid, said_group
+from .packed_group import Group, check_global, label_of, said_grid, said_group
 
 # ---- integers of 1 to 8 bits ----
 

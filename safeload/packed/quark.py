@@ -19,8 +19,8 @@ from . import floats
 from .checks import NUMBERS
 from .config import QUARK_ORDERS, Quantization, brief, is_length
 from .grid import Misfit, Refused, whole_grid
-from .group import FP8, Group, label_of, matrices_of
 from .methods import SPEC, unknown
+from .packed_group import FP8, Group, label_of, matrices_of
 
 METHOD = "quark"
 # Suffixes of the names of scales and zero points: of checkpoints for transformers, and of those for diffusers.

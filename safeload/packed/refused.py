@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..errors import UnsupportedError
 from . import quark
 from .config import Quantization
-from .group import FP8
+from .packed_group import FP8
 
 
 class Refusal(NamedTuple):

@@ -12,7 +12,7 @@ from ..base.packing import Packing
 from ..base.text import show
 from .floats import plain
 from .grid import Misfit, Refused
-from .group import FP8, Group
+from .packed_group import FP8, Group
 
 # Dtypes of the values. Those of one byte are codes, which have a scale.
 NUMBERS = frozenset(("F32", "F16", "BF16"))

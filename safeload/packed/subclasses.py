@@ -15,7 +15,7 @@ from ..stores.json_file import parse_json
 from .checks import NUMBERS
 from .floats import plain
 from .grid import Misfit, Refused
-from .group import FP8, Group, label_of, matrices_of
+from .packed_group import FP8, Group, label_of, matrices_of
 
 # Types of torchao that are numbers of 8 bits in the order of the tensor. The others are orders for kernels, or have two
 # scales.

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from ..base.url import CACHES, parsed, unescaped
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls
-from .crew import each
 from .foreign_errors import checked
 from .local import LocalStore, open_local
 from .options import secrets_of, secrets_of_urls
 from .presigned import Signer
-from .replacing import replace
+from .replace_file import replace
 from .store import ByteStore
+from .thread_group import each
 
 if TYPE_CHECKING:
     from .fsspec_store import Handle

@@ -69,7 +69,7 @@ def places_of(
             files = _same(files, own)
             texts.append(text)
         else:
-            from .objects import path_of
+            from .object_store import path_of
 
             place = path_of(one)
             files = _same(files, place.files)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import FormatError
-from .crew import each
 from .stop import current
 from .store import ByteStore, Memory, Span
+from .thread_group import each
 
 # Bytes of the first request: 97 % of the headers of the Hub's safetensors files fit into 100,000.
 WINDOW = 128 << 10

@@ -9,10 +9,10 @@ from ..base.text import show
 from ..base.url import divided
 from ..errors import UnsupportedError
 from . import url as urls
-from .crew import each
 from .files import LOCAL
 from .options import public_options
 from .store import ByteStore
+from .thread_group import each
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from ..base.missing import of_page
+from ..base.missing_path import of_page
 from ..base.text import show
 from ..base.url import UrlError as UrlError
 from ..base.url import divided, file_path, parsed

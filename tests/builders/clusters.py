@@ -14,9 +14,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from safeload.engine import atomic_file
+from safeload.engine.run import atomic_file
 from safeload.numpy import save_file
-from safeload.operations import journal, sources
+from safeload.operations.folders import journal
+from safeload.operations.sources import sources
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]
 SHAPE = (256, 384)

@@ -4,9 +4,9 @@ import threading
 import time
 
 from safeload.errors import UnsupportedError, missing_file
-from safeload.stores.crew import each
 from safeload.stores.files import LOCAL, Location
 from safeload.stores.remote import WINDOW, RemoteStore, fill
+from safeload.stores.thread_group import each
 
 
 class ServedStore(RemoteStore):

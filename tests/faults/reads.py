@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 
 import safeload
-from safeload.engine.quantized_tensor import QuantizedTensor
-from safeload.operations.manifest import make as make_manifest
+from safeload.engine.codes.quantized_tensor import QuantizedTensor
+from safeload.operations.validate.manifest import make as make_manifest
 
 FORMATS = [
     *("safetensors", "long header", "gguf", "moon", "npz", "npz, compressed"),

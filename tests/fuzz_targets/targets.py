@@ -27,11 +27,11 @@ import numpy as np
 from builders import gguf_build
 
 import safeload
-import safeload.base.missing
+import safeload.base.missing_path
 import safeload.loading.merged  # imported when first needed, as some below, which counts as forbidden
 import safeload.operations.validate.run
-import safeload.packed.grouping  # imported when first needed, as the next, which counts as forbidden below
-import safeload.packed.logical
+import safeload.packed.codes_without_scale  # imported when first needed, as the next, which counts as forbidden below
+import safeload.packed.families_to_tables
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.formats import folder, npy, npz, registry
 from safeload.models import choosing, reading

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import safeload
-from safeload.base.collector import paused
+from safeload.base.gc_pause import paused
 from safeload.numpy import save_file
 
 

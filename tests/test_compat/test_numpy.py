@@ -583,7 +583,7 @@ def test_safeload_num_threads_is_the_default(setting, monkeypatch, sizes):
 
 
 def test_safeload_num_threads_and_the_argument_decide_the_count(monkeypatch):
-    threads = importlib.import_module("safeload.engine.threads")
+    threads = importlib.import_module("safeload.engine.run.threads")
     monkeypatch.setenv("SAFELOAD_NUM_THREADS", "5")
     assert threads.thread_count(1, None) == 5
     assert threads.thread_count(1, 3) == 3

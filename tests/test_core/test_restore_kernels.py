@@ -12,8 +12,8 @@ from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, Ma
 from safeload import FormatError, RangeError, SafeloadError
 from safeload.base import dtypes
 from safeload.base.native import available_tiers, ffi, lib, tier_name
-from safeload.engine import jobs, runner
-from safeload.engine.job import Channels, Job
+from safeload.engine.run import jobs, runner
+from safeload.engine.run.job import Channels, Job
 
 NUMBERS = {code: row.number for code, row in dtypes.BY_CODE.items()}
 TIERS = pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)

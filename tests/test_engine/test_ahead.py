@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from safeload.engine.ahead import Ahead, Task
+from safeload.engine.ahead.read_ahead import Ahead, Task
 
 
 def ours():

@@ -18,7 +18,7 @@ from builders import torch_build
 from builders.random import rng
 
 import safeload
-from safeload.engine import runner
+from safeload.engine.run import runner
 from safeload.numpy import load_file, save_file
 
 THREADS = 8

@@ -9,7 +9,8 @@ from builders.random import rng
 
 import safeload
 from safeload import quantize
-from safeload.engine import jobs, read
+from safeload.engine.read import batch
+from safeload.engine.run import jobs
 from safeload.numpy import load_file, save_file
 
 
@@ -70,8 +71,8 @@ def test_small_tensors_of_any_dtype_at_any_offset(tmp_path, backend, dtype, odd)
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_pools_of_bounded_size(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(read, "POOL_SIZE", 300)
-    monkeypatch.setattr(read, "POOLED_BELOW", 100)
+    monkeypatch.setattr(batch, "POOL_SIZE", 300)
+    monkeypatch.setattr(batch, "POOLED_BELOW", 100)
     tensors = mixed(300) | {"large": rng.standard_normal((30, 30)).astype(np.float16)} | {"last": np.ones(2, np.int8)}
     raw_file(tmp_path / "x", tensors)
     assert_same(load_file(tmp_path / "x", backend="pread", dtype=dtype), tensors, dtype)

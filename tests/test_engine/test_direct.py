@@ -15,9 +15,9 @@ from builders.http_server import Server
 from builders.random import rng
 
 import safeload
-from safeload.engine import jobs, runner
-from safeload.engine.memory import PAGE, address_of
-from safeload.engine.threads import DIRECT_READERS, available_cpus, thread_count
+from safeload.engine.run import jobs, runner
+from safeload.engine.run.memory import PAGE, address_of
+from safeload.engine.run.threads import DIRECT_READERS, available_cpus, thread_count
 from safeload.errors import FormatError
 from safeload.numpy import load_file, save_file
 from safeload.stores.local import direct_of, open_local

@@ -12,10 +12,11 @@ from builders.remote import Served
 import safeload.numpy
 from safeload.base import dtypes
 from safeload.base.scheme import SCHEMES
-from safeload.engine import fetch, jobs, restore, runner
-from safeload.engine.memory import address_of
+from safeload.engine.codes import restore
+from safeload.engine.run import fetch, jobs, runner
+from safeload.engine.run.memory import address_of
 from safeload.errors import FormatError, RemoteError
-from safeload.stores import crew
+from safeload.stores import thread_group
 
 F32 = dtypes.BY_CODE["F32"].number
 URL = "mem://model/model.safetensors"
@@ -284,7 +285,7 @@ def test_nothing_is_converted_after_ctrl_c(monkeypatch):
     core = SlowCore(runner.lib)
     monkeypatch.setattr(runner, "lib", core)
     monkeypatch.setattr(runner, "SLICE_MS", 1)
-    monkeypatch.setattr(crew, "_GRACE", 0.0)
+    monkeypatch.setattr(thread_group, "_GRACE", 0.0)
     out = {"model.w.weight": np.zeros(shape, np.float32)}
 
     def stop(done, total):

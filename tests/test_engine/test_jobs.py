@@ -11,9 +11,9 @@ from builders.random import rng
 from safeload.base import dtypes
 from safeload.base.native import Error, check, ffi, lib
 from safeload.base.paths import native_path
-from safeload.engine import jobs
-from safeload.engine.job import Channels, Grid, Job, Origin
-from safeload.engine.memory import address_of
+from safeload.engine.run import jobs
+from safeload.engine.run.job import Channels, Grid, Job, Origin
+from safeload.engine.run.memory import address_of
 from safeload.errors import FormatError, SafeloadError
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import safeload
-from safeload.engine import jobs, progress
-from safeload.engine import pieces as reading
+from safeload.engine.codes import pieces as reading
+from safeload.engine.run import jobs, progress
 from safeload.numpy import load_file, save_file
 
 

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from safeload.engine import recycled
-from safeload.engine.recycled import Recycler
+from safeload.engine.read import buffer_pool
+from safeload.engine.read.buffer_pool import Recycler
 from safeload.errors import UnsupportedError
 
 MIB = 1 << 20
@@ -48,8 +48,8 @@ class Memory:
 
 @pytest.fixture
 def memory(monkeypatch):
-    counted = Memory(recycled.short)
-    monkeypatch.setattr(recycled, "short", counted)
+    counted = Memory(buffer_pool.short)
+    monkeypatch.setattr(buffer_pool, "short", counted)
     yield counted
     gc.collect()
     assert counted.sizes == {}

@@ -25,8 +25,8 @@ import safeload
 from safeload import QuantizedTensor, SafetensorError, gguf, safe_open
 from safeload.numpy import load_file, save_file
 
-jobs = importlib.import_module("safeload.engine.jobs")
-slicing = importlib.import_module("safeload.engine.slice")
+jobs = importlib.import_module("safeload.engine.run.jobs")
+slicing = importlib.import_module("safeload.engine.run.slice")
 
 byte_bounds = np.byte_bounds if hasattr(np, "byte_bounds") else np.lib.array_utils.byte_bounds  # until numpy 2
 

@@ -9,11 +9,11 @@ from builders.paths import DATA
 from builders.quantized import FIXTURES, FOLDER, each_kind
 
 import safeload
-from safeload.engine.chunks import chunks_of
-from safeload.engine.load import parse_target
-from safeload.engine.memory import ALIGNMENT, aligned_bytes
-from safeload.engine.plan import entries_of
-from safeload.engine.staging import staged
+from safeload.engine.ahead.chunks import chunks_of
+from safeload.engine.ahead.staging import staged
+from safeload.engine.read.load import parse_target
+from safeload.engine.read.plan import entries_of
+from safeload.engine.run.memory import ALIGNMENT, aligned_bytes
 from safeload.numpy import save_file
 
 MIB = 1 << 20

@@ -28,8 +28,9 @@ from builders.streams import sums
 
 import safeload
 from safeload import FormatError, TensorNotFoundError, UnsupportedError
-from safeload.engine import pieces, recycled
-from safeload.engine.quantized_tensor import QuantizedTensor
+from safeload.engine.codes import pieces
+from safeload.engine.codes.quantized_tensor import QuantizedTensor
+from safeload.engine.read import buffer_pool
 from safeload.numpy import save_file
 
 MIB = 1 << 20
@@ -422,7 +423,7 @@ def test_two_hundred_streams_leave_nothing_behind(tmp_path, end):
 @pytest.fixture
 def held(monkeypatch):
     """Sizes of the arrays of streams, and of what is kept for them, by address."""
-    real, sizes = recycled.short, {}
+    real, sizes = buffer_pool.short, {}
 
     class Memory:
         @staticmethod
@@ -436,7 +437,7 @@ def held(monkeypatch):
             assert sizes.pop(address) == size
             real.sl_memory_free(address, size)
 
-    monkeypatch.setattr(recycled, "short", Memory)
+    monkeypatch.setattr(buffer_pool, "short", Memory)
     return sizes
 
 

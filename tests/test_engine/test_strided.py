@@ -12,7 +12,7 @@ from safeload.base import dtypes
 from safeload.base.arrays import c_strides
 from safeload.base.listed_table import ListedTable, Listing
 from safeload.checkpoint import Checkpoint
-from safeload.engine.weight_file import open_without_table
+from safeload.engine.run.weight_file import open_without_table
 from safeload.formats.opening import Found
 
 MIB = 1 << 20

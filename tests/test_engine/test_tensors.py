@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import safeload
-from safeload.engine.tensors import Tensors
+from safeload.engine.read.tensors import Tensors
 from safeload.numpy import save_file
 
 SHAPES = [(), (0,), (3,), (2, 3), (1, 0, 2), (2, 2, 2)]

@@ -27,8 +27,8 @@ import safeload
 import safeload.gguf
 import safeload.moon
 from safeload import SafetensorError
-from safeload.engine.atomic_file import AtomicFile
-from safeload.engine.memory import address_of
+from safeload.engine.run.atomic_file import AtomicFile
+from safeload.engine.run.memory import address_of
 from safeload.formats import npy, npz
 from safeload.numpy import load, load_file, save, save_file
 
@@ -759,7 +759,7 @@ def test_a_file_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, m
     def write(*arguments, **keywords):
         raise AssertionError("written before space was reserved")
 
-    monkeypatch.setattr(importlib.import_module("safeload.engine.atomic_file").AtomicFile, "write", write)
+    monkeypatch.setattr(importlib.import_module("safeload.engine.run.atomic_file").AtomicFile, "write", write)
     with pytest.raises(OSError) as caught:  # noqa: PT011 - which of the two depends on the filesystem
         save_file({"x": array}, tmp_path / "x")
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
@@ -934,7 +934,7 @@ def test_the_exception_of_a_signal_right_after_the_file_was_created_removes_it(t
         create(path, flags, *mode)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("safeload.engine.atomic_file.os.open", interrupted)
+    monkeypatch.setattr("safeload.engine.run.atomic_file.os.open", interrupted)
     with pytest.raises(KeyboardInterrupt):
         AtomicFile(tmp_path / "x", 5)
     monkeypatch.undo()

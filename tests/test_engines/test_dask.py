@@ -12,7 +12,7 @@ from builders.clusters import NAMES, OPTIONS, content, die_in, die_while_reading
 
 import safeload
 from safeload.numpy import load_file, save_file
-from safeload.operations import manifest
+from safeload.operations.validate import manifest
 
 distributed = pytest.importorskip("distributed")
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")

@@ -16,7 +16,7 @@ from builders.random import rng
 from builders.torch_build import Storage, tensor
 
 import safeload
-from safeload.engine.lazy import Lazy
+from safeload.engine.read.lazy import Lazy
 from safeload.errors import FormatError, SafeloadError, UnsupportedError
 from safeload.formats import foreign, registry
 from safeload.formats.registry import BY_NAME, FORMATS, ROWS

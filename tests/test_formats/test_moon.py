@@ -153,7 +153,7 @@ def test_one_fault_at_a_time(path, data, offset, fragment):
 
 def open_as_moon(path):
     """Past the sniffing, which sees no MOON here."""
-    from safeload.engine.weight_file import open_without_table
+    from safeload.engine.run.weight_file import open_without_table
     from safeload.formats.moon import read_table
 
     return read_table(open_without_table(path))

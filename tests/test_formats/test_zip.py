@@ -9,7 +9,7 @@ from builders.thorough import part_of
 from builders.torch_build import Storage, tensor, zip_entries, zip_file
 
 from safeload import SafeloadError
-from safeload.engine.weight_file import open_without_table
+from safeload.engine.run.weight_file import open_without_table
 from safeload.formats import zip as zips
 from safeload.formats import zip_directory
 from safeload.formats.zip import Archive

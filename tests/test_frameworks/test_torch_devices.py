@@ -16,9 +16,9 @@ import pytest
 from builders.quantized import FIXTURES, FOLDER
 
 import safeload
-from safeload.engine import staging
-from safeload.engine.load import parse_target
-from safeload.engine.plan import entries_of
+from safeload.engine.ahead import staging
+from safeload.engine.read.load import parse_target
+from safeload.engine.read.plan import entries_of
 from safeload.numpy import load_file, save_file
 
 torch = pytest.importorskip("torch")

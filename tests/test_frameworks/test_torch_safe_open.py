@@ -139,7 +139,7 @@ def test_many_slices_of_one_tensor_need_few_mappings(path):
 
 
 def test_where_the_system_refuses_a_mapping_everything_is_read(path, monkeypatch):
-    from safeload.engine import delivery
+    from safeload.engine.read import delivery
     from safeload.frameworks import torch_handles
 
     monkeypatch.setattr(torch_handles, "mapping_of", lambda store: None)

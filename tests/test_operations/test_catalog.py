@@ -6,11 +6,11 @@ import pytest
 
 import safeload
 from safeload import QuantizedTensor, SafeloadError, TensorNotFoundError, UnsupportedError
-from safeload.engine import jobs
-from safeload.engine.memory import address_of
-from safeload.engine.source import Source
+from safeload.engine.codes.source import Source
+from safeload.engine.run import jobs
+from safeload.engine.run.memory import address_of
 from safeload.numpy import save_file
-from safeload.operations.catalog import Catalog
+from safeload.operations.sources.catalog import Catalog
 
 W = np.arange(64, dtype=np.float32).reshape(2, 32)
 TENSORS = {

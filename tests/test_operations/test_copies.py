@@ -11,11 +11,11 @@ from builders.random import rng
 from builders.remote import Served
 
 import safeload
-from safeload.engine import spans
+from safeload.engine.ahead import spans
 from safeload.errors import FormatError, SafeloadError, UnsupportedError
 from safeload.formats.safetensors import file as safetensors
 from safeload.numpy import load_file, save_file
-from safeload.operations import convert as operation
+from safeload.operations.convert import convert as operation
 from safeload.stores.files import Location
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64")

@@ -347,7 +347,7 @@ def test_a_file_of_that_name(model):
 
 
 def test_a_disk_without_space(model, monkeypatch):
-    from safeload.operations import store_folder
+    from safeload.operations.folders import store_folder
 
     def full(path, size, **options):
         raise OSError(28, "No space left on device", path)
@@ -608,7 +608,8 @@ def test_secrets_are_nowhere(model, s3, caplog, capsys):
     assert plan["storage_options"] == {key: s3[key] for key in ("endpoint_url", "client_kwargs")}
     results = [safeload.run_piece(piece, storage_options=s3) for piece in plan.pieces]
     report = safeload.finalize(plan, results, storage_options=s3)
-    from safeload.operations import convert_folder, destinations
+    from safeload.operations.convert import convert_folder
+    from safeload.operations.folders import destinations
 
     folder = destinations.of(destinations.where(url, s3))
     runner = convert_folder.Runner(folder, s3)

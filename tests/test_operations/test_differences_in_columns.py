@@ -12,8 +12,8 @@ import safeload
 from safeload import diff
 from safeload.errors import FormatError
 from safeload.numpy import save_file
-from safeload.operations import diff_columns
-from safeload.operations.catalog import Catalog
+from safeload.operations.measure import diff_columns
+from safeload.operations.sources.catalog import Catalog
 from safeload.stores.files import Location
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int8", "uint16", "bool", "complex64")

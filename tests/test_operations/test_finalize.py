@@ -13,7 +13,7 @@ import pytest
 import safeload
 from safeload import FormatError
 from safeload.numpy import save_file
-from safeload.operations import shard_folder
+from safeload.operations.folders import shard_folder
 
 RECORD = ".done.json"
 LIMIT = "60KB"

@@ -16,7 +16,7 @@ import safeload
 from safeload import FormatError
 from safeload.cli import main
 from safeload.numpy import save_file
-from safeload.operations import unfinished
+from safeload.operations.folders import unfinished
 
 INDEX = "model.safetensors.index.json"
 RECORD = ".done.json"

@@ -12,7 +12,7 @@ from builders.random import rng
 import safeload
 from safeload.cli import main
 from safeload.numpy import save_file
-from safeload.operations import manifest
+from safeload.operations.validate import manifest
 
 QUANTIZED = DATA / "quantized"
 X = np.float32(rng.standard_normal((64, 64)) * np.arange(1, 65)[:, None] / 64)

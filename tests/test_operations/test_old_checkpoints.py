@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import safeload
-from safeload.engine.atomic_file import AtomicFile
+from safeload.engine.run.atomic_file import AtomicFile
 from safeload.numpy import load_file, save_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -6,7 +6,7 @@ import pytest
 
 import safeload
 from safeload import Layout, QuantizedTensor, StackedTensor, quantize, stack
-from safeload.engine.memory import overlapping
+from safeload.engine.run.memory import overlapping
 from safeload.numpy import load_file, save_file
 
 ONE = Layout("one", [StackedTensor("w", "w")])

@@ -14,7 +14,7 @@ import safeload
 from safeload import Layout, QuantizedTensor, StackedTensor, UnsupportedError
 from safeload.cli import main
 from safeload.numpy import load_file, save_file
-from safeload.operations import manifest
+from safeload.operations.validate import manifest
 
 any_fixture, packed_fixtures = each_kind(), each_kind("bitnet_online")
 

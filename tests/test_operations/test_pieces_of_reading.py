@@ -18,7 +18,8 @@ from builders.torch_build import Ref, Storage, ordered, tensor, zip_file
 import safeload
 from safeload.errors import MissingShardError
 from safeload.numpy import load_file, save_file
-from safeload.operations import manifest, sources
+from safeload.operations.sources import sources
+from safeload.operations.validate import manifest
 from safeload.stores.local import LocalStore
 
 

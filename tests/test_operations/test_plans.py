@@ -19,7 +19,7 @@ from builders.quantized import FIXTURES
 
 import safeload
 from safeload import FormatError, Layout, Plan, StackedTensor, UnsupportedError
-from safeload.engine.digest import Digest
+from safeload.engine.run.digest import Digest
 from safeload.errors import MissingShardError
 from safeload.numpy import save_file
 

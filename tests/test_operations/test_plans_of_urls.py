@@ -18,7 +18,7 @@ import safeload
 import safeload.remote
 from safeload.errors import MissingShardError
 from safeload.numpy import save_file
-from safeload.operations import manifest
+from safeload.operations.validate import manifest
 
 pytest.importorskip("urllib3")
 

@@ -9,7 +9,7 @@ from builders.quantized import FOLDER
 import safeload
 from safeload.base.scheme import SCHEMES
 from safeload.numpy import save_file
-from safeload.operations.sizes import DTYPES, sizes
+from safeload.operations.measure.sizes import DTYPES, sizes
 
 
 def nbytes(weights):

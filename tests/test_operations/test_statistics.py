@@ -18,10 +18,10 @@ from safeload import FormatError, TensorNotFoundError, UnsupportedError, stats
 from safeload.base.dtypes import BY_NAME
 from safeload.base.native import available_tiers, lib, tier_name
 from safeload.cli import main
-from safeload.engine import jobs, runner
-from safeload.engine.job import Job
+from safeload.engine.run import jobs, runner
+from safeload.engine.run.job import Job
 from safeload.numpy import save_file
-from safeload.operations.stats import _RECORD, HISTOGRAM_EDGES
+from safeload.operations.measure.stats import _RECORD, HISTOGRAM_EDGES
 
 SCALAR = lib.SL_TIER_SCALAR
 TIERS = pytest.mark.parametrize("tier", [tier for tier in available_tiers() if tier != SCALAR], ids=tier_name)

@@ -16,7 +16,7 @@ from builders.remote import Served
 import safeload
 from safeload.errors import RemoteError
 from safeload.numpy import save_file
-from safeload.operations import manifest
+from safeload.operations.validate import manifest
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from safeload.base import dtypes
 from safeload.cli import main
 from safeload.models import choosing, reading
 from safeload.numpy import save_file
-from safeload.operations.about import About
+from safeload.operations.sources.description import About
 from safeload.operations.validate import schemas
 
 ARCHITECTURES = ROOT / "tests" / "data" / "architectures"

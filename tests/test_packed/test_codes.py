@@ -15,7 +15,7 @@ from builders.random import rng
 import safeload
 from safeload import FormatError, Layout, StackedTensor, UnsupportedError
 from safeload.numpy import load_file, save_file
-from safeload.packed import grouping
+from safeload.packed import codes_without_scale
 
 F8, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16
 
@@ -487,9 +487,12 @@ def test_integers_that_a_config_names(tmp_path):
         "model.position_ids": codes(I32, 1, 64),
         "mask": codes(U8, 1, 1, 8, 8),
     }
-    rows = {name: grouping.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
-    assert list(grouping.find(rows, {"quantization_config": {"quant_method": "gptq"}})) == [f"{P}.qweight"]
-    assert not grouping.find(rows)
+    rows = {
+        name: codes_without_scale.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape)
+        for name, t in tensors.items()
+    }
+    assert list(codes_without_scale.find(rows, {"quantization_config": {"quant_method": "gptq"}})) == [f"{P}.qweight"]
+    assert not codes_without_scale.find(rows)
 
 
 @pytest.mark.parametrize(
@@ -509,8 +512,11 @@ def test_integers_that_a_config_names(tmp_path):
     ids=range(10),
 )
 def test_what_are_no_codes(tensors):
-    rows = {name: grouping.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
-    assert not grouping.find(rows)
+    rows = {
+        name: codes_without_scale.Stored(safeload.base.dtypes.BY_NAME[t.dtype.name], t.shape)
+        for name, t in tensors.items()
+    }
+    assert not codes_without_scale.find(rows)
 
 
 def test_int8_of_our_own_is_no_riddle(tmp_path):

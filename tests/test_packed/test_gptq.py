@@ -12,7 +12,7 @@ from builders.quantized import FIXTURES
 
 import safeload
 from safeload import FormatError, UnsupportedError
-from safeload.engine import code_ranges
+from safeload.engine.codes import code_ranges
 from safeload.numpy import load_file, save_file
 
 IN, OUT, SIZE = 96, 64, 48

@@ -10,7 +10,7 @@ from builders.remote import Served
 
 import safeload
 from safeload import FormatError, UnsupportedError
-from safeload.engine import code_ranges, masked
+from safeload.engine.codes import code_ranges, masked
 from safeload.numpy import save_file
 
 CONFIG = {

@@ -15,7 +15,7 @@ from builders.quantized import FIXTURES, FOLDER, IN_GGUF, each_kind
 
 import safeload
 from safeload import FormatError, TensorNotFoundError
-from safeload.engine import code_ranges
+from safeload.engine.codes import code_ranges
 from safeload.numpy import load_file, save_file
 
 FP8, SHAPE = "model.layers.0.self_attn.o_proj.weight", (192, 136)

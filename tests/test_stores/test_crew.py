@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from safeload.stores import crew, stop
-from safeload.stores.crew import each, run
+from safeload.stores import stop, thread_group
 from safeload.stores.stop import Stop, Stopped
+from safeload.stores.thread_group import each, run
 
 
 def threads():
@@ -122,7 +122,7 @@ def test_tasks_go_on_where_a_thread_cannot_be_started(monkeypatch):
 
 
 def test_a_task_that_cannot_be_ended_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr(crew, "_GRACE", 0.1)
+    monkeypatch.setattr(thread_group, "_GRACE", 0.1)
     gate = threading.Event()
     begun = time.monotonic()
     with pytest.raises(ZeroDivisionError):
@@ -153,7 +153,7 @@ def test_the_end_of_a_call_ends_those_within_it():
 def test_ctrl_c_pressed_twice_still_waits_for_the_threads():
     code = """
 import _thread, os, signal, threading, time
-from safeload.stores import crew, stop
+from safeload.stores import thread_group, stop
 signal.signal(signal.SIGINT, signal.default_int_handler)
 written = []
 def task():
@@ -168,7 +168,7 @@ def press():
         _thread.interrupt_main() if os.name == "nt" else os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=press).start()
 try:
-    crew.run([task], 1)
+    thread_group.run([task], 1)
 except KeyboardInterrupt:
     print(len(written))
 """

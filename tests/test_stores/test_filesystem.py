@@ -24,7 +24,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
 from safeload import FormatError, UnsupportedError  # noqa: E402
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError  # noqa: E402
-from safeload.stores import crew, filesystem, foreign_errors  # noqa: E402
+from safeload.stores import filesystem, foreign_errors, thread_group  # noqa: E402
 from safeload.stores.filesystem import Filesystem, LocalUrls  # noqa: E402
 from safeload.stores.local import LocalStore  # noqa: E402
 from safeload.stores.remote_files import RemoteFiles  # noqa: E402
@@ -331,7 +331,7 @@ def test_many_threads_read_at_once(chain, memory, tmp_path):
     result = bytearray(len(CONTENT))
     view = memoryview(result)
     parts = [Span(k, view[k : k + 50_000]) for k in range(0, len(CONTENT), 50_000)]
-    crew.run((lambda part=part: store.read_spans([part]) for part in parts), 16)
+    thread_group.run((lambda part=part: store.read_spans([part]) for part in parts), 16)
     assert result == CONTENT
 
 
@@ -580,5 +580,5 @@ def test_ctrl_c_ends_a_read(faulty):
     timer.start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        crew.run([lambda: store.read_into(0, bytearray(10))], 1)
+        thread_group.run([lambda: store.read_into(0, bytearray(10))], 1)
     assert time.monotonic() - begin < 5

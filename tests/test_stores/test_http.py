@@ -19,7 +19,7 @@ from builders.remote import read
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
-from safeload.stores import crew
+from safeload.stores import thread_group
 from safeload.stores.remote import WINDOW
 from safeload.stores.remote_files import RemoteFiles
 from safeload.stores.store import Span
@@ -258,7 +258,7 @@ def test_an_expired_url_is_resolved_again():
         valid[0] = 1
         memory = [bytearray(1000) for _ in range(8)]
         spans = [[Span(WINDOW + 1000 * k, memoryview(one))] for k, one in enumerate(memory)]
-        crew.run([functools.partial(store.read_spans, one) for one in spans], 8)
+        thread_group.run([functools.partial(store.read_spans, one) for one in spans], 8)
         assert b"".join(memory) == CONTENT[WINDOW : WINDOW + 8000]
         assert len(issued) == 2
         valid[0] = 2

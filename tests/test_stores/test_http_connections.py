@@ -19,7 +19,7 @@ from builders import http_faults as server
 from builders.http_server import CERTIFICATE, Server
 from builders.remote import read
 
-from safeload.stores import crew
+from safeload.stores import thread_group
 from safeload.stores.remote import WINDOW
 from safeload.stores.store import Span
 
@@ -74,7 +74,7 @@ def test_many_threads_read_at_once():
         tasks = [
             functools.partial(store.read_spans, [Span(at, view[at : at + step])]) for at in range(0, len(CONTENT), step)
         ]
-        crew.run(tasks, 16)
+        thread_group.run(tasks, 16)
         assert memory == CONTENT
         assert 4 <= there.most_in_flight <= 16
         assert there.connections <= 17
@@ -150,7 +150,7 @@ def test_a_read_ends_at_once(where, tls):
             return time.monotonic() > until[0]
 
         with pytest.raises(EndError):
-            crew.run(tasks, 4, interrupt_when(ready))
+            thread_group.run(tasks, 4, interrupt_when(ready))
         assert time.monotonic() - until[0] < SOON
         assert not started_since(before)
         memory[:] = bytes(len(memory))
@@ -178,7 +178,7 @@ def test_an_opening_ends_at_once(stage):
         task = functools.partial(Web({"connect_timeout": 30}).open, f"https://{place}/a")
         begun = time.monotonic()
         with pytest.raises(EndError):
-            crew.run([task], 1, interrupt_when(lambda: time.monotonic() > begun + 0.3))
+            thread_group.run([task], 1, interrupt_when(lambda: time.monotonic() > begun + 0.3))
         assert time.monotonic() - begun < SOON
         assert not started_since(before)
         for one in waiting:
@@ -261,7 +261,7 @@ def test_the_first_error_ends_all_reads():
         slow, bad = web.open(there.url("/a")), web.open(there.url("/b"))
         begun = time.monotonic()
         with pytest.raises(FileNotFoundError):
-            crew.run([functools.partial(read, slow)] * 3 + [functools.partial(read, bad)], 4)
+            thread_group.run([functools.partial(read, slow)] * 3 + [functools.partial(read, bad)], 4)
         assert time.monotonic() - begun < SOON
         slow.close()
         bad.close()

@@ -21,7 +21,7 @@ import safeload.remote  # noqa: E402
 from safeload import FormatError, UnsupportedError  # noqa: E402
 from safeload.errors import RemoteError, RemotePermissionError  # noqa: E402
 from safeload.remote import of_fsspec, of_obstore  # noqa: E402
-from safeload.stores import crew, objects  # noqa: E402
+from safeload.stores import object_store, thread_group  # noqa: E402
 from safeload.stores.local import LocalStore  # noqa: E402
 from safeload.stores.remote import ForeignStore  # noqa: E402
 from safeload.stores.store import Span  # noqa: E402
@@ -121,34 +121,34 @@ def test_nothing_is_read_offline(folder, monkeypatch):
 
 
 def test_an_open_file_names_its_path(folder):
-    place = objects.path_of(fsspec.open(f"memory:/{folder}/model.bin"))
+    place = object_store.path_of(fsspec.open(f"memory:/{folder}/model.bin"))
     assert read(opened(place)) == CONTENT
 
 
 def test_a_upath_names_its_path(folder):
     upath = pytest.importorskip("upath")
-    assert read(opened(objects.path_of(upath.UPath(f"memory:/{folder}/model.bin")))) == CONTENT
+    assert read(opened(object_store.path_of(upath.UPath(f"memory:/{folder}/model.bin")))) == CONTENT
 
 
 def test_what_looks_like_a_upath_names_its_path(folder):
     looks_so = SimpleNamespace(fs=MemoryFileSystem(), path=f"{folder}/model.bin")
-    assert read(opened(objects.path_of(looks_so))) == CONTENT
+    assert read(opened(object_store.path_of(looks_so))) == CONTENT
 
 
 def test_a_compressed_file_is_refused(folder):
     with pytest.raises(UnsupportedError, match="compress"):
-        objects.path_of(fsspec.open(f"memory:/{folder}/model.bin", compression="gzip"))
+        object_store.path_of(fsspec.open(f"memory:/{folder}/model.bin", compression="gzip"))
 
 
 @pytest.mark.parametrize("value", ["x", Path("x"), None, 3, {}, SimpleNamespace(fs=None, path="x")])
 def test_other_objects_are_nothing_of_ours(value):
     with pytest.raises(TypeError, match=f"a store .* is wanted, found {type(value).__name__}"):
-        objects.path_of(value)
+        object_store.path_of(value)
 
 
 def test_a_remote_path_names_itself(folder):
     place = of_fsspec(MemoryFileSystem(), folder)
-    assert objects.path_of(place) is place
+    assert object_store.path_of(place) is place
 
 
 # ---- obstore ----
@@ -242,7 +242,7 @@ def test_many_threads_read_an_obstore_at_once(store):
     result = bytearray(len(CONTENT))
     view = memoryview(result)
     parts = [Span(k, view[k : k + 50_000]) for k in range(0, len(CONTENT), 50_000)]
-    crew.run((lambda part=part: opened_store.read_spans([part]) for part in parts), 16)
+    thread_group.run((lambda part=part: opened_store.read_spans([part]) for part in parts), 16)
     assert result == CONTENT
 
 

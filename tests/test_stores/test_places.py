@@ -11,7 +11,7 @@ from builders.remote import Served
 import safeload
 import safeload.numpy
 import safeload.remote
-from safeload.engine.atomic_file import AtomicFile
+from safeload.engine.run.atomic_file import AtomicFile
 from safeload.stores.files import LOCAL
 from safeload.stores.places import places_of
 from safeload.stores.remote_files import RemoteFiles

@@ -19,7 +19,7 @@ from builders import torch_build
 
 import safeload
 from safeload import FormatError, safe_open
-from safeload.engine.weight_file import open_without_table
+from safeload.engine.run.weight_file import open_without_table
 from safeload.numpy import save_file
 from safeload.stores import local
 

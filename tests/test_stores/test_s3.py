@@ -18,7 +18,7 @@ moto_server = pytest.importorskip("moto.server")
 
 from safeload import FormatError  # noqa: E402
 from safeload.errors import RemoteError, RemotePermissionError  # noqa: E402
-from safeload.stores import crew, foreign_errors, retries  # noqa: E402
+from safeload.stores import foreign_errors, retries, thread_group  # noqa: E402
 from safeload.stores.fsspec_store import FsspecStore, Handle  # noqa: E402
 from safeload.stores.http import HttpStore  # noqa: E402
 from safeload.stores.presigned import Signer  # noqa: E402
@@ -233,7 +233,7 @@ def test_many_threads_read_at_once(files):
     result = bytearray(len(CONTENT))
     view = memoryview(result)
     parts = [Span(k, view[k : k + 250_000]) for k in range(0, len(CONTENT), 250_000)]
-    crew.run((lambda k=k, part=part: stores[k].read_spans([part]) for k, part in enumerate(parts)), 8)
+    thread_group.run((lambda k=k, part=part: stores[k].read_spans([part]) for k, part in enumerate(parts)), 8)
     assert result == CONTENT
 
 
@@ -322,7 +322,7 @@ def test_an_upload_that_is_interrupted_does_not_go_on(fs, options, tmp_path, mon
 
     tasks = [lambda: files.backend(FILE).upload(str(source), f"s3://{BUCKET}/folder/new.bin"), interrupt]
     with pytest.raises(KeyboardInterrupt):
-        crew.run(tasks, 2)
+        thread_group.run(tasks, 2)
     assert ended.wait(5)
 
 

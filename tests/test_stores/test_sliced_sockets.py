@@ -13,7 +13,7 @@ from builders.http_server import CERTIFICATE, Server
 from builders.remote import read
 from builders.terminal import press_ctrl_c
 
-from safeload.stores import crew, sliced_sockets
+from safeload.stores import sliced_sockets, thread_group
 from safeload.stores.remote import WINDOW
 from safeload.stores.sliced_sockets import SlicedSocket, SlicedTlsSocket
 from safeload.stores.stop import Stop, Stopped, belonging
@@ -185,7 +185,7 @@ def test_a_read_ends_at_once_where_no_shutdown_ends_it(tls, connections):
                 raise EndError
 
         with pytest.raises(EndError):
-            crew.run([lambda: read(store)], 1, tick)
+            thread_group.run([lambda: read(store)], 1, tick)
         assert time.monotonic() - begun < SOON
         assert not [one for one in set(threading.enumerate()) - before if one.name == "safeload"]
         assert read(store) == content[WINDOW:]

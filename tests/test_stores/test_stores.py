@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from safeload.base.listed_table import ListedTable
-from safeload.engine.delivery import deliver
-from safeload.engine.tensors import Tensors
-from safeload.engine.weight_file import WeightFile, open_without_table
+from safeload.engine.read.delivery import deliver
+from safeload.engine.read.tensors import Tensors
+from safeload.engine.run.weight_file import WeightFile, open_without_table
 from safeload.errors import FormatError
 from safeload.formats.npz import open_archive
 from safeload.formats.zip import Archive

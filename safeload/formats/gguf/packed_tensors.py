@@ -10,8 +10,8 @@ import numpy as np
 from ...base import packing
 from ...base.arrays import Array
 from ...base.text import show
-from ...engine.lazy import Lazy, LazyPacked, LazyQuantized, materialize
-from ...engine.quantized_tensor import QuantizedTensor
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, materialize
 from ...errors import SafeloadError, UnsupportedError
 from . import file_type
 

@@ -11,7 +11,7 @@ import numpy as np
 from ...base.arrays import Array
 from ...base.native import Error, check, ffi, kept, lib, pointer, short
 from ...base.table import Table, Unknown
-from ...engine.weight_file import WeightFile
+from ...engine.run.weight_file import WeightFile
 from .values import DTYPES, NUMBERS
 
 # Bytes of a file on the network that are read first, and how many times as many if the header is longer: that of a

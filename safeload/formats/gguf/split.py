@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...base.text import show
-from ...engine.weight_file import WeightFile
+from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError, UnsupportedError
 from .read import Metadata
 

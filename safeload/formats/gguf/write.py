@@ -15,10 +15,10 @@ from ...base.native import lib
 from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.text import check_name, show
-from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
-from ...engine.lazy import Lazy, LazyPacked, LazyQuantized, materialize
-from ...engine.memory import address_of
-from ...engine.quantized_tensor import QuantizedTensor
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, materialize
+from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
+from ...engine.run.memory import address_of
 from ...errors import SafeloadError, UnsupportedError
 from .packed_tensors import I2_S, Ternary, parts_of
 from .read import Metadata

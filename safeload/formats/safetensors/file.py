@@ -16,18 +16,18 @@ from ...base.native import Error, check, content_buffer, failure, ffi, lib, poin
 from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show
-from ...engine import resident
-from ...engine.atomic_file import AtomicFile, pieces_of, written_as_is
-from ...engine.lazy import Lazy, Staged, materialize
-from ...engine.threads import thread_count
-from ...engine.weight_file import WeightFile
+from ...engine.read import in_memory
+from ...engine.read.lazy import Lazy, Staged, materialize
+from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
+from ...engine.run.threads import thread_count
+from ...engine.run.weight_file import WeightFile
 from ...errors import SafetensorError, unsaved
 from ...stores.local import LocalStore, with_room
 from ..registry import Candidate, Content, Wanted, explain
 from .header import Header, text
 
 if TYPE_CHECKING:
-    from ...engine.staging import StagedBytes
+    from ...engine.ahead.staging import StagedBytes
 
 # Bytes of the size of the header, and the largest header that csrc/formats/safetensors.c takes.
 _LENGTH, _MAX_HEADER = 8, 100_000_000
@@ -90,7 +90,7 @@ def load_or_open(path: PathLike, backend: str) -> Resident | WeightFile:
     if not loaded.content:
         return _open_file(text, loaded, brief=True)
     table = Table(pointer(loaded.table))
-    return Resident(table, resident.views_of(table, content_buffer(loaded.content, loaded.file.size)))
+    return Resident(table, in_memory.views_of(table, content_buffer(loaded.content, loaded.file.size)))
 
 
 def _loaded(path: PathLike, largest: int) -> tuple[str, Any]:
@@ -162,7 +162,7 @@ def parse(data: Any, *, copy: bool) -> dict[str, Array]:
         copy: False for views, read-only where ``data`` is; unaligned tensors are copied all the same.
     """
     view, table = parse_table(data)
-    return resident.copies_of(table, view) if copy else resident.views_of(table, view)
+    return in_memory.copies_of(table, view) if copy else in_memory.views_of(table, view)
 
 
 # ---- write ----
@@ -240,7 +240,7 @@ def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[StagedBytes | Non
     """The bytes of what is read ahead, if anything is."""
     if not ahead:
         return nullcontext()
-    from ...engine.staging import StagedBytes  # only here: most files are loaded, or written from memory
+    from ...engine.ahead.staging import StagedBytes  # only here: most files are loaded, or written from memory
 
     return closing(StagedBytes([one.entry for one in ahead], ahead[0].threads))
 

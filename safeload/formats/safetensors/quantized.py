@@ -21,9 +21,9 @@ from ...base.listed_table import ListedTable, Listing
 from ...base.packing import CODES, CONFIG_KEY, NAME
 from ...base.table import Scale
 from ...base.text import show
-from ...engine.lazy import LazyPacked, LazyQuantized
-from ...engine.quantized_tensor import QuantizedTensor, storage_of
-from ...engine.weight_file import WeightFile
+from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
+from ...engine.read.lazy import LazyPacked, LazyQuantized
+from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, SafetensorError
 
 KEY = "safeload.quantized"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...base.text import show
-from ...engine.weight_file import WeightFile
+from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError
 from ..registry import Candidate, Content, Wanted
 from ..unpickle import run as unpickler

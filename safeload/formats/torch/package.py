@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...base.text import show
-from ...engine.weight_file import WeightFile
+from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .. import zip as archive
 from ..foreign import is_binary_pickle

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from ...base import dtypes
 from ...base.arrays import MAX_ARRAY, array_fits, c_strides
-from ...base.collector import paused
+from ...base.gc_pause import paused
 from ...base.listed_table import ListedTable, Listing
 from ...base.text import show
-from ...engine.weight_file import WeightFile
+from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError
 from ..registry import Content, Wanted
 from ..unpickle.machine import Global, describe

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...base.text import show
-from ...engine.weight_file import WeightFile
+from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, Wanted
 from ..unpickle import run as unpickler

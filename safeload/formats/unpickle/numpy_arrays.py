@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from ...base.arrays import array_fits, c_strides
 from ...base.listed_table import ListedTable, Listing
 from ...base.text import show
-from ...engine.weight_file import WeightFile, open_temporary
+from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import UnsupportedError
 from .numpy_globals import NumpyArray
 from .run import Unpickled

@@ -23,7 +23,7 @@ from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...base.collector import paused
+from ...base.gc_pause import paused
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from .machine import NEAR, Fault, Global, Machine, Stop, describe

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...models.schema import Schema
-from ..about import About
-from ..catalog import Catalog
-from ..stats import TensorStats, measure
+from ..measure.stats import TensorStats, measure
+from ..sources.catalog import Catalog
+from ..sources.description import About
 from . import files, values
 from .findings import ERROR, Finding, ValidationReport
 from .names import Quantized

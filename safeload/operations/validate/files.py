@@ -11,14 +11,14 @@ from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 from ...base.text import show
-from ...engine.pieces import file_pieces, in_order
-from ...engine.weight_file import WeightFile, open_without_table
+from ...engine.codes.pieces import file_pieces, in_order
+from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, SafeloadError, one_line
 from ...formats.foreign import is_zip
 from ...formats.zip import Archive
 from ...formats.zip_directory import STORED, ZipEntry
 from ...stores.files import Location
-from ..catalog import Catalog
+from ..sources.catalog import Catalog
 from .findings import Finding, error, warning
 
 # Usually five digits; DeepSeek writes six after "of", and a few models have two.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...base.names import pattern_of
 from ...base.text import NARROW, clip, plural, printable, quantity, shorten, show, size, wrap
-from ..stats import TensorStats
+from ..measure.stats import TensorStats
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 ERROR: Severity = "error"

@@ -9,12 +9,12 @@ from typing import Any
 from ...base.scheme import INT8
 from ...base.text import show
 from ...errors import FormatError, one_line
-from .. import executing
-from ..catalog import Catalog
-from ..executing import EXECUTOR, Executor
-from ..plan import check_version, field, piece_of, texts
-from ..sources import Sources, file_as_plain, file_of, groups, opened
-from ..stats import TensorStats, as_plain, of_plain
+from ..measure.stats import TensorStats, as_plain, of_plain
+from ..sources import executors
+from ..sources.catalog import Catalog
+from ..sources.executors import EXECUTOR, Executor
+from ..sources.plan import check_version, field, piece_of, texts
+from ..sources.sources import Sources, file_as_plain, file_of, groups, opened
 from . import files
 from .contents import Contents, readable
 from .files import Entry
@@ -60,7 +60,7 @@ class Gathered(Contents):
         """Runs all pieces."""
         wanted = self._wanted
         contents, sizes = [piece for piece, _, _ in self._pieces], [size for _, size, _ in self._pieces]
-        results = executing.run(run, contents, executor, sizes=sizes, threads=wanted.threads, progress=wanted.progress)
+        results = executors.run(run, contents, executor, sizes=sizes, threads=wanted.threads, progress=wanted.progress)
         for (_, _, subjects), result in zip(self._pieces, results, strict=True):
             self._found.update(dict.fromkeys(subjects, result))
 

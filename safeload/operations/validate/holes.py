@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...base.text import plural, show
-from ...engine.pieces import PIECE, file_pieces
-from ...engine.weight_file import WeightFile
+from ...engine.codes.pieces import PIECE, file_pieces
+from ...engine.run.weight_file import WeightFile
 from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
 from ...stores.local import descriptor_of
-from ..catalog import Catalog
+from ..sources.catalog import Catalog
 from .findings import Finding, error, warning
 
 # A shorter tail of zeros does not count as a stopped download, unless it is a hole.

@@ -11,9 +11,9 @@ from ...base import dtypes
 from ...base.names import pattern_of
 from ...base.text import plural
 from ...models.schema import NUMBER, Schema
+from ...packed.codes_without_scale import Codes
 from ...packed.config import quantization_of
-from ...packed.grouping import Codes
-from ..about import About
+from ..sources.description import About
 from .findings import Finding, error, note, warning
 
 # Parts of a name that precede a layer number, for models without a schema. Other numbers, as in torch's Sequential,

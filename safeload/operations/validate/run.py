@@ -18,9 +18,9 @@ from ...base.paths import PathLike, os_error
 from ...base.selecting import Patterns
 from ...base.text import show
 from ...checkpoint import Checkpoint
-from ...engine.progress import Progress
-from ...engine.quantized_tensor import QuantizedTensor
-from ...engine.weight_file import WeightFile
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.run.progress import Progress
+from ...engine.run.weight_file import WeightFile
 from ...errors import (
     ForbiddenError,
     FormatError,
@@ -36,10 +36,10 @@ from ...models.choosing import Choice, choose, choose_inner, choose_prefix
 from ...models.schema import Schema
 from ...stores.json_file import read_if_there
 from ...stores.places import Located, places_of
-from ..about import About
-from ..catalog import Catalog, Given
-from ..executing import EXECUTOR, Executor
-from ..sources import check_paths, in_memory
+from ..sources.catalog import Catalog, Given
+from ..sources.description import About
+from ..sources.executors import EXECUTOR, Executor
+from ..sources.sources import check_paths, in_memory
 from . import files, holes, schemas
 from . import names as naming
 from .contents import Contents, Model, check_contents

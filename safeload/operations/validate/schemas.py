@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ...base.text import plural, show
 from ...models.choosing import Choice, Inner
 from ...models.schema import PLACEHOLDER, PREFIX, Found, Schema, Wanted
-from ..about import About
+from ..sources.description import About
 from .findings import Finding, error, note, warning
 from .names import Quantized, module_of
 

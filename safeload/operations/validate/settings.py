@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from ...base.paths import PathLike
 from ...base.selecting import Patterns, Selection
-from ...engine.progress import Progress
-from ...engine.threads import check_threads
+from ...engine.run.progress import Progress
+from ...engine.run.threads import check_threads
 from ...models.reading import load as load_schema
 from ...models.schema import Schema
-from ..executing import Executor, check_executor
+from ..sources.executors import Executor, check_executor
 from .findings import Limits
 
 

@@ -13,15 +13,15 @@ from ...base.arrays import Array
 from ...base.packing import Packed, Packing
 from ...base.scheme import INT8
 from ...base.text import figure, show
-from ...engine.pieces import source_pieces
-from ...engine.quantized_tensor import QuantizedTensor
-from ...engine.restore import read_array
-from ...engine.source import Source
-from ...engine.tensors import packed_of
+from ...engine.codes.pieces import source_pieces
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.restore import read_array
+from ...engine.codes.source import Source
+from ...engine.read.tensors import packed_of
 from ...packed.gptq import wrapped_zeros, zeros_disagree
-from ..about import About
-from ..catalog import Catalog
-from ..stats import TensorStats
+from ..measure.stats import TensorStats
+from ..sources.catalog import Catalog
+from ..sources.description import About
 from .findings import Finding, Limits, error, note, warning
 
 # Largest relative difference between a float32 scale and the expected one: two roundings.

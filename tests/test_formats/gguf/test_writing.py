@@ -12,7 +12,7 @@ from builders.random import rng
 import safeload
 from safeload import QuantizedTensor, SafeloadError, UnsupportedError, gguf
 from safeload.base import dtypes
-from safeload.engine.lazy import Lazy, LazyQuantized
+from safeload.engine.read.lazy import Lazy, LazyQuantized
 from safeload.formats.gguf.values import F32, F64, I8, I64, NUMBERS, U8, U16, U32
 
 VOCABULARIES = sorted((SHARED / "gguf").glob("*.gguf"))

@@ -1,0 +1,1 @@
+"""Codes and scales of quantized tensors, and the jobs that restore their values."""

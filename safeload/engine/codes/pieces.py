@@ -1,0 +1,191 @@
+"""Reads bytes and values of tensors in pieces: on several threads, in bounded memory, never through a mapping."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from threading import RLock
+from typing import TypeVar
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array
+from ...stores.stop import Stop, belonging
+from ..run.fetch import WINDOW
+from ..run.job import Job
+from ..run.jobs import Batch
+from ..run.memory import address_of
+from ..run.progress import Progress, bar
+from ..run.threads import thread_count
+from ..run.weight_file import WeightFile
+from .source import Source
+
+# Bytes read at a time by each thread: enough to amortize the cost of a read, little compared with any machine's memory.
+PIECE = 4 << 20
+# Bytes of float64 values that are processed at a time, several times over: they stay in a core's cache.
+VALUES = 1 << 20
+
+_F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], threads: int | None, nbytes: int
+) -> Iterator[Result]:
+    """Results of a function that releases the GIL, called on several threads, in the order of its arguments.
+
+    Only a few calls run ahead of the consumer, and none outlives this generator: what they read from a network is
+    broken off.
+
+    Args:
+        function: called in any thread.
+        items: its arguments.
+        threads: None: chosen automatically from ``nbytes``.
+        nbytes: bytes that all calls together read.
+    """
+    count = thread_count(nbytes, threads)
+    if count == 1:
+        yield from map(function, items)
+        return
+    from concurrent.futures import Future, ThreadPoolExecutor  # only here: it takes milliseconds
+
+    waiting: deque[Future[Result]] = deque()
+    stop = Stop()
+
+    def call(item: Item) -> Result:
+        with belonging(stop):
+            return function(item)
+
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(call, item))
+                if len(waiting) > 2 * count:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+            stop.stop()
+
+
+class Meter:
+    """Counts bytes for a progress report; any thread may add to it.
+
+    Args:
+        progress: a callable that gets (bytes_done, bytes_total), True for a bar, or None.
+        total: bytes in all.
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        # The bar ends when all bytes are done, or with the meter if that never happens.
+        self._bar = None if callable(progress) or not progress else bar("safeload", leave=True)
+        self._report = progress if callable(progress) else None if self._bar is None else self._bar.__enter__()
+        self._total = total
+        self._done = 0
+        self._lock = RLock()  # a report may close what this belongs to
+
+    def add(self, nbytes: int) -> None:
+        """Adds to the number of bytes done."""
+        with self._lock:
+            if self._report is not None:
+                self._done += nbytes
+                self._report(self._done, self._total)
+                if self._done >= self._total:
+                    self._end()
+
+    def close(self) -> None:
+        """Ends the bar, whether or not all bytes are done."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
+            self._bar = self._report = None
+
+
+def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
+    """The bytes [begin, end) of a file, in pieces; each is overwritten by the next.
+
+    Raises:
+        FormatError: the file ends too early.
+        OSError: the file cannot be read.
+    """
+    step = WINDOW if file.remote else PIECE
+    memory = np.empty(min(step, max(1, end - begin)), np.uint8) if buffer is None or file.remote else buffer
+    for at in range(begin, end, step):
+        size = min(step, end - at)
+        Batch([Job(file, at, address_of(memory), size)]).run(threads=1)
+        yield memory[:size].data
+
+
+def source_pieces(source: Source) -> Iterator[memoryview]:
+    """The bytes of a tensor, in pieces; each is overwritten by the next.
+
+    Raises:
+        FormatError, OSError: see `file_pieces`.
+    """
+    if source.file is not None:
+        yield from file_pieces(source.file, source.offset, source.offset + source.size)
+    elif source.size:
+        yield from (piece.data for piece in _cut(memory_of(source)))
+
+
+def memory_of(source: Source) -> Array:
+    """The bytes of a source that is in memory."""
+    array: Array = np.asarray(source.owner)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _cut(raw: Array) -> Iterator[Array]:
+    for at in range(0, raw.size, PIECE):
+        yield raw[at : at + PIECE]
+
+
+def values(source: Source, begin: int, count: int) -> Array:
+    """Elements of a tensor in C order, as float64; bool as 0 and 1.
+
+    Args:
+        source: a tensor of real numbers, not packed.
+        begin: the first element.
+        count: number of elements.
+
+    Raises:
+        FormatError, OSError: see `file_pieces`.
+    """
+    return _values(source, begin, count, _F64).astype(np.float64, copy=False)
+
+
+def numbers(source: Source, begin: int, count: int) -> Array:
+    """Like `values`, but integers in their own dtype, and float32 if that has all numbers of the tensor's dtype."""
+    row = source.row
+    narrow = row.floating and 0 < row.bits <= _F32.bits
+    result = _values(source, begin, count, _F32 if narrow else _F64)
+    return result.astype(np.float64) if result.dtype == bool else result
+
+
+def _values(source: Source, begin: int, count: int, target: dtypes.Dtype) -> Array:
+    """Elements in a floating dtype; integers in their own."""
+    row = source.row
+    target = target if row.floating else row
+    result = np.empty(count, dtypes.element_dtype(target.number))
+    if count:
+        batch = Batch()
+        job = source.job(batch.into(result), target.number)
+        item = row.block_bytes
+        batch.add(job._replace(offset=source.offset + begin * item, size=count * item))
+        batch.run(threads=1)
+    return result
+
+
+def spans(shape: tuple[int, ...], step: int) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of each piece of a tensor, of ``step`` elements."""
+    total = math.prod(shape)
+    for begin in range(0, total, step):
+        yield begin, min(step, total - begin)

@@ -1,0 +1,331 @@
+"""`QuantizedTensor`: a tensor in int8, in blocks of ggml or as a published checkpoint packs it, as stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array, refuse_masked
+from ...base.native import lib
+from ...base.packing import CODES, SCALE, Packed, Packing, int8_packing
+from ...base.scheme import INT8, row_of
+from ...errors import UnsupportedError
+from ..run import jobs
+from ..run.cast import target_array
+from ..run.job import Channels, Job
+from ..run.memory import address_of, overlapping
+from ..run.slice import check_index
+from ..run.threads import check_threads
+from . import packed_rows, restore
+
+_F32 = dtypes.BY_CODE["F32"]
+
+# Keys of `QuantizedTensor.parts` that have no names in a file.
+_UNNAMED = {CODES: "data"}
+
+
+class QuantizedTensor:
+    """A tensor in int8 with scales, in blocks of ggml, or packed as published checkpoints store it.
+
+    Two tensors are equal if their schemes, shapes, axes and all bytes are. The constructor copies nothing: data and
+    scale are the arrays that it was given. Packed tensors ("fp8 128x128", "int4 g32", "nvfp4") come from
+    `safeload.open`: ``data`` holds their codes, ``parts`` all of their stored tensors.
+
+    ``numpy.asarray`` dequantizes to float32; ``tensor[2:5]`` is a range of the first axis.
+
+    Args:
+        scheme: "int8" or the lower-case name of a ggml type: "q4_0", "q8_0", "q6_k", ...
+        shape: logical shape, outermost axis first.
+        data: int8 of the tensor's shape; or uint8 whose last axis counts bytes of blocks: [..., K / 32 * 18] for q4_0.
+        scale: float32 factors that dequantize int8: of shape [] or, with ``axis``, [shape[axis]]; None for blocks.
+        axis: axis of per-axis scales, one for each index along it; None for one scale of the whole tensor.
+
+    Attributes:
+        nbytes: bytes of data and scale, or of all parts.
+        ndim: number of axes.
+        size: number of elements.
+        parts: arrays by the names that they have in the file, or "data" and "scale"; must not be modified.
+
+    Raises:
+        ValueError: an unknown scheme, or arrays that do not fit the shape.
+        TypeError: data or scale is not a numpy array.
+
+    The blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> q = safeload.quantize(np.ones((2, 64), np.float32), "q8_0")
+        >>> q
+        <QuantizedTensor q8_0 [2, 64], 136 bytes>
+        >>> q.dequantize("float16").dtype, np.asarray(q).dtype
+        (dtype('float16'), dtype('float32'))
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("_names", "_packing", "_roles", "axis", "data", "scale", "scheme", "shape")
+
+    def __init__(
+        self, scheme: str, shape: tuple[int, ...], data: Array, scale: Array | None = None, axis: int | None = None
+    ) -> None:
+        self.scheme = scheme
+        self.shape = tuple(int(dim) for dim in shape)
+        self.data = data
+        self.scale = scale
+        self.axis = axis
+        self._packing: Packing | None = None
+        self._names: Mapping[str, str] = {}
+        self._roles: Mapping[str, Array] = {}
+        wanted = storage_of(scheme, self.shape, axis)
+        _check(f"{scheme} data", data, wanted[0])
+        if wanted[1] is None:
+            if scale is not None:
+                raise ValueError(f"{scheme} has its scales in its blocks: scale must be None")
+        else:
+            _check(f"{scheme} scale", scale, wanted[1])
+
+    @classmethod
+    def of_parts(cls, packing: Packing, names: Mapping[str, str], arrays: Mapping[str, Array]) -> QuantizedTensor:
+        """A packed tensor. Internal.
+
+        :meta private:
+
+        Args:
+            packing: what its codes mean.
+            names: names of its parts by role, and its own under `NAME`.
+            arrays: the parts by role.
+
+        Returns:
+            The tensor, made of the arrays themselves.
+        """
+        tensor = cls.__new__(cls)
+        tensor.scheme, tensor.shape, tensor.data = packing.label, packing.shape, arrays[CODES]
+        tensor.scale, tensor.axis = None, None
+        tensor._packing, tensor._names, tensor._roles = packing, names, arrays
+        return tensor
+
+    @property
+    def packing(self) -> Packing | None:
+        """What the codes of a packed tensor mean; None for int8 and blocks. Internal.
+
+        :meta private:
+        """
+        return self._packing
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Names of the parts of a packed tensor by role. Internal.
+
+        :meta private:
+        """
+        return self._names
+
+    @property
+    def roles(self) -> Mapping[str, Array]:
+        """The parts of a packed tensor by role. Internal.
+
+        :meta private:
+        """
+        return self._roles
+
+    @property
+    def parts(self) -> dict[str, Array]:
+        """The stored arrays by name."""
+        if self._packing is not None:
+            return {self._names.get(role, _UNNAMED.get(role, role)): array for role, array in self._roles.items()}
+        return {"data": self.data} if self.scale is None else {"data": self.data, "scale": self.scale}
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(array.nbytes for array in self.parts.values())
+
+    def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None, threads: int | None = None) -> Array:
+        """The values: int8 times its scale; for blocks the same values as ggml's reference implementation.
+
+        Packed tensors get the values of the library that wrote them, computed in float32.
+
+        Args:
+            dtype: a floating dtype that float32 converts to.
+            out: C-contiguous array of that dtype and of the tensor's shape to fill; it may overlap the tensor's own
+                memory. None for a new one.
+            threads: None: chosen automatically.
+
+        Returns:
+            An array of ``shape``; ``out`` if given.
+
+        Raises:
+            UnsupportedError: there is no kernel for this scheme, or no conversion to this dtype.
+            FormatError: a scale of a packed tensor is not finite.
+            ValueError: ``out`` does not fit.
+        """
+        target = dtypes.parse(dtype)
+        row = row_of(self.scheme) if self._packing is None and self.scheme != INT8 else _F32
+        convertible = row is target or lib.sl_convertible(row.number, target.number)
+        if not target.floating or target.packed or not convertible:
+            raise UnsupportedError(f"there is no kernel that dequantizes {self.scheme} to {target.name}")
+        check_threads(threads)
+        result = target_array(self.shape, dtypes.element_dtype(target.number), out)
+        if result.size == 0:
+            return result
+        if out is not None and overlapping({"": result}, self.parts.values()):
+            np.copyto(result, self.dequantize(dtype, threads=threads))
+            return result
+        batch = jobs.Batch()
+        found = self.restoring()
+        if found is None:
+            data = np.ascontiguousarray(self.data)
+            place = None, address_of(data), batch.into(result), data.nbytes, row.number, target.number
+            batch.add(Job(*place, lib.SL_OP_CONVERT))
+        else:
+            packed, owner = found
+            name = self._names.get(CODES, "")
+            for job in restore.restore_jobs(packed, batch.into(result), target.number, name, owner=owner):
+                batch.add(job)
+        batch.run(threads=threads)
+        return result
+
+    def restoring(self) -> tuple[Packed, Any] | None:
+        """Its codes as a source of jobs, and what keeps their memory alive; None for blocks. Internal.
+
+        :meta private:
+        """
+        if self._packing is not None:
+            return restore.in_memory(self._packing, self._roles)
+        if self.scale is None:
+            return None
+        arrays = {CODES: self.data, SCALE: np.ascontiguousarray(self.scale, np.float32)}
+        return restore.in_memory(int8_packing(self.shape, self.axis), arrays)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("a quantized tensor becomes an array only by dequantizing it, which makes a copy")
+        values = self.dequantize()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __getitem__(self, rows: slice) -> QuantizedTensor:
+        """A range of the first axis, which must be rows of whole blocks.
+
+        Raises:
+            TypeError: anything but a slice.
+            ValueError: a slice with a step, or rows that are not whole blocks.
+        """
+        if not isinstance(rows, slice):
+            raise TypeError("a quantized tensor is sliced along its first axis only, as in tensor[2:5]")
+        start, stop, step = rows.indices(self.shape[0] if self.shape else 0)
+        if step != 1 or not self.shape:
+            raise ValueError("a quantized tensor has slices of step 1 along its first axis only")
+        taken = slice(start, max(start, stop))
+        if self._packing is None:
+            if self.scheme != INT8 and len(self.shape) == 1:
+                raise ValueError(
+                    f"{self.scheme} of one axis has its blocks along it: dequantize it and slice the values"
+                )
+            return self._rows(taken)
+        packing, arrays = packed_rows.rows_of(self._packing, self._roles, taken)
+        return QuantizedTensor.of_parts(packing, self._names, arrays)
+
+    def _rows(self, rows: slice) -> QuantizedTensor:
+        """A range of the first axis; the whole tensor if it is 1-D and in blocks."""
+        data, scale = self.data[rows], self.scale
+        if self.scheme != INT8 and len(self.shape) == 1:
+            return self
+        if self.axis == 0 and scale is not None:
+            scale = scale[rows]
+        return QuantizedTensor(self.scheme, (len(data), *self.shape[1:]), data, scale, self.axis)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, QuantizedTensor):
+            return NotImplemented
+        return (
+            (self.scheme, self.shape, self.axis) == (other.scheme, other.shape, other.axis)
+            and self._packing == other._packing
+            and self.parts.keys() == other.parts.keys()
+            and all(_same_bytes(array, other.parts[name]) for name, array in self.parts.items())
+        )
+
+    def __repr__(self) -> str:
+        axis = "" if self.axis is None else f", axis={self.axis}"
+        return f"<QuantizedTensor {self.scheme} {list(self.shape)}{axis}, {self.nbytes:,} bytes>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._packing is not None:
+            return _of_parts, (self._packing, dict(self._names), dict(self._roles))
+        return type(self), (self.scheme, self.shape, self.data, self.scale, self.axis)
+
+
+def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any]) -> Array:
+    """Elements of a quantized tensor: only the rows that an index selects along the first axis are dequantized.
+
+    Raises:
+        IndexError: not a basic index of the tensor.
+        UnsupportedError: see `QuantizedTensor.dequantize`.
+    """
+    shape = tensor.shape
+    check_index(index, shape, "checkpoint[name].dequantize()")
+    start, stop = packed_rows.selected(index, shape) if len(shape) > 1 else (0, None)
+    values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
+    return packed_rows.part_of(values, index, shape, start)
+
+
+def _of_parts(packing: Packing, names: Mapping[str, str], arrays: Mapping[str, Array]) -> QuantizedTensor:
+    return QuantizedTensor.of_parts(packing, names, arrays)
+
+
+def _same_bytes(a: Array, b: Array) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and np.array_equal(_bytes(a), _bytes(b))
+
+
+def _bytes(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def storage_of(
+    scheme: str, shape: tuple[int, ...], axis: int | None
+) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], tuple[np.dtype[Any], tuple[int, ...]] | None]:
+    """Dtype and shape of a quantized tensor's data and of its scale (None for blocks).
+
+    Raises:
+        ValueError: an unknown scheme, an axis out of range, or rows that do not fill whole blocks.
+    """
+    if scheme == INT8:
+        if axis is not None and not 0 <= axis < len(shape):
+            raise ValueError(f"axis {axis} is outside the axes of {list(shape)}")
+        scales = () if axis is None else (shape[axis],)
+        return (np.dtype(np.int8), shape), (np.dtype(np.float32), scales)
+    row = row_of(scheme)
+    if axis is not None:
+        raise ValueError(f"{scheme} has a scale for each block: axis is for {INT8}")
+    if not shape or shape[-1] % row.block:
+        found = f"has rows of {shape[-1]}, which is not a multiple of {row.block}" if shape else "is that of a scalar"
+        raise ValueError(f"{scheme} stores blocks of {row.block} elements, but shape {list(shape)} {found}")
+    return (np.dtype(np.uint8), (*shape[:-1], row.nbytes(shape[-1]))), None
+
+
+def channels_of(shape: tuple[int, ...], axis: int | None, factors: Array | None) -> Channels:
+    """The channels of a tensor of this shape: one, or one for each index along an axis."""
+    if axis is None:
+        return Channels(1, 1, factors)
+    return Channels(max(1, shape[axis]), max(1, math.prod(shape[axis + 1 :])), factors)
+
+
+def _check(what: str, array: Any, wanted: tuple[np.dtype[Any], tuple[int, ...]]) -> None:
+    refuse_masked(array, what)
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{what} must be a numpy array, not {type(array).__name__}")
+    if (array.dtype, array.shape) != wanted:
+        raise ValueError(f"{what} is {array.dtype} {list(array.shape)}, but it must be {wanted[0]} {list(wanted[1])}")

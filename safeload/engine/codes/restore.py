@@ -1,0 +1,387 @@
+"""Dequantizes packed tensors: reads and checks their scales, and describes their codes to the C core.
+
+The arithmetic is that of the libraries that write these checkpoints, in float32: each step is rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...base import dtypes, packing
+from ...base.arrays import Array, ArraySpec
+from ...base.native import ffi, lib
+from ...base.packing import Grid, Packed, Packing, Part, Zeros, by_columns
+from ...base.text import show
+from ...errors import FormatError
+from ..run import jobs
+from ..run.cast import astype
+from ..run.job import Job, Origin
+from ..run.memory import address_of
+from . import masked, zero_points
+from .code_ranges import Range, bytes_before, mask_bytes, ranges_of, stored_rows, values_before, whole
+from .code_tables import table_of
+
+_F32 = dtypes.BY_CODE["F32"]
+
+# The code of ternary planes that no writer stores.
+_NOT_TERNARY = 3
+
+
+class Prepared:
+    """The codes of a range, prepared when the job runs: its scales are read, checked and combined only then.
+
+    Args:
+        packed: what the codes mean, and where the parts are.
+        part: the range.
+        name: of the tensor, for errors.
+        stored: where the parts are stored, for errors; None for where they are read.
+    """
+
+    def __init__(self, packed: Packed, part: Range, name: str, stored: Mapping[str, Part] | None = None) -> None:
+        self._packed, self._parts = packed
+        self._part, self._name = part, name
+        self._stored = packed.parts if stored is None else stored
+
+    @property
+    def cost(self) -> int:
+        """About the bytes that `prepare` allocates."""
+        grid = self._packed.grid
+        places = (mask_bytes(self._packed) + 8) * self._part.rows if self._packed.layout == packing.MASKED else 0
+        kinds = sum(role in self._parts for role in (packing.SCALE, packing.ZERO, packing.BIAS, packing.NESTED))
+        scales = 0 if grid is None else 4 * kinds * self._part.matrices * grid.rows * self._grid_columns(grid)
+        return places + scales
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes of the range."""
+        packed, part = self._packed, self._part
+        if packed.layout == packing.MASKED:
+            codes = self._parts[packing.CODES]
+            return codes.end - codes.begin
+        rows = part.matrices * stored_rows(packed, part.rows)
+        if by_columns(packed):  # from the first word of the columns to their last
+            return max(0, rows - 1) * packed.row_bytes + min(rows, 1) * bytes_before(packed, part.columns_of(packed))
+        return rows * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        packed = self._packed
+        return bytes_before(packed, self._part.columns_of(packed)) if packed.flat else packed.row_bytes
+
+    def _grid_columns(self, grid: Grid) -> int:
+        """Columns of the grid of the range."""
+        packed = self._packed
+        divided = packed.flat or by_columns(packed)
+        return -(-self._part.columns_of(packed) // grid.column_block) if divided else grid.columns
+
+    def stored(self) -> dict[str, tuple[Any, int, int]]:
+        """By role the file and the bytes of the parts that `prepare` reads."""
+        parts = {role: part for role, part in self._parts.items() if role != packing.CODES}
+        return {role: (part.file, part.begin, part.end) for role, part in parts.items()}
+
+    def moved(self, addresses: Mapping[str, int]) -> Prepared:
+        """The same range, where parts of these roles are in memory."""
+        parts = dict(self._parts)
+        for role, address in addresses.items():
+            part = parts[role]
+            parts[role] = part._replace(file=None, begin=address, end=address + part.end - part.begin)
+        return Prepared(Packed(self._packed, parts), self._part, self._name, self._stored)
+
+    def prepare(self) -> dict[str, Any]:
+        """The fields of an ``sl_packed``.
+
+        Raises:
+            FormatError: a scale is not finite, or a group does not exist; a file ends too early.
+            OSError: a file cannot be read.
+        """
+        packed, part = self._packed, self._part
+        fields: dict[str, Any] = {
+            "layout": packed.layout,
+            "bits": packed.bits,
+            "word_codes": packed.word_codes,
+            "high_first": packed.high_first,
+            "transpose": packed.transpose,
+            "interleaved": packed.interleaved,
+            "divide": packed.scale_rule == packing.QUOTIENT,
+            "forbidden": _NOT_TERNARY if packed.numbers in ("ternary", "i2_s") else -1,
+            "size": self.nbytes,
+            "matrices": part.matrices,
+            "rows": part.rows,
+            "columns": part.columns_of(packed),
+            "row_bytes": self._row_bytes,
+            "row_block": 1,
+            "column_block": 1,
+        }
+        row = dtypes.BY_CODE.get(packed.numbers)
+        if packed.layout == packing.BLOCKS:
+            fields["codes"] = getattr(lib, f"SL_{packed.numbers.upper()}")
+        elif row is not None:
+            fields["codes"] = row.number
+        elif packed.numbers == packing.TABLE:
+            fields["table"] = self._finite(packing.TABLE, self._floats(packing.TABLE, 0, 1 << packed.bits))
+        else:
+            fields["table"] = table_of(packed.numbers, packed.bits)
+        if packing.SHAPE in self._parts:
+            self._check_shape()
+        if packed.layout == packing.MASKED:
+            fields.update(masked.fields_of(Packed(packed, self._parts), part, self._name, read_part))
+        if packed.grid is not None:
+            self._add_grid(fields, packed.grid)
+        if packing.FACTORS in self._parts:
+            factors = self._finite(packing.FACTORS, self._floats(packing.FACTORS, 0, packed.columns))
+            fields["factors"] = np.full(packed.columns, factors[0], np.float32) if factors.size == 1 else factors
+        elif packed.factor != 1:
+            fields["factors"] = np.full(packed.columns, packed.factor, np.float32)
+        return fields
+
+    def _fail(self, message: str, role: str) -> FormatError:
+        file = self._stored[role].file
+        path = None if file is None else str(file.path)
+        return FormatError(f"tensor {show(self._name)}: {message}", path=path, tensor=self._name)
+
+    def _check_shape(self) -> None:
+        part = self._parts[packing.SHAPE]
+        raw = jobs.native_order(read_part(part).view(part.row.name))
+        if tuple(raw.tolist()) != self._packed.shape[-raw.size :]:
+            raise self._fail(
+                f"its stored shape is {show(raw.tolist())}, but its codes and scales have {list(self._packed.shape)}",
+                packing.SHAPE,
+            )
+
+    def _add_grid(self, fields: dict[str, Any], grid: Grid) -> None:
+        part = self._part
+        matrices, first = (1, 0) if grid.shared else (part.matrices, part.first)
+        row, column = part.row // grid.row_block, part.column // grid.column_block
+        height = grid.rows if part.rows == self._packed.rows else -(-part.rows // grid.row_block)
+        rows, columns = slice(row, row + height), slice(column, column + self._grid_columns(grid))
+        at = rows, columns
+        scales = self._elements(packing.SCALE, grid, (first, matrices), at)
+        shape = scales.shape
+        fields.update(
+            scales=self._finite(packing.SCALE, scales, (first, rows.start, columns.start)),
+            row_block=grid.row_block,
+            column_block=grid.column_block,
+            grid_rows=shape[1],
+            grid_columns=shape[2],
+            grid_step=0 if grid.shared else shape[1] * shape[2],
+        )
+        if packing.BIAS in self._parts:
+            biases = self._elements(packing.BIAS, grid, (first, matrices), at)
+            fields["biases"] = self._finite(packing.BIAS, biases, (first, rows.start, columns.start))
+        if self._packed.zeros is not None:
+            self._add_packed_zeros(fields, grid, self._packed.zeros, (first, matrices), at)
+        elif packing.ZERO in self._parts:
+            zeros = self._elements(packing.ZERO, grid, (first, matrices), at)
+            fields["zeros"] = self._finite(packing.ZERO, zeros, (first, rows.start, columns.start))
+        if self._packed.symmetric and "zeros" in fields and fields["zeros"].any():
+            raise self._fail(
+                f"its zero points are not all 0, but the configuration says symmetric ({fields['zeros'].max():g})",
+                packing.ZERO,
+            )
+        if packing.GROUPS in self._parts:
+            fields["groups"] = self._groups(grid)
+
+    def _elements(self, role: str, grid: Grid, matrices: tuple[int, int], at: tuple[slice, slice]) -> Array:
+        """Elements of a part as float32 [matrices, rows, columns]: whole rows of the grid are read at once."""
+        first, count = matrices
+        rows, columns = at
+        height, width = rows.stop - rows.start, columns.stop - columns.start
+        read = self._scales if role == packing.SCALE else lambda begin, n: self._floats(role, begin, n)
+        begin = (first * grid.rows + rows.start) * grid.columns
+        if width == grid.columns or count * height == 1:
+            return read(begin + columns.start, count * height * width).reshape(count, height, width)
+        found = np.empty((count, height, width), np.float32)
+        for k in range(count * height):
+            found.reshape(-1, width)[k] = read(begin + k * grid.columns + columns.start, width)
+        return found
+
+    def _floats(self, role: str, begin: int, count: int) -> Array:
+        """Elements of a part as float32."""
+        part = self._parts[role]
+        row, size = part.row, math.prod(part.shape)
+        if role == packing.SCALE and self._packed.scale_dtype is not None:
+            row = dtypes.BY_CODE[self._packed.scale_dtype]
+        raw = read_part(part, begin * row.block_bytes, min(count, size) * row.block_bytes)
+        array = jobs.native_order(raw.view(np.uint8).view(dtypes.element_dtype(row.number)))
+        return array if row is _F32 else astype(array, np.float32, threads=1)
+
+    def _scales(self, begin: int, count: int) -> Array:
+        """The scales of elements [begin, begin + count) of the grid."""
+        packed = self._packed
+        rule = packed.scale_rule
+        if rule == packing.NESTED_RULE:
+            return self._nested(begin, count)
+        scales = self._floats(packing.SCALE, begin, count)
+        if rule in (packing.STORED, packing.QUOTIENT):
+            return scales
+        with np.errstate(all="ignore"):  # what is not finite is refused afterwards
+            if rule == packing.INVERSE:
+                return np.reciprocal(scales)
+            size = math.prod(self._parts[packing.GLOBAL].shape)
+            shared = self._finite(packing.GLOBAL, self._floats(packing.GLOBAL, 0, size))
+            if rule == packing.MLX_GLOBAL:
+                shared = shared / np.float32(2688)
+            if size > 1:  # one for each expert, or for equal parts of its rows
+                assert packed.grid is not None
+                rows, columns = packed.grid.rows, packed.grid.columns
+                each = rows * packed.matrices // size * columns
+                shared = shared[np.arange(begin, begin + count) // each]
+            combine = np.divide if rule == packing.DIVIDED else np.multiply
+            # In place: pages of a second array would cost more than the arithmetic. float32 may be the caller's own.
+            combined: Array = combine(scales, shared, out=None if self._parts[packing.SCALE].row is _F32 else scales)
+            return combined
+
+    def _nested(self, begin: int, count: int) -> Array:
+        """The same where scales are codes of 8 bits, of which a block has a scale, and all have an offset."""
+        packed, block = self._packed, self._packed.nested_block
+        first, last = begin // block, -(-(begin + count) // block)
+        table = self._finite(packing.NESTED_TABLE, self._floats(packing.NESTED_TABLE, 0, 256))
+        shared = self._finite(packing.NESTED, self._floats(packing.NESTED, first, last - first))
+        codes = read_part(self._parts[packing.SCALE], begin, count).view(np.uint8)
+        blocks = np.zeros((last - first, block), np.float32)
+        scales: Array = blocks.reshape(-1)[begin - first * block :][:count]
+        np.take(table, codes, out=scales, mode="clip")  # codes are in range; without "clip" numpy makes a copy
+        with np.errstate(all="ignore"):  # what is not finite is refused afterwards
+            blocks *= shared[:, None]
+            scales += np.float32(packed.nested_offset)
+        return scales
+
+    def _finite(self, role: str, values: Array, begin: tuple[int, int, int] | None = None) -> Array:
+        """Refuses values that would make weights NaN or infinite. ``begin``: where a range of the grid begins."""
+        good = np.isfinite(values)
+        if role == packing.SCALE and self._packed.scale_rule == packing.QUOTIENT:
+            good &= values != 0
+        if not good.all() and self._packed.family != packing.OWN:
+            at = tuple(int(k) for k in np.argwhere(~good)[0])
+            if begin is not None:
+                at = tuple(k + low for k, low in zip(at, begin, strict=True))
+                at = at if self._packed.matrices > 1 else at[1:]
+            value = values[~good].flat[0]
+            raise self._fail(
+                f"its {role} is {value} at {list(at)}, which makes every weight of the block meaningless", role
+            )
+        return np.ascontiguousarray(values)
+
+    def _add_packed_zeros(
+        self, fields: dict[str, Any], grid: Grid, zeros: Zeros, matrices: tuple[int, int], at: tuple[slice, slice]
+    ) -> None:
+        """Zero points as a grid; a single one is subtracted from the table."""
+        part, table = self._parts[packing.ZERO], fields["table"]
+
+        def read(begin: int, size: int) -> Array:
+            return read_part(part, begin, size)
+
+        only = zero_points.only_code(zeros, grid, read, self._packed.matrices)
+        zeros = zero_points.settled(zeros, only)
+        if only is not None:
+            fields["table"] = table - zero_points.numbers_of(zeros, np.array(only, np.uint32), table)
+            return
+        fields["zeros"] = np.ascontiguousarray(zero_points.read_numbers(zeros, grid, read, matrices, at, table))
+
+    def _groups(self, grid: Grid) -> Array | None:
+        groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")
+        down = by_columns(self._packed)
+        if (groups == -1).all() and not down:  # allotted by the writer, and not used
+            return None
+        block, count = (grid.row_block, grid.rows) if down else (grid.column_block, grid.columns)
+        bad = np.flatnonzero((groups < 0) | (groups >= count))
+        if bad.size:
+            raise self._fail(
+                f"column {int(bad[0])} is in group {int(groups[bad[0]])}, but there are {count} groups",
+                packing.GROUPS,
+            )
+        if np.array_equal(groups, np.arange(groups.size) // block):  # blocks are faster
+            return None
+        return np.ascontiguousarray(groups.astype(np.uint32))
+
+
+def restore_jobs(
+    packed: Packed, memory: int, target: int, name: str, *, owner: Any = None, ranges: Iterable[Range] | None = None
+) -> Iterator[Job]:
+    """Jobs that dequantize a tensor into memory.
+
+    Args:
+        packed: what its codes mean, and where they and its other parts are.
+        memory: address of the values.
+        target: number of their dtype.
+        name: of the tensor.
+        owner: keeps the memory of the parts alive; None for a file.
+        ranges: what to dequantize; None for all.
+
+    Raises:
+        FormatError, OSError: rows of values in a mask cannot be found; only parts of them are looked for.
+    """
+    means, codes = packed.packing, packed.parts[packing.CODES]
+    row = dtypes.of_number(target)
+    for part in ranges_of(means) if ranges is None else ranges:
+        begin = (part.first * stored_rows(means, means.rows) + stored_rows(means, part.row)) * means.row_bytes
+        begin += bytes_before(means, part.column)
+        parts = packed.parts
+        if means.layout == packing.MASKED:
+            parts = masked.parts_of(packed, part, name, read_part)
+            begin = parts[packing.CODES].begin - codes.begin
+        yield Job(
+            codes.file,
+            codes.begin + begin,
+            memory + row.nbytes(values_before(means, part)),
+            part.matrices * part.rows * part.columns_of(means) * 4,
+            _F32.number,
+            target,
+            lib.SL_OP_RESTORE,
+            origin=Origin(name, means.shape, owner),
+            packed=Prepared(Packed(means, parts), part, name),
+        )
+
+
+def restore_job(packed: Packed, op: int, memory: int, name: str, *, owner: Any = None) -> Job:
+    """A job for an operation on all values of a tensor, which must be `in_order`."""
+    (job,) = restore_jobs(packed, memory, _F32.number, name, owner=owner, ranges=(whole(packed.packing),))
+    return job._replace(op=op)
+
+
+def in_order(packed: Packing) -> bool:
+    """Whether codes are stored in the order of the values."""
+    return not packed.transpose and packed.layout != packing.COLUMNS
+
+
+def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any]:
+    """A packed tensor whose parts are arrays, and what keeps their memory alive."""
+    stored = {role: np.ascontiguousarray(jobs.native_order(array)) for role, array in arrays.items()}
+    parts = {}
+    for role, array in stored.items():
+        begin = address_of(array) if array.size else 0
+        row = dtypes.BY_NAME[arrays[role].dtype.name]
+        parts[role] = Part(role, None, row, array.shape, begin, begin + array.nbytes)
+    return Packed(packed, parts), stored
+
+
+def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
+    """Bytes of a part in the byte order of files: of a file in private memory, of an array in place.
+
+    Args:
+        part: the part.
+        begin: the first byte.
+        size: number of bytes; None for all.
+    """
+    first = part.begin + begin
+    end = part.end if size is None else first + size
+    if part.file is None:
+        return np.frombuffer(ffi.buffer(ffi.cast("char *", first), end - first), np.uint8) if end > first else _NO_BYTES
+    number = dtypes.BY_CODE["U8"].number
+    spec = ArraySpec(np.dtype(np.uint8), (end - first,), first, end, number, number)
+    return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
+
+
+def read_array(part: Part) -> Array:
+    """A part of a file as an array of its own dtype, in private memory; meant for small ones."""
+    number = part.row.number
+    shape = dtypes.array_shape(part.row, part.shape, part.end - part.begin)
+    spec = ArraySpec(dtypes.array_dtype(number), shape, part.begin, part.end, number, number)
+    return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
+
+
+_NO_BYTES: Array = np.empty(0, np.uint8)

@@ -1,0 +1,134 @@
+"""Tensors in arrays or in files as sources of jobs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array, as_array
+from ...base.packing import CODES, Packed
+from ...base.text import subject
+from ..run import jobs
+from ..run.cast import astype
+from ..run.job import Channels, Grid, Job, Origin, moving
+from ..run.memory import address_of
+from ..run.weight_file import WeightFile
+from . import restore
+
+_F32 = dtypes.BY_CODE["F32"]
+
+
+class Source(NamedTuple):
+    """Location of a tensor's values, in C order and little-endian: in memory or in a file.
+
+    It holds no descriptor: a list of sources may have more files than a process may have descriptors.
+
+    Attributes:
+        name: for messages; "" for a single array.
+        shape: logical shape.
+        row: row of the dtype table.
+        offset: in the file, or the address in memory.
+        file: None for memory.
+        owner: keeps memory or file alive.
+        packed: codes that the values are restored from: ``row`` is then F32, and ``offset`` means nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    row: dtypes.Dtype
+    offset: int
+    file: WeightFile | None
+    owner: Any  # keeps memory alive
+    packed: Packed | None = None
+
+    @property
+    def size(self) -> int:
+        """Size of the tensor in bytes."""
+        return self.row.nbytes(math.prod(self.shape))
+
+    def job(self, memory: int, target: int, *, grid: Grid | None = None) -> Job:
+        """The job that copies it to an address, converted to the dtype numbered ``target``."""
+        op = moving(self.row.number, target, grid)
+        return self._job(op, memory, target)._replace(grid=grid)
+
+    def jobs(self, memory: int, target: int) -> Iterator[Job]:
+        """The jobs that copy it to an address, converted to the dtype numbered ``target``; several for packed codes."""
+        if self.packed is None:
+            yield self.job(memory, target)
+        else:
+            yield from restore.restore_jobs(self.packed, memory, target, self.name, owner=self.owner)
+
+    def work(self, op: int, memory: int, *, channels: Channels | None = None) -> Job:
+        """A job for an operation on its values that takes no target dtype; see `in_order` for packed codes."""
+        if self.packed is not None:
+            return restore.restore_job(self.packed, op, memory, self.name, owner=self.owner)._replace(channels=channels)
+        return self._job(op, memory, self.row.number)._replace(channels=channels)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its bytes or codes are in the order of its values, so that jobs can work on them."""
+        return self.packed is None or restore.in_order(self.packed.packing)
+
+    def _job(self, op: int, memory: int, target: int) -> Job:
+        origin = Origin(self.name, self.shape, self.owner)
+        return Job(self.file, self.offset, memory, self.size, self.row.number, target, op, origin=origin)
+
+
+def in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:
+    """A tensor's bytes in place in its file; None unless they are in C order and little-endian."""
+    layout = file.layout(index)
+    if layout.strides is not None or layout.big_endian:
+        return None
+    return Source(name, file.table.shape(index), file.table.row(index), layout.begin, file, owner)
+
+
+def of_packed(name: str, packed: Packed, owner: Any) -> Source:
+    """A packed tensor as a source of its values; ``owner`` keeps the memory of its parts alive."""
+    return Source(name, packed.packing.shape, _F32, 0, packed.parts[CODES].file, owner, packed)
+
+
+def of_reals(name: str, x: Any, threads: int | None) -> Source:
+    """An array of real numbers as a source: unchanged if the core reads its dtype, else as float32.
+
+    Raises:
+        TypeError: the array does not hold real numbers.
+    """
+    array = as_array(x, name)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
+        raise TypeError(f"{subject(name)}{array.dtype} holds no real numbers")
+    if row is None or not row.floating or row.packed:
+        row, array = _F32, astype(array, np.float32, threads=threads)
+    return of_numbers(name, array, row, threads)
+
+
+def of_numbers(name: str, array: Array, row: dtypes.Dtype, threads: int | None) -> Source:
+    """An array as a source; copied if it is not C-contiguous or not in the machine's byte order."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.c_contiguous:
+        array = astype(array, array.dtype, threads=threads)
+    little = jobs.native_order(array)  # the core takes the byte order of files
+    return Source(name, array.shape, row, address(little), None, little)
+
+
+def of_array(name: str, value: Any) -> Source:
+    """An array of any dtype of weight files as a source.
+
+    Raises:
+        TypeError: the array has another dtype.
+    """
+    array = as_array(value, name)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    if row is None or row.packed:
+        raise TypeError(f"{subject(name)}{array.dtype} is not a dtype of weight files")
+    return of_numbers(name, array, row, None)
+
+
+def address(array: Array) -> int:
+    """Address of a contiguous array's first element, 0 for an empty array."""
+    return address_of(array) if array.size else 0

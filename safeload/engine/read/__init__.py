@@ -1,0 +1,1 @@
+"""Tensors of files as arrays: the columns, the plan, the batch that reads them."""

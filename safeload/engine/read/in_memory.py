@@ -1,0 +1,92 @@
+"""The tensors of a file whose bytes are in memory as a dict of arrays: views of these bytes, or copies.
+
+Where a table is `Table.plain`, its columns become arrays without a step of Python per tensor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from operator import sub
+from typing import Any
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array, array_over
+from ...base.gc_pause import paused
+from ...base.table import Table
+from ..run import jobs
+from ..run.memory import ALIGNMENT, HUGE_FROM, POOLED_BELOW, private_array
+from ..run.weight_file import layouts
+from .batch import POOL_SIZE, over
+
+_BYTES = np.dtype(np.uint8)
+
+
+def views_of(table: Table, buffer: Any) -> dict[str, Array]:
+    """All tensors, by name in the order of their bytes, as views where they are aligned.
+
+    Args:
+        table: of the file.
+        buffer: the file. Where it is writable, arrays are.
+
+    Raises:
+        UnsupportedError: too many axes for this numpy.
+    """
+    if not table.plain:
+        return dict(_each(table, buffer))
+    if table.count == 1:
+        number, shape, begin, _ = table.entry(0)
+        return {table.names[0]: array_over(buffer, dtypes.array_dtype(number), shape, begin)}
+    with paused(table.count):
+        arrays = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
+        return dict(zip(table.names, arrays, strict=True))
+
+
+def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
+    """The same, as writable arrays in new memory, which small tensors share.
+
+    Args:
+        table: of the file.
+        content: the file.
+
+    Raises:
+        UnsupportedError: too many axes for this numpy.
+    """
+    if not table.plain:
+        return {name: array if array.base is None else array.copy() for name, array in _each(table, content)}
+    if content.nbytes < HUGE_FROM:
+        memory = np.empty(content.nbytes, _BYTES)
+        memory.data[:] = content
+        return views_of(table, memory)
+    return _in_pools(table, content)
+
+
+def _each(table: Table, buffer: Any) -> Iterator[tuple[str, Array]]:
+    """Each tensor as a view, or in memory of its own where it cannot be one."""
+    for name, spec in zip(table.names, layouts(table, range(table.count)), strict=True):
+        if spec.begin == spec.end:
+            yield name, np.empty(spec.shape, spec.dtype)
+        else:
+            yield name, jobs.native_order(array_over(buffer, spec.dtype, spec.shape, spec.begin))
+
+
+def _in_pools(table: Table, content: memoryview) -> dict[str, Array]:
+    """Copies in which each large tensor has memory of its own, and those between them share pools."""
+    names = table.names
+    numbers, shapes, begins, ends = table.columns(range(table.count))
+    alone = [k for k, size in enumerate(map(sub, ends, begins)) if size >= POOLED_BELOW]
+    arrays: dict[str, Array] = {}
+    k = 0
+    while k < table.count:
+        start = begins[k] - begins[k] % ALIGNMENT  # what is aligned in the file is aligned in the pool
+        full = bisect_right(ends, start + POOL_SIZE)
+        large = next(iter(alone[bisect_left(alone, k) :]), table.count)
+        stop = max(k + 1, min(full, large))
+        memory = private_array((ends[stop - 1] - start,), _BYTES)
+        memory.data[:] = content[start : ends[stop - 1]]
+        kinds, places = dtypes.array_dtypes(numbers[k:stop]), [begin - start for begin in begins[k:stop]]
+        arrays.update(zip(names[k:stop], over(memory, kinds, shapes[k:stop], places), strict=True))
+        k = stop
+    return arrays

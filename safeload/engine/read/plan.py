@@ -1,0 +1,236 @@
+"""Decide how each tensor of a file becomes an array: as a view, read, converted or copied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from operator import and_, eq
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import ArraySpec, foreign_order
+from ...base.native import lib
+from ...base.packing import Packed
+from ...base.text import show
+from ...errors import UnsupportedError
+from ..run.weight_file import WeightFile
+from .tensors import FileTensor, Tensors, packed_of
+
+# How a tensor becomes an array.
+EMPTY = 0  # it has no bytes
+VIEW = 1  # a view of the mapped file
+READ = 2  # its bytes are read unchanged
+CONVERT = 3  # its values are converted while they are read, blocks dequantized
+DEQUANTIZE = 4  # its int8 values are multiplied by their scales while they are read
+STRIDED = 5  # non-contiguous, big-endian or sharing bytes with others: see strided.py
+
+# Dtypes whose arrays show bytes, not elements.
+_IN_BYTES = frozenset(number for number, row in dtypes.BY_NUMBER.items() if row.bits < 8)
+
+
+class ReadPlan(NamedTuple):
+    """How tensors of one file become arrays."""
+
+    tensors: Tensors
+    targets: bytes  # numbers of the dtypes of the arrays
+    shapes: Sequence[tuple[int, ...]]  # of the arrays
+    ways: bytearray  # `VIEW` and the like
+
+    @property
+    def file(self) -> WeightFile:
+        """The file of the tensors."""
+        return self.tensors.files[0]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tensors."""
+        return self.tensors.names
+
+    @property
+    def sources(self) -> bytes:
+        """Numbers of the dtypes in the file."""
+        return self.tensors.columns.numbers
+
+    @property
+    def begins(self) -> Sequence[int]:
+        """First bytes in the file."""
+        return self.tensors.columns.begins
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """One past the last bytes."""
+        return self.tensors.columns.ends
+
+    def dtype(self, k: int) -> np.dtype[Any]:
+        """Dtype of the k-th array."""
+        return dtypes.array_dtype(self.targets[k])
+
+    def spec(self, k: int) -> ArraySpec:
+        """The `ArraySpec` of the k-th tensor."""
+        table = self.file.table
+        place = self.begins[k], self.ends[k], self.sources[k], self.targets[k]
+        index = self.tensors.indices[k]
+        strides, big_endian = (table.strides(index), table.big_endian(index)) if table.shaped else (None, False)
+        return ArraySpec(self.dtype(k), self.shapes[k], *place, strides, big_endian)
+
+    def of_way(self, way: int) -> Sequence[int]:
+        """Positions of the tensors with this way."""
+        count = self.ways.count(way)
+        if count == len(self.ways):
+            return range(count)
+        return [k for k, other in enumerate(self.ways) if other == way] if count else ()
+
+
+def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
+    """Decide how each tensor of one file becomes an array.
+
+    Raises:
+        UnsupportedError: an unsupported conversion.
+    """
+    table = tensors.files[0].table
+    if table.unknown:
+        table.refuse_unknown(tensors.indices, tensors.files[0].path)
+    sources, shapes, begins, ends = tensors.columns
+    present = set(sources)
+    plain = VIEW if view else READ
+    targets, ways = sources, bytearray((plain,)) * len(sources)
+    if target is not None:
+        targets, ways = _convert(tensors, target, plain)
+    if not _IN_BYTES.isdisjoint(present):
+        shapes = [
+            dtypes.array_shape(dtypes.BY_NUMBER[source], shape, end - begin) if source == to else shape
+            for source, to, shape, begin, end in zip(sources, targets, shapes, begins, ends, strict=True)
+        ]
+    if view:
+        masks = bytearray(256)  # by dtype: bits that must be zero in an aligned address
+        for number in present:
+            masks[number] = dtypes.array_dtype(number).alignment - 1
+        unaligned = sources.translate(masks)
+        if any(map(and_, begins, unaligned)):
+            for k, (begin, mask) in enumerate(zip(begins, unaligned, strict=True)):
+                if begin & mask and ways[k] == VIEW:
+                    ways[k] = READ
+    if view and foreign_order(False) and not table.shaped:
+        for k, source in enumerate(sources):
+            if ways[k] == VIEW and dtypes.array_dtype(source).itemsize > 1:
+                ways[k] = READ
+    if table.shaped:
+        for k, (way, index) in enumerate(zip(ways, tensors.indices, strict=True)):
+            foreign = way == VIEW and foreign_order(table.big_endian(index))
+            if way in (READ, CONVERT) or (foreign and dtypes.array_dtype(sources[k]).itemsize > 1):
+                ways[k] = STRIDED
+    if any(map(eq, begins, ends)):
+        for k, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            if begin == end:
+                ways[k] = EMPTY
+    return ReadPlan(tensors, targets, shapes, ways)
+
+
+def _convert(tensors: Tensors, target: dtypes.Dtype, plain: int) -> tuple[bytes, bytearray]:
+    """Targets and ways when floating and quantized tensors are converted; the others get the way ``plain``."""
+    file, sources = tensors.files[0], tensors.columns.numbers
+    become, way = bytearray(range(256)), bytearray(256)
+    refused = []
+    for number in set(sources):
+        row = dtypes.BY_NUMBER[number]
+        way[number] = plain
+        if row is not target and (row.floating or row.blocked):
+            become[number], way[number] = target.number, CONVERT
+            if not lib.sl_convertible(number, target.number):
+                refused.append(sources.index(number))
+    targets = bytearray(sources.translate(become))
+    ways = bytearray(sources.translate(way))
+    if file.table.quantized:
+        for k, index in enumerate(tensors.indices):
+            if file.table.scale(index) is not None:
+                targets[k], ways[k] = target.number, DEQUANTIZE
+                if not lib.sl_convertible(sources[k], target.number):
+                    refused.append(k)
+    if refused:
+        k = min(refused)
+        row = dtypes.BY_NUMBER[sources[k]]
+        raise UnsupportedError(
+            f"tensor {show(tensors.names[k])}: there is no conversion from {row.code} to {target.code}",
+            path=file.path,
+            tensor=tensors.names[k],
+        )
+    return bytes(targets), ways
+
+
+class Entry(NamedTuple):
+    """A tensor to read."""
+
+    name: str
+    file: WeightFile
+    at: int  # index in the file's table
+    begin: int  # first byte in the file, of the codes if it is packed
+    end: int  # one past the last byte
+    shape: tuple[int, ...]  # of the array
+    source: int  # number of the dtype in the file
+    target: int | None  # number of the array's dtype; None for packed codes that stay as they are stored
+    packed: Packed | None = None  # codes and scales that the values are restored from
+    strided: bool = False  # non-contiguous or big-endian in the file
+
+    @property
+    def tensor(self) -> FileTensor:
+        """Name, file and index."""
+        return self[:3]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of its array, of a tensor that has one."""
+        assert self.target is not None
+        return dtypes.array_dtype(self.target)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its array, or of its parts."""
+        if self.target is None:
+            assert self.packed is not None
+            return self.packed.nbytes
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether some of its elements are the same bytes of the file, and it is not converted."""
+        return self.strided and self.source == self.target and self.nbytes > self.end - self.begin
+
+
+def in_file_order(entries: Iterable[Entry], files: Iterable[WeightFile]) -> list[Entry]:
+    """Tensors in the order of their bytes, file after file; files may be listed more than once."""
+    rank = {file: k for k, file in enumerate(dict.fromkeys(files))}
+    return sorted(entries, key=lambda entry: (rank[entry.file], entry.begin))
+
+
+def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> list[Entry]:
+    """Describe tensors one by one, in their order.
+
+    Args:
+        target: dtype that floating tensors are converted to and quantized ones dequantized to; None to convert nothing.
+
+    Raises:
+        UnsupportedError: an unsupported conversion.
+    """
+    tensors = Tensors.of(tensors)
+    entries: dict[str, Entry] = {}
+    for own in tensors.by_file():
+        file, table = own.files[0], own.files[0].table
+        plain, packed = own.without_packed()
+        plan = decide(plain, target, False)
+        columns = zip(
+            *(plan.names, plain.indices, plan.begins, plan.ends, plan.shapes),
+            *(plan.sources, plan.targets, plan.ways),
+            strict=True,
+        )
+        for name, index, begin, end, shape, source, to, way in columns:
+            codes = packed_of(file, index) if way == DEQUANTIZE else None
+            strided = way == STRIDED and (table.strides(index) is not None or table.big_endian(index))
+            entries[name] = Entry(name, file, index, begin, end, shape, source, to, codes, strided)
+        indices = dict(zip(own.names, own.indices, strict=True)) if packed else {}
+        for name, one in packed.items():
+            index = indices[name]
+            place = *table.byte_range(index), one.packing.shape, table.row(index).number
+            entries[name] = Entry(name, file, index, *place, None if target is None else target.number, one)
+    return [entries[name] for name in tensors.names]

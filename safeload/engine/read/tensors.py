@@ -1,0 +1,194 @@
+"""Tensors of files as columns: a file may have 100,000, which get no object each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import NamedTuple, TypeAlias, overload
+
+import numpy as np
+
+from ...base import dtypes, packing
+from ...base.arrays import Array
+from ...base.cached import cached_property
+from ...base.packing import Packed, Part
+from ...base.selecting import distinct
+from ...base.table import Columns
+from ..run.weight_file import WeightFile
+
+# A tensor in a file: its name, the file, its index in the file's table.
+FileTensor: TypeAlias = tuple[str, WeightFile, int]
+
+_F32 = dtypes.BY_CODE["F32"]
+_PACKED = bytes(row.number for row in dtypes.TABLE if row.packed)
+
+
+class Ranges(NamedTuple):
+    """Byte ranges of tensors as NumPy arrays."""
+
+    file: Array  # int64, position of the file in `Tensors.files`
+    begins: Array  # int64, first byte in the file
+    sizes: Array  # int64, bytes in the file
+    numbers: Array  # uint8, dtype numbers
+
+
+class Tensors(Sequence[FileTensor]):
+    """Tensors of one or more files. Its items are `FileTensor`; its columns are decoded when they are first used.
+
+    Args:
+        files: the files.
+        names: names of the tensors.
+        indices: their indices in the tables of their files.
+        file: for each tensor the position of its file in ``files``; None if all are in the first.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[WeightFile],
+        names: Sequence[str],
+        indices: Sequence[int],
+        file: Sequence[int] | None = None,
+    ) -> None:
+        self.files = files
+        self.names = names
+        self.indices = indices
+        self.file = file
+
+    @classmethod
+    def of(cls, tensors: Iterable[FileTensor]) -> Tensors:
+        """The columns of tensors that are given one by one."""
+        if isinstance(tensors, Tensors):
+            return tensors
+        names, files, indices = [*zip(*tensors, strict=True)] or [(), (), ()]
+        places = {file: k for k, file in enumerate(dict.fromkeys(files))}
+        return cls([*places], names, indices, None if len(places) < 2 else [places[file] for file in files])
+
+    @classmethod
+    def in_file(cls, file: WeightFile, names: Iterable[str] | None = None) -> Tensors:
+        """The tensors of these names, or all in the order of their bytes.
+
+        Raises:
+            TensorNotFoundError: an unknown name.
+        """
+        if names is None:
+            return cls([file], file.table.names, range(file.table.count))
+        chosen = list(distinct(names))
+        return cls([file], chosen, [file.table.index(name) for name in chosen])
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[FileTensor]:
+        files: Iterable[WeightFile] = repeat(self.files[0]) if self.files else ()
+        if self.file is not None:
+            files = map(self.files.__getitem__, self.file)
+        return zip(self.names, files, self.indices, strict=False)
+
+    @overload
+    def __getitem__(self, k: int) -> FileTensor: ...
+    @overload
+    def __getitem__(self, k: slice) -> Tensors: ...
+    def __getitem__(self, k: int | slice) -> FileTensor | Tensors:
+        if isinstance(k, slice):
+            file = None if self.file is None else self.file[k]
+            return Tensors(self.files, self.names[k], self.indices[k], file)
+        return self.names[k], self.files[0 if self.file is None else self.file[k]], self.indices[k]
+
+    def pick(self, rows: Iterable[int], names: Sequence[str] | None = None) -> Tensors:
+        """Some of the tensors, in this order.
+
+        Args:
+            rows: their positions.
+            names: their names, if at hand.
+        """
+        rows = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
+        indices, file = self.indices, self.file
+        return Tensors(
+            self.files,
+            [self.names[k] for k in rows] if names is None else names,
+            [indices[k] for k in rows],
+            None if file is None else [file[k] for k in rows],
+        )
+
+    def named(self, names: Sequence[str]) -> Tensors:
+        """The tensors of these names, in their order."""
+        if len(names) == len(self.names) and list(names) == list(self.names):
+            return self
+        places = {name: k for k, name in enumerate(self.names)}
+        return self.pick([places[name] for name in names], names)
+
+    def by_file(self) -> list[Tensors]:
+        """The tensors of each file apart, in the order of the first tensor of each."""
+        if self.file is None:
+            return [self] if len(self) else []
+        rows: dict[int, list[int]] = {}
+        for k, file in enumerate(self.file):
+            rows.setdefault(file, []).append(k)
+        names, indices = self.names, self.indices
+        return [
+            Tensors([self.files[file]], [names[k] for k in own], [indices[k] for k in own])
+            for file, own in rows.items()
+        ]
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Dtype numbers, logical shapes and byte ranges."""
+        if self.file is None:
+            return self.files[0].table.columns(self.indices) if self.files else Columns(b"", (), (), ())
+        tables = [file.table.columns(range(file.table.count)) for file in self.files]
+        places = list(zip(self.file, self.indices, strict=True))
+        return Columns(
+            bytes([tables[file].numbers[k] for file, k in places]),
+            [tables[file].shapes[k] for file, k in places],
+            [tables[file].begins[k] for file, k in places],
+            [tables[file].ends[k] for file, k in places],
+        )
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Logical shapes."""
+        return self.columns.shapes
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """Byte ranges and dtype numbers as NumPy arrays."""
+        numbers, _, begins, ends = self.columns
+        file = np.zeros(len(self), np.int64) if self.file is None else np.array(self.file, np.int64)
+        first = np.array(begins, np.int64)
+        return Ranges(file, first, np.array(ends, np.int64) - first, np.frombuffer(numbers, np.uint8))
+
+    @property
+    def remote(self) -> bool:
+        """True if any of the files is read by requests."""
+        return any(file.remote for file in self.files)
+
+    @property
+    def plain(self) -> bool:
+        """True if the bytes of all tensors of the files are C-contiguous, little-endian, whole elements, not codes."""
+        tables = [file.table for file in self.files]
+        return not any(
+            table.shaped or table.quantized or table.numbers.translate(None, _PACKED) != table.numbers
+            for table in tables
+        )
+
+    def without_packed(self) -> tuple[Tensors, Mapping[str, Packed]]:
+        """The tensors that are not packed, and the packed ones by name."""
+        if not any(file.table.quantized for file in self.files):
+            return self, {}
+        codes = [file.table.packed(index) for _, file, index in self]
+        packed = {name: one for name, one in zip(self.names, codes, strict=True) if one is not None}
+        return (self.pick([k for k, one in enumerate(codes) if one is None]) if packed else self), packed
+
+
+def packed_of(file: WeightFile, index: int) -> Packed | None:
+    """The codes and scales of a tensor that is packed, or int8; None for any other."""
+    table = file.table
+    scale = table.scale(index)
+    if scale is None:
+        return table.packed(index)
+    name, shape = table.names[index], table.shape(index)
+    parts = {
+        packing.CODES: Part(name, file, table.row(index), shape, *table.byte_range(index)),
+        packing.SCALE: Part(name, file, _F32, scale.shape, scale.begin, scale.end),
+    }
+    return Packed(packing.int8_packing(shape, scale.axis), parts)

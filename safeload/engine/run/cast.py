@@ -1,0 +1,178 @@
+"""Conversion of arrays between dtypes, on several threads."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array, as_array, byteswapped, refuse_masked
+from ...base.native import lib
+from .job import Grid, Job, moving
+from .jobs import Batch
+from .memory import address_of, private_array
+from .threads import check_threads
+
+
+def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None = None) -> Array:
+    """Return an array's values in another dtype, rounded once to nearest, ties to even.
+
+    The C core converts between floats, and from integers and bool to floats of at most 32 bits, on all cores; NumPy's
+    ``astype`` does everything else. A NaN stays a NaN. If the target has no infinity (float8_e4m3fn), a value that is
+    too large becomes NaN, as in ml_dtypes.
+
+    Args:
+        x: array of any layout, or anything that NumPy converts to one.
+        dtype: type of NumPy, ml_dtypes, torch or JAX; name ("bfloat16", "bf16") or safetensors code ("BF16").
+        out: C-contiguous array of that dtype and of x's shape to fill; it may overlap x. None for a new one.
+        threads: None: chosen automatically.
+
+    Returns:
+        A C-contiguous array of x's shape that shares no memory with x; ``out`` if given.
+
+    Raises:
+        TypeError: an unknown dtype, or a masked array.
+        ValueError: ``out`` does not fit.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> safeload.astype(np.float32([1.0, 3.14159265]), "bfloat16")
+        array([1, 3.14062], dtype=bfloat16)
+    """
+    array = as_array(x)
+    target = dtypes.parse(dtype)
+    element = dtypes.element_dtype(target.number)
+    check_threads(threads)
+    out = target_array(array.shape, element, out)
+    narrows = target.floating and target.bits < _F32.bits
+    if narrows:
+        array = _real(array)
+    source = dtypes.BY_NAME.get(array.dtype.name)
+    if source is not None and _in_core(source, target, array):
+        _convert(array, out, source, target.number, threads)
+        return out
+    if source is not None and narrows and array.size and lib.sl_convertible(source.number, lib.SL_F32_ODD):
+        odd = np.empty(array.shape, np.float32)  # ml_dtypes would round to float32 first, and then again
+        _convert(array, odd, source, lib.SL_F32_ODD, threads)
+        array = odd
+    np.copyto(out, array.astype(element), casting="unsafe")
+    return out
+
+
+def _real(array: Array) -> Array:
+    """Complex numbers without their imaginary part (NumPy warns), long doubles as float64 rounded to odd."""
+    if array.dtype.kind == "c":
+        array = array.astype(array.dtype.char.lower())
+    if array.dtype.kind != "f" or array.dtype.itemsize <= _F64.block_bytes:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        near = array.astype(np.float64)
+        back = near.astype(array.dtype)
+        bits = near.view(np.int64)  # the core's SL_F32_ODD, for another pair of dtypes
+        bits -= np.abs(back) > np.abs(array)
+        bits |= (back < array) | (back > array)
+    return near
+
+
+def _convert(array: Array, out: Array, source: dtypes.Dtype, target: int, threads: int | None) -> None:
+    """Convert an array of any strides and byte order into a C-contiguous one in the core."""
+    if array.dtype.itemsize > 1 and array.dtype.isnative != (sys.byteorder == "little"):
+        array = byteswapped(array)
+    if np.may_share_memory(array, out) or _planes(array) > _MAX_PLANES:
+        array = array.copy(order="C")
+    batch = Batch(_jobs(array, out, source.number, target))
+    batch.results([out])
+    batch.run(threads=threads)
+
+
+def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None) -> Array:
+    """The array for a result of this shape and dtype: ``out`` if it fits, a new one for None.
+
+    Raises:
+        TypeError: ``out`` is a masked array.
+        ValueError: ``out`` does not fit.
+    """
+    if out is None:
+        return private_array(shape, dtype)
+    refuse_masked(out, "out")
+    if not isinstance(out, np.ndarray) or out.dtype != dtype or out.shape != shape:
+        raise ValueError(f"out must be an array of {dtype} {list(shape)}")
+    if not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):
+        raise ValueError("out must be C-contiguous, aligned and writable")
+    return out
+
+
+_F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
+
+# Axes of at least this many elements fill the cache lines that a copy along them touches.
+_LINE = 16
+# Arrays of more planes than this are copied by numpy: a job for each plane would take longer.
+_MAX_PLANES = 1 << 14
+
+
+class _Axis(NamedTuple):
+    """One axis of a copy: number of elements, stride in bytes in the source and in the destination."""
+
+    length: int
+    stride: int
+    target_stride: int
+
+
+def _merged_axes(array: Array, itemsize: int) -> list[_Axis]:
+    """The array's axes, innermost first, merged into as few as visit its elements in C order, the destination's."""
+    axes: list[_Axis] = []
+    for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
+        if length == 1:
+            continue
+        if axes and axes[-1].length * axes[-1].stride == stride:
+            axes[-1] = axes[-1]._replace(length=axes[-1].length * length)
+        else:
+            target = axes[-1].length * axes[-1].target_stride if axes else itemsize
+            axes.append(_Axis(length, stride, target))
+    return axes
+
+
+def _take_plane(axes: list[_Axis]) -> tuple[_Axis, _Axis]:
+    """Removes rows and columns from the axes: columns along the destination's memory if that fills cache lines."""
+    while len(axes) < 2:
+        axes.append(_Axis(1, 0, 0))
+    columns = axes.pop(0 if axes[0].length >= _LINE else axes.index(max(axes)))
+    rows = axes.pop(axes.index(max(axes)))
+    return rows, columns
+
+
+def _planes(array: Array) -> int:
+    axes = _merged_axes(array, array.dtype.itemsize)
+    _take_plane(axes)
+    return math.prod(axis.length for axis in axes)
+
+
+def _jobs(array: Array, out: Array, source: int, target: int) -> list[Job]:
+    """Jobs that copy an array of any strides to a C-contiguous one: one job per plane of two axes."""
+    axes = _merged_axes(array, out.dtype.itemsize)
+    begin, memory = array.__array_interface__["data"][0], address_of(out)
+    if len(axes) == 0 or (len(axes) == 1 and axes[0].stride == array.dtype.itemsize):
+        return [Job(None, begin, memory, array.nbytes, source, target, moving(source, target))]
+    rows, columns = _take_plane(axes)
+    planes = [(begin, memory)]
+    for axis in axes:
+        planes = [(a + k * axis.stride, b + k * axis.target_stride) for k in range(axis.length) for a, b in planes]
+    size = rows.length * columns.length * array.dtype.itemsize
+    strides = rows.stride, columns.stride, rows.target_stride, columns.target_stride
+    grid = Grid(rows.length, columns.length, strides)
+    op = moving(source, target, grid)
+    return [Job(None, a, b, size, source, target, op, grid) for a, b in planes]
+
+
+def _in_core(source: dtypes.Dtype, target: dtypes.Dtype, array: Array) -> bool:
+    """Whether the C core converts this array in one rounding: its jobs take elements of whole bytes."""
+    if source.packed or target.packed or array.size == 0:
+        return False
+    if source is target:
+        return True
+    if not source.floating and not (target.floating and target.bits <= _F32.bits):  # it would go through float32
+        return False
+    return bool(lib.sl_convertible(source.number, target.number))

@@ -1,0 +1,56 @@
+"""SHA-256 of a file while it is written: a thread hashes what another one writes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+from ...base.native import ffi
+
+# Less than this is hashed sooner than a thread is told to do it.
+_ALONE = 1 << 20
+
+
+class Digest:
+    """SHA-256 of memory that is given in order. A context manager, which ends its thread."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+
+    def begin(self, pieces: Sequence[tuple[int, int]]) -> None:
+        """Adds memory, given as pairs of address and size in bytes, which must stay as it is until `wait` returns."""
+        if sum(size for _, size in pieces) < _ALONE:
+            self._add(pieces)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "safeload-digest")
+        self._running = self._thread.submit(self._add, pieces)
+
+    def _add(self, pieces: Sequence[tuple[int, int]]) -> None:
+        for address, size in pieces:
+            if size:
+                self._digest.update(ffi.buffer(ffi.cast("char *", address), size))
+
+    def wait(self) -> None:
+        """Waits until all memory is hashed."""
+        if self._running is not None:
+            self._running.result()
+            self._running = None
+
+    def hexdigest(self) -> str:
+        """The digest, in hexadecimal digits."""
+        self.wait()
+        return self._digest.hexdigest()
+
+    def __enter__(self) -> Digest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()

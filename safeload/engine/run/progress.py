@@ -1,0 +1,140 @@
+"""Progress bars on stderr, for ``progress=True`` and the command line: tqdm's if it is installed, else our own.
+
+On a terminal and in a notebook the bar is animated. Anywhere else (a file, a pipe, a log) it prints a line every ten
+seconds and one at the end; without a stderr it prints nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...base.text import size, width
+
+Report = Callable[[int, int], object]
+# Type of the argument ``progress``: True for a bar, or a callable that gets (bytes_done, bytes_total).
+Progress = bool | Report | None
+
+# Seconds between two updates of the plain bar, and between two lines.
+_INTERVAL, _LINE_INTERVAL = 0.1, 10.0
+
+
+def on_terminal() -> bool:
+    """Whether stderr is a terminal."""
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # stderr was closed
+        return False
+
+
+def _in_notebook() -> bool:
+    """Whether output goes to a notebook, which is not a terminal but can animate bars."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_ipython() if get_ipython is not None else None
+    return "IPKernelApp" in getattr(shell, "config", ())
+
+
+@contextmanager
+def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
+    """A progress bar. Yields a function that draws it, given the bytes done and the total, which may change.
+
+    Args:
+        label: text before the bar.
+        leave: whether the bar stays visible when it is finished.
+    """
+    notebook = _in_notebook()
+    if not notebook and not on_terminal():
+        with _lines(label) as report:
+            yield report
+        return
+    try:
+        if notebook:
+            from tqdm.auto import tqdm
+        else:
+            from tqdm import tqdm  # faster to import
+    except ImportError:
+        with _plain(label, leave) as report:
+            yield report
+        return
+    drawn: Any = None
+
+    def draw(done: int, total: int) -> None:
+        nonlocal drawn
+        if drawn is None or drawn.total != total:
+            if drawn is not None:
+                drawn.close()
+            options = {} if notebook else {"ncols": width()}
+            drawn = tqdm(desc=label, total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=leave, **options)
+        drawn.update(done - drawn.n)
+
+    try:
+        yield draw
+    finally:
+        if drawn is not None:
+            drawn.close()
+
+
+@contextmanager
+def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
+    """Yields a function that takes the number of bytes done and reports it as ``progress`` specifies."""
+    if callable(progress):
+        report = progress
+        yield lambda done: report(done, total)
+    elif progress:
+        with bar("safeload", leave=True) as draw:
+            yield lambda done: draw(done, total)
+    else:
+        yield lambda done: None
+
+
+def _write(text: str) -> None:
+    """Writes text to stderr. Errors are ignored: work must not fail because its bar cannot be shown."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
+
+
+@contextmanager
+def _plain(label: str, leave: bool) -> Iterator[Report]:
+    shown = 0.0
+
+    def draw(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown >= _INTERVAL or done >= total:
+            shown = now
+            _write(f"\r{label}: {_percent(done, total):3}%")
+
+    try:
+        yield draw
+    finally:
+        if shown:
+            _write("\n" if leave else "\r" + " " * (len(label) + 6) + "\r")
+
+
+@contextmanager
+def _lines(label: str) -> Iterator[Report]:
+    started = shown = time.monotonic()
+    last = (0, 0)
+
+    def draw(done: int, total: int) -> None:
+        nonlocal shown, last
+        last = done, total
+        now = time.monotonic()
+        if now - shown >= _LINE_INTERVAL and done < total:
+            shown = now
+            _write(f"{label}: {_percent(done, total)}% of {size(total)}\n")
+
+    yield draw
+    if last[0] >= last[1] > 0:  # not if the work has failed
+        _write(f"{label}: 100% of {size(last[1])} in {time.monotonic() - started:.1f} s\n")
+
+
+def _percent(done: int, total: int) -> int:
+    return 100 * done // max(1, total)

@@ -1,0 +1,245 @@
+"""A weight file: the table of its tensors, and the store that has their bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import repeat
+from operator import sub
+from typing import Any, BinaryIO, NoReturn
+
+from ...base import dtypes
+from ...base.arrays import ArraySpec, array_spec
+from ...base.gc_pause import paused
+from ...base.listed_table import ListedTable
+from ...base.paths import PathLike
+from ...base.scheme import INT8
+from ...base.table import Table, TensorInfo
+from ...errors import UnsupportedError
+from ...stores.files import LOCAL, Files
+from ...stores.local import Descriptor, LocalStore, compare, descriptor_of, open_local
+from ...stores.remote import RemoteStore
+from ...stores.store import ByteStore, read_at
+
+
+class WeightFile:
+    """The tensors of one file, which is open for reading. Any thread may use it.
+
+    Args:
+        path: as messages show it.
+        store: its bytes.
+        table: its tensors.
+        files: where it was found.
+        place: the path that leads to it there; of a local file it is that of its store.
+
+    Attributes:
+        path: as messages show it.
+        store: its bytes.
+        size: bytes.
+        table: its tensors.
+        files: where other files of its folder are found.
+        remote: whether jobs cannot read it themselves: each read is a request.
+    """
+
+    _origin: tuple[str, tuple[Any, ...]] | None = None
+
+    def __init__(self, path: str, store: ByteStore, table: Table, files: Files = LOCAL, place: str = "") -> None:
+        self.path = path
+        self.store = store
+        self.size = store.size
+        self.table = table
+        self.files = files
+        self.remote = not isinstance(store, LocalStore)
+        self._place = place or path
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
+
+    def stand_for(self, origin: WeightFile) -> None:
+        """Makes `place`, `files` and `identity` those of another file, of which this one is the unpacked content."""
+        self._origin = origin.place, origin.identity
+        self.files = origin.files
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether it is the unpacked content of another file."""
+        return self._origin is not None
+
+    @property
+    def place(self) -> str:
+        """The path that leads to it from any working directory."""
+        if self._origin is not None:
+            return self._origin[0]
+        return self.store.place if self.files is LOCAL and isinstance(self.store, LocalStore) else self._place
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The version of the file when it was first opened; see `ByteStore.version`."""
+        return self.store.version if self._origin is None else self._origin[1]
+
+    def check_identity(self, seen: tuple[Any, ...]) -> None:
+        """Compares the file with an earlier opening of it: ``seen`` is an `identity` or the beginning of one.
+
+        Raises:
+            FormatError: another program has changed the file.
+        """
+        compare(self.identity, seen, self.path)
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Bytes of the file, fewer at its end; meant for small reads.
+
+        Raises:
+            FormatError, OSError: the file cannot be read.
+        """
+        return read_at(self.store, offset, size)
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """The C core's file handle, for jobs and parsers; what can do without asks `descriptor_of` instead.
+
+        Raises:
+            UnsupportedError: its store has none.
+        """
+        descriptor = descriptor_of(self.store)
+        if descriptor is None:
+            raise UnsupportedError(f"{self.path} is not a local file, which this needs", path=self.path)
+        return descriptor
+
+    def check_open(self) -> None:
+        """Raises ValueError after `close`."""
+        if isinstance(self.store, RemoteStore):
+            self.store.check_open()
+        else:
+            _ = self.descriptor
+
+    def close(self) -> None:
+        """Closes the store; arrays over mappings stay valid."""
+        self.store.close()
+
+    def infos(self) -> list[TensorInfo]:
+        """The description of each tensor, in the order of the table."""
+        table = self.table
+        with paused(table.count):
+            names = table.names
+            numbers, shapes, begins, ends = table.columns(range(table.count))
+            sizes = table.sizes() if table.shaped or table.quantized else map(sub, ends, begins)
+            codes = map(_CODES.__getitem__, numbers)
+            fields = zip(names, codes, shapes, sizes, repeat(self.path), begins, zip(names))
+            infos: list[TensorInfo] = list(map(_INFO, fields))
+        for k, info in enumerate(infos) if table.quantized else ():
+            packed = table.packed(k)
+            if packed is not None:
+                parts = tuple(part.name for part in packed.parts.values())
+                infos[k] = info._replace(dtype=packed.packing.label, parts=parts)
+            elif table.scale(k) is not None:
+                infos[k] = info._replace(dtype=INT8)
+            elif info.name in table.unknown:
+                unknown = table.unknown[info.name]
+                infos[k] = info._replace(dtype=unknown.label, shape=unknown.shape)
+        return infos
+
+    def tensor_at(self, position: int) -> str | None:
+        """Name of the tensor that a byte belongs to."""
+        for name, (begin, end) in zip(self.table.names, self.table.byte_ranges(), strict=True):
+            if begin <= position < end:
+                return name
+        return None
+
+    def layout(self, index: int) -> ArraySpec:
+        """How one tensor becomes an array."""
+        layout = array_spec(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
+        return _shaped(self.table, index, layout) if self.table.shaped else layout
+
+
+def infos_of(
+    files: Sequence[WeightFile], where: Mapping[str, tuple[WeightFile, int]] | None
+) -> Iterable[tuple[str, TensorInfo]]:
+    """Name and description of each tensor of files.
+
+    Args:
+        files: the files.
+        where: file and index of each tensor; None for all of the only file.
+    """
+    if where is None:
+        return zip(files[0].table.names, files[0].infos(), strict=True)
+    known = {file: file.infos() for file in files}
+    return ((name, known[file][index]) for name, (file, index) in where.items())
+
+
+def is_remote(file: object) -> bool:
+    """Whether jobs cannot read a file themselves: each read is a request."""
+    return isinstance(file, WeightFile) and file.remote
+
+
+def quantization_in(files: Iterable[WeightFile]) -> str | None:
+    """The configuration by which the packed tensors of files are dequantized, as JSON; None without any."""
+    tables = [file.table for file in files if file.table.quantized]
+    packed = (table.packed(index) for table in tables for index in range(table.count))
+    return next((one.packing.config for one in packed if one is not None), None)
+
+
+# A `TensorInfo` from a tuple of its fields, without a step of Python; and the codes of dtypes by number.
+_INFO = partial(tuple.__new__, TensorInfo)
+_CODES = {number: row.code for number, row in dtypes.BY_NUMBER.items()}
+
+# Up to this many tensors are looked up one by one, which is faster than decoding columns.
+_FEW = 4
+
+
+def layouts(table: Table, indices: Sequence[int]) -> list[ArraySpec]:
+    """How tensors of a table become arrays; where they are many each column is decoded once."""
+    if len(indices) <= _FEW and not table.shaped:
+        return [array_spec(table.row(i), table.shape(i), *table.byte_range(i)) for i in indices]
+    rows, shapes, ranges = table.rows, table.shapes, table.byte_ranges()
+    if table.shaped:
+        return [_shaped(table, i, array_spec(rows[i], shapes[i], *ranges[i])) for i in indices]
+    return [array_spec(rows[i], shapes[i], *ranges[i]) for i in indices]
+
+
+def _shaped(table: Table, index: int, layout: ArraySpec) -> ArraySpec:
+    return layout._replace(strides=table.strides(index), big_endian=table.big_endian(index))
+
+
+def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown: str) -> WeightFile:
+    """A new file without a name, whose table is still empty.
+
+    Args:
+        prefix: what its name begins with while it has one.
+        write: writes the content, and gets the path as well.
+        shown: the path in later messages.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import tempfile  # only here: few loads need it
+
+    descriptor, path = tempfile.mkstemp(prefix=prefix)
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            write(out, path)
+        return open_without_table(path, shown=shown)
+    finally:
+        with suppress(OSError):  # on Windows an open file cannot be deleted: it stays until the folder is cleaned
+            os.unlink(path)
+
+
+def open_without_table(path: PathLike, *, shown: str | None = None, files: Files = LOCAL) -> WeightFile:
+    """An open file whose table is still empty, for formats that are read in Python.
+
+    Args:
+        path: of the file.
+        shown: the path in later messages, where that is another.
+        files: where the path leads.
+
+    Raises:
+        FormatError: not a regular file.
+        OSError: the file cannot be opened.
+    """
+    if files is not LOCAL:
+        place = os.fspath(path)
+        found = files.open(place)
+        return WeightFile(getattr(found, "path", place), found, ListedTable([]), files, place)
+    store = open_local(path, shown=shown)
+    return WeightFile(store.path, store, ListedTable([]))

@@ -1,0 +1,1 @@
+"""Conversion: decide what becomes of each tensor, make it, write it."""

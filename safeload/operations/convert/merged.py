@@ -1,0 +1,272 @@
+"""The tensors of a conversion with adapters merged into them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array
+from ...base.text import show
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.source import Source, of_array
+from ...engine.read.plan import Entry
+from ...errors import FormatError
+from ...loading.adapter import Adapter, Weighted, listed, opened
+from ...loading.adapter_base import Target, check_floating, model_type_of, of_file
+from ...loading.adapter_experts import Apart
+from ...loading.adapter_fit import Fit
+from ...loading.adapter_heads import Heads, heads_of
+from ...loading.merge import Merge
+from ...loading.merged import warn_of_untied
+from ...models.tied import untied
+from ...stores.local import check_unchanged
+from ..sources.catalog import Catalog
+from ..sources.description import About
+from ..sources.plan import field, texts
+from ..sources.sources import files_of, identified, in_memory, source_of
+
+
+class _Base:
+    """A catalog as a base of adapters."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.title = catalog.title
+        self.model_type = model_type_of(catalog.config)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._catalog
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._catalog)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of the catalog."""
+        return tuple(Catalog.about(self._catalog, name).shape)
+
+    def target(self, name: str) -> Target:
+        """A tensor of the catalog; one in memory is read whole where it is quantized."""
+        origin, file, index = self._catalog.place(name)
+        if file is not None:
+            owner: Any = origin  # tensors of a dict have no file
+            return of_file(owner, name, file, index)
+        about = Catalog.about(self._catalog, name)
+        if not about.quantized:
+            check_floating(name, about.row, None)
+        work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
+        read: Callable[[Any], Array] = partial(_rows, self._catalog, name, work)
+        return Target(name, about.shape, None if about.quantized else about.row, work, read, about.quantized)
+
+
+def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
+    values: Array = Catalog.array(catalog, name)[at].astype(work)
+    return values
+
+
+class MergedCatalog(Catalog):
+    """A catalog whose tensors have adapters merged into them: a tensor is merged when it is read, in float32.
+
+    Args:
+        catalog: the tensors.
+        adapters: open ones, in order.
+        among: names of the tensors to consider; None for all, see `Merge`.
+        fits: how each adapter belongs to them; None to find it.
+        heads: the tied heads; None to find them.
+
+    Attributes:
+        adapters: the open adapters.
+        fits: how each belongs to the tensors.
+        heads: the tied heads.
+        aliases: the heads of `Heads.untied` that no origin stores, each with its embedding.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        adapters: Sequence[Adapter],
+        among: Container[str] | None = None,
+        fits: Sequence[Fit] | None = None,
+        heads: Heads | None = None,
+    ) -> None:
+        if heads is None:
+            heads = heads_of(adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
+        self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
+        whole = catalog.with_aliases(self.aliases)
+        super().__init__(whole._origins, catalog.mapped)
+        self._merge = Merge(_Base(whole), adapters, among, fits, heads=heads)
+        self.heads = heads
+        if heads.untied and self.config is not None:
+            self.config = untied(self.config)
+        self.adapters = adapters
+        self.fits = self._merge.fits
+
+    def check_kept(self, name: str) -> None:
+        """Refuses a packed tensor that an adapter changes.
+
+        Raises:
+            UnsupportedError: it would stay packed.
+        """
+        if name in self._merge:
+            self._merge.target_row(name, None)
+
+    def about(self, name: str) -> About:
+        """Describes a tensor; blocks that an adapter changes have become numbers."""
+        about = super().about(name)
+        if name not in self._merge or about.packed or not (about.quantized or about.row.packed):
+            return about
+        row = dtypes.BY_CODE["F32"]
+        return About(name, row.name, about.shape, row.nbytes(math.prod(about.shape)), row, True)
+
+    def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
+        """A tensor as a source of jobs."""
+        if name not in self._merge:
+            return super().source(name, called, threads)
+        return of_array(name if called is None else called, self._values(name, threads))
+
+    def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
+        """What a read delivers of those tensors that no adapter changes."""
+        return super().described([name for name in names if name not in self._merge], target)
+
+    def in_place(self, name: str) -> Source | None:
+        """A tensor's values in place; None for one that an adapter changes."""
+        return None if name in self._merge else super().in_place(name)
+
+    def restoring(self, name: str, called: str | None = None) -> Source | None:
+        """A packed tensor of a file as a source of its values; None for one that an adapter changes."""
+        return None if name in self._merge else super().restoring(name, called)
+
+    def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
+        """Fills an array with a tensor that an adapter changes, tile by tile."""
+        if name not in self._merge:
+            return super().fill(name, row, out, threads)
+        self._merge.values(name, row, out, threads)
+        return True
+
+    def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
+        return self._values(name, threads) if name in self._merge else super()._load(name, dtype, threads)
+
+    def _values(self, name: str, threads: int | None) -> Array:
+        work = dtypes.BY_CODE["F64" if super().about(name).row.code == "F64" else "F32"]
+        return self._merge.values(name, work, threads=threads)
+
+
+def merged(
+    stack: ExitStack,
+    catalog: Catalog,
+    adapters: Any,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    with_config: bool = False,
+) -> Catalog:
+    """A catalog with the adapters that an argument names; the catalog itself for none.
+
+    Args:
+        stack: closes the adapters.
+        catalog: the base.
+        adapters: see `listed`.
+        storage_options: for URLs.
+        with_config: whether the result has a ``config.json``, which says what is tied.
+    """
+    given = listed(adapters)
+    if not given:
+        return catalog
+    result = MergedCatalog(catalog, opened(stack, given, storage_options))
+    if not with_config or catalog.config is None:
+        warn_of_untied(result.heads, catalog.config)
+    return result
+
+
+# ---- as plain data ----
+
+
+def as_plain(catalog: Catalog) -> list[dict[str, Any]] | None:
+    """The adapters as a plan has them: where each is, its weight, and its files with size and version.
+
+    Raises:
+        ValueError: an adapter that is not a path.
+    """
+    if not isinstance(catalog, MergedCatalog):
+        return None
+    found = []
+    for one, fit in zip(catalog.adapters, catalog.fits, strict=True):
+        if one.checkpoint.weight_files[0].files.remote:
+            raise in_memory("an adapter from a URL is open", "a conversion in pieces")
+        paths = [file.place for file in one.checkpoint.weight_files]
+        files = [source_of(path) for path in (*paths, one.config_at.path)]
+        used = {name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart}
+        apart = {
+            name: [experts, [*layers], rows, columns, outer]
+            for name, (experts, layers, rows, columns, outer) in used.items()
+        }
+        known = {
+            "parameters": dict(fit.parameters),
+            "transposed": sorted(fit.transposed),
+            "apart": apart,
+            "mirrored": dict(fit.mirrored),
+            "untied": catalog.aliases,
+            "renamed": dict(fit.renamed),
+        }
+        found.append({"files": files, "weight": one.weight, **{key: value for key, value in known.items() if value}})
+    return found
+
+
+def reopened(stack: ExitStack, catalog: Catalog, plain: Any, among: Container[str]) -> Catalog:
+    """The inverse of `as_plain`, for the tensors of a piece.
+
+    Raises:
+        FormatError: a file has changed since the plan was made, or this is something else.
+    """
+    if plain is None:
+        return catalog
+    if not isinstance(plain, list):
+        raise FormatError("the adapters of a piece are a list")
+    given, fits, heads = [], [], {}
+    for one in plain:
+        paths = []
+        for file in field(one, "files", list):
+            path, identity, _ = identified(file)
+            files_of({}, path, None)
+            check_unchanged(path, identity)
+            paths.append(path)
+        if len(paths) < 2:
+            raise FormatError("an adapter of a piece has its weights and its configuration")
+        given.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], field(one, "weight", float)))
+        transposed = texts(one, "transposed") if "transposed" in one else []
+        apart = field(one, "apart", dict) if "apart" in one else {}
+        stacks = {name: _apart(apart, name) for name in apart}
+        mirrored = _texts_by_name(one, "mirrored")
+        renamed, parameters = _texts_by_name(one, "renamed"), _texts_by_name(one, "parameters")
+        fits.append(Fit(parameters, frozenset(transposed), {}, stacks, mirrored, renamed=renamed))
+        heads.update(_texts_by_name(one, "untied"))
+    here = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
+    return MergedCatalog(catalog, opened(stack, given), among, fits, Heads(heads, here))
+
+
+def stored_names(plain: Any, names: Sequence[str]) -> list[str]:
+    """The names under which files store the tensors of a piece: a head that was tied is stored as the embedding."""
+    adapters = [one for one in plain if isinstance(one, dict)] if isinstance(plain, list) else []
+    heads = {head: embedding for one in adapters for head, embedding in _texts_by_name(one, "untied").items()}
+    return [heads.get(name, name) for name in names]
+
+
+def _texts_by_name(given: Mapping[str, Any], key: str) -> dict[str, str]:
+    found = field(given, key, dict) if key in given else {}
+    return {name: field(found, name, str) for name in found}
+
+
+def _apart(given: Mapping[str, Any], name: str) -> Apart:
+    stack: list[Any] = field(given, name, list)
+    if len(stack) != 5:
+        stack = [0, [], 0, 0, ""]
+    experts, layers, rows, columns, outer = stack
+    whole = all(type(size) is int and size > 0 for size in (experts, rows, columns))
+    texts_only = isinstance(layers, list) and all(isinstance(text, str) for text in (*layers, outer))
+    if not whole or not texts_only:
+        raise FormatError(f"a stack of a piece must be [experts, layers, rows, columns, module], got {show(stack)}")
+    return Apart(experts, tuple(layers), rows, columns, outer)

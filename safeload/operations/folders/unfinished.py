@@ -1,0 +1,194 @@
+"""Notes in folders whose files a conversion is replacing: they keep others from reading what is half old, half new.
+
+The note comes before the first file that is replaced, and goes when the index is in place. A conversion that replaces
+its own source needs the note to continue, because its sources are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...base.text import printable, show
+from ...checkpoint import Checkpoint
+from ...errors import FormatError
+from ...stores import url as urls
+from ...stores.files import Location
+from ...stores.local import identity_of
+from ..sources.catalog import Catalog, Given
+from ..sources.plan import Plan, bare_name, check_version, field, piece_of
+from .shard_folder import Folder, LocalFolder
+
+NAME = ".safeload-unfinished.json"
+KEY, VERSION = "safeload_unfinished", 1
+
+_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_OF_PLAN = ("id", "version", "options", "call", "tensors", "quantized")
+_OF_PIECE = ("id", "file", "nbytes", "tensors")
+
+
+def note(folder: Folder, plan: Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
+    """Write the note of a conversion whose shards are all complete.
+
+    Args:
+        folder: the destination.
+        plan: the plan. Without an id the conversion cannot be continued.
+        config: what ``config.json`` will be.
+    """
+    content: dict[str, Any] = {KEY: VERSION, **{key: plan[key] for key in _OF_PLAN if key in plan}}
+    if plan.get("in_place"):
+        content["pieces"] = [{key: piece[key] for key in _OF_PIECE} for piece in plan["pieces"]]
+        content["config"] = config
+    text = (json.dumps(content) + "\n").encode()
+    with folder.writing(NAME, len(text), overwrite=True) as file, file.stream() as stream:
+        stream.write(text)
+
+
+def forget(folder: Folder) -> None:
+    """Remove the note of a folder that is complete."""
+    folder.remove([NAME])
+
+
+def continued(folder: Folder, call: str) -> Plan | None:
+    """The plan of an interrupted conversion that replaces its own source; its pieces name no sources.
+
+    Anyone can have written the note: only names, ids and numbers are taken from it, no paths.
+
+    Args:
+        folder: the destination.
+        call: the id of this call; None is returned for the note of another one.
+
+    Raises:
+        FormatError: the note is malformed.
+        UnsupportedError: another version of safeload wrote it.
+    """
+    said = _read(folder)
+    if said is None or said.get(KEY) != VERSION or said.get("call") != call or "pieces" not in said:
+        return None
+    check_version(said)
+    if not _ID.fullmatch(field(said, "id", str)):
+        raise FormatError(f"the note of a conversion has an id, got {show(said['id'])}", folder.shown(NAME))
+    pieces = [
+        piece_of(
+            "convert",
+            [],
+            file=bare_name(field(piece, "file", str)),
+            id=field(piece, "id", str),
+            nbytes=field(piece, "nbytes", int),
+            tensors=field(piece, "tensors", list),
+            continued=True,
+        )
+        for piece in field(said, "pieces", list)
+    ]
+    kept = {key: said[key] for key in _OF_PLAN if key in said}
+    config = None if said.get("config") is None else {"content": field(said, "config", dict)}
+    return Plan({**kept, "operation": "convert", "in_place": True, "pieces": pieces, "config": config, "extras": {}})
+
+
+def _read(folder: Folder) -> dict[str, Any] | None:
+    try:
+        return folder.read_json(NAME, "the note of a conversion")
+    except (FileNotFoundError, PermissionError):
+        if folder.files.remote or not os.path.lexists(folder.shown(NAME)):  # stores deny what they must not list
+            return None
+        raise
+
+
+# ---- sources ----
+
+
+def call_id(src: Any) -> list[Any]:
+    """The sources of a call as they were given: two calls with equal ones may be one that is repeated."""
+    return [_given(one) for one in (src if isinstance(src, (list, tuple)) else [src])]
+
+
+def _given(one: Any) -> Any:
+    if hasattr(one, "recipe"):  # an open checkpoint
+        recipe = one.recipe()
+        shown = [recipe.files.shown(path).rstrip("/") for path in recipe.paths]
+        return shown[0] if (len(shown), recipe.root, recipe.stored) == (1, None, False) else [shown, recipe.root]
+    if isinstance(one, Location):
+        return one.shown.rstrip("/")
+    text = os.fspath(one) if isinstance(one, (str, os.PathLike)) else None
+    if isinstance(text, str):
+        return (urls.shown(text) if urls.is_url(text) else os.path.abspath(text)).rstrip("/")
+    return f"{type(one).__name__} {getattr(one, 'path', '')}"
+
+
+def check_given(src: Sequence[Given]) -> None:
+    """Refuse local folders that are half replaced, before they are opened.
+
+    Raises:
+        ValueError: an interrupted conversion has replaced some files of a source.
+    """
+    for one in src:
+        path = os.fspath(one) if isinstance(one, (str, os.PathLike)) and not hasattr(one, "fs") else None
+        if isinstance(path, str) and not urls.is_url(path) and "\0" not in path:
+            _check(path if not path.endswith(".json") else os.path.dirname(path) or ".")
+
+
+def check_opened(catalog: Catalog) -> None:
+    """Refuse sources whose files are in folders that are half replaced; see `check_given`.
+
+    Raises:
+        ValueError: an interrupted conversion has replaced some files of a source.
+    """
+    if len(catalog.weight_files) > 1 or any(opened.index is not None for opened in catalog.checkpoints):
+        for folder in sorted({path for opened in catalog.checkpoints for path in _folders(opened)}):
+            _check(folder)
+
+
+def _check(path: str) -> None:
+    if not os.path.lexists(os.path.join(path, NAME)):
+        return
+    folder = LocalFolder(path)
+    try:
+        said = _read(folder) or {}
+    except (FormatError, OSError):
+        said = {}
+    raise half_replaced(folder, said)
+
+
+def half_replaced(folder: Folder, said: Mapping[str, Any]) -> ValueError:
+    """The error for a source that an interrupted conversion has replaced in part."""
+    options = said.get("options")
+    listed = ", ".join(f"{key}={show(value)}" for key, value in options.items()) if isinstance(options, dict) else ""
+    with_options = f" ({printable(listed)}; safeload {printable(str(said.get('version')))})" if listed else ""
+    repeat = f"Repeat that call{with_options} with overwrite=True and resume=True to complete it, or restore"
+    return ValueError(
+        f"{show(folder.title)}: an interrupted conversion has replaced some of its files. "
+        f"{repeat if 'id' in said else 'Restore'} the original files and delete {NAME}"
+    )
+
+
+def check_remote(folder: Folder) -> None:
+    """Refuse a folder in a store that is a source as well as the destination; see `check_given`.
+
+    Raises:
+        ValueError: an interrupted conversion has replaced its index.
+    """
+    said = _read(folder)
+    if said is not None:
+        raise half_replaced(folder, said)
+
+
+def is_source(folder: Folder, catalog: Catalog) -> bool:
+    """Whether a conversion reads files of the folder that it writes."""
+    if folder.files.remote:
+        title = folder.title.rstrip("/")
+        remote = (file for file in catalog.weight_files if file.files.remote)
+        return any(file.files.shown(file.files.split(file.place)[0]).rstrip("/") == title for file in remote)
+    if not os.path.isdir(folder.title):
+        return False
+    here = identity_of(os.stat(folder.title))[2:]
+    folders = {path for opened in catalog.checkpoints for path in _folders(opened)}
+    return any(identity_of(os.stat(path))[2:] == here for path in folders if os.path.isdir(path))
+
+
+def _folders(opened: Checkpoint) -> set[str]:
+    """The local folders that hold the files of a checkpoint, symbolic links resolved."""
+    paths = {file.place for file in opened.weight_files if not file.files.remote}
+    return {os.path.dirname(path) for path in paths} | {os.path.dirname(os.path.realpath(path)) for path in paths}

@@ -1,0 +1,415 @@
+"""Statistics of tensors: range, mean, standard deviation, NaN, infinity and zeros, in one pass over their bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array, as_array
+from ...base.gc_pause import paused
+from ...base.native import lib, short
+from ...base.scheme import row_of
+from ...base.selecting import Patterns
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.source import Source, address, of_numbers, of_packed, of_reals
+from ...engine.run.jobs import Batch
+from ...engine.run.progress import Progress
+from ...engine.run.runner import struct_dtype
+from ...engine.run.threads import check_threads
+from ...errors import UnsupportedError
+from ..sources import executors, plan, sources
+from ..sources.catalog import Catalog, Given, has_names
+from ..sources.executors import Executor
+
+_RECORD = struct_dtype("sl_stats")
+# The fields that every tensor needs, and those that only integers need.
+_MOMENTS, _WHOLE = list(_RECORD.names or ())[:12], list(_RECORD.names or ())[12:]
+_WHOLE_KINDS = (lib.SL_KIND_INT, lib.SL_KIND_BOOL)
+
+# Elements of a tensor that one record covers.
+_SEGMENT: int = lib.SL_STATS_SEGMENT
+_BINS: int = lib.SL_HISTOGRAM_BINS
+# Bytes of one number of a record or a bin.
+_WORD = 8
+
+HISTOGRAM_EDGES: Array = np.ldexp(1.0, np.arange(_BINS + 1) + lib.SL_HISTOGRAM_LOWEST)
+"""The 65 edges of the 64 bins of `TensorStats.histogram`: 2**-48, 2**-47, ... 2**16. Bin k counts
+``HISTOGRAM_EDGES[k] <= abs(x) < HISTOGRAM_EDGES[k + 1]``; the first bin also counts smaller values other than
+zero, the last one larger finite values."""
+HISTOGRAM_EDGES.flags.writeable = False
+
+
+class TensorStats(NamedTuple):
+    """Statistics of one tensor. Without a finite element, ``min`` to ``std`` are nan.
+
+    Attributes:
+        dtype: its code, such as "BF16" or "Q4_0"; "I8" for quantized int8, whose values are the dequantized ones.
+        shape: logical shape, outermost axis first.
+        count: elements.
+        min: smallest finite value, exact; 0.0 for -0.0. Integers and bool have an int here, in max and in absmax.
+        max: largest finite value, exact.
+        absmax: largest finite absolute value, exact.
+        mean: mean of the finite values; for integers the exact sum, divided and rounded once.
+        std: population standard deviation of the finite values, as ``numpy.std`` computes it.
+        nan: number of elements that are NaN.
+        inf: number of infinite elements, of either sign.
+        zeros: number of zeros, of either sign.
+        first_nan: index of the first NaN in C order, one integer for each axis; None without a NaN.
+        first_inf: index of the first infinity, in the same form.
+        histogram: int64 of shape [64], the number of finite nonzero values in each bin of `HISTOGRAM_EDGES`; None
+            unless requested.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> found = safeload.stats(np.float32([0, 1, np.nan]))
+        >>> found.nan, found.first_nan, found.zeros, found.max
+        (1, (2,), 1, 1.0)
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    count: int  # type: ignore[assignment] # tuple.count, which is not needed here
+    min: float
+    max: float
+    absmax: float
+    mean: float
+    std: float
+    nan: int
+    inf: int
+    zeros: int
+    first_nan: tuple[int, ...] | None
+    first_inf: tuple[int, ...] | None
+    histogram: Array | None = None
+
+
+class _Part(NamedTuple):
+    """One tensor to compute statistics of.
+
+    Attributes:
+        source: its values, or the codes that they are dequantized from.
+        dtype: its dtype, as in `TensorStats`.
+    """
+
+    source: Source
+    dtype: str
+
+
+@overload
+def stats(
+    x: Given,
+    *,
+    histogram: bool = False,
+    names: Iterable[str] | None = None,
+    only: Patterns = None,
+    drop: Patterns = None,
+    storage_options: Mapping[str, Any] | None = None,
+    executor: Executor | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> dict[str, TensorStats]: ...
+@overload
+def stats(
+    x: Any,
+    *,
+    histogram: bool = False,
+    names: None = None,
+    only: None = None,
+    drop: None = None,
+    storage_options: None = None,
+    executor: None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> TensorStats: ...
+def stats(
+    x: Any,
+    *,
+    histogram: bool = False,
+    names: Iterable[str] | None = None,
+    only: Patterns = None,
+    drop: Patterns = None,
+    storage_options: Mapping[str, Any] | None = None,
+    executor: Executor | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> TensorStats | dict[str, TensorStats]:
+    """Statistics of one tensor, or of each tensor of a checkpoint, in one pass over the bytes on all cores.
+
+    Floats are converted to float64, quantized tensors are dequantized to float32. ``min``, ``max`` and ``absmax`` are
+    exact; of integers and bool they are ints. ``mean`` is within 1e-12 * absmax, and of integers it is the exact sum,
+    rounded once. ``std`` stays accurate if the mean is much larger. Every instruction set and every number of threads
+    gives the same bits, whether the values are in memory or in a file.
+
+    A path or a `Checkpoint` is read through descriptors, never through a mapping.
+
+    Args:
+        x: an array (or anything that numpy converts to one) or a `QuantizedTensor`; or the path or URL of a checkpoint,
+            an open `Checkpoint`, or a dict of arrays and quantized tensors.
+        histogram: whether to count values by binary exponent, see `HISTOGRAM_EDGES`.
+        names: exact names of the tensors of x to include; None for all.
+        only: shell pattern, or several, of the names to include, such as ``"*norm*"``; instead of ``names``.
+        drop: shell pattern, or several, of names to leave out.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
+        executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
+            with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``client.get_executor(pure=False)``.
+            The statistics are those of one process.
+        threads: None: chosen automatically, and one for each piece of an executor.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+    Returns:
+        A `TensorStats` for one tensor. For a checkpoint a dict of them by name, in its order, without tensors that do
+        not hold real numbers (complex, text) or that cannot be dequantized (block types without a kernel).
+
+    Raises:
+        TensorNotFoundError: one of ``names`` does not exist, or a pattern matches none.
+        UnsupportedError: a single tensor of complex numbers, or of a block type without a kernel; a tensor of a
+            checkpoint that holds codes of a family that is not dequantized, such as EXL2, or stored codes.
+        TypeError: a single array that does not hold numbers.
+        ValueError: ``executor`` for tensors in memory.
+        FormatError: a file ends too early, with path and offset; or it has changed before an executor's piece read it.
+        OSError: a file cannot be read.
+
+    Example:
+        >>> import safeload
+        >>> safeload.stats([3.0, -4.0, float("nan")]).absmax
+        4.0
+    """
+    check_threads(threads)
+    executors.check_executor(executor)
+    if has_names(x):
+        with Catalog.of(x, storage_options) as catalog:
+            wanted = catalog.choose(names, only, drop)
+            catalog.refuse_codes(wanted, "stats")
+            if executor is None:
+                return measure(catalog, wanted, histogram, threads, progress)
+            return _in_pieces(catalog, wanted, histogram, executor, threads, progress)
+    if any(given is not None for given in (names, only, drop)):
+        raise ValueError("names=, only= and drop= are for checkpoints and dicts")
+    if executor is not None:
+        raise sources.in_memory("an array is", executors.EXECUTOR)
+    part = _part("", x, threads)
+    if part is None:
+        raise _refusal(x)
+    return _measure([part], histogram, threads, progress)[0]
+
+
+def measure(
+    catalog: Catalog,
+    wanted: Sequence[str],
+    histogram: bool,
+    threads: int | None,
+    progress: Progress = None,
+) -> dict[str, TensorStats]:
+    """Statistics by name of tensors that are not codes; see `stats`.
+
+    Tensors that can be read in place share one run. Those that must be copied first run one by one, so that only one
+    copy exists at a time.
+    """
+    ready: dict[str, _Part] = {}
+    to_copy: list[str] = []
+    with paused(len(wanted)):
+        for name in wanted:
+            found = catalog.in_place(name)
+            if found is None:
+                to_copy.append(name)
+            elif _readable(found.row):
+                about = catalog.about(name)
+                ready[name] = _Part(found, about.dtype if about.packed else about.row.code)
+    done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
+    for name in to_copy:
+        part = _part(name, catalog.value(name, threads), threads)
+        if part is not None:
+            done[name] = _measure([part], histogram, threads, None)[0]
+    return {name: done[name] for name in wanted if name in done}
+
+
+# ---- in pieces ----
+
+
+def _in_pieces(
+    catalog: Catalog,
+    wanted: Sequence[str],
+    histogram: bool,
+    executor: Executor,
+    threads: int | None,
+    progress: Progress,
+) -> dict[str, TensorStats]:
+    sizes = {name: catalog.about(name).nbytes for name in wanted}
+    found = executors.by_tensor(
+        run,
+        "stats",
+        catalog,
+        sizes,
+        executor,
+        threads=threads,
+        progress=progress,
+        more=lambda _: {"histogram": histogram},
+    )
+    return {name: of_plain(found[name]) for name in wanted if name in found}
+
+
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Statistics of the tensors of a piece, as plain data; see `run_piece`."""
+    plan.check_version(piece)
+    names = plan.texts(piece, "names")
+    with sources.opened(plan.field(piece, "sources", list), names, storage_options) as catalog:
+        found = measure(catalog, names, bool(piece.get("histogram")), threads)
+    return {"tensors": {name: as_plain(one) for name, one in found.items()}}
+
+
+def as_plain(found: TensorStats) -> list[Any]:
+    """Statistics as plain data, as JSON has it."""
+    *numbers, histogram = found
+    return [*plan.as_plain(numbers), None if histogram is None else histogram.tolist()]
+
+
+def of_plain(plain: Sequence[Any]) -> TensorStats:
+    """The inverse of `as_plain`."""
+    *numbers, histogram = plain
+    return TensorStats._make([*plan.of_plain(numbers), None if histogram is None else np.array(histogram, np.int64)])
+
+
+# ---- one tensor ----
+
+
+def _readable(row: dtypes.Dtype) -> bool:
+    """Whether the C core supports values of this dtype."""
+    return row.code == "F32" or bool(lib.sl_convertible(row.number, lib.SL_F32))
+
+
+def _part(name: str, value: Any, threads: int | None) -> _Part | None:
+    """A tensor in memory; None if it does not hold real numbers."""
+    if isinstance(value, QuantizedTensor):
+        return _quantized_part(name, value, threads)
+    array = as_array(value, name)
+    row = dtypes.BY_NAME.get(array.dtype.name)
+    code = array.dtype.name if row is None else row.code
+    if row is None or row.packed:  # the core does not support them, or not one element per byte
+        wider = _wider(array.dtype, row)
+        if wider is None:
+            return None
+        array, row = array.astype(wider.name), wider
+    return _Part(of_numbers(name, array, row, threads), code) if _readable(row) else None
+
+
+def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
+    """A wider dtype for one that the core does not support; None if that does not hold real numbers.
+
+    It holds every value, except that long double is rounded.
+    """
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        return dtypes.BY_CODE["F64"]
+    # The small types of ml_dtypes, the only ones that are registered with numpy.
+    return dtypes.BY_CODE["F32"] if row is not None or (dtype.isbuiltin == 2 and dtype.itemsize == 1) else None
+
+
+def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _Part | None:
+    """A quantized tensor in memory; None if it cannot be dequantized."""
+    code = value.scheme if value.packing is not None else row_of(value.scheme).code
+    found = value.restoring()
+    if found is not None:
+        source = of_packed(name, *found)
+        return _Part(source if source.in_order else of_reals(name, value.dequantize(threads=threads), threads), code)
+    row = row_of(value.scheme)
+    if not _readable(row):
+        return None
+    return _Part(of_numbers(name, value.data, row, threads)._replace(shape=value.shape), code)
+
+
+def _refusal(x: Any) -> Exception:
+    """The error for a single value without statistics."""
+    if isinstance(x, QuantizedTensor):
+        return UnsupportedError(f"cannot dequantize {x.scheme}: there is no kernel for it")
+    dtype = np.asarray(x).dtype
+    if dtype.kind == "c":
+        return UnsupportedError(f"{dtype} has no order: pass x.real and x.imag, or abs(x)")
+    return TypeError(f"{dtype} has no statistics: it does not hold numbers")
+
+
+def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progress: Progress) -> list[TensorStats]:
+    """Statistics of each part, in one run.
+
+    Each part gets its bins and one record for each segment in one allocation; the core merges the records at the end.
+    """
+    counts = np.array([math.prod(part.source.shape) for part in parts], np.int64)
+    segments = -(-counts // _SEGMENT)
+    bins = _BINS if histogram else 0
+    words = bins + segments * (_RECORD.itemsize // _WORD)
+    ends = np.cumsum(words)
+    memory = np.zeros(int(words.sum()), np.uint64)
+    places = address(memory) + (ends - words) * _WORD
+    batch = Batch()
+    op = lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS
+    with paused(len(parts)):
+        for part, count, place in zip(parts, counts.tolist(), places.tolist(), strict=True):
+            if count:
+                batch.add(part.source.work(op, place))
+    batch.run(threads=threads, progress=progress)
+    merged = np.zeros(len(parts), _RECORD)
+    first = (places + bins * _WORD).astype(np.uint64)
+    numbers = segments.astype(np.uint64)
+    short.sl_stats_merge(*map(address, (first, numbers)), len(parts), address(merged))
+    whole = merged[_WHOLE].tolist() if any(part.source.row.kind in _WHOLE_KINDS for part in parts) else None
+    result = []
+    with paused(len(parts)):
+        for k, (part, record) in enumerate(zip(parts, merged[_MOMENTS].tolist(), strict=True)):
+            begin = int(ends[k] - words[k])
+            counted = memory[begin : begin + bins].astype(np.int64) if histogram else None
+            result.append(_of_record(part, record, counted, None if whole is None else whole[k]))
+    return result
+
+
+def _of_record(
+    part: _Part, record: tuple[Any, ...], histogram: Array | None, whole: tuple[int, ...] | None
+) -> TensorStats:
+    """Convert a merged record of the core to `TensorStats`; ``whole`` are the fields that integers add."""
+    low: float
+    high: float
+    absmax: float
+    finite, nan, inf, zeros, first_nan, first_inf, low, high, mean, rest, squares, exponent = record
+    shape, row = part.source.shape, part.source.row
+    if finite and whole is not None and row.kind in _WHOLE_KINDS:
+        least, most, sum_low, sum_high = whole
+        flip = 0 if row.code == "U64" else 1 << 63
+        low, high = least - flip, most - flip
+        absmax = max(high, -low)
+        mean = ((sum_high << 64) + sum_low) / finite
+        std = min(math.sqrt(squares / finite), float(absmax))
+    elif finite:
+        absmax = max(high, -low)
+        # Clamp: rounding may push the mean past min or max, and the deviation past absmax.
+        mean = min(max(math.ldexp(mean + rest, exponent), low), high)
+        std = math.ldexp(min(math.sqrt(squares / finite), math.ldexp(absmax, -exponent)), exponent)
+    else:
+        low = high = absmax = mean = std = math.nan
+    return TensorStats(
+        part.dtype,
+        shape,
+        finite + nan + inf,
+        low,
+        high,
+        absmax,
+        mean,
+        std,
+        nan,
+        inf,
+        zeros,
+        _index(first_nan, shape) if nan else None,
+        _index(first_inf, shape) if inf else None,
+        histogram,
+    )
+
+
+def _index(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of an element in C order."""
+    index = []
+    for length in reversed(shape):
+        element, k = divmod(element, length)
+        index.append(k)
+    return tuple(reversed(index))

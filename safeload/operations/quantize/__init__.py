@@ -1,0 +1,1 @@
+"""Quantization of arrays and checkpoints, its error, and stacked tensors."""

@@ -1,0 +1,310 @@
+"""Stacks layers into one tensor for each kind of weight, transposed if the layout says so."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base import dtypes
+from ...base.arrays import Array, check_mapping
+from ...base.listing import dict_repr
+from ...base.text import show
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.source import Source, of_array
+from ...engine.read.delivery import refuse_own_files
+from ...engine.read.load import parse_target
+from ...engine.run import jobs
+from ...engine.run.cast import target_array
+from ...engine.run.job import Grid
+from ...engine.run.jobs import Batch
+from ...engine.run.memory import address_of, overlapping, private_array
+from ...engine.run.progress import Progress
+from ...engine.run.threads import check_threads
+from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError
+from ...models.layout import LAYER, Layout, StackedTensor
+from ..sources.catalog import Catalog, Given
+from ..sources.description import About
+
+# Most digits of a layer number: ``int`` itself refuses texts of more than 4300.
+_MAX_DIGITS = 18
+
+
+class StackedDict(dict[str, Array]):
+    """Name to stacked array, in the order of the layout.
+
+    Attributes:
+        left_out: names of the tensors that no entry of the layout uses.
+
+    Example:
+        >>> import safeload
+        >>> norms = safeload.StackedTensor("norm", "model.layers.{}.input_layernorm.weight")
+        >>> stacked = safeload.stack("tiny-llama", safeload.Layout("norms", [norms]))
+        >>> stacked["norm"].shape, len(stacked.left_out)
+        ((3, 64), 27)
+    """
+
+    left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return dict_repr("StackedDict", self)
+
+
+class Stack(NamedTuple):
+    """One tensor of the result, planned.
+
+    Attributes:
+        entry: entry of the layout.
+        names: names of its layers, in order; a single tensor if there is no layer axis.
+        layer: shape of a layer in the source.
+        shape: shape of the result.
+        row: dtype of the result.
+    """
+
+    entry: StackedTensor
+    names: list[str]
+    layer: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: dtypes.Dtype
+
+
+def stack(
+    source: Given,
+    layout: Layout,
+    *,
+    dtype: Any = None,
+    out: Mapping[str, Array] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> StackedDict:
+    """Arranges the tensors of a checkpoint by a layout: read, converted, transposed and stacked in one pass.
+
+    Args:
+        source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
+        layout: the layout of the result; see `safeload.layouts`.
+        dtype: dtype for floating tensors; None to leave it unchanged. Quantized tensors require one.
+        out: arrays to fill, by name. Each must be C-contiguous and have the dtype and shape of the result; all are
+            checked before the first byte is written. They may overlap arrays of the source, but may not map its files.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
+        threads: None: chosen automatically.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+    Returns:
+        Name to array in the order of the layout; ``left_out`` names the tensors that the layout does not use.
+
+    Raises:
+        TensorNotFoundError: a source or a layer is missing; the message names layer and tensor.
+        SafeloadError: layers differ in shape or dtype; the message names two of them.
+        UnsupportedError: a tensor to transpose is not a matrix, the conversion is not supported, or a tensor holds
+            codes of a family that is not dequantized, such as EXL2, or stored codes.
+        ValueError: an array of ``out`` does not match.
+        FormatError, OSError: see `safeload.open`.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload import Layout, StackedTensor, stack
+        >>> layers = {f"h.{k}.w": np.ones((2, 3), np.float16) for k in range(4)}
+        >>> stack(layers, Layout("tiny", [StackedTensor("w", "h.{}.w", transpose=True)]), dtype="float32")["w"].shape
+        (4, 3, 2)
+    """
+    check_threads(threads)
+    target = parse_target(dtype)
+    if out is not None:
+        check_mapping(out, "out")
+    with Catalog.of(source, storage_options) as catalog:
+        plans = plan({name: catalog.about(name) for name in catalog}, layout, target)
+        named = {name for planned in plans for name in planned.names}
+        catalog.refuse_codes(named, "stack")
+        result = _targets(plans, out)
+        refuse_own_files(result if out is not None else {}, catalog.weight_files)
+        filled = dict(result)
+        for name in overlapping(result if out is not None else {}, catalog.memory_of(named)):
+            filled[name] = private_array(result[name].shape, result[name].dtype)
+        fill(catalog, [(planned, filled[planned.entry.name]) for planned in plans], threads=threads, progress=progress)
+        for name, array in filled.items():
+            if array is not result[name]:
+                np.copyto(result[name], array)
+        result.left_out = tuple(name for name in catalog if name not in named)
+    return result
+
+
+def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> StackedDict:
+    """The arrays to fill."""
+    result = StackedDict()
+    unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
+    if unknown:
+        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
+    for planned in plans:
+        wanted = dtypes.array_dtype(planned.row.number)
+        name = planned.entry.name
+        if out is not None and name not in out:
+            raise ValueError(f"out: no array for {show(name)}")
+        try:
+            result[name] = target_array(planned.shape, wanted, None if out is None else out[name])
+        except ValueError as error:
+            raise ValueError(f"{show(name)}: {error}") from None
+    return result
+
+
+# ---- plan ----
+
+
+def plan(known: Mapping[str, About], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
+    """Plans what `fill` makes, and checks every name and shape.
+
+    Raises:
+        TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a safeload.Layout, not {type(layout).__name__}")
+    found = {entry.source: _layers_of(known, entry) for entry in layout.tensors if entry.stacked}
+    counts: dict[str, int] = {}
+    for source, layers in found.items():
+        prefix = source.split(LAYER)[0]
+        counts[prefix] = max(counts.get(prefix, 0), *(k + 1 for k in layers), 0)
+    return [_plan_one(entry, known, found.get(entry.source), counts, target) for entry in layout.tensors]
+
+
+def _layers_of(known: Mapping[str, About], entry: StackedTensor) -> set[int]:
+    """The numbers of the layers that match an entry.
+
+    Raises:
+        SafeloadError: a number has leading zeros, or too many digits for any model.
+    """
+    prefix, suffix = entry.source.split(LAYER)
+    pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}", re.ASCII)
+    layers = set()
+    for name in known:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        digits = match[1]
+        if len(digits) > _MAX_DIGITS:
+            raise SafeloadError(f"{show(entry.name)}: {_clipped(name)} has a layer's number of {len(digits)} digits")
+        if digits != str(int(digits)):
+            raise SafeloadError(
+                f"{show(entry.name)}: {show(name)} has a layer's number with leading zeros: {show(digits)}"
+            )
+        layers.add(int(digits))
+    return layers
+
+
+def _clipped(name: str) -> str:
+    return repr(name if len(name) <= 40 else f"{name[:40]}...")
+
+
+def _plan_one(
+    entry: StackedTensor,
+    known: Mapping[str, About],
+    layers: set[int] | None,
+    counts: Mapping[str, int],
+    target: dtypes.Dtype | None,
+) -> Stack:
+    """Plans one entry of a layout.
+
+    Args:
+        entry: the entry.
+        known: all tensors of the source.
+        layers: numbers of the layers that match the entry; None if it has no layer axis.
+        counts: number of layers by the prefix of their names, over all entries.
+        target: dtype for floating tensors; None to leave it unchanged.
+
+    Raises:
+        TensorNotFoundError, SafeloadError, UnsupportedError: see `stack`.
+    """
+    names = [entry.source]
+    if layers is not None:
+        prefix, suffix = entry.source.split(LAYER)
+        if not layers:
+            raise TensorNotFoundError(
+                f"{show(entry.name)}: no tensor is called {show(entry.source)} with a layer's number"
+            )
+        count = counts[prefix]
+        if len(layers) < count:  # checked before the names are made: a single large number may ask for any count
+            missing = next(k for k in range(count) if k not in layers)
+            name = f"{prefix}{missing}{suffix}"
+            raise TensorNotFoundError(
+                f"{show(entry.name)}: layer {missing} of {count} is missing: there is no tensor {show(name)}"
+            )
+        names = [f"{prefix}{k}{suffix}" for k in range(count)]
+    elif entry.source not in known:
+        raise TensorNotFoundError(f"{show(entry.name)}: there is no tensor {show(entry.source)}")
+    first = known[names[0]]
+    for name in names[1:]:
+        if known[name].shape != first.shape:
+            shape = list(known[name].shape)
+            raise SafeloadError(
+                f"{show(entry.name)}: {show(names[0])} has shape {list(first.shape)}, but {show(name)} has {shape}"
+            )
+    rows = [_result_row(name, known[name], target) for name in names]
+    for name, row in zip(names, rows, strict=True):
+        if row is not rows[0]:
+            raise SafeloadError(
+                f"{show(entry.name)}: {show(names[0])} is {rows[0].name}, but {show(name)} is {row.name}: pass dtype="
+            )
+    layer = first.shape
+    if entry.transpose:
+        if len(layer) != 2:
+            raise UnsupportedError(
+                f"{show(entry.name)}: {show(names[0])} has shape {list(layer)}: only matrices are transposed"
+            )
+        layer = layer[::-1]
+    return Stack(entry, names, first.shape, (len(names), *layer) if entry.stacked else layer, rows[0])
+
+
+def _result_row(name: str, known: About, target: dtypes.Dtype | None) -> dtypes.Dtype:
+    if target is not None and (known.row.floating or known.scheme is not None):
+        return target
+    if known.scheme is not None or known.row.packed:
+        raise UnsupportedError(
+            f"tensor {show(name)} is {known.scheme or known.row.name}: pass a dtype= to stack its values"
+        )
+    return known.row
+
+
+# ---- fill ----
+
+
+def fill(
+    catalog: Catalog,
+    wanted: Sequence[tuple[Stack, Array]],
+    *,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> None:
+    """Fills C-contiguous arrays as planned, all in one run.
+
+    Raises:
+        FormatError, OSError: a file cannot be read.
+    """
+    batch = Batch()
+    for planned, array in wanted:
+        size = math.prod(planned.layer) * array.dtype.itemsize
+        begin = batch.into(array)
+        grid: Grid | None = None
+        for k, name in enumerate(planned.names):
+            origin = _convertible(catalog.source(name), planned.row, threads)
+            if origin.size == 0:
+                continue
+            element, item = origin.row.block_bytes, array.dtype.itemsize
+            if planned.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
+                rows, columns = planned.layer
+                grid = Grid(rows, columns, (columns * element, element, item, rows * item))
+            batch.add(origin.job(begin + k * size, planned.row.number, grid=grid))
+    batch.run(threads=threads, progress=progress)
+
+
+def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:
+    """A source of whole-byte elements for a strided copy; quantized and packed ones are decoded first."""
+    if isinstance(value, QuantizedTensor):
+        return of_array("", value.dequantize(dtypes.element_dtype(row.number), threads=threads))
+    if not value.row.packed:
+        return value
+    decoded = private_array(value.shape, dtypes.array_dtype(row.number))
+    if value.size:
+        Batch([value.job(address_of(decoded), row.number)]).run(threads=threads)
+    return of_array(value.name, jobs.native_order(decoded))

@@ -1,0 +1,1 @@
+"""Inputs of operations: catalogs of tensors, their descriptions, and pieces of work for executors."""

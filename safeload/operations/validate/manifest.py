@@ -1,0 +1,231 @@
+"""Manifests: SHA-256 digests of every tensor, which name each tensor that a download or an edit has changed.
+
+A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256", "restoring"}}}``.
+
+- ``sha256`` covers the elements in C order, little-endian, followed by the scales of int8 or the other parts of a
+  packed tensor. It does not depend on the file format.
+- ``restoring``, for int8 and packed tensors only, covers the settings that turn stored bytes into values: the axis of
+  scales, block sizes, conventions of zero points, and the dtype of each part. The first manifests lack it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...base import dtypes, log
+from ...base.packing import Grid, Packed, Packing, Zeros
+from ...base.paths import PathLike, native_path
+from ...base.text import plural, show
+from ...engine.codes.pieces import Meter, file_pieces, in_order, source_pieces
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.read.tensors import packed_of
+from ...engine.run.jobs import native_order
+from ...engine.run.progress import Progress
+from ...engine.run.threads import check_threads
+from ...errors import FormatError
+from ..sources import executors, plan, sources
+from ..sources.catalog import Catalog, Given
+from ..sources.executors import Executor
+from .findings import Finding, error, note
+
+KEY, VERSION = "safeload_manifest", 1
+RESTORING = "restoring"
+
+# Fields of a `Packing` that `restoring` leaves out: other keys of the entry hold them, or they change no value.
+_UNHASHED = ("family", "label", "shape", "config")
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def make(
+    given: Given,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    executor: Executor | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """Makes the manifest of a checkpoint. Tensors are read on several threads, a piece at a time.
+
+    Args:
+        given: what `Catalog.of` takes.
+        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
+        executor: runs pieces, each of some tensors, on other processes or machines that have the same files: anything
+            with the ``submit`` of `concurrent.futures.Executor`. The manifest is that of one process.
+        threads: None: chosen automatically, and one for each piece of an executor.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+    Raises:
+        ValueError: ``executor`` for tensors in memory.
+        FormatError: a file ends too early, with path and offset; or it has changed before an executor's piece read it.
+        OSError: a file cannot be read.
+    """
+    check_threads(threads)
+    executors.check_executor(executor)
+    with Catalog.of(given, storage_options) as catalog:
+        sizes = {name: catalog.about(name).nbytes for name in catalog}
+        if executor is None:
+            found = _entries(catalog, sizes, threads, progress)
+        else:
+            made = executors.by_tensor(run, "manifest", catalog, sizes, executor, threads=threads, progress=progress)
+            found = {name: made[name] for name in sizes}
+        return {KEY: VERSION, "tensors": found}
+
+
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The entries of the tensors of a piece; see `run_piece`."""
+    plan.check_version(piece)
+    names = plan.texts(piece, "names")
+    with sources.opened(plan.field(piece, "sources", list), names, storage_options) as catalog:
+        return {"tensors": _entries(catalog, {name: catalog.about(name).nbytes for name in names}, threads, None)}
+
+
+def _entries(
+    catalog: Catalog, sizes: Mapping[str, int], threads: int | None, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """The entry of each of some tensors.
+
+    Args:
+        catalog: has the tensors.
+        sizes: the tensors, and the bytes of each.
+        threads: see `make`.
+        progress: see `make`.
+    """
+    total = sum(sizes.values())
+    meter = Meter(progress, total)
+
+    def entry(name: str) -> dict[str, Any]:
+        found = _entry(catalog, name, meter)
+        log.debug("sha256 of %s: %s", name, found["sha256"])
+        return found
+
+    return dict(zip(sizes, in_order(entry, sizes, threads, total), strict=True))
+
+
+def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
+    digest, (_, file, index) = hashlib.sha256(), catalog.place(name)
+    packed = packed_of(file, index) if file is not None and file.table.quantized else None
+    restoring = packed
+    chunks: Iterator[memoryview]
+    if packed is not None:  # its parts one after the other, as `QuantizedTensor.parts` has them
+        dtype, shape = catalog.about(name).dtype, packed.packing.shape
+        chunks = (chunk for part in packed.parts.values() for chunk in file_pieces(part.file, part.begin, part.end))
+    else:
+        value = catalog.source(name, threads=1)  # a big-endian or strided tensor is copied
+        dtype, shape = value.scheme if isinstance(value, QuantizedTensor) else value.row.code, value.shape
+        chunks = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)
+        in_memory = value.restoring() if isinstance(value, QuantizedTensor) else None
+        restoring = None if in_memory is None else in_memory[0]
+    for chunk in chunks:
+        digest.update(chunk)
+        meter.add(len(chunk))
+    entry = {"dtype": dtype, "shape": list(shape), "sha256": digest.hexdigest()}
+    return entry if restoring is None else {**entry, RESTORING: _settings_digest(restoring)}
+
+
+def _settings_digest(packed: Packed) -> str:
+    """The SHA-256 of the settings that turn the stored bytes of a packed tensor into values.
+
+    Fields with their default value are left out, so that digests survive new fields.
+    """
+    settings = {key: _plain(value) for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
+    parts = {
+        role: [dtypes.array_dtype(part.row.number).name, part.end - part.begin] for role, part in packed.parts.items()
+    }
+    text = json.dumps({"packing": settings, "parts": parts}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
+    """The fields of a named tuple that differ from their defaults."""
+    defaults = fields._field_defaults
+    return {key: value for key, value in fields._asdict().items() if key not in defaults or value != defaults[key]}
+
+
+def _plain(value: Any) -> Any:
+    return _set_fields(value) if isinstance(value, (Grid, Zeros)) else value
+
+
+def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
+    for array in value.parts.values():
+        if array.size:
+            yield native_order(np.ascontiguousarray(array)).reshape(-1).view(np.uint8).data
+
+
+def is_manifest(head: bytes) -> bool:
+    """Whether a file with these first bytes is a manifest."""
+    return re.match(rb'\s*\{\s*"%s"\s*:' % KEY.encode(), head) is not None
+
+
+def read(path: PathLike) -> dict[str, Any]:
+    """Reads a manifest.
+
+    Raises:
+        FormatError: the file is not a manifest.
+        OSError: it cannot be read.
+    """
+    from ...stores.json_file import read_json
+
+    text = native_path(path)[0]
+    found: dict[str, Any] = read_json(text, "the manifest")
+    tensors = found.get("tensors")
+    if found.get(KEY) != VERSION or not isinstance(tensors, dict):
+        raise FormatError(f'a manifest must be {{"{KEY}": {VERSION}, "tensors": {{...}}}}', text)
+    for name, entry in tensors.items():
+        good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
+        if not good or not _is_digest(entry.get("sha256")):
+            raise FormatError(f"manifest: the entry of {show(name)} must have dtype, shape and sha256", text)
+        if RESTORING in entry and not _is_digest(entry[RESTORING]):
+            shown = show(entry[RESTORING])
+            raise FormatError(f"manifest: {RESTORING!r} of {show(name)} must be a SHA-256, got {shown}", text)
+    return found
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def compare(said: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the differences between a manifest and the manifest of the current file.
+
+    Args:
+        said: the manifest; the digests of settings that an old one lacks are reported together in a note.
+        found: the manifest of the current file.
+    """
+    before, now = said["tensors"], found["tensors"]
+    unknown_settings = 0
+    for name, entry in before.items():
+        other = now.get(name)
+        if other is None:
+            yield error("manifest.missing", name, "is in the manifest, but not in the file")
+        elif (entry["dtype"], entry["shape"]) != (other["dtype"], other["shape"]):
+            message = f"is {other['dtype']} {other['shape']}, but {entry['dtype']} {entry['shape']} in the manifest"
+            yield error("manifest.changed", name, message)
+        elif entry["sha256"] != other["sha256"]:
+            message = f"has SHA-256 {other['sha256'][:16]}..., but {entry['sha256'][:16]}... in the manifest"
+            yield error("manifest.changed", name, message)
+        elif RESTORING in other and RESTORING not in entry:
+            unknown_settings += 1
+        elif entry.get(RESTORING) != other.get(RESTORING):
+            message = (
+                "has the stored bytes of the manifest, but other settings turn them into values, such as the axis of "
+                "its scales, its block size or its zero points"
+            )
+            yield error("manifest.changed", name, message)
+    for name in now:
+        if name not in before:
+            yield error("manifest.unexpected", name, "is in the file, but not in the manifest")
+    if unknown_settings:
+        tensors = plural(unknown_settings, "quantized tensor")
+        message = (
+            f"an older safeload wrote the manifest: it covers the stored bytes of {tensors}, but not the settings that "
+            "turn them into values; write it again with --write-manifest"
+        )
+        yield note("manifest.outdated", None, message)
