@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from _thread import get_ident
+from typing import Any
 
 # Packages that safeload imports on first use, besides the standard library.
 PACKAGES = frozenset(
@@ -19,6 +20,13 @@ PACKAGES = frozenset(
 _PATIENCE, _PAUSE = 30.0, 0.001
 # CPython's locks of the modules that are being imported: weak references by name.
 _LOCKS = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
+# Modules that hold this lock of theirs in every fork, unless the wait's hook runs first because they are older.
+_HOLDERS = {"logging": "_lock", "concurrent.futures.thread": "_global_shutdown_lock"}
+_OLDER = frozenset(_HOLDERS).intersection(sys.modules)
+
+
+def _initializing(name: str) -> bool:
+    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
 
 
 def _imported_elsewhere() -> list[str]:
@@ -32,20 +40,36 @@ def _imported_elsewhere() -> list[str]:
     return names
 
 
+def _holding() -> dict[str, Any]:
+    """Return the locks of the modules that have hooks of their own, as far as they have registered them."""
+    locks = {}
+    for name, attribute in _HOLDERS.items():
+        lock: Any = getattr(sys.modules.get(name), attribute, None)
+        if lock is None or name in _OLDER:
+            continue
+        held = getattr(lock, "_is_owned", None) or lock.locked
+        if not _initializing(name) or held():
+            locks[name] = lock
+    return locks
+
+
 def _wait() -> None:
-    deadline = 0.0
-    while _imported_elsewhere():
-        deadline = deadline or time.monotonic() + _PATIENCE
-        if time.monotonic() > deadline:
-            return
+    if not _imported_elsewhere():
+        return
+    before, deadline = _holding(), time.monotonic() + _PATIENCE
+    while _imported_elsewhere() and time.monotonic() < deadline:
         time.sleep(_PAUSE)
+    # Python listed the hooks when the fork began: those registered since would release free locks.
+    for name, lock in _holding().items():
+        if name not in before:
+            lock.acquire()
 
 
 def _forget() -> None:
     """Drop, in the child, imports that a thread of the parent has begun since the wait: they start again."""
     for name in _imported_elsewhere():
         _LOCKS.pop(name, None)
-        if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
+        if _initializing(name):
             del sys.modules[name]
 
 

@@ -173,3 +173,106 @@ os._exit(0)
         [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], capture_output=True, text=True
     )
     assert done.stdout == "True\n", done.stderr
+
+
+# A thread imports a module that has hooks for forks; its import is held up until the main thread forks.
+HOOKED = """
+import importlib.abc, os, sys, threading, time, warnings
+warnings.simplefilter("ignore")
+{before}
+import safeload
+module, held_up = sys.argv[1:]
+begun = threading.Event()
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == held_up:
+            begun.set()
+            time.sleep(0.3)
+
+def run():
+    __import__(module)
+    begun.set()
+
+sys.modules.pop(held_up, None)
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=run)
+thread.start()
+begun.wait()
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        import logging
+        from concurrent.futures import ThreadPoolExecutor
+        logging.getLogger("x").debug("x")
+        with ThreadPoolExecutor(1) as pool:
+            os._exit(pool.submit(lambda: 7).result())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+thread.join()
+import logging
+from concurrent.futures import ThreadPoolExecutor, thread
+with ThreadPoolExecutor(1) as pool:
+    assert pool.submit(lambda: logging.getLogger("x").debug("x")).result() is None
+assert not thread._global_shutdown_lock.locked()
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import logging", "import concurrent.futures.thread"])
+@pytest.mark.parametrize(
+    ("module", "held_up"),
+    [
+        ("logging", "string"),  # before its hooks
+        ("logging.handlers", "pickle"),
+        ("concurrent.futures.thread", "concurrent.futures._base"),
+        ("concurrent.futures.process", "multiprocessing.connection"),
+    ],
+)
+def test_a_fork_takes_and_gives_the_locks_of_a_module_that_was_imported_meanwhile(module, held_up, before):
+    program = HOOKED.format(before=before)
+    done = subprocess.run([sys.executable, "-c", program, module, held_up], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+def test_no_module_has_properties_that_lock():
+    """Those of Python 3.10 and 3.11 share a lock among all instances: a child waits for it forever."""
+    for module in (ROOT / "safeload").rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "functools" and module.name != "cached.py":
+                assert "cached_property" not in [alias.name for alias in node.names], module
+
+
+@pytest.mark.parametrize("name", ["columns", "ranges"])
+def test_a_child_forked_during_a_cached_property_can_compute_it(name, path):
+    """Threads load one checkpoint: the first to ask for a column computes it."""
+    program = """
+import os, signal, sys, threading, warnings
+import safeload
+from safeload.engine import tensors
+warnings.simplefilter("ignore")
+name, entries = sys.argv[2], safeload.open(sys.argv[1]).entries()
+begun, ended, main = threading.Event(), threading.Event(), threading.get_ident()
+cached = vars(tensors.Tensors)[name]
+attribute = "function" if hasattr(cached, "function") else "func"
+compute = getattr(cached, attribute)
+
+def slow(self):
+    if threading.get_ident() != main:
+        begun.set()
+        ended.wait()
+    return compute(self)
+
+setattr(cached, attribute, slow)
+thread = threading.Thread(target=lambda: getattr(entries, name))
+thread.start()
+begun.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(len(getattr(entries, name)[0]))
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+ended.set()
+print(status)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(path), name], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1\n", done.stderr
