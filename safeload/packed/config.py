@@ -12,7 +12,7 @@ from ..base.cached import cached_property
 from ..base.packing import Grid
 from ..base.text import clip, printable, show
 from .globs import Globs
-from .methods import WEIGHTS, method_of, unknown
+from .methods import TENSORRT, WEIGHTS, method_of, spelling_of, unknown
 from .patterns import compiled
 
 # Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
@@ -22,8 +22,6 @@ _CONFIG_KEYS = ("quantization_config", "compression_config")
 _OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 # The key of mlx-lm, which also stores a copy under the first of `_CONFIG_KEYS`, without a method; and of TensorRT-LLM.
 _MLX = "quantization"
-# What the key stands for beside a ``quant_algo``.
-_TENSORRT = "TensorRT-LLM"
 # Names that auto-round gives its method.
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 # Methods that have settings of single modules under `Quantization.overrides`.
@@ -102,7 +100,10 @@ class Quantization:
         row = method_of(self.method) if self.method else None
         if self.unknown is not None or row is None:
             return self.unknown
-        own = self.get(module) if self.method == "mlx" else own
+        if self.method == "mlx":
+            own = self.get(module)
+        elif self.method == "modelopt":
+            own = self.of_modelopt(module)
         found = unknown(own, row) if isinstance(own, Mapping) else None
         if found is None and described:
             found = next(filter(None, (self._unknown_weights[id(weights)] for weights in described)), None)
@@ -124,11 +125,30 @@ class Quantization:
         if not isinstance(given, Mapping):
             return {}
         if key == "extra_config":
-            return _of_layer_by_name(given, module)
+            return self._of_layer_by_name(given, module)
         for pattern, own in given.items():
             if compiled(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, key).matches(module):
                 return None if pattern.startswith("-:") else _mapping(own)
         return {}
+
+    def _of_layer_by_name(self, given: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+        """The entry of ``extra_config`` for a layer: under its name, else under a pattern that is found in it."""
+        own = given.get(module)
+        if own is None:
+            matching = (
+                key
+                for key in self._layer_patterns
+                if given[key] and compiled(_anywhere(key), "extra_config").matches(module)
+            )
+            own = given.get(next(matching, ""))
+        own = _mapping(own)
+        bits = own.get("bits")
+        return None if type(bits) is int and bits > _MOST_BITS else own
+
+    @cached_property
+    def _layer_patterns(self) -> list[str]:
+        """The keys of ``extra_config`` that are patterns; a checkpoint may name each of its 100,000 experts."""
+        return [key for key in _mapping(self.get("extra_config")) if any(char in key for char in _OF_PATTERNS)]
 
     def of_quark(self, module: str) -> Mapping[str, Any]:
         """What Quark says of a layer: under the first name or glob that matches it, else of its type, else of all.
@@ -140,6 +160,20 @@ class Quantization:
         if found is not None:
             return _mapping(_mapping(self.get("layer_quant_config")).get(found))
         return _mapping(_mapping(self.get("layer_type_quant_config")).get("Linear", self.get("global_quant_config")))
+
+    def of_modelopt(self, module: str) -> Mapping[str, Any]:
+        """The settings of a layer under ``quantized_layers``, which names the layer or a module that holds it."""
+        layers = _mapping(self.get("quantized_layers"))
+        while layers and module:
+            if module in layers:
+                return _mapping(layers[module])
+            module = module.rpartition(".")[0]
+        return {}
+
+    def algorithm(self, module: str) -> str | None:
+        """The ``quant_algo`` of modelopt for a layer: the layer's own, else the one for all layers."""
+        value = self.of_modelopt(module).get("quant_algo") or self.get("quant_algo")
+        return value if isinstance(value, str) else None
 
     @cached_property
     def _quark_globs(self) -> Globs:
@@ -200,8 +234,10 @@ class Quantization:
 
     @cached_property
     def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:
-        """Descriptions of weights with their targets; a single one where all are alike, whatever their targets are."""
+        """Descriptions of weights with their targets; a single one if all are alike, whatever their targets are."""
         groups = self.get("config_groups")
+        if not groups and isinstance(self.get("weights"), Mapping):
+            groups = {"": self.values}  # modelopt, without groups
         found: list[tuple[Mapping[str, Any], Any]] = [
             ({**group["weights"], "format": group.get("format")}, group.get("targets"))
             for group in (groups.values() if isinstance(groups, Mapping) else ())
@@ -220,19 +256,6 @@ def _setting(found: tuple[str, Any] | None) -> str | None:
 def brief(text: str) -> str:
     """What a configuration says, for messages."""
     return clip(printable(text), 40)
-
-
-def _of_layer_by_name(given: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-    """What ``extra_config`` says of a layer: under its name, else under a pattern that is found in it."""
-    own = given.get(module)
-    if own is None:
-        # A name of another layer is not tried as a pattern: a checkpoint may name each of its 100,000 experts.
-        patterns = [key for key in given if any(char in key for char in _OF_PATTERNS)]
-        found = (key for key in patterns if given[key] and compiled(_anywhere(key), "extra_config").matches(module))
-        own = given.get(next(found, ""))
-    own = _mapping(own)
-    bits = own.get("bits")
-    return None if type(bits) is int and bits > _MOST_BITS else own
 
 
 def _anywhere(pattern: str) -> str:
@@ -289,12 +312,13 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
             for key in _CONFIG_KEYS:
                 found = holder.get(key)
                 if isinstance(found, Mapping) and found:
-                    return Quantization(key, _method(found), found)
+                    said = _unwrapped(found)
+                    return Quantization(key, _method(said), said)
             found = holder.get(_MLX)
             if isinstance(found, Mapping) and {"bits", "group_size"} <= found.keys():
                 return Quantization(_MLX, "mlx", found)
             if isinstance(found, Mapping) and isinstance(found.get("quant_algo"), str):
-                return Quantization(_MLX, _TENSORRT, found)
+                return Quantization(_MLX, TENSORRT, found)
         level = [value for holder in level for value in holder.values() if isinstance(value, Mapping)]
     return None
 
@@ -308,10 +332,21 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _unwrapped(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings, also if they are those of an hf_quant_config.json, where "quantization" holds them."""
+    inner = said.get(_MLX)
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("quant_algo"), str):
+        return said
+    return {**{key: value for key, value in said.items() if key != _MLX}, **inner}
+
+
 def _method(said: Mapping[str, Any]) -> str | None:
-    for key in ("quant_method", "quant_algo", "format"):
-        if isinstance(said.get(key), str):
-            return str(said[key])
+    if isinstance(said.get("quant_method"), str):
+        return spelling_of(said["quant_method"])
+    if isinstance(said.get("quant_algo"), str):
+        return "modelopt"
+    if isinstance(said.get("format"), str):
+        return spelling_of(said["format"])
     if said.get("load_in_4bit") or said.get("load_in_8bit"):
         return "bitsandbytes"
     return "mlx" if {"bits", "group_size"} <= said.keys() else None

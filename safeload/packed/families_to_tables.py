@@ -32,7 +32,7 @@ from .packed_group import FP8, Group, Stored
 _LISTED = 5
 
 # What covered methods also write, and the table does not cover.
-_UNCOVERED = frozenset(("marlin-24", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD"))
+_UNCOVERED = frozenset(("marlin-24", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD", "MXFP4", "W4A8_MXFP4_FP8"))
 # Dtypes of the codes of weights whose names do not say that they are packed.
 _PACKING = frozenset(("U8", "I8", "U32"))
 # Suffixes of the names of parts of bitsandbytes' codes.
@@ -108,12 +108,21 @@ def find(
     return found
 
 
-def _is_covered(quantization: Quantization | None) -> bool:
-    """Whether codes that fit no row of the table are a fault of the checkpoint."""
-    if quantization is None or quantization.method not in COVERED:
+def _is_covered(quantization: Quantization | None, name: str = "") -> bool:
+    """Whether codes that fit no row of the table are a fault of the checkpoint.
+
+    Args:
+        quantization: of the checkpoint.
+        name: of the codes; "" to ask about codes in general.
+    """
+    if quantization is None or quantization.method not in COVERED or quantization.unknown is not None:
         return False
-    said = (quantization.get("format"), quantization.get("quant_algo"))
-    return not any(isinstance(value, str) and value in _UNCOVERED for value in said)
+    module = name.removesuffix(".weight")
+    algorithm = quantization.algorithm(module) if quantization.method == "modelopt" else None
+    if isinstance(algorithm, str) and algorithm.upper() in _UNCOVERED:
+        return False
+    layout = quantization.get("format")
+    return not (isinstance(layout, str) and layout in _UNCOVERED)
 
 
 def _group(
@@ -160,7 +169,7 @@ def _group(
             continue
         found.packed[name] = logical, Packed(packed, parts)  # type: ignore[arg-type]
         return
-    if fault is not None and (in_gguf or _is_covered(quantization)):
+    if fault is not None and (in_gguf or _is_covered(quantization, name)):
         found.faults.append(fault)
 
 
@@ -253,6 +262,8 @@ def _without_scale(tensors: Mapping[str, Stored], found: Logical, quantization: 
         packs = packs or (stored.row.code == "I32" and name.endswith(words))
         alone = packs or stored.row.code in FP8 or name.endswith(("_packed", "_blocks"))
         if alone and quantization.method == quark.METHOD and quark.unread(quantization, name) is not None:
+            continue
+        if alone and not _is_covered(quantization, name):
             continue
         if alone and f"tensor {show(name)}" not in reported and not _is_other_fault(name, reported):
             faults.append(

@@ -117,8 +117,8 @@ def _fp4(group: Group, label: str, block: int, exponents: str, numbers: str = "e
 
 def modelopt_nvfp4(group: Group) -> Packing:
     """NVFP4 with a global scale, which multiplies, and the factors of AWQ."""
-    algorithm = None if group.config is None else group.config.get("quant_algo")
-    if isinstance(algorithm, str) and algorithm.startswith("W4A") and algorithm != "W4A16_NVFP4":
+    algorithm = None if group.config is None else group.config.algorithm(group.module)
+    if algorithm is not None and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
         raise Refused(f"{algorithm} stores other codes or scales, which are not dequantized")
     if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
         raise Refused("NVFP4_SVD adds a product of two matrices, which is not computed")

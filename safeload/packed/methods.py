@@ -21,7 +21,8 @@ class Method(NamedTuple):
         values: keys that change values of weights, with the values that are read, in lower case.
         read: keys that families read.
         ignored: keys that leave weights alone.
-        aliases: other values of ``quant_method``, or of a key that stands for it in early files.
+        aliases: other values of ``quant_method``, or of a key that stands for it in early files. They mean the only
+            name of the row, if it has one.
     """
 
     names: tuple[str, ...]
@@ -37,7 +38,7 @@ class Method(NamedTuple):
 _ANYWHERE = frozenset(
     (
         "quant_method", "quantization_method", "ignore", "ignored_layers", "modules_to_not_convert",
-        "modules_to_convert", "exclude_modules", "exclude", "llm_int8_skip_modules", "skip_modules",
+        "modules_to_convert", "exclude_modules", "exclude", "exclude_layers", "llm_int8_skip_modules", "skip_modules",
         "packed_modules_mapping", "dequantize", "run_compressed", "use_optimized_inference", "activation_scheme",
         "act_scheme", "input_activations", "output_activations", "kv_cache_scheme", "kv_cache_quant_algo",
         "kv_cache_dtype", "kv_cache_quant_targets", "kv_cache_bits", "producer", "provider", "tokenizer", "dataset",
@@ -71,7 +72,7 @@ _AUTO_ROUND = (
     "block_name_to_quantize", "autoround_version", "version", "attention_input_activations", "enable_alg_ext",
     "use_quant_input", "quant_lm_head", "momentum", "not_use_best_mse", "dynamic_max_gap", "n_samples", "sampler",
     "device", "device_map", "export_format", "disable_opt_rtn", "enable_adam", "enable_deterministic_algorithms",
-    "model_dtype", "regex_config", "layer_config",
+    "model_dtype", "regex_config", "layer_config", "model_free",
 )  # fmt: skip
 _DATA_TYPES = (
     "int", "int_sym", "int_asym", "rtn_int_sym", "rtn_int_asym", "opt_rtn_int_sym", "opt_rtn_int_asym", "mx_fp",
@@ -83,13 +84,15 @@ _DATA_TYPES = (
 )  # fmt: skip
 _INT = ("int", "int_sym", "int_asym", "rtn_int_sym", "rtn_int_asym", "opt_rtn_int_sym", "opt_rtn_int_asym")
 _NONE: tuple[str, ...] = ()
+# The method of a config.json whose "quantization" has a ``quant_algo``: the keys are modelopt's.
+TENSORRT = "TensorRT-LLM"
 # Values that say that weights are not rotated.
 _ROTATION = {"rotation": _NONE, "rotation_config": _NONE, "rotation_configs": _NONE, "spinquant_config": _NONE}
 
 # ---- the table ----
 
 _CT_FORMATS = (
-    "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
+    "dense", "fakequant", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "sparse-bitmask",
     "sparse-24-bitmask",
 )  # fmt: skip
@@ -132,14 +135,17 @@ METHODS = (
         (
             "quantization_status", "global_compression_ratio", "version", "moe_sparsity_config", *_AUTO_ROUND,
         ),
-        ("compressed_tensors", *_CT_FORMATS, "marlin-24"),
+        ("compressed_tensors", "sparseml", *_CT_FORMATS, "marlin-24"),
     ),
     Method(
         ("modelopt",),
-        {"quant_algo": _ALGORITHMS},
-        ("group_size", "config_groups", "quantized_layers", "has_zero_point", "pre_quant_scale", "lora_rank"),
+        {"quant_algo": _ALGORITHMS, "moe_quant_algo": _ALGORITHMS, "quant_type": _ALGORITHMS},
+        (
+            "group_size", "config_groups", "weights", "quantized_layers", "has_zero_point", "pre_quant_scale",
+            "lora_rank",
+        ),
         ("weight_block_size", "version"),
-        ("modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "nvfp4", *map(str.upper, _ALGORITHMS)),
+        (TENSORRT, "modelopt_fp4", "modelopt_fp8", "modelopt_mixed"),
     ),
     Method(
         ("gptq",),
@@ -194,6 +200,7 @@ METHODS = (
             "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "group_size", "sym", "dynamic",
             "pack_dtype", *_CALIBRATION,
         ),
+        ("bitsandbytes_4bit", "bitsandbytes_8bit"),
     ),
     Method(
         ("bitnet",),
@@ -219,6 +226,7 @@ METHODS = (
             "weight_merge_groups", "pack_method",
         ),
     ),
+    Method((), {}, aliases=("nvfp4",)),  # transformers' own, whose scales are in the order of its kernel
     Method((), {}, aliases=("gguf",)),  # safeload's own, for blocks in a safetensors file
     Method((), {"weights": ("int8", "float8", "int4", "int2")}, (), ("activations",), ("quanto",)),
     Method(
@@ -266,6 +274,15 @@ COVERED = frozenset(name for row in METHODS for name in row.names)
 def method_of(name: str) -> Method | None:
     """The row of a method; None if it is unknown."""
     return _BY_NAME.get(name)
+
+
+def spelling_of(name: str) -> str:
+    """The table's name of a method: vLLM reads names in any case, and knows more of them than their writers do."""
+    lower = name.lower()
+    row = _BY_NAME.get(lower)
+    if row is None:
+        return name
+    return row.names[0] if lower in row.aliases and len(row.names) == 1 else lower
 
 
 def unknown(said: Mapping[str, Any], row: Method) -> tuple[str, Any] | None:

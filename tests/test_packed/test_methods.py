@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
 from builders.quantized import FIXTURES, IN_GGUF, each_kind
 
 import safeload
-from safeload import QuantizedTensor, UnsupportedError
+import safeload.numpy
+from safeload import FormatError, QuantizedTensor, UnsupportedError
 from safeload.cli import main
 from safeload.packed.config import quantization_of
 from safeload.packed.methods import METHODS
@@ -124,6 +126,13 @@ WRITERS = [
     ("gpt_oss", {"dequantize": True}),
     ("quark_floats", {"kv_cache_group": ["*k_proj"], "shared_scale_groups": [["a"]], "keep_prequantized_layers": True}),
     ("mxfp8", FINEGRAINED),
+    ("ct_pack_w4_g32_sym", {"format": "fakequant"}), ("ct_fp8_block", {"format": "fakequant"}),
+    ("modelopt_nvfp4", {"quant_type": "NVFP4"}),
+    ("modelopt_nvfp4", {"moe_quant_algo": "NVFP4", "quant_algo": "MIXED_PRECISION",
+                        "quantized_layers": {"model.layers.0.mlp": {"quant_algo": "NVFP4", "group_size": 16}}}),
+    ("modelopt_nvfp4", {"config_groups": None, "weights": {"num_bits": 4, "type": "float", "group_size": 16}}),
+    ("autoround_gptq", {"model_free": True, "data_type": "int"}),
+    ("mlx_affine4_g64", {"quant_method": "auto-round", "packing_format": "mlx", "sym": True, "mode": None}),
 ]  # fmt: skip
 
 
@@ -131,6 +140,44 @@ WRITERS = [
 def test_settings_of_real_writers_are_known(name, settings, tmp_path):
     assert changed(FIXTURES[name], tmp_path / "x", lambda said: said.update(settings))
     assert_expected(tmp_path / "x", FIXTURES[name])
+
+
+SPELLINGS = [
+    ("fp8_block", "FP8"), ("fbgemm", "FBGEMM_FP8"), ("mxfp8", "MXFP8"), ("gptq4_g32_asym", "GPTQ"),
+    ("awq4_gemm", "AWQ"), ("autoround_gptq", "Auto-Round"), ("bitnet_times", "BitNet"), ("gpt_oss", "MXFP4"),
+    ("quark_floats", "Quark"), ("ct_pack_w4_g32_sym", "compressed_tensors"), ("ct_pack_w4_g32_sym", "sparseml"),
+    ("ct_nvfp4", "Compressed-Tensors"), ("bnb_nf4", "bitsandbytes_4bit"), ("bnb_int8", "bitsandbytes_8bit"),
+    ("modelopt_fp8", "ModelOpt"), ("modelopt_nvfp4", "modelopt_fp4"), ("modelopt_nvfp4", "MODELOPT_FP4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "method"), SPELLINGS)
+def test_methods_are_known_in_the_spellings_of_other_readers(name, method, tmp_path):
+    assert changed(FIXTURES[name], tmp_path / "x", lambda said: said.update(quant_method=method))
+    assert_expected(tmp_path / "x", FIXTURES[name])
+
+
+@pytest.mark.parametrize("method", ["compressed_tensors", "sparseml", None])
+def test_another_spelling_hides_no_contradiction(method, tmp_path):
+    def change(said):
+        said["quant_method"] = method
+        said["config_groups"]["group_0"]["weights"]["block_structure"] = [64, 64]
+
+    assert changed(FIXTURES["ct_fp8_block"], tmp_path / "x", change)
+    with pytest.raises(FormatError, match=r"expected .* for blocks of 64 x 64"):
+        safeload.open(tmp_path / "x")
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+@pytest.mark.parametrize("name", ["modelopt_fp8", "modelopt_nvfp4"])
+def test_modelopt_settings_as_in_hf_quant_config(name, key, tmp_path):
+    """Some tools copy hf_quant_config.json into config.json, whole or in part."""
+    path = tmp_path / "x"
+    shutil.copytree(FIXTURES[name].folder, path)
+    inner = {"quant_algo": name[9:].upper(), "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    wrapped = {"producer": {"name": "modelopt"}, "quantization": inner}
+    (path / "config.json").write_text(json.dumps({key: inner if key == "quantization" else wrapped}))
+    assert_expected(path, FIXTURES[name])
 
 
 # ---- unknown values ----
@@ -158,6 +205,11 @@ UNKNOWN = [
     ("ct_nvfp4", {"format": "nvfp4-e5m3-pack-quantized"}, "format nvfp4-e5m3-pack-quantized"),
     ("ct_fp8_channel", {"fp8_dtype_flavor": "float8_e4m3fnuz"}, "fp8_dtype_flavor float8_e4m3fnuz"),
     ("modelopt_fp8", {"quant_algo": "FP8_LOG"}, "quant_algo FP8_LOG"),
+    ("modelopt_fp8", {"quant_method": None, "quant_algo": "FP8_LOG"}, "quant_algo FP8_LOG"),
+    ("modelopt_nvfp4", {"moe_quant_algo": "NVFP5"}, "moe_quant_algo NVFP5"),
+    ("modelopt_nvfp4", {"swap_weight_nibbles": True}, "swap_weight_nibbles True"),
+    ("modelopt_nvfp4", {"config_groups": None, "weights": {"type": "log"}}, "type log"),
+    ("ct_fp8_channel", {"quant_method": "COMPRESSED_TENSORS", "format": "float-squared"}, "format float-squared"),
     ("mlx_affine4_g64", {"mode": "codebook"}, "mode codebook"),
     ("bnb_nf4", {"bnb_4bit_quant_type": "nf5"}, "bnb_4bit_quant_type nf5"),
     ("gemma", {"mode": 3}, "mode 3"),
@@ -235,6 +287,58 @@ def test_settings_of_single_modules_concern_them_alone(name, key, module, settin
         want = FIXTURES[name].expected()
         for one, values in opened.load(others, dtype="float32").items():
             np.testing.assert_array_equal(values, want[one])
+
+
+@pytest.mark.parametrize("algorithm", ["W4A8_NVFP4_FP8", "w4a8_awq", "NVFP5"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["layer", "holder"])
+def test_modelopt_names_the_algorithm_of_each_layer(algorithm, depth, tmp_path):
+    """Codes that another algorithm stores have the names of NVFP4: only the entry of the layer tells."""
+    fixture, path = FIXTURES["modelopt_nvfp4"], tmp_path / "x"
+    with safeload.open(fixture.folder) as opened:
+        name = next(name for name, info in opened.tensors.items() if len(info.parts) > 1)
+    layer = name.removesuffix(".weight").rsplit(".", depth)[0]
+    layers = {layer: {"quant_algo": algorithm}}
+    assert changed(fixture, path, lambda said: said.update(quant_algo="MIXED_PRECISION", quantized_layers=layers))
+    with pytest.raises(UnsupportedError, match=f"(?i){algorithm}"):
+        safeload.load(path, only=name, dtype="float32")
+    others = [other for other in fixture.expected() if not other.startswith(layer)]
+    got = safeload.load(path, only=others, dtype="float32")
+    for other in others:
+        np.testing.assert_array_equal(got[other], fixture.expected()[other])
+
+
+def test_an_unknown_layout_does_not_keep_a_folder_closed(tmp_path):
+    """Its codes contradict what the settings would mean if they were known."""
+
+    def change(said):
+        said["format"] = "int-squared"
+        said["config_groups"]["group_0"]["weights"].update(num_bits=5, group_size=64)
+
+    fixture = FIXTURES["ct_pack_w4_g32_sym"]
+    assert changed(fixture, tmp_path / "x", change)
+    assert_refused(tmp_path / "x", "format int-squared", fixture.stored())
+
+
+@pytest.mark.parametrize("algorithm", ["MXFP4", "W4A16_AWQ"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_algorithms_without_a_family_keep_the_folder_open(algorithm, mixed, tmp_path):
+    module = "model.layers.0.mlp.up_proj"
+    arrays = {f"{module}.weight": np.ones((32, 32), np.uint8), f"{module}.weight_scale": np.ones((32, 2), np.uint8)}
+    safeload.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION" if mixed else algorithm}
+    said["quantized_layers"] = {module: {"quant_algo": algorithm}} if mixed else {}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    assert_refused(tmp_path, "holds U8 codes", arrays)
+
+
+def test_settings_of_many_layers_take_linear_time(tmp_path):
+    """auto-round names each layer that it left alone; tried one by one for each layer, they would take minutes."""
+    said = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+    said["extra_config"] = {f"model.layers.{i}.a": {"bits": 16, "data_type": "float"} for i in range(20_000)}
+    quantization = quantization_of({"quantization_config": said})
+    begin = time.process_time()
+    assert all(quantization.of_layer(f"model.layers.{i}.b") == {} for i in range(20_000))
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize("name", IN_GGUF)
