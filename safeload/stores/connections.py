@@ -18,7 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from ..base.url import UrlError, WebUrl, divided, web_url
 from ..errors import UnsupportedError
-from .http_framing import Response
+from .http_framing import BadAnswer, Response
 from .sliced_sockets import SLICE, SlicedSocket, SlicedTlsSocket
 from .stop import current
 
@@ -40,6 +40,8 @@ _IDLE = 32
 _DRAINED = 16 << 10
 # Seconds after which a body is not worth its connection.
 _DRAINING = 1.0
+# Seconds to wait for the end of a body whose bytes have all arrived.
+_ENDING = 0.2
 _PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
 
 # Python's text for an error of Winsock, of which strerror knows none.
@@ -226,6 +228,26 @@ class Exchange:
         """Fills the beginning of memory with what has arrived of the body. Returns its size, 0 at the end."""
         assert self.body is not None
         return self.body.receive(memory)
+
+    def finish(self) -> None:
+        """Read the end of a body without a length behind its range; a missing end only costs the connection.
+
+        Raises:
+            BadAnswer: the body has more bytes than the range.
+        """
+        body = self.body
+        if body is None or body.isclosed():
+            return
+        try:
+            with body.hurried(_ENDING):
+                count = body.receive(memoryview(bytearray(1)))
+        except BadAnswer:
+            raise
+        except (OSError, http.client.HTTPException):
+            current().check()
+            return
+        if count:
+            raise BadAnswer("the answer has more bytes than its range")
 
     def drain(self) -> None:
         """Read a short, unused body so that the connection can be reused. Errors only prevent that."""

@@ -300,8 +300,10 @@ class HttpStore(RemoteStore):
         failure = self._misplaced(exchange, 0, len(window))
         if failure is not None:
             return failure
-        whole = _Wanted([Span(0, memoryview(window))]).receive(exchange)
-        return (total, bytes(window)) if whole else broken_off(self.path)
+        if not _Wanted([Span(0, memoryview(window))]).receive(exchange):
+            return broken_off(self.path)
+        exchange.finish()
+        return total, bytes(window)
 
     def _whole(self, exchange: Exchange) -> tuple[int, bytes] | Failure:
         """The size of a small file, and all of it, from a server that gives no ranges."""
@@ -331,7 +333,10 @@ class HttpStore(RemoteStore):
             return failure
         if not known:
             self._route = _Route(url, url != self._target.url, True)
-        return None if wanted.receive(exchange) else broken_off(self.path)
+        if not wanted.receive(exchange):
+            return broken_off(self.path)
+        exchange.finish()
+        return None
 
     def _misplaced(self, exchange: Exchange, begin: int, end: int) -> Failure | None:
         """What is wrong with an answer that should have the bytes [begin, end) and no others."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from email import errors
 from typing import Any
 
@@ -77,6 +79,19 @@ class Response(http.client.HTTPResponse):
             if not self.length:
                 self.close()
         return count
+
+    @contextmanager
+    def hurried(self, seconds: float) -> Iterator[None]:
+        """Wait for bytes at most this long."""
+        socket = getattr(getattr(self.fp, "raw", None), "_sock", None)
+        before = None if socket is None else socket.gettimeout()
+        if socket is not None:
+            socket.settimeout(seconds if before is None else min(seconds, before))
+        try:
+            yield
+        finally:
+            if socket is not None:
+                socket.settimeout(before)
 
     def _receive(self, memory: memoryview) -> int:
         count: int = self.fp.readinto(memory[:_RECORDS]) if self.tls else self.fp.readinto1(memory)

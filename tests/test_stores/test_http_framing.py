@@ -118,6 +118,63 @@ def test_a_chunk_without_a_size_is_refused(size):
         read_through(answering(CHUNKED, frame=lambda body: size + b"\r\n" + body))
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["while it is opened", "while it is read"])
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (lambda body: in_chunks(b"!" + body), "more bytes than its range"),
+        (lambda body: in_chunks(body + b"!", 1 << 20), "more bytes than its range"),
+        (lambda body: in_chunks(body, last=b"1\r\n!\r\n0\r\n\r\n"), "more bytes than its range"),
+        (lambda body: in_chunks(body, 1 << 20).replace(b"\r\n", b"\r\n!", 1), "longer than its size"),
+        (lambda body: in_chunks(body, last=b"zz\r\n\r\n"), "has no size"),
+    ],
+    ids=["before", "in the chunk", "in the last chunk", "beyond the chunk", "no last chunk"],
+)
+def test_chunks_that_hold_more_than_the_range_are_refused(frame, message, first):
+    with pytest.raises(RemoteError, match=message):
+        read_through(answering(CHUNKED, frame=frame, first=first))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["while it is opened", "while it is read"])
+@pytest.mark.parametrize(
+    "frame",
+    [lambda body: b"\r\n" + body, lambda body: body + b"!", in_chunks, lambda body: body * 3],
+    ids=["shifted", "one more", "chunks without their field", "all the rest"],
+)
+def test_a_body_without_a_length_that_holds_more_than_the_range_is_refused(frame, first):
+    with pytest.raises(RemoteError, match="more bytes than its range"):
+        read_through(answering("Connection: close", frame=frame, first=first))
+
+
+def test_a_last_chunk_that_never_comes_is_not_waited_for_long():
+    def hold_up(answer, request):
+        begin, end = request.range
+        part = CONTENT[begin:end]
+        answer.headers = {"Content-Range": f"bytes {begin}-{end - 1}/{len(CONTENT)}", "Transfer-Encoding": "chunked"}
+        answer.content = b"%x\r\n%s\r\n" % (len(part), part)
+        answer.begin, answer.end = 0, len(answer.content)
+
+    with Server({"/a": CONTENT}, etag=None, modified=False, faults=[Fault(hold_up, first=1)]) as there:
+        store, begun = Web({"timeout": 30}).open(there.url("/a")), time.monotonic()
+        assert read(store) == CONTENT[WINDOW:]
+        assert time.monotonic() - begun < 10
+        store.close()
+
+
+def test_a_connection_is_reused_after_chunked_ranges():
+    def in_pieces(answer, request):
+        begin, end = request.range
+        answer.headers = {"Content-Range": f"bytes {begin}-{end - 1}/{len(CONTENT)}", "Transfer-Encoding": "chunked"}
+        answer.content = in_chunks(CONTENT[begin:end])
+        answer.begin, answer.end = 0, len(answer.content)
+
+    with Server({"/a": CONTENT}, etag=None, modified=False, faults=[Fault(in_pieces)]) as there:
+        store = Web({}).open(there.url("/a"))
+        assert [read(store), read(store)] == [CONTENT[WINDOW:]] * 2
+        assert (there.connections, len(there.requests)) == (1, 3)
+        store.close()
+
+
 def test_a_chunk_longer_than_its_size_is_refused():
     with pytest.raises(RemoteError, match="longer than its size"):
         read_through(answering(CHUNKED, frame=lambda body: b"5\r\n" + body))
