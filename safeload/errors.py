@@ -171,7 +171,14 @@ def unsaved(error: OSError) -> OSError:
     kind = type(error)
     if isinstance(error, SafeloadError) or kind.__module__ != "builtins":  # an error of a store has its own class
         return error
-    return _unsaved(kind, (error.errno, error.strerror, error.filename) if error.errno else error.args, vars(error))
+    return _unsaved(kind, _arguments(error), vars(error))
+
+
+def _arguments(error: OSError) -> tuple[Any, ...]:
+    """Return the arguments that make a system error again; ``args`` lacks the names of its files."""
+    if error.filename2 is not None or getattr(error, "winerror", None) is not None:
+        return error.errno, error.strerror, error.filename, getattr(error, "winerror", None), error.filename2
+    return error.args if error.filename is None else (error.errno, error.strerror, error.filename)
 
 
 def _unsaved(kind: type[OSError], arguments: tuple[Any, ...], fields: dict[str, Any]) -> OSError:
@@ -186,7 +193,7 @@ def _saving_class(kind: type[OSError]) -> type[OSError]:
     """Return the class of `unsaved` for a system error; tracebacks show it by the system error's name."""
 
     def reduce(self: OSError) -> tuple[Any, ...]:
-        return _unsaved, (kind, (self.errno, self.strerror, self.filename) if self.errno else self.args, vars(self))
+        return _unsaved, (kind, _arguments(self), vars(self))
 
     return type(kind.__name__, (SafeloadError, kind), {"__module__": kind.__module__, "__reduce__": reduce})
 

@@ -129,6 +129,19 @@ def test_an_error_of_saving_survives_pickle_and_copy_and_keeps_its_name(number):
         assert traceback.format_exception_only(twin) == traceback.format_exception_only(plain)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [(errno.EACCES, "x", "a", None, "b"), (errno.ENOSPC, "x"), (errno.EIO, "x", b"a"), ("text",), (), (0, "x", "a")],
+)
+def test_an_error_of_saving_keeps_the_names_of_both_files_and_its_arguments(arguments):
+    system = OSError(*arguments)
+    error = unsaved(system)
+    for same in (error, pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert isinstance(same, safeload.SafetensorError)
+        assert (str(same), same.args, same.errno) == (str(system), system.args, system.errno)
+        assert (same.filename, same.filename2) == (system.filename, system.filename2)
+
+
 def test_errors_of_stores_and_without_numbers_stay_what_they_are():
     remote = RemoteError("broken", "https://host/x")
     assert unsaved(remote) is remote
