@@ -110,7 +110,7 @@ class Checkpoint(Mapping[str, Any]):
             return Tensors.of((name, *self._locate(name)) for name in distinct(names))
         if self._where is None:
             return Tensors.in_file(self.weight_files[0], names)
-        return Tensors.of((name, file, index) for name, (file, index) in self._where.items())
+        return Tensors.located(self._where)
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Checkpoint:
         """A view of this checkpoint that has some tensors under a second name; it shares the open files. Internal.

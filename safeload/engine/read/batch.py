@@ -153,15 +153,14 @@ class Reads:
         """Adds the jobs that read small tensors into a shared pool, and the arrays over it."""
         memory = aligned_bytes(size) if self._memory is None else self._memory.array((size,), np.dtype(np.uint8))
         base = address_of(memory)
+        file, names, shapes, sources, targets = plan.file, plan.names, plan.shapes, plan.sources, plan.targets
         for k, begin, end, at in pool.runs:
-            source, target = plan.sources[k], plan.targets[k]
-            op = moving(source, target)
-            self._batch.add(Job(plan.file, begin, base + at, end - begin, source, target, op))
-        kinds = [plan.dtype(k) for k in pool.members]
-        shapes = [plan.shapes[k] for k in pool.members]
-        arrays = over(memory, kinds, shapes, pool.places)
+            source, target = sources[k], targets[k]
+            self._batch.add(Job(file, begin, base + at, end - begin, source, target, moving(source, target)))
+        kinds = [dtypes.array_dtype(targets[k]) for k in pool.members]
+        arrays = over(memory, kinds, [shapes[k] for k in pool.members], pool.places)
         self._batch.results(arrays)
-        self.arrays.update(zip([plan.names[k] for k in pool.members], arrays, strict=True))
+        self.arrays.update(zip([names[k] for k in pool.members], arrays, strict=True))
 
     @property
     def refused(self) -> bool:

@@ -60,6 +60,16 @@ class Tensors(Sequence[FileTensor]):
         if isinstance(tensors, Tensors):
             return tensors
         names, files, indices = [*zip(*tensors, strict=True)] or [(), (), ()]
+        return cls._in_files(names, files, indices)
+
+    @classmethod
+    def located(cls, where: Mapping[str, tuple[WeightFile, int]]) -> Tensors:
+        """The tensors of a mapping from names to files and indices there."""
+        files, indices = [*zip(*where.values(), strict=True)] or [(), ()]
+        return cls._in_files([*where], files, indices)
+
+    @classmethod
+    def _in_files(cls, names: Sequence[str], files: Sequence[WeightFile], indices: Sequence[int]) -> Tensors:
         places = {file: k for k, file in enumerate(dict.fromkeys(files))}
         return cls([*places], names, indices, None if len(places) < 2 else [places[file] for file in files])
 
