@@ -1,7 +1,8 @@
-"""Keep a forked child from waiting forever for a module that another thread of its parent was importing.
+"""Keep a forked child from waiting forever for a lock that another thread of its parent held.
 
 A child has only the thread that forked, so the lock of a module that another thread is importing stays locked there. A
-fork therefore waits until other threads have imported what safeload imports on first use.
+fork therefore waits until other threads have imported what safeload imports on first use. Locks of safeload's own that
+outlive a call are `ProcessLock`s.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from _thread import get_ident
+from _thread import LockType, allocate_lock, get_ident
 from typing import Any
 
 # Packages that safeload imports on first use, besides the standard library.
@@ -23,6 +24,20 @@ _LOCKS = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
 # Modules that hold this lock of theirs in every fork, unless the wait's hook runs first because they are older.
 _HOLDERS = {"logging": "_lock", "concurrent.futures.thread": "_global_shutdown_lock"}
 _OLDER = frozenset(_HOLDERS).intersection(sys.modules)
+
+
+class ProcessLock:
+    """A lock for each process: a forked child's is free."""
+
+    __slots__ = ("_locks",)
+
+    def __init__(self) -> None:
+        self._locks: dict[int, LockType] = {}
+
+    @property
+    def own(self) -> LockType:
+        """The lock of this process."""
+        return self._locks.setdefault(os.getpid(), allocate_lock())
 
 
 def _initializing(name: str) -> bool:

@@ -186,7 +186,7 @@ class Filesystem:
                 return name
 
         assert handle.turns is not None
-        with handle.turns:
+        with handle.turns.own:
             complete = False
             try:
                 name = checked(fetch, shown, self._secrets)
@@ -217,7 +217,7 @@ class Filesystem:
         fs = handle.fs
         if isinstance(fs, CachingFileSystem):
             assert handle.turns is not None
-            with handle.turns:
+            with handle.turns.own:
                 found = fs._check_file(path)
                 if found and found[0]["uid"] != checked(lambda: fs.fs.ukey(path), shown, self._secrets):
                     fs.pop_from_cache(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -14,6 +13,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.cached import CachingFileSystem
 
 from ..base import log
+from ..base.forking import ProcessLock
 from ..errors import FormatError, RemoteError, UnsupportedError
 from .foreign_errors import again, changed, checked
 from .remote import RemoteStore, fill
@@ -45,14 +45,13 @@ class Handle:
         self._process = os.getpid()
         self.secrets = secrets
         # A block cache shares its list of blocks between the files of all threads.
-        self.turns = threading.Lock() if isinstance(fs, CachingFileSystem) else None
+        self.turns = ProcessLock() if isinstance(fs, CachingFileSystem) else None
 
     @property
     def fs(self) -> Any:
         """The filesystem, in a forked process one of its own."""
         if self._process != os.getpid():
             self._fs, self._process = _renewed(self._fs), os.getpid()
-            self.turns = None if self.turns is None else threading.Lock()
         return self._fs
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
@@ -149,7 +148,7 @@ class FsspecStore(RemoteStore):
         if turns is None:
             content = self._handle.call("cat_file", self._place, start=begin, end=end)
         else:
-            with turns:
+            with turns.own:
                 content = self._handle.call("cat_file", self._place, start=begin, end=end)
         if len(content) == end - begin:
             return bytes(content)

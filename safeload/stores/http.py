@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from .._version import __version__
+from ..base.forking import ProcessLock
 from ..base.log import debug
 from ..base.text import show
 from ..base.url import WebUrl
@@ -156,7 +155,7 @@ class HttpStore(RemoteStore):
         self.path = path
         self._resolve = resolve
         self._client = client
-        self._locks: dict[int, threading.Lock] = {}  # by process: a fork may copy one that is held
+        self._renewing = ProcessLock()
         self._etag: str | None = None
         self._modified: str | None = None
         client.connections.join(self)
@@ -259,7 +258,7 @@ class HttpStore(RemoteStore):
 
     def _renew(self, seen: _Route) -> bool:
         """Resolves the URL again, in one thread. Returns whether there is another to try."""
-        lock = self._locks.setdefault(os.getpid(), threading.Lock())
+        lock = self._renewing.own
         while not lock.acquire(timeout=0.1):
             current().check()
         try:

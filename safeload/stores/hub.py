@@ -7,13 +7,13 @@ The revision is one name; a slash in it is written ``%2F``, except in ``refs/pr/
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from .._version import __version__
 from ..base import log
+from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
@@ -113,7 +113,7 @@ class Hub:
         )
         self._secrets = [*secrets_of(options), *filter(None, (huggingface_hub.get_token(),))]
         self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
-        self._asking = threading.Lock()
+        self._asking = ProcessLock()
 
     def __repr__(self) -> str:
         return "<Hub>"  # the token is a secret
@@ -129,7 +129,7 @@ class Hub:
         key = place.kind, place.repo, place.revision
         found = self._snapshots.get(key)
         if found is None:
-            with self._asking:  # the shards of a folder are opened by many threads
+            with self._asking.own:  # the shards of a folder are opened by many threads
                 found = self._snapshots.get(key)
                 if found is None:
                     found = self._snapshots[key] = self._ask(place, urls.shown(url))

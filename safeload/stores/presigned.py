@@ -5,11 +5,11 @@ Each range is read with ``If-Match``, which s3fs does not send, and opening take
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from ..base import log
+from ..base.forking import ProcessLock
 from ..errors import FormatError, RemoteError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Signer:
     def __init__(self) -> None:
         self.works = True
         self._client: Client | None = None
-        self._making = threading.Lock()
+        self._making = ProcessLock()
 
     def open(self, handle: Handle, place: str, shown: str) -> HttpStore | None:
         """Opens an object; None if that takes s3fs: it may also have a better error.
@@ -69,7 +69,7 @@ class Signer:
     def _shared(self, handle: Handle) -> Client:
         from .http_client import Client
 
-        with self._making:
+        with self._making.own:
             if self._client is None:
                 verify = _settings(handle.fs, "client_kwargs").get("verify")
                 self._client = Client({} if verify is None else {"verify": verify}, "s3")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from ..base.forking import ProcessLock
 from ..errors import FormatError
 from .stop import current
 from .store import ByteStore, Memory, Span
@@ -40,7 +40,7 @@ class RemoteStore(ABC):
     def __init__(self) -> None:
         self._windows: dict[int, bytes] = {}  # by offset
         self._begins: list[int] = []  # their offsets, in order
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
@@ -92,11 +92,13 @@ class RemoteStore(ABC):
 
     def keep(self, offset: int, content: bytes) -> None:
         """Keeps bytes that were read, for `read_at`."""
-        with self._lock:
-            if offset not in self._windows:
-                insort(self._begins, offset)
+        with self._lock.own:
+            # A fork may copy the state between any two lines: a beginning is listed only while it has its window.
             if len(content) >= len(self._windows.get(offset, b"")):
                 self._windows[offset] = content
+            at = bisect_left(self._begins, offset)
+            if self._begins[at : at + 1] != [offset]:
+                self._begins.insert(at, offset)
 
     def settle(self) -> None:
         """Drops the windows when the table has been read, unless one of them is the whole file."""
@@ -104,9 +106,9 @@ class RemoteStore(ABC):
             self._drop()
 
     def _drop(self) -> None:
-        with self._lock:
-            self._windows.clear()
+        with self._lock.own:
             self._begins.clear()
+            self._windows.clear()
 
     def held(self, offset: int, size: int) -> bytes | None:
         """Bytes that are in a window; None if they are in none."""
@@ -117,7 +119,7 @@ class RemoteStore(ABC):
 
     def _around(self, offset: int) -> list[tuple[int, bytes]]:
         """The windows that a byte may be in: the last few that begin before it, as they overlap little; the first."""
-        with self._lock:
+        with self._lock.own:
             at = bisect_right(self._begins, offset)
             return [
                 (begin, self._windows[begin])

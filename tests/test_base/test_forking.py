@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
@@ -276,3 +277,21 @@ print(status)
 """
     done = subprocess.run([sys.executable, "-c", program, str(path), name], capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n", done.stderr
+
+
+def test_a_process_lock_is_free_in_a_child():
+    lock = forking.ProcessLock()
+    with lock.own:
+        assert lock.own.locked()
+        child = os.fork()
+        if child == 0:
+            with lock.own:
+                os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not lock.own.locked()
+
+
+def test_stores_outlive_a_fork_and_their_locks_are_process_locks():
+    for module in (ROOT / "safeload/stores").rglob("*.py"):
+        if module.name not in ("thread_group.py", "stop.py"):  # of one call, in the process that makes it
+            assert not re.search(r"threading\.R?Lock|Condition\(", module.read_text("utf-8")), module

@@ -3,6 +3,8 @@
 import copy
 import os
 import pickle
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -190,3 +192,65 @@ def test_a_closed_checkpoint_gives_nothing_more_not_even_what_came_with_the_firs
         with pytest.raises(ValueError, match=r"a\.safetensors is closed"):
             use()
     assert not store.requests
+
+
+# ---- forks ----
+
+FORKED = """
+import os, signal, sys, threading, warnings
+warnings.simplefilter("ignore")
+import safeload.stores.remote as remote
+from safeload.stores.store import Span
+
+class Store(remote.RemoteStore):
+    path, size, version = "memory://x", 10 * remote.WINDOW, (1,)
+    def read_spans(self, spans):
+        for offset, memory in spans:
+            memory[:] = bytes(k % 251 for k in range(offset, offset + len(memory)))
+
+def right(begin):
+    assert store.read_at(begin, 5) == bytes(k % 251 for k in range(begin, begin + 5))
+
+class Slow(dict):
+    def __setitem__(self, key, value):
+        hold_up()
+        super().__setitem__(key, value)
+    def clear(self):
+        hold_up()
+        super().clear()
+
+def hold_up():
+    if threading.get_ident() == thread.ident:
+        begun.set()
+        ended.wait(20)
+
+store, begun, ended = Store(), threading.Event(), threading.Event()
+right(0)
+right(5 * remote.WINDOW)
+store._windows = Slow(store._windows)
+thread = threading.Thread(target={work})
+thread.start()
+begun.wait(20)
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    for begin in (0, 3 * remote.WINDOW, 5 * remote.WINDOW, 7 * remote.WINDOW, 0, 3 * remote.WINDOW):
+        right(begin)
+    store.settle()
+    right(0)
+    store.close()
+    os._exit(0)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+ended.set()
+thread.join()
+right(3 * remote.WINDOW)
+print(status)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("work", ["lambda: right(3 * remote.WINDOW)", "store.settle"])
+def test_a_child_reads_although_a_thread_of_its_parent_held_the_lock(work):
+    program = FORKED.replace("{work}", work)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("0\n", "")
