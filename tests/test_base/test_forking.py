@@ -249,7 +249,7 @@ def test_a_child_forked_during_a_cached_property_can_compute_it(name, path):
     program = """
 import os, signal, sys, threading, warnings
 import safeload
-from safeload.engine import tensors
+from safeload.engine.read import tensors
 warnings.simplefilter("ignore")
 name, entries = sys.argv[2], safeload.open(sys.argv[1]).entries()
 begun, ended, main = threading.Event(), threading.Event(), threading.get_ident()
