@@ -24,6 +24,8 @@ _DTYPES = {
 }
 # What codes stand for that may have zero points: see `Packing.numbers`.
 _INTEGERS = frozenset(("I8", "U8", "offset", "signed", "unsigned"))
+# Settings of codes with zero points.
+_ASYMMETRIC = (("symmetric", False), ("sym", False), ("zero_point", True))
 # Most elements, counting empty axes as 1: numpy and the C core count bytes of float64 in 63 bits.
 MOST = 1 << 59
 
@@ -34,13 +36,13 @@ def check(group: Group, packed: Packing) -> Packing:
     Raises:
         Misfit: one does not.
     """
-    for role, good in _DTYPES.items():
-        if group.has(role) and group.dtype(role) not in good:
-            raise Misfit(f"{group.names[role]} is {group.dtype(role)}, which is not a dtype of its kind")
+    for role, name in group.names.items():
+        if role in _DTYPES and group.dtype(role) not in _DTYPES[role]:
+            raise Misfit(f"{name} is {group.dtype(role)}, which is not a dtype of its kind")
     plain = packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE
     if plain and group.has(packing.SCALE) and group.dtype(packing.SCALE) == "U8":
         raise Misfit("its scales are U8")
-    if math.prod(max(1, length) for length in (packed.matrices, packed.rows, packed.columns)) >= MOST:
+    if max(1, packed.matrices) * max(1, packed.rows) * max(1, packed.columns) >= MOST:
         raise Misfit(f"shape {list(packed.shape)} has too many elements")
     if _needed(packed) > group.nbytes():
         raise Misfit(f"codes {list(group.shape())} are too few for {list(packed.shape)}")
@@ -60,8 +62,8 @@ def _check_symmetric(group: Group, packed: Packing) -> None:
         if all(weights.get("symmetric") is False for weights in group.weights()):
             said = "symmetric is false in config_groups"
     elif group.config is not None and packed.numbers in _INTEGERS and not group.has(packing.BIAS):
-        values = {"symmetric": False, "sym": False, "zero_point": True}
-        said = next((f"{key} is {value}" for key, value in values.items() if group.config.get(key) is value), None)
+        values = group.config.values
+        said = next((f"{key} is {value}" for key, value in _ASYMMETRIC if values.get(key) is value), None)
     if said is not None:
         raise Misfit(f"its zero points are missing, but {said}")
 

@@ -89,6 +89,14 @@ class Quantization:
             values = {key: value for key, value in values.items() if not isinstance(value, (Mapping, bool))}
         return _setting(unknown(values, row))
 
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether `unknown` holds for each module: none has settings of its own, or weights of an unknown kind."""
+        own = self.get(self.overrides) if self.method in _WITH_OVERRIDES else self.get("quantized_layers")
+        if self.method == "mlx":
+            own = any(isinstance(value, Mapping) for value in self.values.values())
+        return not own and not any(self._unknown_weights.values())
+
     def unknown_of(self, module: str, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
         """Like `unknown`, for one module.
 
@@ -217,7 +225,7 @@ class Quantization:
         Raises:
             UnsupportedError: a target is a pattern outside the subset that `patterns` matches.
         """
-        described = [weights for weights, _ in self._weights]
+        described = self._described
         if len(described) < 2:
             return described
         targeted = [
@@ -226,6 +234,10 @@ class Quantization:
             if isinstance(targets, list) and any(_is_target(target, module) for target in targets)
         ]
         return targeted or described
+
+    @cached_property
+    def _described(self) -> list[Mapping[str, Any]]:
+        return [weights for weights, _ in self._weights]
 
     @cached_property
     def _unknown_weights(self) -> dict[int, tuple[str, Any] | None]:

@@ -57,7 +57,7 @@ def plain(group: Group, block: tuple[int, int] | None = None) -> Packing:
 
 def _rule_of(group: Group) -> str:
     """Whether scales multiply, or divide as those of GPTQModel's fp8."""
-    if group.method != "fp8" or group.said().get("weight_scale_semantics") is None:
+    if group.method != "fp8" or group.setting("weight_scale_semantics") is None:
         return packing.STORED
     if group.has(packing.ZERO) or not group.names[packing.SCALE].endswith("_scale_inv"):
         raise Refused("its weight_scale_semantics are those of a weight_scale_inv alone")
@@ -153,7 +153,7 @@ def ct_fp4(group: Group) -> Packing:
 
 
 def _ct_small_floats(group: Group) -> Packing:
-    kind = group.said().get("data_type") if group.method in AUTO_ROUND else None
+    kind = group.setting("data_type") if group.method in AUTO_ROUND else None
     if isinstance(kind, str) and kind.startswith("mx_int"):
         return _fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
     if group.has(packing.GLOBAL):

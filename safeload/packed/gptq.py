@@ -122,8 +122,8 @@ def _gptq(group: Group, said: Mapping[str, Any], zeros: tuple[int, ...] | None) 
     _check_method(group, "GPTQ", _GPTQ)
     if zeros is None:
         raise Misfit("its qzeros are missing")
-    bits, rest = divmod(32 * zeros[-1], scale[1])
-    if len(zeros) != 2 or zeros[0] != scale[0] or rest or not 2 <= bits <= 8 or stored[0] % _words(bits):
+    bits, rest = divmod(32 * zeros[-1], scale[1]) if len(zeros) == 2 else (0, 0)
+    if not bits or zeros[0] != scale[0] or rest or not 2 <= bits <= 8 or stored[0] % _words(bits):
         raise Misfit(f"words {list(stored)}, qzeros {list(zeros)} and scales {list(scale)} do not fit each other")
     _check_bits(group, said, bits)
     if group.config is None:

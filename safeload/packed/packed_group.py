@@ -95,10 +95,16 @@ class Group:
         """
         if self.config is None:
             return {}
+        if self.config.is_uniform:
+            return self.config.values
         own = self._own()
         if own is None:
             raise Misfit(f"its module has codes, but {self.config.overrides} of its quantization says that it has none")
         return {**self.config.values, **own}
+
+    def setting(self, key: str) -> Any:
+        """A value of `said`; None if it is missing."""
+        return self.said().get(key)
 
     def unknown(self) -> str | None:
         """A setting of the configuration that may change the values in an unknown way, as text.
@@ -106,11 +112,15 @@ class Group:
         Raises:
             UnsupportedError: a pattern that is not supported.
         """
-        if self.config is None:
+        config = self.config
+        if config is None:
             return None
-        described = self.weights() if self.method in _IN_GROUPS else []
-        why = self.config.unknown_of(self.module, self._own(), described)
-        if why is None and self.method == "compressed-tensors":
+        if config.is_uniform:
+            why = config.unknown
+        else:
+            described = self.weights() if config.method in _IN_GROUPS else []
+            why = config.unknown_of(self.module, self._own(), described)
+        if why is None and config.method == "compressed-tensors":
             kind = "int" if self.dtype() in ("I8", "I32") else "float"
             kinds = {str(weights["type"]) for weights in self.weights() if weights.get("type") is not None}
             if kinds and kind not in kinds:
@@ -175,11 +185,11 @@ class Group:
         matrices, rows, columns = matrices_of(shape)
         stored = self.shape()
         row_bytes = self._tensors[self.codes].row.nbytes(stored[-1]) if stored else 1
-        made = Packing(
-            family, label, shape, matrices, rows, columns, packing.ROWS, bits, numbers, row_bytes,
-            config=self._config_text,
-        )  # fmt: skip
-        return made._replace(**more)  # type: ignore[arg-type]
+        fields = {
+            "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "row_bytes": row_bytes,
+            "config": self._config_text, **more,
+        }  # fmt: skip
+        return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
 
     def scale_dtype(self, bits: str) -> str | None:
         """The dtype of scales that are stored as U8: ``bits`` says which float8 they are."""
@@ -224,6 +234,8 @@ def said_group(group: Group) -> int | None:
 
 def _only(group: Group, key: str, strategy: str | None = None) -> int | None:
     """An integer of the descriptions of weights (of a strategy); None if it is missing, or they differ."""
+    if not group.weights():
+        return None
     values = [
         weights.get(key) for weights in group.weights() if strategy is None or weights.get("strategy") == strategy
     ]

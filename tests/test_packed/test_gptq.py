@@ -398,6 +398,22 @@ def test_rows_of_gemv_that_do_not_fit(key, change, message, tmp_path):
         safeload.open(write(tmp_path / "x", FIXTURES["awq4_gemv"].stored(), **said))
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (1, 1, 1), (0, 5)])
+@pytest.mark.parametrize("part", ["qzeros", "scales", "qweight", "g_idx"])
+@pytest.mark.parametrize("name", ["gptq3_act_order", "awq4_gemm", "awq4_gemv"])
+def test_parts_of_any_shape_are_refused_by_name(name, part, shape, tmp_path):
+    """A scalar has no last axis to count."""
+    stored = FIXTURES[name].stored()
+    key = next((key for key in stored if key.endswith(part)), None)
+    if key is None:
+        pytest.skip("AWQ has no such part")
+    stored[key] = np.zeros(shape, stored[key].dtype)
+    said = json.loads((FIXTURES[name].folder / "config.json").read_text())["quantization_config"]
+    folder = write(tmp_path / "x", stored, **said)
+    with pytest.raises(FormatError, match=re.escape(key.rpartition(".")[0])):
+        safeload.open(folder)
+
+
 def test_hostile_numbers_of_a_configuration(tmp_path):
     tensors, want = made()
     for odd in (2**62, 10**400, 0, True, 4.0, "4", [4], None, {}):
