@@ -89,7 +89,7 @@ ROWS = (
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
     Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, "torch.legacy_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load", ranges=False),
-    Format("pickle", "pickled arrays of numpy", _PICKLE, foreign.is_pickle, "unpickle.file", nested=True, ranges=False),
+    Format("pickle", "pickled arrays of numpy", _PICKLE, foreign.is_pickle, "pickle_file", nested=True, ranges=False),
     Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), "gguf.file",
            (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
     Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, asks=True, peer="numpy.load"),

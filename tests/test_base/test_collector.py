@@ -60,7 +60,7 @@ def test_the_last_of_several_blocks_restores_it():
 def test_a_child_that_is_forked_meanwhile_collects_again():
     program = """
 import gc, os, threading
-from safeload.base.collector import paused
+from safeload.base.gc_pause import paused
 inside, leave = threading.Event(), threading.Event()
 def other():
     with paused(100_000):

@@ -356,7 +356,7 @@ with open({str(path)!r}, "wb") as file:
     file.write(struct.pack("<Q", len(text)) + text)
     file.truncate(8 + len(text) + at)
 from safeload.engine import staging
-from safeload.engine.plan import entries_of
+from safeload.engine.read.plan import entries_of
 from safeload.frameworks import torch_devices
 meta = torch.device("meta")
 def peak():  # ru_maxrss begins with the memory of the process that started this one
