@@ -250,7 +250,7 @@ def join(folder: str, name: str, literal: bool = False) -> str:
     A query is kept: like Azure's signatures, it may be valid for a whole folder.
 
     Raises:
-        UrlError: the store would read a version of another file.
+        UrlError: the store would read a version of another file, or the name would begin another link of a chain.
     """
     chain, at = _chain(folder)
     link = chain[at]
@@ -260,7 +260,10 @@ def join(folder: str, name: str, literal: bool = False) -> str:
     if _VERSIONED.get(link.scheme, _NEVER).search(name):
         raise UrlError("the name ends in the mark of a version, which this store takes for one of another file")
     path = f"{link.path}{link.tail}".rstrip("/")
-    return _chained(chain, at, replace(link, path=f"{path}/{name}", query=None, fragment=None))
+    joined = _chained(chain, at, replace(link, path=f"{path}/{name}", query=None, fragment=None))
+    if len(links(joined)) != len(chain):
+        raise UrlError("the name has a :: that begins another link of a chain")
+    return joined
 
 
 def escaped(url: str) -> str:

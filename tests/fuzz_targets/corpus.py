@@ -263,6 +263,37 @@ def _expression():
     return [text.encode() for text in sorted(texts)]
 
 
+def _url():
+    hosts = [
+        "host",
+        "h.example:8443",
+        "[::1]",
+        "[fe80::1%25eth0]:80",
+        "127.0.0.1",
+        "b\u00fccher.example",
+        "xn--bcher-kva.de",
+    ]
+    tails = ["", "/", "/a/./b/../c%2Fd", "/a%20b/\u00e9?X-Amz-Signature=SIGNATURE&e=%2f", "/a@b::c#part", "/%2e%2E/x?#"]
+    users = ["", "user:PASSWORD@", "user:PASS/WORD@", "PASSWORD@", "a@b:PASSWORD@", ":%40@"]
+    urls = [f"https://{user}{hosts[0]}{tails[3]}" for user in users]
+    urls += [f"{scheme}://{host}{tails[k % 6]}" for k, host in enumerate(hosts) for scheme in ("http", "HTTPS")]
+    urls += [f"https://host{tail}" for tail in tails]
+    urls += [
+        "s3://bucket/key?versionId=1",
+        "gs://b/k#12",
+        "az://box@account.dfs/k",
+        "hf://owner/name@refs/pr/1/k",
+        "file:///a%23b",
+    ]
+    urls += [
+        "simplecache::https://user:PASSWORD@host/a?b",
+        "zip://a/b::filecache::s3://bucket/c.zip",
+        "s3://arn:aws:s3:us:1:x/k",
+    ]
+    urls += ["//host/x", "/x?y", "../x", "https:/host", "https://", "C:\\a", "https://a\\@b/", "https://a\tb/", "?x"]
+    return [url.encode() for url in urls]
+
+
 def _any():
     from builders.malformed import build
     from malformed import test_gguf, test_torch
@@ -298,6 +329,7 @@ SEEDS = {
     "schema": _schemas,
     "config": _config,
     "expression": _expression,
+    "url": _url,
 }
 
 

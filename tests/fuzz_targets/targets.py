@@ -33,6 +33,7 @@ import safeload.operations.validate.run
 import safeload.packed.codes_without_scale  # imported when first needed, as the next, which counts as forbidden below
 import safeload.packed.families_to_tables
 from safeload import QuantizedTensor, SafeloadError, moon
+from safeload.base import url as urls
 from safeload.formats import folder, npy, npz, registry
 from safeload.models import choosing, reading
 from safeload.models.config import Config, ConfigError
@@ -53,6 +54,14 @@ atexit.register(shutil.rmtree, FOLDER)
 
 class Broken(Exception):  # noqa: N818 - no error of the library's
     """A property that does not hold."""
+
+
+try:
+    from urllib3.util import parse_url
+except ImportError:
+    parse_url = None
+# In the seeds of `url`.
+SECRET = re.compile("PASSWORD|SIGNATURE")
 
 
 def require(condition, what):
@@ -476,6 +485,53 @@ def expression(data):
     require(eval(plain, {"__builtins__": {}}) == value, f"{plain} is not {value}")
 
 
+def _divided_by_others(text):
+    """Scheme, host, port, path and query of a URL, as the standard library and urllib3 read it."""
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(text)
+    require(parts.username is None and parts.password is None, "others find a user")
+    yield parts.scheme, parts.hostname, parts.port, parts.path, parts.query
+    if parse_url is not None:
+        theirs = parse_url(text)
+        require(theirs.auth is None, "urllib3 finds a user")
+        yield theirs.scheme, theirs.host, theirs.port, theirs.path, theirs.query or ""
+
+
+def url(data):
+    """A URL of the web that is opened is read alike by others, and no URL is shown with its query or password."""
+    text = data.decode("utf-8", "surrogateescape")
+    shown = urls.shown(text)
+    require(urls.shown(shown) == shown, f"shown as {shown!r}, and that as {urls.shown(shown)!r}")
+    links = urls.parsed(text)
+    for link in links:
+        if link.place is not None:
+            require("?" not in link.shown and "#" not in link.shown, f"{link.shown!r} has a query")
+    if urls.is_url(text):
+        folder = urls.split(text)[0]
+        with contextlib.suppress(urls.UrlError):
+            joined = urls.join(folder, "a?b#c %41::d")
+            require(urls.split(joined)[1] == "a?b#c %41::d", f"{joined!r} has another name")
+            require(len(urls.links(joined)) == len(urls.links(folder)), f"{joined!r} is another chain")
+    with contextlib.suppress(urls.UrlError):
+        urls.file_path(links[0])
+    try:
+        web, _ = urls.web_url(urls.divided(text))
+    except urls.UrlError as error:
+        require(not SECRET.search(str(error)), "the error quotes the URL")
+        return
+    require(urls.web_url(urls.divided(web.text)) == (web, None), f"{web.text!r} is read otherwise")
+    zone = web.host.strip("[]").replace("%25", "%").lower()
+    ours = web.scheme, zone, web.port, web.path.lower(), (web.query or "").lower()
+    for scheme, host, port, path, query in _divided_by_others(web.text):
+        zone = host.strip("[]").replace("%25", "%").lower()
+        theirs = scheme, zone, port or {"http": 80, "https": 443}[scheme], path.lower(), query.lower()
+        require(theirs == ours, f"{web.text!r} is {theirs} for others")
+    with contextlib.suppress(urls.UrlError):
+        target = web.redirected(text)
+        require(target.scheme in ("http", "https"), "redirected elsewhere")
+
+
 TARGETS = {
     "any": any_file,
     "torch": torch,
@@ -492,4 +548,5 @@ TARGETS = {
     "schema": schema_file,
     "config": config,
     "expression": expression,
+    "url": url,
 }

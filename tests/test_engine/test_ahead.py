@@ -298,7 +298,7 @@ def test_results_that_are_not_taken_are_dropped_by_close():
 
 PROGRAM = """
     import sys, time
-    from safeload.engine.ahead import Ahead, Task
+    from safeload.engine.ahead.read_ahead import Ahead, Task
 
     def endless(check):
         while True:

@@ -355,7 +355,7 @@ text = json.dumps(header).encode()
 with open({str(path)!r}, "wb") as file:
     file.write(struct.pack("<Q", len(text)) + text)
     file.truncate(8 + len(text) + at)
-from safeload.engine import staging
+from safeload.engine.ahead import staging
 from safeload.engine.read.plan import entries_of
 from safeload.frameworks import torch_devices
 meta = torch.device("meta")

@@ -96,7 +96,7 @@ _GROWTH = """
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) >> 10 for line in file if line.startswith("VmHWM"))
     safeload.load(sys.argv[1], [])
-    from safeload.operations import int8_parts
+    from safeload.operations.quantize import int8_by_parts
     int8_by_parts._AT_A_TIME = 4 << 20
     loaded = safeload.load_quantized, safeload.convert  # their modules
     before = peak()

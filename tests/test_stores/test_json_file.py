@@ -92,7 +92,7 @@ try:
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 except ImportError: pass
 from safeload.models import reading
-from safeload.operations import manifest
+from safeload.operations.validate import manifest
 calls = {
     "open": lambda path, name: safeload.open(path),
     "index": lambda path, name: safeload.open(f"{path}/{name}"),

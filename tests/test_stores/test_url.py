@@ -418,6 +418,20 @@ def test_a_name_is_no_version_of_another_file(folder, name):
         RemoteFiles({}).join(folder, name)
 
 
+@pytest.mark.parametrize("folder", ["s3://b", "gs://b/c", "memory://", "zip://a::s3://b/c.zip", "simplecache::s3://b"])
+@pytest.mark.parametrize("name", ["a::filecache::b", "]::ab::", "a::s3::", "::memory::", ":::gs::b"])
+def test_a_name_is_no_link_of_a_chain(folder, name):
+    """An index of a stranger's could have a shard read from elsewhere."""
+    with pytest.raises(UnsupportedError, match="another link of a chain"):
+        RemoteFiles({}).join(folder, name)
+    assert urls.split(urls.join("https://host/a", name)) == ("https://host/a", name)
+
+
+@pytest.mark.parametrize("name", ["a::b", "::", "a::b.safetensors", "a:::"])
+def test_colons_of_a_name_are_data(name):
+    assert urls.split(urls.join("s3://b/c", name)) == ("s3://b/c", name)
+
+
 def test_urls_of_archives_and_caches_are_divided_at_the_link_that_names_the_file():
     assert urls.split("zip://a/b::https://host/c.zip?d") == ("zip://a::https://host/c.zip?d", "b")
     assert urls.split("simplecache::https://host/a/b%23?d") == ("simplecache::https://host/a?d", "b#")
