@@ -137,8 +137,11 @@ def check_restorable(name: str, scheme: str) -> None:
     Raises:
         UnsupportedError: there is no kernel for its scheme.
     """
-    row = row_of(scheme)
-    if not lib.sl_convertible(row.number, _F32.number):
+    try:
+        readable = lib.sl_convertible(row_of(scheme).number, _F32.number)
+    except ValueError:  # a ggml type that this version does not know
+        readable = False
+    if not readable:
         raise UnsupportedError(f"tensor {show(name)} is {scheme}, which this version does not dequantize")
 
 

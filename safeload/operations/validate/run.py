@@ -279,10 +279,7 @@ def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset
         report.add([error("model.parameters", None, message)])
     report.add(naming.check_dtypes(known, whole, quantized))
     unknown = catalog.unknown()
-    report.add(
-        warning("file.unknown_type", name, f"{label} is unknown to this version: its values are not checked")
-        for name, label in unknown.items()
-    )
+    report.add(_check_unknown(catalog.about(name)) for name in unknown)
     chosen -= unknown.keys()
     report.values = wanted.values
     model = Model(known, frozenset(codes), quantized, schema)
@@ -318,3 +315,12 @@ def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping
     except ValueError:  # already reported by check_schema
         return {}
     return {w.name: w.tied for w in wanted.values() if w.tied is not None and w.name in known and w.tied in known}
+
+
+def _check_unknown(about: About) -> Finding:
+    """The finding about a tensor of an unknown ggml type, whose bytes end where the next tensor or the file does."""
+    if about.nbytes == 0 and 0 not in about.shape:
+        message = f"{about.dtype} tensor {list(about.shape)} has no bytes: the file is truncated, or an offset is wrong"
+        return error("file.unknown_type", about.name, message)
+    message = f"{about.dtype} is unknown to this version: its values are not checked"
+    return warning("file.unknown_type", about.name, message)

@@ -167,3 +167,33 @@ def test_beside_packed_tensors(tmp_path):
         assert opened.load(["n.weight"], dtype="float32")["n.weight"].shape == (2, 64)
         with pytest.raises(UnsupportedError, match="ggml type 99 is unknown"):
             opened["q.weight"]
+
+
+@pytest.mark.parametrize("scheme", ["q8_0", "q4_k", "int8", {"q.*": "q8_0"}])
+@pytest.mark.parametrize("kind", [4, 99, 2**32 - 1])
+def test_quantizing_names_the_tensor(kind, scheme, tmp_path):
+    """Its type is no scheme of ours, so that nothing may look it up as one."""
+    (tmp_path / "m.gguf").write_bytes(content(kind))
+    with pytest.raises(UnsupportedError, match=rf"tensor 'q.weight' is ggml type {kind}"):
+        safeload.load_quantized(tmp_path / "m.gguf", scheme)
+
+
+@pytest.mark.parametrize("dims", [(256, 2), (1,), (2, 3, 4)])
+@pytest.mark.parametrize("truncated", [False, True], ids=["at the next offset", "cut"])
+def test_a_tensor_without_bytes_is_an_error(dims, truncated, tmp_path, capsys):
+    """Nothing says how long blocks of an unknown type are, but they are not empty."""
+    path = tmp_path / "m.gguf"
+    tensors = [g.tensor("a.weight", [8], 0, 0), g.tensor("q.weight", dims, 99, 32)]
+    more = [] if truncated else [g.tensor("z.weight", [8, 8], 0, 32)]
+    path.write_bytes(g.build([], tensors + more, A.tobytes() + (b"" if truncated else Z.tobytes())))
+    report = safeload.validate(path)
+    assert [(one.code, one.tensor) for one in report.errors] == [("file.unknown_type", "q.weight")]
+    assert "has no bytes" in str(report)
+    assert main(["check", str(path)]) != 0
+    np.testing.assert_array_equal(safeload.load(path, only="a.*")["a.weight"], A)
+
+
+def test_an_empty_tensor_has_no_bytes(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(g.build([], [g.tensor("a.weight", [8], 0, 0), g.tensor("q.weight", (0, 2), 99, 32)], A.tobytes()))
+    assert safeload.validate(path).ok
