@@ -38,6 +38,8 @@ _VERSIONED = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS} | dict.fromkeys(
     ("az", "abfs", "abfss"), re.compile(r"(?i)\?versionid=")
 )
 _NEVER = re.compile(r"(?!)")
+# Values in a query that are shorter are words and numbers, which messages may have.
+_LONG_VALUE = 12
 # Links of a chain that have no path of their own.
 CACHES = frozenset(("filecache", "simplecache", "blockcache", "cached"))
 
@@ -107,14 +109,16 @@ class Url:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Texts that no message of another library may have: user, password, query, escaped and not."""
+        """Texts that no message of another library may have: user, password, query and its values, escaped and not."""
         if self.place is None or self.shown == self.text:
             return ()
         user, _, password = ("" if self._names_place else self.credentials or "").partition(":")
         texts = [password, *([] if password else [user]), self.query or ""]
         if self.hides_place:
             texts += [self.place.partition(":")[2], self.path]
-        return tuple({text for raw in texts for text in (raw, _decoded(raw)) if text})
+        values = (field.partition("=")[2] for field in (self.query or "").split("&"))
+        texts += [value for value in values if len(value) >= _LONG_VALUE]
+        return tuple({text for raw in texts for text in _spellings(raw) if text})
 
 
 @dataclass(frozen=True, repr=False)
@@ -373,6 +377,13 @@ def _quoted(text: str, safe: str) -> str:
     from urllib.parse import quote  # only here and below: most paths are local, and the import takes milliseconds
 
     return quote(text.encode("utf-8", "surrogateescape"), safe=safe)
+
+
+def _spellings(raw: str) -> tuple[str, ...]:
+    """Return a text as it is written, without escapes, and with all of them in either case."""
+    plain = _decoded(raw)
+    every = _quoted(plain, "")
+    return raw, plain, every, re.sub("%..", lambda match: match[0].lower(), every)
 
 
 def _query(query: str | None) -> str:

@@ -9,7 +9,8 @@ import pytest
 from safeload import UnsupportedError
 from safeload.base.url import UrlError, divided, web_url
 from safeload.stores import url as urls
-from safeload.stores.options import public_options
+from safeload.stores.foreign_errors import cleaned
+from safeload.stores.options import public_options, secrets_of_urls
 from safeload.stores.remote_files import RemoteFiles
 
 
@@ -437,3 +438,19 @@ def test_urls_of_archives_and_caches_are_divided_at_the_link_that_names_the_file
     assert urls.split("simplecache::https://host/a/b%23?d") == ("simplecache::https://host/a?d", "b#")
     assert urls.join("zip://::cached::s3://c/d", "x") == "zip:///x::cached::s3://c/d"
     assert urls.split("memory://a") == ("memory://", "a")
+
+
+SIGNED = "https://user:pa%2Fss%40word@host/a?X-Amz-Signature=deadbeefcafe12345678&sig=abc%2Bdef%2F123456%3D&v=12"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["deadbeefcafe12345678", "abc+def/123456=", "abc%2bdef%2f123456%3d", "abc%2Bdef%2F123456%3D", "pa/ss@word",
+     "pa%2fss%40word", "pa%2Fss%40word", "X-Amz-Signature=deadbeefcafe12345678&sig=abc%2Bdef%2F123456%3D&v=12"],
+)  # fmt: skip
+@pytest.mark.parametrize("url", [SIGNED, f"simplecache::{SIGNED}"])
+def test_no_message_has_a_value_of_a_query_or_a_password_in_any_spelling(url, text):
+    secrets = list(secrets_of_urls(urls.parsed(url)))
+    for message in (f"wrong signature {text}", f"{{'a': b'{text}'}}", f"no file at host:443/{text}."):
+        assert text not in cleaned(ValueError(message), secrets)
+    assert cleaned(ValueError("version 12 of a file"), secrets) == "version 12 of a file"
