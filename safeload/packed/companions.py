@@ -34,7 +34,7 @@ _OF_BIAS = ("bias_", "bias.")
 # What the name of a companion contains that changes weights.
 _TELLING = (
     "scal", "zero", "zp", "smooth", "rotat", "hadamard", "absmax", "factor", "shift", "perm", "g_idx", "svdquant",
-    "codebook", "biases", "scb",
+    "codebook", "biases", "scb", "offset", "outlier",
 )  # fmt: skip
 # Parts of a name that follow the name of its codes: "_weight_scale_2" has three.
 _MOST_PARTS = 6
@@ -52,10 +52,11 @@ def unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[st
     """
     for name in names:
         module, _, last = name.rpartition(".")
-        if not is_telling(last):
+        telling = is_telling(last)
+        if not telling and not is_telling(module.rpartition(".")[2]):  # the second of X.weight_scale.second
             continue
         # X.weight or X itself and X.scale; names that go on after that of the codes: X.weight_scale, X.weight.absmax.
-        owner = owners.get(f"{module}.weight") or owners.get(module)
+        owner = (owners.get(f"{module}.weight") or owners.get(module)) if telling else None
         if owner is not None and not last.startswith(_OF_BIAS):
             yield owner, name
             continue

@@ -49,8 +49,14 @@ def with_companion(fixture, path, suffix):
     return packed[0]
 
 
+SUFFIXES = [
+    ".weight_smoothing", ".rotation_matrix", ".weight.second_scale", ".weight_scale.second", ".weight_offset",
+    ".outlier_values",
+]  # fmt: skip
+
+
 @each_kind(*IN_GGUF)
-@pytest.mark.parametrize("suffix", [".weight_smoothing", ".rotation_matrix", ".weight.second_scale"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_family_that_does_not_read_a_companion_refuses_that_module_alone(fixture, suffix, tmp_path):
     path = tmp_path / "x"
     name = with_companion(fixture, path, suffix)
@@ -192,3 +198,19 @@ def test_fixtures_have_no_unread_companions():
     for fixture in FIXTURES.values():
         with safeload.open(fixture.path) as opened:
             assert not any(codes.reason for codes in opened.codes().values()), fixture.name
+
+
+def test_a_module_may_have_a_telling_name(tmp_path):
+    """Its bias and its neighbours are no companions of its codes."""
+    fixture, path = FIXTURES["ct_fp8_channel"], tmp_path / "x"
+    shutil.copytree(fixture.folder, path)
+    stored = {name.replace("down_proj", "scale_offset"): np.array(value) for name, value in fixture.stored().items()}
+    module = next(name for name in stored if name.endswith("scale_offset.weight")).removesuffix(".weight")
+    stored |= {f"{module}.bias": np.ones(3, np.float32), f"{module}.norm.weight": np.ones(3, np.float32)}
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    save_file(stored, path / "model.safetensors", durable=False)
+    want = fixture.expected()
+    got = safeload.load(path, dtype="float32")
+    for name, values in want.items():
+        np.testing.assert_array_equal(got[name.replace("down_proj", "scale_offset")], values)
