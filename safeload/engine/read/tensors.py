@@ -131,13 +131,13 @@ class Tensors(Sequence[FileTensor]):
         """The tensors of each file apart, in the order of the first tensor of each."""
         if self.file is None:
             return [self] if len(self) else []
-        rows: dict[int, list[int]] = {}
+        rows: list[list[int]] = [[] for _ in self.files]
         for k, file in enumerate(self.file):
-            rows.setdefault(file, []).append(k)
+            rows[file].append(k)
         names, indices = self.names, self.indices
         return [
-            Tensors([self.files[file]], [names[k] for k in own], [indices[k] for k in own])
-            for file, own in rows.items()
+            Tensors([self.files[self.file[own[0]]]], [names[k] for k in own], [indices[k] for k in own])
+            for own in sorted(filter(None, rows))
         ]
 
     @cached_property
