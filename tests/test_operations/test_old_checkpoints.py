@@ -264,14 +264,55 @@ def test_a_single_file_replaces_shards(model, new):
         (model / SINGLE).unlink()
 
 
-@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize(
+    "options", [{"only": "l.0.w"}, {"drop": "l.0.w"}, {"names": ["l.0.w"]}, {"only": "l.*", "quantize": "int8"}]
+)
 @pytest.mark.parametrize("source", ["", INDEX, "model-00002-of-00003.safetensors"])
-def test_shards_that_are_the_source_stay(model, source, dtype):
+def test_shards_that_are_the_source_stay_if_tensors_would_be_lost(model, source, options):
     shards(model)
     before = content(model)
-    with pytest.raises(FileExistsError, match="which are the source: choose another folder"):
-        safeload.convert(model / source, model / SINGLE, overwrite=True, dtype=dtype)
+    options = {} if source.endswith(".safetensors") else options
+    with pytest.raises(FileExistsError, match="which are the source, but not get all"):
+        safeload.convert(model / source, model / SINGLE, overwrite=True, **options)
     assert content(model) == before
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("source", ["", INDEX, "shards", "open"])
+def test_shards_become_one_file(model, source, dtype):
+    shards(model)
+    before = content(model)
+    with pytest.raises(FileExistsError, match="overwrite=False"):
+        safeload.convert(model, model / SINGLE, dtype=dtype)
+    assert content(model) == before
+    if source == "shards":
+        source = [model / name for name in names(model) if name.endswith(".safetensors")]
+    elif source == "open":
+        source = safeload.open(model)
+    else:
+        source = model / source
+    safeload.convert(source, model / SINGLE, overwrite=True, dtype=dtype)
+    assert names(model) == [SINGLE]
+    for name, value in load_file(model / SINGLE).items():
+        np.testing.assert_array_equal(value, OLD[name])
+
+
+@WAYS
+def test_a_set_without_an_index_is_the_old_checkpoint(model, new, way):
+    shards(model)
+    (model / INDEX).unlink()
+    way(new, model, max_shard_size="1MB", overwrite=True)
+    assert {name for name in names(model) if name.startswith("model") and name.endswith(".safetensors")} == {
+        "model-00001-of-00001.safetensors"
+    }
+    is_new(model)
+
+
+@pytest.mark.parametrize("stray", ["model-00002-of-00009.safetensors", "other.safetensors"])
+def test_shards_of_no_checkpoint_stay(model, new, stray):
+    (model / stray).write_bytes(b"mine")
+    safeload.convert(new, model, max_shard_size="1MB", overwrite=True)
+    assert (model / stray).read_bytes() == b"mine"
 
 
 def test_shards_stay_if_the_file_cannot_be_written(model):

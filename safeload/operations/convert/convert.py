@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
+from ...base import dtypes
 from ...base.selecting import Patterns, Renames
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.progress import Progress, reporter
@@ -29,10 +30,13 @@ from ..sources.executors import Executor
 from . import convert_folder
 from .convert_report import ConvertReport
 from .copying import Copies, CopyWriter, copies_of, files_of
+from .old_config import cured, may_hold_codes, warn_of_old
 from .outputs import reporting
 from .planning import planned
 from .preparing import ConvertOptions, Wanted, catalog_of, prepare, wanted_of
 
+# Options that leave tensors of the source out.
+_CHOOSING = ("names", "only", "drop", "layout")
 # The tensors of a shard.
 Shard = TypeVar("Shard")
 
@@ -110,7 +114,9 @@ def convert(
             Workers of an executor get only those without secrets, and take keys from their environment.
         overwrite: False to raise FileExistsError if the destination exists. In a folder the shards and the
             ``model.safetensors`` of the old checkpoint are removed once the new one is complete; a file called
-            ``model.safetensors`` replaces an index and its shards beside it, unless they are a source.
+            ``model.safetensors`` replaces an index and its shards beside it, also if they are the source and every
+            tensor is converted. If the source has no ``config.json``, that of the folder stays, without a quantization
+            that the new weights do not have.
         resume: True to write a folder shard by shard, with a record beside each that is whole, and to go on where an
             earlier call with the same options stopped. A call that fails then leaves what is whole.
         executor: runs a piece for each shard of a folder, on other processes or machines that have the same files:
@@ -186,12 +192,14 @@ def _at_once(
     else:
         folder.check_free(overwrite)
     with ExitStack() as stack:
+        if old is not None:
+            stack.enter_context(old)  # its end comes when the sources are closed
         catalog = stack.enter_context(catalog_of(src, options.get("storage_options")))
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if old is not None:
-            old.check_no_source(file.path for file in catalog.weight_files)
-            stack.enter_context(old)
+            every = all(options.get(key) is None for key in _CHOOSING)
+            old.check_source([file.path for file in catalog.weight_files], every_tensor=every)
         in_place = overwrite and folder is not None and unfinished.is_source(folder, catalog)
         copies = copies_of(catalog, wanted)
         if copies is not None:
@@ -201,9 +209,14 @@ def _at_once(
         if folder is None:
             BY_NAME[wanted.format].load().write(outputs, made.metadata, path, overwrite=overwrite)
             files, size = [path], os.path.getsize(path)
+            if made.work.restored or not may_hold_codes(made.outputs.values()):
+                warn_of_old(path, wanted.format)
         else:
             shards = divide(outputs, wanted.limit)
-            beside = partial(Beside, total_size=made.nbytes, config=made.work.config(), extras=made.extras)
+            config = made.work.config()
+            if config is None and overwrite and (made.work.restored or not may_hold_codes(made.outputs.values())):
+                config = cured(folder, wanted.target)
+            beside = partial(Beside, total_size=made.nbytes, config=config, extras=made.extras)
             write = partial(writer_of, texts=as_texts(made.metadata) or None)
             files, size = _sharded(shards, weight_map, write, beside, folder, overwrite, in_place)
         return ConvertReport(path, wanted.format, files, made.tensors, size, 0.0, made.work.summary(made.nbytes))
@@ -227,6 +240,7 @@ def _copied(
 ) -> ConvertReport:
     """Writes tensors that are only copied or cast."""
     path, folder = wanted.path, wanted.folder
+    plain = not may_hold_codes(map(dtypes.array_dtype, {*copies.targets.tobytes()}))
     done = 0
 
     with reporter(progress, copies.nbytes) as report:
@@ -241,8 +255,11 @@ def _copied(
             with AtomicFile(path, writer.size, overwrite=overwrite) as file:
                 writer.write_to(file)
             files, size = [path], writer.size
+            if plain:
+                warn_of_old(path, wanted.format)
         else:
-            beside = partial(Beside, total_size=copies.nbytes, config=copies.config, extras=copies.extras)
+            config = cured(folder, wanted.target) if copies.config is None and overwrite and plain else copies.config
+            beside = partial(Beside, total_size=copies.nbytes, config=config, extras=copies.extras)
             write = partial(CopyWriter, threads=threads, report=written)
             files, size = _sharded(copies.divided(wanted.limit), files_of, write, beside, folder, overwrite, in_place)
     return ConvertReport(path, wanted.format, files, len(copies.names), size, 0.0, None)

@@ -24,6 +24,7 @@ from ..sources.catalog import Catalog, Given, has_names
 from ..sources.plan import Plan, piece_of
 from ..sources.sources import Sources, location_as_plain, source_of
 from .decisions import runs_of
+from .old_config import cured, may_hold_codes
 from .preparing import ConvertOptions, Prepared, Wanted, prepare, wanted_of
 
 if TYPE_CHECKING:
@@ -186,6 +187,13 @@ def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, r
         plan["outdated"] = outdated
     plan["tensors"] = prepared.tensors
     plan["config"] = _config(prepared, wanted, in_place="in_place" in plan)
+    if (
+        plan["config"] is None
+        and overwrite
+        and (prepared.work.restored or not may_hold_codes(prepared.outputs.values()))
+    ):
+        config = cured(folder, wanted.target)
+        plan["config"] = None if config is None else {"content": config}
     plan["extras"] = {name: location_as_plain(location) for name, location in prepared.extras.items()}
     summary = prepared.work.summary(prepared.nbytes)
     if summary is not None:

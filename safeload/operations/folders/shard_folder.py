@@ -20,7 +20,7 @@ from ...engine.run.atomic_file import AtomicFile, leftovers
 from ...engine.run.digest import Digest
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError
-from ...formats.folder import INDEX, SINGLE
+from ...formats.folder import INDEX, SINGLE, sets_of
 from ...formats.safetensors.file import open_file
 from ...stores.files import LOCAL, Files, Location
 from ...stores.json_file import read_json
@@ -294,13 +294,18 @@ class LocalFolder:
         return [self, LocalFolder(target)] if name.startswith(_ASIDE) else [self]
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """See `Folder`: ``model.safetensors``, shards that the old index names or that have a record, and records."""
+        """See `Folder`: ``model.safetensors``, shards that the old index names or that have a record, and records.
+
+        Without an index and a ``model.safetensors``, the one complete set of shards is the old checkpoint.
+        """
         names = self.names()
         indexed = self.indexed()
         if INDEX in names and SINGLE not in indexed:
             self._check_no_single()
         shards = {name for name in indexed if _NUMBERED.fullmatch(name)}
         shards.update(name for name in names if name + RECORD in names and _NUMBERED.fullmatch(name))
+        if not names & {INDEX, SINGLE}:
+            shards.update(filter(_NUMBERED.fullmatch, _complete_set(names - {*files})))
         records = {name + RECORD for name in shards} & names
         single = {SINGLE} if self._has_single() else set()
         single.update(self.leftovers([SINGLE]) if names else ())  # a conversion was killed while it was hidden
@@ -431,18 +436,27 @@ class OldShards:
             shards = {name for name in folder.indexed() if _NUMBERED.fullmatch(name)}
             self._folders[folder.title] = [INDEX, *sorted(shards), *(name + RECORD for name in sorted(shards))]
 
-    def check_no_source(self, paths: Iterable[str]) -> None:
-        """Refuses to remove what the conversion reads.
+    def check_source(self, paths: Sequence[str], *, every_tensor: bool) -> None:
+        """Refuse to remove shards of the source whose tensors are not all in the new file.
+
+        Args:
+            paths: the files that the conversion reads.
+            every_tensor: whether it writes all of their tensors.
 
         Raises:
-            FileExistsError: a source is one of the shards.
+            FileExistsError: a source is one of the shards, and tensors would be lost.
         """
         shards = [os.path.join(title, name) for title, names in self._folders.items() for name in names]
-        shards = [path for path in shards if os.path.exists(path)]
-        for source in paths if shards else ():
-            if os.path.exists(source) and any(os.path.samefile(source, shard) for shard in shards):
-                message = f"{SINGLE} would replace the shards of {INDEX}, which are the source: choose another folder"
-                raise FileExistsError(errno.EEXIST, message, source)
+        shards = [path for path in shards if path.endswith(".safetensors") and os.path.exists(path)]
+        sources = [path for path in paths if os.path.exists(path)] if shards else []
+        identities = {identity_of(os.stat(path))[2:]: path for path in sources}
+        read = [path for path in shards if identity_of(os.stat(path))[2:] in identities]
+        if read and not (every_tensor and len(read) == len(shards)):
+            message = (
+                f"{SINGLE} would replace all shards of {INDEX}, which are the source, but not get all of their "
+                "tensors: choose another folder"
+            )
+            raise FileExistsError(errno.EEXIST, message, read[0])
 
     def __enter__(self) -> OldShards:
         return self
@@ -452,6 +466,12 @@ class OldShards:
     ) -> None:
         for title, names in self._folders.items() if kind is None else ():
             LocalFolder(title).remove(names)  # the index first
+
+
+def _complete_set(names: Iterable[str]) -> list[str]:
+    """Return the shards that a folder without an index is opened by; none unless exactly one set is complete."""
+    complete = [one for one in sets_of([name for name in names if name.endswith(".safetensors")]) if one.complete]
+    return [*complete[0].files.values()] if len(complete) == 1 else []
 
 
 def _digest_of(path: str) -> str:
