@@ -52,12 +52,12 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
             raise Misfit(f"scales {list(scale)} have other experts than {list(shape)}")
         own = scale[len(lead) :]
     expected = -(-rows // block[0]), -(-columns // block[1])
-    misfit = Misfit(
+    misfit = (
         f"scales {list(scale)} do not fit {list(shape)} in blocks of {block[0]} x {block[1]}: expected "
         f"{[*lead, *expected]}"
     )
     if exact and own not in (expected, (1, 1)) and (own, 1) != (expected[:1], expected[1]):
-        raise misfit
+        raise Misfit(misfit)
     if len(own) == 1:
         if own[0] != rows:
             raise Misfit(f"{own[0]} scales for {rows} rows of {list(shape)}")
@@ -70,7 +70,7 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
         return Grid(max(1, rows), 1, 1, columns)  # Llama 4's down_proj: [experts, columns, 1]
     down, across = _axis(own[0], rows, block[0]), _axis(own[1], columns, block[1])
     if down is None or across is None:
-        raise misfit
+        raise Misfit(misfit)
     return Grid(down, across, own[0], own[1])
 
 

@@ -341,7 +341,6 @@ AT_OPENING = {
     "mlx: no biases": ("mlx_affine4_g64", lambda t, c, p: t.pop(p.replace("weight", "biases")), "has no biases"),
     "mlx: 8 bits": ("mlx_affine4_g64", quantization(bits=8), "do not hold 8 bits in groups of 64"),
     "mlx: groups of 32": ("mlx_affine4_g64", quantization(group_size=32), "do not hold 4 bits in groups of 32"),
-    "mlx: an unknown mode": ("mlx_mxfp4", quantization(mode="nf4\x1b"), "unknown mode 'nf4.x1b'"),
     "mlx: affine mode": ("mlx_mxfp4", quantization(mode="affine"), "has no biases"),
     "bitnet: no scale": ("bitnet_times", without("_scale"), "holds U8 codes, .* has no scale"),
     "bitnet: two scales": ("bitnet_times", instead("_scale", lambda s: s.repeat(2)), "a matrix has one scale"),
@@ -425,12 +424,27 @@ AT_OPENING = {
         added("", np.ones((2, 2), F32)),
         "it is stored twice, as itself, and as",
     ),
+}
+# Faults that concern the values of some modules: their codes open as they are stored.
+OF_VALUES = {
+    "mlx: an unknown mode": ("mlx_mxfp4", quantization(mode="nf4\x1b"), r"mode nf4\\x1b \(config.json\) is not known"),
     "two packed tensors of one name": (
         "ct_pack_w4_g32_sym",
         lambda t, c, p: t.update({p + "_blocks": np.zeros((2, 3, 16), U8), p + "_scales": np.zeros((2, 3), U8)}),
-        "it is stored twice, as '.*' and as '.*'",
+        "'weight_scales' beside its codes may change their values",
     ),
 }
+
+
+@pytest.mark.parametrize("case", OF_VALUES)
+def test_a_fault_of_values_is_found_when_they_are_read(case, tmp_path):
+    name, change, message = OF_VALUES[case]
+    tensors, config, packed = fixture_of(name)
+    change(tensors, config, packed)
+    write(tmp_path, tensors, config)
+    with safeload.open(tmp_path) as opened, pytest.raises(UnsupportedError, match=message):
+        opened.load(dtype="float32")
+    opens_as_stored(tmp_path, tensors)
 
 
 @pytest.mark.parametrize("case", AT_OPENING)
@@ -1013,15 +1027,14 @@ def test_a_plain_model_stays_plain(case, config, tmp_path):
     "strange", ["x.weight", "", ".weight", "_packed", ".", "\u00e9.weight", "a" * 5000 + ".weight", "\n.weight"]
 )
 def test_names_of_any_text(strange, tmp_path):
-    base = strange.removesuffix(".weight")
-    tensors = {
-        strange: np.zeros((4, 4), F8),
-        f"{strange}_scale": np.ones((4, 1), F32),
-        f"{base}.scales": np.ones(4, F32),
-    }
+    tensors = {strange: np.zeros((4, 4), F8), f"{strange}_scale": np.ones((4, 1), F32)}
     write(tmp_path, tensors)
-    got = safeload.load(tmp_path, dtype="float32")
-    assert strange in got
+    assert [*safeload.load(tmp_path, dtype="float32")] == [strange]
+    opens_as_stored(tmp_path, tensors)
+    tensors[f"{strange.removesuffix('.weight')}.scales"] = np.ones(4, F32)
+    write(tmp_path, tensors)
+    with pytest.raises(UnsupportedError, match="'scales' beside its codes may change their values"):
+        safeload.load(tmp_path, dtype="float32")
     opens_as_stored(tmp_path, tensors)
 
 

@@ -219,7 +219,9 @@ print("fine")
 """
 
 
-@pytest.mark.parametrize("before", ["", "import logging", "import concurrent.futures.thread"])
+@pytest.mark.parametrize(
+    "before", ["", "import logging", "import concurrent.futures.thread"], ids=["nothing", "logging", "futures"]
+)
 @pytest.mark.parametrize(
     ("module", "held_up"),
     [
@@ -229,7 +231,7 @@ print("fine")
         ("concurrent.futures.process", "multiprocessing.connection"),
     ],
 )
-def test_a_fork_takes_and_gives_the_locks_of_a_module_that_was_imported_meanwhile(module, held_up, before):
+def test_a_fork_of_a_module_imported_meanwhile(module, held_up, before):
     program = HOOKED.format(before=before)
     done = subprocess.run([sys.executable, "-c", program, module, held_up], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("fine\n", "")

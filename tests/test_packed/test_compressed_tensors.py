@@ -99,7 +99,7 @@ def test_the_strategy_that_fits_is_taken_from_several_groups(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "structure", [[32], [32, 0], [32.0, 64], "32x", "9" * 500 + "x1", {}, None, [True, 64]], ids=str
+    "structure", [[32], [32, 0], [32.0, 64], "32x", "9" * 500 + "x1", {}, None, [True, 64]], ids=lambda s: str(s)[:20]
 )
 def test_a_block_structure_that_is_none_is_an_error(structure, tmp_path):
     tensors, _ = in_blocks((64, 128), (32, 64), 8)

@@ -449,7 +449,7 @@ SIGNED = "https://user:pa%2Fss%40word@host/a?X-Amz-Signature=deadbeefcafe1234567
      "pa%2fss%40word", "pa%2Fss%40word", "X-Amz-Signature=deadbeefcafe12345678&sig=abc%2Bdef%2F123456%3D&v=12"],
 )  # fmt: skip
 @pytest.mark.parametrize("url", [SIGNED, f"simplecache::{SIGNED}"])
-def test_no_message_has_a_value_of_a_query_or_a_password_in_any_spelling(url, text):
+def test_no_message_has_a_secret_in_any_spelling(url, text):
     secrets = list(secrets_of_urls(urls.parsed(url)))
     for message in (f"wrong signature {text}", f"{{'a': b'{text}'}}", f"no file at host:443/{text}."):
         assert text not in cleaned(ValueError(message), secrets)
