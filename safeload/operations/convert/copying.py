@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from ...formats.registry import SAFETENSORS
 from ...formats.safetensors.header import Header
 from ...formats.safetensors.quantized import pack
 from ...stores.files import Location
-from ..folders.shards import config_with
+from ..folders.shards import config_with, shard_bounds
 from ..sources.catalog import Catalog
 from .preparing import Wanted, extras_for, metadata_for
 
@@ -53,22 +52,10 @@ class Copies(NamedTuple):
         return int(self.lengths.sum())
 
     def divided(self, limit: int) -> dict[str, Copies]:
-        """The shards of a folder, as `shards.divide` has them: name of the file to its tensors."""
-        ends = np.cumsum(self.lengths)
-        cuts = [0]
-        while cuts[-1] < len(self.names):
-            begin = cuts[-1]
-            done = int(ends[begin] - self.lengths[begin])
-            cuts.append(max(begin + 1, int(np.searchsorted(ends, done + limit, side="right"))))
-        if not self.names:
-            cuts.append(0)
-        return {
-            f"model-{k + 1:05}-of-{len(cuts) - 1:05}.safetensors": self._slice(begin, end)
-            for k, (begin, end) in enumerate(pairwise(cuts))
-        }
+        """The shards of a folder, as `shards.shard_bounds` divides them: name of the file to its tensors."""
+        return {file: self._slice(rows) for file, rows in shard_bounds(self.lengths, limit).items()}
 
-    def _slice(self, begin: int, end: int) -> Copies:
-        rows = slice(begin, end)
+    def _slice(self, rows: slice) -> Copies:
         return self._replace(
             columns=self.columns[rows], names=self.names[rows], targets=self.targets[rows], lengths=self.lengths[rows]
         )

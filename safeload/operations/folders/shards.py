@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ...base import dtypes
+from ...base.arrays import Array
 from ...base.text import show
 from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized
 from ...engine.run.atomic_file import AtomicFile
@@ -81,21 +82,27 @@ def _may_be_copied(path: str) -> bool:
 
 
 def divide(outputs: Mapping[str, Output], limit: int) -> dict[str, dict[str, Output]]:
-    """Divides tensors into shards, in their order: name of the file to its tensors.
+    """Divide tensors into shards as `shard_bounds` does: name of the file to its tensors."""
+    tensors = list(outputs.items())
+    bounds = shard_bounds([output.nbytes for output in outputs.values()], limit)
+    return {file: dict(tensors[rows]) for file, rows in bounds.items()}
+
+
+def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
+    """The consecutive tensors of each shard by the name of its file; without tensors there is one empty shard.
 
     Args:
-        outputs: the tensors by name.
+        sizes: bytes of the tensors, in order.
         limit: most bytes of a shard; a larger tensor gets a shard of its own.
     """
-    shards: list[dict[str, Output]] = [{}]
-    size = 0
-    for name, output in outputs.items():
-        if shards[-1] and size + output.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = output
-        size += output.nbytes
-    return {f"model-{k + 1:05}-of-{len(shards):05}.safetensors": shard for k, shard in enumerate(shards)}
+    ends = np.cumsum(sizes, dtype=np.int64)
+    bounds, begin, done = [], 0, 0
+    while begin < len(ends):
+        end = max(begin + 1, int(np.searchsorted(ends, done + limit, side="right")))
+        bounds.append(slice(begin, end))
+        begin, done = end, int(ends[end - 1])
+    bounds = bounds or [slice(0, 0)]
+    return {f"model-{k + 1:05}-of-{len(bounds):05}.safetensors": rows for k, rows in enumerate(bounds)}
 
 
 def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
