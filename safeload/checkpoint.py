@@ -21,7 +21,7 @@ from .engine.run.progress import Progress
 from .engine.run.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError
 from .formats.opening import Found, Recipe, Seen, folder_of, index_of, pickled, reopen, seen_of
-from .formats.registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Wanted
+from .formats.registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRequest
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
 from .packed import (
@@ -233,7 +233,7 @@ class Checkpoint(Mapping[str, Any]):
         file, index = self._locate(name)
         if dtype is not None:
             codes_without_scale.refuse(self.codes(), [name], "dtype=", self.path)
-        options = Wanted() if self._recipe is None else self._recipe.options
+        options = OpenRequest() if self._recipe is None else self._recipe.options
         return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
 
     @overload

@@ -18,7 +18,7 @@ from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .engine.run.threads import check_threads
 from .formats.opening import Paths, UnknownGlobals
-from .formats.registry import FormatName, Wanted
+from .formats.registry import FormatName, OpenRequest
 from .formats.safetensors import file as safetensors
 from .formats.safetensors import quantized
 from .formats.tensor_slice import slice_of
@@ -90,7 +90,7 @@ def load_file(
 
             codes_without_scale.refuse_floating(file, parts, "load_file")
         options = jax_loading.Options(
-            lambda name, dtype: slice_of(file, file.table.index(name), Wanted(), dtype, None),
+            lambda name, dtype: slice_of(file, file.table.index(name), OpenRequest(), dtype, None),
             sharding,
             backend,
             checked=False,

@@ -32,7 +32,7 @@ def _with_length(digits: re.Match[str]) -> str:
     return chr(min(len(number), _LARGEST_CHARACTER)) + number
 
 
-class Family(NamedTuple):
+class NameFamily(NamedTuple):
     """Tensors whose names differ only in numbers, and all combinations of these numbers exist.
 
     Attributes:
@@ -46,7 +46,7 @@ class Family(NamedTuple):
     number: int
 
 
-def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[Family]:
+def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[NameFamily]:
     """Gathers tensors that differ only in the numbers of their names, in the order of the first of each.
 
     Args:
@@ -61,9 +61,9 @@ def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[Family]:
     found = []
     for first, texts, numbers in groups.values():
         if len(numbers) == 1:
-            found.append(Family(names[first], first, 1))
+            found.append(NameFamily(names[first], first, 1))
         else:
-            found += [Family(_spell(texts, product), first, _count(product)) for product in _products(numbers)]
+            found += [NameFamily(_spell(texts, product), first, _count(product)) for product in _products(numbers)]
     return found
 
 

@@ -40,7 +40,7 @@ class Fitting(NamedTuple):
     problems: list[str]
 
 
-class About(NamedTuple):
+class AdapterSummary(NamedTuple):
     """An adapter as it is described.
 
     Attributes:
@@ -71,7 +71,7 @@ class About(NamedTuple):
 
 
 # An adapter; why it is not merged where it cannot be; None for anything else.
-Found: TypeAlias = About | str | None
+Found: TypeAlias = AdapterSummary | str | None
 
 
 def about(path: str, opened: Checkpoint, options: argparse.Namespace) -> Found:
@@ -97,7 +97,7 @@ def about(path: str, opened: Checkpoint, options: argparse.Namespace) -> Found:
     return found
 
 
-def _described(opened: Checkpoint, options: argparse.Namespace) -> About:
+def _described(opened: Checkpoint, options: argparse.Namespace) -> AdapterSummary:
     from ..loading import adapter as parts  # only here: few files are adapters
     from ..loading.adapter_fit import outermost
 
@@ -111,7 +111,7 @@ def _described(opened: Checkpoint, options: argparse.Namespace) -> About:
     if settings.parameters:  # whose names, and numbers of matrices, only a base tells
         ranks, alphas = {settings.rank, *settings.ranks.values()}, {settings.alpha, *settings.alphas.values()}
     method = [name for name, used in (("rsLoRA", settings.rslora), ("DoRA", settings.dora)) if used]
-    return About(
+    return AdapterSummary(
         " and ".join(method) or "LoRA",
         "MLX" if settings.mlx else "PEFT",
         sorted(filter(None, ranks)),
@@ -191,7 +191,7 @@ def as_json(found: Found) -> dict[str, Any] | None:
 
 def misfits(found: Found) -> bool:
     """Whether a base was given, and the adapter does not fit it."""
-    return isinstance(found, About) and found.fitting is not None and bool(found.fitting.problems)
+    return isinstance(found, AdapterSummary) and found.fitting is not None and bool(found.fitting.problems)
 
 
 def _span(values: list[Any]) -> str:

@@ -14,7 +14,7 @@ from ..checkpoint import Checkpoint
 from ..operations.quantize.quantize import SchemeName
 from . import report_plots as plots
 from .common import bar
-from .report_kinds import Content, content
+from .report_kinds import ReportContent, content
 from .report_page import collapsible, facts, finding, part, section, table
 from .report_plots import Line
 from .report_source import File
@@ -184,7 +184,7 @@ def _number(value: float) -> str:
 # ---- quantization error ----
 
 
-def _quantized(opened: Checkpoint, shown: Content, scheme: SchemeName, threads: int | None) -> str:
+def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None) -> str:
     """The section about the quantization error, with one tensor in memory at a time."""
     errors, refused = _errors(opened, scheme, threads)
     if not errors and not refused:
@@ -209,14 +209,14 @@ def _quantized(opened: Checkpoint, shown: Content, scheme: SchemeName, threads: 
 def _errors(opened: Checkpoint, scheme: SchemeName, threads: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Errors of the tensors that `load_quantized` quantizes, and why some tensors cannot be quantized."""
     from ..errors import RangeError
-    from ..operations.quantize.checkpoint import Model, Rules
+    from ..operations.quantize.checkpoint import ModelRules, Rules
     from ..operations.quantize.quantization_error import QuantizationError, quantization_error
     from ..operations.quantize.quantize import quantize
     from ..operations.sources.catalog import Catalog
 
     catalog = Catalog.of(opened)
     rules = Rules(scheme, None)
-    rules.schema = Model.of(catalog).schema
+    rules.schema = ModelRules.of(catalog).schema
     errors: dict[str, QuantizationError] = {}
     refused: dict[str, str] = {}
     with bar(scheme) as progress:

@@ -28,7 +28,7 @@ _LABEL = 48
 _DEPTH = 8
 
 
-class Tensor(NamedTuple):
+class ReportRow(NamedTuple):
     """One tensor in a chart.
 
     Attributes:
@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
     stats: Any
 
 
-class Content(NamedTuple):
+class ReportContent(NamedTuple):
     """The tensors of a checkpoint.
 
     Attributes:
@@ -55,28 +55,28 @@ class Content(NamedTuple):
         colours: the kinds of the layers with a colour, each with its number.
     """
 
-    tensors: Sequence[Tensor]
-    layered: Sequence[Tensor]
+    tensors: Sequence[ReportRow]
+    layered: Sequence[ReportRow]
     colours: Mapping[str, int]
 
 
-def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> Content:
+def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> ReportContent:
     """Sorts tensors into kinds.
 
     Args:
         sizes: name to bytes.
         stats: name to statistics.
     """
-    tensors = [Tensor(name, pattern_of(name), _layer(name), n, stats.get(name)) for name, n in sizes.items()]
+    tensors = [ReportRow(name, pattern_of(name), _layer(name), n, stats.get(name)) for name, n in sizes.items()]
     layered = _layered(tensors)
     if not layered:
         modules = _modules([one.name for one in tensors])
         tensors = [one._replace(kind=modules[one.name]) for one in tensors]
     colours = {kind: k for k, kind in enumerate(list(by_size(layered))[:COLOURS])}
-    return Content(tensors, layered, colours)
+    return ReportContent(tensors, layered, colours)
 
 
-def by_size(tensors: Iterable[Tensor]) -> dict[str, int]:
+def by_size(tensors: Iterable[ReportRow]) -> dict[str, int]:
     """Kinds with their bytes, largest first."""
     totals: dict[str, int] = {}
     for one in tensors:
@@ -84,10 +84,10 @@ def by_size(tensors: Iterable[Tensor]) -> dict[str, int]:
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def by_kind(tensors: Iterable[Tensor], most: int = KINDS) -> dict[str, list[Tensor]]:
+def by_kind(tensors: Iterable[ReportRow], most: int = KINDS) -> dict[str, list[ReportRow]]:
     """The tensors of the largest kinds, largest first."""
     tensors = list(tensors)
-    found: dict[str, list[Tensor]] = {kind: [] for kind in list(by_size(tensors))[:most]}
+    found: dict[str, list[ReportRow]] = {kind: [] for kind in list(by_size(tensors))[:most]}
     for one in tensors:
         if one.kind in found:
             found[one.kind].append(one)
@@ -106,8 +106,8 @@ def _layer(name: str) -> int | None:
     return None if number is None else int(number[1])
 
 
-def _layered(tensors: Iterable[Tensor]) -> list[Tensor]:
-    families: dict[str, list[Tensor]] = {}
+def _layered(tensors: Iterable[ReportRow]) -> list[ReportRow]:
+    families: dict[str, list[ReportRow]] = {}
     for one in tensors:
         if one.layer is not None:
             families.setdefault(one.kind.partition("{}")[0], []).append(one)

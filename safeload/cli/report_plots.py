@@ -15,7 +15,7 @@ import numpy as np
 
 from ..base.html import escaped
 from ..base.text import plural, size, unit
-from .report_kinds import KINDS, Content, Tensor, by_kind, by_size, labels
+from .report_kinds import KINDS, ReportContent, ReportRow, by_kind, by_size, labels
 from .report_page import breakable
 
 # Most layers in a chart.
@@ -53,10 +53,10 @@ class Line(NamedTuple):
 
     title: str
     colour: int
-    value: Callable[[Tensor], float]
+    value: Callable[[ReportRow], float]
 
 
-def bars(shown: Content) -> str:
+def bars(shown: ReportContent) -> str:
     """Bar chart: bytes of each kind of tensor, in the colours that the kinds of the layers have in `stacks`."""
     totals = by_size(shown.tensors)
     whole = max(1, sum(totals.values()))
@@ -99,13 +99,13 @@ def _bar(kind: str, title: str, colour: int | str, total: int, largest: int, rem
     )
 
 
-def stacks(shown: Content) -> str:
+def stacks(shown: ReportContent) -> str:
     """Stacked bar chart: bytes of each layer, by kind."""
     layers = _layers(shown.layered)
     place = {layer: k for k, layer in enumerate(layers)}
     sums = np.zeros(len(layers))
     drawn = []
-    kinds: dict[str | None, list[Tensor]] = {}
+    kinds: dict[str | None, list[ReportRow]] = {}
     for one in shown.layered:
         kinds.setdefault(one.kind if one.kind in shown.colours else None, []).append(one)
     names = labels(by_size(shown.layered))
@@ -135,7 +135,7 @@ def stacks(shown: Content) -> str:
     return _plot("", said, len(layers), ticks, "".join(marks), _layer_axis(layers, 12), "layer")
 
 
-def panels(tensors: Sequence[Tensor], lines: Sequence[Line], *, log: bool) -> str:
+def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) -> str:
     """Line charts on the same scale, one for each kind: values over the layers."""
     layers = _layers(tensors)
     place = {layer: k for k, layer in enumerate(layers)}
@@ -165,11 +165,13 @@ def legend(lines: Iterable[Line]) -> str:
     return f'<p class="legend">{items}</p>'
 
 
-def _layers(tensors: Iterable[Tensor]) -> list[int]:
+def _layers(tensors: Iterable[ReportRow]) -> list[int]:
     return sorted({one.layer for one in tensors if one.layer is not None})[:LAYERS]
 
 
-def _points(tensors: Iterable[Tensor], line: Line, place: Mapping[int, int], *, log: bool) -> list[tuple[int, float]]:
+def _points(
+    tensors: Iterable[ReportRow], line: Line, place: Mapping[int, int], *, log: bool
+) -> list[tuple[int, float]]:
     """Places and heights of one line, without values that the scale does not have."""
     found = []
     for one in tensors:
@@ -283,7 +285,7 @@ def _power(exponent: int) -> str:
 # ---- heat map ----
 
 
-def heat(tensors: Sequence[Tensor], lowest: int) -> str:
+def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
     """Heat map: share of the values of each kind by binary order of magnitude.
 
     Args:

@@ -18,7 +18,7 @@ from ..stores.files import Files
 from ..stores.json_file import read_if_there, read_version
 from .folder_messages import listed, no_weights, not_an_index, notes_of
 from .gguf import split as gguf_split
-from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, WEIGHT_SUFFIXES, Opened, Wanted, open_file
+from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, WEIGHT_SUFFIXES, Opened, OpenRequest, open_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
@@ -55,7 +55,7 @@ class Shards(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def open_path(path: str, wanted: Wanted) -> Shards:
+def open_path(path: str, wanted: OpenRequest) -> Shards:
     """Opens a folder, an ``index.json`` or a file.
 
     Raises:
@@ -76,7 +76,7 @@ def open_path(path: str, wanted: Wanted) -> Shards:
     return open_parts(open_file(path, wanted), wanted)
 
 
-def open_list(paths: Sequence[str], wanted: Wanted) -> Shards:
+def open_list(paths: Sequence[str], wanted: OpenRequest) -> Shards:
     """Opens several paths as one checkpoint: the union of their tensors.
 
     Raises:
@@ -120,7 +120,7 @@ def add(where: dict[str, tuple[WeightFile, int]], more: Mapping[str, tuple[Weigh
         where[name] = place
 
 
-def open_parts(first: Opened, wanted: Wanted) -> Shards:
+def open_parts(first: Opened, wanted: OpenRequest) -> Shards:
     """Adds the other parts to an open file if it is part of a split GGUF file."""
     if first.format == GGUF and gguf_split.is_part(first.file):
         files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, wanted).file)
@@ -157,7 +157,7 @@ def _shard_name(value: Any, tensor: str, path: str) -> str:
     return value
 
 
-def open_index(path: str, wanted: Wanted) -> Shards:
+def open_index(path: str, wanted: OpenRequest) -> Shards:
     """Opens every shard that an ``index.json`` names. The index is authoritative: tensors that it omits are ignored.
 
     Raises:
@@ -263,7 +263,7 @@ def sets_of(names: Sequence[str]) -> list[_Set]:
     return list(found.values())
 
 
-def open_folder(path: str, wanted: Wanted) -> Shards:
+def open_folder(path: str, wanted: OpenRequest) -> Shards:
     """Opens the weights of a folder: the first of these that exists.
 
     ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set

@@ -25,7 +25,7 @@ from ..engine.run.atomic_file import AtomicFile
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from .registry import Candidate, Content, Wanted
+from .registry import Candidate, Content, OpenRequest
 
 MAGIC = 0x4D4F4F4E
 VERSION = 2
@@ -48,7 +48,7 @@ _F16 = dtypes.BY_CODE["F16"]
 # ---- read ----
 
 
-class _Reader:
+class _MoonReader:
     """Reads entries in order and reports faults with their byte position."""
 
     def __init__(self, file: WeightFile) -> None:
@@ -70,7 +70,7 @@ class _Reader:
         return FormatError(message, self._file.path, self.position if position is None else position)
 
 
-def read(candidate: Candidate, wanted: Wanted) -> Content:
+def read(candidate: Candidate, wanted: OpenRequest) -> Content:
     """An open file with its table; see `read_table`."""
     candidate.file.table = read_table(candidate.file)
     return Content(candidate.file)
@@ -83,7 +83,7 @@ def read_table(file: WeightFile) -> ListedTable:
         FormatError: the file breaks the format; the error has the byte position.
         LimitError: more than `MAX_TENSORS` tensors.
     """
-    reader = _Reader(file)
+    reader = _MoonReader(file)
     magic, version = _HEAD.unpack(reader.take(_HEAD.size, "the MOON header"))
     if magic != MAGIC:
         raise reader.fault(f"magic is {magic:#010x}, but MOON's is {MAGIC:#010x}", 0)
@@ -92,7 +92,7 @@ def read_table(file: WeightFile) -> ListedTable:
     return ListedTable(_entries(reader, file))
 
 
-def _entries(reader: _Reader, file: WeightFile) -> Iterator[Listing]:
+def _entries(reader: _MoonReader, file: WeightFile) -> Iterator[Listing]:
     names: set[str] = set()
     while reader.position < file.size:
         if len(names) == MAX_TENSORS:
@@ -105,7 +105,7 @@ def _entries(reader: _Reader, file: WeightFile) -> Iterator[Listing]:
         yield entry
 
 
-def _read_entry(reader: _Reader, file_size: int) -> Listing:
+def _read_entry(reader: _MoonReader, file_size: int) -> Listing:
     """Reads the header of a tensor and skips its elements."""
     begin = reader.position
     name_size, rank, count = _ENTRY.unpack(reader.take(_ENTRY.size, "the head of a tensor"))

@@ -32,7 +32,7 @@ from ..engine.run.atomic_file import AtomicFile, pieces_of
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from .registry import Candidate, Content, Wanted
+from .registry import Candidate, Content, OpenRequest
 
 SUFFIX = ".npy"
 
@@ -60,7 +60,7 @@ class _Header(NamedTuple):
     shape: tuple[Any, ...]
 
 
-def read(candidate: Candidate, wanted: Wanted) -> Content:
+def read(candidate: Candidate, wanted: OpenRequest) -> Content:
     """An open file with its table; see `read_table`."""
     candidate.file.table = read_table(candidate.file)
     return Content(candidate.file)

@@ -20,7 +20,7 @@ from ..engine.run.atomic_file import AtomicFile, reserve
 from ..engine.run.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError
 from .npy import SUFFIX, check_writable, read_array
-from .registry import Candidate, Content, Wanted, check_whole
+from .registry import Candidate, Content, OpenRequest, check_whole
 from .zip import Archive
 from .zip_directory import STORED
 
@@ -48,7 +48,7 @@ def claims(candidate: Candidate) -> bool:
     return not names or any(name.endswith(SUFFIX) for name in names)
 
 
-def read(candidate: Candidate, wanted: Wanted) -> Content:
+def read(candidate: Candidate, wanted: OpenRequest) -> Content:
     """An open archive with its table, or the temporary file that stands for it; see `open_archive`."""
     opened = open_archive(candidate.archive, candidate.file)
     if opened is not candidate.file:

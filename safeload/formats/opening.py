@@ -16,7 +16,7 @@ from ..stores.files import LOCAL, Files, Location, rather_changed
 from ..stores.local import compare
 from ..stores.places import Located, places_of
 from . import foreign, registry
-from .registry import FormatName, Wanted
+from .registry import FormatName, OpenRequest
 
 if TYPE_CHECKING:
     from . import folder
@@ -71,10 +71,10 @@ class Recipe(NamedTuple):
         return f"<Recipe {', '.join(map(self.files.shown, self.paths))}>"  # paths hold the secrets of URLs
 
     @property
-    def options(self) -> Wanted:
+    def options(self) -> OpenRequest:
         """Options for opening each of the files."""
         formats = None if self.format is None else registry.FORMATS[self.format]
-        return Wanted(formats, self.root, self.unknown_globals == "inert", self.files)
+        return OpenRequest(formats, self.root, self.unknown_globals == "inert", self.files)
 
 
 class Found(NamedTuple):

@@ -8,7 +8,7 @@ from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import ForbiddenError, SafeloadError, UnsupportedError
 from .foreign import HEAD_SIZE
-from .registry import Candidate, Content, Wanted
+from .registry import Candidate, Content, OpenRequest
 from .torch.globals import Storage
 from .torch.legacy_file import pickle_at
 from .torch.tensors import Made, content_of, make_table
@@ -25,12 +25,12 @@ def _locate(storage: Storage) -> int:
     raise UnsupportedError(f"storage {show(storage.key)} is not in a pickle")
 
 
-def read(candidate: Candidate, wanted: Wanted) -> Content:
+def read(candidate: Candidate, wanted: OpenRequest) -> Content:
     """An open file with its table; see `read_table`."""
     return content_of(candidate.file, wanted, lambda wanted: read_table(candidate.file, wanted))
 
 
-def read_table(file: WeightFile, wanted: Wanted) -> Made:
+def read_table(file: WeightFile, wanted: OpenRequest) -> Made:
     """The arrays of a file.
 
     Raises:

@@ -135,7 +135,7 @@ def _module(name: str) -> Any:
     return import_module(f".{name}", __package__)
 
 
-class Wanted(NamedTuple):
+class OpenRequest(NamedTuple):
     """How to open files.
 
     Attributes:
@@ -224,7 +224,7 @@ class Opened(NamedTuple):
         return self.file.table.metadata() or {}
 
 
-def open_file(path: str, wanted: Wanted) -> Opened:
+def open_file(path: str, wanted: OpenRequest) -> Opened:
     """Opens a file; no tensor is read.
 
     Raises:
@@ -285,7 +285,7 @@ def _told(head: bytes) -> Iterator[Format]:
     return (row for row in _TOLD if row.told(head))
 
 
-def _find(candidate: Candidate, wanted: Wanted) -> Format:
+def _find(candidate: Candidate, wanted: OpenRequest) -> Format:
     """The row of a file, which must be one of ``wanted``.
 
     Raises:

@@ -17,7 +17,7 @@ from ..engine.run.weight_file import WeightFile
 from ..errors import UnsupportedError
 from ..stores.files import rather_changed
 from . import registry
-from .registry import Wanted
+from .registry import OpenRequest
 
 
 class TensorSlice:
@@ -36,7 +36,7 @@ class TensorSlice:
         ((96, 64), (2, 4))
     """
 
-    def __init__(self, file: WeightFile, index: int, wanted: Wanted, target: dtypes.Dtype | None = None) -> None:
+    def __init__(self, file: WeightFile, index: int, wanted: OpenRequest, target: dtypes.Dtype | None = None) -> None:
         self._file = file
         self._index = index
         self._wanted = wanted
@@ -78,7 +78,7 @@ def _reopen_slice(
     path: str, wanted: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
 ) -> TensorSlice:
     """Opens the slice of the same file again."""
-    options = Wanted(*wanted)
+    options = OpenRequest(*wanted)
     options.files.check_unchanged(path, seen)
     with rather_changed(options.files, [(path, seen)]):
         files = registry.open_file(path, options).files
@@ -87,7 +87,7 @@ def _reopen_slice(
     return TensorSlice(file, file.table.index(name), options, parse_target(dtype))
 
 
-def slice_of(file: WeightFile, index: int, wanted: Wanted, dtype: Any, checkpoint: Any) -> TensorSlice:
+def slice_of(file: WeightFile, index: int, wanted: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
     """A lazy tensor of a checkpoint.
 
     Args:

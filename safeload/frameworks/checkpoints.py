@@ -21,7 +21,7 @@ from ..loading.merged import load_merged
 from ..models.config_dtype import dtype_in
 
 
-class Group(NamedTuple):
+class DtypeGroup(NamedTuple):
     """Tensors that one call of `Checkpoint.load` loads.
 
     Attributes:
@@ -42,7 +42,7 @@ class Selected(NamedTuple):
     """
 
     names: Sequence[str]
-    groups: Sequence[Group]
+    groups: Sequence[DtypeGroup]
 
 
 def open_checkpoint(
@@ -102,14 +102,14 @@ def select(
     entries = chosen(checkpoint, names, only, drop, target)
     every = [name for name, _, _ in entries]
     if target is not None or not any(file.table.quantized for file in checkpoint.weight_files):
-        return Selected(every, [Group(every, target)])
+        return Selected(every, [DtypeGroup(every, target)])
     plain: list[str] = []
     packed: list[str] = []
     for name, file, index in entries:
         file.table.refuse_unknown([index], file.path)
         (packed if file.table.is_quantized(index) else plain).append(name)
     if not packed:
-        return Selected(every, [Group(every, None)])
+        return Selected(every, [DtypeGroup(every, None)])
     target = dtype_in(checkpoint.config)
     if target is None:
         label = checkpoint.tensors[packed[0]].dtype
@@ -119,7 +119,9 @@ def select(
             path=checkpoint.path,
             tensor=packed[0],
         )
-    return Selected(every, [Group(plain, None), Group(packed, target)] if plain else [Group(packed, target)])
+    return Selected(
+        every, [DtypeGroup(plain, None), DtypeGroup(packed, target)] if plain else [DtypeGroup(packed, target)]
+    )
 
 
 def unconverted(checkpoint: Checkpoint, selected: Selected) -> Iterator[tuple[str, Table, int]]:

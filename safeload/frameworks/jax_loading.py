@@ -40,7 +40,7 @@ GROUP = 128 << 20
 Sharding: TypeAlias = Place | Mapping[str, Place] | Callable[[str, Any], Place]
 
 
-class Tensor(NamedTuple):
+class PlacedTensor(NamedTuple):
     """A tensor to load.
 
     Attributes:
@@ -120,7 +120,9 @@ class _Loader:
         if target is not None:
             jax_arrays.check_target(dtypes.array_dtype(target.number))
         entries = entries_of(parts, target)
-        self._tensors = [Tensor(part, one.dtype, one.shape, None) for part, one in zip(parts, entries, strict=True)]
+        self._tensors = [
+            PlacedTensor(part, one.dtype, one.shape, None) for part, one in zip(parts, entries, strict=True)
+        ]
         if options.sharding is not None:
             choose = _chooser(options.sharding)
             self._tensors = [one._replace(place=choose(one)) for one in self._tensors]
@@ -140,7 +142,7 @@ class _Loader:
 
     def run(self) -> Iterator[tuple[dict[str, Array], int]]:
         """Arrays by name, which may not have their values yet, and the bytes of the group."""
-        group: list[Tensor] = []
+        group: list[PlacedTensor] = []
         size = 0
         for one in self._tensors:
             if jax_arrays.several_devices(one.place):
@@ -161,7 +163,7 @@ class _Loader:
         """The backend of tensors that are not mapped."""
         return "pread" if self._options.backend == "mmap" else self._options.backend
 
-    def _read(self, tensors: Sequence[Tensor], backend: str) -> list[NumpyArray]:
+    def _read(self, tensors: Sequence[PlacedTensor], backend: str) -> list[NumpyArray]:
         """The values of whole tensors."""
         threads, merge = self._options.threads, self._options.merge
         changed = {one.part[0]: one for one in tensors if merge is not None and one.part[0] in merge}
@@ -178,9 +180,9 @@ class _Loader:
                 jax_arrays.check_values(one.part[0], array)
         return arrays
 
-    def _together(self, group: Sequence[Tensor]) -> dict[str, Array]:
+    def _together(self, group: Sequence[PlacedTensor]) -> dict[str, Array]:
         """The arrays of whole tensors by name."""
-        single: dict[Any, list[Tensor]] = {}
+        single: dict[Any, list[PlacedTensor]] = {}
         spread = []
         for one in group:
             if jax_arrays.several_devices(one.place):
@@ -194,7 +196,7 @@ class _Loader:
             made.update(self._on_several(spread))
         return {name: made[name] for name in _names(group)}
 
-    def _on_one(self, tensors: Sequence[Tensor], place: Place) -> dict[str, Array]:
+    def _on_one(self, tensors: Sequence[PlacedTensor], place: Place) -> dict[str, Array]:
         """Whole tensors on one device, by name: copied from the mapped file, except for large ones of a CPU.
 
         What is read for these is their memory, in huge pages; XLA takes several times as long for a copy.
@@ -212,10 +214,10 @@ class _Loader:
                 made.update(zip(_names(some), arrays, strict=True))
         return made
 
-    def _on_several(self, tensors: Sequence[Tensor]) -> dict[str, Array]:
+    def _on_several(self, tensors: Sequence[PlacedTensor]) -> dict[str, Array]:
         """Whole tensors on several devices, by name."""
         made: dict[str, Array] = {}
-        undivided: list[tuple[Tensor, NumpyArray]] = []
+        undivided: list[tuple[PlacedTensor, NumpyArray]] = []
         for one, array in zip(tensors, self._read(tensors, self._reading), strict=True):
             parts = jax_arrays.slices(one.place, one.shape)
             views = [array[_inside((), part)] for part in parts]
@@ -232,7 +234,7 @@ class _Loader:
         """The values in memory of their own."""
         return astype(view, view.dtype, threads=self._options.threads)
 
-    def _by_slices(self, one: Tensor, parts: Sequence[Slice]) -> Array:
+    def _by_slices(self, one: PlacedTensor, parts: Sequence[Slice]) -> Array:
         """A tensor of which this process holds a part, or that is large: range after range of its first axis."""
         bands: dict[tuple[tuple[int, int], ...], list[Slice]] = {}
         for part in parts:
@@ -250,7 +252,7 @@ class _Loader:
         return jax_arrays.joined(one.shape, one.dtype, one.place, pieces)
 
     def _values(
-        self, one: Tensor, bands: Mapping[tuple[tuple[int, int], ...], list[Slice]]
+        self, one: PlacedTensor, bands: Mapping[tuple[tuple[int, int], ...], list[Slice]]
     ) -> Iterator[list[tuple[NumpyArray, Slice]]]:
         """The values of each range of the first axis, divided into slices.
 
@@ -288,7 +290,7 @@ def _inside(rows: Sequence[tuple[int, int]], part: Slice) -> tuple[Any, ...]:
     return (*(slice(None) for _ in rows), *_items(part.bounds[len(rows) :]), Ellipsis)
 
 
-def _names(tensors: Sequence[Tensor]) -> list[str]:
+def _names(tensors: Sequence[PlacedTensor]) -> list[str]:
     return [one.part[0] for one in tensors]
 
 
@@ -302,11 +304,11 @@ def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
     return target is not None and file.table.row(index).packed
 
 
-def _chooser(sharding: Any) -> Callable[[Tensor], Place]:
+def _chooser(sharding: Any) -> Callable[[PlacedTensor], Place]:
     """Gives the place of a tensor."""
     if isinstance(sharding, Mapping):
 
-        def named(one: Tensor) -> Place:
+        def named(one: PlacedTensor) -> Place:
             name = one.part[0]
             if name not in sharding:
                 raise ValueError(f"sharding has nothing for tensor {show(name)}: None means JAX's default device")

@@ -24,7 +24,7 @@ from .torch_arrays import torch
 _WIDENED = {"BF16": ("F32", "F64"), "F16": ("F32", "F64"), "F32": ("F64",)}
 
 
-class Copies(Protocol):
+class DeviceCopies(Protocol):
     """Copies from buffers in host memory to one device, in the order in which they are started."""
 
     def buffer(self, nbytes: int) -> Any:
@@ -148,7 +148,7 @@ def load(
     *,
     threads: int | None = None,
     progress: Progress = None,
-    copies: Copies | None = None,
+    copies: DeviceCopies | None = None,
 ) -> dict[str, Any]:
     """Tensors on a device by name, in the order of ``entries``.
 
@@ -216,7 +216,7 @@ class _Target:
         moved: the tensor as it is copied: in its own dtype if the device widens it.
     """
 
-    def __init__(self, entry: Entry, copies: Copies) -> None:
+    def __init__(self, entry: Entry, copies: DeviceCopies) -> None:
         self.moved = _moved(entry)
         self._copies = copies
         self._copied = torch_arrays.described(self.moved)[1]

@@ -15,7 +15,7 @@ from ..formats.opening import find
 from ..stores.files import Location
 from ..stores.json_file import read_json
 from ..stores.places import Located
-from .adapter_settings import CONFIG, Settings, parse
+from .adapter_settings import CONFIG, AdapterSettings, parse
 
 # What `adapters=` takes: a path, a path and its weight, or several of these in order.
 One = PathLike | Located | tuple[PathLike | Located, float]
@@ -78,7 +78,7 @@ class Adapter:
         _check_names(checkpoint)
         self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
         self.config = read_json(self.config_at.path, CONFIG, file.files)
-        self.settings: Settings = parse(self.config, self.config_at.shown)
+        self.settings: AdapterSettings = parse(self.config, self.config_at.shown)
         self.modules = _modules(checkpoint, self.settings)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ def _check_names(checkpoint: Checkpoint) -> None:
         )
 
 
-def _modules(checkpoint: Checkpoint, settings: Settings) -> dict[str, dict[str, str]]:
+def _modules(checkpoint: Checkpoint, settings: AdapterSettings) -> dict[str, dict[str, str]]:
     """Names of an adapter's tensors, by module of the base and by what they are; of whole tensors by their own name."""
     found: dict[str, dict[str, str]] = {}
     for name in checkpoint:
@@ -190,7 +190,7 @@ def _modules(checkpoint: Checkpoint, settings: Settings) -> dict[str, dict[str, 
     return found
 
 
-def _parsed(name: str, settings: Settings, path: str) -> tuple[str, str]:
+def _parsed(name: str, settings: AdapterSettings, path: str) -> tuple[str, str]:
     if settings.mlx:
         rest, suffixes = name, _MLX
     elif name.startswith(_PREFIX):

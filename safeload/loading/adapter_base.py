@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..packed import codes_without_scale
 
 
-class Target(NamedTuple):
+class AdapterTarget(NamedTuple):
     """A tensor of the base.
 
     Attributes:
@@ -55,7 +55,7 @@ class Base(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one of its tensors."""
 
-    def target(self, name: str) -> Target:
+    def target(self, name: str) -> AdapterTarget:
         """One of its tensors."""
 
 
@@ -78,7 +78,7 @@ class CheckpointBase:
         ((_, file, index),) = self._checkpoint.entries([name])
         return shape_of(file, index)
 
-    def target(self, name: str) -> Target:
+    def target(self, name: str) -> AdapterTarget:
         """A tensor of the checkpoint.
 
         Raises:
@@ -100,7 +100,7 @@ def shape_of(file: WeightFile, index: int) -> tuple[int, ...]:
     return tuple(file.table.shape(index) if packed is None else packed.packing.shape)
 
 
-def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> Target:
+def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> AdapterTarget:
     """A tensor of an open checkpoint.
 
     Raises:
@@ -115,10 +115,10 @@ def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> 
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
     if row.packed and not quantized:  # elements that share bytes are decoded together
         whole = partial(_whole, checkpoint, name)
-        return Target(name, shape, None, work, whole, True)
+        return AdapterTarget(name, shape, None, work, whole, True)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
     lazy = checkpoint.get_slice(name, dtype=work.name)
-    return Target(name, tuple(lazy.shape), None if quantized else row, work, lazy.__getitem__, together)
+    return AdapterTarget(name, tuple(lazy.shape), None if quantized else row, work, lazy.__getitem__, together)
 
 
 def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:

@@ -34,7 +34,7 @@ _VARIANTS = (
 _MOST_NAMES, _LONGEST = 10_000, 1000
 
 
-class Settings(NamedTuple):
+class AdapterSettings(NamedTuple):
     """The settings of an adapter.
 
     Attributes:
@@ -133,7 +133,7 @@ def _of_module(patterns: Mapping[str, Any], key: str, module: str, usual: Any) -
     return usual
 
 
-def parse(config: Mapping[str, Any], path: str) -> Settings:
+def parse(config: Mapping[str, Any], path: str) -> AdapterSettings:
     """Checks a configuration.
 
     Args:
@@ -164,7 +164,7 @@ def parse(config: Mapping[str, Any], path: str) -> Settings:
             path,
             show(begun),
         )
-    return Settings(
+    return AdapterSettings(
         path,
         False,
         int(_number(config, "r", _RANK, path, whole=True)),
@@ -180,14 +180,14 @@ def parse(config: Mapping[str, Any], path: str) -> Settings:
     )
 
 
-def _of_mlx(config: Mapping[str, Any], path: str) -> Settings:
+def _of_mlx(config: Mapping[str, Any], path: str) -> AdapterSettings:
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         raise UnsupportedError(f'{path}: "fine_tune_type" is {show(kind)}: "lora" and "dora" are merged', path=path)
     inner = config.get("lora_parameters")
     if not isinstance(inner, Mapping):
         raise FormatError(f'"lora_parameters" is an object with rank and scale, found {show(inner)}', path)
-    return Settings(path, True, None, _number(inner, "scale", None, path), False, kind == "dora", False, {}, {})
+    return AdapterSettings(path, True, None, _number(inner, "scale", None, path), False, kind == "dora", False, {}, {})
 
 
 def _number(config: Mapping[str, Any], key: str, usual: float | None, path: str, *, whole: bool = False) -> float:

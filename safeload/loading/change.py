@@ -10,7 +10,7 @@ from ..base import dtypes
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B
-from .adapter_base import Target
+from .adapter_base import AdapterTarget
 from .adapter_fit import Fit
 
 
@@ -41,7 +41,7 @@ class _Given(NamedTuple):
 
     adapter: Adapter
     parts: Mapping[str, str]
-    target: Target
+    target: AdapterTarget
     base: str
 
     def shape(self, part: str) -> tuple[int, ...]:
@@ -59,7 +59,9 @@ class _Given(NamedTuple):
         )
 
 
-def change_of(adapter: Adapter, module: str, parts: Mapping[str, str], target: Target, base: str, fit: Fit) -> Change:
+def change_of(
+    adapter: Adapter, module: str, parts: Mapping[str, str], target: AdapterTarget, base: str, fit: Fit
+) -> Change:
     """Checks the shapes of a change.
 
     Args:

@@ -18,7 +18,7 @@ from ..engine.read.load import parse_target
 from ..engine.run.cast import astype, target_array
 from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B
-from .adapter_base import Base, Target
+from .adapter_base import AdapterTarget, Base
 from .adapter_fit import Fit, fitted, tensor_of
 from .adapter_heads import Heads
 from .change import Change, change_of
@@ -248,13 +248,13 @@ def _flat(shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
 # ---- the values ----
 
 
-def _replaced(target: Target, change: Change) -> Target:
+def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
     """The tensor with the values that an adapter has for it."""
     lazy = change.adapter.checkpoint.get_slice(change.parts[VALUE], dtype=target.work.name)
     return target._replace(read=lazy.__getitem__, together=False)
 
 
-def _merged(target: Target, changes: Sequence[Change], stacks: _Stacks) -> Iterator[tuple[int, Array]]:
+def _merged(target: AdapterTarget, changes: Sequence[Change], stacks: _Stacks) -> Iterator[tuple[int, Array]]:
     """The tiles of a merged tensor as [rows, columns], each with its first row; the memory is used again."""
     steps: list[_Factors] = []
     for change in changes:
@@ -268,7 +268,7 @@ def _merged(target: Target, changes: Sequence[Change], stacks: _Stacks) -> Itera
     yield from _tiles(target, steps)
 
 
-def _matrices(target: Target, changes: Sequence[Change], stacks: _Stacks) -> Iterator[tuple[int, Array]]:
+def _matrices(target: AdapterTarget, changes: Sequence[Change], stacks: _Stacks) -> Iterator[tuple[int, Array]]:
     """The tiles of a stack of merged matrices, of one after the other; see `_merged`."""
     count, rows, columns = target.shape
     factors = [(*stacks(*_stack_of(change), target.work.name), change.scaling) for change in changes]
@@ -285,16 +285,16 @@ def _matrices(target: Target, changes: Sequence[Change], stacks: _Stacks) -> Ite
             yield k * rows + begin, tile
 
 
-def _matrix(target: Target, k: int, rows: slice) -> Array:
+def _matrix(target: AdapterTarget, k: int, rows: slice) -> Array:
     values: Array = target.read(slice(k, k + 1))[0][rows]
     return values
 
 
-def _rows(target: Target, k: int, rows: slice) -> Array:
+def _rows(target: AdapterTarget, k: int, rows: slice) -> Array:
     return target.read((k, rows))
 
 
-def _tiles(target: Target, steps: Sequence[_Factors]) -> Iterator[tuple[int, Array]]:
+def _tiles(target: AdapterTarget, steps: Sequence[_Factors]) -> Iterator[tuple[int, Array]]:
     rows, columns = _flat(target.shape)
     height = rows if target.together else max(1, _TILE // max(1, columns))
     if _BLOCK < height < rows:
@@ -334,7 +334,7 @@ def _apply(step: _Factors, tile: Array, begin: int, product: Array) -> None:
             part *= (step.magnitude[first:last] / norms).astype(part.dtype)[:, None]
 
 
-def _factors(change: Change, target: Target) -> _Factors:
+def _factors(change: Change, target: AdapterTarget) -> _Factors:
     """Reads the tensors of a change."""
     parts, mlx = change.parts, change.adapter.settings.mlx
     wanted = [name for part, name in parts.items() if part != A or BIAS not in parts]
@@ -352,7 +352,7 @@ def _factors(change: Change, target: Target) -> _Factors:
     )
 
 
-def _part(change: Change, target: Target, stacks: _Stacks) -> _Factors:
+def _part(change: Change, target: AdapterTarget, stacks: _Stacks) -> _Factors:
     """The factors of a tensor that holds a part of a stack."""
     assert change.part is not None
     matrix, rows = change.part

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from .reading import built_in
-from .schema import MAX_LISTED, PREFIX, Entry, Schema
+from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" is of the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
@@ -159,7 +159,7 @@ def _with_prefix(schema: Schema, prefix: str) -> Schema:
     parts = prefix.split(".")[:-1]
     before = [".".join(parts[:k]) + "." for k in range(1, len(parts) + 1)]
 
-    def placed(entry: Entry) -> Entry:
+    def placed(entry: SchemaEntry) -> SchemaEntry:
         if entry.name.startswith(PREFIX):
             return entry
         return entry._replace(also=(*entry.also, *(text + entry.name for text in before)))

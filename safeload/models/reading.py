@@ -15,7 +15,7 @@ from ..base.text import show
 from ..errors import FormatError
 from ..stores.json_file import read_json
 from .expressions import ExpressionError, names_in
-from .schema import ANY, PLACEHOLDER, PREFIX, ROLES, WEIGHT, Entry, Schema
+from .schema import ANY, PLACEHOLDER, PREFIX, ROLES, WEIGHT, Schema, SchemaEntry
 
 _FOLDER = Path(__file__).parent / "schemas"
 # Most schemas that extend one another.
@@ -227,7 +227,7 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
 
 
-def _entry(name: str, entry: Any, slots: set[str], path: str | None) -> Entry:
+def _entry(name: str, entry: Any, slots: set[str], path: str | None) -> SchemaEntry:
     """Makes an entry from its JSON.
 
     Raises:
@@ -257,7 +257,7 @@ def _entry(name: str, entry: Any, slots: set[str], path: str | None) -> Entry:
     for text in (entry.get("when"), entry.get("tied_when")):
         if text is not None:
             _check_expression(text, repr(name), path)
-    return Entry(
+    return SchemaEntry(
         name,
         sizes,
         role,

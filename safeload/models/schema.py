@@ -64,7 +64,7 @@ _NUMBERS = re.compile(r"([0-9]+)", re.ASCII)
 _SLOTS = re.compile(r"(\{[a-z_]*\}|[0-9]+)", re.ASCII)
 
 
-class Entry(NamedTuple):
+class SchemaEntry(NamedTuple):
     """One tensor of a schema, or one of each layer; the module docstring describes the fields."""
 
     name: str
@@ -78,7 +78,7 @@ class Entry(NamedTuple):
     architectures: tuple[str, ...]
 
 
-class Wanted(NamedTuple):
+class ExpectedTensor(NamedTuple):
     """One tensor that a model with a given config is expected to have.
 
     Attributes:
@@ -96,11 +96,11 @@ class Wanted(NamedTuple):
     stack: str
     layer: int | None
     required: bool
-    entry: Entry
+    entry: SchemaEntry
     tied: str | None
 
 
-class Found(NamedTuple):
+class SchemaMatch(NamedTuple):
     """The entry of a name.
 
     Attributes:
@@ -110,7 +110,7 @@ class Found(NamedTuple):
         numbers: the numbers in it: first that of the layer.
     """
 
-    entry: Entry
+    entry: SchemaEntry
     prefix: str | None
     stack: str
     numbers: tuple[int, ...]
@@ -137,12 +137,12 @@ class Schema:
     counts: Mapping[str, str]
     defaults: Mapping[str, int | str]
     config: str
-    entries: tuple[Entry, ...]
+    entries: tuple[SchemaEntry, ...]
 
     @cached_property
-    def _places(self) -> dict[str, list[tuple[Entry, str | None, tuple[str, ...]]]]:
+    def _places(self) -> dict[str, list[tuple[SchemaEntry, str | None, tuple[str, ...]]]]:
         """Names without their numbers, to entry, prefix, and the numbers; "" for those of a placeholder."""
-        places: dict[str, list[tuple[Entry, str | None, tuple[str, ...]]]] = {}
+        places: dict[str, list[tuple[SchemaEntry, str | None, tuple[str, ...]]]] = {}
         for entry in self.entries:
             for text in (entry.name, *entry.also):
                 for prefix in self.prefixes if PREFIX in text else (None,):
@@ -151,7 +151,7 @@ class Schema:
                     places.setdefault("#".join(parts[::2]), []).append((entry, prefix, slots))
         return places
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> SchemaMatch | None:
         """The entry that matches a name; None if the architecture does not have the name."""
         parts = _NUMBERS.split(name)
         numbers = parts[1::2]
@@ -159,7 +159,7 @@ class Schema:
             own = _own_numbers(numbers, slots)
             if own is not None:
                 stack = name if not own else "".join(parts[: 2 * slots.index("") + 1])
-                return Found(entry, prefix, stack, own)
+                return SchemaMatch(entry, prefix, stack, own)
         return None
 
     def role(self, name: str) -> str | None:
@@ -209,7 +209,7 @@ class Schema:
                     break
         return result
 
-    def expand(self, config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, Wanted]:
+    def expand(self, config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, ExpectedTensor]:
         """All tensors of a model with this config, by name, in the order of the schema.
 
         Args:
@@ -247,12 +247,12 @@ def _own_numbers(numbers: list[str], slots: tuple[str, ...]) -> tuple[int, ...] 
     return tuple(own)
 
 
-def _bare(entry: Entry) -> str:
+def _bare(entry: SchemaEntry) -> str:
     """The name of an entry without its prefix."""
     return entry.name.removeprefix(PREFIX)
 
 
-def _in(entry: Entry, architecture: str | None) -> bool:
+def _in(entry: SchemaEntry, architecture: str | None) -> bool:
     """Whether an architecture has an entry."""
     if not entry.architectures:
         return True
@@ -272,8 +272,8 @@ class _Expansion:
         self._held: dict[str, bool | dict[int, bool]] = {}
         self._total = 0
 
-    def run(self) -> dict[str, Wanted]:
-        result: dict[str, Wanted] = {}
+    def run(self) -> dict[str, ExpectedTensor]:
+        result: dict[str, ExpectedTensor] = {}
         first = next(iter(self._schema.architectures), None)
         for entry in self._schema.entries:
             optional = entry.optional
@@ -289,7 +289,7 @@ class _Expansion:
                 result[wanted.name] = wanted
         return self._without_absent(result)
 
-    def _tensors(self, entry: Entry, *, optional: bool) -> Iterator[Wanted]:
+    def _tensors(self, entry: SchemaEntry, *, optional: bool) -> Iterator[ExpectedTensor]:
         slots = PLACEHOLDER.findall(entry.name.replace(PREFIX, self._prefix))
         layers = self._layers(entry, slots)
         inner = self._count(slots[1]) if len(slots) > 1 and layers else 1
@@ -312,9 +312,9 @@ class _Expansion:
                 if len(spellings) > 1:
                     names = (_spell(parts, layer, number) for parts in spellings)
                     name = next((text for text in names if text in self._known), name)
-                yield Wanted(name, shape, stack, layer, required, entry, tied)
+                yield ExpectedTensor(name, shape, stack, layer, required, entry, tied)
 
-    def _layers(self, entry: Entry, slots: list[str]) -> list[int | None]:
+    def _layers(self, entry: SchemaEntry, slots: list[str]) -> list[int | None]:
         """The layers that have an entry; [None] if it is outside of them and exists."""
         layers = range(self._count(slots[0]) + (self._more() if slots[0] == "" else 0)) if slots else (None,)
         when = entry.when
@@ -370,7 +370,7 @@ class _Expansion:
             raise ConfigError(f"{text} is {value}, but a size is at least 0")
         return value
 
-    def _without_absent(self, result: dict[str, Wanted]) -> dict[str, Wanted]:
+    def _without_absent(self, result: dict[str, ExpectedTensor]) -> dict[str, ExpectedTensor]:
         """Without those of ``more_layers`` of which the model has no tensor."""
         if self._schema.more_layers is None:
             return result
@@ -380,7 +380,7 @@ class _Expansion:
         return {name: one for name, one in result.items() if not (one.layer in absent and _in_layers(one))}
 
 
-def _in_layers(wanted: Wanted) -> bool:
+def _in_layers(wanted: ExpectedTensor) -> bool:
     """Whether the layer number of a tensor is one of ``layers``."""
     return _bare(wanted.entry).find(LAYER) == _bare(wanted.entry).find("{")
 

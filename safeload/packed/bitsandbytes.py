@@ -22,7 +22,7 @@ from ..stores.json_file import parse_json
 from .checks import MOST, NUMBERS
 from .config import is_length
 from .grid import Misfit, Refused
-from .packed_group import Group, matrices_of
+from .packed_group import PackedGroup, matrices_of
 
 # Suffix of the JSON that describes codes of 4 bits, by their kind.
 STATES = {kind: f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
@@ -49,7 +49,7 @@ _FORMATS = {1: "col32", 2: "col_turing", 3: "col_ampere"}
 _RECIPROCAL = 7.874015718698502e-3
 
 
-def four_bits(group: Group) -> Packing:
+def four_bits(group: PackedGroup) -> Packing:
     """Codes of 4 bits, the first in the high bits, of the tensor in C order; a block may cross its rows."""
     for role in (packing.SCALE, packing.TABLE):
         if not group.has(role):
@@ -89,13 +89,13 @@ def four_bits(group: Group) -> Packing:
     return _nested(group, state, packed)
 
 
-def _missing(group: Group, role: str) -> str:
+def _missing(group: PackedGroup, role: str) -> str:
     """The name of a missing part, for messages."""
     beside = GPTQMODEL_BESIDE if group.names[packing.STATE].endswith(GPTQMODEL_STATE) else BESIDE
     return show(group.codes + beside[role])
 
 
-def _kind(group: Group, state: Mapping[str, Any]) -> str:
+def _kind(group: PackedGroup, state: Mapping[str, Any]) -> str:
     """The ``quant_type`` of the JSON, which its name repeats."""
     name, kind = group.names[packing.STATE], state.get("quant_type")
     kinds = [one for one, suffix in STATES.items() if name.endswith(suffix)] or list(STATES)
@@ -104,7 +104,7 @@ def _kind(group: Group, state: Mapping[str, Any]) -> str:
     return kind
 
 
-def _nested(group: Group, state: Mapping[str, Any], packed: Packing) -> Packing:
+def _nested(group: PackedGroup, state: Mapping[str, Any], packed: Packing) -> Packing:
     """The packing with scales that are codes of 8 bits themselves, if they are."""
     dtype = group.dtype(packing.SCALE)
     if not group.has(packing.NESTED):
@@ -123,7 +123,7 @@ def _nested(group: Group, state: Mapping[str, Any], packed: Packing) -> Packing:
     )
 
 
-def _check_numbers(group: Group, role: str, count: int) -> None:
+def _check_numbers(group: PackedGroup, role: str, count: int) -> None:
     if group.dtype(role) not in NUMBERS or math.prod(group.shape(role)) != count:
         found = f"{group.dtype(role)} {list(group.shape(role))}"
         raise Misfit(f"{BESIDE[role][1:]} is {found}, wanted F32 [{count}]")
@@ -132,7 +132,7 @@ def _check_numbers(group: Group, role: str, count: int) -> None:
 # ---- the JSON ----
 
 
-def _state(group: Group) -> dict[str, Any]:
+def _state(group: PackedGroup) -> dict[str, Any]:
     name = group.names[packing.STATE]
     try:
         return parse_json(group.content(packing.STATE), show(name), "")
@@ -167,7 +167,7 @@ def _number(state: Mapping[str, Any], key: str) -> float:
 # ---- 8 bits ----
 
 
-def eight_bits(group: Group) -> Packing:
+def eight_bits(group: PackedGroup) -> Packing:
     """LLM.int8: a row has one scale, of which a code is 127th parts; two roundings."""
     shape, scales = group.shape(), group.shape(packing.SCALE)
     if len(shape) != 2 or scales not in (shape[:1], (shape[0], 1)):

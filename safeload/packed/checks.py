@@ -7,7 +7,7 @@ import math
 from ..base import packing
 from ..base.packing import Packing
 from .grid import Misfit
-from .packed_group import Group
+from .packed_group import PackedGroup
 
 # Dtypes of the parts. U8 holds the bits of a float8, and only where a packing says of which.
 _SCALES = frozenset(("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"))
@@ -30,7 +30,7 @@ _ASYMMETRIC = (("symmetric", False), ("sym", False), ("zero_point", True))
 MOST = 1 << 59
 
 
-def check(group: Group, packed: Packing) -> Packing:
+def check(group: PackedGroup, packed: Packing) -> Packing:
     """The packing, if all parts fit it.
 
     Raises:
@@ -55,7 +55,7 @@ def check(group: Group, packed: Packing) -> Packing:
     return packed
 
 
-def _check_symmetric(group: Group, packed: Packing) -> None:
+def _check_symmetric(group: PackedGroup, packed: Packing) -> None:
     """Refuses codes without zero points if the configuration says that they have some."""
     said = None
     if group.weights():
@@ -83,7 +83,7 @@ def _needed(packed: Packing) -> int:
     return packed.matrices * rows * max(per_row, packed.row_bytes)
 
 
-def _check_grid(group: Group, packed: Packing) -> None:
+def _check_grid(group: PackedGroup, packed: Packing) -> None:
     grid = packed.grid
     assert grid is not None
     count = (1 if grid.shared else packed.matrices) * grid.rows * grid.columns

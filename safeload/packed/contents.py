@@ -25,7 +25,7 @@ _TOGETHER = 64 << 20
 _MOST = {"U8": _LONGEST, "I32": 4 * _MOST_AXES, "I64": 8 * _MOST_AXES}
 
 
-class Contents:
+class PackedContents:
     """Reads them when the first is asked for.
 
     Args:

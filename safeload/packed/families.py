@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..base import packing
 from ..base.packing import Packing
 from . import bitsandbytes, floats, gemma, gguf, gptq, integers, quark, sparse, subclasses
-from .packed_group import FP8, Group
+from .packed_group import FP8, PackedGroup
 
 
 class Family(NamedTuple):
@@ -41,7 +41,7 @@ class Family(NamedTuple):
     dtypes: frozenset[str]
     required: Mapping[str, tuple[str, ...]]
     optional: Mapping[str, tuple[str, ...]]
-    describe: Callable[[Group], Packing]
+    describe: Callable[[PackedGroup], Packing]
     method: str | None = None
 
 

@@ -22,11 +22,11 @@ from .checks import check
 from .companions import IGNORED, unread
 from .config import Quantization, quantization_of
 from .config_files import config_of
-from .contents import Contents
+from .contents import PackedContents
 from .families import FAMILIES, IN_GGUF, Family
 from .grid import Misfit, Refused
 from .methods import COVERED
-from .packed_group import FP8, Group, Stored
+from .packed_group import FP8, PackedGroup, Stored
 
 # Faults that one error lists.
 _LISTED = 5
@@ -86,7 +86,7 @@ def find(
     if quantization is not None and quantization.get("transform_config"):
         return found  # weights in a rotated basis
     text = "" if quantization is None else quantization.text()
-    contents = Contents(places, _part, (*STATES.values(), GPTQMODEL_STATE, ".weight_format", ".shape"))
+    contents = PackedContents(places, _part, (*STATES.values(), GPTQMODEL_STATE, ".weight_format", ".shape"))
     comfy = any(mark in marks for mark in _COMFY) or any(name.endswith(_COMFY[1]) for name in tensors)
     for name, stored in tensors.items():
         if comfy and stored.row.code not in FP8:
@@ -132,7 +132,7 @@ def _group(
     places: Mapping[str, Place],
     quantization: Quantization | None,
     text: str,
-    contents: Contents,
+    contents: PackedContents,
     found: Logical,
     in_gguf: bool,
 ) -> None:
@@ -147,7 +147,7 @@ def _group(
         if names is None:
             continue
         logical = name.removesuffix(family.main) + family.logical if family.main else name
-        group = Group(name, logical, names, tensors, quantization, text, contents)
+        group = PackedGroup(name, logical, names, tensors, quantization, text, contents)
         try:
             why = None if in_gguf else group.unknown()
             if why is not None:

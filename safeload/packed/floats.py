@@ -8,12 +8,12 @@ from ..base import packing
 from ..base.packing import Grid, Packing
 from .config import AUTO_ROUND
 from .grid import Misfit, Refused, grid_of, has_halves, whole_grid
-from .packed_group import FP8, Group, check_global, label_of, matrices_of, said_bits, said_grid, said_group
+from .packed_group import FP8, PackedGroup, check_global, label_of, matrices_of, said_bits, said_grid, said_group
 
 # ---- fp8 and int8: a number for each code, a scale for each block ----
 
 
-def plain(group: Group, block: tuple[int, int] | None = None) -> Packing:
+def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     """Codes of 8 bits, each a number, and scales that broadcast over blocks.
 
     Args:
@@ -55,7 +55,7 @@ def plain(group: Group, block: tuple[int, int] | None = None) -> Packing:
     )
 
 
-def _rule_of(group: Group) -> str:
+def _rule_of(group: PackedGroup) -> str:
     """Whether scales multiply, or divide as those of GPTQModel's fp8."""
     if group.method != "fp8" or group.setting("weight_scale_semantics") is None:
         return packing.STORED
@@ -64,7 +64,7 @@ def _rule_of(group: Group) -> str:
     return packing.QUOTIENT
 
 
-def smoothed(group: Group) -> Packing:
+def smoothed(group: PackedGroup) -> Packing:
     """int8, with the factors of modelopt's SmoothQuant, which multiply the columns."""
     packed = plain(group)
     if group.has(packing.FACTORS) and group.shape(packing.FACTORS) != (packed.columns,):
@@ -72,7 +72,7 @@ def smoothed(group: Group) -> Packing:
     return packed
 
 
-def _block_of(group: Group) -> tuple[int, int]:
+def _block_of(group: PackedGroup) -> tuple[int, int]:
     """Rows and columns of the blocks of a grid of scales, from the configuration."""
     if group.config is None:
         return 128, 128
@@ -88,7 +88,7 @@ def _block_of(group: Group) -> tuple[int, int]:
     return group.config.block((128, 128))
 
 
-def deepseek_v4(group: Group) -> Packing:
+def deepseek_v4(group: PackedGroup) -> Packing:
     """``X.scale`` beside ``X.weight``: fp8 in blocks, or two E2M1 codes in a byte with a scale for 32 of them."""
     shape, scale = group.shape(), group.shape(packing.SCALE)
     if len(shape) < 2 or len(scale) != len(shape) or group.dtype(packing.SCALE) not in ("F8_E8M0", "U8", "F32"):
@@ -101,7 +101,7 @@ def deepseek_v4(group: Group) -> Packing:
 # ---- rows of 4 bits: E2M1 ----
 
 
-def _fp4(group: Group, label: str, block: int, exponents: str, numbers: str = "e2m1") -> Packing:
+def _fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str = "e2m1") -> Packing:
     """Two codes of 4 bits in a byte, the first in the low bits, and a scale for each ``block``."""
     stored = group.shape()
     if len(stored) < 2:
@@ -115,7 +115,7 @@ def _fp4(group: Group, label: str, block: int, exponents: str, numbers: str = "e
     return group.packing("fp4", label, shape, 4, numbers, grid=grid, scale_dtype=group.scale_dtype(exponents))
 
 
-def modelopt_nvfp4(group: Group) -> Packing:
+def modelopt_nvfp4(group: PackedGroup) -> Packing:
     """NVFP4 with a global scale, which multiplies, and the factors of AWQ."""
     algorithm = None if group.config is None else group.config.algorithm(group.module)
     if algorithm is not None and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
@@ -128,7 +128,7 @@ def modelopt_nvfp4(group: Group) -> Packing:
     return packed._replace(scale_rule=packing.MULTIPLIED)
 
 
-def modelopt_experts(group: Group) -> Packing:
+def modelopt_experts(group: PackedGroup) -> Packing:
     """Experts in one tensor; those of Llama 4 are stored as [in, out], and packed along ``in``."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) != 3 or len(scale) != 3 or scale[-1] != stored[-1] or scale[-2] * 8 != stored[-2]:
@@ -142,7 +142,7 @@ def modelopt_experts(group: Group) -> Packing:
     return check_global(group, packed)._replace(scale_rule=packing.MULTIPLIED)
 
 
-def ct_fp4(group: Group) -> Packing:
+def ct_fp4(group: PackedGroup) -> Packing:
     """compressed-tensors: NVFP4 with a global scale, which divides; MXFP4; MXFP6 in 3 bytes for 4 codes.
 
     auto-round has the same names, and with a ``data_type`` of mx_int other numbers.
@@ -152,7 +152,7 @@ def ct_fp4(group: Group) -> Packing:
     return packed
 
 
-def _ct_small_floats(group: Group) -> Packing:
+def _ct_small_floats(group: PackedGroup) -> Packing:
     kind = group.setting("data_type") if group.method in AUTO_ROUND else None
     if isinstance(kind, str) and kind.startswith("mx_int"):
         return _fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
@@ -168,7 +168,7 @@ def _ct_small_floats(group: Group) -> Packing:
     return _fp4(group, "mxfp4", 32, "F8_E8M0")
 
 
-def gpt_oss(group: Group) -> Packing:
+def gpt_oss(group: PackedGroup) -> Packing:
     """Blocks of 16 bytes on an axis of their own; transformers' parameter is transposed, OpenAI's is not."""
     stored = group.shape()
     if len(stored) < 3 or stored[-1] != 16 or group.shape(packing.SCALE) != stored[:-1]:

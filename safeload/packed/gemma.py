@@ -13,14 +13,14 @@ from ..base.packing import Packing
 from ..base.text import show
 from ..errors import UnsupportedError
 from .grid import Misfit, Refused, whole_grid
-from .packed_group import Group, label_of
+from .packed_group import PackedGroup, label_of
 from .patterns import compiled
 
 # What transformers takes where the configuration has no num_bits.
 _DEFAULT_BITS = 4
 
 
-def gemma(group: Group) -> Packing:
+def gemma(group: PackedGroup) -> Packing:
     """Bytes of codes, the first in the low bits, and F32 scales; the configuration says the bits of each module."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) != 2 or len(scale) != 2 or scale[0] != stored[0] or not scale[1]:
@@ -38,7 +38,7 @@ def gemma(group: Group) -> Packing:
     return group.packing("gemma", label_of(f"int{bits}", grid, shape), shape, bits, numbers, grid=grid)
 
 
-def _bits(group: Group) -> int:
+def _bits(group: PackedGroup) -> int:
     """The ``num_bits`` of a module: of the first pattern of ``module_quant_configs`` that its name has, else of all."""
     if group.config is None:
         raise Misfit("there is no num_bits in config.json")

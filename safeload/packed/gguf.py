@@ -12,7 +12,7 @@ from typing import Any
 from ..base import dtypes, packing
 from ..base.packing import CODES, SCALE, Grid, Packed, Packing, Part
 from .grid import Misfit
-from .packed_group import Group, matrices_of
+from .packed_group import PackedGroup, matrices_of
 
 # The ``quant_method`` of these tensors in a safetensors file, where bytes of blocks are U8.
 METHOD = "gguf"
@@ -21,17 +21,17 @@ _NVFP4, _U8, _F32 = dtypes.BLOCK_TYPES["nvfp4"], dtypes.BY_CODE["U8"], dtypes.BY
 _I2_S = dtypes.of_number(packing.I2_S)
 
 
-def nvfp4(group: Group) -> Packing:
+def nvfp4(group: PackedGroup) -> Packing:
     """NVFP4 with the scale that its writer divided the scales of its blocks by: one, or one for each expert."""
     return _scaled(group, _NVFP4, "nvfp4", group.dtype() == _NVFP4.code)
 
 
-def i2_s(group: Group) -> Packing:
+def i2_s(group: PackedGroup) -> Packing:
     """I2_S of BitNet in a safetensors file: its blocks, and apart the scale that a GGUF file has behind them."""
     return _scaled(group, _I2_S, "ternary", False)
 
 
-def _scaled(group: Group, row: dtypes.Dtype, label: str, blocks: bool) -> Packing:
+def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> Packing:
     """A packing of blocks.
 
     Args:

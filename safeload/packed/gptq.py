@@ -19,7 +19,7 @@ from ..engine.codes import zero_points
 from ..engine.codes.restore import read_part
 from .config import AUTO_ROUND, QUARK_ORDERS
 from .grid import Misfit, Refused
-from .packed_group import Group
+from .packed_group import PackedGroup
 
 _CODES_IN_WORD = 8  # of AWQ, whose codes have 4 bits
 # Groups of scales and of zero points that AutoAWQ's gemv rounds up to, in words, by the size of a group.
@@ -30,7 +30,7 @@ _AT_A_TIME = 1 << 20
 _CHECKPOINT_FORMATS = {"gptq": 1, "gptq_v2": 0}
 
 
-def describe(group: Group) -> Packing:
+def describe(group: PackedGroup) -> Packing:
     """The layout that fits the shapes of words, scales and zero points."""
     said = group.said()
     _refuse(group, said)
@@ -55,7 +55,7 @@ def _version(said: Mapping[str, Any]) -> str:
     return version.lower() if isinstance(version, str) else ""
 
 
-def _refuse(group: Group, said: Mapping[str, Any]) -> None:
+def _refuse(group: PackedGroup, said: Mapping[str, Any]) -> None:
     """Refuses what other kernels need."""
     why = None if group.config is None else group.config.variant
     if why is not None:
@@ -68,7 +68,7 @@ def _refuse(group: Group, said: Mapping[str, Any]) -> None:
         raise Refused("its scales are those of weights in fp8 (w_bf16_to_fp8_scale)")
 
 
-def _check_method(group: Group, layout: str, methods: frozenset[str]) -> None:
+def _check_method(group: PackedGroup, layout: str, methods: frozenset[str]) -> None:
     if group.method not in (None, *methods):
         raise Misfit(
             f"words {list(group.shape())} and scales {list(group.shape(packing.SCALE))} are those of {layout}, but "
@@ -76,7 +76,7 @@ def _check_method(group: Group, layout: str, methods: frozenset[str]) -> None:
         )
 
 
-def _check_bits(group: Group, said: Mapping[str, Any], bits: int) -> None:
+def _check_bits(group: PackedGroup, said: Mapping[str, Any], bits: int) -> None:
     given = said.get("bits", said.get("w_bit"))
     if type(given) is int and given != bits:
         raise Misfit(
@@ -85,7 +85,7 @@ def _check_bits(group: Group, said: Mapping[str, Any], bits: int) -> None:
         )
 
 
-def _group_size(group: Group, said: Mapping[str, Any], length: int, groups: int) -> int:
+def _group_size(group: PackedGroup, said: Mapping[str, Any], length: int, groups: int) -> int:
     """Columns of the weight in a group of scales; `length` for a whole row.
 
     Raises:
@@ -116,7 +116,7 @@ _GPTQ = frozenset(("gptq", *AUTO_ROUND))
 _AWQ = frozenset(("awq", *AUTO_ROUND))
 
 
-def _gptq(group: Group, said: Mapping[str, Any], zeros: tuple[int, ...] | None) -> Packing:
+def _gptq(group: PackedGroup, said: Mapping[str, Any], zeros: tuple[int, ...] | None) -> Packing:
     """Codes run down the columns, which are rows of the weight."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     _check_method(group, "GPTQ", _GPTQ)
@@ -156,7 +156,7 @@ def _words(bits: int) -> int:
     return bits // math.gcd(bits, 32)
 
 
-def _added(group: Group, said: Mapping[str, Any]) -> int:
+def _added(group: PackedGroup, said: Mapping[str, Any]) -> int:
     """What the configuration says is added to stored zero points."""
     if group.method in AUTO_ROUND:
         kind = said.get("packing_format", said.get("backend"))
@@ -205,7 +205,7 @@ def _settled(packed: Packed, zeros: Zeros) -> Zeros:
 # ---- AWQ ----
 
 
-def _gemm(group: Group, said: Mapping[str, Any], zeros: tuple[int, ...] | None) -> Packing:
+def _gemm(group: PackedGroup, said: Mapping[str, Any], zeros: tuple[int, ...] | None) -> Packing:
     """Words along the rows, which are columns of the weight, with permuted codes."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     _check_method(group, "AWQ", _AWQ)
@@ -249,7 +249,7 @@ def _as_quark(said: Mapping[str, Any]) -> tuple[int, bool]:
     return layout, said.get("zero_point") is False
 
 
-def _gemv(group: Group, said: Mapping[str, Any]) -> Packing:
+def _gemv(group: PackedGroup, said: Mapping[str, Any]) -> Packing:
     """Plain rows; scales and zero points of a row fill whole words, and more."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     _check_method(group, "AWQ", _AWQ)

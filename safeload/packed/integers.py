@@ -12,12 +12,12 @@ from ..base.text import show
 from ..engine.codes.zero_points import words_for
 from .config import is_length
 from .grid import Misfit, whole_grid
-from .packed_group import Group, check_global, label_of, said_grid, said_group
+from .packed_group import PackedGroup, check_global, label_of, said_grid, said_group
 
 # ---- integers of 1 to 8 bits ----
 
 
-def ct_packed(group: Group) -> Packing:
+def ct_packed(group: PackedGroup) -> Packing:
     """compressed-tensors, pack-quantized: words of codes, scales by group, row or tensor."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) < 2:
@@ -36,7 +36,7 @@ def ct_packed(group: Group) -> Packing:
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
 
 
-def _ct_zeros(group: Group, grid: Grid, packed: Zeros) -> Zeros | None:
+def _ct_zeros(group: PackedGroup, grid: Grid, packed: Zeros) -> Zeros | None:
     """How zero points are packed: those of rows and groups are, down the rows. None: they are plain numbers."""
     if group.dtype(packing.ZERO) != "I32":
         zeros, expected = None, group.shape(packing.SCALE)
@@ -60,7 +60,7 @@ def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
     return Grid(1, max(1, shape[-1] // scale[-1]), shape[-2], scale[-1])
 
 
-def _ct_shape(group: Group) -> tuple[tuple[int, ...], int, int]:
+def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
     """Logical shape, bits of a code, and codes in a word of the layout before compressed-tensors 0.17, else 0."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     said = [(weights.get("num_bits"), weights.get("group_size")) for weights in group.weights()] or [(None, None)]
@@ -84,13 +84,13 @@ def _ct_shape(group: Group) -> tuple[tuple[int, ...], int, int]:
     return (*stored[:-1], count), bits, words
 
 
-def _is_usual_shape(group: Group) -> bool:
+def _is_usual_shape(group: PackedGroup) -> bool:
     """Whether weight_shape has the form in which it is stored beside scales of more than one group."""
     form = group.dtype(packing.SHAPE), group.shape(packing.SHAPE)
     return form[0] in ("I32", "I64") and form[1] in ((2,), (len(group.shape()),)) and group.shape(packing.SCALE)[-1] > 1
 
 
-def _ct_columns(group: Group) -> int:
+def _ct_columns(group: PackedGroup) -> int:
     """Columns that weight_shape says."""
     stored, logical = group.shape(), group.integers(packing.SHAPE)
     if (
@@ -128,7 +128,7 @@ _MLX_MODES = {
 }
 
 
-def mlx(group: Group) -> Packing:
+def mlx(group: PackedGroup) -> Packing:
     """Words of unsigned codes with a scale and a bias for each group of columns, or the mx modes."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
@@ -163,7 +163,7 @@ def mlx(group: Group) -> Packing:
     )
 
 
-def _mlx_mode(group: Group, mode: str) -> Packing:
+def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     if mode not in _MLX_MODES:
         raise Misfit(f"unknown mode {show(mode)} of its quantization, expected one of affine, {', '.join(_MLX_MODES)}")
     bits, block, numbers, exponents = _MLX_MODES[mode]
@@ -181,7 +181,7 @@ def _mlx_mode(group: Group, mode: str) -> Packing:
 # ---- BitNet ----
 
 
-def bitnet(group: Group) -> Packing:
+def bitnet(group: PackedGroup) -> Packing:
     """Four planes of 2 bits; the scale multiplies or divides, as ``linear_class`` says."""
     stored = group.shape()
     if len(stored) != 2 or math.prod(group.shape(packing.SCALE)) != 1:

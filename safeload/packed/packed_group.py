@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..base import dtypes, packing
 from ..base.packing import Grid, Packing
 from .config import Quantization, is_length
-from .contents import Contents
+from .contents import PackedContents
 from .grid import Misfit, whole_grid
 
 FP8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Group:
+class PackedGroup:
     """The stored tensors of one packed tensor.
 
     Args:
@@ -54,7 +54,7 @@ class Group:
         tensors: Mapping[str, Stored],
         config: Quantization | None,
         config_text: str,
-        contents: Contents,
+        contents: PackedContents,
     ) -> None:
         self.codes, self.logical, self.names, self.config = codes, logical, names, config
         self._tensors, self._config_text, self._contents = tensors, config_text, contents
@@ -127,11 +127,13 @@ class Group:
                 why = f"type {kinds.pop()} of {self.dtype()} codes"
         return why
 
-    def of_shape(self, shape: tuple[int, ...]) -> Group:
+    def of_shape(self, shape: tuple[int, ...]) -> PackedGroup:
         """The same group, as if codes of this shape were stored."""
         row = self._tensors[self.codes].row
         tensors = ChainMap({self.codes: Stored(row, shape)}, self._tensors)  # type: ignore[arg-type]
-        return Group(self.codes, self.logical, self.names, tensors, self.config, self._config_text, self._contents)
+        return PackedGroup(
+            self.codes, self.logical, self.names, tensors, self.config, self._config_text, self._contents
+        )
 
     def has(self, role: str) -> bool:
         """Whether there is such a part."""
@@ -220,19 +222,19 @@ def label_of(prefix: str, grid: Grid, shape: tuple[int, ...], zeros: bool = Fals
     return f"{prefix} {kind}{' asym' if zeros else ''}"
 
 
-def said_bits(group: Group) -> int | None:
+def said_bits(group: PackedGroup) -> int | None:
     """The ``num_bits`` of the configuration, if it has a single one."""
     only = _only(group, "num_bits")
     return only if only is not None and 1 <= only <= 8 else None
 
 
-def said_group(group: Group) -> int | None:
+def said_group(group: PackedGroup) -> int | None:
     """The ``group_size`` of the configuration, if it has a single one."""
     only = _only(group, "group_size", "group")
     return only if only is not None and only > 0 else None
 
 
-def _only(group: Group, key: str, strategy: str | None = None) -> int | None:
+def _only(group: PackedGroup, key: str, strategy: str | None = None) -> int | None:
     """An integer of the descriptions of weights (of a strategy); None if it is missing, or they differ."""
     if not group.weights():
         return None
@@ -243,7 +245,7 @@ def _only(group: Group, key: str, strategy: str | None = None) -> int | None:
     return first if type(first) is int and all(value == first for value in values) else None
 
 
-def said_grid(group: Group, shape: tuple[int, ...]) -> Grid | None:
+def said_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     """The grid of scales that ``config_groups`` describes for codes of a shape, or None if it does not say.
 
     Raises:
@@ -317,7 +319,7 @@ def _is_shape_of(scale: tuple[int, ...], grid: Grid, shape: tuple[int, ...]) -> 
     return scale == expected or (grid.columns == 1 and scale == expected[:-1])
 
 
-def check_global(group: Group, packed: Packing) -> Packing:
+def check_global(group: PackedGroup, packed: Packing) -> Packing:
     """The packing, if it has a global scale for the whole tensor, for each expert, or for equal parts of their rows."""
     size = math.prod(group.shape(packing.GLOBAL))
     if size == 0 or (size != 1 and not packed.matrices):

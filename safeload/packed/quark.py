@@ -20,7 +20,7 @@ from .checks import NUMBERS
 from .config import QUARK_ORDERS, Quantization, brief, is_length
 from .grid import Misfit, Refused, whole_grid
 from .methods import SPEC, unknown
-from .packed_group import FP8, Group, label_of, matrices_of
+from .packed_group import FP8, PackedGroup, label_of, matrices_of
 
 METHOD = "quark"
 # Suffixes of the names of scales and zero points: of checkpoints for transformers, and of those for diffusers.
@@ -47,7 +47,7 @@ _ROWS, _COLUMNS = (0, -2), (1, -1)
 _EXPONENTS = ("U8", "F8_E8M0")
 
 
-def describe(group: Group) -> Packing:
+def describe(group: PackedGroup) -> Packing:
     """The packing that the configuration says, if the shapes are those."""
     first, second = _specs(group)
     if second is not None:
@@ -62,7 +62,7 @@ def describe(group: Group) -> Packing:
     return _bytes(group, first) if bits == 8 else _small_floats(group, first)
 
 
-def in_fp8(group: Group) -> Packing:
+def in_fp8(group: PackedGroup) -> Packing:
     """Integers of 4 bits with a scale for each row, which stand for fp8 with a scale for all of them."""
     _, second = _specs(group)
     if second is None:
@@ -123,7 +123,7 @@ def _rotated(config: Quantization, module: str) -> bool:
     return False
 
 
-def _specs(group: Group) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """What is said of codes, and of what those or their scales stand for; empty where nothing is."""
     assert group.config is not None  # the row of the table asks for its method
     try:
@@ -142,7 +142,7 @@ def _specs(group: Group) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     return first, specs[1] if len(specs) > 1 else None
 
 
-def _numbers(group: Group, spec: Mapping[str, Any]) -> tuple[str, int]:
+def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
     """What codes stand for, and their bits."""
     said = spec.get("dtype")
     if not isinstance(said, str):
@@ -153,7 +153,7 @@ def _numbers(group: Group, spec: Mapping[str, Any]) -> tuple[str, int]:
     return numbers, bits
 
 
-def _label(prefix: str, group: Group, spec: Mapping[str, Any], grid: Grid, shape: tuple[int, ...]) -> str:
+def _label(prefix: str, group: PackedGroup, spec: Mapping[str, Any], grid: Grid, shape: tuple[int, ...]) -> str:
     """Quark stores the zero points of symmetric weights too, which are all zero."""
     asymmetric = group.has(packing.ZERO) and spec.get("symmetric") is not True
     return label_of(prefix, grid, shape, asymmetric)
@@ -162,7 +162,7 @@ def _label(prefix: str, group: Group, spec: Mapping[str, Any], grid: Grid, shape
 # ---- scales ----
 
 
-def _grid_of(group: Group, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
+def _grid_of(group: PackedGroup, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
     """The grid of one scale, or of those of rows or of columns."""
     scale, (rows, columns) = group.shape(packing.SCALE), shape[-2:]
     scheme, axis = spec.get("qscheme"), spec.get("ch_axis")
@@ -193,7 +193,7 @@ def _group_size(spec: Mapping[str, Any], scale: tuple[int, ...], length: int, gr
 # ---- 8 bits ----
 
 
-def _bytes(group: Group, spec: Mapping[str, Any]) -> Packing:
+def _bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     """fp8 and int8. Groups of integers are stored transposed."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     integers = group.dtype() not in FP8
@@ -210,7 +210,7 @@ def _bytes(group: Group, spec: Mapping[str, Any]) -> Packing:
     return floats.plain(group, _block(spec, stored))
 
 
-def _check_zeros(group: Group, spec: Mapping[str, Any], *, needed: bool) -> None:
+def _check_zeros(group: PackedGroup, spec: Mapping[str, Any], *, needed: bool) -> None:
     """Refuses codes without zero points if they need some, or the configuration says that they have some."""
     if not group.has(packing.ZERO) and (needed or spec.get("symmetric") is False):
         raise Misfit("its zero points are missing" + ("" if needed else ", but symmetric is false"))
@@ -229,7 +229,7 @@ def _block(spec: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, int] |
     return (max(1, rows), max(1, columns)) if scheme == "per_tensor" else None
 
 
-def _grouped_bytes(group: Group, spec: Mapping[str, Any]) -> Packing:
+def _grouped_bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) != 2 or len(scale) != 2 or scale[1] != stored[1] or 0 in stored:
         raise Misfit(f"codes {list(stored)} and scales {list(scale)} are not [in, out] and [groups, out]")
@@ -252,7 +252,7 @@ def _grouped_bytes(group: Group, spec: Mapping[str, Any]) -> Packing:
 # ---- integers of 4 bits, in words ----
 
 
-def _words(group: Group, spec: Mapping[str, Any], numbers: str) -> Packing:
+def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing:
     """Words along the rows; weights in groups are stored transposed, and so are their scales and zero points."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) != 2 or 0 in (*stored, *scale):
@@ -288,7 +288,7 @@ def _words(group: Group, spec: Mapping[str, Any], numbers: str) -> Packing:
     )
 
 
-def _layout(group: Group) -> int:
+def _layout(group: PackedGroup) -> int:
     """The order of the codes in a word."""
     export = None if group.config is None else group.config.get("export")
     said = export.get("pack_method") if isinstance(export, Mapping) else None
@@ -298,7 +298,7 @@ def _layout(group: Group) -> int:
     return layout
 
 
-def _zeros_in_groups(group: Group, layout: int, wanted: tuple[int, int]) -> Zeros | None:
+def _zeros_in_groups(group: PackedGroup, layout: int, wanted: tuple[int, int]) -> Zeros | None:
     """Packed zero points of groups; None where they are plain numbers, or missing."""
     if not group.has(packing.ZERO):
         return None
@@ -312,7 +312,7 @@ def _zeros_in_groups(group: Group, layout: int, wanted: tuple[int, int]) -> Zero
     return None if group.dtype(packing.ZERO) in NUMBERS else Zeros(layout, 4)
 
 
-def _zeros_of(group: Group, layout: int, grid: Grid) -> Zeros | None:
+def _zeros_of(group: PackedGroup, layout: int, grid: Grid) -> Zeros | None:
     """Packed zero points of rows or of columns, which are one row of words; a single one is in a word of its own."""
     if not group.has(packing.ZERO):
         return None
@@ -333,7 +333,7 @@ def _zeros_of(group: Group, layout: int, grid: Grid) -> Zeros | None:
 # ---- floats of 4 and 6 bits ----
 
 
-def _small_floats(group: Group, spec: Mapping[str, Any]) -> Packing:
+def _small_floats(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     """Rows of codes, the first in the low bits, with a scale for each group: an exponent, or a number."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
     numbers, bits = _numbers(group, spec)
@@ -356,7 +356,7 @@ def _small_floats(group: Group, spec: Mapping[str, Any]) -> Packing:
     return group.packing(f"fp{bits}", label, shape, bits, numbers, grid=grid, scale_dtype=dtype)
 
 
-def _scales_in_fp8(group: Group, spec: Mapping[str, Any], scales: Mapping[str, Any]) -> Packing:
+def _scales_in_fp8(group: PackedGroup, spec: Mapping[str, Any], scales: Mapping[str, Any]) -> Packing:
     """E2M1 whose scales are fp8 with a scale for all of them."""
     _numbers(group, spec)
     if not group.has(packing.GLOBAL):

@@ -12,7 +12,7 @@ from ..base.packing import Packing
 from ..base.text import show
 from .floats import plain
 from .grid import Misfit, Refused
-from .packed_group import FP8, Group
+from .packed_group import FP8, PackedGroup
 
 # Dtypes of the values. Those of one byte are codes, which have a scale.
 NUMBERS = frozenset(("F32", "F16", "BF16"))
@@ -31,7 +31,7 @@ def owner_of(stem: str) -> str:
     return stem if stem.endswith(STEMS[:-1]) else f"{stem}.weight"
 
 
-def bitmask(group: Group) -> Packing:
+def bitmask(group: PackedGroup) -> Packing:
     """``X.compressed`` has the values of all rows, ``X.bitmask`` a bit for each place, from the lowest up."""
     if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
         raise Misfit(f"{show(group.codes)} is not that of a module")  # another row of the table fits better
@@ -49,7 +49,7 @@ def bitmask(group: Group) -> Packing:
     )
 
 
-def _numbers(group: Group, prefix: str, shape: tuple[int, ...]) -> Packing:
+def _numbers(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> Packing:
     """What the values are, as if none were left out."""
     numbers = group.dtype()
     if numbers in NUMBERS:
@@ -65,7 +65,7 @@ def _numbers(group: Group, prefix: str, shape: tuple[int, ...]) -> Packing:
     return packed._replace(label=f"{prefix} {packed.label}")
 
 
-def _shape(group: Group) -> tuple[int, ...]:
+def _shape(group: PackedGroup) -> tuple[int, ...]:
     """The logical shape, which a tensor of its own says: a mask has only the number of its bytes."""
     if len(group.shape()) != 1:
         raise Misfit(f"values {list(group.shape())} are neither a list nor a matrix")
@@ -77,7 +77,7 @@ def _shape(group: Group) -> tuple[int, ...]:
     return shape
 
 
-def _check_offsets(group: Group, shape: tuple[int, ...]) -> None:
+def _check_offsets(group: PackedGroup, shape: tuple[int, ...]) -> None:
     if not group.has(packing.OFFSETS):
         raise Misfit("there are no row_offsets")
     form = group.dtype(packing.OFFSETS), group.shape(packing.OFFSETS)
@@ -85,7 +85,7 @@ def _check_offsets(group: Group, shape: tuple[int, ...]) -> None:
         raise Misfit(f"row_offsets is {form[0]} {list(form[1])}, but shape {list(shape)} wants I64 {list(shape[:-1])}")
 
 
-def _shape_of_pairs(group: Group) -> tuple[int, int]:
+def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
     """The logical shape of rows that store two values of each four."""
     rows, columns = group.shape()[0], 2 * group.shape()[1]
     if columns % 4:

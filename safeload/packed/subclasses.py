@@ -15,14 +15,14 @@ from ..stores.json_file import parse_json
 from .checks import NUMBERS
 from .floats import plain
 from .grid import Misfit, Refused
-from .packed_group import FP8, Group, label_of, matrices_of
+from .packed_group import FP8, PackedGroup, label_of, matrices_of
 
 # Types of torchao that are numbers of 8 bits in the order of the tensor. The others are orders for kernels, or have two
 # scales.
 _TYPES = frozenset(("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor"))
 
 
-def quanto(group: Group) -> Packing:
+def quanto(group: PackedGroup) -> Packing:
     """``X._data`` and ``X._scale``, one for each index of the first axis, also of a convolution."""
     shape, scale = group.shape(), group.shape(packing.SCALE)
     if len(shape) < 3:
@@ -45,7 +45,7 @@ def quanto(group: Group) -> Packing:
     )
 
 
-def torchao(group: Group) -> Packing:
+def torchao(group: PackedGroup) -> Packing:
     """``X._weight_qdata`` and ``X._weight_scale``, whose axes divide those of the codes into equal blocks."""
     shape, scale, numbers = group.shape(), group.shape(packing.SCALE), group.dtype()
     _check_type(group)
@@ -71,7 +71,7 @@ def _grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
     return Grid(max(1, rows // down), max(1, columns // across), down, across)
 
 
-def _check_type(group: Group) -> None:
+def _check_type(group: PackedGroup) -> None:
     """Checks the type that the metadata of the file says, if it does: a file that was written again may have lost it.
 
     Raises:

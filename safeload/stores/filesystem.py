@@ -22,7 +22,7 @@ from .store import ByteStore
 from .thread_group import each
 
 if TYPE_CHECKING:
-    from .fsspec_store import Handle
+    from .fsspec_store import FsspecHandle
 
 # What to install for a scheme; fsspec itself names the package for all others.
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
@@ -78,15 +78,15 @@ class Filesystem:
     def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
         _need_fsspec("a filesystem")
         self._options = _copied(options or {})
-        self._known: dict[object, Handle] = {}
-        self._own: Handle | None = None
+        self._known: dict[object, FsspecHandle] = {}
+        self._own: FsspecHandle | None = None
         self._signer = Signer()
         self._secrets = secrets_of(self._options)
         if fs is not None:
-            from .fsspec_store import Handle
+            from .fsspec_store import FsspecHandle
 
             self._secrets = secrets_of(getattr(fs, "storage_options", None))
-            self._own = Handle(fs, self._secrets)
+            self._own = FsspecHandle(fs, self._secrets)
 
     @property
     def escapes(self) -> bool:
@@ -113,7 +113,7 @@ class Filesystem:
         made._find(url)
         return made
 
-    def _find(self, url: str) -> tuple[Handle, str]:
+    def _find(self, url: str) -> tuple[FsspecHandle, str]:
         """The filesystem of a URL, and the path in it."""
         self._check_credentials(url)
         if self._own is not None:
@@ -121,7 +121,7 @@ class Filesystem:
             return self._own, str(self._own.fs._strip_protocol(unescaped(url) if local else url))
         from fsspec.core import url_to_fs
 
-        from .fsspec_store import Handle
+        from .fsspec_store import FsspecHandle
 
         url = _SCHEME.sub(lambda match: match[0].lower(), url)  # fsspec knows them in lower case only
         key = self._key(url)
@@ -133,7 +133,7 @@ class Filesystem:
         if urls.scheme_of(url) in ("s3", "s3a"):  # by itself botocore signs as AWS and others no longer accept
             options["config_kwargs"] = {"signature_version": "s3v4", **(options.get("config_kwargs") or {})}
         fs, path = checked(lambda: url_to_fs(url, **options), shown, self._secrets)
-        return self._known.setdefault(key, Handle(fs, self._secrets)), str(path)
+        return self._known.setdefault(key, FsspecHandle(fs, self._secrets)), str(path)
 
     def _check_credentials(self, url: str) -> None:
         """Refuse credentials where fsspec takes them for a bucket, and keep all others out of messages."""
@@ -172,7 +172,7 @@ class Filesystem:
         signed = self._signer.open(handle, path, shown) if _is_s3(handle.fs) else None
         return FsspecStore(handle, path, shown) if signed is None else signed
 
-    def _downloaded(self, handle: Handle, path: str, shown: str) -> str:
+    def _downloaded(self, handle: FsspecHandle, path: str, shown: str) -> str:
         """The path of a local copy, which a whole-file cache makes first."""
         from fsspec.implementations.cached import CachingFileSystem
 
@@ -198,7 +198,7 @@ class Filesystem:
             self._check_size(handle, path, name, shown)
         return name
 
-    def _check_size(self, handle: Handle, path: str, name: str, shown: str) -> None:
+    def _check_size(self, handle: FsspecHandle, path: str, name: str, shown: str) -> None:
         try:
             whole = handle.info(shown, path)["size"]
         except Exception:  # the store is out of reach, and the cache is there for that
@@ -210,7 +210,7 @@ class Filesystem:
                 shown,
             )
 
-    def _drop_outdated(self, handle: Handle, path: str, shown: str) -> None:
+    def _drop_outdated(self, handle: FsspecHandle, path: str, shown: str) -> None:
         """Has a block cache forget blocks of another version than the one that the store has now."""
         from fsspec.implementations.cached import CachingFileSystem
 
@@ -271,7 +271,7 @@ class Filesystem:
         """See `Backend`."""
         self._find_to_write(url)
 
-    def _find_to_write(self, url: str) -> tuple[Handle, str]:
+    def _find_to_write(self, url: str) -> tuple[FsspecHandle, str]:
         """`_find`, behind all caches.
 
         Raises:
@@ -279,16 +279,16 @@ class Filesystem:
         """
         from fsspec.implementations.cached import CachingFileSystem
 
-        from .fsspec_store import Handle
+        from .fsspec_store import FsspecHandle
 
         handle, path = self._find(url)
         while isinstance(handle.fs, CachingFileSystem):
-            handle = Handle(handle.fs.fs, self._secrets)
+            handle = FsspecHandle(handle.fs.fs, self._secrets)
         if {"http", "https"}.intersection(_protocols(handle.fs)):
             raise UnsupportedError(f"{urls.shown(url)}: http has no standard way to write files")
         return handle, path
 
-    def _move_in(self, handle: Handle, source: str, path: str, shown: str) -> None:
+    def _move_in(self, handle: FsspecHandle, source: str, path: str, shown: str) -> None:
         """Uploads to a hidden name in the same folder, and renames."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"

@@ -30,7 +30,7 @@ _VERSIONS = (
 )  # fmt: skip
 
 
-class Handle:
+class FsspecHandle:
     """A filesystem of fsspec that works in every process.
 
     An asynchronous one belongs to the thread that runs its event loop, which a fork does not copy.
@@ -124,7 +124,7 @@ class FsspecStore(RemoteStore):
         url: as messages show it.
     """
 
-    def __init__(self, handle: Handle, place: str, url: str) -> None:
+    def __init__(self, handle: FsspecHandle, place: str, url: str) -> None:
         super().__init__()
         self.path = url
         self._handle = handle

@@ -14,7 +14,7 @@ from ..base.url import WebUrl
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .connections import Exchange
-from .http_client import Client, Target, redirected, target_of
+from .http_client import Client, RequestTarget, redirected, target_of
 from .local import compare
 from .remote import WINDOW, RemoteStore
 from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status
@@ -150,7 +150,7 @@ class HttpStore(RemoteStore):
         RemoteError: it cannot be opened.
     """
 
-    def __init__(self, path: str, resolve: Callable[[], Target], client: Client) -> None:
+    def __init__(self, path: str, resolve: Callable[[], RequestTarget], client: Client) -> None:
         super().__init__()
         self.path = path
         self._resolve = resolve

@@ -34,7 +34,7 @@ _CREDENTIALS = (
 )
 
 
-class Target(NamedTuple):
+class RequestTarget(NamedTuple):
     """Where a file is.
 
     Attributes:
@@ -184,7 +184,7 @@ def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:
         raise RemoteError(f"this URL cannot be opened: {error}", urls.shown(url)) from None
 
 
-def target_of(url: str, headers: Mapping[str, str]) -> Target:
+def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
     """Return where a file is; user and password of its URL become a header.
 
     Raises:
@@ -192,9 +192,9 @@ def target_of(url: str, headers: Mapping[str, str]) -> Target:
     """
     web, credentials = web_url(url)
     if credentials is None:
-        return Target(web, headers)
+        return RequestTarget(web, headers)
     secret = base64.b64encode(":".join(credentials).encode("utf-8", "surrogateescape")).decode("ascii")
-    return Target(web, {**headers, "Authorization": f"Basic {secret}"})
+    return RequestTarget(web, {**headers, "Authorization": f"Basic {secret}"})
 
 
 def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure:

@@ -19,7 +19,7 @@ from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missi
 from . import url as urls
 from .foreign_errors import again, cleaned, in_our_words, may_pass
 from .http import HttpStore
-from .http_client import Client, Target, web_url
+from .http_client import Client, RequestTarget, web_url
 from .options import secrets_of
 from .store import ByteStore
 
@@ -37,7 +37,7 @@ _OPTIONS = ("endpoint", "token")
 _MISSING = ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")
 
 
-class Place(NamedTuple):
+class HubPlace(NamedTuple):
     """What a URL names.
 
     Attributes:
@@ -53,7 +53,7 @@ class Place(NamedTuple):
     path: str
 
 
-def place_of(url: str) -> Place:
+def place_of(url: str) -> HubPlace:
     """Divides a URL.
 
     Raises:
@@ -67,7 +67,7 @@ def place_of(url: str) -> Place:
         )
     kind = _KINDS[match["kind"] or "models"]
     revision = None if match["revision"] is None else unquote(match["revision"])
-    return Place(kind, match["repo"], revision, (match["path"] or "").strip("/"))
+    return HubPlace(kind, match["repo"], revision, (match["path"] or "").strip("/"))
 
 
 class Snapshot(NamedTuple):
@@ -118,7 +118,7 @@ class Hub:
     def __repr__(self) -> str:
         return "<Hub>"  # the token is a secret
 
-    def snapshot(self, place: Place, url: str) -> Snapshot:
+    def snapshot(self, place: HubPlace, url: str) -> Snapshot:
         """The commit of a revision, and its files.
 
         Raises:
@@ -136,7 +136,7 @@ class Hub:
                     log.debug("%s: commit %s, %d files", urls.shown(url), found.commit, len(found.files))
         return found
 
-    def _ask(self, place: Place, shown: str) -> Snapshot:
+    def _ask(self, place: HubPlace, shown: str) -> Snapshot:
         def ask() -> Any:
             return self._api.repo_info(place.repo, revision=place.revision, repo_type=place.kind)
 
@@ -176,7 +176,7 @@ class Hub:
             what = "this is a folder, not a file" if self.is_folder(url) else "there is no such file in the repository"
             raise missing_file(shown, f"{shown}: {what}, at commit {snapshot.commit}")
 
-        def resolve() -> Target:
+        def resolve() -> RequestTarget:
             from huggingface_hub import hf_hub_url
             from huggingface_hub.utils import build_hf_headers
 
@@ -184,7 +184,7 @@ class Hub:
                 place.repo, place.path, repo_type=place.kind, revision=snapshot.commit, endpoint=self._endpoint
             )
             headers = build_hf_headers(token=self._token, library_name="safeload", library_version=__version__)
-            return Target(web_url(address)[0], headers)
+            return RequestTarget(web_url(address)[0], headers)
 
         try:
             return HttpStore(shown, resolve, self._client)
@@ -195,7 +195,7 @@ class Hub:
         finally:
             del ours  # which refers to this frame
 
-    def _reason(self, place: Place, shown: str) -> Exception | None:
+    def _reason(self, place: HubPlace, shown: str) -> Exception | None:
         """Why a file is refused, in the Hub's own sentence: a gated repository may be listed, but not read."""
         try:
             self._api.auth_check(place.repo, repo_type=place.kind)
@@ -281,7 +281,7 @@ class Hub:
         self._forget(place)
         self.snapshot(place, url)
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: HubPlace) -> None:
         """Has the next question about a revision asked anew."""
         self._snapshots.pop((place.kind, place.repo, place.revision), None)
 

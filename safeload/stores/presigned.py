@@ -13,9 +13,9 @@ from ..base.forking import ProcessLock
 from ..errors import FormatError, RemoteError
 
 if TYPE_CHECKING:
-    from .fsspec_store import Handle
+    from .fsspec_store import FsspecHandle
     from .http import HttpStore
-    from .http_client import Client, Target
+    from .http_client import Client, RequestTarget
 
 # Seconds for which a URL is signed; when it has expired, which temporary credentials may do earlier, it is signed anew.
 _VALID = 3600
@@ -35,7 +35,7 @@ class Signer:
         self._client: Client | None = None
         self._making = ProcessLock()
 
-    def open(self, handle: Handle, place: str, shown: str) -> HttpStore | None:
+    def open(self, handle: FsspecHandle, place: str, shown: str) -> HttpStore | None:
         """Opens an object; None if that takes s3fs: it may also have a better error.
 
         Raises:
@@ -45,8 +45,8 @@ class Signer:
         if not self.works or not _signable(handle.fs):
             return None
 
-        def resolve() -> Target:
-            from .http_client import Target, web_url
+        def resolve() -> RequestTarget:
+            from .http_client import RequestTarget, web_url
 
             fs = handle.fs
             named = {key: value for key, value in _settings(fs, "req_kw").items() if key == "RequestPayer" and value}
@@ -54,7 +54,7 @@ class Signer:
             web, _ = web_url(url)
             signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
             headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
-            return Target(web, headers)
+            return RequestTarget(web, headers)
 
         try:
             from .http import HttpStore
@@ -66,7 +66,7 @@ class Signer:
             log.debug("%s: read by s3fs, as a signed URL was refused: %s", shown, type(error).__name__)
         return None
 
-    def _shared(self, handle: Handle) -> Client:
+    def _shared(self, handle: FsspecHandle) -> Client:
         from .http_client import Client
 
         with self._making.own:

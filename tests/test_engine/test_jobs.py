@@ -12,7 +12,7 @@ from safeload.base import dtypes
 from safeload.base.native import Error, check, ffi, lib
 from safeload.base.paths import native_path
 from safeload.engine.run import jobs
-from safeload.engine.run.job import Channels, Grid, Job, Origin
+from safeload.engine.run.job import Channels, Job, JobGrid, Origin
 from safeload.engine.run.memory import address_of
 from safeload.errors import FormatError, SafeloadError
 
@@ -52,7 +52,7 @@ def test_a_file_is_transposed_on_its_way(open_file, shape, target):
     handle = open_file(b"head" + x.tobytes())
     out = np.zeros(shape[::-1], target)
     size = out.dtype.itemsize
-    grid = Grid(*shape, (shape[1] * 2, 2, size, shape[0] * size))
+    grid = JobGrid(*shape, (shape[1] * 2, 2, size, shape[0] * size))
     job = Job(handle, 4, address_of(out), x.nbytes, number(source), number(target))
     assert run(job, grid) == x.nbytes
     np.testing.assert_array_equal(out, x.T.astype(target))
@@ -67,7 +67,7 @@ def test_columns_of_a_file_into_a_part_of_an_array(open_file, target):
     size = out.dtype.itemsize
     part = out[5:55, 10:210]
     job = Job(handle, 100 * 2, part.__array_interface__["data"][0], 50 * 200 * 2, number(np.float16), number(target))
-    run(job, Grid(50, 200, (800, 2, 300 * size, size)))
+    run(job, JobGrid(50, 200, (800, 2, 300 * size, size)))
     want = np.full((60, 300), -1, target)
     want[5:55, 10:210] = x[:, 100:300]
     np.testing.assert_array_equal(out, want)
@@ -78,7 +78,7 @@ def test_a_file_that_ends_within_a_grid(open_file):
     out = np.zeros((100, 5), np.uint16)
     job = Job(handle, 0, address_of(out), 1000, number(np.uint16), number(np.uint16))
     with pytest.raises(FormatError, match="999") as caught:
-        run(job, Grid(100, 5, (10, 2, 10, 2)))
+        run(job, JobGrid(100, 5, (10, 2, 10, 2)))
     assert caught.value.offset == 999
 
 
@@ -97,7 +97,7 @@ def test_grids_that_cannot_be(open_file, code, grid, size, fragment):
     out = np.zeros(100, np.uint8)
     row = dtypes.BY_CODE[code].number
     with pytest.raises(SafeloadError, match=fragment):
-        run(Job(handle, 0, address_of(out), size, row, row), Grid(*grid))
+        run(Job(handle, 0, address_of(out), size, row, row), JobGrid(*grid))
     assert not out.any()
 
 
@@ -148,7 +148,7 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
     source, target = dtypes.BY_CODE[source], dtypes.BY_CODE[target]
     x = np.arange(96).astype(source.name)
     out = np.zeros(4096, np.uint8)
-    grid = Grid(8, 12, (12 * source.block_bytes, source.block_bytes, target.block_bytes, 8 * target.block_bytes))
+    grid = JobGrid(8, 12, (12 * source.block_bytes, source.block_bytes, target.block_bytes, 8 * target.block_bytes))
     channels = Channels(12, 1, np.ones(12, np.float32))
     case = Case(ROWS, 4, (1, 8, 12))
     path = tmp_path / "written"

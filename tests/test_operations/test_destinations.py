@@ -612,7 +612,7 @@ def test_secrets_are_nowhere(model, s3, caplog, capsys):
     from safeload.operations.folders import destinations
 
     folder = destinations.of(destinations.where(url, s3))
-    runner = convert_folder.Runner(folder, s3)
+    runner = convert_folder.PieceRunner(folder, s3)
     written = contents(s3fs.S3FileSystem(**s3), f"{BUCKET}/secret", records=True).values()
     told = [plan, results, report, str(report), folder, folder.title, runner, *written]
     told += [pickle.dumps(one).decode("latin-1") for one in (plan, folder, runner)]

@@ -18,7 +18,7 @@ from safeload.base import dtypes
 from safeload.cli import main
 from safeload.models import choosing, reading
 from safeload.numpy import save_file
-from safeload.operations.sources.description import About
+from safeload.operations.sources.description import TensorDescription
 from safeload.operations.validate import schemas
 
 ARCHITECTURES = ROOT / "tests" / "data" / "architectures"
@@ -310,7 +310,10 @@ def test_names_of_deepseek_v3_take_seconds():
     config |= {"num_hidden_layers": 122, "num_nextn_predict_layers": 1}
     wanted = reading.built_in()["deepseek_v3"].expand(config, ["model.layers.122.eh_proj.weight"])
     row = dtypes.BY_NAME["bfloat16"]
-    known = {n: About(n, "bfloat16", w.shape, 2 * math.prod(w.shape), row, True, None, None) for n, w in wanted.items()}
+    known = {
+        n: TensorDescription(n, "bfloat16", w.shape, 2 * math.prod(w.shape), row, True, None, None)
+        for n, w in wanted.items()
+    }
     assert len(known) > 91_000
     started = time.process_time()  # what else runs on the machine takes none of it
     choice = choosing.choose(config, "safetensors", known.keys())

@@ -109,14 +109,14 @@ def test_folders_are_those_of_the_list_of_files(server, files):
 @pytest.mark.parametrize(
     ("url", "place"),
     [
-        ("hf://o/n", hub.Place("model", "o/n", None, "")),
-        ("hf://models/o/n/x", hub.Place("model", "o/n", None, "x")),
-        ("hf://datasets/o/n@v1.0/a/b.bin", hub.Place("dataset", "o/n", "v1.0", "a/b.bin")),
-        ("hf://spaces/o/n/", hub.Place("space", "o/n", None, "")),
-        ("hf://o/n@refs%2Fpr%2F1/x", hub.Place("model", "o/n", "refs/pr/1", "x")),
-        ("hf://o/n@refs/pr/1/x", hub.Place("model", "o/n", "refs/pr/1", "x")),
-        ("hf://o/n@refs/convert/parquet/x", hub.Place("model", "o/n", "refs/convert/parquet", "x")),
-        ("hf://o/n@feature%2Fa/x@2", hub.Place("model", "o/n", "feature/a", "x@2")),
+        ("hf://o/n", hub.HubPlace("model", "o/n", None, "")),
+        ("hf://models/o/n/x", hub.HubPlace("model", "o/n", None, "x")),
+        ("hf://datasets/o/n@v1.0/a/b.bin", hub.HubPlace("dataset", "o/n", "v1.0", "a/b.bin")),
+        ("hf://spaces/o/n/", hub.HubPlace("space", "o/n", None, "")),
+        ("hf://o/n@refs%2Fpr%2F1/x", hub.HubPlace("model", "o/n", "refs/pr/1", "x")),
+        ("hf://o/n@refs/pr/1/x", hub.HubPlace("model", "o/n", "refs/pr/1", "x")),
+        ("hf://o/n@refs/convert/parquet/x", hub.HubPlace("model", "o/n", "refs/convert/parquet", "x")),
+        ("hf://o/n@feature%2Fa/x@2", hub.HubPlace("model", "o/n", "feature/a", "x@2")),
     ],
 )
 def test_a_url_is_divided_as_by_huggingface_hub(url, place, server):

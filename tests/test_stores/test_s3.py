@@ -19,7 +19,7 @@ moto_server = pytest.importorskip("moto.server")
 from safeload import FormatError  # noqa: E402
 from safeload.errors import RemoteError, RemotePermissionError  # noqa: E402
 from safeload.stores import foreign_errors, retries, thread_group  # noqa: E402
-from safeload.stores.fsspec_store import FsspecStore, Handle  # noqa: E402
+from safeload.stores.fsspec_store import FsspecHandle, FsspecStore  # noqa: E402
 from safeload.stores.http import HttpStore  # noqa: E402
 from safeload.stores.presigned import Signer  # noqa: E402
 from safeload.stores.remote_files import RemoteFiles  # noqa: E402
@@ -87,7 +87,7 @@ def test_the_bytes_are_right_either_way(files, request):
 
 
 def test_both_ways_know_the_same_version(fs, options):
-    handle = Handle(fs, [])
+    handle = FsspecHandle(fs, [])
     assert RemoteFiles(options).open(FILE).version == FsspecStore(handle, FILE[5:], FILE).version
 
 
@@ -122,13 +122,13 @@ def test_a_version_of_an_object_is_read_by_its_id(fs, options):
 
 def test_a_signed_url_that_has_expired_is_made_anew(fs, options, monkeypatch):
     store, signed = RemoteFiles(options).open(FILE), []
-    sign = Handle.ask
+    sign = FsspecHandle.ask
 
     def ask(self, url, name, *arguments, **named):
         signed.append(name)
         return sign(self, url, name, *arguments, **named)
 
-    monkeypatch.setattr(Handle, "ask", ask)
+    monkeypatch.setattr(FsspecHandle, "ask", ask)
     expired = store._request
     refused = []
 

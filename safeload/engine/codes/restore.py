@@ -31,7 +31,7 @@ _F32 = dtypes.BY_CODE["F32"]
 _NOT_TERNARY = 3
 
 
-class Prepared:
+class CodeReader:
     """The codes of a range, prepared when the job runs: its scales are read, checked and combined only then.
 
     Args:
@@ -83,13 +83,13 @@ class Prepared:
         parts = {role: part for role, part in self._parts.items() if role != packing.CODES}
         return {role: (part.file, part.begin, part.end) for role, part in parts.items()}
 
-    def moved(self, addresses: Mapping[str, int]) -> Prepared:
+    def moved(self, addresses: Mapping[str, int]) -> CodeReader:
         """The same range, where parts of these roles are in memory."""
         parts = dict(self._parts)
         for role, address in addresses.items():
             part = parts[role]
             parts[role] = part._replace(file=None, begin=address, end=address + part.end - part.begin)
-        return Prepared(Packed(self._packed, parts), self._part, self._name, self._stored)
+        return CodeReader(Packed(self._packed, parts), self._part, self._name, self._stored)
 
     def prepare(self) -> dict[str, Any]:
         """The fields of an ``sl_packed``.
@@ -333,7 +333,7 @@ def restore_jobs(
             target,
             lib.SL_OP_RESTORE,
             origin=Origin(name, means.shape, owner),
-            packed=Prepared(Packed(means, parts), part, name),
+            packed=CodeReader(Packed(means, parts), part, name),
         )
 
 

@@ -14,7 +14,7 @@ from ...base.packing import CODES, Packed
 from ...base.text import subject
 from ..run import jobs
 from ..run.cast import astype
-from ..run.job import Channels, Grid, Job, Origin, moving
+from ..run.job import Channels, Job, JobGrid, Origin, moving
 from ..run.memory import address_of
 from ..run.weight_file import WeightFile
 from . import restore
@@ -50,7 +50,7 @@ class Source(NamedTuple):
         """Size of the tensor in bytes."""
         return self.row.nbytes(math.prod(self.shape))
 
-    def job(self, memory: int, target: int, *, grid: Grid | None = None) -> Job:
+    def job(self, memory: int, target: int, *, grid: JobGrid | None = None) -> Job:
         """The job that copies it to an address, converted to the dtype numbered ``target``."""
         op = moving(self.row.number, target, grid)
         return self._job(op, memory, target)._replace(grid=grid)

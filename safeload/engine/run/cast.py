@@ -11,7 +11,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, as_array, byteswapped, refuse_masked
 from ...base.native import lib
-from .job import Grid, Job, moving
+from .job import Job, JobGrid, moving
 from .jobs import Batch
 from .memory import address_of, private_array
 from .threads import check_threads
@@ -113,7 +113,7 @@ _LINE = 16
 _MAX_PLANES = 1 << 14
 
 
-class _Axis(NamedTuple):
+class _StridedAxis(NamedTuple):
     """One axis of a copy: number of elements, stride in bytes in the source and in the destination."""
 
     length: int
@@ -121,9 +121,9 @@ class _Axis(NamedTuple):
     target_stride: int
 
 
-def _merged_axes(array: Array, itemsize: int) -> list[_Axis]:
+def _merged_axes(array: Array, itemsize: int) -> list[_StridedAxis]:
     """The array's axes, innermost first, merged into as few as visit its elements in C order, the destination's."""
-    axes: list[_Axis] = []
+    axes: list[_StridedAxis] = []
     for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         if length == 1:
             continue
@@ -131,14 +131,14 @@ def _merged_axes(array: Array, itemsize: int) -> list[_Axis]:
             axes[-1] = axes[-1]._replace(length=axes[-1].length * length)
         else:
             target = axes[-1].length * axes[-1].target_stride if axes else itemsize
-            axes.append(_Axis(length, stride, target))
+            axes.append(_StridedAxis(length, stride, target))
     return axes
 
 
-def _take_plane(axes: list[_Axis]) -> tuple[_Axis, _Axis]:
+def _take_plane(axes: list[_StridedAxis]) -> tuple[_StridedAxis, _StridedAxis]:
     """Removes rows and columns from the axes: columns along the destination's memory if that fills cache lines."""
     while len(axes) < 2:
-        axes.append(_Axis(1, 0, 0))
+        axes.append(_StridedAxis(1, 0, 0))
     columns = axes.pop(0 if axes[0].length >= _LINE else axes.index(max(axes)))
     rows = axes.pop(axes.index(max(axes)))
     return rows, columns
@@ -162,7 +162,7 @@ def _jobs(array: Array, out: Array, source: int, target: int) -> list[Job]:
         planes = [(a + k * axis.stride, b + k * axis.target_stride) for k in range(axis.length) for a, b in planes]
     size = rows.length * columns.length * array.dtype.itemsize
     strides = rows.stride, columns.stride, rows.target_stride, columns.target_stride
-    grid = Grid(rows.length, columns.length, strides)
+    grid = JobGrid(rows.length, columns.length, strides)
     op = moving(source, target, grid)
     return [Job(None, a, b, size, source, target, op, grid) for a, b in planes]
 

@@ -132,7 +132,7 @@ class Fetch:
             if error.tensor is None:
                 error.tensor = _tensor_at(request, spans[0].offset if error.begin is None else error.begin)
             raise
-        ready: list[_Work] = []
+        ready: list[_FetchWork] = []
         with self._lock:
             for piece, begin, end in request:
                 piece.left -= end - begin
@@ -174,11 +174,11 @@ class _Piece:
 
     def __init__(self, file: WeightFile, begin: int, end: int, address: int = 0, name: str | None = None) -> None:
         self.file, self.begin, self.end, self.address, self.name = file, begin, end, address, name
-        self.works: list[_Work] = []
+        self.works: list[_FetchWork] = []
         self.left = end - begin
 
 
-class _Work:
+class _FetchWork:
     """A job that runs when its bytes are in staging memory.
 
     Attributes:
@@ -245,7 +245,7 @@ class _Window:
                 self.pieces.append(piece)
                 self.staged += -(-(place[2] - place[1]) // ALIGNMENT) * ALIGNMENT
             pieces[role] = piece
-        work = _Work(job, pieces)
+        work = _FetchWork(job, pieces)
         for piece in pieces.values():
             piece.works.append(work)
         self.works += 1

@@ -11,7 +11,7 @@ from .memory import address_of
 from .weight_file import WeightFile
 
 
-class Grid(NamedTuple):
+class JobGrid(NamedTuple):
     """One ``sl_grid``: a strided 2-D copy, whose elements are not contiguous on both sides.
 
     Attributes:
@@ -47,7 +47,7 @@ class Channels(NamedTuple):
         return self.number, self.inner, 0 if self.factors is None else address_of(self.factors)
 
 
-class Packed(Protocol):
+class PreparedCodes(Protocol):
     """Codes, and the numbers that they stand for: what becomes an ``sl_packed`` just before its job runs."""
 
     @property
@@ -61,7 +61,7 @@ class Packed(Protocol):
     def stored(self) -> Mapping[str, tuple[Any, int, int]]:
         """What `prepare` reads from files: by role the file, the first byte, and one past the last one."""
 
-    def moved(self, addresses: Mapping[str, int]) -> Packed:
+    def moved(self, addresses: Mapping[str, int]) -> PreparedCodes:
         """The same, where parts of these roles are in memory."""
 
     def prepare(self) -> Mapping[str, Any]:
@@ -108,10 +108,10 @@ class Job(NamedTuple):
     source: int = 0
     target: int = 0
     op: int = lib.SL_OP_COPY
-    grid: Grid | None = None
+    grid: JobGrid | None = None
     channels: Channels | None = None
     origin: Origin | None = None
-    packed: Packed | None = None
+    packed: PreparedCodes | None = None
 
     @property
     def files(self) -> list[WeightFile]:
@@ -122,7 +122,7 @@ class Job(NamedTuple):
         return files
 
 
-def moving(source: int, target: int, grid: Grid | None = None) -> int:
+def moving(source: int, target: int, grid: JobGrid | None = None) -> int:
     """The operation that moves values from one dtype to another: a strided 2-D copy if ``grid`` is given."""
     if grid is not None:
         return int(lib.SL_OP_GRID)

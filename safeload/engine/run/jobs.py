@@ -16,7 +16,7 @@ from ...base.text import subject
 from ...errors import RangeError
 from ...stores.local import LocalStore
 from ...stores.stop import current
-from .job import Channels, Grid, Job, Origin
+from .job import Channels, Job, JobGrid, Origin
 from .memory import address_of
 from .progress import Progress, reporter
 from .runner import JOB, Runner, struct_dtype
@@ -230,7 +230,7 @@ def _prepare(given: Sequence[Job], column: Array) -> list[Any]:
     return [table, packed]
 
 
-def _point_at(given: Sequence[Grid | Channels | None], column: Array, dtype: np.dtype[Any]) -> Array | None:
+def _point_at(given: Sequence[JobGrid | Channels | None], column: Array, dtype: np.dtype[Any]) -> Array | None:
     """Fills a column of jobs with addresses of their grids or channels, each described once.
 
     Returns:

@@ -21,7 +21,7 @@ _DENSE_PITCH = 4096
 _BLOCK = 1 << 20
 
 
-class _Axis(NamedTuple):
+class _SliceAxis(NamedTuple):
     """Selected positions of one axis, ascending: start, start + step, ... (length of them)."""
 
     start: int
@@ -39,7 +39,7 @@ def as_index(item: Any) -> int | None:
         return None
 
 
-def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[list[_Axis], tuple[Any, ...]]:
+def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[list[_SliceAxis], tuple[Any, ...]]:
     """The positions to read along each axis, and the index that turns the elements read into the requested array.
 
     Args:
@@ -57,12 +57,12 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[l
         raise IndexError("an index can only have a single ellipsis ('...')")
     if not any(item is Ellipsis for item in index):
         index = (*index, Ellipsis)
-    axes: list[_Axis] = []
+    axes: list[_SliceAxis] = []
     after: list[Any] = []
     for item in index:
         if item is Ellipsis:
             for size in shape[len(axes) : len(axes) + len(shape) - given]:
-                axes.append(_Axis(0, 1, size))
+                axes.append(_SliceAxis(0, 1, size))
                 after.append(slice(None))
         elif item is None:
             after.append(None)
@@ -70,16 +70,16 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[l
             start, stop, step = item.indices(shape[len(axes)])
             count = len(range(start, stop, step))
             if step > 0:
-                axes.append(_Axis(start, step, count))
+                axes.append(_SliceAxis(start, step, count))
                 after.append(slice(None))
             else:
-                axes.append(_Axis(start + (count - 1) * step if count else 0, -step, count))
+                axes.append(_SliceAxis(start + (count - 1) * step if count else 0, -step, count))
                 after.append(slice(None, None, -1))
         elif (position := as_index(item)) is not None:
             size = shape[len(axes)]
             if not -size <= position < size:
                 raise IndexError(f"index {position} is out of bounds for axis {len(axes)} with size {size}")
-            axes.append(_Axis(position % size, 1, 1))
+            axes.append(_SliceAxis(position % size, 1, 1))
             after.append(0)
         else:
             raise IndexError(
@@ -115,7 +115,7 @@ class _Run(NamedTuple):
     pitch: int
 
 
-def _runs(axes: list[_Axis], shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[_Run]:
+def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[_Run]:
     """The reads that cover the selected elements of a tensor in C order.
 
     Args:
@@ -182,7 +182,7 @@ def _read_dense(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
     begin: int,
-    axes: list[_Axis],
+    axes: list[_SliceAxis],
     origin: Origin,
 ) -> Array:
     """Selected elements of a tensor in C order."""
@@ -207,7 +207,7 @@ def _read_dense(
 
 
 def _read_strided(
-    file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_Axis], origin: Origin
+    file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_SliceAxis], origin: Origin
 ) -> Array:
     """Selected elements of a tensor with strides of its own."""
     # Sorted by stride, its axes are usually in C order, as those of a transposed matrix are. Axes of length 1 go last:

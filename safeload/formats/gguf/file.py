@@ -10,7 +10,7 @@ from ...base import log
 from ...base.paths import PathLike
 from ...base.text import clip, printable
 from ..metadata import as_texts
-from ..registry import Candidate, Content, Wanted
+from ..registry import Candidate, Content, OpenRequest
 from . import read as reading
 
 _ARCHITECTURE = "general.architecture"
@@ -18,7 +18,7 @@ _ARCHITECTURE = "general.architecture"
 _HUGGING_FACE_NAME = re.compile(r"^(model|transformer|lm_head|language_model)\.|\.(layers|h|layer)\.[0-9]", re.ASCII)
 
 
-def read(candidate: Candidate, wanted: Wanted) -> Content:
+def read(candidate: Candidate, wanted: OpenRequest) -> Content:
     """An open file with its table; see `read.read_table`."""
     candidate.file.table = reading.read_table(candidate.file)
     return Content(candidate.file)

@@ -23,7 +23,7 @@ from ...engine.run.threads import thread_count
 from ...engine.run.weight_file import WeightFile
 from ...errors import SafetensorError, unsaved
 from ...stores.local import LocalStore, with_room
-from ..registry import Candidate, Content, Wanted, explain
+from ..registry import Candidate, Content, OpenRequest, explain
 from .header import Header, text
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _open_file(text: str, loaded: Any, brief: bool) -> WeightFile:
     return WeightFile(text, LocalStore(text, opened, brief=brief), Table(pointer(loaded.table)))
 
 
-def read(candidate: Candidate, wanted: Wanted) -> Content:
+def read(candidate: Candidate, wanted: OpenRequest) -> Content:
     """An open file with its table, for a file that the C core does not open itself.
 
     Raises:

@@ -13,7 +13,7 @@ from ...base.text import show
 from ...errors import LimitError, TensorNotFoundError, UnsupportedError
 from ..unpickle.machine import Foreign, Global, Inert
 from ..unpickle.numpy_globals import NumpyArray, NumpyDtype
-from .globals import Storage, Tensor
+from .globals import PickledTensor, Storage
 
 # Deepest nesting. Real files have about 10 levels, three for each module of a pickled network; repr and json fail at
 # about 1,000.
@@ -46,7 +46,7 @@ CYCLE = "<cycle>"
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _NOTHING = object()
 
-TENSORS = frozenset((Tensor, NumpyArray))
+TENSORS = frozenset((PickledTensor, NumpyArray))
 
 # A step (key or index) and the value that it leads to.
 Link = tuple[Any, Any]
@@ -282,7 +282,7 @@ class Tree:
             level = below
         return [*found[:most], *(["..."] if len(found) > most else [])]
 
-    def tensors(self, root: Any = None) -> Iterator[tuple[str, Tensor | NumpyArray]]:
+    def tensors(self, root: Any = None) -> Iterator[tuple[str, PickledTensor | NumpyArray]]:
         """Each name and its tensor, in the order of the pickle.
 
         Args:

@@ -39,7 +39,7 @@ class Storage:
         return self.count * self.type.itemsize
 
 
-class Tensor:
+class PickledTensor:
     """A tensor as described by the pickle, unchecked.
 
     Attributes:
@@ -104,7 +104,7 @@ def _tensor(args: tuple[Any, ...], dtype: Global | None, pending: Any) -> Any:
         return Inert(storage.name, (storage,))
     if type(storage) is not Storage:
         raise Fault(f"a tensor's first argument must be a storage, found {describe(storage)}")
-    return Tensor(storage, offset, shape, strides, dtype, pending)
+    return PickledTensor(storage, offset, shape, strides, dtype, pending)
 
 
 def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
@@ -114,7 +114,7 @@ def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
 
 def _rebuild_tensor_v2(args: tuple[Any, ...]) -> Any:
     if len(args) == 6 and type(args[0]) is Storage:  # what torch writes, without steps on the way
-        return Tensor(args[0], args[1], args[2], args[3], None, None)
+        return PickledTensor(args[0], args[1], args[2], args[3], None, None)
     _arity(args, 6, 7, "_rebuild_tensor_v2")
     return _tensor(args, None, args[6] if len(args) > 6 else None)
 
@@ -129,7 +129,7 @@ def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
 
 def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
     _arity(args, 3, 4, "_rebuild_parameter")
-    if type(args[0]) not in (Tensor, Inert):
+    if type(args[0]) not in (PickledTensor, Inert):
         raise Fault(f"a parameter's first argument must be a tensor, found {describe(args[0])}")
     return args[0]
 

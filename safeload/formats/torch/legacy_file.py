@@ -16,7 +16,7 @@ from typing import Any
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError
-from ..registry import Candidate, Content, Wanted
+from ..registry import Candidate, Content, OpenRequest
 from ..unpickle import run as unpickler
 from ..unpickle.machine import Fault, describe
 from ..unpickle.run import TruncatedError, Unpickled, unpickle
@@ -52,12 +52,12 @@ def pickle_at(file: WeightFile, offset: int, storages: dict[str, Storage] | None
         size *= 8
 
 
-def read(candidate: Candidate, wanted: Wanted) -> Content:
+def read(candidate: Candidate, wanted: OpenRequest) -> Content:
     """An open file with its table; see `read_table`."""
     return content_of(candidate.file, wanted, lambda wanted: read_table(candidate.file, wanted))
 
 
-def read_table(file: WeightFile, wanted: Wanted) -> Made:
+def read_table(file: WeightFile, wanted: OpenRequest) -> Made:
     """The tensors of a file.
 
     Raises:

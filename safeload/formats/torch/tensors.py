@@ -17,13 +17,13 @@ from ...base.listed_table import ListedTable, Listing
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError
-from ..registry import Content, Wanted
+from ..registry import Content, OpenRequest
 from ..unpickle.machine import Global, describe
 from ..unpickle.numpy_arrays import Arrays
 from ..unpickle.numpy_globals import NumpyArray
 from ..unpickle.run import ADVICE, Unpickled
 from .flatten import Tree
-from .globals import Storage, Tensor
+from .globals import PickledTensor, Storage
 
 # numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
 MAX_RANK = 64
@@ -46,7 +46,7 @@ class Made(NamedTuple):
     names: list[str]
 
 
-def content_of(file: WeightFile, wanted: Wanted, read: Callable[[Wanted], Made]) -> Content:
+def content_of(file: WeightFile, wanted: OpenRequest, read: Callable[[OpenRequest], Made]) -> Content:
     """The result of a reader of pickles. An error recommends ``unknown_globals="inert"`` only if that works."""
     try:
         with paused(file.size):  # an object or so for each byte of a pickle
@@ -61,7 +61,7 @@ def content_of(file: WeightFile, wanted: Wanted, read: Callable[[Wanted], Made])
     return Content(file, made.beside, made.names)
 
 
-def _helps(read: Callable[[Wanted], Made], wanted: Wanted) -> bool:
+def _helps(read: Callable[[OpenRequest], Made], wanted: OpenRequest) -> bool:
     try:
         return bool(read(wanted).names)
     except (SafeloadError, OSError):
@@ -70,7 +70,7 @@ def _helps(read: Callable[[Wanted], Made], wanted: Wanted) -> bool:
 
 def make_table(
     found: Unpickled,
-    wanted: Wanted,
+    wanted: OpenRequest,
     path: str,
     locate: Callable[[Storage], int],
     *,
@@ -117,7 +117,7 @@ def make_table(
     return Made(table, arrays.beside(), list(listings))
 
 
-def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int]) -> Listing:
+def _place(name: str, tensor: PickledTensor, path: str, locate: Callable[[Storage], int]) -> Listing:
     """Checks one tensor against its storage and describes it."""
     storage, offset = tensor.storage, tensor.offset
     type_ = tensor.dtype or storage.type
@@ -164,7 +164,7 @@ def _place(name: str, tensor: Tensor, path: str, locate: Callable[[Storage], int
     return _listing(name, row, shape, begin, end, None if plain else steps, path)
 
 
-def _plain_count(tensor: Tensor) -> int:
+def _plain_count(tensor: PickledTensor) -> int:
     """The number of elements of a tensor in C order, as nearly all are; 0 where anything is unusual about it."""
     shape, strides, offset = tensor.shape, tensor.strides, tensor.offset
     if type(shape) is not tuple or type(strides) is not tuple or not len(shape) == len(strides) <= MAX_RANK:
@@ -206,7 +206,7 @@ def _listing(
     return Listing(name, row, shape, begin, end, strides)
 
 
-def _row(name: str, tensor: Tensor, type_: Global, path: str) -> dtypes.Dtype:
+def _row(name: str, tensor: PickledTensor, type_: Global, path: str) -> dtypes.Dtype:
     """The row of a tensor's dtype."""
     if type_.code is None:
         raise UnsupportedError(

@@ -17,7 +17,7 @@ from typing import Any
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
-from ..registry import Candidate, Content, Wanted
+from ..registry import Candidate, Content, OpenRequest
 from ..unpickle import run as unpickler
 from ..unpickle.run import Unpickled, unpickle
 from ..zip import Archive
@@ -44,12 +44,12 @@ def _is_script(archive: Archive, prefix: str) -> bool:
     return any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries)
 
 
-def read(candidate: Candidate, wanted: Wanted) -> Content:
+def read(candidate: Candidate, wanted: OpenRequest) -> Content:
     """An open file with its table; see `read_table`."""
     return content_of(candidate.file, wanted, lambda wanted: read_table(candidate.archive, candidate.file, wanted))
 
 
-def read_table(archive: Archive, file: WeightFile, wanted: Wanted) -> Made:
+def read_table(archive: Archive, file: WeightFile, wanted: OpenRequest) -> Made:
     """The tensors of an archive.
 
     Raises:
@@ -80,7 +80,7 @@ def read_table(archive: Archive, file: WeightFile, wanted: Wanted) -> Made:
     return _make_table(archive, file, wanted, found, lambda storage: f"{prefix}data/{storage.key}", prefix)
 
 
-def _read_package(archive: Archive, file: WeightFile, wanted: Wanted, top: str) -> Made:
+def _read_package(archive: Archive, file: WeightFile, wanted: OpenRequest, top: str) -> Made:
     def entry_of(storage: Storage) -> str:
         return torch_package.entry_of(archive, storage, top)
 
@@ -91,7 +91,7 @@ def _read_package(archive: Archive, file: WeightFile, wanted: Wanted, top: str) 
 def _make_table(
     archive: Archive,
     file: WeightFile,
-    wanted: Wanted,
+    wanted: OpenRequest,
     found: Unpickled,
     entry_of: Callable[[Storage], str],
     prefix: str,

@@ -29,10 +29,10 @@ _64_BITS = (1 << 64) - 1
 _LINEAR = 9
 
 # The watched tables, by the id of their dict or set.
-Watched = dict[int, "Table"]
+Watched = dict[int, "KeyTable"]
 
 
-class Table:
+class KeyTable:
     """The occupied slots of a dict or set: Objects/dictobject.c, Objects/setobject.c.
 
     Args:
@@ -138,7 +138,7 @@ def _watch(items: Any, key: Any, watched: Watched) -> None:
     if table is None:
         if not predictable or len(items) < MAX_UNWATCHED:
             return
-        table = watched[id(items)] = Table(items)
+        table = watched[id(items)] = KeyTable(items)
     table.add(key, known=type(items) is set and key in items)
 
 

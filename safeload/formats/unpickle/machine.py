@@ -101,7 +101,7 @@ class Fault(Exception):  # noqa: N818 - becomes a FormatError or `kind` once the
         self.kind = kind
 
 
-class Stop(Exception):  # noqa: N818 - not an error
+class PickleEnd(Exception):  # noqa: N818 - not an error
     """The pickle's end."""
 
 

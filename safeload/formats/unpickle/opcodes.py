@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import LimitError, UnsupportedError
 from .keys import add, put
-from .machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, Machine, Stop, describe
+from .machine import MAX_INT_BYTES, Built, Fault, Foreign, Inert, Machine, PickleEnd, describe
 
 _U16, U32, _U64 = (struct.Struct(f"<{code}").unpack_from for code in "HIQ")
 _I32, _F64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
@@ -54,7 +54,7 @@ def _frame(m: Machine) -> None:
 
 @_op(b".")
 def _stop(m: Machine) -> None:
-    raise Stop
+    raise PickleEnd
 
 
 # ---- the stack and the memo ----

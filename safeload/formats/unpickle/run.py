@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ...base.gc_pause import paused
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
-from .machine import NEAR, Fault, Global, Machine, Stop, describe
+from .machine import NEAR, Fault, Global, Machine, PickleEnd, describe
 from .opcodes import OPCODES, U32
 
 # 50 times the opcodes of the largest known real file (400,000). Each allocates at most 216 bytes (an empty set) beyond
@@ -227,7 +227,7 @@ def _run(machine: Machine, path: str, base: int | None) -> Any:
                     OPCODES[code](machine)
                     stack, at = machine.stack, machine.at
         raise LimitError(f"{path}: a pickle of more than {MAX_OPCODES} opcodes")
-    except Stop:
+    except PickleEnd:
         if marks or len(stack) != 1:
             raise FormatError("the pickle stops with values left on its stack", path, place(at)) from None
         return stack[0]

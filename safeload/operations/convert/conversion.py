@@ -11,10 +11,10 @@ from ...base.selecting import Patterns
 from ...models.layout import Layout
 from ...packed import codes_without_scale
 from ..folders.shards import config_with
-from ..quantize.checkpoint import Model, Planned, Rules, Summary
+from ..quantize.checkpoint import ModelRules, Planned, Rules, Summary
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
-from ..sources.description import About
+from ..sources.description import TensorDescription
 from .decisions import Decision
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -58,7 +58,7 @@ class Conversion:
         format: str,
     ) -> None:
         self._catalog = catalog
-        model = Model.of(catalog)
+        model = ModelRules.of(catalog)
         tied = {} if rules is None or some.names is not None else model.tied_heads()
         chosen = dict.fromkeys(catalog.choose(some.names, some.only, some.drop, [*tied, *catalog.ignored]))
         self._abouts = {name: catalog.about(name) for name in chosen if name in catalog}
@@ -118,7 +118,7 @@ class Conversion:
                 decisions[head] = self._decide(embedding, about)
         return decisions
 
-    def _planned(self, name: str, about: About) -> Planned:
+    def _planned(self, name: str, about: TensorDescription) -> Planned:
         """The decision about one tensor, recorded for `summary`."""
         assert self._rules is not None
         planned = self._rules.plan(name, about)
@@ -139,7 +139,7 @@ class Conversion:
             decisions[name] = Decision(tuple(planned.names), planned.row.code, scheme, kept, planned.entry)
         return decisions
 
-    def _decide(self, name: str, about: About) -> Decision:
+    def _decide(self, name: str, about: TensorDescription) -> Decision:
         row = about.row
         planned = None if self._rules is None else self._planned(name, about)
         kept = None if planned is None else planned.reason or None
@@ -159,7 +159,7 @@ class Conversion:
         return Decision((name,), None if same else row.code, kept=kept)
 
 
-def _about_of(planned: Stack) -> About:
+def _about_of(planned: Stack) -> TensorDescription:
     """Describes a tensor that is stacked when it is written."""
     row, shape = planned.row, planned.shape
-    return About(planned.entry.name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
+    return TensorDescription(planned.entry.name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)

@@ -33,7 +33,7 @@ from .copying import Copies, CopyWriter, copies_of, files_of
 from .old_config import cured, may_hold_codes, warn_of_old
 from .outputs import reporting
 from .planning import planned
-from .preparing import ConvertOptions, Wanted, catalog_of, prepare, wanted_of
+from .preparing import ConvertOptions, ConvertRequest, catalog_of, prepare, wanted_of
 
 # Options that leave tensors of the source out.
 _CHOOSING = ("names", "only", "drop", "layout")
@@ -236,7 +236,7 @@ def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
 
 
 def _copied(
-    copies: Copies, wanted: Wanted, overwrite: bool, in_place: bool, threads: int | None, progress: Progress
+    copies: Copies, wanted: ConvertRequest, overwrite: bool, in_place: bool, threads: int | None, progress: Progress
 ) -> ConvertReport:
     """Writes tensors that are only copied or cast."""
     path, folder = wanted.path, wanted.folder
@@ -302,7 +302,7 @@ def _in_pieces(
     plan, folder = planned(src, dst, overwrite, resume, options)
     sizes = [piece["nbytes"] for piece in plan.pieces]
     own = options.get("storage_options")
-    run = convert_folder.Runner(folder, own)
+    run = convert_folder.PieceRunner(folder, own)
     with ExitStack() as stack:
         for place in {piece["folder"]: run.folder_of(piece) for piece in plan.pieces}.values():
             stack.enter_context(place.undone())

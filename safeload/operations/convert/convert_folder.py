@@ -68,7 +68,7 @@ def run(
     }
 
 
-class Runner:
+class PieceRunner:
     """`run` with the store and the options of this process. A pickle leaves out the secrets, as a plan does.
 
     Args:
@@ -81,7 +81,7 @@ class Runner:
         self._storage_options = storage_options
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Runner, (self._folder, None)  # pieces have the public ones
+        return PieceRunner, (self._folder, None)  # pieces have the public ones
 
     def folder_of(self, piece: Mapping[str, Any]) -> Folder:
         """The folder of a piece."""
@@ -203,7 +203,7 @@ def complete(
     """
     plan = Plan(plan)
     check_version(plan)
-    runner = Runner(folder, None)
+    runner = PieceRunner(folder, None)
     places = {bare_name(field(piece, "file", str)): runner.folder_of(piece) for piece in plan.pieces}
     ids = {field(piece, "file", str): field(piece, "id", str) for piece in plan.pieces}
     done = {field(one, "file", str): one for one in results if isinstance(one, Mapping) and one.get("plan") == plan.id}

@@ -22,7 +22,7 @@ from ...formats.safetensors.quantized import pack
 from ...stores.files import Location
 from ..folders.shards import config_with, shard_bounds
 from ..sources.catalog import Catalog
-from .preparing import Wanted, extras_for, metadata_for
+from .preparing import ConvertRequest, extras_for, metadata_for
 
 
 class Copies(NamedTuple):
@@ -61,7 +61,7 @@ class Copies(NamedTuple):
         )
 
 
-def copies_of(catalog: Catalog, wanted: Wanted) -> Copies | None:
+def copies_of(catalog: Catalog, wanted: ConvertRequest) -> Copies | None:
     """The conversion, if all tensors are plain and are only copied or cast; None if any of them needs more.
 
     Raises:

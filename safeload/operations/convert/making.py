@@ -24,7 +24,7 @@ from ..folders.shards import Output
 from ..quantize.quantize import Rounding, quantize_source
 from ..quantize.stack import fill, plan
 from ..sources.catalog import Catalog
-from ..sources.description import About
+from ..sources.description import TensorDescription
 from .decisions import Decision
 from .outputs import Scratch, itself, lazy_part, not_none
 
@@ -136,7 +136,7 @@ class Maker:
             scales = Lazy(scale[0], scale[1], lambda: not_none(make().scale))
         return LazyQuantized(scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), scales, axis)
 
-    def _packed(self, name: str, about: About) -> LazyPacked:
+    def _packed(self, name: str, about: TensorDescription) -> LazyPacked:
         """A packed tensor, as it is stored."""
         place = self._catalog.place(name)
         packed = None if place.file is None else place.file.table.packed(place.number)
@@ -155,7 +155,7 @@ class Maker:
         parts = {role: Lazy(part.dtype, part.shape, partial(itself, part)) for role, part in value.roles.items()}
         return LazyPacked(means, value.names, parts)
 
-    def _kept(self, name: str, about: About) -> LazyQuantized:
+    def _kept(self, name: str, about: TensorDescription) -> LazyQuantized:
         """A quantized tensor, unchanged."""
 
         def make() -> QuantizedTensor:

@@ -18,7 +18,7 @@ from ...engine.codes.source import Source, of_array
 from ...engine.read.plan import Entry
 from ...errors import FormatError
 from ...loading.adapter import Adapter, Weighted, listed, opened
-from ...loading.adapter_base import Target, check_floating, model_type_of, of_file
+from ...loading.adapter_base import AdapterTarget, check_floating, model_type_of, of_file
 from ...loading.adapter_experts import Apart
 from ...loading.adapter_fit import Fit
 from ...loading.adapter_heads import Heads, heads_of
@@ -27,7 +27,7 @@ from ...loading.merged import warn_of_untied
 from ...models.tied import untied
 from ...stores.local import check_unchanged
 from ..sources.catalog import Catalog
-from ..sources.description import About
+from ..sources.description import TensorDescription
 from ..sources.plan import field, texts
 from ..sources.sources import files_of, identified, in_memory, source_of
 
@@ -50,7 +50,7 @@ class _Base:
         """The shape of a tensor of the catalog."""
         return tuple(Catalog.about(self._catalog, name).shape)
 
-    def target(self, name: str) -> Target:
+    def target(self, name: str) -> AdapterTarget:
         """A tensor of the catalog; one in memory is read whole where it is quantized."""
         origin, file, index = self._catalog.place(name)
         if file is not None:
@@ -61,7 +61,7 @@ class _Base:
             check_floating(name, about.row, None)
         work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
         read: Callable[[Any], Array] = partial(_rows, self._catalog, name, work)
-        return Target(name, about.shape, None if about.quantized else about.row, work, read, about.quantized)
+        return AdapterTarget(name, about.shape, None if about.quantized else about.row, work, read, about.quantized)
 
 
 def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
@@ -115,13 +115,13 @@ class MergedCatalog(Catalog):
         if name in self._merge:
             self._merge.target_row(name, None)
 
-    def about(self, name: str) -> About:
+    def about(self, name: str) -> TensorDescription:
         """Describes a tensor; blocks that an adapter changes have become numbers."""
         about = super().about(name)
         if name not in self._merge or about.packed or not (about.quantized or about.row.packed):
             return about
         row = dtypes.BY_CODE["F32"]
-        return About(name, row.name, about.shape, row.nbytes(math.prod(about.shape)), row, True)
+        return TensorDescription(name, row.name, about.shape, row.nbytes(math.prod(about.shape)), row, True)
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
         """A tensor as a source of jobs."""

@@ -25,7 +25,7 @@ from ..sources.plan import Plan, piece_of
 from ..sources.sources import Sources, location_as_plain, source_of
 from .decisions import runs_of
 from .old_config import cured, may_hold_codes
-from .preparing import ConvertOptions, Prepared, Wanted, prepare, wanted_of
+from .preparing import ConvertOptions, ConvertRequest, Prepared, prepare, wanted_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -147,7 +147,7 @@ def _repeatable(options: ConvertOptions) -> ConvertOptions:
     return found  # type: ignore[return-value]
 
 
-def _plan(prepared: Prepared, wanted: Wanted, folder: Folder, overwrite: bool, resume: bool, call: str) -> Plan:
+def _plan(prepared: Prepared, wanted: ConvertRequest, folder: Folder, overwrite: bool, resume: bool, call: str) -> Plan:
     sources = Sources(prepared.catalog, "a conversion in pieces")
     options = _options(wanted)
     shards = divide(prepared.outputs, wanted.limit)
@@ -210,7 +210,7 @@ def _id_of(value: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
 
 
-def _options(wanted: Wanted) -> dict[str, Any]:
+def _options(wanted: ConvertRequest) -> dict[str, Any]:
     """The options that make one plan differ from another, as plain data."""
     plain: dict[str, Any] = {**wanted.options, "max_shard_size": wanted.limit}
     plain["adapters"] = _adapters_of(plain.get("adapters"))
@@ -269,7 +269,7 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
     return pairs
 
 
-def _config(prepared: Prepared, wanted: Wanted, *, in_place: bool) -> dict[str, Any] | None:
+def _config(prepared: Prepared, wanted: ConvertRequest, *, in_place: bool) -> dict[str, Any] | None:
     """Where the configuration comes from, and what `finalize` changes in it.
 
     Args:

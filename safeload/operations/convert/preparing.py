@@ -56,7 +56,7 @@ class ConvertOptions(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
 
 
-class Wanted(NamedTuple):
+class ConvertRequest(NamedTuple):
     """The checked options of a conversion.
 
     Attributes:
@@ -76,7 +76,7 @@ class Wanted(NamedTuple):
     options: ConvertOptions
 
 
-def wanted_of(dst: Destination, options: ConvertOptions) -> Wanted:
+def wanted_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     """Checks the options that need no source.
 
     Raises:
@@ -93,7 +93,7 @@ def wanted_of(dst: Destination, options: ConvertOptions) -> Wanted:
     format = _format_of(place, options)
     folder = None if most is None and not place.files.remote else of(place)
     limit = parse_size(USUAL_SIZE if most is None else most, "max_shard_size")
-    return Wanted(place.shown, format, folder, limit, target, options)
+    return ConvertRequest(place.shown, format, folder, limit, target, options)
 
 
 class Prepared(NamedTuple):
@@ -126,7 +126,9 @@ class Prepared(NamedTuple):
         return sum(output.nbytes for output in self.outputs.values())
 
 
-def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, threads: int | None = None) -> Prepared:
+def prepare(
+    stack: ExitStack, src: Given | Sequence[Given], wanted: ConvertRequest, threads: int | None = None
+) -> Prepared:
     """Opens the sources, and decides.
 
     Args:
@@ -151,7 +153,7 @@ def prepare(stack: ExitStack, src: Given | Sequence[Given], wanted: Wanted, thre
         return _prepared(catalog, wanted, rules, threads)
 
 
-def _prepared(catalog: Catalog, wanted: Wanted, rules: Rules | None, threads: int | None) -> Prepared:
+def _prepared(catalog: Catalog, wanted: ConvertRequest, rules: Rules | None, threads: int | None) -> Prepared:
     options, format = wanted.options, wanted.format
     keep, layout = options.get("keep"), options.get("layout")
     some = Some(options.get("names"), options.get("only"), options.get("drop"))
@@ -197,7 +199,7 @@ def _of_mlx(catalog: Catalog, name: str) -> bool:
     return packed is not None and packed.packing.family == MLX
 
 
-def extras_for(catalog: Catalog, wanted: Wanted) -> dict[str, Location]:
+def extras_for(catalog: Catalog, wanted: ConvertRequest) -> dict[str, Location]:
     """Other files to copy into the folder that a conversion makes, by name."""
     folder = catalog.folder if wanted.options.get("extras", True) and wanted.folder is not None else None
     return {} if folder is None else extras_of(folder)
@@ -272,7 +274,7 @@ def _check_rename(name: str, new: str, output: Output) -> None:
         )
 
 
-def metadata_for(catalog: Catalog, wanted: Wanted) -> Mapping[Any, Any]:
+def metadata_for(catalog: Catalog, wanted: ConvertRequest) -> Mapping[Any, Any]:
     """The metadata of the result: that of the sources, with what the caller adds, replaces and removes.
 
     Raises:

@@ -120,7 +120,7 @@ class StoreFolder:
 
     def open_shard(self, name: str) -> WeightFile:
         """See `Folder`."""
-        wanted = registry.Wanted((registry.SAFETENSORS,), files=self._store)
+        wanted = registry.OpenRequest((registry.SAFETENSORS,), files=self._store)
         return registry.open_file(self._url(name), wanted).file
 
     def same_file(self, name: str, other: Location) -> bool:

@@ -23,7 +23,7 @@ from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import is_remote
 from ..sources import executors, plan, sources
 from ..sources.catalog import Catalog, Given
-from ..sources.description import About
+from ..sources.description import TensorDescription
 from ..sources.executors import Executor
 from . import diff_columns
 from .diff_report import DiffReport, TensorDiff
@@ -213,7 +213,7 @@ def run(
         return {"tensors": {name: plan.as_plain(one) for name, one in found.items()}}
 
 
-def _dtype(about: About) -> str:
+def _dtype(about: TensorDescription) -> str:
     return "int8 with scale" if about.scheme == INT8 else about.dtype
 
 
@@ -296,7 +296,7 @@ class _Values:
         return found.dequantize(threads=threads) if isinstance(found, QuantizedTensor) else found
 
 
-def _encoded(about: About) -> bool:
+def _encoded(about: TensorDescription) -> bool:
     """Whether a tensor is decoded to float32 when it is read, or of a dtype that weights do not have."""
     return about.element is None or about.element.packed
 

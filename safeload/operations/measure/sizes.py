@@ -13,10 +13,10 @@ from ...base.scheme import SCHEMES, usual_axis
 from ...engine.codes.quantized_tensor import storage_of
 from ...errors import UnsupportedError
 from ...models.schema import Schema
-from ..quantize.checkpoint import Model, Rules, check_restorable, heads_to_quantize
+from ..quantize.checkpoint import ModelRules, Rules, check_restorable, heads_to_quantize
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog, Given
-from ..sources.description import About
+from ..sources.description import TensorDescription
 
 #: The dtypes that sizes are given for.
 DTYPES = ("float32", "float16", "bfloat16")
@@ -51,7 +51,7 @@ class _Kind(NamedTuple):
     """
 
     name: str
-    about: About
+    about: TensorDescription
     number: int
 
 
@@ -74,7 +74,7 @@ def sizes(source: Given) -> Sizes:
         4352
     """
     with Catalog.of(source) as catalog:
-        model = Model.of(catalog)
+        model = ModelRules.of(catalog)
         kinds = _kinds(catalog, model.schema)
         stored = sum(kind.number * kind.about.nbytes for kind in kinds)
         if catalog.codes or catalog.unknown():

@@ -26,7 +26,7 @@ from ...models.choosing import choose
 from ...models.schema import Schema
 from ...models.tied import absent_heads
 from ..sources.catalog import Catalog, Given
-from ..sources.description import About
+from ..sources.description import TensorDescription
 from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests
 
 #: Names of matrices that engines want in full precision: lookup tables, and tensors that are small or scale others.
@@ -101,7 +101,7 @@ class Planned(NamedTuple):
     already: bool = False
 
 
-class Model(NamedTuple):
+class ModelRules(NamedTuple):
     """What the roles of tensors are derived from: embedding, head, norm.
 
     Attributes:
@@ -117,7 +117,7 @@ class Model(NamedTuple):
     architecture: str = ""
 
     @classmethod
-    def of(cls, catalog: Catalog) -> Model:
+    def of(cls, catalog: Catalog) -> ModelRules:
         """The model of a catalog."""
         names = dict.fromkeys(catalog).keys()
         choice = choose(catalog.config, catalog.format, names)
@@ -155,7 +155,7 @@ class Rules:
         self._keep = keep if callable(keep) else None
         self._patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
 
-    def plan(self, name: str, about: About) -> Planned:
+    def plan(self, name: str, about: TensorDescription) -> Planned:
         """Decides about one tensor: the first reason that applies leaves it unquantized."""
         shape, scheme = about.shape, about.scheme
         if not about.floating and scheme is None:
@@ -195,7 +195,7 @@ class Rules:
         return None if pattern is None else f"matches {pattern}"
 
 
-def heads_to_quantize(model: Model, rules: Rules, about: Callable[[str], About]) -> dict[str, str]:
+def heads_to_quantize(model: ModelRules, rules: Rules, about: Callable[[str], TensorDescription]) -> dict[str, str]:
     """Tied heads that are quantized although no file has them: name of the head to name of its embedding."""
     found = {}
     for head, embedding in model.tied_heads().items():
@@ -282,7 +282,7 @@ class _Tensor(NamedTuple):
     """
 
     origin: str
-    about: About
+    about: TensorDescription
     source: Source | None
 
 
@@ -313,7 +313,7 @@ class _Work:
         self._result = QuantizedDict()
         self._tensors = {name: self._find(name) for name in catalog}
         self._before = sum(tensor.about.nbytes for tensor in self._tensors.values())
-        model = Model.of(catalog)
+        model = ModelRules.of(catalog)
         rules.schema = model.schema
         if tie_lm_head:
             heads = heads_to_quantize(model, rules, lambda name: self._tensors[name].about)

@@ -12,7 +12,7 @@ from ...base.arrays import Array, as_array
 from ...base.text import subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ..sources.catalog import Catalog, Given
-from .checkpoint import Model
+from .checkpoint import ModelRules
 
 
 class QuantizationError(NamedTuple):
@@ -83,7 +83,7 @@ def quantization_error(
     if isinstance(source, np.ndarray):
         raise ValueError(f"an array is compared with a QuantizedTensor, not with a {type(quantized).__name__}")
     with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as made:
-        tied = Model.of(originals).tied_heads()
+        tied = ModelRules.of(originals).tied_heads()
         names = {name: tied.get(name, name) for name in made if made.about(name).quantized}
         originals.check(names.values())
         originals.refuse_codes(names.values(), "quantization_error")

@@ -19,7 +19,7 @@ from ...engine.read.delivery import refuse_own_files
 from ...engine.read.load import parse_target
 from ...engine.run import jobs
 from ...engine.run.cast import target_array
-from ...engine.run.job import Grid
+from ...engine.run.job import JobGrid
 from ...engine.run.jobs import Batch
 from ...engine.run.memory import address_of, overlapping, private_array
 from ...engine.run.progress import Progress
@@ -27,7 +27,7 @@ from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError
 from ...models.layout import LAYER, Layout, StackedTensor
 from ..sources.catalog import Catalog, Given
-from ..sources.description import About
+from ..sources.description import TensorDescription
 
 # Most digits of a layer number: ``int`` itself refuses texts of more than 4300.
 _MAX_DIGITS = 18
@@ -153,7 +153,7 @@ def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> Stacked
 # ---- plan ----
 
 
-def plan(known: Mapping[str, About], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
+def plan(known: Mapping[str, TensorDescription], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
     """Plans what `fill` makes, and checks every name and shape.
 
     Raises:
@@ -169,7 +169,7 @@ def plan(known: Mapping[str, About], layout: Layout, target: dtypes.Dtype | None
     return [_plan_one(entry, known, found.get(entry.source), counts, target) for entry in layout.tensors]
 
 
-def _layers_of(known: Mapping[str, About], entry: StackedTensor) -> set[int]:
+def _layers_of(known: Mapping[str, TensorDescription], entry: StackedTensor) -> set[int]:
     """The numbers of the layers that match an entry.
 
     Raises:
@@ -199,7 +199,7 @@ def _clipped(name: str) -> str:
 
 def _plan_one(
     entry: StackedTensor,
-    known: Mapping[str, About],
+    known: Mapping[str, TensorDescription],
     layers: set[int] | None,
     counts: Mapping[str, int],
     target: dtypes.Dtype | None,
@@ -256,7 +256,7 @@ def _plan_one(
     return Stack(entry, names, first.shape, (len(names), *layer) if entry.stacked else layer, rows[0])
 
 
-def _result_row(name: str, known: About, target: dtypes.Dtype | None) -> dtypes.Dtype:
+def _result_row(name: str, known: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
     if target is not None and (known.row.floating or known.scheme is not None):
         return target
     if known.scheme is not None or known.row.packed:
@@ -285,7 +285,7 @@ def fill(
     for planned, array in wanted:
         size = math.prod(planned.layer) * array.dtype.itemsize
         begin = batch.into(array)
-        grid: Grid | None = None
+        grid: JobGrid | None = None
         for k, name in enumerate(planned.names):
             origin = _convertible(catalog.source(name), planned.row, threads)
             if origin.size == 0:
@@ -293,7 +293,7 @@ def fill(
             element, item = origin.row.block_bytes, array.dtype.itemsize
             if planned.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
                 rows, columns = planned.layer
-                grid = Grid(rows, columns, (columns * element, element, item, rows * item))
+                grid = JobGrid(rows, columns, (columns * element, element, item, rows * item))
             batch.add(origin.job(begin + k * size, planned.row.number, grid=grid))
     batch.run(threads=threads, progress=progress)
 

@@ -36,10 +36,10 @@ from ...packed import codes_without_scale
 from ...packed.codes_without_scale import Codes
 from ...packed.packed_group import Stored
 from ...stores.places import Located, is_located
-from .description import About, about_value, stored_as
+from .description import TensorDescription, about_value, stored_as
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Location of a tensor.
 
     Attributes:
@@ -152,7 +152,7 @@ class Catalog:
         self._owned.close()
 
     @cached_property
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, TensorPlace]:
         return _places_of(self._origins)
 
     def __iter__(self) -> Iterator[str]:
@@ -194,7 +194,7 @@ class Catalog:
             tensors = self.checkpoints[0].entries()
             return tensors if tensors.plain else None
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> TensorPlace:
         """Where a tensor of the catalog is."""
         return self._places[name]
 
@@ -231,7 +231,7 @@ class Catalog:
 
     # ---- one tensor ----
 
-    def about(self, name: str) -> About:
+    def about(self, name: str) -> TensorDescription:
         """Describes a tensor without reading it.
 
         Raises:
@@ -243,16 +243,18 @@ class Catalog:
         unknown = file.table.unknown.get(file.table.names[index]) if file.table.unknown else None
         if unknown is not None:
             begin, end = file.table.byte_range(index)
-            return About(name, unknown.label, unknown.shape, end - begin, file.table.row(index), False, unknown.label)
+            return TensorDescription(
+                name, unknown.label, unknown.shape, end - begin, file.table.row(index), False, unknown.label
+            )
         row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
         packed = file.table.packed(index)
         if packed is not None:
             label = packed.packing.label
-            return About(name, label, shape, packed.nbytes, row, False, label, None, True)
+            return TensorDescription(name, label, shape, packed.nbytes, row, False, label, None, True)
         nbytes = row.nbytes(math.prod(shape))
         if scale is not None:
-            return About(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
-        return About(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
+            return TensorDescription(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
+        return TensorDescription(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
         """Refuse to read tensors of ggml types that this version does not know.
@@ -442,13 +444,13 @@ def has_names(given: Any) -> TypeGuard[Given]:
     return isinstance(given, (str, os.PathLike, Mapping, Catalog)) or is_located(given)
 
 
-def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, Place]:
-    places: dict[str, Place] = {}
+def _places_of(origins: Sequence[Checkpoint | Mapping[str, Any]]) -> dict[str, TensorPlace]:
+    places: dict[str, TensorPlace] = {}
     for origin in origins:
         if isinstance(origin, Checkpoint):
-            found = {name: Place(origin, file, index) for name, file, index in origin.entries()}
+            found = {name: TensorPlace(origin, file, index) for name, file, index in origin.entries()}
         else:
-            found = dict.fromkeys(origin, Place(origin))
+            found = dict.fromkeys(origin, TensorPlace(origin))
         twice = next((name for name in found if name in places), None) if places else None
         if twice is not None:
             raise SafeloadError(f"tensor {show(twice)} is in both {places[twice].title} and {found[twice].title}")

@@ -14,7 +14,7 @@ from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 
 
-class About(NamedTuple):
+class TensorDescription(NamedTuple):
     """Description of a tensor, available before it is read.
 
     Attributes:
@@ -67,7 +67,7 @@ def stored_as(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
     return dtypes.BY_NAME.get(array.dtype.name), array.shape
 
 
-def about_value(name: str, value: Any) -> About:
+def about_value(name: str, value: Any) -> TensorDescription:
     """Describes a tensor in memory.
 
     Raises:
@@ -78,12 +78,14 @@ def about_value(name: str, value: Any) -> About:
     if isinstance(value, QuantizedTensor):
         if value.packing is not None:
             row = dtypes.BY_NAME[value.data.dtype.name]
-            return About(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, None, True)
+            return TensorDescription(
+                name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, None, True
+            )
         row = row_of(value.scheme)
-        return About(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
+        return TensorDescription(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
     array = as_array(value, name)
     found = dtypes.BY_NAME.get(array.dtype.name)
     # Packed elements take a byte each in memory, unlike in any file.
     element = None if found is None or found.packed else found
     floating = found is not None and found.floating
-    return About(name, dtypes.shown(array.dtype), array.shape, array.nbytes, element, floating)
+    return TensorDescription(name, dtypes.shown(array.dtype), array.shape, array.nbytes, element, floating)

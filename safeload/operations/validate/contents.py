@@ -8,11 +8,11 @@ from typing import NamedTuple
 from ...models.schema import Schema
 from ..measure.stats import TensorStats, measure
 from ..sources.catalog import Catalog
-from ..sources.description import About
+from ..sources.description import TensorDescription
 from . import files, values
 from .findings import ERROR, Finding, ValidationReport
 from .names import Quantized
-from .settings import Settings
+from .settings import CheckSettings
 
 
 class Model(NamedTuple):
@@ -25,7 +25,7 @@ class Model(NamedTuple):
         schema: the schema, None without one.
     """
 
-    known: Mapping[str, About]
+    known: Mapping[str, TensorDescription]
     codes: frozenset[str]
     quantized: Quantized | None
     schema: Schema | None
@@ -48,7 +48,7 @@ class Contents:
         limits: those of the settings.
     """
 
-    def __init__(self, catalog: Catalog, wanted: Settings) -> None:
+    def __init__(self, catalog: Catalog, wanted: CheckSettings) -> None:
         self._catalog = catalog
         self._wanted = wanted
         self.limits = wanted.limits
@@ -111,6 +111,6 @@ def check_contents(
     report.add(finding for finding in tied if finding is not None)
 
 
-def readable(names: Sequence[str], known: Mapping[str, About], bad: set[str]) -> list[str]:
+def readable(names: Sequence[str], known: Mapping[str, TensorDescription], bad: set[str]) -> list[str]:
     """The tensors whose statistics are wanted: a second error about a packed one with bad scales would say the same."""
     return [name for name in names if not (name in bad and known[name].packed)]

@@ -78,7 +78,7 @@ def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
 # ---- CRC-32 ----
 
 
-class Entry(NamedTuple):
+class FileEntry(NamedTuple):
     """One entry of an archive.
 
     Attributes:
@@ -106,7 +106,7 @@ class Entry(NamedTuple):
         return self.info.method == STORED
 
 
-def entries_of(catalog: Catalog) -> list[Entry]:
+def entries_of(catalog: Catalog) -> list[FileEntry]:
     """All entries of the files that are zip archives, compressed ones last.
 
     Raises:
@@ -116,7 +116,7 @@ def entries_of(catalog: Catalog) -> list[Entry]:
     return sorted(entries, key=lambda entry: not entry.stored)
 
 
-def faults_of(entries: Sequence[Entry], threads: int | None) -> list[str | None]:
+def faults_of(entries: Sequence[FileEntry], threads: int | None) -> list[str | None]:
     """The fault of each entry whose bytes do not have its CRC-32, or cannot be read; None for good ones."""
     stored = [entry for entry in entries if entry.stored]
     nbytes = sum(entry.info.packed for entry in stored)
@@ -124,7 +124,7 @@ def faults_of(entries: Sequence[Entry], threads: int | None) -> list[str | None]
     return [*in_order(_fault_of, stored, threads, nbytes), *(_fault_of(entry) for entry in entries if not entry.stored)]
 
 
-def crc_finding(entry: Entry, fault: str) -> Finding:
+def crc_finding(entry: FileEntry, fault: str) -> Finding:
     """The finding about the fault of an entry."""
     name = entry.info.name
     more = f" (with {len(entry.tensors) - 1} more tensors)" if len(entry.tensors) > 1 else ""
@@ -133,7 +133,7 @@ def crc_finding(entry: Entry, fault: str) -> Finding:
 
 
 @contextmanager
-def reopened(location: Location, identity: tuple[Any, ...], names: Sequence[str]) -> Iterator[list[Entry]]:
+def reopened(location: Location, identity: tuple[Any, ...], names: Sequence[str]) -> Iterator[list[FileEntry]]:
     """Opens an archive, for some of its entries by name; what tensors they hold is not looked up.
 
     Args:
@@ -151,10 +151,10 @@ def reopened(location: Location, identity: tuple[Any, ...], names: Sequence[str]
         unknown = next((name for name in names if name not in archive.entries), None)
         if unknown is not None:
             raise FormatError(f"the archive has no entry {show(unknown)}", file.path)
-        yield [Entry(archive, file, archive.entries[name], archive.locate(name), []) for name in names]
+        yield [FileEntry(archive, file, archive.entries[name], archive.locate(name), []) for name in names]
 
 
-def _entries(opened: WeightFile, format: str | None) -> Iterator[Entry]:
+def _entries(opened: WeightFile, format: str | None) -> Iterator[FileEntry]:
     """The entries of a file that is a zip archive."""
     # Compressed arrays have been unpacked into a temporary file.
     unpacked = format == "npz" and not _is_zip(opened)
@@ -172,7 +172,7 @@ def _entries(opened: WeightFile, format: str | None) -> Iterator[Entry]:
             tensors = [tensor for _, _, tensor in ranges[first:last]]
         else:
             tensors = [tensor for tensor in (name.removesuffix(".npy"),) if opened.table.find(tensor) >= 0]
-        yield Entry(archive, file, info, begin, tensors)
+        yield FileEntry(archive, file, info, begin, tensors)
     archive.check_overlap()
 
 
@@ -180,7 +180,7 @@ def _is_zip(file: WeightFile) -> bool:
     return is_zip(file.read_at(0, 4))
 
 
-def _fault_of(entry: Entry) -> str | None:
+def _fault_of(entry: FileEntry) -> str | None:
     """The fault of an entry, None if it is good."""
     info = entry.info
     found = 0

@@ -273,7 +273,7 @@ class ValidationReport:
         }
 
 
-class Group(NamedTuple):
+class FindingGroup(NamedTuple):
     """Findings that say the same of different tensors: of the layers, and of several kinds of tensors.
 
     Attributes:
@@ -300,18 +300,18 @@ class Group(NamedTuple):
         return f"{text}: {listed}" + (f" and {rest:,} other names" if rest > 0 else "")
 
 
-def gather(findings: Sequence[Finding]) -> list[Group]:
+def gather(findings: Sequence[Finding]) -> list[FindingGroup]:
     """The findings to show, in order; four and more that say the same of different tensors are one group."""
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         said = "" if finding.tensor is None else _DETAILS.sub("#", finding.message)
         alike.setdefault((finding.code, said), []).append(finding)
-    groups: list[Group] = []
+    groups: list[FindingGroup] = []
     for same in alike.values():
         if len(same) < _GATHERED_FROM:
-            groups += map(Group, same)
+            groups += map(FindingGroup, same)
         else:
-            groups.append(Group(same[0], same[1:]))
+            groups.append(FindingGroup(same[0], same[1:]))
     return groups
 
 

@@ -17,9 +17,9 @@ from ..sources.plan import check_version, field, piece_of, texts
 from ..sources.sources import Sources, file_as_plain, file_of, groups, opened
 from . import files
 from .contents import Contents, readable
-from .files import Entry
+from .files import FileEntry
 from .findings import Finding, Limits
-from .settings import Settings, settings
+from .settings import CheckSettings, settings
 
 _OPERATION = "validate"
 
@@ -40,9 +40,9 @@ class Gathered(Contents):
         pairs: tied heads, each with its embedding.
     """
 
-    def __init__(self, catalog: Catalog, wanted: Settings, names: Sequence[str], pairs: Mapping[str, str]) -> None:
+    def __init__(self, catalog: Catalog, wanted: CheckSettings, names: Sequence[str], pairs: Mapping[str, str]) -> None:
         super().__init__(catalog, wanted)
-        self._entries: list[Entry] = []
+        self._entries: list[FileEntry] = []
         self._unreadable: list[Exception] = []
         try:
             self._entries = files.entries_of(catalog)
@@ -103,7 +103,7 @@ def _got(result: Mapping[str, Any], key: str, name: str | None = None) -> Any:
 _Planned = tuple[dict[str, Any], int, Sequence[Any]]
 
 
-def _entry_pieces(entries: Sequence[Entry]) -> Iterator[_Planned]:
+def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[_Planned]:
     sizes = {k: entry.info.packed for k, entry in enumerate(entries)}
     for group in groups(sizes, lambda k: entries[k].file):
         archives: dict[str, list[Any]] = {}
@@ -115,7 +115,9 @@ def _entry_pieces(entries: Sequence[Entry]) -> Iterator[_Planned]:
         yield piece, sum(sizes[k] for k in group), group
 
 
-def _value_pieces(catalog: Catalog, wanted: Settings, names: Sequence[str], sources: Sources) -> Iterator[_Planned]:
+def _value_pieces(
+    catalog: Catalog, wanted: CheckSettings, names: Sequence[str], sources: Sources
+) -> Iterator[_Planned]:
     sizes = {name: catalog.about(name).nbytes for name in names}
     for group in groups(sizes, sources.file_of):
         int8 = [name for name in group if catalog.about(name).scheme == INT8]
@@ -210,7 +212,7 @@ _CHECKS = {"archives": _check_archives, "values": _check_values, "tied": _check_
 
 
 def gathered(
-    catalog: Catalog, wanted: Settings, names: Sequence[str], pairs: Mapping[str, str], executor: Executor
+    catalog: Catalog, wanted: CheckSettings, names: Sequence[str], pairs: Mapping[str, str], executor: Executor
 ) -> Contents:
     """Reads everything in pieces.
 

@@ -13,7 +13,7 @@ from ...base.text import plural
 from ...models.schema import NUMBER, Schema
 from ...packed.codes_without_scale import Codes
 from ...packed.config import quantization_of
-from ..sources.description import About
+from ..sources.description import TensorDescription
 from .findings import Finding, error, note, warning
 
 # Parts of a name that precede a layer number, for models without a schema. Other numbers, as in torch's Sequential,
@@ -38,7 +38,7 @@ _PART = re.compile(
 )
 
 
-def check_sizes(tensors: Mapping[str, About], schema: Schema | None = None) -> Iterator[Finding]:
+def check_sizes(tensors: Mapping[str, TensorDescription], schema: Schema | None = None) -> Iterator[Finding]:
     """Checks for no tensors at all, and for tensors without elements, or without axes that the schema gives them."""
     if not tensors:
         yield error("model.empty", None, "there are no tensors")
@@ -77,7 +77,7 @@ class Quantized(NamedTuple):
 def quantized_parts(
     config: Mapping[str, Any] | None,
     schema: Schema | None,
-    tensors: Mapping[str, About],
+    tensors: Mapping[str, TensorDescription],
     codes: Mapping[str, Codes],
 ) -> Quantized | None:
     """Finds the tensors that are parts of quantized weights; None if there are none.
@@ -129,7 +129,7 @@ def _last(name: str) -> str:
 # ---- without a schema ----
 
 
-def check_layers(tensors: Mapping[str, About], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
+def check_layers(tensors: Mapping[str, TensorDescription], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
     """Checks for holes in the layer numbers, and for layers that lack tensors that the other layers have.
 
     Args:
@@ -171,7 +171,7 @@ def check_layers(tensors: Mapping[str, About], modules: frozenset[str] = frozens
 
 
 def check_dtypes(
-    tensors: Mapping[str, About], config: Mapping[str, Any] | None, quantized: Quantized | None = None
+    tensors: Mapping[str, TensorDescription], config: Mapping[str, Any] | None, quantized: Quantized | None = None
 ) -> Iterator[Finding]:
     """Checks for tensors whose dtype differs between layers, and for a config dtype that no tensor has."""
     groups: dict[str, list[str]] = {}

@@ -37,7 +37,7 @@ from ...models.schema import Schema
 from ...stores.json_file import read_if_there
 from ...stores.places import Located, places_of
 from ..sources.catalog import Catalog, Given
-from ..sources.description import About
+from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, Executor
 from ..sources.sources import check_paths, in_memory
 from . import files, holes, schemas
@@ -45,7 +45,7 @@ from . import names as naming
 from .contents import Contents, Model, check_contents
 from .findings import Finding, Limits, ValidationReport, error, warning
 from .gathering import gathered
-from .settings import Settings, settings
+from .settings import CheckSettings, settings
 
 # Codes of the findings about files that cannot be opened.
 _REFUSALS = (
@@ -177,7 +177,7 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
     return params if len(slices) < 2 else None
 
 
-def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], wanted: Settings) -> ValidationReport:
+def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], wanted: CheckSettings) -> ValidationReport:
     """`validate` for a path or a URL, which ``open`` opens."""
     (place,), where = places_of([path])
     text = where.shown(place)
@@ -203,7 +203,7 @@ def validate_path(path: PathLike | Located, open: Callable[[], Checkpoint], want
 
 
 def _validate_array(
-    x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, wanted: Settings
+    x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, wanted: CheckSettings
 ) -> ValidationReport:
     report = ValidationReport(ARRAY)
     refuse_masked(x, "the array")
@@ -218,7 +218,7 @@ def _validate_array(
     return _validate_tensors(report, catalog, wanted._replace(choose=False, schema=None))
 
 
-def _validate_tensors(report: ValidationReport, catalog: Catalog, wanted: Settings) -> ValidationReport:
+def _validate_tensors(report: ValidationReport, catalog: Catalog, wanted: CheckSettings) -> ValidationReport:
     started = time.perf_counter()
     chosen = frozenset(wanted.selection.of(list(catalog)))
     try:
@@ -230,7 +230,7 @@ def _validate_tensors(report: ValidationReport, catalog: Catalog, wanted: Settin
     return report
 
 
-def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset[str], wanted: Settings) -> None:
+def _check_tensors(report: ValidationReport, catalog: Catalog, chosen: frozenset[str], wanted: CheckSettings) -> None:
     """Runs all checks of the tensors of a catalog, and adds their findings to the report.
 
     A file that cannot be read any more ends the checks with a finding.
@@ -308,7 +308,9 @@ def _unreadable(problem: Exception) -> Finding:
     return error("file.read", None, one_line(problem))
 
 
-def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, About]) -> dict[str, str]:
+def _tied_pairs(
+    schema: Schema, config: Mapping[str, Any] | None, known: Mapping[str, TensorDescription]
+) -> dict[str, str]:
     """Tied heads that are present along with their embedding: name of the head to name of the embedding."""
     try:
         wanted = schema.expand(config, known.keys())
@@ -317,7 +319,7 @@ def _tied_pairs(schema: Schema, config: Mapping[str, Any] | None, known: Mapping
     return {w.name: w.tied for w in wanted.values() if w.tied is not None and w.name in known and w.tied in known}
 
 
-def _check_unknown(about: About) -> Finding:
+def _check_unknown(about: TensorDescription) -> Finding:
     """The finding about a tensor of an unknown ggml type, whose bytes end where the next tensor or the file does."""
     if about.nbytes == 0 and 0 not in about.shape:
         message = f"{about.dtype} tensor {list(about.shape)} has no bytes: the file is truncated, or an offset is wrong"

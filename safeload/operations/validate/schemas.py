@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ...base.text import plural, show
 from ...models.choosing import Choice, Inner
-from ...models.schema import PLACEHOLDER, PREFIX, Found, Schema, Wanted
-from ..sources.description import About
+from ...models.schema import PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
+from ..sources.description import TensorDescription
 from .findings import Finding, error, note, warning
 from .names import Quantized, module_of
 
@@ -40,7 +40,7 @@ class Comparison(NamedTuple):
 def check_schema(
     choice: Choice,
     config: Mapping[str, Any] | None,
-    tensors: Mapping[str, About],
+    tensors: Mapping[str, TensorDescription],
     *,
     quantized: Quantized | None = None,
     inner: Inner | None = None,
@@ -96,7 +96,9 @@ def check_schema(
     return Comparison(findings, len(found))
 
 
-def _mostly_absent(wanted: Mapping[str, Wanted], tensors: Mapping[str, About], modules: frozenset[str]) -> bool:
+def _mostly_absent(
+    wanted: Mapping[str, ExpectedTensor], tensors: Mapping[str, TensorDescription], modules: frozenset[str]
+) -> bool:
     """Whether more than half of the required tensors are missing."""
     required = [w.name for w in wanted.values() if w.required and module_of(w.name) not in modules]
     return 2 * sum(name in tensors for name in required) < len(required)
@@ -108,7 +110,10 @@ def fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
 
 
 def _check_missing(
-    choice: Choice, wanted: Mapping[str, Wanted], tensors: Mapping[str, About], modules: frozenset[str]
+    choice: Choice,
+    wanted: Mapping[str, ExpectedTensor],
+    tensors: Mapping[str, TensorDescription],
+    modules: frozenset[str],
 ) -> Iterator[Finding]:
     """Missing tensors; a layer that lacks all of them, and a tensor that all layers lack, are reported once."""
     required = [w for w in wanted.values() if w.required and (choice.complete or w.entry.role != "head")]
@@ -149,11 +154,11 @@ class _Layer(NamedTuple):
     number: int
 
 
-def _layer_of(wanted: Wanted) -> _Layer | None:
+def _layer_of(wanted: ExpectedTensor) -> _Layer | None:
     return None if wanted.layer is None else _Layer(wanted.stack, wanted.layer)
 
 
-def _remaining(tensors: Sequence[Wanted], gone: set[_Layer]) -> dict[str, Counter[_Layer]]:
+def _remaining(tensors: Sequence[ExpectedTensor], gone: set[_Layer]) -> dict[str, Counter[_Layer]]:
     """For each entry of a schema: how many of its tensors are in which of the layers that are not ``gone``."""
     found: dict[str, Counter[_Layer]] = {}
     for w in tensors:
@@ -166,8 +171,8 @@ def _remaining(tensors: Sequence[Wanted], gone: set[_Layer]) -> dict[str, Counte
 def _check_unexpected(
     choice: Choice,
     config: Mapping[str, Any] | None,
-    wanted: Mapping[str, Wanted],
-    tensors: Mapping[str, About],
+    wanted: Mapping[str, ExpectedTensor],
+    tensors: Mapping[str, TensorDescription],
     quantized: Quantized | None,
     inner: Inner | None,
 ) -> Iterator[Finding]:
@@ -215,13 +220,13 @@ def _check_unexpected(
         yield note("schema.unchecked", others[0], f"{message} {plural(len(others), 'other tensor')} were not")
 
 
-def _is_written_by_gptq(name: str, tensors: Mapping[str, About]) -> bool:
+def _is_written_by_gptq(name: str, tensors: Mapping[str, TensorDescription]) -> bool:
     """Whether this is a bias of a GPTQ weight: early writers store one for every layer."""
     weight = tensors.get(f"{module_of(name)}.weight")
     return name.endswith(".bias") and weight is not None and weight.packed and weight.dtype.startswith("gptq")
 
 
-def _why_unexpected(known: Found, schema: Schema) -> str:
+def _why_unexpected(known: SchemaMatch, schema: Schema) -> str:
     """What is wrong with a tensor of the schema that a model with this config does not have."""
     entry = known.entry
     if entry.architectures:
@@ -234,7 +239,7 @@ def _why_unexpected(known: Found, schema: Schema) -> str:
     return "is a duplicate of a tensor under another name"
 
 
-def _heads_of(choice: Choice, wanted: Mapping[str, Wanted]) -> Callable[[str], bool]:
+def _heads_of(choice: Choice, wanted: Mapping[str, ExpectedTensor]) -> Callable[[str], bool]:
     """A function that tells whether a tensor that the schema lacks belongs to a head.
 
     If the schema describes only a part of the model, everything outside of that part is a head. Otherwise the name

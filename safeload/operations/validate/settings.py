@@ -15,7 +15,7 @@ from ..sources.executors import Executor, check_executor
 from .findings import Limits
 
 
-class Settings(NamedTuple):
+class CheckSettings(NamedTuple):
     """The checked arguments of `validate`.
 
     Attributes:
@@ -55,7 +55,7 @@ def settings(
     threads: int | None = None,
     progress: Progress = None,
     histogram: bool = False,
-) -> Settings:
+) -> CheckSettings:
     """Checks the arguments of `validate`.
 
     Raises:
@@ -67,7 +67,9 @@ def settings(
     check_executor(executor)
     selection = Selection(only, drop)
     found = read_config(config)
-    return Settings(found, asked, schema == "auto", bounds, values, selection, executor, threads, progress, histogram)
+    return CheckSettings(
+        found, asked, schema == "auto", bounds, values, selection, executor, threads, progress, histogram
+    )
 
 
 def read_config(config: PathLike | Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -21,7 +21,7 @@ from ...engine.read.tensors import packed_of
 from ...packed.gptq import wrapped_zeros, zeros_disagree
 from ..measure.stats import TensorStats
 from ..sources.catalog import Catalog
-from ..sources.description import About
+from ..sources.description import TensorDescription
 from .findings import Finding, Limits, error, note, warning
 
 # Largest relative difference between a float32 scale and the expected one: two roundings.
@@ -34,7 +34,7 @@ _NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
 _NORM_WORDS = {"ln", "rms"}
 
 
-def is_norm(name: str, known: About, role: str | None) -> bool:
+def is_norm(name: str, known: TensorDescription, role: str | None) -> bool:
     """Whether a tensor holds the weights of a norm, by its role in the schema or else by its name."""
     if role is not None or len(known.shape) > 1:
         return role == "norm"
@@ -45,7 +45,7 @@ def is_norm(name: str, known: About, role: str | None) -> bool:
 
 def check_values(
     stats: Mapping[str, TensorStats],
-    tensors: Mapping[str, About],
+    tensors: Mapping[str, TensorDescription],
     limits: Limits,
     skip: Collection[str],
     *,

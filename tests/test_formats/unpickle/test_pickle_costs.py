@@ -257,7 +257,7 @@ def test_an_element_may_come_twice_in_a_set_also_in_a_large_one():
 
 
 def test_the_table_has_the_steps_that_cpython_has():
-    table = pickle_keys.Table({})
+    table = pickle_keys.KeyTable({})
     for key in range(1000):
         table.add(key)
     assert table._steps == 1000  # in order: each finds its slot free
