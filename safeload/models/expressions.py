@@ -8,8 +8,8 @@
 - ``starts(key, gated)``: 1 if a string begins with the word;
 - ``times(key, 64)``: the product with a number that may have a fraction, rounded towards 0.
 
-The grammar is a subset of Python's: ``ast`` parses, and only the nodes listed here are evaluated. A schema may come from
-an untrusted source.
+The grammar is a subset of Python's. ``ast`` parses, and only the nodes of this list are evaluated: a schema may come
+from an untrusted source.
 """
 
 from __future__ import annotations
