@@ -48,7 +48,7 @@ class AtomicFile:
         digest: gets what `write` writes; None for none.
 
     Attributes:
-        identity: of the complete file, from `seal` on.
+        identity: of the complete file, after `seal`.
     """
 
     identity: Identity | None = None
@@ -164,13 +164,14 @@ class AtomicFile:
         When many files are put in place together, each holds a descriptor only while it is written.
         """
         with self._naming():
-            self._close()
+            self._close(identify=True)
 
-    def _close(self) -> None:
+    def _close(self, identify: bool = False) -> None:
         if self._descriptor >= 0:
             if self._durable and self._temporary is not None:
                 os.fsync(self._descriptor)
-            self.identity = identity_of(os.fstat(self._descriptor))
+            if identify:
+                self.identity = identity_of(os.fstat(self._descriptor))
             os.close(self._take_descriptor())
 
     def __enter__(self) -> AtomicFile:
