@@ -4,10 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders.conversions import at_once, on_an_executor, planned, resumed
 
 import safeload
 from safeload.engine.run.atomic_file import AtomicFile
@@ -19,25 +19,6 @@ NEW = {name: np.ones((8, 8), np.float32) for name in OLD}
 BAD = {**NEW, "z.w": np.full((8, 8), np.inf, np.float32)}
 SIZE = 600  # two tensors a shard
 POSIX = pytest.mark.skipif(os.name == "nt", reason="not on Windows")
-
-
-def at_once(src, dst, **options):
-    safeload.convert(src, dst, **options)
-
-
-def resumed(src, dst, **options):
-    safeload.convert(src, dst, resume=True, **options)
-
-
-def on_an_executor(src, dst, **options):
-    with ThreadPoolExecutor(2) as pool:
-        safeload.convert(src, dst, executor=pool, **options)
-
-
-def planned(src, dst, **options):
-    plan = safeload.plan_convert(src, dst, **options)
-    safeload.finalize(json.loads(json.dumps(plan)), map(safeload.run_piece, plan.pieces))
-
 
 WAYS = pytest.mark.parametrize("way", [at_once, resumed, on_an_executor, planned])
 

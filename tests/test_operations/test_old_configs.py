@@ -4,10 +4,10 @@ import json
 import logging
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders.conversions import at_once, on_an_executor, planned, resumed
 from builders.paths import DATA
 
 import safeload
@@ -16,25 +16,6 @@ from safeload.numpy import load_file, save_file
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 OLD = {"model_type": "llama", "torch_dtype": "bfloat16", "quantization_config": GPTQ}
 NEW = {"l.0.weight": np.ones((8, 8), np.float32), "l.1.ids": np.arange(4), "l.1.mask": np.ones(4, bool)}
-
-
-def at_once(src, dst, **options):
-    safeload.convert(src, dst, **options)
-
-
-def resumed(src, dst, **options):
-    safeload.convert(src, dst, resume=True, **options)
-
-
-def on_an_executor(src, dst, **options):
-    with ThreadPoolExecutor(2) as pool:
-        safeload.convert(src, dst, executor=pool, **options)
-
-
-def planned(src, dst, **options):
-    plan = json.loads(json.dumps(safeload.plan_convert(src, dst, **options)))
-    safeload.finalize(plan, map(safeload.run_piece, plan["pieces"]))
-
 
 WAYS = pytest.mark.parametrize("way", [at_once, resumed, on_an_executor, planned])
 
