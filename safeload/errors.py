@@ -140,6 +140,20 @@ class TensorNotFoundError(SafeloadError, KeyError):
         return str(self.args[0])
 
 
+class UnsupportedDtypeError(SafeloadError, KeyError):
+    """A tensor has a dtype that safetensors lacks. Also a KeyError, which safetensors raises for torch."""
+
+    __str__ = SafeloadError.__str__
+
+
+class InvalidDeviceError(SafeloadError, RuntimeError, ValueError):
+    """The ``device`` argument names no device. Also a RuntimeError, which torch raises."""
+
+
+class MissingDeviceError(UnsupportedError, RuntimeError):
+    """This machine, or this build of torch, lacks the device. Also a RuntimeError, which torch raises."""
+
+
 class _MissingFileError(FileNotFoundError):
     """``FileNotFoundError`` with the message of safetensors, which its tests assert, and advice behind it.
 

@@ -51,7 +51,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     except ImportError as error:
         if error.name not in ("distributed", "dask"):
             raise  # it is installed, and broken
-        raise SafeloadError("--dask needs Dask, which is not installed: pip install 'safeload[dask]'") from None
+        raise SafeloadError("--dask needs Dask, which is not installed: pip install distributed") from None
     found = _address_in(address) if _is_file(address) else address
     _try(found)
     with _quiet(), Client(found, timeout=_TIMEOUT, set_as_default=False) as client:

@@ -1,20 +1,16 @@
-"""The error where an optional library is not installed."""
+"""The error for an optional library that is not installed."""
 
 from __future__ import annotations
 
 
 def not_installed(error: ImportError, package: str, title: str) -> ImportError:
-    """What to raise when a library cannot be imported.
+    """Return the error to raise after an import failed: how to install the library, or ``error`` if it is broken.
 
     Args:
-        error: the error of its import.
-        package: its name, which is also that of safeload's module for it and of the extra that installs it.
-        title: what people call it.
-
-    Returns:
-        An error with the command to type if the library is missing; otherwise ``error``: it is there, but broken.
+        package: name of the library and of safeload's module for it.
+        title: the library's name in prose, such as "PyTorch".
     """
     if error.name != package:
         return error
-    message = f"safeload.{package} needs {title}, which is not installed: pip install 'safeload[{package}]'"
+    message = f"safeload.{package} needs {title}, which is not installed: pip install {package}"
     return ModuleNotFoundError(message, name=package)

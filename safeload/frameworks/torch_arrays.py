@@ -13,7 +13,7 @@ from ..base.table import Table
 from ..base.text import clip, printable, show
 from ..engine.read.lazy import Lazy
 from ..engine.read.plan import Entry
-from ..errors import SafeloadError, UnsupportedError
+from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 from ..formats.safetensors.file import Memory
 from .absent import not_installed
 
@@ -46,20 +46,6 @@ _OF_NUMPY = frozenset("?bBhHiIlLqQefdF")
 # How arrays of a dtype become tensors: the dtype that they are viewed as, or None, and that of the tensor.
 _Way = tuple["np.dtype[Any] | None", Any]
 _ways: dict[np.dtype[Any], _Way] = {}
-
-
-class UnsupportedDtypeError(SafeloadError, KeyError):
-    """A tensor of a dtype that safetensors does not have. Also a KeyError, which upstream raises."""
-
-    __str__ = SafeloadError.__str__
-
-
-class InvalidDeviceError(SafeloadError, RuntimeError, ValueError):
-    """An argument that names no device; also a RuntimeError, which torch raises."""
-
-
-class MissingDeviceError(UnsupportedError, RuntimeError):
-    """A device that this machine or this torch lacks; also a RuntimeError, which torch raises."""
 
 
 # ---- from arrays ----

@@ -31,7 +31,7 @@ except ImportError as error:
     if error.name != "urllib3":  # it is there, but broken
         raise
     raise ModuleNotFoundError(
-        "reading https needs urllib3, which is not installed: pip install 'safeload[remote]'", name="urllib3"
+        "reading https needs urllib3, which is not installed: pip install urllib3", name="urllib3"
     ) from None
 
 # Idle connections kept for each host: as many as there are requests in flight, while headers are read.

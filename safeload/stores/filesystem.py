@@ -363,7 +363,7 @@ def _need_fsspec(what: str) -> None:
         if error.name != "fsspec":
             raise
         raise ModuleNotFoundError(
-            f"{what} needs fsspec, which is not installed: pip install 'safeload[remote]'", name="fsspec"
+            f"{what} needs fsspec, which is not installed: pip install fsspec", name="fsspec"
         ) from None
 
 

@@ -492,7 +492,7 @@ def test_dask_that_is_not_installed_is_one_line(command, folder, capsys, monkeyp
     more = {"diff": ["nan.safetensors"], "convert": ["out", "--max-shard-size", "1KB"]}.get(command, [])
     status, out, err = run(capsys, command, "good.safetensors", *more, "--dask", "tcp://127.0.0.1:8786")
     assert (status, out) == (1, "")
-    assert err == "safeload: --dask needs Dask, which is not installed: pip install 'safeload[dask]'\n"
+    assert err == "safeload: --dask needs Dask, which is not installed: pip install distributed\n"
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "report", "completion"])

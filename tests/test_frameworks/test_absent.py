@@ -32,7 +32,7 @@ for name, call in calls.items():
             call()
         except ImportError as error:
             assert str(error) == (
-                "safeload.torch needs PyTorch, which is not installed: pip install 'safeload[torch]'"
+                "safeload.torch needs PyTorch, which is not installed: pip install torch"
             ), error
             assert error.name == "torch" and error.__suppress_context__
         else:
