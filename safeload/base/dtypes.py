@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import SafeloadError
+from .messages import error_about
 from .native import ffi, lib
 from .text import nearest, show
 
@@ -229,8 +230,8 @@ def shown(dtype: np.dtype[Any]) -> str:
 def not_stored(dtype: str, name: str) -> SafeloadError:
     """The error for a tensor whose dtype safetensors does not have."""
     supported = ", ".join(row.name for row in TABLE if not row.packed)
-    message = f"tensor {show(name)}: dtype {show(dtype)} cannot be saved. Supported dtypes: {supported}"
-    return SafeloadError(message, tensor=name)
+    text = f": dtype {show(dtype)} cannot be saved. Supported dtypes: {supported}"
+    return error_about(SafeloadError, text, tensor=name)
 
 
 def array_shape(row: Dtype, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:

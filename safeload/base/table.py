@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import TensorNotFoundError, UnsupportedError
 from . import dtypes
+from .messages import error_about
 from .native import ffi, short
 from .packing import Packed
 from .text import check_name, clip, printable, show
@@ -334,9 +335,10 @@ class Table:
         for index in indices if self.unknown else ():
             name = self.names[index]
             if name in self.unknown:
-                raise UnsupportedError(
-                    f"tensor {show(name)}: {self.unknown[name].label} is unknown to this version, so its values cannot "
-                    "be read; select the other tensors by names, only= or drop=",
+                raise error_about(
+                    UnsupportedError,
+                    f": {self.unknown[name].label} is unknown to this version, so its values cannot be read; select "
+                    "the other tensors by names, only= or drop=",
                     path=path,
                     tensor=name,
                 )
@@ -375,7 +377,7 @@ class Scale(NamedTuple):
 def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
     """The error for a tensor that is a part of another (of none: it scales activations) and not shown itself."""
     what = f"is a part of {show(whole)}" if whole else "scales activations, not weights"
-    return TensorNotFoundError(f"tensor {show(name)} {what}; open with stored=True", path, tensor=name)
+    return error_about(TensorNotFoundError, f"{what}; open with stored=True", path=path, tensor=name)
 
 
 def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:

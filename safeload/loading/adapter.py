@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from numbers import Real
 from typing import Any, NamedTuple
 
+from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
 from ..checkpoint import Checkpoint
@@ -147,12 +148,8 @@ def _check_names(checkpoint: Checkpoint) -> None:
     """Refuses the names of other tools, before a missing configuration is."""
     name = next((name for name in checkpoint if any(part in name for part in _FOREIGN)), None)
     if name is not None and not name.startswith(_PREFIX):
-        raise UnsupportedError(
-            f"tensor {show(name)} is named as diffusers and kohya do, not as PEFT or MLX: convert the adapter to PEFT "
-            "first",
-            path=checkpoint.path,
-            tensor=name,
-        )
+        text = "is named as diffusers and kohya do, not as PEFT or MLX: convert the adapter to PEFT first"
+        raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
 
 
 def _modules(checkpoint: Checkpoint, settings: AdapterSettings) -> dict[str, dict[str, str]]:
@@ -177,11 +174,8 @@ def _modules(checkpoint: Checkpoint, settings: AdapterSettings) -> dict[str, dic
             raise FormatError(f"{both} of the adapter change one module in two ways", checkpoint.path)
         for part, partners in _PARTNERS.items():
             if part in parts and not partners & parts.keys():
-                raise FormatError(
-                    f"tensor {show(parts[part])} of the adapter stands alone: A and B belong together",
-                    checkpoint.path,
-                    tensor=parts[part],
-                )
+                text = "of the adapter stands alone: A and B belong together"
+                raise error_about(FormatError, text, path=checkpoint.path, tensor=parts[part])
         if parts.keys() & {A, EMBEDDING_A} and settings.dora != (MAGNITUDE in parts):
             name = next(iter(parts.values()))
             what = "no magnitude" if settings.dora else "a magnitude"
@@ -196,18 +190,14 @@ def _parsed(name: str, settings: AdapterSettings, path: str) -> tuple[str, str]:
     elif name.startswith(_PREFIX):
         rest, suffixes = name.removeprefix(_PREFIX), _PEFT
     else:
-        raise UnsupportedError(
-            f"tensor {show(name)} does not begin with {show(_PREFIX)}, as PEFT writes it", path=path, tensor=name
-        )
+        text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
+        raise error_about(UnsupportedError, text, path=path, tensor=name)
     for suffix, part in suffixes.items():
         if rest.endswith(suffix):
             return rest.removesuffix(suffix), part
     if any(part in rest for part in _NOT_LORA):
-        raise UnsupportedError(
-            f"tensor {show(name)} of the adapter belongs to another method than LoRA, which PEFT merges",
-            path=path,
-            tensor=name,
-        )
+        text = "of the adapter belongs to another method than LoRA, which PEFT merges"
+        raise error_about(UnsupportedError, text, path=path, tensor=name)
     for wrapped in _WRAPPED:
         while wrapped in rest:  # one inside the other
             rest = rest.replace(wrapped, ".")

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..base.text import show
+from ..base.messages import error_about
 from ..checkpoint import Checkpoint
 from ..engine.codes.code_ranges import rows_apart
 from ..engine.run.weight_file import WeightFile
@@ -128,9 +128,10 @@ def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
         UnsupportedError: the dtype is not floating.
     """
     if not row.floating:
-        raise UnsupportedError(
-            f"tensor {show(name)} of the base is {row.code}, which no adapter can change: a base in integers is "
-            "quantized, and needs its config.json",
+        raise error_about(
+            UnsupportedError,
+            f"of the base is {row.code}, which no adapter can change: a base in integers is quantized, and needs its "
+            "config.json",
             path=path,
             tensor=name,
         )

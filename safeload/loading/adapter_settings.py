@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base import log
+from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError
 from ..packed.patterns import compiled
@@ -91,11 +92,8 @@ class AdapterSettings(NamedTuple):
         said = _of_module(self.ranks, "rank_pattern", module, self.rank)
         if rank < 1 or (said is not None and said != rank):
             key = "r" if said == self.rank else "rank_pattern"
-            raise FormatError(
-                f"tensor {show(tensor)} has rank {rank}, but {show(key)} of {CONFIG} says {said}",
-                self.path,
-                tensor=tensor,
-            )
+            text = f"has rank {rank}, but {show(key)} of {CONFIG} says {said}"
+            raise error_about(FormatError, text, path=self.path, tensor=tensor)
         alpha = self.alpha_of(module)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
@@ -149,13 +147,16 @@ def parse(config: Mapping[str, Any], path: str) -> AdapterSettings:
     kind = config.get("peft_type")
     if kind != "LORA":
         what = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
-        raise UnsupportedError(f"{path}: {what}: only LoRA adapters are merged here; PEFT merges others", path=path)
+        text = f"{what}: only LoRA adapters are merged here; PEFT merges others"
+        raise error_about(UnsupportedError, text, path=path)
     for key, what in _REFUSED.items():
         if config.get(key):
-            raise UnsupportedError(f'{path}: "{key}" {what}, which is not merged here: PEFT merges it', path=path)
+            text = f'"{key}" {what}, which is not merged here: PEFT merges it'
+            raise error_about(UnsupportedError, text, path=path)
     variant = next((key for key in _VARIANTS if config.get(key)), None)
     if variant is not None:
-        raise UnsupportedError(f'{path}: "{variant}" is a variant of LoRA that is not merged here', path=path)
+        text = f'"{variant}" is a variant of LoRA that is not merged here'
+        raise error_about(UnsupportedError, text, path=path)
     begun = config.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
         log.warning(
@@ -183,7 +184,8 @@ def parse(config: Mapping[str, Any], path: str) -> AdapterSettings:
 def _of_mlx(config: Mapping[str, Any], path: str) -> AdapterSettings:
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
-        raise UnsupportedError(f'{path}: "fine_tune_type" is {show(kind)}: "lora" and "dora" are merged', path=path)
+        text = f'"fine_tune_type" is {show(kind)}: "lora" and "dora" are merged'
+        raise error_about(UnsupportedError, text, path=path)
     inner = config.get("lora_parameters")
     if not isinstance(inner, Mapping):
         raise FormatError(f'"lora_parameters" is an object with rank and scale, found {show(inner)}', path)
@@ -203,7 +205,7 @@ def _numbers(config: Mapping[str, Any], key: str, path: str, *, whole: bool = Fa
     if not isinstance(given, Mapping):
         raise FormatError(f'"{key}" is an object of patterns and numbers, found {show(given)}', path)
     if sum(_PLAIN.fullmatch(pattern) is None for pattern in given) > _MOST_PATTERNS:
-        raise UnsupportedError(f'{path}: "{key}" has more than {_MOST_PATTERNS} patterns', path=path)
+        raise error_about(UnsupportedError, f'"{key}" has more than {_MOST_PATTERNS} patterns', path=path)
     for pattern in given:
         _number(given, pattern, None, path, whole=whole)
     return dict(given)
@@ -216,7 +218,7 @@ def _names(config: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
         raise FormatError(f'"{key}" must be a list of names, got {show(names)}', path)
     if len(names) > _MOST_NAMES or any(len(name) > _LONGEST for name in names):
         most = f"{_MOST_NAMES:,} names of {_LONGEST:,} characters"
-        raise UnsupportedError(f'{path}: "{key}" has more than {most}', path=path)
+        raise error_about(UnsupportedError, f'"{key}" has more than {most}', path=path)
     return tuple(dict.fromkeys(names))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..base import dtypes
+from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B
@@ -51,10 +52,11 @@ class _Given(NamedTuple):
     def unfit(self, part: str, wanted: str) -> FormatError:
         """The error for a part of the wrong shape."""
         name, target = self.parts[part], self.target
-        return FormatError(
-            f"tensor {show(name)} of the adapter is {list(self.shape(part))}, but {show(target.name)} of {self.base} "
-            f"is {list(target.shape)}: it needs {wanted}",
-            self.adapter.checkpoint.path,
+        return error_about(
+            FormatError,
+            f"of the adapter is {list(self.shape(part))}, but {show(target.name)} of {self.base} is "
+            f"{list(target.shape)}: it needs {wanted}",
+            path=self.adapter.checkpoint.path,
             tensor=name,
         )
 
@@ -80,9 +82,8 @@ def change_of(
     for name in parts.values():
         info = adapter.checkpoint.tensors[name]
         if not dtypes.parse(info.dtype).floating:
-            raise UnsupportedError(
-                f"tensor {show(name)} of the adapter is {info.dtype}: it must be floating", tensor=name
-            )
+            text = f"of the adapter is {info.dtype}: it must be floating"
+            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=name)
     if VALUE in parts:
         return _of_value(given)
     if module in fit.parameters:
@@ -97,9 +98,9 @@ def _of_value(given: _Given) -> Change:
     if given.shape(VALUE) != target.shape:
         raise given.unfit(VALUE, "the same shape, because it replaces it")
     if adapter.weight != 1:
-        raise UnsupportedError(
-            f"tensor {show(name)} of the adapter replaces {show(target.name)}: the weight of its adapter must be 1, "
-            f"not {adapter.weight:g}",
+        raise error_about(
+            UnsupportedError,
+            f"of the adapter replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}",
             path=adapter.checkpoint.path,
             tensor=name,
         )
@@ -145,9 +146,9 @@ def _of_parameter(given: _Given, transposed: bool) -> Change:
     """Of a tensor that ``target_parameters`` names: a matrix, or a stack of matrices."""
     target, name = given.target, given.parts[A]
     if given.adapter.settings.dora or BIAS in given.parts:
-        raise UnsupportedError(
-            f"tensor {show(name)} of the adapter changes {show(target.name)}, a parameter: PEFT has neither DoRA nor "
-            "lora_bias of these",
+        raise error_about(
+            UnsupportedError,
+            f"of the adapter changes {show(target.name)}, a parameter: PEFT has neither DoRA nor lora_bias of these",
             path=given.adapter.checkpoint.path,
             tensor=name,
         )

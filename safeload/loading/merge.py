@@ -12,6 +12,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..base.messages import error_about
 from ..base.table import similar
 from ..base.text import show
 from ..engine.read.load import parse_target
@@ -169,9 +170,7 @@ class Merge:
             self.changes.setdefault(name, []).append(change._replace(part=part))
 
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
-        message = (
-            f"tensor {show(tensor)} of the adapter belongs to {show(name)}, which {self._base.title} does not have"
-        )
+        message = f"of the adapter belongs to {show(name)}, which {self._base.title} does not have"
         # To compare with thousands of names takes milliseconds.
         near = similar(name, list(self._base)) if len(self._problems) < _MOST_COMPARED else []
         apart = f"{name.rpartition('.')[0]}.0."
@@ -183,7 +182,7 @@ class Merge:
             message += ": the layer has no bias in the base"
         elif near:
             message += f"; close to it: {', '.join(near)}"
-        return TensorNotFoundError(message, path=adapter.checkpoint.path, tensor=tensor)
+        return error_about(TensorNotFoundError, message, path=adapter.checkpoint.path, tensor=tensor)
 
     def target_row(self, name: str, dtype: Any) -> dtypes.Dtype:
         """The dtype of a merged tensor.
@@ -197,9 +196,9 @@ class Merge:
         """
         row = parse_target(dtype) or self._base.target(name).row
         if row is None:
-            raise UnsupportedError(
-                f"tensor {show(name)} is packed, and an adapter changes it: pass dtype=, such as "
-                'dtype="bfloat16", to merge its true values',
+            raise error_about(
+                UnsupportedError,
+                'is packed, and an adapter changes it: pass dtype=, such as dtype="bfloat16", to merge its true values',
                 path=self._base.title,
                 tensor=name,
             )

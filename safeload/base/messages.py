@@ -1,0 +1,25 @@
+"""Errors that name their file and tensor."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from ..errors import FormatError, SafeloadError
+from .text import show
+
+_Error = TypeVar("_Error", bound=SafeloadError)
+
+
+def error_about(
+    kind: type[_Error], text: str, *, path: str | None = None, offset: int | None = None, tensor: str | None = None
+) -> _Error:
+    """Return an error whose message names its file and tensor, such as "w.gguf: tensor 'x' has 5 dims".
+
+    Args:
+        text: the rest of the message; after a tensor a predicate ("has 5 dims"), or a clause that begins with a colon.
+    """
+    if tensor is not None:
+        text = f"tensor {show(tensor)}{'' if text.startswith(':') else ' '}{text}"
+    if path is not None and not issubclass(kind, FormatError):  # a FormatError ends with its path
+        text = f"{path}: {text}"
+    return kind(text, path=path, offset=offset, tensor=tensor)
