@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..base import dtypes
-from ..base.text import plural, printable, size, table
+from ..base.layout import table
+from ..base.text import plural, printable, size
 from ..checkpoint import Checkpoint
 from ..formats.registry import BY_NAME
 from ..stores.url import is_url

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from ..base import log
-from ..base.text import plural, printable, width
+from ..base.layout import width
+from ..base.text import plural, printable
 from ..checkpoint import Checkpoint
 from ..engine.run import progress
 from ..engine.run.progress import Report

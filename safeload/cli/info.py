@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..base.layout import quantity, shorten, table, wrap
 from ..base.selecting import select
 from ..base.table import TensorInfo
-from ..base.text import clip, jsonable, plural, printable, quantity, shorten, size, table, wrap
+from ..base.text import clip, plural, printable, size
 from ..checkpoint import Checkpoint
 from ..errors import SafeloadError
 from ..packed.config import quantization_of
@@ -198,7 +200,7 @@ def _as_json(path: str, opened: Checkpoint) -> dict[str, Any]:
         "header_nbytes": sum(headers.values()) if headers else None,
         "notes": opened.notes,
         "model": description.model(opened.config, opened.metadata) or None,
-        "metadata": jsonable(opened.metadata),
+        "metadata": _jsonable(opened.metadata),
         "globals": opened.named_globals,
         "tensor_count": len(infos),
         "parameters": _parameters(infos),
@@ -346,5 +348,22 @@ def _brief(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:
-        return f"{len(value):,} values, {json.dumps(jsonable(value[:_ITEMS]))[:-1]}, ..."
-    return json.dumps(jsonable(value))
+        return f"{len(value):,} values, {json.dumps(_jsonable(value[:_ITEMS]))[:-1]}, ..."
+    return json.dumps(_jsonable(value))
+
+
+def _jsonable(value: Any) -> Any:
+    """Convert metadata to JSON values: keys to str, arrays, tuples and sets to lists, bytes to hexadecimal."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _jsonable(value.tolist())
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_jsonable(item) for item in value), key=repr)
+    if isinstance(value, (bytes, bytearray)):
+        return value.hex()
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ..base.layout import BETWEEN_PARTS, table
 from ..base.names import families, natural_key
 from ..base.table import TensorInfo
-from ..base.text import BETWEEN_PARTS, printable, size, table
+from ..base.text import printable, size
 
 # Most levels of modules; what is deeper stays in one name. The tree is walked by functions that call themselves.
 _LEVELS = 32

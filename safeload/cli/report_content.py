@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from ..base.layout import figure
 from ..base.scheme import usual_axis
-from ..base.text import figure, show, size
+from ..base.text import show, size
 from ..checkpoint import Checkpoint
 from ..operations.quantize.quantize import SchemeName
 from . import report_plots as plots

@@ -7,8 +7,9 @@ import json
 import math
 from typing import Any
 
+from ..base.layout import figure, table, width
 from ..base.names import natural_key
-from ..base.text import figure, printable, table, width
+from ..base.text import printable
 from .cluster import add_dask, cluster
 from .common import (
     STATUS,

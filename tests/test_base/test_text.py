@@ -9,7 +9,8 @@ import pytest
 
 import safeload
 from safeload import safe_open
-from safeload.base.text import quantity, shorten, show, table
+from safeload.base.layout import quantity, shorten, table
+from safeload.base.text import show
 from safeload.numpy import load_file, save_file
 
 

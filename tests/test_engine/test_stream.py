@@ -324,9 +324,9 @@ def test_any_ahead_gives_the_same(checkpoint, ahead):
 @pytest.mark.parametrize(
     ("ahead", "error", "message"),
     [
-        (0, ValueError, "at least one byte is needed"),
-        (-1, ValueError, "at least one byte is needed"),
-        ("0GB", ValueError, "at least one byte is needed"),
+        (0, ValueError, "must be at least 1 byte, got"),
+        (-1, ValueError, "must be at least 1 byte, got"),
+        ("0GB", ValueError, "must be at least 1 byte, got"),
         ("", ValueError, "is not a size such as"),
         ("-1GB", ValueError, "is not a size such as"),
         ("1 XB", ValueError, "is not a size such as"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...base.text import size, width
+from ...base.text import size
 
 Report = Callable[[int, int], object]
 # Type of the argument ``progress``: True for a bar, or a callable that gets (bytes_done, bytes_total).
@@ -59,6 +59,8 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
         with _plain(label, leave) as report:
             yield report
         return
+    from ...base.layout import width  # only here: most loads draw nothing
+
     drawn: Any = None
 
     def draw(done: int, total: int) -> None:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...base.layout import shorten, table
 from ...base.names import natural_key
-from ...base.text import clip, plural, printable, shorten, show, table
+from ...base.text import clip, plural, printable, show
 
 
 class TensorDiff(NamedTuple):

@@ -7,8 +7,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from ...base.layout import NARROW, quantity, shorten, wrap
 from ...base.names import pattern_of
-from ...base.text import NARROW, clip, plural, printable, quantity, shorten, show, size, wrap
+from ...base.text import clip, plural, printable, show, size
 from ..measure.stats import TensorStats
 
 Severity: TypeAlias = Literal["error", "warning", "note"]

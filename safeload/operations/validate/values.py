@@ -10,9 +10,10 @@ import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
+from ...base.layout import figure
 from ...base.packing import Packed, Packing
 from ...base.scheme import INT8
-from ...base.text import figure, show
+from ...base.text import show
 from ...engine.codes.pieces import source_pieces
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.restore import read_array

@@ -1,0 +1,130 @@
+"""Layout of text for terminals: tables, wrapped prose, names shortened to a width, and rounded numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from .text import clip, plural
+
+# Without a line limit, columns are padded to at most this width, so that one long name does not widen every line.
+_PADDED = 100
+
+#: If a table leaves less room for names, each name gets a line of its own.
+NARROW = 20
+
+# `shorten` looks at this many characters and parts of a name.
+_LONGEST, _PARTS = 2000, 64
+#: Where the parts of a name are divided; not inside ranges such as {0..31}.
+BETWEEN_PARTS = re.compile(r"(?<=[./])(?<!\.\.)(?!\.)")
+
+
+def width() -> int:
+    """Return the width of the terminal in columns, or 80 if there is no terminal."""
+    import shutil  # only here: it imports bz2 and lzma, which takes 2 ms
+
+    return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+
+def shorten(names: Sequence[str], columns: int | None) -> list[str]:
+    """Shorten names to a width by cutting the parts that most names share.
+
+    Beside other layers and matrices, "model.layers.3.self_attn.q_proj.weight" becomes "model.…self_attn.q_proj.weight".
+    A width of None keeps the names whole.
+    """
+    if columns is None or all(len(name) <= columns for name in names):
+        return list(names)
+    divided = [BETWEEN_PARTS.split(name[:_LONGEST], _PARTS) for name in names]
+    count = Counter(part for parts in divided for part in set(parts))
+    return [_shorten(name, parts, columns, count, len(names)) for name, parts in zip(names, divided, strict=True)]
+
+
+def _shorten(name: str, parts: Sequence[str], columns: int, count: Mapping[str, int], total: int) -> str:
+    """Cut the run of parts that carries the least information and is long enough; the middle one if several tie."""
+    excess = len(name) + 1 - columns
+    if excess <= 1:
+        return name
+    begins = [0, *accumulate(map(len, parts))]
+    lost = [0.0, *accumulate(math.log(total / count[part]) for part in parts)]
+    best, end = None, 0
+    for first in range(len(parts)):
+        while end < len(parts) and begins[end] - begins[first] < excess:
+            end += 1
+        if begins[end] - begins[first] < excess:
+            break
+        off_centre = abs(begins[first] + begins[end] - len(name))
+        cut = lost[end] - lost[first], off_centre, begins[first], begins[end]
+        best = cut if best is None or cut < best else best
+    if best is None or best[3] - best[2] == len(name):
+        return clip(name, columns)
+    stop = best[3]
+    return f"{name[: stop - excess]}…{name[stop:]}"
+
+
+def wrap(text: str, columns: int | None, indent: str = "", hanging: str | None = None) -> list[str]:
+    """Wrap prose into lines.
+
+    Args:
+        columns: the width. None wraps at 80 columns, but never breaks a word, such as a name.
+        indent: the beginning of every line.
+        hanging: the beginning of the lines after the first, if it differs.
+    """
+    wrapper = textwrap.TextWrapper(columns or 80, indent, indent if hanging is None else hanging)
+    wrapper.break_long_words = columns is not None
+    wrapper.break_on_hyphens = columns is not None
+    return wrapper.wrap(text)
+
+
+def table(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: frozenset[int], columns: int | None
+) -> list[str]:
+    """Return the lines of a table; each row takes two lines if the other columns leave too little room for names.
+
+    Args:
+        header: column titles.
+        rows: the cells. The first column holds names, which are shortened if the table is too wide.
+        right: numbers of the right-aligned columns.
+        columns: the width; None cuts nothing.
+    """
+    limit = None if columns is None else max(NARROW, columns // 2)
+    rows = [header, *((name, *(clip(cell, limit) for cell in cells)) for name, *cells in rows)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
+    names, own_line = [row[0] for row in rows], False
+    if columns is None:
+        widths = [min(width, _PADDED) for width in widths]
+    else:
+        room = columns - sum(widths[1:]) - 2 * (len(header) - 1)
+        own_line = room < min(widths[0], NARROW)
+        widths[0] = min(widths[0], columns if own_line else room)
+        names[1:] = shorten(names[1:], widths[0])
+
+    def line(cells: Sequence[str]) -> str:
+        """Align the last cells of a row."""
+        numbers = range(len(header) - len(cells), len(header))
+        aligned = (
+            cell.rjust(widths[k]) if k in right else cell.ljust(widths[k])
+            for k, cell in zip(numbers, cells, strict=True)
+        )
+        return "  ".join(aligned).rstrip()
+
+    if own_line:
+        return [f"{name}\n  {line(row[1:])}" for name, row in zip(names, rows, strict=True)]
+    return [line((name, *row[1:])) for name, row in zip(names, rows, strict=True)]
+
+
+def quantity(count: int, noun: str) -> str:
+    """Return a large count with three digits: "8,192 values", "42.1 M values", "1.24 B parameters"."""
+    for unit_size, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        amount = count / unit_size
+        if amount >= 1:
+            return f"{amount:.3g} {name} {noun}s" if amount < 999.5 else f"{amount:,.0f} {name} {noun}s"
+    return plural(count, noun)
+
+
+def figure(value: float, digits: int) -> str:
+    """Return a float with this many significant digits, or an int with all its digits."""
+    return str(value) if isinstance(value, int) else f"{value:.{digits}g}"
