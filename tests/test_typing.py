@@ -1,5 +1,6 @@
 """What mypy makes of calls: which overload is meant, and which text is no choice."""
 
+import ast
 import importlib.util
 import json
 import shutil
@@ -93,3 +94,11 @@ def test_the_choices_of_types_are_the_rows():
     assert set(typing.get_args(quantize.SchemeName)) == set(scheme.SCHEMES)
     assert set(typing.get_args(quantize.Rounding)) == set(scheme.ROUNDINGS)
     assert set(typing.get_args(registry.FormatName)) == set(registry.FORMATS)
+
+
+def test_type_checkers_see_every_public_name():
+    """`__init__.pyi` names the modules that `__init__.py` imports from."""
+    stub = ast.parse(Path(safeload.__file__).with_suffix(".pyi").read_text("utf-8")).body
+    seen = {alias.asname: line.module for line in stub for alias in line.names}
+    modules = {name: None for name in safeload._MODULES}
+    assert seen == {"__version__": "_version", **modules, **safeload._MODULE_OF}
