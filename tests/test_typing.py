@@ -100,5 +100,5 @@ def test_type_checkers_see_every_public_name():
     """`__init__.pyi` names the modules that `__init__.py` imports from."""
     stub = ast.parse(Path(safeload.__file__).with_suffix(".pyi").read_text("utf-8")).body
     seen = {alias.asname: line.module for line in stub for alias in line.names}
-    modules = {name: None for name in safeload._MODULES}
+    modules = dict.fromkeys(safeload._MODULES)
     assert seen == {"__version__": "_version", **modules, **safeload._MODULE_OF}
