@@ -65,6 +65,14 @@ class Dtype(NamedTuple):
         """Whether rows are divided into blocks whose elements share scales; such tensors are `QuantizedTensor`."""
         return bool(self.kind == lib.SL_KIND_BLOCKS)
 
+    def converts_to(self, other: Dtype) -> bool:
+        """Return True if elements of this dtype can become ``other`` in the C core, or are ``other`` already."""
+        return self is other or bool(lib.sl_convertible(self.number, other.number))
+
+    def loaded_as(self, target: Dtype | None) -> Dtype:
+        """Return the dtype after loading with ``dtype=target``: only floats and blocks are converted."""
+        return target if target is not None and (self.floating or self.blocked) else self
+
     def nbytes(self, count: int) -> int:
         """Bytes of ``count`` elements, a multiple of `block`."""
         return count // self.block * self.block_bytes
@@ -196,7 +204,7 @@ def _nearest(dtype: Any, among: Sequence[Dtype]) -> str:
     text = dtype.lower() if isinstance(dtype, str) else ""
     scheme = BLOCK_TYPES.get(text)
     if scheme is not None:
-        written = lib.sl_convertible(BY_CODE["F32"].number, scheme.number)
+        written = BY_CODE["F32"].converts_to(scheme)
         return f": it is a quantization scheme{', see safeload.load_quantized' if written else ''}"
     names = [row.name for row in among]
     meant = [name for name in names if text and name.startswith(text)] or nearest(text, names)

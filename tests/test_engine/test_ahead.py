@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from safeload.engine.ahead.read_ahead import Ahead, Task
+from safeload.stores.thread_group import Prefetch, Task
 
 
 def ours():
@@ -60,12 +60,12 @@ def until(condition, seconds=10):
 @pytest.mark.parametrize("limit", [0, 1, 7, 1000])
 @pytest.mark.parametrize("count", [0, 1, 50])
 def test_results_come_in_order(limit, count):
-    assert list(Ahead(tasks(*[1] * count), limit)) == list(range(count))
+    assert list(Prefetch(tasks(*[1] * count), limit)) == list(range(count))
 
 
 def test_nothing_runs_before_the_first_result_is_asked_for():
     done = []
-    ahead = Ahead(tasks(1, 1, 1, 1, 1, done=done), 100)
+    ahead = Prefetch(tasks(1, 1, 1, 1, 1, done=done), 100)
     time.sleep(0.02)
     assert (done, ours()) == ([], [])
     assert next(ahead) == 0
@@ -75,7 +75,7 @@ def test_nothing_runs_before_the_first_result_is_asked_for():
 
 def test_what_is_made_and_not_taken_stays_below_the_limit():
     done = []
-    ahead = Ahead(tasks(*[10] * 20, done=done), 45)
+    ahead = Prefetch(tasks(*[10] * 20, done=done), 45)
     for taken in range(1, 12):
         next(ahead)
         until(lambda taken=taken: len(done) == taken + 4)
@@ -87,7 +87,7 @@ def test_what_is_made_and_not_taken_stays_below_the_limit():
 
 def test_a_task_that_is_larger_than_the_limit_waits_until_all_before_it_are_taken():
     done = []
-    ahead = Ahead(tasks(1, 1, 100, 1, 1, done=done), 10)
+    ahead = Prefetch(tasks(1, 1, 100, 1, 1, done=done), 10)
     for taken, made_by_then in enumerate([2, 3, 5, 5, 5], 1):
         assert next(ahead) == taken - 1
         until(lambda wanted=made_by_then: len(done) == wanted)
@@ -106,7 +106,7 @@ def test_start_runs_in_the_consumers_thread_before_its_task():
             lambda: seen.append(("start", k, threading.get_ident())),
         )
 
-    assert list(Ahead(map(task, range(3)), 1)) == [None] * 3
+    assert list(Prefetch(map(task, range(3)), 1)) == [None] * 3
     here = threading.get_ident()
     for k in range(3):
         begun, ran = (next(i for i, one in enumerate(seen) if one[:2] == (what, k)) for what in ("start", "run"))
@@ -127,7 +127,7 @@ def test_an_error_comes_at_its_turn_and_is_the_last(where, limit):
         bad = {where: fail} if k == 2 else {}
         return Task(1, **{"run": lambda check: k, "start": None, **bad})
 
-    ahead = Ahead(map(task, range(5)), limit)
+    ahead = Prefetch(map(task, range(5)), limit)
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(OSError, match="the third"):
         next(ahead)
@@ -145,7 +145,7 @@ def test_an_error_keeps_nothing_alive_once_it_is_handled():
     def run(check, held=held):
         raise ValueError("no")
 
-    ahead = Ahead(iter([Task(1, run)]), 1)
+    ahead = Prefetch(iter([Task(1, run)]), 1)
     del held, run
     gc.disable()
     try:
@@ -161,7 +161,7 @@ def test_an_error_of_the_tasks_themselves_ends_it():
         yield from tasks(1, 1)
         raise KeyError("tasks")
 
-    ahead = Ahead(broken(), 0)
+    ahead = Prefetch(broken(), 0)
     with pytest.raises(KeyError, match="tasks"):
         list(ahead)
     assert list(ahead) == []
@@ -173,7 +173,7 @@ def test_a_thread_that_cannot_start_is_an_error(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        ahead = Ahead(tasks(1), 1)
+        ahead = Prefetch(tasks(1), 1)
         with pytest.raises(RuntimeError, match="can't start"):
             next(ahead)
     assert list(ahead) == []
@@ -185,7 +185,7 @@ def test_a_thread_that_cannot_start_is_an_error(monkeypatch):
 def test_close_stops_a_task_in_the_middle_and_may_be_called_again():
     begun = threading.Event()
     jobs = [Task(1, lambda check: 0), Task(1, lambda check: [begun.set(), endless(check)])]
-    ahead = Ahead(iter(jobs), 10)
+    ahead = Prefetch(iter(jobs), 10)
     next(ahead)
     begun.wait()
     assert len(ours()) == 1
@@ -196,13 +196,13 @@ def test_close_stops_a_task_in_the_middle_and_may_be_called_again():
 
 
 def test_close_before_the_start_starts_nothing():
-    ahead = Ahead(tasks(1, 1), 10)
+    ahead = Prefetch(tasks(1, 1), 10)
     ahead.close()
     assert list(ahead) == []
 
 
 def test_close_from_another_thread_ends_the_wait():
-    ahead = Ahead(iter([Task(1, endless)]), 1)
+    ahead = Prefetch(iter([Task(1, endless)]), 1)
     closer = threading.Timer(0.05, ahead.close)
     closer.start()
     with pytest.raises(ValueError, match="closed"):
@@ -217,7 +217,7 @@ def test_close_from_another_thread_at_any_moment_ends_it_well():
     sys.setswitchinterval(1e-6)
     try:
         for k in range(150):
-            ahead = Ahead(tasks(*[1] * 200), 3)
+            ahead = Prefetch(tasks(*[1] * 200), 3)
             closer = threading.Thread(target=lambda ahead=ahead, k=k: (time.sleep(k % 30 * 2e-5), ahead.close()))
             closer.start()
             with contextlib.suppress(ValueError):
@@ -230,14 +230,14 @@ def test_close_from_another_thread_at_any_moment_ends_it_well():
 
 def test_close_by_what_a_task_starts_with_begins_no_thread():
     jobs = [Task(1, lambda check: 0, lambda: ahead.close())]
-    ahead = Ahead(iter(jobs), 1)
+    ahead = Prefetch(iter(jobs), 1)
     with pytest.raises(ValueError, match="closed"):
         next(ahead)
     assert ours() == []
 
 
 def test_the_last_reference_ends_it():
-    ahead = Ahead(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
+    ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
     next(ahead)
     assert len(ours()) == 1
     del ahead
@@ -255,7 +255,7 @@ def test_a_collection_in_its_own_thread_ends_it():
 
     gc.disable()
     try:
-        ahead = Ahead(iter([Task(1, lambda check: 0), Task(1, collect)]), 10)
+        ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, collect)]), 10)
         ahead.itself = ahead
         next(ahead)
         ready.wait()
@@ -269,7 +269,7 @@ def test_a_collection_in_its_own_thread_ends_it():
 
 def test_a_collection_in_the_middle_of_threading_itself_does_not_hang():
     """The end of a thread needs the lock under which `threading.enumerate` makes its list."""
-    ahead = Ahead(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
+    ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
     next(ahead)
     started = time.monotonic()
     with threading._active_limbo_lock:
@@ -289,7 +289,7 @@ def test_results_that_are_not_taken_are_dropped_by_close():
         made.append(weakref.ref(held))
         return held
 
-    ahead = Ahead((Task(1, run) for _ in range(4)), 10)
+    ahead = Prefetch((Task(1, run) for _ in range(4)), 10)
     next(ahead)
     until(lambda: len(made) == 4)
     ahead.close()
@@ -298,14 +298,14 @@ def test_results_that_are_not_taken_are_dropped_by_close():
 
 PROGRAM = """
     import sys, time
-    from safeload.engine.ahead.read_ahead import Ahead, Task
+    from safeload.stores.thread_group import Prefetch, Task
 
     def endless(check):
         while True:
             check()
             time.sleep(0.001)
 
-    ahead = Ahead(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
+    ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
     next(ahead)
 """
 
@@ -330,7 +330,7 @@ quiet = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @quiet
 @pytest.mark.parametrize("begun", [False, True])
 def test_after_a_fork_the_iterator_is_the_parents(begun):
-    ahead = Ahead(tasks(*[1] * 6), 2)
+    ahead = Prefetch(tasks(*[1] * 6), 2)
     if begun:
         assert next(ahead) == 0
     child = os.fork()

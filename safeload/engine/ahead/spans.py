@@ -14,12 +14,12 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
+from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
 from ..run.jobs import Batch, move
 from ..run.memory import address_of, aligned_bytes
 from ..run.weight_file import WeightFile
-from .read_ahead import REMOTE_WORKERS, Ahead, Check, Task
 from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size, nothing
 
 # Bytes of an element by the number of its dtype; 0 for elements that share bytes, and for blocks.
@@ -148,7 +148,7 @@ class Spans:
         buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
         workers = REMOTE_WORKERS if any(file.remote for file in self.files) else 1
         limit = (len(buffers) - 1) * buffers[0].size
-        ahead: Ahead[tuple[int, int]] = Ahead(self._tasks(buffers, threads), limit, workers=workers)
+        ahead: Prefetch[tuple[int, int]] = Prefetch(self._tasks(buffers, threads), limit, workers=workers)
         with closing(ahead) as filled:
             yield from filled
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from ...base import dtypes
 from ...base.arrays import Array
+from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
 from ..read.delivery import deliver
 from ..read.plan import Entry
 from ..read.tensors import Tensors
 from ..run.jobs import Batch
 from ..run.memory import ALIGNMENT, address_of, aligned_bytes, private_array
 from .chunks import Chunk, chunks_of
-from .read_ahead import REMOTE_WORKERS, Ahead, Check, Task
 
 # Bytes of a buffer, and the number of buffers: more makes nothing faster. A buffer has work for all threads; to copy it
 # to a device takes 0.6 ms over PCIe 4 x16, which hides what starting a copy costs. To pin memory takes 0.5 s per GB.
@@ -70,7 +70,7 @@ def staged(
     buffers: Sequence[Array],
     wait: Callable[[int], object],
     threads: int | None,
-) -> Ahead[Filled]:
+) -> Prefetch[Filled]:
     """Fills buffers one after the other, round and round, in the order of the tensors, while the caller uses others.
 
     Args:
@@ -86,7 +86,7 @@ def staged(
     size = buffers[0].size
     listed = list(entries)
     workers = REMOTE_WORKERS if any(entry.file.remote for entry in listed) else 1
-    return Ahead(_tasks(listed, buffers, wait, threads), (len(buffers) - 1) * size, workers=workers)
+    return Prefetch(_tasks(listed, buffers, wait, threads), (len(buffers) - 1) * size, workers=workers)
 
 
 def _tasks(
@@ -183,7 +183,7 @@ class StagedBytes:
 
     def __init__(self, entries: Sequence[Entry], threads: int | None) -> None:
         total = sum(entry.nbytes for entry in entries)
-        self._filled: Generator[Filled] | Ahead[Filled]
+        self._filled: Generator[Filled] | Prefetch[Filled]
         if total <= IN_TURN:
             self._buffers = [aligned_bytes(max(SMALLEST_BUFFER, total))]
             self._filled = (task.run(nothing) for task in _tasks(entries, self._buffers, nothing, threads))

@@ -13,6 +13,7 @@ from ...base.arrays import Array
 from ...base.text import parse_size, plural, show
 from ...errors import RemoteError
 from ...stores.stop import Stopped
+from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
 from ..codes.pieces import Meter
 from ..read.buffer_pool import Recycler
 from ..read.delivery import check_given, deliver, stored_in_parts
@@ -22,7 +23,6 @@ from ..read.tensors import FileTensor, Tensors
 from ..run.progress import Progress
 from ..run.threads import check_threads
 from ..run.weight_file import WeightFile
-from .read_ahead import REMOTE_WORKERS, Ahead, Check, Task
 
 # Arrays to fill: by name, or a function that gives the one for a name.
 Out = Mapping[str, Array] | Callable[[str], Array] | None
@@ -63,7 +63,7 @@ class TensorStream(Iterator[tuple[str, Any]]):
         tasks = (Task(unit.nbytes, unit.run, unit.start if reader.out is not None else None) for unit in units)
         workers = REMOTE_WORKERS if any(entry.file.remote for entry in entries) else 1
         room = limit - limit // _SHARE - share
-        self._ahead: Ahead[_Found] = Ahead(tasks, room, workers=workers, ordered=reader.ordered)
+        self._ahead: Prefetch[_Found] = Prefetch(tasks, room, workers=workers, ordered=reader.ordered)
         self._ready: deque[tuple[str, Any]] = deque()
         self._failed: list[Exception] = []
         self._left = {entry.name: reader.nbytes(entry) for entry in entries}

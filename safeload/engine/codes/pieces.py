@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from threading import RLock
 from typing import TypeVar
@@ -12,7 +11,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
-from ...stores.stop import Stop, belonging
+from ...stores import thread_group
 from ..run.fetch import WINDOW
 from ..run.job import Job
 from ..run.jobs import Batch
@@ -47,31 +46,7 @@ def in_order(
         threads: None: chosen automatically from ``nbytes``.
         nbytes: bytes that all calls together read.
     """
-    count = thread_count(nbytes, threads)
-    if count == 1:
-        yield from map(function, items)
-        return
-    from concurrent.futures import Future, ThreadPoolExecutor  # only here: it takes milliseconds
-
-    waiting: deque[Future[Result]] = deque()
-    stop = Stop()
-
-    def call(item: Item) -> Result:
-        with belonging(stop):
-            return function(item)
-
-    with ThreadPoolExecutor(count) as pool:
-        try:
-            for item in items:
-                waiting.append(pool.submit(call, item))
-                if len(waiting) > 2 * count:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-            stop.stop()
+    return thread_group.in_order(function, items, thread_count(nbytes, threads))
 
 
 class Meter:

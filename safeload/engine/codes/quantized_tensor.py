@@ -175,8 +175,7 @@ class QuantizedTensor:
         """
         target = dtypes.parse(dtype)
         row = row_of(self.scheme) if self._packing is None and self.scheme != INT8 else _F32
-        convertible = row is target or lib.sl_convertible(row.number, target.number)
-        if not target.floating or target.packed or not convertible:
+        if not target.floating or target.packed or not row.converts_to(target):
             raise UnsupportedError(f"there is no kernel that dequantizes {self.scheme} to {target.name}")
         check_threads(threads)
         result = target_array(self.shape, dtypes.element_dtype(target.number), out)

@@ -11,7 +11,6 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping
-from ...base.native import lib
 from ...base.selecting import Patterns
 from ...base.text import show
 from ...errors import SafeloadError, UnsupportedError
@@ -29,7 +28,7 @@ _BACKENDS: tuple[str, ...] = get_args(Backend)
 
 _F64 = dtypes.BY_CODE["F64"]
 # The dtypes that loading converts to, in the order of messages.
-_TARGETS = tuple(row for row in reversed(dtypes.TABLE) if lib.sl_convertible(_F64.number, row.number))
+_TARGETS = tuple(row for row in reversed(dtypes.TABLE) if _F64.converts_to(row))
 
 # Tensors of `safe_open` below this size, and slices, are read, with any backend: a view would save less than the
 # mapping costs, and one call of the system is less than a batch of jobs.

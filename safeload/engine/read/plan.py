@@ -11,7 +11,6 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import ArraySpec, foreign_order
-from ...base.native import lib
 from ...base.packing import Packed
 from ...base.text import show
 from ...errors import UnsupportedError
@@ -135,18 +134,17 @@ def _convert(tensors: Tensors, target: dtypes.Dtype, plain: int) -> tuple[bytes,
     refused = []
     for number in set(sources):
         row = dtypes.BY_NUMBER[number]
-        way[number] = plain
-        if row is not target and (row.floating or row.blocked):
-            become[number], way[number] = target.number, CONVERT
-            if not lib.sl_convertible(number, target.number):
-                refused.append(sources.index(number))
+        array_row = row.loaded_as(target)
+        become[number], way[number] = array_row.number, plain if array_row is row else CONVERT
+        if not row.converts_to(array_row):
+            refused.append(sources.index(number))
     targets = bytearray(sources.translate(become))
     ways = bytearray(sources.translate(way))
     if file.table.quantized:
         for k, index in enumerate(tensors.indices):
             if file.table.scale(index) is not None:
                 targets[k], ways[k] = target.number, DEQUANTIZE
-                if not lib.sl_convertible(sources[k], target.number):
+                if not dtypes.BY_NUMBER[sources[k]].converts_to(target):
                     refused.append(k)
     if refused:
         k = min(refused)

@@ -54,9 +54,9 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     if source is not None and _in_core(source, target, array):
         _convert(array, out, source, target.number, threads)
         return out
-    if source is not None and narrows and array.size and lib.sl_convertible(source.number, lib.SL_F32_ODD):
+    if source is not None and narrows and array.size and source.converts_to(_F32_ODD):
         odd = np.empty(array.shape, np.float32)  # ml_dtypes would round to float32 first, and then again
-        _convert(array, odd, source, lib.SL_F32_ODD, threads)
+        _convert(array, odd, source, _F32_ODD.number, threads)
         array = odd
     np.copyto(out, array.astype(element), casting="unsafe")
     return out
@@ -106,6 +106,7 @@ def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
 
 
 _F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
+_F32_ODD = dtypes.of_number(lib.SL_F32_ODD)  # float32, rounded to odd
 
 # Axes of at least this many elements fill the cache lines that a copy along them touches.
 _LINE = 16
@@ -175,4 +176,4 @@ def _in_core(source: dtypes.Dtype, target: dtypes.Dtype, array: Array) -> bool:
         return True
     if not source.floating and not (target.floating and target.bits <= _F32.bits):  # it would go through float32
         return False
-    return bool(lib.sl_convertible(source.number, target.number))
+    return source.converts_to(target)

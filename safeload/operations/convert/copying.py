@@ -10,7 +10,6 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
-from ...base.native import lib
 from ...base.selecting import renamed
 from ...engine.ahead.spans import Spans
 from ...engine.read.tensors import Tensors
@@ -103,10 +102,10 @@ def _targets(numbers: Array, target: dtypes.Dtype | None) -> Array | None:
         return numbers
     targets = np.arange(256, dtype=np.uint8)
     for number in set(numbers.tolist()):
-        if dtypes.BY_NUMBER[number].floating:
-            if number != target.number and not lib.sl_convertible(number, target.number):
-                return None
-            targets[number] = target.number
+        row = dtypes.BY_NUMBER[number]
+        if not row.converts_to(row.loaded_as(target)):
+            return None
+        targets[number] = row.loaded_as(target).number
     return targets[numbers]
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.gc_pause import paused
-from ...base.native import lib
 from ...engine.ahead.spans import Spans
 from ...engine.codes.pieces import VALUES, Meter, in_order
 from ...engine.read.tensors import Tensors
@@ -76,7 +75,7 @@ def _has_values(row: dtypes.Dtype) -> bool:
     """Whether elements are whole bytes, and real numbers."""
     if row.packed or row.complex:
         return False
-    return not row.floating or row.number == _F64 or bool(lib.sl_convertible(row.number, _F64))
+    return not row.floating or row.converts_to(dtypes.BY_CODE["F64"])
 
 
 # ---- bytes ----

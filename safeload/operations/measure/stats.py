@@ -26,6 +26,7 @@ from ..sources.catalog import Catalog, Given, has_names
 from ..sources.executors import Executor
 
 _RECORD = struct_dtype("sl_stats")
+_F32 = dtypes.BY_CODE["F32"]
 # The fields that every tensor needs, and those that only integers need.
 _MOMENTS, _WHOLE = list(_RECORD.names or ())[:12], list(_RECORD.names or ())[12:]
 _WHOLE_KINDS = (lib.SL_KIND_INT, lib.SL_KIND_BOOL)
@@ -216,7 +217,7 @@ def measure(
             found = catalog.in_place(name)
             if found is None:
                 to_copy.append(name)
-            elif _readable(found.row):
+            elif found.row.converts_to(_F32):
                 about = catalog.about(name)
                 ready[name] = _Part(found, about.dtype if about.packed else about.row.code)
     done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
@@ -278,11 +279,6 @@ def of_plain(plain: Sequence[Any]) -> TensorStats:
 # ---- one tensor ----
 
 
-def _readable(row: dtypes.Dtype) -> bool:
-    """Whether the C core supports values of this dtype."""
-    return row.code == "F32" or bool(lib.sl_convertible(row.number, lib.SL_F32))
-
-
 def _part(name: str, value: Any, threads: int | None) -> _Part | None:
     """A tensor in memory; None if it does not hold real numbers."""
     if isinstance(value, QuantizedTensor):
@@ -295,7 +291,7 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
         if wider is None:
             return None
         array, row = array.astype(wider.name), wider
-    return _Part(of_numbers(name, array, row, threads), code) if _readable(row) else None
+    return _Part(of_numbers(name, array, row, threads), code) if row.converts_to(_F32) else None
 
 
 def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
@@ -317,7 +313,7 @@ def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _
         source = of_packed(name, *found)
         return _Part(source if source.in_order else of_reals(name, value.dequantize(threads=threads), threads), code)
     row = row_of(value.scheme)
-    if not _readable(row):
+    if not row.converts_to(_F32):
         return None
     return _Part(of_numbers(name, value.data, row, threads)._replace(shape=value.shape), code)
 

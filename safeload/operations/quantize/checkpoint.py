@@ -12,7 +12,6 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.listing import dict_repr
-from ...base.native import lib
 from ...base.scheme import INT8, SCHEMES, parse, row_of, usual_axis
 from ...base.text import show, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
@@ -138,7 +137,7 @@ def check_restorable(name: str, scheme: str) -> None:
         UnsupportedError: there is no kernel for its scheme.
     """
     try:
-        readable = lib.sl_convertible(row_of(scheme).number, _F32.number)
+        readable = row_of(scheme).converts_to(_F32)
     except ValueError:  # a ggml type that this version does not know
         readable = False
     if not readable:
