@@ -37,9 +37,9 @@ from .loading.entry import open as open
 from .models.layout import Layout as Layout
 from .models.layout import StackedTensor as StackedTensor
 from .operations.convert.convert import convert as convert
-from .operations.convert.convert_folder import finalize as finalize
-from .operations.convert.convert_report import ConvertReport as ConvertReport
 from .operations.convert.planning import plan_convert as plan_convert
+from .operations.convert.run_plan import finalize as finalize
+from .operations.convert.write import ConvertReport as ConvertReport
 from .operations.measure.diff import diff as diff
 from .operations.measure.diff_report import DiffReport as DiffReport
 from .operations.measure.diff_report import TensorDiff as TensorDiff

@@ -15,7 +15,7 @@ from ..errors import SafeloadError
 from ..formats.registry import SUFFIXES, WRITTEN
 from ..models.layout import Layout, built_in
 from ..operations.convert.convert import convert
-from ..operations.convert.convert_report import ConvertReport
+from ..operations.convert.write import ConvertReport
 from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import (

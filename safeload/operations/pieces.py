@@ -8,14 +8,14 @@ from typing import Any
 from ..base.text import show
 from ..engine.run.threads import check_threads
 from ..errors import FormatError
-from .convert import convert_folder
+from .convert import run_plan
 from .measure import diff, stats
 from .sources.plan import field
 from .validate import gathering, manifest
 
 # By the name of the operation.
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {
-    "convert": convert_folder.run,
+    "convert": run_plan.run,
     "diff": diff.run,
     "manifest": manifest.run,
     "stats": stats.run,

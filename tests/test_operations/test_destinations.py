@@ -608,11 +608,11 @@ def test_secrets_are_nowhere(model, s3, caplog, capsys):
     assert plan["storage_options"] == {key: s3[key] for key in ("endpoint_url", "client_kwargs")}
     results = [safeload.run_piece(piece, storage_options=s3) for piece in plan.pieces]
     report = safeload.finalize(plan, results, storage_options=s3)
-    from safeload.operations.convert import convert_folder
+    from safeload.operations.convert import run_plan
     from safeload.operations.folders import destinations
 
     folder = destinations.of(destinations.where(url, s3))
-    runner = convert_folder.PieceRunner(folder, s3)
+    runner = run_plan.PieceRunner(folder, s3)
     written = contents(s3fs.S3FileSystem(**s3), f"{BUCKET}/secret", records=True).values()
     told = [plan, results, report, str(report), folder, folder.title, runner, *written]
     told += [pickle.dumps(one).decode("latin-1") for one in (plan, folder, runner)]

@@ -303,7 +303,7 @@ def test_a_shard_that_is_damaged_while_it_waits(folder, adapter, monkeypatch):
     path = sorted(aside.glob("*.safetensors"))[0]
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(FormatError, match="not what its record says, and the conversion has replaced its sources"):
+    with pytest.raises(FormatError, match="does not match its record, and the conversion has replaced its sources"):
         safeload.convert(folder, folder, **AGAIN, **options)
     path.unlink()
     with pytest.raises(ValueError, match=r"is gone, and the conversion has replaced its sources: restore them"):

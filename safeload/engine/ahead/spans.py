@@ -40,6 +40,7 @@ class Spans:
         targets: uint8, number of the dtype that they become.
 
     Attributes:
+        targets: uint8, number of the dtype that they become.
         lengths: int64, bytes that each range becomes.
     """
 
@@ -48,6 +49,7 @@ class Spans:
     ) -> None:
         self.files = files
         self.columns = file, begins, sizes, sources, targets
+        self.targets = targets
         self.lengths: Array = sizes // np.maximum(_BYTES[sources], 1) * _BYTES[targets]
 
     @classmethod
@@ -61,7 +63,7 @@ class Spans:
 
     def pick(self, rows: Array | slice) -> Spans:
         """Some of them, in another order."""
-        return Spans(self.files, *(column[rows] for column in self.columns))
+        return Spans(self.files, *[column[rows] for column in self.columns])
 
     def follows(self) -> Array:
         """bool, for each but the first: whether it begins where the one before it ends, and has the same dtypes."""

@@ -1,44 +1,32 @@
-"""Converts checkpoints to another format, dtype or layout, in memory that does not grow with the checkpoint."""
+"""Convert checkpoints to another format, dtype or layout, in memory that does not grow with the checkpoint."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from ...base import dtypes
 from ...base.selecting import Patterns, Renames
-from ...engine.run.atomic_file import AtomicFile
-from ...engine.run.progress import Progress, reporter
+from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...formats.metadata import as_texts
-from ...formats.registry import BY_NAME, WrittenName
+from ...formats.registry import WrittenName
 from ...loading.adapter import Adapters
 from ...models.layout import Layout
 from ...stores.local import LocalStore
-from ..folders import journal, unfinished
+from ..folders import unfinished
 from ..folders.destinations import Destination
-from ..folders.shard_folder import Folder, OldShards, check_free
-from ..folders.shards import Beside, ShardWriter, divide, weight_map, write_shards, writer_of
+from ..folders.shard_folder import OldShards, check_free
 from ..quantize.checkpoint import Keep, Scheme
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
-from . import convert_folder
-from .convert_report import ConvertReport
-from .copying import Copies, CopyWriter, copies_of, files_of
-from .old_config import cured, may_hold_codes, warn_of_old
-from .outputs import reporting
+from . import run_plan
+from .make import prepare
 from .planning import planned
-from .preparing import ConvertOptions, ConvertRequest, catalog_of, prepare, wanted_of
-
-# Options that leave tensors of the source out.
-_CHOOSING = ("names", "only", "drop", "layout")
-# The tensors of a shard.
-Shard = TypeVar("Shard")
+from .request import ConvertOptions, open_sources, request_of
+from .write import Conversion, ConvertReport, copies_of, write
 
 
 def convert(
@@ -167,10 +155,13 @@ def convert(
         "storage_options": storage_options,
     }
     started = time.perf_counter()
-    if executor is not None or resume:
-        report = _in_pieces(src, dst, options, overwrite, resume, executor, threads, progress)
+    if executor is None and not resume:
+        report = _at_once(src, dst, options, overwrite=overwrite, threads=threads, progress=progress)
     else:
-        report = _at_once(src, dst, options, overwrite, threads, progress)
+        executors.check_executor(executor)
+        plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
+        own = storage_options
+        report = run_plan.run_all(plan, folder, own, executor=executor, threads=threads, progress=progress)
     return report._replace(seconds=time.perf_counter() - started)
 
 
@@ -178,133 +169,39 @@ def _at_once(
     src: Given | Sequence[Given],
     dst: Destination,
     options: ConvertOptions,
+    *,
     overwrite: bool,
     threads: int | None,
     progress: Progress,
 ) -> ConvertReport:
-    """Writes everything in this process: all files are put in place together, at the end."""
-    wanted = wanted_of(dst, options)
-    path, folder = wanted.path, wanted.folder
-    old = None
-    if folder is None:
-        check_free(path, overwrite)
-        old = OldShards(path, overwrite)
-    else:
-        folder.check_free(overwrite)
+    """Convert in this process, without records of complete shards."""
+    request = request_of(dst, options)
+    folder, old = request.folder, None
     with ExitStack() as stack:
-        if old is not None:
-            stack.enter_context(old)  # its end comes when the sources are closed
-        catalog = stack.enter_context(catalog_of(src, options.get("storage_options")))
+        if folder is None:
+            check_free(request.path, overwrite)
+            old = stack.enter_context(OldShards(request.path, overwrite))  # removes them after the sources are closed
+        else:
+            folder.check_free(overwrite)
+        catalog = stack.enter_context(open_sources(src, options.get("storage_options")))
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if old is not None:
-            every = all(options.get(key) is None for key in _CHOOSING)
-            old.check_source([file.path for file in catalog.weight_files], every_tensor=every)
+            old.check_source([file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
         in_place = overwrite and folder is not None and unfinished.is_source(folder, catalog)
-        copies = copies_of(catalog, wanted)
-        if copies is not None:
-            return _copied(copies, wanted, overwrite, in_place, threads, progress)
-        made = prepare(stack, catalog, wanted, threads)
-        outputs = reporting(made.outputs, stack.enter_context(reporter(progress, made.nbytes)))
-        if folder is None:
-            BY_NAME[wanted.format].load().write(outputs, made.metadata, path, overwrite=overwrite)
-            files, size = [path], os.path.getsize(path)
-            if made.work.restored or not may_hold_codes(made.outputs.values()):
-                warn_of_old(path, wanted.format)
-        else:
-            shards = divide(outputs, wanted.limit)
-            config = made.work.config()
-            if config is None and overwrite and (made.work.restored or not may_hold_codes(made.outputs.values())):
-                config = cured(folder, wanted.target)
-            beside = partial(Beside, total_size=made.nbytes, config=config, extras=made.extras)
-            write = partial(writer_of, texts=as_texts(made.metadata) or None)
-            files, size = _sharded(shards, weight_map, write, beside, folder, overwrite, in_place)
-        return ConvertReport(path, wanted.format, files, made.tensors, size, 0.0, made.work.summary(made.nbytes))
+        copies: Conversion | None = copies_of(catalog, request, threads)
+        conversion = prepare(stack, catalog, request, threads) if copies is None else copies
+        return write(conversion, request, overwrite=overwrite, in_place=in_place, progress=progress)
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
-    """Lets sources that were opened here be replaced by what is made of them: Windows replaces no file that is in use.
+    """Let the result replace sources that were opened here: Windows does not replace files that are in use.
 
-    Those that the caller has open stay open.
+    Checkpoints that the caller opened stay open.
     """
     catalog.mapped = False
-    callers = {id(one) for one in (src if isinstance(src, (list, tuple)) else [src])}
-    for opened in catalog.checkpoints:
-        for file in opened.weight_files if id(opened) not in callers else ():
+    passed = {id(source) for source in (src if isinstance(src, (list, tuple)) else [src])}
+    for checkpoint in catalog.checkpoints:
+        for file in checkpoint.weight_files if id(checkpoint) not in passed else ():
             if isinstance(file.store, LocalStore):
                 file.store.gives_way = True
-
-
-def _copied(
-    copies: Copies, wanted: ConvertRequest, overwrite: bool, in_place: bool, threads: int | None, progress: Progress
-) -> ConvertReport:
-    """Writes tensors that are only copied or cast."""
-    path, folder = wanted.path, wanted.folder
-    plain = not may_hold_codes(map(dtypes.array_dtype, {*copies.targets.tobytes()}))
-    done = 0
-
-    with reporter(progress, copies.nbytes) as report:
-
-        def written(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            report(done)
-
-        if folder is None:
-            writer = CopyWriter(copies, threads, written)
-            with AtomicFile(path, writer.size, overwrite=overwrite) as file:
-                writer.write_to(file)
-            files, size = [path], writer.size
-            if plain:
-                warn_of_old(path, wanted.format)
-        else:
-            config = cured(folder, wanted.target) if copies.config is None and overwrite and plain else copies.config
-            beside = partial(Beside, total_size=copies.nbytes, config=config, extras=copies.extras)
-            write = partial(CopyWriter, threads=threads, report=written)
-            files, size = _sharded(copies.divided(wanted.limit), files_of, write, beside, folder, overwrite, in_place)
-    return ConvertReport(path, wanted.format, files, len(copies.names), size, 0.0, None)
-
-
-def _sharded(
-    shards: Mapping[str, Shard],
-    map_of: Callable[[Mapping[str, Shard]], Mapping[str, str]],
-    write: Callable[[Shard], ShardWriter],
-    beside: Callable[[Mapping[str, str]], Beside],
-    folder: Folder,
-    overwrite: bool,
-    in_place: bool,
-) -> tuple[list[str], int]:
-    """Writes a folder. Returns its shards, and their bytes."""
-    # In a store no shard of the source is replaced.
-    replacing = partial(unfinished.note, folder, {}, None) if in_place and not folder.files.remote else None
-    names = folder.free_names([*shards])
-    shards = {names[file]: shard for file, shard in shards.items()}
-    writers = {file: partial(write, shard) for file, shard in shards.items()}
-    size = write_shards(writers, beside(map_of(shards)), folder, overwrite, replacing)
-    journal.forget(folder, [*shards])
-    if overwrite:
-        unfinished.forget(folder)
-    return [folder.shown(file) for file in shards], size
-
-
-def _in_pieces(
-    src: Given | Sequence[Given],
-    dst: Destination,
-    options: ConvertOptions,
-    overwrite: bool,
-    resume: bool,
-    executor: Executor | None,
-    threads: int | None,
-    progress: Progress,
-) -> ConvertReport:
-    """Writes a folder piece by piece: each shard is put in place, and recorded, when it is whole."""
-    executors.check_executor(executor)
-    plan, folder = planned(src, dst, overwrite, resume, options)
-    sizes = [piece["nbytes"] for piece in plan.pieces]
-    own = options.get("storage_options")
-    run = convert_folder.PieceRunner(folder, own)
-    with ExitStack() as stack:
-        for place in {piece["folder"]: run.folder_of(piece) for piece in plan.pieces}.values():
-            stack.enter_context(place.undone())
-        results = executors.run(run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)
-    return convert_folder.complete(plan, results, folder, own, at_once=True)

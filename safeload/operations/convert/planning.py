@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,9 @@ from ..sources.catalog import Catalog, Given, has_names
 from ..sources.plan import Plan, piece_of
 from ..sources.sources import Sources, location_as_plain, source_of
 from .decisions import runs_of
-from .old_config import cured, may_hold_codes
-from .preparing import ConvertOptions, ConvertRequest, Prepared, prepare, wanted_of
+from .make import Outputs, prepare
+from .request import ConvertOptions, ConvertRequest, open_sources, request_of
+from .write import config_without_codes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -81,7 +82,7 @@ def plan_convert(
         >>> safeload.finalize(plan, results).tensors
         30
     """
-    plan, folder = planned(src, dst, overwrite, resume, options)
+    plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
     shared = folder.public_options()
     if shared is not None:
         for one in (plan, *plan.pieces):
@@ -90,20 +91,21 @@ def plan_convert(
 
 
 def planned(
-    src: Given | Sequence[Given], dst: Destination, overwrite: bool, resume: bool, options: ConvertOptions
+    src: Given | Sequence[Given], dst: Destination, options: ConvertOptions, *, overwrite: bool, resume: bool
 ) -> tuple[Plan, Folder]:
-    """The plan of a conversion, for workers that are given the destination, and the destination; see `plan_convert`."""
-    options = _repeatable(options)
-    wanted = wanted_of(dst, options)
-    if wanted.folder is None:
+    """Return the plan of a conversion, without storage options, and its destination; see `plan_convert`."""
+    request = request_of(dst, options)
+    if request.folder is None:
         raise ValueError("a single file is written by one process: max_shard_size= makes a folder of shards")
-    given: Any = src if has_names(src) else list(src)  # type: ignore[arg-type]
-    call = _id_of([__version__, _options(wanted), unfinished.call_id(given)])
-    plan = _continued(wanted.folder, call) if overwrite and resume else None
+    sources: Any = src if has_names(src) else list(src)  # type: ignore[arg-type]
+    call = _id_of([__version__, _options(request), unfinished.call_id(sources)])
+    plan = _continued(request.folder, call) if overwrite and resume else None
     if plan is None:
         with ExitStack() as stack:
-            plan = _plan(prepare(stack, given, wanted), wanted, wanted.folder, overwrite, resume, call)
-    return plan, wanted.folder
+            catalog = stack.enter_context(open_sources(sources, request.options.get("storage_options")))
+            outputs = prepare(stack, catalog, request)
+            plan = _plan(outputs, request, request.folder, call, overwrite=overwrite, resume=resume)
+    return plan, request.folder
 
 
 def _continued(folder: Folder, call: str) -> Plan | None:
@@ -133,28 +135,16 @@ def _continued(folder: Folder, call: str) -> Plan | None:
     return plan
 
 
-def _repeatable(options: ConvertOptions) -> ConvertOptions:
-    """The options, with lists in place of all that is iterated over: each process writes a list in the same way."""
-    found: dict[str, Any] = dict(options)
-    for key in ("names", "only", "drop", "keep", "rename"):
-        value = found.get(key)
-        if isinstance(value, (set, frozenset)):
-            found[key] = sorted(value, key=str)  # each process has them in another order
-        elif isinstance(value, Mapping) and key == "rename":
-            found[key] = list(value.items())
-        elif isinstance(value, Iterable) and not isinstance(value, (str, tuple)):
-            found[key] = list(value)
-    return found  # type: ignore[return-value]
-
-
-def _plan(prepared: Prepared, wanted: ConvertRequest, folder: Folder, overwrite: bool, resume: bool, call: str) -> Plan:
+def _plan(
+    prepared: Outputs, request: ConvertRequest, folder: Folder, call: str, *, overwrite: bool, resume: bool
+) -> Plan:
     sources = Sources(prepared.catalog, "a conversion in pieces")
-    options = _options(wanted)
-    shards = divide(prepared.outputs, wanted.limit)
+    options = _options(request)
+    shards = divide(prepared.tensors, request.limit)
     weight_map(shards)  # refuses two tensors of one name
-    before = dict(zip(prepared.outputs, prepared.decisions.items(), strict=True))
-    common = {"metadata": as_texts(prepared.metadata) or None, "rename": _texts_of(wanted.options.get("rename"))}
-    if wanted.options.get("adapters") is not None:
+    before = dict(zip(prepared.tensors, prepared.decisions.items(), strict=True))
+    common = {"metadata": as_texts(prepared.metadata) or None, "rename": _texts_of(request.options.get("rename"))}
+    if request.options.get("adapters") is not None:
         from .merged import as_plain  # only here: most conversions merge nothing
 
         common["adapters"] = as_plain(prepared.catalog)  # type: ignore[assignment]
@@ -185,17 +175,13 @@ def _plan(prepared: Prepared, wanted: ConvertRequest, folder: Folder, overwrite:
     outdated = folder.outdated([name for _, name in places.values()]) if overwrite else []
     if outdated:
         plan["outdated"] = outdated
-    plan["tensors"] = prepared.tensors
-    plan["config"] = _config(prepared, wanted, in_place="in_place" in plan)
-    if (
-        plan["config"] is None
-        and overwrite
-        and (prepared.work.restored or not may_hold_codes(prepared.outputs.values()))
-    ):
-        config = cured(folder, wanted.target)
+    plan["tensors"] = prepared.tensor_count
+    plan["config"] = _config(prepared, request, in_place="in_place" in plan)
+    if plan["config"] is None and overwrite:
+        config = config_without_codes(prepared, folder, request.target)
         plan["config"] = None if config is None else {"content": config}
     plan["extras"] = {name: location_as_plain(location) for name, location in prepared.extras.items()}
-    summary = prepared.work.summary(prepared.nbytes)
+    summary = prepared.summary
     if summary is not None:
         told = {name for name, one in prepared.decisions.items() if one.kept is not None}
         plan["quantized"] = {
@@ -210,13 +196,13 @@ def _id_of(value: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
 
 
-def _options(wanted: ConvertRequest) -> dict[str, Any]:
+def _options(request: ConvertRequest) -> dict[str, Any]:
     """The options that make one plan differ from another, as plain data."""
-    plain: dict[str, Any] = {**wanted.options, "max_shard_size": wanted.limit}
+    plain: dict[str, Any] = {**request.options, "max_shard_size": request.limit}
     plain["adapters"] = _adapters_of(plain.get("adapters"))
     plain.pop("format", None)  # a folder has safetensors shards
     plain.pop("storage_options", None)  # may be secret; what is not is in the sources
-    plain["dtype"] = None if wanted.target is None else wanted.target.name
+    plain["dtype"] = None if request.target is None else request.target.name
     plain["rename"] = _texts_of(plain.get("rename"))
     plain["layout"] = None if plain.get("layout") is None else plain["layout"].to_json()
     quantize = plain.get("quantize")
@@ -269,18 +255,18 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
     return pairs
 
 
-def _config(prepared: Prepared, wanted: ConvertRequest, *, in_place: bool) -> dict[str, Any] | None:
+def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> dict[str, Any] | None:
     """Where the configuration comes from, and what `finalize` changes in it.
 
     Args:
         prepared: has the configuration.
-        wanted: the checked options.
+        request: the checked options.
         in_place: whether `finalize` replaces the file that it comes from.
     """
     config = prepared.catalog.config
     if config is None:
         return None
-    change = {"dtype": None if wanted.target is None else wanted.target.code, "restored": prepared.work.restored}
+    change = {"dtype": None if request.target is None else request.target.code, "restored": prepared.decider.restored}
     folder = next((one.folder for one in prepared.catalog.checkpoints if one.config is config), None)
     if folder is None or folder.files.remote or in_place:
         return {"content": config, **change}

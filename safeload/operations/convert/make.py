@@ -1,0 +1,396 @@
+"""Make the tensors of a conversion as decided, each when a writer reaches it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...base import dtypes, log, packing
+from ...base.arrays import Array, foreign_order
+from ...base.gc_pause import paused
+from ...base.packing import MLX, Part
+from ...base.scheme import usual_axis
+from ...base.selecting import check_matches, renamed
+from ...base.text import plural, show
+from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
+from ...engine.codes.restore import read_array
+from ...engine.codes.source import Source
+from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, Staged
+from ...engine.read.plan import Entry
+from ...engine.run import jobs
+from ...engine.run.memory import address_of, private_array
+from ...errors import UnsupportedError
+from ...formats.gguf import file_type
+from ...formats.metadata import as_texts
+from ...formats.registry import BY_NAME, SAFETENSORS
+from ...models.layout import Layout
+from ...packed.config import is_kept_by
+from ...stores.files import Location
+from ..folders.shards import Output, ShardWriter, divide, weight_map, writer_of
+from ..quantize.checkpoint import Rules, Summary
+from ..quantize.quantize import Rounding, quantize_source
+from ..quantize.stack import fill, plan
+from ..sources.catalog import Catalog
+from ..sources.description import TensorDescription
+from .decide import Decider
+from .decisions import Decision
+from .request import ConvertRequest, extras_for, metadata_for
+
+# Names that mlx-lm gives to the stacked experts of a layer.
+_MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
+_WIDEST_CODES = 4  # bytes of the integers that GPTQ and AWQ pack codes into
+
+
+class Outputs(NamedTuple):
+    """A conversion with every tensor decided and named, and none read."""
+
+    catalog: Catalog
+    decider: Decider
+    decisions: dict[str, Decision]  # by name before ``rename``
+    tensors: dict[str, Output]  # by name in the result
+    metadata: Mapping[Any, Any]
+    extras: dict[str, Location]  # other files to copy into the folder, by name
+    format: str
+
+    @property
+    def tensor_count(self) -> int:
+        """Number of tensors of the result."""
+        return sum(name not in self.catalog.ignored for name in self.decisions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the result."""
+        return sum(output.nbytes for output in self.tensors.values())
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        return self.decider.config()
+
+    @property
+    def summary(self) -> Summary | None:
+        return self.decider.summary(self.nbytes)
+
+    @property
+    def may_hold_codes(self) -> bool:
+        if self.decider.restored:
+            return False
+        outputs = self.tensors.values()
+        return any(
+            isinstance(output, LazyPacked) or (isinstance(output, Lazy) and may_be_code(output.dtype))
+            for output in outputs
+        )
+
+    def divided(self, limit: int) -> dict[str, Outputs]:
+        return {file: self._replace(tensors=tensors) for file, tensors in divide(self.tensors, limit).items()}
+
+    def weight_map(self, shards: Mapping[str, Outputs]) -> dict[str, str]:
+        return weight_map({file: shard.tensors for file, shard in shards.items()})
+
+    def writer(self, written: Callable[[int], object]) -> ShardWriter:
+        return writer_of(_reporting(self.tensors, written), as_texts(self.metadata) or None)
+
+    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
+        BY_NAME[self.format].load().write(_reporting(self.tensors, written), self.metadata, path, overwrite=overwrite)
+        return os.path.getsize(path)
+
+
+def may_be_code(dtype: np.dtype[Any]) -> bool:
+    """Return True if elements of this dtype can be codes that a ``config.json`` describes."""
+    integer = dtype.kind in "iu" and dtype.itemsize <= _WIDEST_CODES
+    return integer or (dtype.itemsize == 1 and dtype.kind != "b")
+
+
+def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None) -> Outputs:
+    """Merge adapters, decide about every tensor, and name the outputs.
+
+    Args:
+        stack: closes the adapters.
+
+    Raises:
+        SafeloadError, ValueError, OSError: see `convert`.
+    """
+    options = request.options
+    quantize = options.get("quantize")
+    rules = None if quantize is None else Rules(quantize, options.get("keep"))
+    if options.get("adapters") is not None:
+        from .merged import merged  # only here: most conversions merge nothing
+
+        with_config = request.folder is not None
+        catalog = merged(stack, catalog, options["adapters"], options.get("storage_options"), with_config=with_config)
+    with paused(len(catalog)):
+        return _prepared(catalog, request, rules, threads)
+
+
+def _prepared(catalog: Catalog, request: ConvertRequest, rules: Rules | None, threads: int | None) -> Outputs:
+    options, format = request.options, request.format
+    keep, layout = options.get("keep"), options.get("layout")
+    decider = Decider(catalog, request, rules)
+    if not callable(keep):
+        check_matches("keep", keep, decider.names)
+    decisions = decider.of_layout(layout) if layout is not None else decider.of_tensors()
+    if request.target is None and rules is None and layout is None:
+        for source in {source for decision in decisions.values() for source in decision.sources}:
+            catalog.check_kept(source)
+    outputs = Maker(catalog, decisions, format, threads).outputs()
+    names = renamed(outputs, options.get("rename"))
+    for name, output in outputs.items():
+        _check_rename(name, names[name], output)
+    if decider.restored:
+        _warn_of_stacks(catalog, names, request.path)
+    outputs = {names[name]: output for name, output in outputs.items()}
+    metadata = metadata_for(catalog, request)
+    converts = request.target is not None or rules is not None
+    if format == "gguf" and converts and file_type.KEY not in (options.get("metadata") or {}):
+        metadata = file_type.updated(metadata, outputs.values())
+    return Outputs(catalog, decider, decisions, outputs, metadata, extras_for(catalog, request), format)
+
+
+def _check_rename(name: str, new: str, output: Output) -> None:
+    """Refuse a new name for a packed tensor if the quantization config would describe it differently.
+
+    Raises:
+        UnsupportedError: the config has an entry for the tensor's module.
+    """
+    if new == name or not isinstance(output, LazyPacked):
+        return
+    module, renamed_module = name.removesuffix(".weight"), new.removesuffix(".weight")
+    if not is_kept_by(output.packing.config, module, renamed_module):
+        raise UnsupportedError(
+            f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
+            f"{show(module)}: pass dtype= to dequantize it",
+            tensor=name,
+        )
+
+
+def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:
+    """Warn of dequantized experts that keep the names of MLX, because no other library loads them."""
+    stacks = [new for name, new in names.items() if _MLX_EXPERTS.search(new) and _is_mlx(catalog, name)]
+    if stacks:
+        more = f" and {plural(len(stacks) - 1, 'more tensor')}" if stacks[1:] else ""
+        log.warning(
+            "%s: the experts of a layer are stacked as in MLX (%s%s): transformers and vLLM do not load them under "
+            "these names. Convert the checkpoint that the MLX one was made from, or split the stacks",
+            path,
+            show(stacks[0]),
+            more,
+        )
+
+
+def _is_mlx(catalog: Catalog, name: str) -> bool:
+    """Return True if a tensor is packed in an MLX file."""
+    file, number = catalog.place(name)[1:] if name in catalog else (None, 0)
+    packed = None if file is None else file.table.packed(number)
+    return packed is not None and packed.packing.family == MLX
+
+
+# ---- one tensor ----
+
+
+class Maker:
+    """Turns decisions into lazy outputs.
+
+    Args:
+        decisions: by the tensor names to use in messages.
+        format: of the result.
+    """
+
+    def __init__(self, catalog: Catalog, decisions: Mapping[str, Decision], format: str, threads: int | None) -> None:
+        self._catalog = catalog
+        self._decisions = decisions
+        self._format = format
+        self._rounding: Rounding | None = "ggml" if format == "gguf" else None
+        self._threads = threads
+        self._scratch = _Scratch()
+        self._entries: dict[str | None, dict[str, Entry]] = {}
+
+    def outputs(self) -> dict[str, Output]:
+        """Return all tensors, in the order of the decisions.
+
+        Raises:
+            UnsupportedError: NumPy or the format does not support a tensor.
+        """
+        return {name: self._output(name, decision) for name, decision in self._decisions.items()}
+
+    def _output(self, name: str, decision: Decision) -> Output:
+        if decision.stack is not None:
+            return self._stacked(name, decision)
+        (source,) = decision.sources
+        if source not in self._catalog:
+            return _stored(self._catalog.ignored[source], self._threads)
+        tensor = self._catalog.about(source)
+        if decision.scheme is not None:
+            return self._quantized(decision.scheme, tensor.shape, partial(self._values, source, name))
+        if decision.dtype is None and tensor.packed:
+            return self._packed(source, tensor)
+        if decision.dtype is None and tensor.scheme is not None:
+            return self._kept(source, tensor)
+        row = tensor.row if decision.dtype is None else dtypes.BY_CODE[decision.dtype]
+        if row.packed:
+            raise UnsupportedError(f"tensor {show(source)} is {row.code}, which numpy does not support: pass dtype=")
+        dtype, shape = dtypes.array_dtype(row.number), tensor.shape
+        staged = self._staged(source, decision.dtype, row)
+        return Lazy(dtype, shape, lambda: self._read(source, dtype, shape, row), staged)
+
+    def _values(self, source: str, name: str) -> Source | QuantizedTensor:
+        """Return a tensor's values; jobs dequantize packed tensors as they read."""
+        return self._catalog.restoring(source, name) or self._catalog.source(source, name)
+
+    def _staged(self, source: str, code: str | None, row: dtypes.Dtype) -> Staged | None:
+        """Return the staged read for the safetensors writer, or None if the tensor must be built in memory."""
+        if self._format != SAFETENSORS:
+            return None
+        if code not in self._entries:  # described together: single lookups take longer than reading small tensors
+            plain = [each for each in self._decisions.values() if each.scheme is None and each.stack is None]
+            names = [each.sources[0] for each in plain if each.dtype == code and each.sources[0] in self._catalog]
+            self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
+        entry = self._entries[code].get(source)
+        return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
+
+    def _read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], row: dtypes.Dtype) -> Array:
+        array = self._scratch.array(shape, dtype)
+        if self._catalog.fill(name, row, array, self._threads):
+            return array
+        value = self._values(name, name)
+        if isinstance(value, QuantizedTensor):
+            return value.dequantize(dtype, out=array, threads=self._threads)
+        if value.size:
+            batch = jobs.Batch(value.jobs(address_of(array), row.number))
+            batch.run(threads=self._threads)
+        return jobs.native_order(array)
+
+    def _stacked(self, name: str, decision: Decision) -> Output:
+        assert decision.stack is not None
+        assert decision.dtype is not None
+        layers = {source: self._catalog.about(source) for source in decision.sources}
+        (stack,) = plan(layers, Layout(name, [decision.stack]), dtypes.BY_CODE[decision.dtype])
+
+        def make() -> Array:
+            array = self._scratch.array(stack.shape, dtypes.array_dtype(stack.row.number))
+            fill(self._catalog, [(stack, array)], threads=self._threads)
+            return array
+
+        if decision.scheme is not None:
+            return self._quantized(decision.scheme, stack.shape, make)
+        return Lazy(dtypes.array_dtype(stack.row.number), stack.shape, make)
+
+    def _quantized(self, scheme: str, shape: tuple[int, ...], read: Callable[[], Any]) -> LazyQuantized:
+        """Return a tensor that is quantized when it is written."""
+        axis = usual_axis(scheme, shape)
+        (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
+
+        def make() -> QuantizedTensor:
+            value = read()
+            stacked = isinstance(value, np.ndarray)  # occupies the scratch memory itself
+            data = private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
+            rounding = self._rounding if scheme == "q4_0" else None
+            return quantize_source(value, scheme, axis=axis, rounding=rounding, data=data, threads=self._threads)
+
+        return LazyQuantized(
+            scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), _scale(scale, make), axis
+        )
+
+    def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
+        """Return a packed tensor as stored."""
+        place = self._catalog.place(name)
+        packed = None if place.file is None else place.file.table.packed(place.number)
+        value = None if packed is not None else self._catalog.value(name)
+        assert value is None or isinstance(value, QuantizedTensor)
+        kind = packed.packing if packed is not None else None if value is None else value.packing
+        assert kind is not None
+        if self._format != SAFETENSORS and (self._format, kind.family) != ("gguf", packing.GGUF):
+            raise UnsupportedError(
+                f"tensor {show(name)} is {tensor.scheme}, which {self._format} files do not hold: pass dtype="
+            )
+        if packed is not None:  # read in chunks, never mapped
+            lazy = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
+            return LazyPacked(packed.packing, packed.names(name), lazy)
+        assert value is not None
+        parts = {
+            role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part))
+            for role, part in value.roles.items()
+        }
+        return LazyPacked(kind, value.names, parts)
+
+    def _kept(self, name: str, tensor: TensorDescription) -> LazyQuantized:
+        """Return a quantized tensor, unchanged."""
+
+        def make() -> QuantizedTensor:
+            value = self._catalog.source(name)
+            assert isinstance(value, QuantizedTensor)
+            return value
+
+        axis, scheme, shape = tensor.axis, tensor.scheme, tensor.shape
+        assert scheme is not None
+        (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
+        return LazyQuantized(
+            scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), _scale(scale, make), axis
+        )
+
+
+def _scale(layout: tuple[np.dtype[Any], tuple[int, ...]] | None, make: Callable[[], QuantizedTensor]) -> Lazy | None:
+    if layout is None:
+        return None
+
+    def scale() -> Array:
+        array = make().scale
+        assert array is not None
+        return array
+
+    return Lazy(*layout, scale)
+
+
+def _stored(part: Part, threads: int | None) -> Lazy:
+    """Return a stored tensor of a file, unchanged."""
+    number = part.row.number
+    dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, part.end - part.begin)
+    staged = None
+    if not foreign_order(False):
+        staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
+    return Lazy(dtype, shape, lambda: read_array(part), staged)
+
+
+class _Scratch:
+    """Memory reused for one tensor after another."""
+
+    def __init__(self) -> None:
+        self._memory: Array = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array over the memory, which grows if necessary."""
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        if size > self._memory.size:
+            self._memory = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
+            self._memory = private_array((size,), np.dtype(np.uint8))
+        array: Array = np.ndarray(shape, dtype, self._memory)
+        return array
+
+
+def _reporting(outputs: Mapping[str, Output], written: Callable[[int], object]) -> dict[str, Output]:
+    """Wrap outputs so that each reports its bytes once it is made."""
+
+    def wrap(lazy: Lazy) -> Lazy:
+        def make() -> Array:
+            array = lazy.make()
+            written(lazy.nbytes)
+            return array
+
+        staged = None if lazy.staged is None else lazy.staged._replace(written=partial(written, lazy.nbytes))
+        return Lazy(lazy.dtype, lazy.shape, make, staged)
+
+    wrapped: dict[str, Output] = {}
+    for name, output in outputs.items():
+        if isinstance(output, Lazy):
+            wrapped[name] = wrap(output)
+        elif isinstance(output, LazyPacked):
+            parts = {role: wrap(part) for role, part in output.roles.items()}
+            wrapped[name] = LazyPacked(output.packing, output.names, parts)
+        else:
+            scale = None if output.scale is None else wrap(output.scale)
+            wrapped[name] = LazyQuantized(output.scheme, output.shape, wrap(output.data), scale, output.axis)
+    return wrapped

@@ -1,0 +1,181 @@
+"""The arguments of a conversion, checked, and its open sources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from ...base import dtypes
+from ...base.arrays import check_mapping
+from ...base.selecting import Patterns, Renames
+from ...base.text import parse_size, show
+from ...engine.read.load import parse_target
+from ...formats.metadata import as_texts
+from ...formats.registry import BY_NAME, SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN, WrittenName
+from ...models.layout import Layout
+from ...stores.files import Location
+from ..folders import unfinished
+from ..folders.destinations import USUAL_SIZE, Destination, of, where
+from ..folders.shard_folder import Folder
+from ..folders.shards import extras_of
+from ..quantize.checkpoint import Keep, Scheme
+from ..sources.catalog import Catalog, Given, has_names
+
+
+class ConvertOptions(TypedDict, total=False):
+    """Options of `safeload.plan_convert`: the options of `safeload.convert` that determine the result."""
+
+    dtype: Any
+    quantize: Scheme | None
+    layout: Layout | None
+    names: Iterable[str] | None
+    only: Patterns
+    drop: Patterns
+    keep: Keep
+    rename: Renames
+    metadata: Mapping[str, Any] | None
+    adapters: Any
+    max_shard_size: int | str | None
+    format: WrittenName | None
+    extras: bool
+    storage_options: Mapping[str, Any] | None
+
+
+class ConvertRequest(NamedTuple):
+    """The checked options of a conversion."""
+
+    path: str  # destination, as messages show it
+    format: str  # format of the result
+    folder: Folder | None  # the destination if it is a folder
+    limit: int  # largest size of a shard in bytes
+    target: dtypes.Dtype | None  # dtype for floating tensors; None leaves them unchanged
+    options: ConvertOptions  # iterables as lists
+
+    @property
+    def every_tensor(self) -> bool:
+        """True if no option leaves out tensors of the source."""
+        options = self.options
+        selects = options.get("names") is not None or options.get("only") is not None
+        return not selects and options.get("drop") is None and options.get("layout") is None
+
+
+def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
+    """Check the options that can be checked without opening a source.
+
+    Raises:
+        TypeError, ValueError: invalid arguments.
+        UnsupportedError: the destination cannot be written to.
+        FileNotFoundError: the destination is a repository that does not exist.
+    """
+    for key in options.keys() - ConvertOptions.__annotations__.keys():
+        raise TypeError(f"unexpected argument {show(key)}")
+    options = _repeatable(options)
+    target = parse_target(options.get("dtype"))
+    if options.get("keep") is not None and options.get("quantize") is None:
+        raise ValueError("keep= selects tensors that quantize= leaves unquantized: pass quantize= too")
+    place, max_shard_size = where(dst, options.get("storage_options")), options.get("max_shard_size")
+    format = _format_of(place, options)
+    folder = None if max_shard_size is None and not place.files.remote else of(place)
+    limit = parse_size(USUAL_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
+    return ConvertRequest(place.shown, format, folder, limit, target, options)
+
+
+def _repeatable(options: ConvertOptions) -> ConvertOptions:
+    """Return the options with a list for each iterable, which can be read twice and written into a plan."""
+    repeatable: dict[str, Any] = dict(options)
+    for key in ("names", "only", "drop", "keep", "rename"):
+        value = repeatable.get(key)
+        if value is None or isinstance(value, (str, list, tuple)):
+            continue
+        if isinstance(value, (set, frozenset)):
+            repeatable[key] = sorted(value, key=str)  # processes iterate over a set in different orders
+        elif isinstance(value, Mapping) and key == "rename":
+            repeatable[key] = list(value.items())
+        elif isinstance(value, Iterable):
+            repeatable[key] = list(value)
+    return repeatable  # type: ignore[return-value]
+
+
+def _format_of(place: Location, options: ConvertOptions) -> str:
+    """Return the format to write: ``format=`` if given, else the format of the destination's suffix.
+
+    Raises:
+        ValueError: the format or suffix is unknown, or the suffix belongs to another format.
+    """
+    format, path, sharded = options.get("format"), place.shown, options.get("max_shard_size") is not None
+    if format is not None and format not in WRITTEN:
+        raise ValueError(f"format must be one of {', '.join(WRITTEN)}, got {show(format)}")
+    suffix = os.path.splitext(path)[1].lower()
+    if place.files.remote or sharded:
+        if format not in (None, SAFETENSORS):
+            raise ValueError(f"{show(path)} becomes a folder of safetensors shards, got format={show(format)}")
+        if sharded and not place.files.remote and any(suffix in suffixes for suffixes in WRITTEN.values()):
+            raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
+        return SAFETENSORS
+    known = ", ".join(SUFFIXES)
+    if format is not None:
+        if suffix in WEIGHT_SUFFIXES and suffix not in WRITTEN[format]:
+            usual = " or ".join(WRITTEN[format])
+            raise ValueError(f"{show(path)} has the suffix of another format than {format}: use {usual}")
+        return format
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix]
+    for name, suffixes in WRITTEN.items():
+        if suffix in suffixes:
+            if options.get("layout") is not None:
+                return name
+            raise ValueError(
+                f"{show(path)}: other programs take {suffix} for a torch file: use one of {known}, or pass "
+                f'format="{name}" if you mean {BY_NAME[name].title}'
+            )
+    raise ValueError(f"{show(path)}: the suffix must be one of {known}; a folder needs max_shard_size")
+
+
+def open_sources(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> Catalog:
+    """Open the sources of a conversion, unless an interrupted conversion has replaced some of their files."""
+    if isinstance(src, Catalog):
+        return Catalog.of(src)
+    sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
+    if not sources:
+        raise ValueError("there is nothing to convert: no source")
+    unfinished.check_given(sources)
+    catalog = Catalog.of(sources, storage_options)
+    try:
+        unfinished.check_opened(catalog)
+    except BaseException:
+        with catalog:
+            raise
+    return catalog
+
+
+def extras_for(catalog: Catalog, request: ConvertRequest) -> dict[str, Location]:
+    """Return the other files to copy into the destination folder, by name."""
+    copies = request.folder is not None and request.options.get("extras", True)
+    return extras_of(catalog.folder) if copies and catalog.folder is not None else {}
+
+
+def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]:
+    """Return the metadata of the result: the metadata of the sources, updated with ``metadata=``.
+
+    Raises:
+        TypeError: ``metadata`` does not map text to values that the format can store.
+        ValueError: the format has no metadata.
+    """
+    update, format = request.options.get("metadata"), request.format
+    if not update:
+        return catalog.metadata
+    check_mapping(update, "metadata", "text to text")
+    metadata = dict(catalog.metadata)
+    for key, value in update.items():
+        if not isinstance(key, str):
+            raise TypeError(f"metadata: keys must be str, got {show(key)}")
+        if value is None:
+            metadata.pop(key, None)
+        elif not BY_NAME[format].metadata:
+            raise ValueError(f"{format} files have no metadata, but metadata= has {show(key)}")
+        elif not as_texts({key: value}):
+            raise TypeError(f"metadata: {format} cannot store {show(key)} of type {type(value).__name__}")
+        else:
+            metadata[key] = value
+    return metadata

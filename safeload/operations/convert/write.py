@@ -1,0 +1,335 @@
+"""Write a conversion to a file or a folder of shards, and report what was written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from ...base import dtypes, log
+from ...base.arrays import Array
+from ...base.selecting import renamed
+from ...base.text import plural, printable, show, size
+from ...engine.ahead.spans import Spans
+from ...engine.run.atomic_file import AtomicFile
+from ...engine.run.progress import Progress, reporter
+from ...errors import FormatError
+from ...formats.folder import CONFIG, SINGLE
+from ...formats.metadata import as_texts
+from ...formats.registry import SAFETENSORS
+from ...formats.safetensors.header import Header
+from ...formats.safetensors.quantized import pack
+from ...packed.config import without_quantization
+from ...stores.files import Location
+from ..folders import journal, unfinished
+from ..folders.shard_folder import Folder, LocalFolder
+from ..folders.shards import Beside, ShardWriter, config_with, shard_bounds, write_shards
+from ..quantize.checkpoint import Summary
+from ..sources.catalog import Catalog
+from .make import may_be_code
+from .request import ConvertRequest, extras_for, metadata_for
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ConvertReport(NamedTuple):
+    """What `convert` wrote. ``str()`` is what ``safeload convert`` prints.
+
+    Attributes:
+        destination: path of the file or the folder.
+        format: format of the files.
+        files: paths of the files that hold the tensors.
+        tensors: number of tensors.
+        nbytes: bytes of the files.
+        seconds: duration of the conversion.
+        summary: the quantized tensors, and why each other tensor was kept; None without ``quantize``.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> print(safeload.convert({"w": np.ones((2, 64), np.float32)}, "w.safetensors", quantize="q8_0"))
+        w.safetensors: safetensors, 1 tensor, 312 B
+        512 bytes became 136 (3.76 times smaller)
+             1 quantized to q8_0: w
+    """
+
+    destination: str
+    format: str
+    files: list[str]
+    tensors: int
+    nbytes: int
+    seconds: float
+    summary: Summary | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.destination}: {self._totals()}",
+            *([] if self.summary is None else str(self.summary).splitlines()),
+        ]
+        return "\n".join(map(printable, lines))
+
+    def __repr__(self) -> str:
+        return f"<ConvertReport {show(self.destination)}: {self._totals()}>"
+
+    def _totals(self) -> str:
+        files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
+        return f"{self.format}, {plural(self.tensors, 'tensor')}, {size(self.nbytes)}{files}"
+
+
+class Conversion(Protocol):
+    """Tensors to write: decided, and made or copied when the writer reaches them."""
+
+    @property
+    def tensor_count(self) -> int:
+        """Number of tensors."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The ``config.json`` of a folder; None if the source has none."""
+
+    @property
+    def extras(self) -> Mapping[str, Location]:
+        """Other files to copy into a folder, by name."""
+
+    @property
+    def summary(self) -> Summary | None:
+        """The quantized tensors; None without ``quantize``."""
+
+    @property
+    def may_hold_codes(self) -> bool:
+        """True if tensors can be codes that a ``config.json`` describes."""
+
+    def divided(self, limit: int) -> Mapping[str, Self]:
+        """Return the shards of a folder by file name, each at most ``limit`` bytes."""
+
+    def weight_map(self, shards: Mapping[str, Self]) -> Mapping[str, str]:
+        """Return the shard of each tensor, by the names that files store."""
+
+    def writer(self, written: Callable[[int], object]) -> ShardWriter:
+        """Return the writer of a shard; it calls ``written`` with the bytes of tensors since the last call."""
+
+    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
+        """Write a file in the format of the conversion and return its size."""
+
+
+_Conversion = TypeVar("_Conversion", bound=Conversion)
+
+
+def write(
+    conversion: Conversion, request: ConvertRequest, *, overwrite: bool, in_place: bool, progress: Progress
+) -> ConvertReport:
+    """Write a conversion to its destination. All files are put in place together, at the end.
+
+    Args:
+        in_place: True if the folder is also a source.
+    """
+    path, folder, done = request.path, request.folder, 0
+    with reporter(progress, conversion.nbytes) as report:
+
+        def written(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            report(done)
+
+        if folder is None:
+            files, nbytes = [path], conversion.write_file(path, overwrite, written)
+            _warn_of_old_config(conversion, request)
+        else:
+            replacing = None
+            if in_place and not folder.files.remote:  # a store keeps the source's shards: new ones get other names
+                replacing = partial(unfinished.note, folder, {}, None)
+            files, nbytes = _write_folder(conversion, request, folder, written, replacing, overwrite=overwrite)
+    return ConvertReport(path, request.format, files, conversion.tensor_count, nbytes, 0.0, conversion.summary)
+
+
+def _write_folder(
+    conversion: _Conversion,
+    request: ConvertRequest,
+    folder: Folder,
+    written: Callable[[int], object],
+    replacing: Callable[[], object] | None,
+    *,
+    overwrite: bool,
+) -> tuple[list[str], int]:
+    """Write a folder; return the paths of its shards and their bytes."""
+    shards = conversion.divided(request.limit)
+    names = folder.free_names([*shards])
+    shards = {names[file]: shard for file, shard in shards.items()}
+    config = conversion.config
+    if config is None and overwrite:
+        config = config_without_codes(conversion, folder, request.target)
+    beside = Beside(conversion.weight_map(shards), conversion.nbytes, config, conversion.extras)
+    writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
+    nbytes = write_shards(writers, beside, folder, overwrite, replacing)
+    journal.forget(folder, [*shards])
+    if overwrite:
+        unfinished.forget(folder)
+    return [folder.shown(file) for file in shards], nbytes
+
+
+# ---- tensors that are only copied or cast ----
+
+
+class Copies(NamedTuple):
+    """A conversion that only copies and casts, in columns: its tensors need no object each."""
+
+    names: Sequence[str]  # in the result
+    shapes: Sequence[tuple[int, ...]]
+    spans: Spans
+    texts: Mapping[str, str] | None  # metadata of the result
+    config: dict[str, Any] | None
+    extras: dict[str, Location]
+    threads: int | None
+    summary: None = None
+
+    @property
+    def tensor_count(self) -> int:
+        return len(self.names)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.spans.lengths.sum())
+
+    @property
+    def may_hold_codes(self) -> bool:
+        return any(map(may_be_code, map(dtypes.array_dtype, {*self.spans.targets.tobytes()})))
+
+    def divided(self, limit: int) -> dict[str, Copies]:
+        return {file: self._slice(rows) for file, rows in shard_bounds(self.spans.lengths, limit).items()}
+
+    def _slice(self, rows: slice) -> Copies:
+        return self._replace(names=self.names[rows], shapes=self.shapes[rows], spans=self.spans.pick(rows))
+
+    def weight_map(self, shards: Mapping[str, Copies]) -> dict[str, str]:
+        return {name: file for file, shard in shards.items() for name in shard.names}
+
+    def writer(self, written: Callable[[int], object]) -> CopyWriter:
+        return CopyWriter(self, written)
+
+    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
+        writer = CopyWriter(self, written)
+        with AtomicFile(path, writer.size, overwrite=overwrite) as file:
+            writer.write_to(file)
+        return writer.size
+
+
+def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Copies | None:
+    """Return the conversion in columns, or None unless all tensors are plain and only copied or cast.
+
+    Raises:
+        SafeloadError, ValueError: see `convert`.
+    """
+    options, target = request.options, request.target
+    if request.format != SAFETENSORS or options.get("quantize") is not None:
+        return None
+    if options.get("layout") is not None or options.get("adapters") is not None:
+        return None
+    tensors = catalog.plain()
+    if tensors is None or (target is not None and catalog.codes):
+        return None
+    if not request.every_tensor:
+        tensors = tensors.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))
+    targets = _targets(tensors.ranges.numbers, target)
+    if targets is None:
+        return None
+    rename = options.get("rename")
+    return Copies(
+        tensors.names if rename is None else [*renamed(tensors.names, rename).values()],
+        tensors.shapes,
+        Spans.of(tensors, targets),
+        pack({}, as_texts(metadata_for(catalog, request)) or None)[1],
+        config_with(catalog.config, target),
+        extras_for(catalog, request),
+        threads,
+    )
+
+
+def _targets(numbers: Array, target: dtypes.Dtype | None) -> Array | None:
+    """Return the dtype numbers that tensors are converted to, or None if a conversion is not supported."""
+    if target is None:
+        return numbers
+    targets = np.arange(256, dtype=np.uint8)
+    for number in set(numbers.tolist()):
+        row = dtypes.BY_NUMBER[number]
+        if not row.converts_to(row.loaded_as(target)):
+            return None
+        targets[number] = row.loaded_as(target).number
+    return targets[numbers]
+
+
+class CopyWriter:
+    """The writer of one file of copies."""
+
+    def __init__(self, copies: Copies, written: Callable[[int], object]) -> None:
+        self._header = Header(copies.names, copies.spans.targets.tobytes(), copies.shapes, copies.texts)
+        self._spans = copies.spans.pick(self._header.order)
+        self._threads = copies.threads
+        self._written = written
+        self.size: int = self._header.nbytes + copies.nbytes
+
+    def write_to(self, file: AtomicFile) -> None:
+        header = [(self._header.address, self._header.nbytes)]
+        with closing(self._spans.read(self._threads)) as chunks:
+            for chunk in chunks:  # the first chunk goes out together with the header
+                file.write([*header, chunk])
+                header = []
+                self._written(chunk[1])
+        if header:
+            file.write(header)
+
+
+# ---- a config.json in the destination when the source has none ----
+
+
+def config_without_codes(conversion: Conversion, folder: Folder, target: dtypes.Dtype | None) -> dict[str, Any] | None:
+    """Return the destination's old ``config.json`` without its quantization.
+
+    None if the new weights can be the codes it describes, if it has no quantization, or if it cannot be read.
+
+    Args:
+        folder: the destination.
+        target: dtype that floating tensors were converted to; None if unchanged.
+    """
+    config = None if conversion.may_hold_codes else _quantized_config(folder)
+    if config is None:
+        return None
+    log.warning(
+        "%s: removed the quantization of the old weights, because the new weights have none and their source has no %s",
+        folder.shown(CONFIG),
+        CONFIG,
+    )
+    return config_with(config, target, restored=True)
+
+
+def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None:
+    """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
+    folder, name = os.path.split(request.path)
+    if request.format != SAFETENSORS or name != SINGLE or conversion.may_hold_codes:
+        return
+    beside = LocalFolder(folder or ".")
+    if _quantized_config(beside) is not None:
+        log.warning(
+            "%s describes a quantization that the weights in %s do not have: remove it, or other programs cannot load "
+            "them; a conversion from a folder to a folder, with max_shard_size=, does so",
+            beside.shown(CONFIG),
+            SINGLE,
+        )
+
+
+def _quantized_config(folder: Folder) -> dict[str, Any] | None:
+    """Return the folder's ``config.json`` if it has a quantization."""
+    try:
+        if CONFIG not in folder.names():
+            return None
+        config = folder.read_json(CONFIG, CONFIG)
+    except (FormatError, OSError):
+        return None
+    return config if without_quantization(config) != config else None
