@@ -20,7 +20,7 @@ from .engine.read.views import Views
 from .engine.run.progress import Progress
 from .engine.run.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError
-from .formats.opening import Found, Recipe, Seen, folder_of, index_of, pickled, reopen, seen_of
+from .formats.opening import OpenedPath, Recipe, Seen, folder_of, index_of, pickled, reopen, seen_of
 from .formats.registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, OpenRequest
 from .formats.safetensors.quantized import KEY, unpack_all
 from .formats.tensor_slice import TensorSlice, slice_of
@@ -66,7 +66,7 @@ class Checkpoint(Mapping[str, Any]):
         last_load: `LoadStats` of the last `load`, else None.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: OpenedPath) -> None:
         where, metadata = found.where, found.metadata
         stored = found.recipe is not None and found.recipe.stored
         self._hidden: Mapping[str, str] = {}

@@ -564,7 +564,7 @@ FOLDERS = {
     "Keras": ({"config.json": {}, "tf_model.h5": HDF5}, ["this is a Keras model", "h5py.File(path)"]),
     "diffusers": (
         {"model_index.json": {}, "unet/model.safetensors": b"", "vae/model.safetensors": b"", "scheduler/x.json": {}},
-        ["a diffusers pipeline, its weights are in unet, vae: open one of them"],
+        ["this is a diffusers pipeline with weights in unet, vae: open one of them"],
     ),
     "variants": (
         {"diffusion.safetensors": b"", "diffusion.fp16.safetensors": b""},
@@ -601,7 +601,7 @@ def test_a_json_file_that_is_no_index(name, here):
     assert_says(text, f"this is {what}, not an index: there are no weights beside it", f"model/{name}")
     save_file({"w": W}, "model/model.safetensors", durable=False)
     text = message(lambda: safeload.open(f"model/{name}"), safeload.FormatError)
-    assert_says(text, f"this is {what}, not an index: open the folder that it is in")
+    assert_says(text, f"this is {what}, not an index: open its folder")
     assert list(safeload.open("model")) == ["w"]
 
 
@@ -634,7 +634,7 @@ def test_an_adapter_is_called_that(case, here, capsys):
 def test_variants_beside_the_model_are_passed_over(here):
     filled(here / "model", {"model.fp16.safetensors": b""})
     save_file({"w": W}, "model/model.safetensors", durable=False)
-    assert safeload.open("model").notes == ["passed over: model.fp16.safetensors"]
+    assert safeload.open("model").notes == ["skipped: model.fp16.safetensors"]
 
 
 def test_a_part_of_a_split_gguf_opens_all(here):

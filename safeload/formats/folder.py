@@ -1,4 +1,4 @@
-"""Opens folders of weight files, with and without an index, and lists of files."""
+"""Open folders of weight files, with and without an index, and lists of files; describe folders without weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from ..base.messages import error_about
 from ..base.paths import os_error
-from ..base.text import show
+from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
-from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file
+from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
 from ..stores.files import Files
-from ..stores.json_file import read_if_there, read_version
-from .folder_messages import listed, no_weights, not_an_index, notes_of
+from ..stores.json_file import read_if_there, read_json, read_version
 from .gguf import split as gguf_split
 from .registry import GGUF, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, WEIGHT_SUFFIXES, Opened, OpenRequest, open_file
 
@@ -27,57 +27,49 @@ CONFIG = "config.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 
-# What the names of files end with that may be opened.
-SUFFIXES_OF_FILES = (".json", *sorted(WEIGHT_SUFFIXES))
+# Suffixes of files, as opposed to folders.
+_FILE_SUFFIXES = (".json", *sorted(WEIGHT_SUFFIXES))
 
 _SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(\.[a-z]+)", re.ASCII | re.DOTALL)
 
 
 class Shards(NamedTuple):
-    """The opened files of a path.
+    """The open files of a folder, an index or a list."""
 
-    Attributes:
-        format: of the first file.
-        files: the open files.
-        where: name of each tensor to its file and its index in that file.
-        metadata: of all files and of the index, merged.
-        config: parsed ``config.json``, else None.
-        index_file: path and identity of the index, else None.
-        notes: what kind of folder it is, and which of its files were skipped.
-    """
-
-    format: str
+    format: str  # of the first file
     files: list[WeightFile]
-    where: dict[str, tuple[WeightFile, int]]
-    metadata: Mapping[str, Any]
-    config: dict[str, Any] | None = None
-    index_file: tuple[str, tuple[Any, ...]] | None = None
-    notes: Sequence[str] = ()
+    where: dict[str, tuple[WeightFile, int]]  # file and index of each tensor
+    metadata: Mapping[str, Any]  # of all files and the index, merged
+    config: dict[str, Any] | None = None  # parsed ``config.json``
+    index_file: tuple[str, tuple[Any, ...]] | None = None  # path and identity of the index
+    notes: Sequence[str] = ()  # the kind of folder, and the files that were skipped
 
 
-def open_path(path: str, wanted: OpenRequest) -> Shards:
-    """Opens a folder, an ``index.json`` or a file.
+def open_path(path: str, request: OpenRequest) -> Shards:
+    """Open a folder, an ``index.json`` or a file.
 
     Raises:
         FormatError, UnsupportedError, OSError: see `open_folder`, `open_index` and `open_file`.
     """
-    files = wanted.files
+    files = request.files
     name = files.split(path)[1]
-    if files.remote and name.endswith(SUFFIXES_OF_FILES) and not path.endswith("/"):
-        # The usual case is a file; a question whether it is a folder would be a request.
+    if files.remote and name.endswith(_FILE_SUFFIXES) and not path.endswith("/"):
+        # Usually a file; asking whether it is a folder would take a request.
         with suppress(FileNotFoundError):
-            return open_index(path, wanted) if name.endswith(".json") else open_parts(open_file(path, wanted), wanted)
+            if name.endswith(".json"):
+                return open_index(path, request)
+            return open_parts(open_file(path, request), request)
     if files.is_folder(path):
-        return open_folder(path, wanted)
+        return open_folder(path, request)
     if name.endswith(".json"):
         if not files.remote and not os.path.lexists(path):
             raise os_error(errno.ENOENT, path)
-        return open_index(path, wanted)
-    return open_parts(open_file(path, wanted), wanted)
+        return open_index(path, request)
+    return open_parts(open_file(path, request), request)
 
 
-def open_list(paths: Sequence[str], wanted: OpenRequest) -> Shards:
-    """Opens several paths as one checkpoint: the union of their tensors.
+def open_list(paths: Sequence[str], request: OpenRequest) -> Shards:
+    """Open several paths as one checkpoint: the union of their tensors.
 
     Raises:
         FormatError: two paths have a tensor of the same name.
@@ -86,44 +78,45 @@ def open_list(paths: Sequence[str], wanted: OpenRequest) -> Shards:
     opened: list[Shards] = []
     where: dict[str, tuple[WeightFile, int]] = {}
     metadata: dict[str, Any] = {}
-    parts: set[str] = set()  # of split files: the first part opens all of them
+    parts: set[str] = set()  # of split files: the first part opens all parts
     for path in paths:
-        if wanted.files.absolute(path) in parts:
+        if request.files.absolute(path) in parts:
             continue
-        one = open_path(path, wanted)
-        if opened and one.format != opened[0].format:
-            shown = wanted.files.shown
+        shards = open_path(path, request)
+        if opened and shards.format != opened[0].format:
+            shown = request.files.shown
             raise UnsupportedError(
-                f"{shown(path)} is {one.format}, {shown(paths[0])} is {opened[0].format}: a list of files must be of "
-                "one format; safeload.convert takes sources of several"
+                f"{shown(path)} is {shards.format}, but {shown(paths[0])} is {opened[0].format}: all files of a list "
+                "must have one format; safeload.convert can merge sources of several formats"
             )
-        opened.append(one)
-        add(where, one.where)
-        metadata.update(one.metadata)
-        if one.format == GGUF and len(one.files) > 1:
-            parts.update(file.place for file in one.files)
-    config = next((one.config for one in opened if one.config is not None), None)
-    files = [file for one in opened for file in one.files]
-    return Shards(opened[0].format, files, where, metadata, config, None, [n for one in opened for n in one.notes])
+        opened.append(shards)
+        add(where, shards.where)
+        metadata.update(shards.metadata)
+        if shards.format == GGUF and len(shards.files) > 1:
+            parts.update(file.place for file in shards.files)
+    config = next((shards.config for shards in opened if shards.config is not None), None)
+    files = [file for shards in opened for file in shards.files]
+    notes = [note for shards in opened for note in shards.notes]
+    return Shards(opened[0].format, files, where, metadata, config, None, notes)
 
 
-def add(where: dict[str, tuple[WeightFile, int]], more: Mapping[str, tuple[WeightFile, int]]) -> None:
-    """Adds tensors to those of other files.
+def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[WeightFile, int]]) -> None:
+    """Add the tensors of a file to ``where``.
 
     Raises:
-        FormatError: a name is there already.
+        FormatError: another file has a tensor of the same name.
     """
-    for name, place in more.items():
+    for name, place in places.items():
         if name in where:
             first, second = where[name][0].path, place[0].path
-            raise FormatError(f"tensor {show(name)} is in both {first} and {second}", second, tensor=name)
+            raise error_about(FormatError, f"is in both {first} and {second}", path=second, tensor=name)
         where[name] = place
 
 
-def open_parts(first: Opened, wanted: OpenRequest) -> Shards:
-    """Adds the other parts to an open file if it is part of a split GGUF file."""
+def open_parts(first: Opened, request: OpenRequest) -> Shards:
+    """Add the other parts to an open file if it is part of a split GGUF file."""
     if first.format == GGUF and gguf_split.is_part(first.file):
-        files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, wanted).file)
+        files, metadata = gguf_split.open_parts(first.file, lambda path: open_file(path, request).file)
         return _union(GGUF, files, metadata)
     if first.where is not None:
         return Shards(first.format, first.files, first.where, first.metadata)
@@ -147,42 +140,21 @@ def _metadata(shards: Sequence[Opened]) -> Mapping[str, Any]:
 # ---- an index ----
 
 
-def _shard_name(value: Any, tensor: str, path: str) -> str:
-    """Checks a bare file name: an index must not refer to files outside its folder."""
-    if not isinstance(value, str) or not value:
-        raise FormatError(f"weight_map[{show(tensor)}] must name a file, found {show(value)}", path, tensor=tensor)
-    if value in (".", "..") or any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in value):
-        wanted = "the bare name of a file in the same folder"
-        raise FormatError(f"weight_map[{show(tensor)}] must be {wanted}, found {show(value)}", path, tensor=tensor)
-    return value
-
-
-def open_index(path: str, wanted: OpenRequest) -> Shards:
-    """Opens every shard that an ``index.json`` names. The index is authoritative: tensors that it omits are ignored.
+def open_index(path: str, request: OpenRequest) -> Shards:
+    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored.
 
     Raises:
-        FormatError: the index is malformed, or a tensor is missing from the shard that it names.
+        FormatError: the index is malformed, or a shard lacks a tensor of the index.
         FileNotFoundError: a shard is missing.
     """
-    files, shown = wanted.files, wanted.files.shown(path)
+    files, shown = request.files, request.files.shown(path)
     folder, base = files.split(path)
     index, version = read_version(path, "index.json", files)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict):
-        message = f"weight_map must be an object, found {type(weight_map).__name__}"
-        raise FormatError(message if "weight_map" in index else not_an_index(path, index, files) or message, shown)
-    metadata = index.get("metadata")
-    if metadata is not None and not isinstance(metadata, dict):
-        raise FormatError(f"metadata must be an object, found {type(metadata).__name__}", shown)
-    names: dict[str, list[str]] = {}
-    for tensor, file_name in weight_map.items():
-        if not isinstance(file_name, str) or file_name not in names:
-            names[_shard_name(file_name, tensor, shown)] = []
-        names[file_name].append(tensor)
+    names, metadata = _parse_index(index, path, files)
 
     def open_shard(file_name: str) -> Opened:
         try:
-            return open_file(files.join(folder, file_name), wanted)
+            return open_file(files.join(folder, file_name), request)
         except FileNotFoundError as error:
             place = error.filename
             message = f"No such file or directory: {place}; {base} lists it: was the download finished?"
@@ -200,15 +172,15 @@ def open_index(path: str, wanted: OpenRequest) -> Shards:
     files.each(read, [*sorted(names), None])
     shards = [opened[file_name] for file_name in sorted(names)]
     where: dict[str, tuple[WeightFile, int]] = {}
-    for shard, (file_name, tensors) in zip(shards, sorted(names.items()), strict=True):
-        missing = set(tensors)
-        for file in shard.files:
-            found = sorted((at, tensor) for tensor in missing if (at := file.table.find(tensor)) >= 0)
-            where.update((tensor, (file, at)) for at, tensor in found)
-            missing.difference_update(tensor for _, tensor in found)
+    for file_name in sorted(names):
+        missing = set(names[file_name])
+        for file in opened[file_name].files:
+            places = sorted((k, tensor) for tensor in missing if (k := file.table.find(tensor)) >= 0)
+            where.update((tensor, (file, k)) for k, tensor in places)
+            missing.difference_update(tensor for _, tensor in places)
         if missing:
-            message = f"tensor {show(min(missing))} should be in {show(file_name)[1:-1]}, but is not there"
-            raise FormatError(message, shown, tensor=min(missing))
+            text = f"should be in {show(file_name)[1:-1]}, but is not there"
+            raise error_about(FormatError, text, path=shown, tensor=min(missing))
     merged = _metadata(shards)
     return Shards(
         shards[0].format if shards else SAFETENSORS,
@@ -220,23 +192,44 @@ def open_index(path: str, wanted: OpenRequest) -> Shards:
     )
 
 
+def _parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return the tensor names of each shard, and the metadata of the index."""
+    shown = files.shown(path)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        message = f"weight_map must be an object, got {type(weight_map).__name__}"
+        raise FormatError(message if "weight_map" in index else _not_an_index(path, index, files) or message, shown)
+    metadata = index.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise FormatError(f"metadata must be an object, got {type(metadata).__name__}", shown)
+    names: dict[str, list[str]] = {}
+    for tensor, file_name in weight_map.items():
+        if not isinstance(file_name, str) or file_name not in names:
+            names[_shard_name(file_name, tensor, shown)] = []
+        names[file_name].append(tensor)
+    return names, metadata or {}
+
+
+def _shard_name(value: Any, tensor: str, path: str) -> str:
+    """Check a bare file name: an index must not refer to files outside its folder."""
+    if not isinstance(value, str) or not value:
+        raise FormatError(f"weight_map[{show(tensor)}] must name a file, got {show(value)}", path, tensor=tensor)
+    if value in (".", "..") or any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in value):
+        expected = "the bare name of a file in the same folder"
+        raise FormatError(f"weight_map[{show(tensor)}] must be {expected}, got {show(value)}", path, tensor=tensor)
+    return value
+
+
 # ---- a folder ----
 
 
-class _Set(NamedTuple):
-    """Files with numbers in their names: ``P-00001-of-00003.safetensors``.
+class _NumberedFiles(NamedTuple):
+    """Files with numbers in their names: ``P-00001-of-00003.safetensors``."""
 
-    Attributes:
-        stem: the part of the names before the numbers.
-        total: expected number of files, as written in the names.
-        suffix: the part of the names after the numbers.
-        files: number to name.
-    """
-
-    stem: str
-    total: str
-    suffix: str
-    files: dict[int, str]
+    stem: str  # before the numbers
+    total: str  # expected number of files, as the names give it
+    suffix: str  # after the numbers
+    files: dict[int, str]  # name by number
 
     @property
     def complete(self) -> bool:
@@ -244,42 +237,46 @@ class _Set(NamedTuple):
 
     @property
     def missing(self) -> list[str]:
-        """Names of missing files, at most the first five."""
+        """Names of the first five missing files."""
         width = len(self.total) if len(self.total) < 5 else 5
         numbers = (k for k in range(1, int(self.total) + 1) if k not in self.files)
         return [
             f"{self.stem}-{k:0{width}}-of-{self.total}{self.suffix}" for k, _ in zip(numbers, range(5), strict=False)
         ]
 
+    @property
+    def in_order(self) -> list[str]:
+        return [self.files[number] for number in sorted(self.files)]
 
-def sets_of(names: Sequence[str]) -> list[_Set]:
-    """Groups files into sets by their names."""
-    found: dict[tuple[str, str, str], _Set] = {}
+
+def sets_of(names: Sequence[str]) -> list[_NumberedFiles]:
+    """Group files with numbers in their names."""
+    sets: dict[tuple[str, str, str], _NumberedFiles] = {}
     for name in names:
         match = _SHARD.fullmatch(name)
         if match is not None and int(match[3]) > 0:
-            one = found.setdefault((match[1], match[3], match[4]), _Set(match[1], match[3], match[4], {}))
-            one.files[int(match[2])] = name
-    return list(found.values())
+            key = match[1], match[3], match[4]
+            sets.setdefault(key, _NumberedFiles(*key, {})).files[int(match[2])] = name
+    return list(sets.values())
 
 
-def open_folder(path: str, wanted: OpenRequest) -> Shards:
-    """Opens the weights of a folder: the first of these that exists.
+def open_folder(path: str, request: OpenRequest) -> Shards:
+    """Open the weights of a folder: the first of the following that exists.
 
     ``model.safetensors.index.json``, or the only index; ``model.safetensors``; the one complete set
     ``...-00001-of-0000n.safetensors``; the only ``*.safetensors``; ``pytorch_model.bin.index.json``;
     ``pytorch_model.bin``; a set of its shards; one ``consolidated.*.pth``; one ``*.gguf`` with all of its parts.
-    ``wanted.formats`` excludes other formats.
+    ``request.formats`` excludes other formats.
 
     Raises:
-        FormatError: several indexes, an incomplete set, or the same name in two files.
-        UnsupportedError: several files, or none of these; the message lists the files found.
+        FormatError: several indexes, an incomplete set, or two files with a tensor of the same name.
+        UnsupportedError: several candidates, or none; the message lists the files.
     """
-    files, shown = wanted.files, wanted.files.shown(path)
+    files, shown = request.files, request.files.shown(path)
     visible = files.listing(path)
-    names = [name for name, folder in visible if not folder]
-    folders = [name for name, folder in visible if folder]
-    formats = wanted.formats or (SAFETENSORS, TORCH_ZIP, GGUF)
+    names = [name for name, is_folder in visible if not is_folder]
+    folders = [name for name, is_folder in visible if is_folder]
+    formats = request.formats or (SAFETENSORS, TORCH_ZIP, GGUF)
     chosen: list[str] | None = None
     if SAFETENSORS in formats:
         chosen = _choose_safetensors(names, shown)
@@ -288,34 +285,35 @@ def open_folder(path: str, wanted: OpenRequest) -> Shards:
     if chosen is None and GGUF in formats:
         chosen = _choose_gguf(names, shown)
     if chosen is None:
-        raise UnsupportedError(no_weights(path, names, folders, files))
+        raise error_about(UnsupportedError, _no_weights(path, names, folders, files), path=shown)
     if chosen[0].endswith(".json"):
-        shards = open_index(files.join(path, chosen[0]), wanted)
+        shards = open_index(files.join(path, chosen[0]), request)
     elif len(chosen) == 1 or chosen[0].endswith(".gguf"):
-        shards = open_parts(open_file(files.join(path, chosen[0]), wanted), wanted)
+        shards = open_parts(open_file(files.join(path, chosen[0]), request), request)
     else:
-        opened = files.each(lambda name: open_file(files.join(path, name), wanted), chosen)
-        shards = _union(opened[0].format, [file for one in opened for file in one.files], _metadata(opened))
-    notes = notes_of(names, folders, {*chosen, *(files.split(file.place)[1] for file in shards.files)}, path, files)
-    return shards._replace(config=read_config(path, files) if shards.config is None else shards.config, notes=notes)
+        opened = files.each(lambda name: open_file(files.join(path, name), request), chosen)
+        shards = _union(opened[0].format, [file for shard in opened for file in shard.files], _metadata(opened))
+    used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
+    config = read_config(path, files) if shards.config is None else shards.config
+    return shards._replace(config=config, notes=_notes(names, folders, used, path, files))
 
 
 def _choose_safetensors(names: Sequence[str], path: str) -> list[str] | None:
-    """Chooses safetensors files in a folder: the index, the single file, the complete set or the only file."""
+    """Choose the safetensors files of a folder: the index, the single file, the complete set or the only file."""
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if INDEX in indexes:
         return [INDEX]
     if len(indexes) > 1:
-        raise FormatError(f"several indexes: {listed(indexes)}; open one of them", path)
+        raise FormatError(f"several indexes: {_listed(indexes)}; open one of them", path)
     if indexes:
         return indexes
     if SINGLE in names:
         return [SINGLE]
     files = [name for name in names if name.endswith(".safetensors")]
     sets = sets_of(files)
-    complete = [one for one in sets if one.complete]
+    complete = [numbered for numbered in sets if numbered.complete]
     if len(complete) == 1:
-        return _in_order(complete[0])
+        return complete[0].in_order
     if not complete:
         _refuse_incomplete(sets, path)
         if len(files) <= 1:
@@ -323,60 +321,171 @@ def _choose_safetensors(names: Sequence[str], path: str) -> list[str] | None:
     shown = ", ".join(show(path.rstrip("/") + "/" + name) for name in files[:3]) + (", ..." if len(files) > 3 else "")
     variants = len({name.split(".")[0] for name in files}) == 1
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
-    raise UnsupportedError(
-        f"{path}: {len(files)} .safetensors files and no index: {listed(files)}. {advice}, "
-        f"or the tensors of several together with safeload.open([{shown}])"
+    raise error_about(
+        UnsupportedError,
+        f"{len(files)} .safetensors files and no index: {_listed(files)}. {advice}, or open several together with "
+        f"safeload.open([{shown}])",
+        path=path,
     )
 
 
-def _in_order(one: _Set) -> list[str]:
-    return [one.files[number] for number in sorted(one.files)]
-
-
-def _refuse_incomplete(sets: Sequence[_Set], path: str) -> None:
-    for one in sets:
-        if not one.complete:
-            total = int(one.total)
-            there = sum(1 <= number <= total for number in one.files)
+def _refuse_incomplete(sets: Sequence[_NumberedFiles], path: str) -> None:
+    for numbered in sets:
+        if not numbered.complete:
+            total = int(numbered.total)
+            present = sum(1 <= number <= total for number in numbered.files)
             raise MissingShardError(
-                f"{there:,} of {total:,} shards are there, {total - there:,} missing: {listed(one.missing, 5)}"
-                + (", ..." if total - there > 5 else ""),
+                f"{present:,} of {total:,} shards are there, {total - present:,} missing: "
+                f"{_listed(numbered.missing, 5)}" + (", ..." if total - present > 5 else ""),
                 path,
             )
 
 
 def _choose_torch(names: Sequence[str], path: str) -> list[str] | None:
-    """Chooses torch files in a folder: the index, the single file, the shards or Meta's single file."""
+    """Choose the torch files of a folder: the index, the single file, the shards or Meta's single file."""
     for name in (TORCH_INDEX, *TORCH_SINGLES):
         if name in names:
             return [name]
     shards = [name for name in names if name.startswith("pytorch_model-") and name.endswith(".bin")]
     sets = sets_of(shards)
-    complete = [one for one in sets if one.complete]
+    complete = [numbered for numbered in sets if numbered.complete]
     if len(complete) == 1:
-        return _in_order(complete[0])
+        return complete[0].in_order
     _refuse_incomplete(sets, path)
     parts = [name for name in names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
-        raise UnsupportedError(
-            f"{path}: {len(parts)} files {listed(parts[:1])} to {listed(parts[-1:])} are model-parallel: each holds a "
-            "slice of every tensor. Open them one by one, or convert them to a single file first"
+        raise error_about(
+            UnsupportedError,
+            f"{len(parts)} files {_listed(parts[:1])} to {_listed(parts[-1:])} are model-parallel: each holds a slice "
+            "of every tensor. Open them one by one, or convert them to a single file first",
+            path=path,
         )
     return parts or None
 
 
 def _choose_gguf(names: Sequence[str], path: str) -> list[str] | None:
-    """Chooses the only GGUF file in a folder, or the first part of the only split one."""
+    """Choose the only GGUF file of a folder, or the first part of the only split file."""
     files = [name for name in names if name.endswith(".gguf")]
     sets = sets_of(files)
-    single = set(files) - {name for one in sets for name in one.files.values()}
-    firsts = sorted([*single, *(one.files[min(one.files)] for one in sets)])
+    single = set(files) - {name for numbered in sets for name in numbered.files.values()}
+    firsts = sorted([*single, *(numbered.files[min(numbered.files)] for numbered in sets)])
     if len(firsts) > 1:
-        raise UnsupportedError(f"{path}: {len(firsts)} GGUF files: {listed(firsts)}; open one of them")
+        text = f"{len(firsts)} GGUF files: {_listed(firsts)}; open one of them"
+        raise error_about(UnsupportedError, text, path=path)
     _refuse_incomplete(sets, path)
     return firsts or None
 
 
 def read_config(path: str, files: Files) -> dict[str, Any] | None:
-    """Reads a folder's ``config.json``; None if it does not exist."""
+    """Read the ``config.json`` of a folder, or return None if it does not exist."""
     return read_if_there(files.join(path, CONFIG), CONFIG, files)
+
+
+# ---- messages and notes ----
+
+# Files that mark a diffusers pipeline and a PEFT adapter.
+_PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
+# Spelling of adapter types that PEFT stores in capitals.
+_SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA"}
+
+# Names of files that hold weights.
+_WEIGHT_FILE = re.compile(
+    rf".*({'|'.join(map(re.escape, sorted({*WEIGHT_SUFFIXES, '.h5', '.msgpack'})))}|\.index(\.\w+)?\.json)", re.DOTALL
+)
+# Prefixes of files that trainers leave beside weights.
+_TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+# Most names in a message, and most characters of a name.
+_MAX_LISTED, _MAX_NAME = 20, 100
+
+# Checkpoints of other libraries: a pattern for a file name, and the kind of folder.
+_FOREIGN = (
+    # https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
+    (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "an Orbax checkpoint: orbax.checkpoint reads it"),
+    (r"saved_model\.pb", "a TensorFlow SavedModel: tf.saved_model.load(folder).variables gives its weights"),
+    (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint: tf.train.load_checkpoint(folder) reads it"),
+    (r"flax_model.*\.msgpack", "a Flax model: flax.serialization.msgpack_restore(data) reads its file"),
+    (r"tf_model\.h5", "a Keras model: h5py.File(path) reads its file"),
+)
+# JSON files beside weights: name, distinctive keys, and kind.
+_JSON = (
+    ("config.json", {"model_type", "architectures"}, "a model's config.json"),
+    (_ADAPTER, {"peft_type"}, "the configuration of an adapter"),
+    (_PIPELINE, {"_class_name"}, "the configuration of a diffusers pipeline"),
+    ("tokenizer.json", {"added_tokens", "pre_tokenizer"}, "a tokenizer"),
+    ("tokenizer_config.json", {"tokenizer_class"}, "the configuration of a tokenizer"),
+    ("generation_config.json", {"eos_token_id", "bos_token_id"}, "a model's generation_config.json"),
+)
+
+
+def _listed(names: Sequence[str], limit: int = _MAX_LISTED) -> str:
+    return ", ".join(map(_shown, names[:limit])) + (" ..." if len(names) > limit else "")
+
+
+def _shown(text: str) -> str:
+    return clip(printable(text), _MAX_NAME)
+
+
+def _with_weights(path: str, folders: Sequence[str], files: Files) -> list[str]:
+    """Return the subfolders that contain weights."""
+    folders = folders[: 32 if files.remote else 1000]
+    have_weights = files.each(lambda name: _has_weights(files.join(path, name), files), folders)
+    return [name for name, has_weights in zip(folders, have_weights, strict=True) if has_weights]
+
+
+def _has_weights(folder: str, files: Files) -> bool:
+    try:
+        return any(_WEIGHT_FILE.fullmatch(name) for name, _ in files.listing(folder))
+    except (OSError, SafeloadError):
+        return False
+
+
+def _no_weights(path: str, names: Sequence[str], folders: Sequence[str], files: Files) -> str:
+    """Return the message for a folder without supported weights: its kind, or its contents."""
+    inner = _with_weights(path, folders, files)
+    if _PIPELINE in names and inner:
+        return f"this is a diffusers pipeline with weights in {_listed(inner)}: open one of them"
+    kind = next((kind for mark, kind in _FOREIGN if any(re.fullmatch(mark, name) for name in names)), None)
+    if kind is not None:
+        return f"this is {kind}"
+    text = f"no weights here; found {_listed(sorted([*names, *folders])) or 'nothing'}"
+    return f"{text}. There are weights in {_listed(inner)}: open one of them" if inner else text
+
+
+def _not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str | None:
+    """Return the message for a JSON file that is not an index; None if its name and keys do not tell its kind."""
+    folder, base = files.split(path)
+    kind = next((kind for mark, keys, kind in _JSON if base == mark or keys & content.keys()), None)
+    if kind is None:
+        return None
+    advice = "open its folder" if _has_weights(folder, files) else "there are no weights beside it"
+    return f"this is {kind}, not an index: {advice}"
+
+
+def _adapter(config: str, files: Files) -> str:
+    """Describe an adapter by its configuration."""
+    try:
+        settings = read_json(config, _ADAPTER, files)
+    except (FormatError, OSError):
+        return "an adapter (PEFT)"
+    kind, rank, base = (settings.get(key) for key in ("peft_type", "r", "base_model_name_or_path"))
+    name = f"a {_shown(_SPELLING.get(kind, kind))} adapter (PEFT" if isinstance(kind, str) else "an adapter (PEFT"
+    name += f", r {rank})" if isinstance(rank, int) and 0 < rank < 1 << 20 else ")"
+    return f"{name} of {_shown(base)}" if isinstance(base, str) and base else name
+
+
+def _notes(names: Sequence[str], folders: Sequence[str], used: set[str], path: str, files: Files) -> list[str]:
+    """Return the kind of an open folder, and its weight files that are not ``used``."""
+    notes = []
+    if _ADAPTER in names:
+        kind = _adapter(files.join(path, _ADAPTER), files)
+        notes.append(f"{kind}: changes to the weights of a base model, not a model of its own")
+    if _PIPELINE in names:
+        inner = _listed(_with_weights(path, folders, files)) or "no folder"
+        notes.append(f"a diffusers pipeline, with more weights in {inner}")
+    unused = (name for name in names if name not in used and not name.startswith(_TRAINING_STATE))
+    skipped = [name for name in unused if _WEIGHT_FILE.fullmatch(name)]
+    if skipped:
+        notes.append(f"skipped: {_listed(skipped)}")
+    if any(name.startswith("consolidated") for name in skipped):
+        notes.append("consolidated files hold the same weights under their publisher's own names: open them by path")
+    return notes

@@ -1,4 +1,4 @@
-"""Recognises files by their first bytes: formats without a magic number at offset 0, and unsupported formats."""
+"""Recognise files by their first bytes: formats without a magic number at offset 0, and unsupported formats."""
 
 from __future__ import annotations
 
@@ -9,46 +9,40 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError
 
-# Enough for tar's magic at 257.
+# Enough for tar's magic number at offset 257.
 HEAD_SIZE = 512
 # Largest header of a safetensors file.
 _HEADER_LIMIT = 100_000_000
-# Fewer zeros at the end of a file do not mean an unfinished download.
-_ZEROS_AT_LEAST = 1024
-# Bytes at the beginning and at the end of many zeros that are checked.
-_ZEROS_CHECKED = 1 << 20
-# Characters of a text that a message shows.
+# Shorter runs of zeros at the end of a file are no sign of an unfinished download.
+_MIN_ZEROS = 1024
+# Bytes to check at the beginning and at the end of a long run of zeros.
+_CHECKED_ZEROS = 1 << 20
+# Characters of a text file to show in a message.
 _EXCERPT = 160
 
 
 class Kind(NamedTuple):
-    """What a file is.
+    """A kind of file, for messages."""
 
-    Attributes:
-        what: a noun with its article, after "this is".
-        advice: what to do with it; "" where there is nothing to say.
-        damaged: whether it holds no weights in any format.
-    """
+    noun: str  # with its article; completes "this is ..."
+    advice: str = ""  # next step for the user
+    damaged: bool = False  # holds no weights in any format
 
-    what: str
-    advice: str = ""
-    damaged: bool = False
-
-    def sentence(self, instead: str = "") -> str:
-        """What the file is, what it is not, and what to do with it."""
-        text = f"this is {self.what}"
-        if instead:
-            text += f", not {instead}"
+    def sentence(self, expected: str = "") -> str:
+        """Return "this is ..., not ...: advice"."""
+        text = f"this is {self.noun}"
+        if expected:
+            text += f", not {expected}"
         return f"{text}: {self.advice}" if self.advice else text
 
 
 _OLD_GGML = Kind("a GGML file from before GGUF", "convert it with the scripts of llama.cpp or whisper.cpp")
-_OLD_TORCH = Kind("a torch checkpoint of before 2017, in a tar archive", "load it with torch and save it again")
-_LLAMA2 = Kind("a llama2.c checkpoint", "export.py of llama2.c has its layout, and numpy.memmap reads it")
+_OLD_TORCH = Kind("a torch checkpoint from before 2017, in a tar archive", "load it with torch and save it again")
+_LLAMA2 = Kind("a llama2.c checkpoint", "export.py of llama2.c shows its layout, and numpy.memmap can read it")
 _DECOMPRESS = "decompress it first"
 _TENSORFLOW = "tf.train.load_checkpoint(prefix) reads it"
 
-# (offset, bytes at that offset, what it is).
+# (offset, bytes at that offset, kind).
 _FOREIGN = (
     # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
     (0, b"version https://git-lfs", Kind("a Git LFS pointer", "run `git lfs pull` to get the file itself")),
@@ -76,7 +70,7 @@ _FOREIGN = (
 
 
 def is_safetensors(head: bytes) -> bool:
-    """Whether the first bytes could be those of a safetensors file: a size within the limit, then JSON."""
+    """Return True if a file can be safetensors: a header size within the limit, then JSON."""
     return (
         len(head) > 8
         and int.from_bytes(head[:8], "little") <= _HEADER_LIMIT
@@ -85,27 +79,27 @@ def is_safetensors(head: bytes) -> bool:
 
 
 def is_zip(head: bytes) -> bool:
-    """Whether the first bytes are those of a zip archive, which may be empty."""
+    """Return True if a file is a zip archive, empty or not."""
     return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
 
 
 def is_torch_legacy(head: bytes) -> bool:
-    """Whether a pickle begins with the number that torch writes before a checkpoint that is not a zip archive."""
+    """Return True if a pickle begins with the magic number of torch checkpoints that are not zip archives."""
     return is_binary_pickle(head) and b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." in head[:32]
 
 
 def is_binary_pickle(head: bytes) -> bool:
-    """Whether the first bytes are those of a pickle of protocol 2 to 5."""
+    """Return True if a file begins with a pickle of protocol 2 to 5."""
     return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
 
 
 def is_pickle(head: bytes) -> bool:
-    """Whether the first bytes are those of a pickle that `torch.save` did not write."""
+    """Return True if a file begins with a pickle that `torch.save` did not write."""
     return (is_binary_pickle(head) and not is_torch_legacy(head)) or is_text_pickle(head)
 
 
 def is_text_pickle(head: bytes) -> bool:
-    """Whether the first bytes are those of a container in a pickle of protocol 0 or 1, which has no magic."""
+    """Return True if a file begins with a container in a pickle of protocol 0 or 1, which has no magic number."""
     if head[:1] not in (b"(", b"}", b"]", b"c"):
         return False
     import re
@@ -115,7 +109,7 @@ def is_text_pickle(head: bytes) -> bool:
 
 
 def describe(head: bytes, path: str = "") -> Kind | None:
-    """Describes a file that no row of the registry recognises, or only less exactly; None where unknown."""
+    """Describe a file that no row of the registry recognises, or not as exactly; None if its kind is unknown."""
     if not head:
         return Kind("an empty file", damaged=True)
     for offset, magic, kind in _FOREIGN:
@@ -132,29 +126,29 @@ def describe(head: bytes, path: str = "") -> Kind | None:
 
 
 def _by_pattern(head: bytes, path: str) -> Kind | None:
-    """Formats without a magic number."""
+    """Describe a file of a format without a magic number."""
     import re  # only here: most files have a magic number
 
-    # ModelProto of onnx.proto: field 1 (ir_version) is a small integer; then a text of letters (field 2 or 3: the
+    # ModelProto of onnx.proto: field 1 (ir_version) is a small integer; then comes a string (field 2 or 3: the
     # producer) or a message (field 7: the graph; field 8: opset_import).
     if re.match(rb"\x08[\x01-\x1f](?:[\x12\x1a][\x01-\x7f][\w.+-]|[\x3a\x42])", head):
         return Kind("an ONNX model", "onnx.load(path).graph.initializer has its weights")
     if re.match(rb"x[\x01\x5e\x9c\xda]", head) and describe_text(head) is None:  # RFC 1950
         return Kind("zlib-compressed", "joblib writes such files, and joblib.load reads them")
-    # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef with its field 1.
+    # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef that begins with field 1.
     if re.match(rb"\x08\x01\x12[\x80-\xff]{0,4}[\x00-\x7f]\x0a", head):
         return Kind("a TensorFlow SavedModel", "tf.saved_model.load(folder).variables gives its weights")
     if re.search(r"\.data-\d{5}-of-\d{5}$", path):
         return Kind("the data of a TensorFlow checkpoint", _TENSORFLOW)
-    # flax.serialization: a map of MessagePack whose arrays are of extension type 1, each an array of shape, dtype and
-    # bytes. https://github.com/msgpack/msgpack/blob/master/spec.md
+    # flax.serialization: a MessagePack map. Arrays have extension type 1 and hold shape, dtype and bytes.
+    # https://github.com/msgpack/msgpack/blob/master/spec.md
     if re.match(rb"[\x81-\x8f\xde\xdf]", head) and re.search(rb"(?s:\xc7.|\xc8..|\xc9....)\x01\x93[\x90-\x9f]", head):
         return Kind("Flax weights in MessagePack", "flax.serialization.msgpack_restore(data) reads them")
     return _LLAMA2 if _is_llama2(head) else None
 
 
 def _is_llama2(head: bytes) -> bool:
-    """Whether these are the seven sizes of a model at the beginning of legacy_export of llama2.c."""
+    """Return True if a file begins with plausible sizes of a model, as legacy_export of llama2.c writes seven."""
     if len(head) < 32:
         return False
     sizes = [int.from_bytes(head[k : k + 4], "little", signed=True) for k in range(0, 28, 4)]
@@ -170,13 +164,13 @@ def _is_llama2(head: bytes) -> bool:
 
 
 def describe_text(head: bytes) -> Kind | None:
-    """Describes a file that is text, such as the answer of a server; None for anything else."""
+    """Describe a text file, such as a server's error page; None for any other file."""
     import codecs
 
     wide = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    decode = codecs.utf_16_decode if wide else codecs.utf_8_decode  # functions of C: nothing is imported for a file
+    decode = codecs.utf_16_decode if wide else codecs.utf_8_decode  # C functions, because bytes.decode imports a codec
     try:
-        text = decode(head.removeprefix(codecs.BOM_UTF8), "strict", False)[0]  # the end of the head may cut a character
+        text = decode(head.removeprefix(codecs.BOM_UTF8), "strict", False)[0]  # the head may end within a character
     except UnicodeDecodeError:
         return None
     if not text.strip() or not all(c.isprintable() or c in "\t\n\f\r" for c in text):
@@ -187,25 +181,26 @@ def describe_text(head: bytes) -> Kind | None:
 
 
 def unfinished(file: WeightFile) -> FormatError | None:
-    """The error for a file whose header, or all of it, is cut off by zeros to the end; None for other files.
+    """Return the error for a file that is all zeros from a byte in its header on, or None.
 
-    A downloader that allocates the file first leaves it so. The middle of a large file is not read.
+    Downloaders that allocate a file first leave it like this if they are interrupted. The middle of a large file is not
+    read.
     """
     length = int.from_bytes(file.read_at(0, 8), "little")
     head = file.read_at(0, min(8 + length, file.size) if length <= _HEADER_LIMIT else HEAD_SIZE)
     begin = len(head.rstrip(b"\0"))
-    if begin == len(head) or file.size - begin < _ZEROS_AT_LEAST:
+    if begin == len(head) or file.size - begin < _MIN_ZEROS:
         return None
-    for at in (len(head), max(len(head), file.size - _ZEROS_CHECKED)):
-        piece = file.read_at(at, _ZEROS_CHECKED)
-        if piece.count(0) < len(piece):
+    for at in (len(head), max(len(head), file.size - _CHECKED_ZEROS)):
+        chunk = file.read_at(at, _CHECKED_ZEROS)
+        if chunk.count(0) < len(chunk):
             return None
-    how_far = "to the end" if file.size - len(head) <= 2 * _ZEROS_CHECKED else "on"
+    how_far = "to the end" if file.size - len(head) <= 2 * _CHECKED_ZEROS else "on"
     return FormatError(f"zeros from byte {begin} {how_far}: the download is not finished", file.path, begin)
 
 
 def read_head(path: str) -> bytes:
-    """The first `HEAD_SIZE` bytes of a regular file; a blank for anything else, where a read could block forever."""
+    """Return the first `HEAD_SIZE` bytes of a regular file, or a blank for anything else, which could block forever."""
     try:
         with closing(open_without_table(path)) as file:
             return file.read_at(0, HEAD_SIZE)

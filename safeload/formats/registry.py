@@ -1,15 +1,13 @@
-"""The table of formats, one row each, and the functions over it: opening a file, describing a file, finding a writer.
+"""The table of formats, one row per format, and the functions over it: open a file, describe a file, find a writer.
 
-A row names a module of this package, which is imported on first use: the imports of the readers take milliseconds,
-which every ``import safeload`` would pay. The module has
+A row names a module of this package, which is imported on first use to keep ``import safeload`` fast. The module has
 
-- ``read(candidate, wanted) -> Content``: the file with its table;
-- ``write(tensors, metadata, path, *, overwrite, durable)`` if its row has ``writes``: writes arrays, `QuantizedTensor`
-  and their lazy forms atomically; a tensor that the format cannot hold is refused before anything is written;
-- ``claims(candidate) -> bool`` if its row has ``asks``: whether the file has this format, although files of other rows
-  begin with the same bytes.
+- ``read(candidate, request) -> Content``: the file with its table;
+- ``write(tensors, metadata, path, *, overwrite, durable)`` if the row has ``writes``: write arrays, `QuantizedTensor`
+  and their lazy forms atomically, and refuse tensors that the format cannot hold before anything is written;
+- ``claims(candidate) -> bool`` if the row is ``ambiguous``: return whether a file has this format.
 
-Safetensors comes first and is opened by its path, with one call of the C core and no earlier read of the file.
+Safetensors comes first: its files are opened by path, with one call of the C core and no earlier read.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ..base.cached import cached_property
 from ..base.gc_pause import paused
+from ..base.messages import error_about
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
 from ..stores.files import LOCAL, Files
@@ -33,44 +32,26 @@ if TYPE_CHECKING:
 
 
 class Format(NamedTuple):
-    """One format.
+    """A row: one format."""
 
-    Attributes:
-        name: value of `Checkpoint.format` and of ``format=``.
-        title: its name in the list of supported formats; rows with the same title are listed once.
-        kind: description of a file in "this is ...", as far as the first bytes tell.
-        told: whether the first bytes of a file are those of this format.
-        module: the module that reads and writes it, relative to this package.
-        suffixes: usual suffixes of its files; if the format is written, they select it in `convert`.
-        shared: suffixes of another format, which `convert` writes only with ``format=`` or ``layout=``.
-        writes: whether it can be written.
-        asks: whether the module must look into the file, because other rows have the same first bytes.
-        metadata: whether files that are written have room for metadata.
-        nested: whether it has containers that ``root=`` selects.
-        family: another value of ``format=``, which stands for all rows that have it.
-        public: whether ``safeload.NAME`` is a module of functions for it.
-        peer: the reader that ``safeload bench`` compares loading with, a key of its table; None where no other exists.
-        ranges: whether its table can be read without reading most of the file.
-    """
-
-    name: str
-    title: str
-    kind: str
-    told: Callable[[bytes], bool]
-    module: str
-    suffixes: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
+    name: str  # value of `Checkpoint.format` and of ``format=``
+    title: str  # name in the list of supported formats; a title that several rows share is listed once
+    kind: str  # completes "this is ...", as far as the first bytes tell
+    matches: Callable[[bytes], bool]  # True if a file with these first bytes can have this format
+    module: str  # reads and writes the format; relative to this package
+    suffixes: tuple[str, ...] = ()  # usual suffixes; if the format is written, `convert` selects it by them
+    extra_suffixes: tuple[str, ...] = ()  # suffixes of another format; `convert` also needs ``format=`` or ``layout=``
     writes: bool = False
-    asks: bool = False
-    metadata: bool = False
-    nested: bool = False
-    family: str | None = None
-    public: bool = False
-    peer: str | None = None
-    ranges: bool = True
+    ambiguous: bool = False  # other rows match the same first bytes, so `claims` of the module decides
+    metadata: bool = False  # written files can hold metadata
+    nested: bool = False  # has containers that ``root=`` selects
+    family: str | None = None  # a value of ``format=`` that stands for several rows
+    public: bool = False  # ``safeload.NAME`` is a module of functions for this format
+    peer: str | None = None  # the reader that ``safeload bench`` compares with, a key of its table
+    ranges: bool = True  # False if reading the table takes most of the file
 
     def load(self) -> Any:
-        """The module that reads and writes the format."""
+        """Return the module that reads and writes the format."""
         return _module(self.module)
 
 
@@ -89,16 +70,16 @@ ROWS = (
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load"),
     Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, "torch.legacy_file",
            _TORCH_SUFFIXES, nested=True, family="torch", peer="torch.load", ranges=False),
-    Format("pickle", "pickled arrays of numpy", _PICKLE, foreign.is_pickle, "pickle_file", nested=True, ranges=False),
+    Format("pickle", "pickled NumPy arrays", _PICKLE, foreign.is_pickle, "pickle_file", nested=True, ranges=False),
     Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), "gguf.file",
            (".gguf",), writes=True, metadata=True, public=True, peer="gguf.GGUFReader"),
-    Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, asks=True, peer="numpy.load"),
+    Format("npz", "npz", _ZIP, foreign.is_zip, "npz", (".npz",), writes=True, ambiguous=True, peer="numpy.load"),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), "npy", (".npy",), writes=True, peer="numpy.load"),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), "moon", (".moon",), (".bin",), writes=True, public=True),
 )
 # fmt: on
 
-# The values of ``format=`` for type checkers: the names and families of the rows.
+# The values of ``format=`` for type checkers: names and families of the rows.
 FormatName: TypeAlias = Literal[
     "safetensors", "torch", "torch zip", "torch legacy", "pickle", "gguf", "npz", "npy", "moon"
 ]
@@ -108,7 +89,7 @@ SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "t
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The values of ``format=``, and the formats that each stands for."""
+    """Return the names of the formats that each value of ``format=`` stands for."""
     choices: dict[str, tuple[str, ...]] = {}
     for row in ROWS:
         if row.family is not None:
@@ -119,15 +100,15 @@ def _choices() -> dict[str, tuple[str, ...]]:
 
 FORMATS = _choices()
 
-# Usual suffixes of files that hold weights.
+# Usual suffixes of weight files.
 WEIGHT_SUFFIXES = frozenset(suffix for row in ROWS for suffix in row.suffixes)
 
 # The format that `convert` writes for a suffix.
 SUFFIXES = {suffix: row.name for row in ROWS if row.writes for suffix in row.suffixes}
 
-# The values of ``format=`` of `convert`, and the suffixes that its files may have.
+# The values of ``format=`` of `convert`, and the suffixes that its files can have.
 WrittenName: TypeAlias = Literal["safetensors", "gguf", "npz", "npy", "moon"]
-WRITTEN = {row.name: (*row.suffixes, *row.shared) for row in ROWS if row.writes}
+WRITTEN = {row.name: (*row.suffixes, *row.extra_suffixes) for row in ROWS if row.writes}
 
 
 @cache
@@ -136,27 +117,19 @@ def _module(name: str) -> Any:
 
 
 class OpenRequest(NamedTuple):
-    """How to open files.
+    """How to open files."""
 
-    Attributes:
-        formats: accepted formats; None for any.
-        root: name of the nested container to read; None for all.
-        inert: whether unknown globals of a pickle are accepted, as placeholders.
-        files: where paths lead.
-    """
-
-    formats: tuple[str, ...] | None = None
-    root: str | None = None
-    inert: bool = False
-    files: Files = LOCAL
+    formats: tuple[str, ...] | None = None  # accepted formats; None for any
+    root: str | None = None  # name of the nested container to read; None for all
+    inert: bool = False  # accept unknown globals of a pickle as placeholders
+    files: Files = LOCAL  # the store that paths lead to
 
 
 class Candidate:
-    """An open file whose format is being detected.
+    """An open file without a table, before its format is known.
 
     Attributes:
-        file: the file, which has no table yet.
-        head: its first `foreign.HEAD_SIZE` bytes.
+        head: the first `foreign.HEAD_SIZE` bytes.
     """
 
     def __init__(self, file: WeightFile) -> None:
@@ -165,49 +138,31 @@ class Candidate:
 
     @cached_property
     def archive(self) -> Archive:
-        """The directory of a zip archive, read once for all rows that need it.
-
-        Raises:
-            FormatError, LimitError, UnsupportedError: see `Archive`.
-        """
+        """The directory of a zip archive, read once for all rows that need it."""
         from .zip import Archive
 
-        with paused(self.file.size):  # each entry is an object of some bytes
+        with paused(self.file.size):  # each entry becomes an object
             return Archive(self.file)
 
 
 class Content(NamedTuple):
-    """The result of a reader.
+    """The result of a reader."""
 
-    Attributes:
-        file: the candidate's file with its table, or a temporary file that replaces it.
-        beside: a temporary file with more tensors; usually None.
-        names: names of the tensors of both files in order; empty without a second file.
-    """
-
-    file: WeightFile
-    beside: WeightFile | None = None
-    names: Sequence[str] = ()
+    file: WeightFile  # the candidate's file with its table, or a temporary file that replaces it
+    beside: WeightFile | None = None  # a temporary file with more tensors
+    names: Sequence[str] = ()  # tensors of both files in order; empty without a second file
 
 
 class Opened(NamedTuple):
-    """An open file.
+    """An open file."""
 
-    Attributes:
-        format: the name of its row.
-        file: the file with its table.
-        beside: a temporary file with more tensors; usually None.
-        names: names of the tensors of both files in order; empty without a second file.
-    """
-
-    format: str
-    file: WeightFile
-    beside: WeightFile | None = None
-    names: Sequence[str] = ()
+    format: str  # the name of its row
+    file: WeightFile  # with its table
+    beside: WeightFile | None = None  # a temporary file with more tensors
+    names: Sequence[str] = ()  # tensors of both files in order; empty without a second file
 
     @property
     def files(self) -> list[WeightFile]:
-        """The file, and the temporary file if there is one."""
         return [self.file] if self.beside is None else [self.file, self.beside]
 
     @property
@@ -220,41 +175,28 @@ class Opened(NamedTuple):
 
     @property
     def metadata(self) -> Mapping[Any, Any]:
-        """The metadata of the file."""
         return self.file.table.metadata() or {}
 
 
-def open_file(path: str, wanted: OpenRequest) -> Opened:
-    """Opens a file; no tensor is read.
+def open_file(path: str, request: OpenRequest) -> Opened:
+    """Open a file without reading its tensors.
 
     Raises:
-        FormatError: the file breaks its format.
-        UnsupportedError: the format is not supported, or is not one of ``wanted``.
+        FormatError: the file breaks its format, or has a format that ``request`` does not accept.
+        UnsupportedError: the format is not supported.
         OSError: the file cannot be opened or read.
     """
-    if wanted.files is LOCAL and (wanted.formats is None or SAFETENSORS in wanted.formats):
-        try:
-            file: WeightFile = _module(BY_NAME[SAFETENSORS].module).open_file(path)
-        except FormatError:
-            with closing(open_without_table(path)) as other:  # not `read_head`: a disk that fails is the error to show
-                head = other.read_at(0, foreign.HEAD_SIZE)
-                if wanted.formats is not None or foreign.is_safetensors(head):
-                    raise
-                if not any(_told(head)):
-                    _refuse(other, head)
-                    raise
-        else:
-            if wanted.root is not None:
-                file.close()
-                raise UnsupportedError(f"{path}: root= selects a nested container, and safetensors has none")
-            return Opened(SAFETENSORS, file)
-    file = open_without_table(path, files=wanted.files)
+    if request.files is LOCAL and (request.formats is None or SAFETENSORS in request.formats):
+        opened = _open_safetensors(path, request)
+        if opened is not None:
+            return opened
+    file = open_without_table(path, files=request.files)
     try:
         candidate = Candidate(file)
-        row = _find(candidate, wanted)
+        row = _find(candidate, request)
         if not row.ranges:
             check_whole(file, f"{row.kind} must be read as a whole")
-        opened = Opened(row.name, *row.load().read(candidate, wanted))
+        opened = Opened(row.name, *row.load().read(candidate, request))
         if isinstance(file.store, RemoteStore):
             file.store.settle()
     except BaseException:
@@ -263,59 +205,76 @@ def open_file(path: str, wanted: OpenRequest) -> Opened:
     return opened
 
 
-def check_whole(file: WeightFile, why: str) -> None:
-    """Refuses a file on the network that must be read as a whole, unless it came with the first request.
+def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
+    """Open a local safetensors file; None if its first bytes are those of another supported format."""
+    try:
+        file: WeightFile = _module(BY_NAME[SAFETENSORS].module).open_file(path)
+    except FormatError:
+        with closing(open_without_table(path)) as again:  # not `read_head`, which would hide a failing disk
+            head = again.read_at(0, foreign.HEAD_SIZE)
+            if request.formats is not None or foreign.is_safetensors(head):
+                raise
+            if not any(_matching(head)):
+                _refuse(again, head)
+                raise
+        return None
+    if request.root is not None:
+        file.close()
+        raise error_about(UnsupportedError, _no_containers(SAFETENSORS), path=path)
+    return Opened(SAFETENSORS, file)
+
+
+def _no_containers(format: str) -> str:
+    return f"root= selects a nested container, but {format} has none"
+
+
+def check_whole(file: WeightFile, reason: str) -> None:
+    """Refuse to read a whole file over the network, unless the first request returned all of it.
 
     Raises:
-        UnsupportedError: the message begins with the reason, and says what to do.
+        UnsupportedError: the message begins with ``reason``.
     """
     if file.remote and file.size > WINDOW:
-        how = (
-            f'safeload.open("filecache::{file.path}", storage_options={{}}) keeps a copy on this machine (fsspec does)'
-        )
-        raise UnsupportedError(f"{file.path}: {why}, which is not done over the network: {how}", path=file.path)
+        advice = f'safeload.open("filecache::{file.path}", storage_options={{}}) keeps a copy on this machine (fsspec)'
+        text = f"{reason}, which safeload does not do over the network: {advice}"
+        raise error_about(UnsupportedError, text, path=file.path)
 
 
-# The rows recognised by the first bytes; those that must look into the file come first.
-_TOLD = sorted(ROWS[1:], key=lambda row: not row.asks)
+# The rows recognised by the first bytes; ambiguous rows come first.
+_BY_HEAD = sorted(ROWS[1:], key=lambda row: not row.ambiguous)
 
 
-def _told(head: bytes) -> Iterator[Format]:
-    """The rows, except safetensors, whose files begin with these bytes."""
-    return (row for row in _TOLD if row.told(head))
+def _matching(head: bytes) -> Iterator[Format]:
+    """Iterate over the rows, except safetensors, that match the first bytes of a file."""
+    return (row for row in _BY_HEAD if row.matches(head))
 
 
-def _find(candidate: Candidate, wanted: OpenRequest) -> Format:
-    """The row of a file, which must be one of ``wanted``.
-
-    Raises:
-        FormatError: the file has another format, or an unknown one.
-        UnsupportedError: the format is not supported, or has no containers and ``wanted.root`` asks for one.
-    """
+def _find(candidate: Candidate, request: OpenRequest) -> Format:
+    """Return the row of a file, which ``request`` must accept."""
     path, head = candidate.file.path, candidate.head
-    row = next((row for row in _told(head) if not row.asks or row.load().claims(candidate)), None)
+    row = next((row for row in _matching(head) if not row.ambiguous or row.load().claims(candidate)), None)
     if candidate.file.files is not LOCAL and foreign.is_safetensors(head):
-        row = BY_NAME[SAFETENSORS]  # whose first bytes, the size of its header, may be those of another format
+        row = BY_NAME[SAFETENSORS]  # its first bytes, the header's size, can equal the magic number of another format
     if row is None:
         if not foreign.is_safetensors(head):
-            _refuse(candidate.file, head, whatever=candidate.file.files is LOCAL)
+            _refuse(candidate.file, head, always=candidate.file.files is LOCAL)
         row = BY_NAME[SAFETENSORS]
-    if wanted.formats is not None and row.name not in wanted.formats:
+    if request.formats is not None and row.name not in request.formats:
         kind = _describe(head, path) or foreign.Kind(row.kind)
-        raise FormatError(kind.sentence(wanted.formats[0]), path, 0)
-    if wanted.root is not None and not row.nested:
-        raise UnsupportedError(f"{path}: root= selects a nested container, and {row.name} has none")
+        raise FormatError(kind.sentence(request.formats[0]), path, 0)
+    if request.root is not None and not row.nested:
+        raise error_about(UnsupportedError, _no_containers(row.name), path=path)
     return row
 
 
 def _describe(head: bytes, path: str) -> foreign.Kind | None:
-    """Describes a file other than safetensors by its first bytes and its name; None where they do not tell."""
-    told = (foreign.Kind(row.kind) for row in _told(head))
-    return foreign.describe(head, path) or next(told, None) or foreign.describe_text(head)
+    """Describe a file other than safetensors by its first bytes and its name; None if they do not tell."""
+    kinds = (foreign.Kind(row.kind) for row in _matching(head))
+    return foreign.describe(head, path) or next(kinds, None) or foreign.describe_text(head)
 
 
 def explain(path: str) -> FormatError | None:
-    """The error for a file that does not look like a sound safetensors file; None where its own error says more."""
+    """Return the error for a file that is not safetensors or not complete; None if the parser's error says more."""
     try:
         with closing(open_without_table(path)) as file:
             head = file.read_at(0, foreign.HEAD_SIZE)
@@ -324,30 +283,30 @@ def explain(path: str) -> FormatError | None:
                 return foreign.unfinished(file)
     except (OSError, FormatError):  # the caller reports the error that led here
         return None
-    if not kind.advice and any(_told(head)):
+    if not kind.advice and any(_matching(head)):
         kind = kind._replace(advice="safeload.open reads other formats too")
     return FormatError(kind.sentence("a safetensors file"), path, 0)
 
 
 def titles() -> str:
-    """The supported formats, for messages."""
-    *most, last = dict.fromkeys(row.title for row in ROWS)
-    return f"{', '.join(most)} and {last}"
+    """Return the supported formats as text for messages."""
+    *titles, last = dict.fromkeys(row.title for row in ROWS)
+    return f"{', '.join(titles)} and {last}"
 
 
-def _refuse(file: WeightFile, head: bytes, *, whatever: bool = False) -> None:
-    """Raises for a file that is recognisably of another format; with ``whatever``, for any file."""
+def _refuse(file: WeightFile, head: bytes, *, always: bool = False) -> None:
+    """Raise if the file is recognisably of another format; if ``always``, raise for any file."""
     path, kind = file.path, _describe(head, file.path)
     if kind is not None and kind.damaged:
         raise FormatError(kind.sentence(), path, 0) from None
     if kind is not None:
-        what = kind.sentence() if kind.advice else f"{kind.sentence()}; this version reads {titles()}"
-        raise UnsupportedError(f"{path}: {what}") from None
+        text = kind.sentence() if kind.advice else f"{kind.sentence()}; this version reads {titles()}"
+        raise error_about(UnsupportedError, text, path=path) from None
     error = foreign.unfinished(file)
     if error is not None:
         try:
             raise error from None
         finally:
-            del error  # which refers to this frame
-    if whatever or (head.strip() and not path.endswith(".safetensors")):
+            del error  # it refers to this frame
+    if always or (head.strip() and not path.endswith(".safetensors")):
         raise FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0) from None

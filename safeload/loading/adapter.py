@@ -12,7 +12,7 @@ from ..base.paths import PathLike
 from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..errors import FormatError, UnsupportedError
-from ..formats.opening import find
+from ..formats.opening import open_paths
 from ..stores.files import Location
 from ..stores.json_file import read_json
 from ..stores.places import Located
@@ -139,7 +139,9 @@ def opened(
     """Opens adapters; the stack closes them."""
     found = []
     for path, weight in adapters:
-        checkpoint = stack.enter_context(Checkpoint(find(path, None, None, "refuse", True, storage_options)))
+        checkpoint = stack.enter_context(
+            Checkpoint(open_paths(path, None, None, "refuse", True, storage_options=storage_options))
+        )
         found.append(Adapter(checkpoint, weight))
     return found
 

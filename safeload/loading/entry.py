@@ -10,7 +10,7 @@ from ..base.selecting import Patterns
 from ..checkpoint import Checkpoint
 from ..engine.read.load import Backend, DtypeLike
 from ..engine.run.progress import Progress
-from ..formats.opening import OpenOptions, Paths, UnknownGlobals, find
+from ..formats.opening import OpenOptions, Paths, UnknownGlobals, open_paths
 from ..formats.registry import FormatName
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def open(
         ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
         ('F32', (128,))
     """
-    return Checkpoint(find(path, format, root, unknown_globals, stored, storage_options))
+    return Checkpoint(open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options))
 
 
 @overload

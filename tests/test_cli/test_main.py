@@ -126,7 +126,7 @@ def test_info_of_a_folder_says_what_was_passed_over(path, capsys):
     save_file({"more": np.zeros(3)}, path.parent / "oth\x1ber.safetensors", durable=False)
     status, out, _ = run(capsys, "info", path.parent)
     assert status == 0
-    assert "passed over: oth\\x1ber.safetensors\n" in out
+    assert "skipped: oth\\x1ber.safetensors\n" in out
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")

@@ -13,7 +13,7 @@ from safeload.base.arrays import c_strides
 from safeload.base.listed_table import ListedTable, Listing
 from safeload.checkpoint import Checkpoint
 from safeload.engine.run.weight_file import open_without_table
-from safeload.formats.opening import Found
+from safeload.formats.opening import OpenedPath
 
 MIB = 1 << 20
 
@@ -58,7 +58,7 @@ class Builder:
         self.path.write_bytes(self.data)
         file = open_without_table(self.path)
         file.table = ListedTable(self.listings, {"made": "here"}, big_endian=self.big)
-        return Checkpoint(Found(str(self.path), "test", [file], None, {}))
+        return Checkpoint(OpenedPath(str(self.path), "test", [file], None, {}))
 
 
 def build(path, **options):

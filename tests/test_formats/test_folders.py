@@ -123,7 +123,7 @@ def test_a_pipeline_of_diffusers_says_where_its_weights_are(tmp_path):
     (folder / "scheduler").mkdir()
     for inner in ("unet", "vae", "text_encoder"):
         put(folder / inner, "diffusion_pytorch_model.safetensors")
-    with pytest.raises(UnsupportedError, match="weights are in text_encoder, unet, vae: open one of them"):
+    with pytest.raises(UnsupportedError, match="weights in text_encoder, unet, vae: open one of them"):
         safeload.open(folder)
     assert chosen(folder / "unet") == ["diffusion_pytorch_model.safetensors"]
     put(folder, "v1-5.safetensors")
@@ -136,9 +136,9 @@ def test_what_was_passed_over_is_in_the_notes_and_in_the_log(tmp_path, caplog):
     for name in ("readme.md", "training_args.bin", "optimizer.pt", "rng_state_0.pth"):
         (folder / name).write_text("")
     with caplog.at_level(logging.DEBUG, "safeload"), safeload.open(folder) as opened:
-        assert opened.notes[0] == "passed over: consolidated.safetensors, model.fp16.safetensors"
+        assert opened.notes[0] == "skipped: consolidated.safetensors, model.fp16.safetensors"
         assert "consolidated" in opened.notes[1]
-    assert "passed over: consolidated.safetensors, model.fp16.safetensors" in caplog.text
+    assert "skipped: consolidated.safetensors, model.fp16.safetensors" in caplog.text
 
 
 def test_an_adapter_is_named_in_the_notes(tmp_path, capsys):
@@ -211,7 +211,7 @@ def test_a_list_that_makes_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(FormatError, match="is in both"):
         safeload.open([folder / "a.safetensors", folder])
     np.savez(tmp_path / "a.npz", w=np.zeros(2))
-    with pytest.raises(UnsupportedError, match="must be of one format"):
+    with pytest.raises(UnsupportedError, match="all files of a list must have one format"):
         safeload.open([folder, tmp_path / "a.npz"])
     with pytest.raises(TypeError):
         safeload.open([folder, 3])

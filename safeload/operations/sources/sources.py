@@ -14,7 +14,7 @@ from ...checkpoint import Checkpoint
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
 from ...formats.folder import CONFIG
-from ...formats.opening import Recipe, find_some
+from ...formats.opening import Recipe, reopen_subset
 from ...formats.registry import FORMATS
 from ...stores import url as urls
 from ...stores.files import LOCAL, Files, Location
@@ -310,7 +310,7 @@ def _find(source: Any, names: Sequence[str], storage_options: Mapping[str, Any] 
     recipe = Recipe(tuple(path for path, _ in seen), True, **options, files=place)
     config = config_from(source.get("config"))
     with _of_tensor(tensors, names):
-        return find_some(tuple(seen), config, recipe, {path: texts(unlisted, path) for path in unlisted})
+        return reopen_subset(tuple(seen), config, recipe, {path: texts(unlisted, path) for path in unlisted})
 
 
 @contextmanager

@@ -363,7 +363,7 @@ def test_the_suffix_says_nothing(path):
         safeload.numpy.load_file(path)
     with pytest.raises(FormatError, match="this is a GGUF file, not torch zip"):
         safeload.open(path, format="torch")
-    with pytest.raises(UnsupportedError, match="root= selects a nested container, and gguf has none"):
+    with pytest.raises(UnsupportedError, match="root= selects a nested container, but gguf has none"):
         safeload.open(path, root="model")
 
 
