@@ -138,7 +138,7 @@ LASTING = {
     "stalls": (lambda: faults.stall(1000, path=LAST, first=1), RemoteTimeoutError, "no byte for 0.5 s"),
     "429": (lambda: faults.status(429, retry_after=0, path=LAST, first=1), RemoteError, "429 Too Many Requests"),
     "503 for an hour": (lambda: faults.status(503, retry_after=3600, path=LAST, first=1), RemoteError, "3600 s"),
-    "200": (lambda: faults.whole(path=LAST, first=1), RemoteError, "the whole file where a range"),
+    "200": (lambda: faults.whole(path=LAST, first=1), RemoteError, "the whole file instead of a range"),
     "another range": (lambda: faults.moved(8, path=LAST, first=1), RemoteError, "another range"),
     "403": (lambda: faults.status(403, path=LAST, first=1), RemotePermissionError, "refuses access"),
     "garbage": (lambda: faults.garbage(path=LAST, first=1), RemoteError, "not HTTP"),

@@ -1,10 +1,11 @@
-"""Connections over HTTP, pooled by urllib3, that another thread can end: in connect, in a handshake, in a read."""
+"""HTTP connections, pooled by urllib3, whose connects, handshakes and reads another thread can abort."""
 
 from __future__ import annotations
 
 import errno
 import http.client
 import logging
+import math
 import os
 import socket
 import ssl
@@ -13,14 +14,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
 from ..base.url import UrlError, WebUrl, divided, web_url
 from ..errors import UnsupportedError
-from .http_framing import BadAnswer, Response
-from .sliced_sockets import SLICE, SlicedSocket, SlicedTlsSocket
-from .stop import current
+from .http_framing import BadResponse, Response
+from .stop import Stopped, current
 
 try:
     import urllib3
@@ -28,120 +28,113 @@ try:
     from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
     from urllib3.util.wait import wait_for_write
 except ImportError as error:
-    if error.name != "urllib3":  # it is there, but broken
+    if error.name != "urllib3":  # it is installed, but broken
         raise
     raise ModuleNotFoundError(
         "reading https needs urllib3, which is not installed: pip install urllib3", name="urllib3"
     ) from None
 
-# Idle connections kept for each host: as many as there are requests in flight, while headers are read.
+# Idle connections kept per host: as many as there are requests in flight while headers are read.
 _IDLE = 32
-# A body that is of no use is read, so that its connection can be used again, if it has at most this many bytes.
+# An unused body of at most this size is read so that its connection can be reused.
 _DRAINED = 16 << 10
-# Seconds after which a body is not worth its connection.
+# Seconds after which draining a body costs more than a new connection.
 _DRAINING = 1.0
-# Seconds to wait for the end of a body whose bytes have all arrived.
+# Seconds to wait for the end of a body after its last expected byte.
 _ENDING = 0.2
 _PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
+# Seconds after which a thread that waits on Windows checks whether to continue, and handles signals.
+SLICE = 0.1
 
-# Python's text for an error of Winsock, of which strerror knows none.
+# Python's texts for Winsock errors, which strerror does not know.
 _TEXTS: Mapping[int, str] = getattr(socket, "errorTab", {})
-# Winsock does not wake a thread that waits for bytes when another one shuts the connection.
+# Winsock does not wake a thread that waits for bytes when another thread shuts the connection down.
 _SHUT_WAKES = os.name != "nt"
+
+_Result = TypeVar("_Result")
 
 _of_thread = threading.local()
 
 
 def _exchange() -> Exchange | None:
-    """What this thread has in progress."""
-    found: Exchange | None = getattr(_of_thread, "exchange", None)
-    return found
+    """Return the exchange that this thread has begun."""
+    exchange: Exchange | None = getattr(_of_thread, "exchange", None)
+    return exchange
 
 
-def _is_of_others(record: logging.LogRecord) -> bool:
-    """A filter: urllib3 logs URLs with their queries, which may be secret."""
+def _is_foreign(record: logging.LogRecord) -> bool:
+    """Filter urllib3's log records of our requests: they contain URLs with queries, which may be secret."""
     return _exchange() is None
 
 
 for _name in ("urllib3.connection", "urllib3.connectionpool"):
-    logging.getLogger(_name).addFilter(_is_of_others)
+    logging.getLogger(_name).addFilter(_is_foreign)
+
+
+# ---- sockets whose reads other threads can end ----
 
 
 class _Line:
-    """A second descriptor of a connected socket, to end it by: wherever the first one is, in whatever state."""
+    """A second descriptor of a connected socket: it can shut the connection down in whatever state the first one is."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected.dup()
-        # Not by __del__: in a circle of references the socket may be finalized before it, and warn.
+        # Not by __del__: in a reference cycle the socket may be finalized first, and warn.
         weakref.finalize(self, self._socket.close).atexit = False
 
     def shut(self) -> None:
-        """Ends all reads and writes of the connection, in whatever threads they wait; `SlicedSocket` needs none."""
-        with suppress(OSError):  # it has ended
+        """End all reads and writes of the connection, in all threads; a `SlicedSocket` ends by itself."""
+        with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class _Body(Response):
-    """An answer that tells the exchange of its thread where its body is."""
+class SlicedSocket(socket.socket):
+    """A socket that waits in short slices, for Windows: its reads end with `stop.current` and Ctrl-C."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        exchange = _exchange()
-        if exchange is not None:
-            self.tls = exchange.tls
-            exchange.body = self
+    def recv(self, *arguments: Any) -> bytes:
+        return _in_slices(self, super().recv, *arguments)
 
-
-class _Ended:
-    """A connection that a thread can be told of."""
-
-    response_class = _Body
-    _line: _Line | None = None
-
-    def _new_conn(self: Any) -> socket.socket:
-        connected = _connect(getattr(self, "_dns_host", self.host), self.port, self.timeout, self.socket_options or ())
-        self._line = _Line(connected)
-        self._tell()
-        return connected
-
-    def _tell(self) -> None:
-        exchange = _exchange()
-        if exchange is not None and self._line is not None:
-            exchange.attach(self._line)
-
-    def request(self, *arguments: Any, **options: Any) -> Any:
-        self._tell()
-        return super().request(*arguments, **options)  # type: ignore[misc]
-
-    def close(self) -> None:
-        super().close()  # type: ignore[misc]
-        self._line = None
+    def recv_into(self, *arguments: Any) -> int:
+        return _in_slices(self, super().recv_into, *arguments)
 
 
-class _PlainConnection(_Ended, HTTPConnection):  # type: ignore[misc]
-    pass
+class SlicedTlsSocket(SlicedSocket, ssl.SSLSocket):
+    """A `SlicedSocket` for TLS, including the handshake. OpenSSL keeps a partial record between slices."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        try:
+            _in_slices(self, super().do_handshake, block)
+        except (Stopped, KeyboardInterrupt):  # `ssl` closes the socket only after other errors
+            self.close()
+            raise
 
 
-class _TlsConnection(_Ended, HTTPSConnection):  # type: ignore[misc]
-    pass
-
-
-class _PlainPool(HTTPConnectionPool):  # type: ignore[misc]
-    ConnectionCls = _PlainConnection
-
-
-class _TlsPool(HTTPSConnectionPool):  # type: ignore[misc]
-    ConnectionCls = _TlsConnection
+def _in_slices(waiting: socket.socket, call: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Repeat a blocking call with short timeouts until the socket's own timeout has passed."""
+    timeout = waiting.gettimeout()
+    if timeout == 0:  # it never waits
+        return call(*arguments)
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            waiting.settimeout(min(SLICE, left))
+            # TLS raises SSLWantReadError if the wait ends at exactly the deadline.
+            with suppress(TimeoutError, ssl.SSLWantReadError):
+                return call(*arguments)
+            current().check()
+        raise TimeoutError("timed out")
+    finally:
+        waiting.settimeout(timeout)
 
 
 def _connect(host: str, port: int, timeout: float, options: Any) -> socket.socket:
-    """A socket connected to the first address of a host that takes it."""
+    """Connect to the first address of a host that accepts."""
     failure = OSError(errno.EADDRNOTAVAIL, "the host has no address")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
     except UnicodeError:
         raise OSError(errno.EINVAL, "not a host name") from None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         current().check()
         connecting = None
         try:
@@ -166,53 +159,105 @@ def _connect(host: str, port: int, timeout: float, options: Any) -> socket.socke
     try:
         raise failure
     finally:
-        del failure  # which refers to this frame
+        del failure  # it refers to this frame
 
 
 def _wait_connected(connecting: socket.socket, timeout: float) -> int:
-    """Waits for the end of a connect. Returns its error, 0 if there is none."""
-    until = time.monotonic() + timeout
-    while not wait_for_write(connecting, max(0.0, min(SLICE, until - time.monotonic()))):
+    """Wait until a connect has finished, and return its error code, or 0."""
+    deadline = time.monotonic() + timeout
+    while not wait_for_write(connecting, max(0.0, min(SLICE, deadline - time.monotonic()))):
         current().check()
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             raise TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s")
     return connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
 
-class Exchange:
-    """A request and its answer, in one thread; only `abort` may be called in others.
+# ---- urllib3's classes, made to report to the exchange ----
 
-    Attributes:
-        status: of the answer.
-        headers: of the answer, by name in any case.
-        body: of the answer, or of the proxy's before it.
-        tls: whether the bytes come in records of TLS.
-    """
+
+class _Body(Response):
+    """A response that hands its body to the exchange of its thread."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        exchange = _exchange()
+        if exchange is not None:
+            self.tls = exchange.tls
+            exchange.body = self
+
+
+class _Abortable:
+    """Mixin: register the connection's socket with the current `Exchange`, so that `abort` can shut it down."""
+
+    response_class = _Body
+    _line: _Line | None = None
+
+    def _new_conn(self: Any) -> socket.socket:
+        connected = _connect(getattr(self, "_dns_host", self.host), self.port, self.timeout, self.socket_options or ())
+        self._line = _Line(connected)
+        self._attach()
+        return connected
+
+    def _attach(self) -> None:
+        exchange = _exchange()
+        if exchange is not None and self._line is not None:
+            exchange.attach(self._line)
+
+    def request(self, *arguments: Any, **options: Any) -> Any:
+        self._attach()
+        return super().request(*arguments, **options)  # type: ignore[misc]
+
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]
+        self._line = None
+
+
+class _PlainConnection(_Abortable, HTTPConnection):  # type: ignore[misc]
+    pass
+
+
+class _TlsConnection(_Abortable, HTTPSConnection):  # type: ignore[misc]
+    pass
+
+
+class _PlainPool(HTTPConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _PlainConnection
+
+
+class _TlsPool(HTTPSConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _TlsConnection
+
+
+# ---- requests ----
+
+
+class Exchange:
+    """A request and its response, in one thread; only `abort` may be called from other threads."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # names in any case
 
     def __init__(self) -> None:
-        self.body: _Body | None = None
-        self.tls = False
+        self.body: _Body | None = None  # of the response, or of the proxy's response before it
+        self.tls = False  # whether bytes arrive in TLS records
         self._response: Any = None
         self._line: _Line | None = None
         self._aborted = False
 
     def attach(self, line: _Line) -> None:
-        """Says which connection is used."""
+        """Note the connection in use."""
         self._line = line
         if self._aborted:
             line.shut()
 
     def abort(self) -> None:
-        """Makes the exchange fail, in another thread."""
+        """Make the exchange fail; called from another thread."""
         self._aborted = True
         if self._line is not None:
             self._line.shut()
 
     def begin(self, manager: Any, url: WebUrl, headers: Mapping[str, str], timeout: Any) -> None:
-        """Sends the request, and reads the head of the answer."""
+        """Send the request and read the head of the response."""
         self.tls = url.scheme == "https"
         _of_thread.exchange = self
         try:
@@ -225,15 +270,15 @@ class Exchange:
         self.status, self.headers = self._response.status, self._response.headers
 
     def receive(self, memory: memoryview) -> int:
-        """Fills the beginning of memory with what has arrived of the body. Returns its size, 0 at the end."""
+        """Fill the beginning of memory with bytes of the body that have arrived; return their number, 0 at the end."""
         assert self.body is not None
         return self.body.receive(memory)
 
     def finish(self) -> None:
-        """Read the end of a body without a length behind its range; a missing end only costs the connection.
+        """Read the end of a body without a length; if the end does not come, only the connection is lost.
 
         Raises:
-            BadAnswer: the body has more bytes than the range.
+            BadResponse: the body has more bytes than the range.
         """
         body = self.body
         if body is None or body.isclosed():
@@ -241,27 +286,27 @@ class Exchange:
         try:
             with body.hurried(_ENDING):
                 count = body.receive(memoryview(bytearray(1)))
-        except BadAnswer:
+        except BadResponse:
             raise
         except (OSError, http.client.HTTPException):
             current().check()
             return
         if count:
-            raise BadAnswer("the answer has more bytes than its range")
+            raise BadResponse("the response has more bytes than its range")
 
     def drain(self) -> None:
-        """Read a short, unused body so that the connection can be reused. Errors only prevent that."""
+        """Read a short, unused body so that the connection can be reused; errors only prevent that."""
         if self.body is None or (self.body.length or 0) > _DRAINED:
             return
-        memory, until = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
+        memory, deadline = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
         try:
-            while memory and time.monotonic() < until and (count := self.body.receive(memory)):
+            while memory and time.monotonic() < deadline and (count := self.body.receive(memory)):
                 memory = memory[count:]
         except (OSError, http.client.HTTPException):
             current().check()
 
     def end(self) -> None:
-        """Gives the connection back; closes it if the body was not read to its end."""
+        """Return the connection to its pool, or close it if part of the body is unread."""
         response, self._response = self._response, None
         if response is not None:
             if self.body is None or not self.body.isclosed() or self._aborted:
@@ -270,19 +315,19 @@ class Exchange:
 
 
 class Connections:
-    """The connections of all files that are opened with the same options. Any thread may use it.
+    """The connections shared by all files opened with the same options. Safe to use from any thread.
 
     Args:
-        context: makes that for TLS, when it is first needed: to read the system's certificates takes long.
-        timeout: seconds without a byte after which an answer is given up.
-        connect_timeout: seconds after which a connect is.
+        make_context: creates the TLS context on first use, because reading the system's certificates is slow.
+        timeout: seconds without a byte after which a response fails.
+        connect_timeout: seconds after which a connect fails.
     """
 
-    def __init__(self, context: Callable[[], ssl.SSLContext], timeout: float, connect_timeout: float) -> None:
-        self._make_context = context
+    def __init__(self, make_context: Callable[[], ssl.SSLContext], timeout: float, connect_timeout: float) -> None:
+        self._make_context = make_context
         self._context: ssl.SSLContext | None = None
         self._timeout = urllib3.Timeout(connect=connect_timeout, read=timeout)
-        # By process, scheme and proxy: the sockets that a fork copies are the parent's, and so are locks that are held.
+        # By process, scheme and proxy: a fork copies the parent's sockets, and locks in whatever state they are.
         self._managers: dict[tuple[int, str, str | None], Any] = {}
         self._proxies: dict[tuple[str, str], str | None] = {}
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -290,7 +335,7 @@ class Connections:
 
     @contextmanager
     def exchange(self, url: WebUrl, headers: Mapping[str, str]) -> Iterator[Exchange]:
-        """Sends a request; gives its answer, of which only the head has been read."""
+        """Send a request and yield the exchange once the head of the response has been read."""
         exchange = Exchange()
         with current().aborting(exchange.abort):
             try:
@@ -301,14 +346,14 @@ class Connections:
 
     def _manager(self, url: WebUrl) -> Any:
         key = os.getpid(), url.scheme, self._proxy_of(url)
-        found = self._managers.get(key)
-        if found is None:
-            found = self._managers.setdefault(key, self._make(*key[1:]))
-        return found
+        manager = self._managers.get(key)
+        if manager is None:
+            manager = self._managers.setdefault(key, self._make(*key[1:]))
+        return manager
 
     def _proxy_of(self, url: WebUrl) -> str | None:
         key = url.scheme, url.place
-        if key not in self._proxies:  # to ask the system may take long
+        if key not in self._proxies:  # asking the system can be slow
             self._proxies[key] = _proxy_of(*key)
         return self._proxies[key]
 
@@ -332,18 +377,18 @@ class Connections:
         return manager
 
     def join(self, user: object) -> None:
-        """Says that a file is open."""
+        """Register an open file."""
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """Says that a file is closed; with the last one, connections that are not in use are closed."""
+        """Unregister a file; after the last one, close all idle connections."""
         self._users.discard(user)
         if not self._users:
             _close(self._managers)
 
 
 def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
-    """Closes the connections of this process."""
+    """Close this process's connections."""
     for key in [key for key in managers if key[0] == os.getpid()]:
         manager = managers.pop(key, None)
         if manager is not None:
@@ -351,7 +396,7 @@ def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
 
 
 def _proxy_of(scheme: str, place: str) -> str | None:
-    """The proxy that the environment, or the system, has for a host."""
+    """Return the proxy that the environment or the system sets for a host."""
     proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all")
     if not proxy or proxy_bypass(place):
@@ -360,10 +405,10 @@ def _proxy_of(scheme: str, place: str) -> str | None:
 
 
 def _parsed_proxy(proxy: str) -> tuple[WebUrl, tuple[str, str] | None]:
-    """Divide the URL of a proxy, whose user may have a backslash: Windows has domains before it."""
+    """Parse the URL of a proxy. On Windows its user may contain a backslash, after a domain."""
     url = divided(proxy.replace("\\", "%5C"))
     if url.scheme not in ("http", "https"):
-        raise UnsupportedError(f"a proxy by {url.scheme or 'no scheme'} is not supported: only by http and https")
+        raise UnsupportedError(f"proxies must use http or https, got {url.scheme or 'no scheme'}")
     try:
         return web_url(url)
     except UrlError as error:

@@ -14,10 +14,9 @@ from ..base.url import CACHES, parsed, unescaped
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign_errors import checked
-from .local import LocalStore, open_local
+from .local import LocalStore, open_local, replace
 from .options import secrets_of, secrets_of_urls
 from .presigned import Signer
-from .replace_file import replace
 from .store import ByteStore
 from .thread_group import each
 

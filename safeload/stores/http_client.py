@@ -1,4 +1,4 @@
-"""What files that are read over HTTP with the same options share, and where their URLs and headers may go."""
+"""Options shared by files that are read over HTTP, and the rules on where their URLs and headers may be sent."""
 
 from __future__ import annotations
 
@@ -22,117 +22,108 @@ from . import url as urls
 from .connections import Connections
 from .retries import RETRIES, Failure
 
-# Seconds without a byte after which a request is given up, and seconds that a connect may take.
+# Seconds without a byte after which a request fails, and seconds after which a connect fails.
 TIMEOUT, CONNECT_TIMEOUT = 30.0, 10.0
 
 _KNOWN = ("connect_timeout", "headers", "retries", "ssl_context", "timeout", "verify")
-# Headers that say which bytes are wanted, and how.
+# Headers that select the bytes and their encoding.
 _OWN_HEADERS = frozenset(("accept-encoding", "if-match", "if-range", "if-none-match", "range"))
-# What could be missing where access is refused.
+# The end of a message if access is refused.
 _CREDENTIALS = (
     "a token may be missing or wrong (storage_options={'headers': {'Authorization': ...}}), or a signed URL has expired"
 )
 
 
 class RequestTarget(NamedTuple):
-    """Where a file is.
+    """The URL of a file and the headers to send there."""
 
-    Attributes:
-        url: to read it from; its query may be secret, and so may the headers.
-        headers: of requests to the origin of the URL, and to no other.
-    """
-
-    url: WebUrl
-    headers: Mapping[str, str]
+    url: WebUrl  # its query may be secret
+    headers: Mapping[str, str]  # may be secret: they are sent to the origin of the URL only
 
     def __repr__(self) -> str:
         return f"<Target {self.url.shown}>"
 
 
 class Client:
-    """What the files that are opened with the same options share: connections, headers, limits.
+    """Connections, headers and limits shared by files opened with the same options.
 
     Args:
-        options: ``headers`` (a mapping, for the host of each URL only), ``timeout`` (seconds without a byte),
-            ``connect_timeout`` (seconds), ``retries`` (how often a range is tried again that brings nothing),
-            ``verify`` (False: any certificate will do; a path: of the certificates to trust) or ``ssl_context``.
-        scheme: in errors.
-        credentials: which may be missing where access is refused, as a sentence of an error.
-        others: options that the caller takes itself, for errors.
-
-    Attributes:
-        headers: of the caller.
-        credentials: see above.
-        timeout: in seconds.
-        retries: see above.
-        connections: of all files.
+        options: ``headers`` (a mapping, sent only to the host of each URL), ``timeout`` (seconds without a byte),
+            ``connect_timeout`` (seconds), ``retries`` (consecutive attempts without progress), ``verify`` (False to
+            accept any certificate, or the path of trusted certificates) or ``ssl_context``.
+        scheme: the subject of error messages.
+        credentials: the advice in messages if access is refused.
+        other_options: options that the caller handles itself, for messages.
 
     Raises:
-        TypeError, ValueError: an option is unknown, or wrong.
+        TypeError, ValueError: an option is unknown or invalid.
     """
 
     def __init__(
         self,
         options: Mapping[str, Any],
         scheme: str = "https",
+        *,
         credentials: str = _CREDENTIALS,
-        others: tuple[str, ...] = (),
+        other_options: tuple[str, ...] = (),
     ) -> None:
         for key in options:
             if key not in _KNOWN:
-                known = ", ".join(sorted((*_KNOWN, *others)))
-                raise TypeError(f"{scheme}: unknown storage option {show(key)}; known are {known}")
+                known = ", ".join(sorted((*_KNOWN, *other_options)))
+                raise TypeError(f"{scheme}: unknown storage option {show(key)}, expected one of {known}")
         self.credentials = credentials
         self.headers = checked_headers(options.get("headers") or {})
         self.timeout = _seconds(options, "timeout", TIMEOUT)
         self.retries = options.get("retries", RETRIES)
         if not isinstance(self.retries, int) or isinstance(self.retries, bool) or self.retries < 0:
-            raise ValueError(f"retries: a number of at least 0 is wanted, found {show(self.retries)}")
+            raise ValueError(f"retries must be >= 0, got {show(self.retries)}")
         connect_timeout = _seconds(options, "connect_timeout", CONNECT_TIMEOUT)
-        self.connections = Connections(_context_of(options), self.timeout, connect_timeout)
+        self.connections = Connections(_context_maker(options), self.timeout, connect_timeout)
 
     def __repr__(self) -> str:
-        return "<Client>"  # headers are secrets
+        return "<Client>"  # headers are secret
 
 
 def checked_headers(headers: Any) -> dict[str, str]:
-    """Headers of the caller's.
+    """Validate the caller's headers; no message contains a value.
 
     Raises:
-        TypeError, ValueError: they are not headers, or of those that reading sets itself. No value is in the message.
+        TypeError, ValueError: they are not headers, or include a header that safeload sets itself.
     """
     if not isinstance(headers, Mapping):
-        raise TypeError(f"headers: a mapping is wanted, found {type(headers).__name__}")
-    found: dict[str, str] = {}
+        raise TypeError(f"headers must be a mapping, got {type(headers).__name__}")
+    checked: dict[str, str] = {}
     for name, value in headers.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError("headers: names and values are texts")
+            raise TypeError("headers must map str to str")
         if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
-            raise ValueError("headers: a name has characters that no name of a header can have")
+            raise ValueError("headers: a name contains characters that are not allowed in header names")
         if not all(" " <= char <= "\xff" or char == "\t" for char in value) or "\x7f" in value:
-            raise ValueError(f"headers: the value of {name} has a character that no header can have")
+            raise ValueError(f"headers: the value of {name} contains a character that is not allowed in headers")
         if name.lower() in _OWN_HEADERS:
             raise ValueError(f"headers: {name} is set by safeload itself")
-        found[name] = value
-    return found
+        checked[name] = value
+    return checked
 
 
 def _seconds(options: Mapping[str, Any], key: str, default: float) -> float:
     value = options.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{key}: a number of seconds above 0 is wanted, found {show(value)}")
+        raise ValueError(f"{key} must be a number of seconds > 0, got {show(value)}")
     return float(value)
 
 
-def _context_of(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
-    """What makes the context for TLS."""
-    given, verify = options.get("ssl_context"), options.get("verify", True)
-    if given is not None:
-        if not isinstance(given, ssl.SSLContext) or "verify" in options:
-            raise TypeError("ssl_context: an ssl.SSLContext is wanted, without verify beside it")
-        return lambda: given
+def _context_maker(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
+    """Return a function that creates the TLS context."""
+    context, verify = options.get("ssl_context"), options.get("verify", True)
+    if context is not None:
+        if not isinstance(context, ssl.SSLContext):
+            raise TypeError(f"ssl_context must be an ssl.SSLContext, got {type(context).__name__}")
+        if "verify" in options:
+            raise TypeError("ssl_context and verify exclude each other: pass only one of them")
+        return lambda: context
     if not isinstance(verify, (bool, str, os.PathLike)):
-        raise TypeError(f"verify: a bool, or a path of certificates, is wanted, found {show(verify)}")
+        raise TypeError(f"verify must be a bool or the path of certificates, got {show(verify)}")
     if not isinstance(verify, bool) and not os.path.exists(verify):
         raise FileNotFoundError(errno.ENOENT, "verify: no such file of certificates", os.fspath(verify))
     return partial(_context, verify)
@@ -143,40 +134,38 @@ def _context(verify: bool | str | os.PathLike[str]) -> ssl.SSLContext:
         return _system_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
     if not verify:
         context = ssl.create_default_context()
-    else:
-        path = os.fspath(verify)
-        folder = os.path.isdir(path)
-        context = ssl.create_default_context(cafile=None if folder else path, capath=path if folder else None)
-    if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         return context
+    path = os.fspath(verify)
+    folder = os.path.isdir(path)
+    context = ssl.create_default_context(cafile=None if folder else path, capath=path if folder else None)
     return _with_names(context)
 
 
 @lru_cache(maxsize=2)
 def _system_context(file: str | None, folder: str | None) -> ssl.SSLContext:
-    """That of the system's certificates, which take 20 to 30 ms to read: as long as many an open takes.
+    """Create a context with the system's certificates; cached, because reading them can take as long as opening a file.
 
     Args:
-        file: the environment's SSL_CERT_FILE, which OpenSSL reads itself.
-        folder: its SSL_CERT_DIR.
+        file: the variable SSL_CERT_FILE, which OpenSSL reads itself.
+        folder: the variable SSL_CERT_DIR.
     """
     return _with_names(ssl.create_default_context())
 
 
 def _with_names(context: ssl.SSLContext) -> ssl.SSLContext:
-    """A context as urllib3 needs it, to compare the names of hosts."""
+    """Let urllib3 1 compare host names itself: OpenSSL's check would refuse IP addresses without a name."""
     if urllib3.__version__.startswith("1."):
-        context.check_hostname = False  # urllib3 compares the name itself: this one refuses all addresses without names
+        context.check_hostname = False
     return context
 
 
 def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:
-    """Return the URL to connect to, and user and password if the URL has them.
+    """Return the URL to connect to, and the user and password if the URL has them.
 
     Raises:
-        RemoteError: servers and libraries may read it in different ways, or it has no host.
+        RemoteError: servers and libraries may read the URL in different ways, or it has no host.
     """
     try:
         return parse_web(divided(url))
@@ -185,7 +174,7 @@ def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:
 
 
 def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
-    """Return where a file is; user and password of its URL become a header.
+    """Return the target of a URL; its user and password become a header.
 
     Raises:
         RemoteError: see `web_url`.
@@ -201,9 +190,8 @@ def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure
     """Return the URL that a redirect leads to.
 
     Args:
-        url: that was redirected.
-        location: the header of the answer.
-        path: the URL as messages show it.
+        location: the response's header.
+        path: the original URL in messages.
     """
     try:
         target = (location or "").encode("latin-1").decode()  # as http.client decodes headers, and as browsers do
@@ -215,7 +203,7 @@ def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure
             raise UrlError("it is not http or https")
         following = url.redirected(target)
     except UrlError as error:
-        return Failure(RemoteError(f"the server redirects to what is not a URL of http or https: {error}", path))
+        return Failure(RemoteError(f"the server redirects to an invalid http or https URL: {error}", path))
     if url.scheme == "https" and following.scheme != "https":
         text = f"the server redirects from https to http ({following.shown}), which is refused"
         return Failure(RemoteError(text, path))

@@ -107,7 +107,7 @@ class Hub:
         self._token = options.get("token")
         self._endpoint = options.get("endpoint")
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}
-        self._client = Client(rest, "hf", others=_OPTIONS)
+        self._client = Client(rest, "hf", other_options=_OPTIONS)
         self._api = huggingface_hub.HfApi(
             endpoint=self._endpoint, token=self._token, library_name="safeload", library_version=__version__
         )

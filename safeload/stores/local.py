@@ -1,9 +1,11 @@
-"""The local file as a store: its descriptor, which may be closed between reads, its identity and its mapping."""
+"""Local files: a store whose descriptor can be closed between reads, mappings, identities, and replacing a file."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 import sys
 import time
 import weakref
@@ -19,42 +21,35 @@ from .store import ByteStore, Memory
 
 
 def identity_of(status: os.stat_result) -> Identity:
-    """The fields of a stat result that identify a file."""
+    """Return the fields of a stat result that identify a file."""
     return Identity(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
 
 
 class Identity(NamedTuple):
-    """Identifies a file, to detect that another program has replaced it or written into it.
+    """Identifies the content of a file, to detect that another program has replaced or modified it."""
 
-    Attributes:
-        size: bytes.
-        mtime_ns: time of the last change, in nanoseconds.
-        device: of the file system; meaningless in another process, which may be on another machine.
-        inode: of the file on that device; meaningless elsewhere for the same reason.
-    """
-
-    size: int
-    mtime_ns: int
-    device: int
-    inode: int
+    size: int  # bytes
+    mtime_ns: int  # time of the last modification, in nanoseconds
+    device: int  # of the file system; meaningful only in this process, because a pickle may travel to another machine
+    inode: int  # on that device; meaningful only in this process
 
 
-# Files whose descriptors are open, by descriptor, the oldest first. Every access is one atomic operation, so that it
-# needs no lock, which a fork might find locked.
+# Files with open descriptors, by descriptor, oldest first. Every access is a single atomic operation, so no lock is
+# needed: a lock could be held by another thread at a fork.
 _open: dict[int, weakref.ref[LocalStore]] = {}
 
 
 class Descriptor(int):
-    """The C core's file handle, closed when nothing refers to it any more.
+    """The C core's file handle, which is closed with its last reference.
 
-    Jobs hold a reference to the descriptor that they read: if it were closed under them, the next file to be opened
-    would get its number, and they would read that file. It must not be copied: the copy would close the number a second
-    time, whichever file has it by then.
+    Jobs must hold a reference to the descriptor that they read. Otherwise the system could give its number to the next
+    file that is opened, and the job would read that file. Copies are refused because a copy would close the number a
+    second time.
     """
 
     __slots__ = ()
 
-    # By defaults: free-threaded Python ends with globals that are gone before the last objects are.
+    # Defaults, because free-threaded Python drops globals before the last objects at exit.
     def __del__(self, known: dict[int, weakref.ref[LocalStore]] = _open, close: Any = short.sl_file_close) -> None:
         known.pop(int(self), None)  # before another file gets its number
         close(int(self))
@@ -63,26 +58,26 @@ class Descriptor(int):
         raise TypeError("an open file cannot be copied or pickled")
 
 
-# Up to this many open files the system's limit is not queried.
-_FEW = 32
-# At most this many, far more than speed needs, even where the system's own limit is higher.
-_MANY = 4096
+# The system's limit is queried only above this many open files.
+_UNCHECKED = 32
+# Maximum number of open files, even if the system's limit is higher.
+_MOST_OPEN = 4096
 
 
 def _budget() -> int:
-    """How many descriptors to keep open: half of the process's limit, as the program needs some too."""
-    if os.name == "nt":  # handles are limited by memory only
+    """Return how many descriptors to keep open: half of the process's limit, because the program needs some too."""
+    if os.name == "nt":  # handles are limited only by memory
         return sys.maxsize
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MANY if limit == resource.RLIM_INFINITY else max(1, min(limit // 2, _MANY))
+    return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(1, min(limit // 2, _MOST_OPEN))
 
 
 def _release(count: int) -> bool:
-    """Close up to ``count`` idle descriptors, oldest files first, never the latest; return whether it closed any.
+    """Close up to ``count`` idle descriptors, oldest files first but never the latest; return whether any was closed.
 
-    A file that is no longer at its path, or has been written to, keeps its descriptor: it could not be opened again.
+    A file that was moved or modified keeps its descriptor, because it could not be opened again.
     """
     released = 0
     busy = {number for claim in list(_claims.values()) for number in list(claim.held.values())}
@@ -98,35 +93,31 @@ def _release(count: int) -> bool:
     return released > 0
 
 
-def release_at(path: str) -> bool:
-    """Closes the file at a path where whoever opened it `gives_way`, as Windows does not replace a file that is open.
-
-    Returns:
-        Whether it closed any.
-    """
+def _release_at(path: str) -> bool:
+    """Close a file that this process has open and that `gives_way`; return whether any was closed."""
     try:
-        there = identity_of(os.stat(path))
+        identity = identity_of(os.stat(path))
     except OSError:
         return False
     files = [file for reference in list(_open.values()) if (file := reference()) is not None and file.gives_way]
-    return sum(file.release() for file in files if file.version == there) > 0
+    return sum(file.release() for file in files if file.version == identity) > 0
 
 
-# What the system answers if the process, or the machine, has no descriptor left.
+# Errors of the system if the process or the machine has no free descriptor.
 _NONE_FREE = (errno.EMFILE, errno.ENFILE)
-# Seconds to wait for jobs of other threads to close theirs, and between two looks.
+# Seconds to wait for other threads' jobs to close descriptors, and seconds between checks.
 _PATIENCE, _PAUSE = 30.0, 0.001
 
 
 def with_room(attempt: Callable[[], int], error: Any, status: int | None = None) -> int:
-    """Call a function of the C core that opens a file until it finds a free descriptor, and return its status.
+    """Retry an open in the C core until a descriptor is free, and return its status.
 
-    Idle files are closed first; then the jobs of other threads are awaited, unless this thread runs some too.
+    Idle files are closed first. Then other threads' jobs are awaited, unless this thread runs jobs too.
 
     Args:
-        attempt: returns the status.
-        error: the core's error, which the function fills.
-        status: of a first attempt; None to make it here.
+        attempt: opens the file and returns the status.
+        error: the core's error, which ``attempt`` fills.
+        status: the result of a first attempt; None to make it here.
     """
     deadline = 0.0
     if status is None:
@@ -143,26 +134,22 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
     return status
 
 
-# ---- one budget for the jobs of all threads ----
+# ---- one budget for all threads' jobs ----
 
 
 class Claim:
     """The descriptors that one run of jobs may hold at a time.
 
-    All runs of the process share half of `_budget`; each may hold one descriptor at least. A claim announces its number
-    before it adds up those of other threads: of two at once, one at least sees the other.
-
-    Attributes:
-        thread: that runs the jobs.
-        held: the open descriptors, by file.
+    All runs of a process share half of `_budget`, but each may hold at least one descriptor. A claim publishes its own
+    number before it adds up all claims, so that of two concurrent claims at least one sees the other.
     """
 
     __slots__ = ("_count", "held", "thread")
 
     def __init__(self) -> None:
         self._count = 0
-        self.held: dict[Any, int] = {}
-        self.thread = get_ident()
+        self.held: dict[Any, int] = {}  # open descriptors, by file
+        self.thread = get_ident()  # the thread that runs the jobs
 
     def __enter__(self) -> Claim:
         _claims[id(self)] = self
@@ -173,74 +160,74 @@ class Claim:
     ) -> None:
         _claims.pop(id(self), None)
 
-    def share(self, wanted: int) -> int:
-        """Claim up to ``wanted`` descriptors instead of those before, and return how many may be open."""
+    def share(self, count: int) -> int:
+        """Claim up to ``count`` descriptors, replacing the previous claim, and return how many may be open."""
         self.held = {}
-        self._count = wanted
+        self._count = count
         claims = list(_claims.values())
         total = sum([claim._count for claim in claims])
-        if total > _FEW:
-            most = max(1, _budget() // 2)
-            self._count = max(1, min(wanted, most // len(claims), most - (total - wanted)))
+        if total > _UNCHECKED:
+            limit = max(1, _budget() // 2)
+            self._count = max(1, min(count, limit // len(claims), limit - (total - count)))
         return self._count
 
 
-# Claims of all threads, by id. As with `_open`, every access is one atomic operation.
+# Claims of all threads, by id. As for `_open`, every access is a single atomic operation.
 _claims: dict[int, Claim] = {}
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_claims.clear)  # their threads are not in the child
+    os.register_at_fork(after_in_child=_claims.clear)  # the child does not have these threads
 
 
 def none_free(error: OSError) -> bool:
-    """Return whether a file could not be opened because no descriptor was free."""
+    """Return whether an open failed because no descriptor was free."""
     return error.errno in _NONE_FREE
 
 
 def _others_hold() -> bool:
-    """Return whether only jobs of other threads hold descriptors: two that hold some must not wait for each other."""
+    """Return whether only other threads hold descriptors: two threads that both do must not wait for each other."""
     mine, holders = get_ident(), [claim.thread for claim in list(_claims.values()) if claim.held]
     return bool(holders) and mine not in holders
 
 
 def check_unchanged(path: str, seen: tuple[int, ...]) -> None:
-    """`compare` before a file is opened: a changed file may not even be a weight file any more.
+    """`compare` before a file is opened, because a changed file may no longer be a weight file at all.
 
     Raises:
         FormatError: another program has changed the file.
     """
     try:
         status = os.stat(path)
-    except OSError:  # opening it raises a better error
+    except OSError:  # the open raises a better error
         return
     compare(identity_of(status), seen, path)
 
 
-def compare(found: tuple[Any, ...], seen: tuple[Any, ...], path: str) -> None:
-    """Raises FormatError if a file is not the one seen before; ``seen`` is an `Identity` or the beginning of one."""
-    if found[: len(seen)] != tuple(seen):
-        what = "it was written to, or replaced"
-        if found[0] != seen[0]:
-            what = f"it had {seen[0]:,} bytes, and has {found[0]:,}"
+def compare(version: tuple[Any, ...], seen: tuple[Any, ...], path: str) -> None:
+    """Raise FormatError if a file's version is not the one seen before; ``seen`` may be a prefix of a version."""
+    if version[: len(seen)] != tuple(seen):
+        what = "it was modified or replaced"
+        if version[0] != seen[0]:
+            what = f"it had {seen[0]:,} bytes, and has {version[0]:,}"
         raise FormatError(f"the file has changed since it was opened: {what}", path)
 
 
 class LocalStore:
-    """One regular file, open for reading until it is closed or no longer referenced.
+    """A regular file, open for reading until it is closed or no longer referenced.
 
-    Its descriptor may be closed between reads, because a checkpoint may have more shards than a process may have
-    descriptors. The file is then opened again when needed, and must be unchanged.
+    The descriptor may be closed between reads, because a checkpoint can have more shards than a process can have
+    descriptors. The next read opens the file again and refuses it if it has changed.
 
     Args:
-        path: as given by the caller.
+        path: as the caller wrote it.
         opened: the C core's ``sl_file``.
-        brief: whether it will be closed again at once: it has no `place`, and its descriptor stays open until then.
-        shown: the path in messages, where that is another.
+        brief: True if the file is closed again at once: it gets no `place`, and its descriptor stays open until then.
+        shown: the path in messages, if it differs.
 
     Attributes:
-        path: as messages show it.
+        path: the path in messages.
         place: the absolute path.
-        size: bytes.
-        gives_way: whether this process may close it to replace the file; see `release_at`.
+        size: in bytes.
+        gives_way: whether this process may close the file in order to replace it (see `replace`).
     """
 
     gives_way = False
@@ -256,7 +243,7 @@ class LocalStore:
             if os.name == "nt":
                 self._status = os.stat(self.place)
             _open[opened.handle] = weakref.ref(self)
-            if len(_open) > _FEW and len(_open) > (budget := _budget()):
+            if len(_open) > _UNCHECKED and len(_open) > (budget := _budget()):
                 _release(len(_open) - budget + budget // 4)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -264,7 +251,7 @@ class LocalStore:
 
     @property
     def version(self) -> Identity:
-        """The identity of the file when it was first opened."""
+        """The file's identity when it was first opened."""
         if os.name == "nt":
             return identity_of(self._status)
         opened = self._opened
@@ -272,7 +259,7 @@ class LocalStore:
 
     @property
     def descriptor(self) -> Descriptor:
-        """The C core's file handle. Whoever uses it holds a reference to it for as long."""
+        """The C core's file handle. Hold a reference to it for as long as it is used."""
         descriptor = self._descriptor
         if descriptor is None:
             if self._closed:
@@ -281,18 +268,14 @@ class LocalStore:
         return descriptor
 
     def release(self) -> bool:
-        """Closes the descriptor until the next read, unless the path no longer leads to the file.
-
-        Returns:
-            Whether it was closed.
-        """
+        """Close the descriptor until the next read, unless the file has moved or changed; return whether it did."""
         if self._descriptor is None:
             return False
         try:
-            there = identity_of(os.stat(self.place))
+            identity = identity_of(os.stat(self.place))
         except OSError:
             return False
-        if there != self.version:
+        if identity != self.version:
             return False
         self._descriptor = None
         return True
@@ -300,29 +283,29 @@ class LocalStore:
     def _reopen(self) -> Descriptor:
         seen = self.version
         check_unchanged(self.place, seen)
-        again = open_local(self.place, shown=self.path)
-        compare(again.version, seen, self.path)
-        self._descriptor = descriptor = again.descriptor
+        reopened = open_local(self.place, shown=self.path)
+        compare(reopened.version, seen, self.path)
+        self._descriptor = descriptor = reopened.descriptor
         _open[int(descriptor)] = weakref.ref(self)
-        if self._closed:  # another thread has closed it meanwhile
+        if self._closed:  # by another thread, meanwhile
             self._descriptor = None
         return descriptor
 
     def read_into(self, offset: int, memory: Memory) -> None:
-        """Fills memory with the bytes from ``offset`` on. It keeps the GIL, and is meant for small reads.
+        """Fill memory with the bytes from ``offset`` on. Keeps the GIL, so it should be used for small reads only.
 
         Raises:
             FormatError: the file ends too early.
             OSError: the file cannot be read.
         """
         buffer = ffi.from_buffer(memory, require_writable=True)
-        place = self.descriptor, offset, pointer(buffer), len(buffer)
-        if short.sl_file_read(*place, None) != lib.SL_OK:
+        arguments = self.descriptor, offset, pointer(buffer), len(buffer)
+        if short.sl_file_read(*arguments, None) != lib.SL_OK:
             error = Error()  # once more, to get the error
-            check(short.sl_file_read(*place, pointer(error)), error, self.path)
+            check(short.sl_file_read(*arguments, pointer(error)), error, self.path)
 
     def map(self) -> Any:
-        """A new private copy-on-write mapping of the whole file, as a writable buffer.
+        """Map the whole file, privately and copy-on-write, as a writable buffer.
 
         Raises:
             OSError: the system refuses the mapping.
@@ -334,22 +317,21 @@ class LocalStore:
         return mapped_buffer(address[0], self.size)
 
     def open_direct(self) -> Descriptor | None:
-        """Another handle to the file, for jobs that read past the page cache; None where system or disk has none."""
+        """Open another handle for reads past the page cache; None if the system or the disk has none."""
         handle = short.sl_file_open_direct(self.descriptor)
         return Descriptor(handle) if handle else None
 
     def close(self) -> None:
-        """Closes the descriptor once no job needs it; arrays over mappings stay valid."""
+        """Close the descriptor as soon as no job needs it; arrays over mappings stay valid."""
         self._closed = True
         self._descriptor = None
 
 
 def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
-    """Opens a file.
+    """Open a local file.
 
     Args:
-        path: of the file.
-        shown: the path in later messages, where that is another.
+        shown: the path in later messages, if it differs.
 
     Raises:
         FormatError: not a regular file.
@@ -363,18 +345,64 @@ def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
 
 
 def descriptor_of(store: ByteStore) -> Descriptor | None:
-    """The handle by which the C core reads a store itself; None if it has none."""
+    """Return the handle by which the C core reads a store directly, or None if it has none."""
     return store.descriptor if isinstance(store, LocalStore) else None
 
 
 def direct_of(store: ByteStore) -> Descriptor | None:
-    """A new handle for jobs that read a store past the page cache; None if it, or the system, has none."""
+    """Open a handle for reads of a store past the page cache; None if the store or the system has none."""
     return store.open_direct() if isinstance(store, LocalStore) else None
 
 
 def mapping_of(store: ByteStore) -> Any:
-    """A new private copy-on-write mapping of a store, as a writable buffer; None if it, or the system, has none."""
+    """Map a store, privately and copy-on-write, as a writable buffer; None if the store or the system cannot."""
     try:
         return store.map() if isinstance(store, LocalStore) else None
     except OSError:
         return None
+
+
+# ---- replacing a file ----
+
+# ERROR_USER_MAPPED_FILE, for which Python has no errno: it reports EINVAL.
+_USER_MAPPED_FILE = 1224
+# Seconds between attempts while Windows refuses to replace a file: another program, such as a virus scanner, may have
+# it open for only a moment.
+_REPLACE_PAUSES = (0.01, 0.03, 0.1, 0.3)
+
+
+def replace(source: str, target: str, shown: str) -> None:
+    """Rename a file over another, like ``os.replace``; on Windows, also over a file that this process has open.
+
+    Args:
+        shown: the target's path in messages.
+
+    Raises:
+        PermissionError: Windows refuses; the message says why and what to do.
+    """
+    for pause in (*_REPLACE_PAUSES, 0):
+        try:
+            os.replace(source, target)
+            return
+        except OSError as error:
+            if not _refused(error):
+                raise
+        if not _release_at(target):
+            time.sleep(pause)
+    raise PermissionError(errno.EACCES, _in_use(target), shown)
+
+
+def _refused(error: OSError) -> bool:
+    """Return whether Windows refuses to replace the file because it is read-only or in use."""
+    mapped = getattr(error, "winerror", None) == _USER_MAPPED_FILE
+    return os.name == "nt" and (mapped or isinstance(error, PermissionError))
+
+
+def _in_use(path: str) -> str:
+    with contextlib.suppress(OSError):
+        if not os.stat(path).st_mode & stat.S_IWRITE:
+            return "the file is read-only, and Windows does not replace read-only files"
+    return (
+        "Windows does not replace a file that is mapped or open: delete the arrays that were loaded from it, or load "
+        'them with backend="pread"; close open checkpoints; or write to another path'
+    )

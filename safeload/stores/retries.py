@@ -1,4 +1,4 @@
-"""What goes wrong on a network: what passes, and is tried again after a while, and what each failure is called."""
+"""Network failures: which are transient, how long to wait before the next attempt, and what messages say."""
 
 from __future__ import annotations
 
@@ -14,91 +14,84 @@ from typing import NamedTuple
 import urllib3
 
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError
-from .http_framing import BadAnswer
+from .http_framing import BadResponse
 from .stop import current
 
-# How often in a row a range is tried again that brings nothing.
+# Maximum number of consecutive retries of a range without progress.
 RETRIES = 4
-# A try that brought this many bytes begins a new row: a range of n MiB is tried at most n + RETRIES + 1 times.
+# Receiving this many bytes resets the count: a range of n MiB is requested at most n + RETRIES + 1 times.
 PROGRESS = 1 << 20
-# Seconds of the first wait at most; each further one may be twice as long, up to the second number. How long it is
-# within that is chance, so that those who were refused together do not come back together.
+# Upper bound of the first wait in seconds, which doubles with each retry up to the second number. The wait itself is
+# random, so that clients that were refused together do not return together.
 _BACKOFF, _BACKOFF_MOST = 0.5, 10.0
-# Most seconds that a server may ask to wait.
+# A server may ask for at most this many seconds of waiting.
 RETRY_AFTER_MOST = 60
-# Answers of a server that is busy or in trouble.
-_PASSING = frozenset((408, 429, 500, 502, 503, 504))
+# Status codes of a server that is busy or in trouble.
+_TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
 
-# What requests raise.
+# Exceptions that requests raise.
 TRANSPORT_ERRORS = (OSError, urllib3.exceptions.HTTPError, http.client.HTTPException)
 
 
 class Failure(NamedTuple):
-    """What became of a request that brought nothing.
+    """The outcome of a failed request."""
 
-    Attributes:
-        error: to raise if it is not tried again. It holds no other error, whose text might have a secret.
-        passes: whether to try again.
-        wait: seconds that the server asks to wait.
-        refused: whether access was refused: another URL for the same file may be accepted.
-    """
-
-    error: Exception
-    passes: bool = False
-    wait: float = 0.0
-    refused: bool = False
+    error: Exception  # to raise if there is no retry; never chained, because the text of a cause may hold a secret
+    transient: bool = False  # whether to retry
+    wait: float = 0.0  # seconds that the server asks to wait
+    refused: bool = False  # whether access was refused: a new URL for the same file may be accepted
 
 
 class Tries:
-    """Counts the tries of one range."""
+    """Counts the attempts to read one range."""
 
     def __init__(self, retries: int, at: int = 0) -> None:
         self._retries = retries
         self._at = at
-        self._row = 0
-        self._all = 0
+        self._consecutive = 0
+        self._total = 0
 
     def failed(self, failure: Failure, at: int = 0) -> None:
-        """Waits until the next try.
+        """Wait for the next attempt.
 
         Args:
-            failure: of the last one.
-            at: the byte that has been reached.
+            failure: of the last attempt.
+            at: the first byte that is still missing.
 
         Raises:
-            Exception: the failure's, if there is no further try.
+            Exception: the failure's error, if the retries are used up or would not help.
         """
         if at - self._at >= PROGRESS:
-            self._at, self._row = at, 0
-        self._row += 1
-        self._all += 1
-        if failure.passes and self._row <= self._retries:
-            most = min(_BACKOFF_MOST, _BACKOFF * 2.0 ** (self._row - 1))
-            current().sleep(failure.wait + random.uniform(0, most))
+            self._at, self._consecutive = at, 0
+        self._consecutive += 1
+        self._total += 1
+        if failure.transient and self._consecutive <= self._retries:
+            longest = min(_BACKOFF_MOST, _BACKOFF * 2.0 ** (self._consecutive - 1))
+            current().sleep(failure.wait + random.uniform(0, longest))
             return
-        if self._all > 1:
-            failure.error.args = (f"{failure.error.args[0]}; tried {self._all} times", *failure.error.args[1:])
+        if self._total > 1:
+            failure.error.args = (f"{failure.error.args[0]}; tried {self._total} times", *failure.error.args[1:])
         try:
             raise failure.error
         finally:
-            del failure  # whose error refers to this frame
+            del failure  # its error refers to this frame
 
 
 def of_status(status: int, retry_after: str | None, path: str) -> Failure:
-    """The failure that an answer's status says."""
+    """Return the failure for a status code."""
     name = http.client.responses.get(status, "")
-    what = f"the server answers {status} {name}".rstrip()
-    if status not in _PASSING:
+    what = f"the server returned {status} {name}".rstrip()
+    if status not in _TRANSIENT:
         return Failure(RemoteError(what, path))
     wait = seconds_of(retry_after)
     if wait > RETRY_AFTER_MOST:
-        text = f"{what} and asks to wait {wait:.0f} s, more than the limit of {RETRY_AFTER_MOST} s"
+        text = f"{what} and asks to wait {wait:.0f} s, which is more than the limit of {RETRY_AFTER_MOST} s"
         return Failure(RemoteError(text, path))
     return Failure((RemoteTimeoutError if status in (408, 504) else RemoteError)(what, path), True, wait)
 
 
 def seconds_of(retry_after: str | None) -> float:
-    """The seconds of a Retry-After header, which has them or a date; 0 without one that can be read."""
+    """Parse a Retry-After header, which holds seconds or a date; return 0 if it cannot be parsed."""
     text = (retry_after or "").strip()
     if re.fullmatch(r"[0-9]{1,12}", text):
         return float(text)
@@ -109,62 +102,63 @@ def seconds_of(retry_after: str | None) -> float:
 
 
 def of_error(error: BaseException, path: str, timeout: float) -> Failure:
-    """The failure that an error of a request is. Errors of urllib3 show URLs with their queries: it holds none."""
+    """Return the failure for an exception; it is not chained, because urllib3's texts include URLs with queries."""
     proxy = "the proxy: " if isinstance(error, urllib3.exceptions.ProxyError) else ""
     inner = _innermost(error)
     if isinstance(inner, (TimeoutError, urllib3.exceptions.TimeoutError)):
         what = getattr(inner, "strerror", None) or f"no byte for {timeout:g} s"
         return Failure(RemoteTimeoutError(f"{proxy}{what}", path), True)
-    if isinstance(inner, ssl.SSLError) or _is_of_certificate(inner):
+    if isinstance(inner, ssl.SSLError) or _is_certificate_error(inner):
         return _of_tls(inner, proxy, path)
     if isinstance(inner, socket.gaierror):
-        what = f"the name of the host cannot be resolved: {inner.strerror}"
+        what = f"the host name cannot be resolved: {inner.strerror}"
         return Failure(RemoteError(f"{proxy}{what}", path), inner.errno == socket.EAI_AGAIN)
     if isinstance(inner, http.client.RemoteDisconnected):
-        return Failure(RemoteError(f"{proxy}the connection was closed without an answer", path), True)
+        return Failure(RemoteError(f"{proxy}the connection was closed without a response", path), True)
     if isinstance(inner, http.client.IncompleteRead):
         return broken_off(path)
-    if isinstance(inner, BadAnswer):
+    if isinstance(inner, BadResponse):
         return Failure(RemoteError(f"{proxy}{inner}", path))
     if isinstance(inner, (http.client.HTTPException, urllib3.exceptions.ProtocolError)):
-        return Failure(RemoteError(f"{proxy}the answer is not HTTP", path), True)
+        return Failure(RemoteError(f"{proxy}the response is not HTTP", path), True)
     if isinstance(inner, OSError):
         tunnel = re.match(r"Tunnel connection failed: ([0-9]{3})\b", str(inner))
         if tunnel:
             kind = RemotePermissionError if tunnel[1] == "407" else RemoteError
-            return Failure(kind(f"the proxy refuses the connection: {tunnel[1]}", path), tunnel[1][0] == "5")
+            return Failure(kind(f"the proxy refused the connection: {tunnel[1]}", path), tunnel[1][0] == "5")
         what = inner.strerror or type(inner).__name__
         return Failure(RemoteError(f"{proxy}the connection failed: {what}", path), True)
     return Failure(RemoteError(f"{proxy}the request failed: {type(inner).__name__}", path))
 
 
 def broken_off(path: str) -> Failure:
-    """The failure of a body that is shorter than its answer says."""
-    return Failure(RemoteError("the connection broke off before the end of the answer", path), True)
+    """Return the failure for a body that is shorter than announced."""
+    return Failure(RemoteError("the connection broke off before the end of the response", path), True)
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The error that urllib3 has wrapped in its own."""
+    """Unwrap the exception inside urllib3's."""
     while isinstance(error, urllib3.exceptions.HTTPError):
-        found = [one for one in error.args if isinstance(one, BaseException)]
-        if not found:
+        inner = next((argument for argument in error.args if isinstance(argument, BaseException)), None)
+        if inner is None:
             break
-        error = found[0]
+        error = inner
     return error
 
 
-def _is_of_certificate(error: BaseException) -> bool:
-    """Whether an error says that a server is another one. urllib3 1 has a class of its own, in varying places."""
+def _is_certificate_error(error: BaseException) -> bool:
+    """Return whether the server's certificate was rejected; urllib3 1 has its own class, whose module varies."""
     return isinstance(error, ssl.CertificateError) or type(error).__name__ == "CertificateError"
 
 
 def _of_tls(error: BaseException, proxy: str, path: str) -> Failure:
-    if _is_of_certificate(error):
+    if _is_certificate_error(error):
         why = getattr(error, "verify_message", None) or "it is for another host"
         text = (
-            f"{proxy}the server's certificate is not trusted: {why}; storage_options={{'verify': PATH}} trusts another"
+            f"{proxy}the server's certificate is not trusted: {why}; "
+            "pass storage_options={'verify': PATH} to trust another certificate"
         )
         return Failure(RemoteError(text, path))
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)):
         return Failure(RemoteError(f"{proxy}the TLS connection was closed", path), True)
-    return Failure(RemoteError(f"{proxy}TLS fails: {getattr(error, 'reason', None) or 'no reason is given'}", path))
+    return Failure(RemoteError(f"{proxy}TLS failed: {getattr(error, 'reason', None) or 'no reason given'}", path))

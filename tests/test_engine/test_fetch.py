@@ -206,7 +206,7 @@ def test_a_stream_gives_what_is_ready_first():
 def refuse(position):
     def fail(begin, end):
         if begin <= position < end:
-            raise RemoteError("the server answers 500", URL, begin, end)
+            raise RemoteError("the server returned 500", URL, begin, end)
 
     return fail
 
@@ -217,7 +217,7 @@ def test_an_error_names_tensor_url_and_range(dtype):
     at = opened.tensors["w5"].offset
     store.failing[URL] = refuse(at)
     with pytest.raises(
-        RemoteError, match=rf"^tensor 'w5': the server answers 500 \({URL}, bytes \[{at}, \d+\)\)$"
+        RemoteError, match=rf"^tensor 'w5': the server returned 500 \({URL}, bytes \[{at}, \d+\)\)$"
     ) as e:
         opened.load(dtype=dtype)
     assert isinstance(e.value, OSError)

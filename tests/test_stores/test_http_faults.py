@@ -116,10 +116,10 @@ def test_a_range_that_moves_on_may_break_off_more_often_than_one_that_does_not()
         (server.short(5), RemoteError, "broke off"),
         (server.silent(), RemoteTimeoutError, r"no byte for 0\.1 s"),
         (server.stall(5), RemoteTimeoutError, r"no byte for 0\.1 s"),
-        (server.status(503), RemoteError, "answers 503 Service Unavailable"),
-        (server.status(504), RemoteTimeoutError, "answers 504"),
+        (server.status(503), RemoteError, "returned 503 Service Unavailable"),
+        (server.status(504), RemoteTimeoutError, "returned 504"),
         (server.garbage(), RemoteError, "not HTTP"),
-        (server.garbage(b""), RemoteError, "closed without an answer"),
+        (server.garbage(b""), RemoteError, "closed without a response"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -142,7 +142,7 @@ def test_what_does_not_pass_ends_after_some_tries(fault, error, message):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (server.whole(), "answers with the whole file"),
+        (server.whole(), "returned the whole file"),
         (server.moved(1), "another range"),
         (server.moved(-1), "another range"),
         (server.header("Content-Range", None), "another range"),
@@ -150,13 +150,13 @@ def test_what_does_not_pass_ends_after_some_tries(fault, error, message):
         (server.header("Content-Range", "octets 131072-3145727/3145728"), "another range"),
         (server.header("Content-Range", "bytes 131072-3145726/3145728"), "another range"),
         (server.header("Content-Range", "bytes 131072-99999999999999999999999/3145728"), "another range"),
-        (server.header("Content-Length", "7"), "answers with '7' bytes"),
+        (server.header("Content-Length", "7"), "returned '7' bytes"),
         (server.header("Content-Type", "multipart/byteranges; boundary=x"), "several parts"),
         (server.header("Content-Encoding", "gzip"), "compressed"),
-        (server.status(418), "answers 418"),
-        (server.status(204), "answers 204"),
-        (server.status(999), "answers 999"),
-        (server.status(416), "answers 416"),
+        (server.status(418), "returned 418"),
+        (server.status(204), "returned 204"),
+        (server.status(999), "returned 999"),
+        (server.status(416), "returned 416"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -184,8 +184,8 @@ def test_a_body_without_a_length_ends_where_the_range_does():
     ("fault", "message"),
     [
         (server.total(5), "it had 3,145,728 bytes, and has 5"),
-        (server.header("ETag", '"other"'), "written to, or replaced"),
-        (server.status(412), "written to, or replaced"),
+        (server.header("ETag", '"other"'), "modified or replaced"),
+        (server.status(412), "modified or replaced"),
         (server.status(416, headers={"Content-Range": "bytes */17"}), "and has 17"),
     ],
     ids=["another size", "another ETag", "412", "416"],
@@ -269,7 +269,7 @@ def test_refused_access_is_named_at_once(code):
 def test_a_server_that_asks_to_wait_too_long_is_not_waited_for():
     for asked in ("3600", email.utils.formatdate(time.time() + 3600, usegmt=True)):
         with serve(server.status(429, retry_after=asked)) as there:
-            with pytest.raises(RemoteError, match=r"asks to wait 3\d\d\d s, more than the limit of 60 s"):
+            with pytest.raises(RemoteError, match=r"asks to wait 3\d\d\d s, which is more than the limit of 60 s"):
                 Web({}).open(there.url("/a"))
             assert len(there.requests) == 1
 
@@ -340,14 +340,14 @@ def test_a_server_without_ranges_does_not_give_large_files(length):
     size = WHOLE + 1
     faults = [] if length == "present" else [server.header("Content-Length", None), server.short(size)]
     with serve(*faults, files={"/a": bytes(size)}, ranges=False) as there:
-        with pytest.raises(UnsupportedError, match=r"no ranges .* filecache::URL with storage_options"):
+        with pytest.raises(UnsupportedError, match=r"does not support ranges.* filecache::URL with storage_options"):
             Web({}).open(there.url("/a"))
         assert len(there.requests) == 1
 
 
 def test_a_file_without_a_size_is_refused():
     fault = server.header("Content-Range", "bytes 0-131071/*")
-    with serve(fault) as there, pytest.raises(RemoteError, match="does not say how large"):
+    with serve(fault) as there, pytest.raises(RemoteError, match="does not state the size"):
         Web({}).open(there.url("/a"))
 
 

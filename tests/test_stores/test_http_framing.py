@@ -84,15 +84,15 @@ def test_every_sound_framing_gives_the_bytes(fields, frame):
         ([CHUNKED, "Transfer-Encoding: identity"], "other than chunked"),
         ([CHUNKED, "Content-Length: SIZE"], "both Transfer-Encoding and Content-Length"),
         (["Content-Length: SIZE", CHUNKED], "both Transfer-Encoding and Content-Length"),
-        (["Transfer-Encoding : chunked"], "without a header field"),
-        (["Transfer Encoding: chunked"], "without a header field"),
-        (["Content-Length: SIZE", "Content-Length: SIZE"], "not one number"),
-        (["Content-Length: SIZE", "Content-Length: 7"], "not one number"),
-        (["Content-Length: +SIZE"], "not one number"),
-        (["Content-Length: -1"], "not one number"),
-        (["Content-Length: 1_000"], "not one number"),
-        (["Content-Length: SIZE, SIZE"], "not one number"),
-        (["Content-Length: " + "9" * 5000], "not one number"),
+        (["Transfer-Encoding : chunked"], "not a header field"),
+        (["Transfer Encoding: chunked"], "not a header field"),
+        (["Content-Length: SIZE", "Content-Length: SIZE"], "not a single number"),
+        (["Content-Length: SIZE", "Content-Length: 7"], "not a single number"),
+        (["Content-Length: +SIZE"], "not a single number"),
+        (["Content-Length: -1"], "not a single number"),
+        (["Content-Length: 1_000"], "not a single number"),
+        (["Content-Length: SIZE, SIZE"], "not a single number"),
+        (["Content-Length: " + "9" * 5000], "not a single number"),
         (["Content-Encoding: gzip", "Content-Length: SIZE"], "compressed"),
         (["Content-Encoding: identity", "Content-Encoding: br", "Content-Length: SIZE"], "compressed"),
         ([CHUNKED, "Content-Encoding: x-gzip"], "compressed"),
@@ -114,7 +114,7 @@ def test_framing_that_may_be_misread_is_refused_at_once(fields, message, frame):
     "size", [b"", b"-5", b"+5", b"0x5", b"1_0", b" 5", b"5 5", b"g", b"\xd9\xa3", b"f" * 16, b"5" * 5000]
 )
 def test_a_chunk_without_a_size_is_refused(size):
-    with pytest.raises(RemoteError, match="a chunk of the answer has no size"):
+    with pytest.raises(RemoteError, match="a chunk of the response has no size"):
         read_through(answering(CHUNKED, frame=lambda body: size + b"\r\n" + body))
 
 
@@ -208,10 +208,10 @@ def test_interim_answers_are_skipped(interim, first):
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        ("HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n", r"switches protocols \(101\)"),
+        ("HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n", r"switched protocols \(101\)"),
         ("HTTP/1.1 102 Processing\r\n\r\n" * 20, "not HTTP"),
-        ("HTTP/1.1 103 Early Hints\r\n" + "Link: x\r\n" * 20_000 + "\r\n", "1xx answer: more than 65,536 bytes"),
-        ("HTTP/1.1 103 Early Hints\r\nLink: " + "x" * 200_000 + "\r\n\r\n", "1xx answer: more than 65,536 bytes"),
+        ("HTTP/1.1 103 Early Hints\r\n" + "Link: x\r\n" * 20_000 + "\r\n", "1xx response: more than 65,536 bytes"),
+        ("HTTP/1.1 103 Early Hints\r\nLink: " + "x" * 200_000 + "\r\n\r\n", "1xx response: more than 65,536 bytes"),
     ],
 )
 def test_interim_answers_that_lead_to_none_are_refused(before, message):

@@ -287,7 +287,7 @@ def test_a_hub_that_nobody_reaches_is_an_error():
 
 
 def test_an_unknown_option_is_named():
-    with pytest.raises(TypeError, match=r"'tokn'; known are connect_timeout, endpoint, headers, .*, token, verify"):
+    with pytest.raises(TypeError, match=r"'tokn', expected one of connect_timeout, endpoint, .*, token, verify"):
         RemoteFiles({"tokn": "x"}).open(FILE)
 
 

@@ -377,7 +377,7 @@ def test_descriptors_are_let_go_where_the_program_has_taken_all(tmp_path):
 def tiny_budget(monkeypatch):
     if os.name == "nt":
         pytest.skip("nothing is let go here")
-    monkeypatch.setattr(local, "_FEW", 2)
+    monkeypatch.setattr(local, "_UNCHECKED", 2)
     monkeypatch.setattr(local, "_budget", lambda: 2)
     gc.collect()
 

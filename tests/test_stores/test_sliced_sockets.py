@@ -13,10 +13,13 @@ from builders.http_server import CERTIFICATE, Server
 from builders.remote import read
 from builders.terminal import press_ctrl_c
 
-from safeload.stores import sliced_sockets, thread_group
+from safeload.stores import thread_group
 from safeload.stores.remote import WINDOW
-from safeload.stores.sliced_sockets import SlicedSocket, SlicedTlsSocket
 from safeload.stores.stop import Stop, Stopped, belonging
+
+pytest.importorskip("urllib3")
+from safeload.stores import connections as http_connections
+from safeload.stores.connections import SlicedSocket, SlicedTlsSocket
 
 # Seconds: a moment on a machine of any speed, far below the timeouts of the sockets.
 SOON = 15
@@ -24,7 +27,7 @@ SOON = 15
 
 @pytest.fixture(autouse=True)
 def _short_slices(monkeypatch):
-    monkeypatch.setattr(sliced_sockets, "SLICE", 0.01)
+    monkeypatch.setattr(http_connections, "SLICE", 0.01)
 
 
 @contextmanager
@@ -160,11 +163,9 @@ def test_a_socket_that_never_waits_never_does():
 @pytest.fixture
 def connections(monkeypatch, quick_web):
     """As on Windows: what is shut stays as it was for those who wait."""
-    pytest.importorskip("urllib3")
-    found = importlib.import_module("safeload.stores.connections")
-    monkeypatch.setattr(found, "_SHUT_WAKES", False)
-    monkeypatch.setattr(found._Line, "shut", lambda self: None)
-    return found
+    monkeypatch.setattr(http_connections, "_SHUT_WAKES", False)
+    monkeypatch.setattr(http_connections._Line, "shut", lambda self: None)
+    return http_connections
 
 
 class EndError(Exception):

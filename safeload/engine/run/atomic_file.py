@@ -16,8 +16,7 @@ import numpy as np
 from ...base.arrays import Array, byteswapped
 from ...base.native import Error, check, lib
 from ...base.paths import PathLike, native_path, unwritable
-from ...stores.local import Identity, identity_of
-from ...stores.replace_file import replace
+from ...stores.local import Identity, identity_of, replace
 from . import jobs
 from .job import Job
 from .memory import address_of

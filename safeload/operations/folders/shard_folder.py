@@ -24,8 +24,7 @@ from ...formats.folder import INDEX, SINGLE, sets_of
 from ...formats.safetensors.file import open_file
 from ...stores.files import LOCAL, Files, Location
 from ...stores.json_file import read_json
-from ...stores.local import Identity, identity_of
-from ...stores.replace_file import replace
+from ...stores.local import Identity, identity_of, replace
 
 _BUFFER = 4 << 20
 # The names of folders in which shards wait begin with this; the plan's id follows.
