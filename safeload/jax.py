@@ -199,7 +199,7 @@ def load_checkpoint(
     """
     from .frameworks import jax_loading
     from .frameworks.checkpoints import open_checkpoint, select
-    from .loading.merged import merging
+    from .loading.merge import merging
 
     check_threads(threads)
     with (

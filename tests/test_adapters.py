@@ -190,7 +190,7 @@ def test_patterns_are_the_ends_of_names(tmp_path, pattern, module, matches):
         ({"other": np.ones(4, np.float32)}, ["other", "I64"]),
         (
             {"w.trainable_tokens_delta": np.ones((1, 5), np.float32)},
-            ["trainable_tokens_delta", "another method than LoRA"],
+            ["trainable_tokens_delta", "a method other than LoRA"],
         ),
         ({}, ["has no tensors"]),
         (
@@ -252,7 +252,7 @@ def test_arguments(base, tmp_path):
         with pytest.raises(ValueError, match="finite"):
             safeload.load(base, adapters=(adapter, weight))
     for wrong in (3, {"a": 1}, [None], [(adapter, "1")]):
-        with pytest.raises(TypeError, match="adapters is a path"):
+        with pytest.raises(TypeError, match="adapters must be a path"):
             safeload.load(base, adapters=wrong)
     saved = write(tmp_path / "saved", {"w.weight": np.ones((6, 5), np.float32)})
     with pytest.raises(safeload.UnsupportedError, match=r"must be 1, not 0\.5"):
@@ -406,7 +406,7 @@ def test_memory_is_the_result_and_tiles(base, function, tmp_path):
     script = """
         import sys
         import safeload
-        import safeload.loading.merged
+        import safeload.loading.merge
         import safeload.operations.convert.merged
         def peak():  # ru_maxrss begins with the memory of the process that started this one
             with open("/proc/self/status") as file:

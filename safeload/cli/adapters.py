@@ -128,14 +128,14 @@ def _described(opened: Checkpoint, options: argparse.Namespace) -> AdapterSummar
 
 def _fitting(adapter: Adapter, options: argparse.Namespace) -> Fitting:
     from ..loading.adapter_base import CheckpointBase
-    from ..loading.merged import fit
+    from ..loading.merge import fit
 
     with loading.open(options.base, storage_options=storage_options(options)) as base:
         problems: list[SafeloadError] = []
         whole, merge = fit(base, [adapter], problems)
         against = CheckpointBase(whole)
         packed = sum(against.target(name).row is None for name in merge.changes)
-        messages = [str(error.args[0]) for error in problems]
+        messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in problems]
         return Fitting(shown(options.base), len(merge.changes), packed, len(base), messages)
 
 

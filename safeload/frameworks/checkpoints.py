@@ -16,8 +16,7 @@ from ..errors import UnsupportedError
 from ..formats.opening import Paths, UnknownGlobals
 from ..formats.registry import FormatName
 from ..loading.entry import open
-from ..loading.merge import Merge
-from ..loading.merged import load_merged
+from ..loading.merge import Merge, load_merged
 from ..models.config_dtype import dtype_in
 
 

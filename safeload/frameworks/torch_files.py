@@ -18,7 +18,7 @@ from ..engine.read.tensors import Tensors
 from ..engine.run.progress import Progress
 from ..formats.opening import Paths
 from ..formats.safetensors import file as safetensors
-from ..loading.merged import merging
+from ..loading.merge import merging
 from . import torch_arrays, torch_devices
 from .checkpoints import load_arrays, open_checkpoint, select, unconverted
 from .torch_arrays import torch

@@ -1,1 +1,1 @@
-"""From a path to an open checkpoint, or to arrays, with adapters merged into them."""
+"""Open checkpoints and load arrays, with adapters merged into them."""

@@ -1,27 +1,224 @@
-"""Opens adapters, and finds in their names which tensors of the base they change."""
+"""Open LoRA adapters of PEFT and MLX: settings, tensors, and the modules they change."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Real
 from typing import Any, NamedTuple
 
+from ..base import log
 from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
 from ..checkpoint import Checkpoint
 from ..errors import FormatError, UnsupportedError
 from ..formats.opening import open_paths
+from ..packed.patterns import compiled
 from ..stores.files import Location
 from ..stores.json_file import read_json
 from ..stores.places import Located
-from .adapter_settings import CONFIG, AdapterSettings, parse
 
-# What `adapters=` takes: a path, a path and its weight, or several of these in order.
+# What `adapters=` takes: a path, a path with its weight, or a sequence of these in order.
 One = PathLike | Located | tuple[PathLike | Located, float]
 Adapters = One | Sequence[One] | None
 
+CONFIG = "adapter_config.json"
+
+# ---- settings ----
+
+# Defaults of PEFT's LoraConfig for keys that its files omit.
+_RANK, _ALPHA = 8, 8
+_MAX_RANK = 1 << 20
+# Initializations that change the base, unless the adapter was converted after training.
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+# Settings that change which tensors the adapter belongs to.
+_REFUSED = {
+    "layer_replication": "repeats layers of the base",
+    "trainable_token_indices": "changes rows of embeddings",
+}
+# Variants that compute something other than s * B A, or that change the base when training begins.
+_VARIANTS = (
+    "use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config",
+)  # fmt: skip
+# Limits on lists of names, which are compared with the names of modules.
+_MAX_NAMES, _MAX_NAME_LENGTH = 10_000, 1000
+# A plain pattern: the end of a name, in which "." matches any character. There can be one for each module.
+_PLAIN = re.compile(r"\^?[\w.]+", re.ASCII)
+# Limit on patterns of any other form, because each is tried on each module.
+_MAX_PATTERNS = 256
+
+
+class AdapterSettings(NamedTuple):
+    """The settings in ``adapter_config.json`` that affect the values of merged tensors."""
+
+    path: str  # the config file, for messages
+    mlx: bool  # written by MLX, not PEFT
+    rank: int | None  # default rank of a module; None if only the shapes tell
+    alpha: float  # default alpha of a module; for MLX the factor itself
+    rslora: bool  # the factor is alpha / sqrt(r) instead of alpha / r
+    dora: bool  # rows are rescaled to magnitudes
+    transposed: bool  # weights of the base are [in, out]
+    ranks: Mapping[str, int]  # module pattern -> rank
+    alphas: Mapping[str, float]  # module pattern -> alpha
+    parameters: Sequence[str] = ()  # name endings of target tensors that are not a module's ``weight``
+    saved: Sequence[str] = ()  # name endings of modules that PEFT copied and trained
+    tying: bool = False  # PEFT kept the head and the embedding of a tied model equal
+
+    def alpha_of(self, module: str) -> float:
+        """Return the alpha of a module; for MLX the factor.
+
+        Raises:
+            UnsupportedError: see `scaling`.
+        """
+        alpha: float = _of_module(self.alphas, "alpha_pattern", module, self.alpha)
+        return alpha
+
+    def scaling(self, module: str, rank: int, tensor: str) -> float:
+        """Return the factor of a module's change.
+
+        Args:
+            module: its name in the base.
+            rank: rows of its A.
+            tensor: name of its A, for messages.
+
+        Raises:
+            FormatError: the config contradicts the rank.
+            UnsupportedError: a pattern outside the subset of `packed.patterns`.
+        """
+        if self.mlx:
+            return self.alpha
+        expected = _of_module(self.ranks, "rank_pattern", module, self.rank)
+        if rank < 1 or (expected is not None and expected != rank):
+            key = "r" if expected == self.rank else "rank_pattern"
+            text = f"has rank {rank}, but {show(key)} of {CONFIG} says {expected}"
+            raise error_about(FormatError, text, path=self.path, tensor=tensor)
+        alpha = self.alpha_of(module)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+
+def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of a module's name, at a name boundary."""
+    for pattern, value in patterns.items():
+        if _PLAIN.fullmatch(pattern):
+            if _ends_with(module, pattern):
+                return value
+            continue
+        # "^" can match only if nothing precedes the pattern, and the subset has no "^".
+        before, inner = ("", pattern[1:]) if pattern.startswith("^") and "|" not in pattern else (r"(.*\.)?", pattern)
+        if compiled(rf"{before}({inner})$", key).matches(module):
+            return value
+    return default
+
+
+def _ends_with(module: str, end: str) -> bool:
+    """Return whether a module's name ends with a plain pattern, at a name boundary."""
+    if end.startswith("^"):
+        end = end[1:]
+        if len(module) != len(end):
+            return False
+    before = module[: len(module) - len(end)]
+    last = module[len(before) :]
+    if len(last) != len(end) or (before and not before.endswith(".")):
+        return False
+    return all(expected in (".", letter) for expected, letter in zip(end, last, strict=True))
+
+
+def _parse(config: Mapping[str, Any], path: str) -> AdapterSettings:
+    """Parse ``adapter_config.json``."""
+    if "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config):
+        return _parse_mlx(config, path)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        problem = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
+        text = f"{problem}. safeload merges LoRA adapters only; merge this adapter with PEFT"
+        raise error_about(UnsupportedError, text, path=path)
+    for key, effect in _REFUSED.items():
+        if config.get(key):
+            text = f'"{key}" {effect}, which safeload does not merge; merge this adapter with PEFT'
+            raise error_about(UnsupportedError, text, path=path)
+    variant = next((key for key in _VARIANTS if config.get(key)), None)
+    if variant is not None:
+        text = f'"{variant}" is a variant of LoRA that safeload does not merge; merge this adapter with PEFT'
+        raise error_about(UnsupportedError, text, path=path)
+    initialization = config.get("init_lora_weights")
+    if isinstance(initialization, str) and initialization.lower().startswith(_CHANGES_BASE):
+        log.warning(
+            '%s: "init_lora_weights" is %s, which changes the base when training begins. Merge into that changed base, '
+            "or convert the adapter with PEFT's path_initial_model_for_weight_conversion",
+            path,
+            show(initialization),
+        )
+    return AdapterSettings(
+        path,
+        False,
+        int(_number(config, "r", _RANK, path, whole=True)),
+        _number(config, "lora_alpha", _ALPHA, path),
+        _flag(config, "use_rslora", path),
+        _flag(config, "use_dora", path),
+        _flag(config, "fan_in_fan_out", path),
+        {key: int(value) for key, value in _numbers(config, "rank_pattern", path, whole=True).items()},
+        _numbers(config, "alpha_pattern", path),
+        _names(config, "target_parameters", path),
+        _names(config, "modules_to_save", path),
+        _flag(config, "ensure_weight_tying", path),
+    )
+
+
+def _parse_mlx(config: Mapping[str, Any], path: str) -> AdapterSettings:
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "dora"):
+        text = f'"fine_tune_type" must be "lora" or "dora", got {show(kind)}'
+        raise error_about(UnsupportedError, text, path=path)
+    inner = config.get("lora_parameters")
+    if not isinstance(inner, Mapping):
+        raise FormatError(f'"lora_parameters" must be an object with rank and scale, got {show(inner)}', path)
+    return AdapterSettings(path, True, None, _number(inner, "scale", None, path), False, kind == "dora", False, {}, {})
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None, path: str, *, whole: bool = False) -> float:
+    value: Any = config.get(key, default)
+    valid = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
+    if not valid or (whole and not 0 < value < _MAX_RANK) or abs(value) > 1e30:
+        expected = "a positive integer" if whole else "a number"
+        raise FormatError(f'"{key}" must be {expected}, got {show(value)}', path)
+    return float(value)
+
+
+def _numbers(config: Mapping[str, Any], key: str, path: str, *, whole: bool = False) -> dict[str, float]:
+    values = config.get(key) or {}
+    if not isinstance(values, Mapping):
+        raise FormatError(f'"{key}" must be an object of patterns and numbers, got {show(values)}', path)
+    if sum(_PLAIN.fullmatch(pattern) is None for pattern in values) > _MAX_PATTERNS:
+        raise error_about(UnsupportedError, f'"{key}" has more than {_MAX_PATTERNS} patterns', path=path)
+    for pattern in values:
+        _number(values, pattern, None, path, whole=whole)
+    return dict(values)
+
+
+def _names(config: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
+    names = config.get(key)
+    names = [] if names is None else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise FormatError(f'"{key}" must be a list of names, got {show(names)}', path)
+    if len(names) > _MAX_NAMES or any(len(name) > _MAX_NAME_LENGTH for name in names):
+        limit = f"{_MAX_NAMES:,} names of {_MAX_NAME_LENGTH:,} characters"
+        raise error_about(UnsupportedError, f'"{key}" has more than {limit}', path=path)
+    return tuple(dict.fromkeys(names))
+
+
+def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise FormatError(f'"{key}" must be true or false, got {show(value)}', path)
+    return bool(value)
+
+
+# ---- tensors ----
+
+# Roles of an adapter's tensors.
 A, B, MAGNITUDE, BIAS, VALUE = "A", "B", "magnitude", "bias", "value"
 EMBEDDING_A, EMBEDDING_B = "embedding A", "embedding B"
 
@@ -36,7 +233,7 @@ _PEFT = {
     ".lora_magnitude_vector.weight": MAGNITUDE,
 }
 _MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
-# Each part, and those of which it needs one.
+# Each role needs at least one of these partners.
 _PARTNERS = {
     A: {B},
     B: {A},
@@ -45,7 +242,7 @@ _PARTNERS = {
     BIAS: {B},
     MAGNITUDE: {B, EMBEDDING_B},
 }
-# Parts of names that PEFT wraps around a module, and what belongs to other methods and tools.
+# Parts of names that PEFT wraps around a module, and names of other methods and tools.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
 _WRAPPED = (".base_layer.", _SAVED)
 _FOREIGN = ("lora_down", "lora_up", "lora.down", "lora.up", "lora_unet_", "lora_te", "_lora.", "hada_", "lokr_")
@@ -59,19 +256,18 @@ class Adapter:
         checkpoint: its tensors, open.
         weight: factor of its changes.
 
-    Attributes:
-        checkpoint: its tensors.
-        settings: its configuration.
-        config: the configuration as it is written.
-        config_at: where that is.
-        weight: factor of its changes.
-        modules: for each module the names of tensors by what they are.
-
     Raises:
-        FormatError: a file breaks its format; A without its B.
+        FormatError: a file breaks its format, or an A lacks its B.
         UnsupportedError: a method other than LoRA, or names of other tools.
-        OSError: a file cannot be read; there is no ``adapter_config.json``.
+        OSError: a file cannot be read, or ``adapter_config.json`` is missing.
     """
+
+    checkpoint: Checkpoint
+    weight: float
+    settings: AdapterSettings
+    config: dict[str, Any]  # the parsed adapter_config.json
+    config_at: Location
+    modules: dict[str, dict[str, str]]  # module of the base -> role -> tensor name
 
     def __init__(self, checkpoint: Checkpoint, weight: float = 1.0) -> None:
         self.checkpoint, self.weight = checkpoint, weight
@@ -79,53 +275,53 @@ class Adapter:
         _check_names(checkpoint)
         self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
         self.config = read_json(self.config_at.path, CONFIG, file.files)
-        self.settings: AdapterSettings = parse(self.config, self.config_at.shown)
+        self.settings = _parse(self.config, self.config_at.shown)
         self.modules = _modules(checkpoint, self.settings)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one of its tensors."""
+        """Return the shape of an adapter tensor."""
         return self.checkpoint.tensors[name].shape
 
     def is_copy(self, name: str) -> bool:
-        """Whether a tensor of the base is replaced in a copy of its module, which PEFT trained in its place."""
+        """Return whether PEFT trained a copy of the module of a base tensor, which replaces the tensor."""
         stored = self.modules.get(name, {}).get(VALUE)
         if stored is None or self.settings.mlx:
             return False
         return _SAVED in stored or name.rpartition(".")[0].endswith(tuple(self.settings.saved))
 
     def rank(self, module: str) -> int:
-        """The rank of a module that has factors, all matrices of a stack together."""
+        """Return the rank of a module with factors, summed over the matrices of a stack."""
         parts = self.modules[module]
         shape = self.shape(parts[A if A in parts else EMBEDDING_A])
         return sum(shape[1:2] if self.settings.mlx else shape[:1])
 
 
 class Weighted(NamedTuple):
-    """An adapter as it was given."""
+    """The path and the weight of an adapter in ``adapters=``."""
 
     path: Any
     weight: float
 
 
 def listed(adapters: Any) -> list[Weighted]:
-    """The adapters that an argument names, in order.
+    """Parse the ``adapters=`` argument.
 
     Raises:
-        TypeError: it is something else than paths, and pairs of a path and a number.
-        ValueError: a weight that is not finite.
+        TypeError: it holds something other than paths and pairs of a path and a number.
+        ValueError: a weight is not finite.
     """
     if adapters is None:
         return []
-    several = adapters if isinstance(adapters, (list, tuple)) and not _is_pair(adapters) else [adapters]
-    found = []
-    for one in several:
-        path, weight = one if _is_pair(one) else (one, 1.0)
+    items = adapters if isinstance(adapters, (list, tuple)) and not _is_pair(adapters) else [adapters]
+    weighted = []
+    for item in items:
+        path, weight = item if _is_pair(item) else (item, 1.0)
         if isinstance(path, (list, tuple, Mapping, bool, int, float)) or path is None:
-            raise TypeError(f"adapters is a path, a pair (path, weight) or a list of these, found {show(one)}")
-        if not abs(weight) <= 1e30:  # a NaN is not either
-            raise ValueError(f"adapters: the weight of {show(path)} is {show(weight)}, not a finite number")
-        found.append(Weighted(path, float(weight)))
-    return found
+            raise TypeError(f"adapters must be a path, a pair (path, weight) or a list of these, got {show(item)}")
+        if not abs(weight) <= 1e30:  # also true for NaN
+            raise ValueError(f"adapters: the weight of {show(path)} must be a finite number, got {show(weight)}")
+        weighted.append(Weighted(path, float(weight)))
+    return weighted
 
 
 def _is_pair(value: Any) -> bool:
@@ -136,57 +332,61 @@ def _is_pair(value: Any) -> bool:
 def opened(
     stack: ExitStack, adapters: Iterable[Weighted], storage_options: Mapping[str, Any] | None = None
 ) -> list[Adapter]:
-    """Opens adapters; the stack closes them."""
-    found = []
+    """Open adapters until ``stack`` closes."""
+    result = []
     for path, weight in adapters:
-        checkpoint = stack.enter_context(
-            Checkpoint(open_paths(path, None, None, "refuse", True, storage_options=storage_options))
-        )
-        found.append(Adapter(checkpoint, weight))
-    return found
+        seen = open_paths(path, None, None, "refuse", True, storage_options=storage_options)
+        result.append(Adapter(stack.enter_context(Checkpoint(seen)), weight))
+    return result
 
 
 def _check_names(checkpoint: Checkpoint) -> None:
-    """Refuses the names of other tools, before a missing configuration is."""
+    """Refuse the names of other tools, whose adapters lack a configuration too."""
     name = next((name for name in checkpoint if any(part in name for part in _FOREIGN)), None)
     if name is not None and not name.startswith(_PREFIX):
-        text = "is named as diffusers and kohya do, not as PEFT or MLX: convert the adapter to PEFT first"
+        text = "is named in the style of diffusers and kohya, not of PEFT or MLX; convert the adapter to PEFT first"
         raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
 
 
 def _modules(checkpoint: Checkpoint, settings: AdapterSettings) -> dict[str, dict[str, str]]:
-    """Names of an adapter's tensors, by module of the base and by what they are; of whole tensors by their own name."""
-    found: dict[str, dict[str, str]] = {}
+    """Group tensor names by module of the base and role; a whole tensor is its own module."""
+    modules: dict[str, dict[str, str]] = {}
     for name in checkpoint:
-        if _UNUSED in name:  # the base's own values, beside those that replace them
+        if _UNUSED in name:  # the base's own value, stored beside its replacement
             continue
-        module, part = _parsed(name, settings, checkpoint.path)
-        known = found.setdefault(module, {})
-        if part == VALUE and _SAVED in name and part in known:  # PEFT writes a saved module's trained bias twice
+        module, part = _parse_name(name, settings, checkpoint.path)
+        parts = modules.setdefault(module, {})
+        if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
             continue
-        if part in known and not (part == VALUE and _SAVED in known[part]):
-            both = f"tensors {show(known[part])} and {show(name)}"
+        if part in parts and not (part == VALUE and _SAVED in parts[part]):
+            both = f"tensors {show(parts[part])} and {show(name)}"
             raise FormatError(f"{both} of the adapter are the same part of one module", checkpoint.path, tensor=name)
-        known[part] = name
-    if not found:
+        parts[part] = name
+    if not modules:
         raise FormatError("the adapter has no tensors", checkpoint.path)
-    for parts in found.values():
-        if {A, EMBEDDING_A} <= parts.keys():
-            both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
-            raise FormatError(f"{both} of the adapter change one module in two ways", checkpoint.path)
-        for part, partners in _PARTNERS.items():
-            if part in parts and not partners & parts.keys():
-                text = "of the adapter stands alone: A and B belong together"
-                raise error_about(FormatError, text, path=checkpoint.path, tensor=parts[part])
-        if parts.keys() & {A, EMBEDDING_A} and settings.dora != (MAGNITUDE in parts):
-            name = next(iter(parts.values()))
-            what = "no magnitude" if settings.dora else "a magnitude"
-            key = "fine_tune_type" if settings.mlx else "use_dora"
-            raise FormatError(f"the module of tensor {show(name)} has {what}, against {show(key)}", checkpoint.path)
-    return found
+    for parts in modules.values():
+        _check_parts(parts, settings, checkpoint.path)
+    return modules
 
 
-def _parsed(name: str, settings: AdapterSettings, path: str) -> tuple[str, str]:
+def _check_parts(parts: Mapping[str, str], settings: AdapterSettings, path: str) -> None:
+    """Refuse roles of a module that do not fit together."""
+    if {A, EMBEDDING_A} <= parts.keys():
+        both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
+        raise FormatError(f"{both} of the adapter change one module in two ways", path)
+    for part, partners in _PARTNERS.items():
+        if part in parts and not partners & parts.keys():
+            text = "of the adapter stands alone: A and B belong together"
+            raise error_about(FormatError, text, path=path, tensor=parts[part])
+    if parts.keys() & {A, EMBEDDING_A} and settings.dora != (MAGNITUDE in parts):
+        name = next(iter(parts.values()))
+        state = "no magnitude" if settings.dora else "a magnitude"
+        key = "fine_tune_type" if settings.mlx else "use_dora"
+        raise FormatError(f"the module of tensor {show(name)} has {state}, against {show(key)}", path)
+
+
+def _parse_name(name: str, settings: AdapterSettings, path: str) -> tuple[str, str]:
+    """Return the module and the role of an adapter tensor."""
     if settings.mlx:
         rest, suffixes = name, _MLX
     elif name.startswith(_PREFIX):
@@ -198,9 +398,9 @@ def _parsed(name: str, settings: AdapterSettings, path: str) -> tuple[str, str]:
         if rest.endswith(suffix):
             return rest.removesuffix(suffix), part
     if any(part in rest for part in _NOT_LORA):
-        text = "of the adapter belongs to another method than LoRA, which PEFT merges"
+        text = "of the adapter belongs to a method other than LoRA; merge this adapter with PEFT"
         raise error_about(UnsupportedError, text, path=path, tensor=name)
     for wrapped in _WRAPPED:
-        while wrapped in rest:  # one inside the other
+        while wrapped in rest:  # wrappers can nest
             rest = rest.replace(wrapped, ".")
     return rest, VALUE

@@ -1,4 +1,4 @@
-"""Tensors of a base that adapters change: their shapes, and their rows as floats."""
+"""Base tensors that adapters change: their shapes, and their rows as floats."""
 
 from __future__ import annotations
 
@@ -19,44 +19,32 @@ from ..packed import codes_without_scale
 
 
 class AdapterTarget(NamedTuple):
-    """A tensor of the base.
-
-    Attributes:
-        name: of the tensor.
-        shape: of its values.
-        row: dtype that it keeps where none is asked for; None if it is packed.
-        work: dtype that it is merged in.
-        read: its values in that dtype, at an index: a range of the first axis or, where its rows are plain, an integer
-            and a range of the second one.
-        together: whether its values can only be read all at once.
-    """
+    """A base tensor to merge into."""
 
     name: str
     shape: tuple[int, ...]
-    row: dtypes.Dtype | None
-    work: np.dtype[Any]
+    row: dtypes.Dtype | None  # the dtype to keep without dtype=; None if the tensor is packed
+    work: np.dtype[Any]  # the dtype to merge in
+    # Values as `work`, at a range of the first axis. If rows are plain, also at (integer, range of the second axis).
     read: Callable[[Any], Array]
-    together: bool = False
+    together: bool = False  # values can only be read all at once
 
 
 class Base(Protocol):
-    """What adapters are merged into."""
+    """Tensors that adapters can be merged into."""
 
     @property
     def title(self) -> str:
-        """Its path, for messages."""
+        """The path, for messages."""
 
     @property
     def model_type(self) -> str | None:
-        """What its ``config.json`` says; None without one."""
+        """``model_type`` in ``config.json``."""
 
     def __contains__(self, name: object) -> bool: ...
     def __iter__(self) -> Iterator[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one of its tensors."""
-
-    def target(self, name: str) -> AdapterTarget:
-        """One of its tensors."""
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def target(self, name: str) -> AdapterTarget: ...
 
 
 class CheckpointBase:
@@ -74,69 +62,60 @@ class CheckpointBase:
         return iter(self._checkpoint)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor of the checkpoint."""
         ((_, file, index),) = self._checkpoint.entries([name])
-        return shape_of(file, index)
+        return _shape_of(file, index)
 
     def target(self, name: str) -> AdapterTarget:
-        """A tensor of the checkpoint.
-
-        Raises:
-            UnsupportedError: it is not floating, or holds codes of a family that is not dequantized.
-        """
         ((_, file, index),) = self._checkpoint.entries([name])
         return of_file(self._checkpoint, name, file, index)
 
 
 def model_type_of(config: Mapping[str, Any] | None) -> str | None:
-    """The architecture that a configuration names; None without one."""
-    found = (config or {}).get("model_type")
-    return found if isinstance(found, str) else None
+    """Return the ``model_type`` of a config."""
+    model_type = (config or {}).get("model_type")
+    return model_type if isinstance(model_type, str) else None
 
 
-def shape_of(file: WeightFile, index: int) -> tuple[int, ...]:
-    """The shape of the values of a tensor in a file."""
+def _shape_of(file: WeightFile, index: int) -> tuple[int, ...]:
+    """Return the logical shape of a tensor in a file."""
     packed = file.table.packed(index)
     return tuple(file.table.shape(index) if packed is None else packed.packing.shape)
 
 
 def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> AdapterTarget:
-    """A tensor of an open checkpoint.
+    """Return a tensor of an open checkpoint as a target.
 
     Raises:
-        UnsupportedError: see `CheckpointBase.target`.
+        UnsupportedError: the tensor is not floating, or holds codes that safeload cannot dequantize.
     """
     codes_without_scale.refuse(checkpoint.codes(), [name], "adapters=", checkpoint.path)
     packed, row = file.table.packed(index), file.table.row(index)
-    shape = shape_of(file, index)
+    shape = _shape_of(file, index)
     quantized = packed is not None or file.table.is_quantized(index)
     if not quantized:
         check_floating(name, row, checkpoint.path)
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
-    if row.packed and not quantized:  # elements that share bytes are decoded together
-        whole = partial(_whole, checkpoint, name)
-        return AdapterTarget(name, shape, None, work, whole, True)
+    if row.packed and not quantized:  # elements share bytes, so they are decoded together
+        return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
     lazy = checkpoint.get_slice(name, dtype=work.name)
     return AdapterTarget(name, tuple(lazy.shape), None if quantized else row, work, lazy.__getitem__, together)
 
 
 def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
-    """Refuses integers.
+    """Refuse integers.
 
     Raises:
         UnsupportedError: the dtype is not floating.
     """
     if not row.floating:
-        raise error_about(
-            UnsupportedError,
-            f"of the base is {row.code}, which no adapter can change: a base in integers is quantized, and needs its "
-            "config.json",
-            path=path,
-            tensor=name,
+        text = (
+            f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
+            "config.json"
         )
+        raise error_about(UnsupportedError, text, path=path, tensor=name)
 
 
-def _whole(checkpoint: Checkpoint, name: str, rows: Any) -> Array:
+def _decoded(checkpoint: Checkpoint, name: str, rows: Any) -> Array:
     values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
     return values

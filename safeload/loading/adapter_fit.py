@@ -1,68 +1,268 @@
-"""Which tensors of a base the modules of an adapter change, and which of these are stored as [in, out].
+"""Find the tensors of a base that an adapter changes, and the order of their axes.
 
-The files of an adapter say neither: PEFT asks the layers of the model. Here names and shapes decide, then what is known
-of architectures. What they leave open is refused.
+An adapter's files state neither: PEFT asks the layers of the model. Names and shapes decide here, then known
+architectures. Whatever remains ambiguous is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..base.text import show
-from .adapter import VALUE, A, Adapter, B
+from ..errors import FormatError, UnsupportedError
+from ..models.tied import is_unclear, tied_heads
+from .adapter import EMBEDDING_A, VALUE, A, Adapter, B
 from .adapter_base import Base
-from .adapter_experts import Apart, WithStacks
-from .adapter_heads import Heads
 
-# Models of transformers with layers of its class Conv1D, whose weights are [in, out], and the last names of these.
+# ---- tied heads ----
+
+# PEFT changes modules, not weights. A trained copy of a module (`modules_to_save`) and the factors of a module do not
+# reach the module it is tied to. Only tensors that replace the weights of the base reach both.
+
+# The end of the name of an embedding that an encoder, a decoder and a head share.
+_SHARED = "shared.weight"
+
+
+class Heads(NamedTuple):
+    """The tied heads of a base."""
+
+    pairs: Mapping[str, str]  # head -> embedding
+    untied: Mapping[str, str]  # head -> embedding, if the head gets weights of its own
+
+    def mirrored(self, adapter: Adapter) -> dict[str, str]:
+        """Return the adapter tensors that also replace a tied tensor, by the name of the tied tensor."""
+        replaced: dict[str, str] = {}
+        for pair in self.pairs.items():
+            for name, tied in (pair, pair[::-1]):
+                value = adapter.modules.get(name, {}).get(VALUE)
+                if value is not None and not adapter.is_copy(name) and tied not in adapter.modules:
+                    replaced[tied] = value
+        return replaced
+
+    def redundant(self, adapter: Adapter) -> set[str]:
+        """Return the heads that stay tied although the adapter stores values for them, equal to the embedding's."""
+        return {head for head in self.pairs if head not in self.untied and VALUE in adapter.modules.get(head, {})}
+
+
+def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, names: Collection[str]) -> Heads:
+    """Decide which tied heads of a base get weights of their own.
+
+    Args:
+        adapters: all adapters to merge.
+        config: the base's ``config.json``.
+        names: of the base's tensors.
+
+    Raises:
+        FormatError: an adapter has different values for a head and an embedding that stay tied.
+        UnsupportedError: the embedding is shared by an encoder, a decoder and a head, or by a head of unknown name.
+    """
+    pairs = tied_heads(config, names)
+    untied = {}
+    if is_unclear(config, pairs):
+        _check_embeddings(adapters)
+    for pair in pairs.items():
+        changes = [(adapter, name) for adapter in adapters if (name := _changed_alone(adapter, *pair)) is not None]
+        if changes and pair[1].endswith(_SHARED):
+            adapter, name = changes[0]
+            raise UnsupportedError(
+                f"the adapter changes {show(name)}, but encoder, decoder and head share {show(pair[1])}: merging into "
+                "one of them is not supported",
+                path=adapter.checkpoint.path,
+                tensor=name,
+            )
+        if changes:
+            untied[pair[0]] = pair[1]
+    return Heads(pairs, untied)
+
+
+def _check_embeddings(adapters: Iterable[Adapter]) -> None:
+    """Refuse changes of an embedding that is tied to an unknown head."""
+    for adapter in adapters:
+        for module, parts in adapter.modules.items():
+            if EMBEDDING_A in parts:
+                raise UnsupportedError(
+                    f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to an "
+                    "embedding, but their names are not known, so the head would change too",
+                    path=adapter.checkpoint.path,
+                    tensor=parts[EMBEDDING_A],
+                )
+
+
+def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
+    """Return the tensor of a tied pair that an adapter changes alone; None if it changes neither or both."""
+    if adapter.settings.mlx:  # its embeddings are their own heads
+        return None
+    modules = adapter.modules
+    factors = [name for name in (head, embedding) if _has_factors(adapter, name)]
+    changed = factors or [name for name in (head, embedding) if adapter.is_copy(name)]
+    values = [modules.get(name, {}).get(VALUE) for name in (head, embedding)]
+    if not factors and (adapter.settings.tying or not changed) and all(value is not None for value in values):
+        if _equal(adapter, *map(str, values)):
+            return None
+        if not changed:
+            raise FormatError(
+                f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
+                "'modules_to_save' names neither",
+                adapter.checkpoint.path,
+                tensor=values[0],
+            )
+    return changed[0] if changed else None
+
+
+def _has_factors(adapter: Adapter, name: str) -> bool:
+    return not {A, EMBEDDING_A}.isdisjoint(adapter.modules.get(name.removesuffix(".weight"), {}))
+
+
+def _equal(adapter: Adapter, first: str, second: str) -> bool:
+    """Return whether two tensors of an adapter have equal bytes."""
+    infos = adapter.checkpoint.tensors
+    if (infos[first].dtype, infos[first].shape) != (infos[second].dtype, infos[second].shape):
+        return False
+    loaded = adapter.checkpoint.load([first, second])
+    a, b = (np.ascontiguousarray(loaded[name]).reshape(-1).view(np.uint8) for name in (first, second))
+    return bool(np.array_equal(a, b))
+
+
+# ---- stacks of experts, and renamed tensors ----
+
+# transformers renames or stacks some weights when it loads them. Adapters use the model's names, files the stored ones.
+
+# Layers whose rows transformers concatenates to a stack, in order, by the last part of the stack's name.
+_LAYERS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),  # Nemotron-H has no gate
+    "down_proj": (("down_proj",), ("w2",)),
+}
+# Name parts in the model and in files (Mixtral, MiniMax, PhiMoE; Granite MoE; GPT-NeoX).
+_RENAMED = (
+    (".mlp.", ".block_sparse_moe."),
+    (".mlp.router.", ".block_sparse_moe.gate."),
+    (".experts.gate_up_proj", ".input_linear.weight"),
+    (".experts.down_proj", ".output_linear.weight"),
+    (".router.weight", ".router.layer.weight"),
+    ("lm_head.weight", "embed_out.weight"),
+)
+
+
+class Apart(NamedTuple):
+    """A stack stored expert by expert."""
+
+    experts: int
+    layers: tuple[str, ...]  # names of the layers whose rows form each matrix, in order
+    rows: int  # of each layer
+    columns: int  # of each layer
+    outer: str  # name of the module that has the experts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the stack."""
+        return self.experts, len(self.layers) * self.rows, self.columns
+
+    def tensors(self) -> Iterator[tuple[str, int, int]]:
+        """Yield each stored tensor with its expert and its first row in the expert's matrix."""
+        for expert in range(self.experts):
+            for k, layer in enumerate(self.layers):
+                yield _expert_name(self.outer, expert, layer), expert, k * self.rows
+
+
+def _expert_name(outer: str, expert: int, layer: str) -> str:
+    return f"{outer}.{expert}.{layer}.weight"
+
+
+class WithStacks:
+    """A base under the names of the model: renamed tensors, and stacks of experts that are stored apart."""
+
+    apart: dict[str, Apart]  # stacks looked up so far, by name
+    renamed: dict[str, str]  # model name -> stored name, for tensors looked up so far
+
+    def __init__(self, base: Base) -> None:
+        self._base = base
+        self.title = base.title
+        self.model_type = base.model_type
+        self.apart = {}
+        self.renamed = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._base or name in self.apart or name in self.renamed or self._find(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.apart[name].shape if name in self.apart else self._base.shape(self.renamed.get(name, name))
+
+    def _find(self, name: str) -> bool:
+        for stored in _stored_names(name):
+            if stored in self._base:
+                self.renamed[name] = stored
+                return True
+            stack = self._stack(stored)
+            if stack is not None:
+                self.apart[name] = stack
+                return True
+        return False
+
+    def _stack(self, name: str) -> Apart | None:
+        """Return the stack of this name, or None if the base lacks its experts."""
+        outer, _, last = name.rpartition(".")
+        for layers in _LAYERS.get(last, ()):
+            count = 0
+            while all(_expert_name(outer, count, layer) in self._base for layer in layers):
+                count += 1
+            shapes = {self._base.shape(_expert_name(outer, k, layer)) for k in range(count) for layer in layers}
+            if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
+                rows, columns = shape
+                return Apart(count, layers, rows, columns, outer)
+        return None
+
+
+def _stored_names(name: str) -> Iterator[str]:
+    """Yield the names under which files can store a model's tensor, its own name first."""
+    yield name
+    for part, stored in _RENAMED:
+        if part in name:
+            yield name.replace(part, stored)
+
+
+# ---- modules ----
+
+# Models of transformers whose layers of class Conv1D store weights as [in, out], and the last names of these layers.
 _CONV1D_MODELS = frozenset(("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"))
 _CONV1D = frozenset(("c_attn", "c_fc", "c_proj", "q_attn"))
-# Models whose experts are stored as [experts, in, out], and which every version of PEFT takes as that.
+# Models that store experts as [experts, in, out], which every version of PEFT knows.
 _IN_FIRST = frozenset(("gpt_oss",))
 
-# What PEFT puts into the name of a module for each further parameter of it that is changed.
+# PEFT adds this to a module's name for each further parameter it changes.
 _INSIDE = ".base_layer"
-# Most changes of one module that are told apart by their shapes: every order is tried.
-_MOST_TOGETHER = 6
+# Changes of one module that can be told apart by shape; every order is tried.
+_MAX_PARAMETERS = 6
 
 
 class Fit(NamedTuple):
-    """How the modules of an adapter belong to a base.
+    """How the modules of an adapter map to a base."""
 
-    Attributes:
-        parameters: by module, the tensor that it changes where that is named by ``target_parameters``, such as the
-            experts of a layer. All other modules change their ``weight``.
-        transposed: modules whose weights are stored as [in, out].
-        unclear: by module, why it cannot be merged.
-        apart: by name, those of the parameters that the base does not have as one tensor.
-        mirrored: by name of a tied tensor, the adapter's value for the tensor that it is tied to.
-        redundant: tied heads that the adapter has values for, which are those of the embedding.
-        renamed: by name in the model, tensors that the base stores under another name.
-    """
-
-    parameters: Mapping[str, str]
-    transposed: frozenset[str]
-    unclear: Mapping[str, str]
-    apart: Mapping[str, Apart]
-    mirrored: Mapping[str, str] = {}
-    redundant: Set[str] = frozenset()
-    renamed: Mapping[str, str] = {}
+    parameters: Mapping[str, str]  # module -> tensor named by ``target_parameters``; all other modules: ``weight``
+    transposed: frozenset[str]  # modules whose weights are stored as [in, out]
+    unclear: Mapping[str, str]  # module -> reason why it cannot be merged
+    apart: Mapping[str, Apart]  # parameters that the base stores expert by expert
+    mirrored: Mapping[str, str] = {}  # tied tensor -> the adapter's value for the tensor it is tied to
+    redundant: Set[str] = frozenset()  # tied heads for which the adapter repeats the embedding's values
+    renamed: Mapping[str, str] = {}  # name in the model -> name in the base
 
 
 def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
     """Find the tensors of a base that an adapter changes.
 
     Args:
-        adapter: may name modules that the base lacks.
-        whole: the base, with all its tensors and those of `Heads.untied`.
+        adapter: can name modules that the base lacks.
+        whole: the base, with all its tensors and the heads in `Heads.untied`.
         heads: the tied heads of the base.
     """
     unclear: dict[str, str] = {}
     base = WithStacks(whole)
     parameters = _parameters(adapter, base, unclear)
-    known: dict[str, bool] = {}
+    transposed: dict[str, bool] = {}
     square: list[str] = []
     for module, parts in () if adapter.settings.mlx else adapter.modules.items():
         name = module if VALUE in parts else tensor_of(module, parameters)
@@ -75,27 +275,33 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
         if sizes == shape[-2:] == sizes[::-1]:
             square.append(module)
         elif sizes in (shape[-2:], shape[:-3:-1]):
-            known[module] = sizes != shape[-2:]
-    clues = _Clues(adapter, known, parameters, base.model_type)
-    found = {module: clues.experts(module) if module in parameters else clues.layer(module) for module in square}
-    for module, turned in found.items():
-        if turned is None:
-            unclear[module] = _open_order(adapter, module, tensor_of(module, parameters), base, module in parameters)
-    known.update((module, turned) for module, turned in found.items() if turned is not None)
+            transposed[module] = sizes != shape[-2:]
+    clues = _Clues(adapter, transposed, parameters, base.model_type)
+    guesses = {module: clues.experts(module) if module in parameters else clues.layer(module) for module in square}
+    for module, guess in guesses.items():
+        if guess is None:
+            unclear[module] = _ambiguous(adapter, module, tensor_of(module, parameters), base, module in parameters)
+        else:
+            transposed[module] = guess
     flag = adapter.settings.transposed
-    transposed = {module for module in adapter.modules if known.get(module, flag and module not in parameters)}
-    mirrored = {name: value for name, value in heads.mirrored(adapter).items() if name in whole}
-    redundant = heads.redundant(adapter)
-    return Fit(parameters, frozenset(transposed), unclear, base.apart, mirrored, redundant, base.renamed)
+    return Fit(
+        parameters,
+        frozenset(m for m in adapter.modules if transposed.get(m, flag and m not in parameters)),
+        unclear,
+        base.apart,
+        {name: value for name, value in heads.mirrored(adapter).items() if name in whole},
+        heads.redundant(adapter),
+        base.renamed,
+    )
 
 
 def tensor_of(module: str, parameters: Mapping[str, str]) -> str:
-    """The tensor of the base that the factors of a module change."""
+    """Return the base tensor that the factors of a module change."""
     return parameters.get(module, f"{module}.weight")
 
 
 def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
-    """What the product of a change gives and takes: the rows of B and the columns of A. None without two matrices."""
+    """Return the rows of B and the columns of A, or None if the module lacks two matrices."""
     parts = adapter.modules[module]
     if not {A, B} <= parts.keys():
         return None
@@ -103,79 +309,76 @@ def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
     return (b[0], a[1]) if len(a) == len(b) == 2 else None
 
 
-# ---- parameters ----
-
-
 def _parameters(adapter: Adapter, base: WithStacks, unclear: dict[str, str]) -> dict[str, str]:
-    """The tensors that ``target_parameters`` names, by module."""
+    """Return the tensors named by ``target_parameters``, by module."""
     if not adapter.settings.parameters:
         return {}
-    named: dict[str, list[str]] = {}
+    targets: dict[str, list[str]] = {}  # by the end of their module's name
     for target in adapter.settings.parameters:
         place, _, last = target.rpartition(".")
-        named.setdefault(place, []).append(last)
-    deepest = max(place.count(".") for place in named) + 1
-    together: dict[str, list[str]] = {}
+        targets.setdefault(place, []).append(last)
+    depth = max(place.count(".") for place in targets) + 1
+    wrapped: dict[str, list[str]] = {}
     for module, parts in adapter.modules.items():
         if A in parts:
-            together.setdefault(outermost(module), []).append(module)
-    found: dict[str, str] = {}
-    for outer, modules in together.items():
-        wanted = {f"{outer}.{last}": None for last in named.get("", ()) if f"{outer}.{last}" in base}
-        for place in _ends(outer, deepest):
-            wanted.update((f"{outer}.{last}", None) for last in named.get(place, ()))
-        if wanted:
-            found.update(_told_apart(adapter, sorted(modules, key=len), list(wanted), base, unclear))
-    return found
+            wrapped.setdefault(outermost(module), []).append(module)
+    parameters: dict[str, str] = {}
+    for outer, modules in wrapped.items():
+        names = {f"{outer}.{last}": None for last in targets.get("", ()) if f"{outer}.{last}" in base}
+        for place in _endings(outer, depth):
+            names.update((f"{outer}.{last}", None) for last in targets.get(place, ()))
+        if names:
+            parameters.update(_matched(adapter, sorted(modules, key=len), list(names), base, unclear))
+    return parameters
 
 
 def outermost(module: str) -> str:
-    """The module that PEFT has wrapped, by the name of one of its changes."""
+    """Return the name of the module that PEFT wrapped."""
     end = len(module)
     while module.endswith(_INSIDE, 0, end):
         end -= len(_INSIDE)
     return module[:end]
 
 
-def _ends(module: str, most: int) -> Iterator[str]:
-    """The last parts of a name, up to so many."""
-    parts = module.rsplit(".", most)
-    for count in range(1, min(most, len(parts)) + 1):
+def _endings(module: str, depth: int) -> Iterator[str]:
+    """Yield the last part of a name, the last two, and so on up to ``depth``."""
+    parts = module.rsplit(".", depth)
+    for count in range(1, min(depth, len(parts)) + 1):
         yield ".".join(parts[-count:])
 
 
-def _told_apart(
+def _matched(
     adapter: Adapter, modules: Sequence[str], names: Sequence[str], base: WithStacks, unclear: dict[str, str]
 ) -> dict[str, str]:
-    """Which of some tensors each change of one module belongs to.
+    """Match the changes of one module with its parameters.
 
-    PEFT writes no names of parameters, and nests the changes in the order in which the layer has made its parameters.
+    PEFT stores no names of parameters. It nests the changes in the order in which the layer created its parameters.
     """
     absent = next((name for name in names if name not in base), None)
     if absent is not None:
         return dict.fromkeys(modules, absent)
     orders = [tuple(names)]
-    why = ""
+    reason = ""
     if len(names) != len(modules):
-        why = f"it has {len(modules)} of this module, and 'target_parameters' names {len(names)} tensors there"
-    elif 1 < len(names) <= _MOST_TOGETHER:
+        reason = f"it has {len(modules)} of this module, and 'target_parameters' names {len(names)} tensors there"
+    elif 1 < len(names) <= _MAX_PARAMETERS:
         suits = {(module, name): _suits(adapter, module, base.shape(name)) for module in modules for name in names}
         fitting = [
             order for order in permutations(names) if all(map(suits.__getitem__, zip(modules, order, strict=True)))
         ]
         orders = fitting or orders
-    if len(orders) > 1 or len(names) > _MOST_TOGETHER:
-        why = "their shapes do not tell which changes which, and their names do not say it"
-    if why:
-        changes = " and ".join(show(adapter.modules[module][A]) for module in modules[:_MOST_TOGETHER])
-        of_base = " and ".join(map(show, names[:_MOST_TOGETHER]))
-        message = f"{changes} of the adapter change {of_base} of {base.title}: {why}"
-        unclear.update(dict.fromkeys(modules, message))
-    return dict(zip(modules, orders[0], strict=False)) if not why else dict.fromkeys(modules, names[0])
+    if len(orders) > 1 or len(names) > _MAX_PARAMETERS:
+        reason = "neither shapes nor names tell which change belongs to which tensor"
+    if not reason:
+        return dict(zip(modules, orders[0], strict=False))
+    changes = " and ".join(show(adapter.modules[module][A]) for module in modules[:_MAX_PARAMETERS])
+    of_base = " and ".join(map(show, names[:_MAX_PARAMETERS]))
+    unclear.update(dict.fromkeys(modules, f"{changes} of the adapter change {of_base} of {base.title}: {reason}"))
+    return dict.fromkeys(modules, names[0])
 
 
 def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
-    """Whether a change may be one of a tensor of this shape."""
+    """Return whether a change can belong to a tensor of this shape."""
     sizes = _sizes(adapter, module)
     if len(shape) == 2:
         return sizes == shape
@@ -186,23 +389,21 @@ def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
 
 
 class _Clues:
-    """What tells the order of the axes of a square weight.
+    """Evidence for the order of the axes of a square weight.
 
     Args:
-        adapter: the adapter.
-        known: by module, whether a weight that is not square is stored as [in, out].
+        transposed: for modules with weights that are not square, whether these are stored as [in, out].
         parameters: see `Fit`.
-        model_type: of the base.
     """
 
     def __init__(
-        self, adapter: Adapter, known: Mapping[str, bool], parameters: Mapping[str, str], model_type: str | None
+        self, adapter: Adapter, transposed: Mapping[str, bool], parameters: Mapping[str, str], model_type: str | None
     ) -> None:
         self._flag = adapter.settings.transposed
         self._model_type = model_type
-        self._experts: dict[str, set[bool]] = {}  # by module, as far out as the names go
-        self._layers: dict[str, set[bool]] = {}  # by the last part of their names
-        for module, turned in known.items():
+        self._experts: dict[str, set[bool]] = {}  # by outermost module
+        self._layers: dict[str, set[bool]] = {}  # by the last part of the module's name
+        for module, turned in transposed.items():
             if module in parameters:
                 self._experts.setdefault(outermost(module), set()).add(turned)
             else:
@@ -211,30 +412,30 @@ class _Clues:
         self._all_conv1d = all(_last(module) in _CONV1D for module in layers)
 
     def experts(self, module: str) -> bool | None:
-        """Whether experts are stored as [experts, in, out]; None if that is open.
+        """Return whether experts are stored as [experts, in, out], or None if that is ambiguous.
 
-        All parameters of a module have one order: PEFT asks the module. Which one it takes by default has changed.
+        All parameters of a module have one order, because PEFT asks the module. PEFT's default order has changed.
         """
-        for known in (self._experts.get(outermost(module), set()), _united(self._experts)):
-            if len(known) == 1:
-                return next(iter(known))
+        for orders in (self._experts.get(outermost(module), set()), _united(self._experts)):
+            if len(orders) == 1:
+                return next(iter(orders))
         return True if self._model_type in _IN_FIRST else None
 
     def layer(self, module: str) -> bool | None:
-        """Whether the weight of a layer is stored as [in, out]; None if that is open.
+        """Return whether the weight of a layer is stored as [in, out], or None if that is ambiguous.
 
-        PEFT asks each layer, and writes ``fan_in_fan_out`` as it was for the last one.
+        PEFT asks each layer, and stores the ``fan_in_fan_out`` of the last one.
         """
         last = _last(module)
         if self._model_type in _CONV1D_MODELS:
             return last in _CONV1D
-        alike = self._layers.get(last, set())
-        if len(alike) != 1 and last in _CONV1D:
-            alike = _united({name: known for name, known in self._layers.items() if name in _CONV1D})
-            if not alike and not self._flag and not self._all_conv1d:
+        orders = self._layers.get(last, set())
+        if len(orders) != 1 and last in _CONV1D:
+            orders = _united({name: known for name, known in self._layers.items() if name in _CONV1D})
+            if not orders and not self._flag and not self._all_conv1d:
                 return None
-        if len(alike) == 1:
-            return next(iter(alike))
+        if len(orders) == 1:
+            return next(iter(orders))
         return self._flag if _united(self._layers) <= {self._flag} else None
 
 
@@ -242,16 +443,16 @@ def _last(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _united(known: Mapping[str, set[bool]]) -> set[bool]:
-    return set().union(*known.values())
+def _united(orders: Mapping[str, set[bool]]) -> set[bool]:
+    return set().union(*orders.values())
 
 
-def _open_order(adapter: Adapter, module: str, name: str, base: WithStacks, experts: bool) -> str:
-    """Why a square weight is refused."""
+def _ambiguous(adapter: Adapter, module: str, name: str, base: WithStacks, experts: bool) -> str:
+    """Return the message that refuses a square weight."""
     shape, tensor = list(base.shape(name)), adapter.modules[module][A]
     orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
     message = f"tensor {show(tensor)} of the adapter changes {show(name)} of {base.title}, which is {shape}: {orders}? "
     if experts:
-        return f"{message}The adapter changes no experts that are not square, which would tell; PEFT asks the model"
-    hint = "" if base.model_type else "; a base that is opened as a folder with its config.json may tell"
+        return f"{message}The adapter changes no experts with unequal axes, which would tell; only the model can"
+    hint = "" if base.model_type else "; open the base as a folder with its config.json, which may tell"
     return f"{message}'fan_in_fan_out' may not hold for every layer of this adapter{hint}"

@@ -172,7 +172,7 @@ def load(
         storage_options=storage_options,
     ) as checkpoint:
         if adapters is not None:
-            from .merged import load_merged, merging  # only here: most programs merge nothing
+            from .merge import load_merged, merging  # only here: most programs merge nothing
 
             with merging(checkpoint, adapters, storage_options) as (base, merge):
                 if merge is not None:

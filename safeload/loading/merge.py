@@ -1,97 +1,226 @@
-"""Merges adapters into tensors of a base, tile by tile: W + s * (B @ A) in float32, rounded once."""
+"""Merge adapters into base tensors, tile by tile: W + s * (B @ A) in float32, rounded once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..base import dtypes
+from ..base import dtypes, log
 from ..base.arrays import Array
 from ..base.messages import error_about
+from ..base.selecting import Patterns
 from ..base.table import similar
 from ..base.text import show
-from ..engine.read.load import parse_target
+from ..checkpoint import Checkpoint, chosen
+from ..engine.read.delivery import check_given, refuse_own_files
+from ..engine.read.load import check_backend, check_out_names, parse_target
 from ..engine.run.cast import astype, target_array
-from ..errors import SafeloadError, TensorNotFoundError, UnsupportedError
-from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B
-from .adapter_base import AdapterTarget, Base
-from .adapter_fit import Fit, fitted, tensor_of
-from .adapter_heads import Heads
-from .change import Change, change_of
+from ..engine.run.progress import Progress, reporter
+from ..engine.run.threads import check_threads
+from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B, listed, opened
+from .adapter_base import AdapterTarget, Base, CheckpointBase
+from .adapter_fit import Fit, Heads, fitted, heads_of, tensor_of
 
-# Elements of a tile. Its size follows from the shape of the tensor alone, so that its sums do too.
+# Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
-# Rows of a tile are a multiple of this where there are as many: blocks of scales have at most so many rows.
+# Rows of a tall tile are a multiple of this, because blocks of scales have at most this many rows.
 _BLOCK = 128
-
-
-# Elements of a product B A: its memory is used again before it leaves the cache.
+# Elements of a product B A, whose memory is reused before it leaves the cache.
 _PRODUCT = 1 << 20
-# Most problems whose messages have similar names.
-_MOST_COMPARED = 3
-
-
-# Ends of the names of weights that a head may be tied to.
+# Problems that get a list of similar names: comparing thousands of names takes milliseconds.
+_MAX_COMPARED = 3
+# Name endings of weights that a head may be tied to.
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _NO_HEADS = Heads({}, {})
-# Stacks of factors that are held for what is stored of their stack in several tensors: of a layer or two.
-_HELD = 4
-_Stacks: TypeAlias = Callable[..., tuple[Array, Array]]
+# Factors kept in memory for stacks whose experts the base stores apart: those of a layer or two.
+_CACHED_STACKS = 4
+
+# ---- changes of a tensor ----
 
 
-class _Factors(NamedTuple):
-    """A change with its tensors in memory: the tile [a, b) gets scaling * (left[a:b] @ right).
+class Change(NamedTuple):
+    """An adapter's change of one tensor, with shapes that fit."""
 
-    Attributes:
-        left: [rows, r].
-        right: [r, columns].
-        scaling: factor of the product.
-        magnitude: norms that rows, or columns, get; None to leave them.
-        by_columns: whether the magnitude belongs to columns.
-        norms: those of the columns, where the magnitude belongs to them.
+    adapter: Adapter
+    parts: Mapping[str, str]  # role -> tensor name
+    scaling: float  # factor of the product, including the adapter's weight
+    by_columns: bool = False  # rows of the tensor are columns of A
+    stacked: bool = False  # the tensor is a stack of matrices (experts), each with its own factors
+    matrices: int = 1  # in the stack that the change is for
+    part: tuple[int, slice] | None = None  # matrix number and rows, if the tensor holds part of a stack
+
+
+class _Match(NamedTuple):
+    """Adapter tensors and the base tensor they change; shapes are not checked yet."""
+
+    adapter: Adapter
+    parts: Mapping[str, str]
+    target: AdapterTarget
+    base: str  # path of the base, for messages
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        """Return the shape of an adapter tensor."""
+        return self.adapter.shape(self.parts[part])
+
+    def misfit(self, part: str, requirement: str) -> FormatError:
+        """Return the error for an adapter tensor of the wrong shape."""
+        target = self.target
+        text = (
+            f"of the adapter is {list(self.shape(part))}, but {show(target.name)} of {self.base} is "
+            f"{list(target.shape)}: it needs {requirement}"
+        )
+        return error_about(FormatError, text, path=self.adapter.checkpoint.path, tensor=self.parts[part])
+
+
+def change_of(
+    adapter: Adapter, module: str, parts: Mapping[str, str], *, target: AdapterTarget, base: str, fit: Fit
+) -> Change:
+    """Return the change of a base tensor by a module of an adapter.
+
+    Args:
+        parts: the module's tensors that change this base tensor, by role.
+        base: path of the base, for messages.
+
+    Raises:
+        FormatError: a shape does not fit.
+        UnsupportedError: a tensor is not floating, or cannot be merged.
     """
+    match = _Match(adapter, parts, target, base)
+    for name in parts.values():
+        info = adapter.checkpoint.tensors[name]
+        if not dtypes.parse(info.dtype).floating:
+            text = f"of the adapter is {info.dtype}: it must be floating"
+            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=name)
+    if VALUE in parts:
+        return _replacement(match)
+    if module in fit.parameters:
+        return _parameter_change(match, module in fit.transposed)
+    if BIAS in parts:
+        return _bias_change(match, module)
+    return _weight_change(match, module, module in fit.transposed)
 
-    left: Array
-    right: Array
-    scaling: float
-    magnitude: Array | None = None
-    by_columns: bool = False
-    norms: Array | None = None
+
+def _replacement(match: _Match) -> Change:
+    adapter, target, name = match.adapter, match.target, match.parts[VALUE]
+    if match.shape(VALUE) != target.shape:
+        raise match.misfit(VALUE, "an equal shape, because it replaces the base tensor")
+    if adapter.weight != 1:
+        text = (
+            f"of the adapter replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
+        )
+        raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=name)
+    return Change(adapter, match.parts, 1.0)
+
+
+def _bias_change(match: _Match, module: str) -> Change:
+    if match.shape(BIAS) != match.target.shape:
+        raise match.misfit(BIAS, "an equal shape, because it is added to the base tensor")
+    return Change(match.adapter, match.parts, _scaling(match, A, module, match.shape(A)[:1]))
+
+
+def _weight_change(match: _Match, module: str, transposed: bool) -> Change:
+    """Return the change of a linear layer, a convolution or an embedding."""
+    target, parts = match.target, match.parts
+    rows, columns = target.shape[0] if target.shape else 1, math.prod(target.shape[1:])
+    mlx, embedding = match.adapter.settings.mlx, EMBEDDING_A in parts
+    shape_a: tuple[int, ...]
+    shape_b: tuple[int, ...]
+    a, b = (EMBEDDING_A, EMBEDDING_B) if embedding else (A, B)
+    _check_axes(match, a, b)
+    rank = match.shape(a)[1 if mlx else 0]
+    by_columns = embedding or (transposed and len(target.shape) == 2)
+    if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
+        by_columns = match.shape(a) != (columns, rank) and match.shape(a) == (rows, rank)
+        shape_a, shape_b = ((rows if by_columns else columns), rank), (rank, columns if by_columns else rows)
+    else:
+        inner, outer = (rows, columns) if by_columns else (columns, rows)
+        convolution = len(target.shape) > 2
+        shape_a = (rank, *target.shape[1:]) if convolution else (rank, inner)
+        shape_b = (outer, rank, *(1 for _ in target.shape[2:])) if convolution else (outer, rank)
+    if len(target.shape) < 2:
+        raise match.misfit(a, "a base of two axes or more")
+    _check_shapes(match, {a: shape_a, b: shape_b})
+    if MAGNITUDE in parts:
+        count = columns if by_columns else rows
+        if math.prod(match.shape(MAGNITUDE)) != count:
+            raise match.misfit(MAGNITUDE, f"{count} norms")
+    return Change(match.adapter, parts, _scaling(match, a, module, (rank,)), by_columns)
+
+
+def _parameter_change(match: _Match, transposed: bool) -> Change:
+    """Return the change of a matrix or stack of matrices named by ``target_parameters``."""
+    target, name = match.target, match.parts[A]
+    if match.adapter.settings.dora or BIAS in match.parts:
+        text = (
+            f"of the adapter changes the parameter {show(target.name)}, for which PEFT has neither DoRA nor lora_bias"
+        )
+        raise error_about(UnsupportedError, text, path=match.adapter.checkpoint.path, tensor=name)
+    _check_axes(match, A, B)
+    if len(target.shape) not in (2, 3):
+        raise match.misfit(A, "a base of two or three axes")
+    count = target.shape[0] if len(target.shape) == 3 else 1
+    all_ranks = match.shape(A)[0]
+    if count == 0 or all_ranks % count:
+        raise match.misfit(A, f"a multiple of {count} rows, equally many for each matrix")
+    rows, columns = target.shape[-2:]
+    inner, outer = (rows, columns) if transposed else (columns, rows)
+    _check_shapes(match, {A: (all_ranks, inner), B: (outer, all_ranks)})
+    scaling = _scaling(match, A, target.name, (all_ranks // count,))
+    return Change(match.adapter, match.parts, scaling, transposed, len(target.shape) == 3, count)
+
+
+def _check_axes(match: _Match, *parts: str) -> None:
+    for part in parts:
+        if len(match.shape(part)) < 2:
+            raise match.misfit(part, "two axes")
+
+
+def _check_shapes(match: _Match, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for part, shape in shapes.items():
+        if match.shape(part) != shape:
+            raise match.misfit(part, str(list(shape)))
+
+
+def _scaling(match: _Match, part: str, module: str, rank: tuple[int, ...]) -> float:
+    """Return the factor of a change; ``rank`` is empty if A has no axes."""
+    return match.adapter.settings.scaling(module, sum(rank), match.parts[part]) * match.adapter.weight
+
+
+# ---- changes of a base ----
 
 
 class Merge:
-    """Adapters that fit a base.
+    """Adapters fitted to a base.
 
     Args:
-        base: the base.
-        adapters: in the order in which they are merged.
-        among: names of the base's tensors to consider; None for all, and then every tensor of an adapter must have its
-            place.
-        fits: how each adapter belongs to the base; None to find it, for which the base must be whole.
-        problems: a list that gets the errors of modules that do not fit, which are then left out; None to raise the
-            first.
-        heads: the tied heads; the base has those of `Heads.untied` under names of their own.
-
-    Attributes:
-        changes: by name of the base's tensor, in order. A head that was tied is here even if no adapter changes it.
-        fits: how each adapter belongs to the base.
+        base: must include the heads in `Heads.untied`, under names of their own.
+        adapters: in merge order.
+        among: names of the base tensors to consider. None considers all, and requires a base tensor for each module.
+        fits: one for each adapter. None computes them, for which the base must be complete.
+        problems: receives the errors of modules that do not fit, which are then skipped. None raises the first.
         heads: the tied heads.
 
     Raises:
         TensorNotFoundError: the base lacks a module of an adapter.
-        FormatError: shapes that do not fit.
-        UnsupportedError: a tensor that cannot be merged.
+        FormatError: a shape does not fit.
+        UnsupportedError: a tensor cannot be merged.
     """
+
+    changes: dict[str, list[Change]]  # by base tensor, in order; includes untied heads that no adapter changes
+    fits: Sequence[Fit]  # one for each adapter
+    heads: Heads
 
     def __init__(
         self,
         base: Base,
         adapters: Sequence[Adapter],
+        *,
         among: Container[str] | None = None,
         fits: Sequence[Fit] | None = None,
         problems: list[SafeloadError] | None = None,
@@ -99,16 +228,14 @@ class Merge:
     ) -> None:
         self._base = base
         self._problems = [] if problems is None else problems
-        self.changes: dict[str, list[Change]] = {}
-        # Experts that are stored one by one share factors.
-        self._stacks: _Stacks = lru_cache(_HELD)(_stacks)
+        self.changes = {head: [] for head in heads.untied if among is None or head in among}
+        self._stack_factors: _StackFactors = lru_cache(_CACHED_STACKS)(_stack_factors)
         self.heads = heads
-        self.changes.update({head: [] for head in heads.untied if among is None or head in among})
-        self.fits = [fitted(one, base, heads) for one in adapters] if fits is None else fits
+        self.fits = [fitted(adapter, base, heads) for adapter in adapters] if fits is None else fits
         for adapter, fit in zip(adapters, self.fits, strict=True):
             mirrored = {name: {VALUE: value} for name, value in fit.mirrored.items()}
             for module, parts in (*adapter.modules.items(), *mirrored.items()):
-                with _gathered(problems):
+                with _collected(problems):
                     self._fit(adapter, module, parts, among, fit)
 
     def __contains__(self, name: object) -> bool:
@@ -117,45 +244,48 @@ class Merge:
     def _fit(
         self, adapter: Adapter, module: str, parts: Mapping[str, str], among: Container[str] | None, fit: Fit
     ) -> None:
+        """Add the changes of one module."""
         if module in fit.unclear and VALUE not in parts:
             raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
         if VALUE in parts:
-            wanted = {module: {VALUE: parts[VALUE]}}
+            targets = {module: {VALUE: parts[VALUE]}}
         elif fit.parameters.get(module) in fit.apart:
             self._fit_apart(adapter, module, parts, among, fit)
             return
         elif module in fit.parameters:
-            wanted = {fit.parameters[module]: dict(parts)}
+            targets = {fit.parameters[module]: dict(parts)}
         else:
-            bias = {key: parts[key] for key in (BIAS,) if key in parts}
-            wanted = {tensor_of(module, {}): {key: name for key, name in parts.items() if key not in bias}}
+            bias = {role: parts[role] for role in (BIAS,) if role in parts}
+            targets = {tensor_of(module, {}): {role: name for role, name in parts.items() if role not in bias}}
             if bias:
-                wanted[f"{module}.bias"] = {**bias, A: parts[A]}
-        for called, some in wanted.items():
-            name = fit.renamed.get(called, called)
+                targets[f"{module}.bias"] = {**bias, A: parts[A]}
+        for model_name, roles in targets.items():
+            name = fit.renamed.get(model_name, model_name)
             if among is not None and name not in among:
                 continue
             if name not in self._base and name in fit.redundant:
                 continue
             if name not in self._base:
-                raise self._missing(adapter, name, next(iter(some.values())))
-            target = self._base.target(name)._replace(name=called)  # patterns match the names of the model
-            change = change_of(adapter, module, some, target, self._base.title, fit)
-            several = self.changes.setdefault(name, [])
-            if any(VALUE not in one.parts and one.stacked != change.stacked for one in several) and VALUE not in some:
-                raise UnsupportedError(
-                    f"{show(name)} is a stack of matrices for one change and not for another", tensor=name
-                )
-            if VALUE in some:  # PEFT may write it after the factors of the same module
-                at = next((k for k, one in enumerate(several) if one.adapter is adapter), len(several))
-                several.insert(at, change)
-            else:
-                several.append(change)
+                raise self._missing(adapter, name, next(iter(roles.values())))
+            target = self._base.target(name)._replace(name=model_name)  # patterns match the names of the model
+            self._add(name, change_of(adapter, module, roles, target=target, base=self._base.title, fit=fit))
+
+    def _add(self, name: str, change: Change) -> None:
+        changes = self.changes.setdefault(name, [])
+        if VALUE in change.parts:  # PEFT can write a value after the factors of its module
+            factors = (k for k, earlier in enumerate(changes) if earlier.adapter is change.adapter)
+            changes.insert(next(factors, len(changes)), change)
+            return
+        if any(VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
+            raise UnsupportedError(
+                f"{show(name)} is a stack of matrices for one change and not for another", tensor=name
+            )
+        changes.append(change)
 
     def _fit_apart(
         self, adapter: Adapter, module: str, parts: Mapping[str, str], among: Container[str] | None, fit: Fit
     ) -> None:
-        """The same of a stack whose matrices the base stores one by one, or in parts."""
+        """Like `_fit`, for a stacked adapter weight whose experts the base stores separately."""
         stack = fit.parameters[module]
         apart = fit.apart[stack]
         change: Change | None = None
@@ -164,54 +294,48 @@ class Merge:
                 continue
             target = self._base.target(name)
             if change is None:
-                as_stack = target._replace(name=stack, shape=apart.shape)
-                change = change_of(adapter, module, parts, as_stack, self._base.title, fit)._replace(stacked=False)
+                whole = target._replace(name=stack, shape=apart.shape)
+                change = change_of(adapter, module, parts, target=whole, base=self._base.title, fit=fit)
+                change = change._replace(stacked=False)
             part = (expert, slice(begin, begin + apart.rows))
             self.changes.setdefault(name, []).append(change._replace(part=part))
 
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
-        message = f"of the adapter belongs to {show(name)}, which {self._base.title} does not have"
-        # To compare with thousands of names takes milliseconds.
-        near = similar(name, list(self._base)) if len(self._problems) < _MOST_COMPARED else []
-        apart = f"{name.rpartition('.')[0]}.0."
-        if name == "lm_head.weight" and any(one.endswith(_EMBEDDINGS) for one in self._base):
-            message += ": it has no head, and its config does not tie one to the embedding"
-        elif adapter.settings.parameters and any(one.startswith(apart) for one in self._base):
-            message += ": its experts are stored one by one, under names that are not known to make that stack"
+        text = f"of the adapter belongs to {show(name)}, which {self._base.title} does not have"
+        near = similar(name, list(self._base)) if len(self._problems) < _MAX_COMPARED else []
+        first_expert = f"{name.rpartition('.')[0]}.0."
+        if name == "lm_head.weight" and any(stored.endswith(_EMBEDDINGS) for stored in self._base):
+            text += ": it has no head, and its config does not tie one to the embedding"
+        elif adapter.settings.parameters and any(stored.startswith(first_expert) for stored in self._base):
+            text += ": its experts are stored one by one, under names that are not known to make that stack"
         elif name.endswith(".bias"):
-            message += ": the layer has no bias in the base"
+            text += ": the layer has no bias in the base"
         elif near:
-            message += f"; close to it: {', '.join(near)}"
-        return error_about(TensorNotFoundError, message, path=adapter.checkpoint.path, tensor=tensor)
+            text += f"; close to it: {', '.join(near)}"
+        return error_about(TensorNotFoundError, text, path=adapter.checkpoint.path, tensor=tensor)
 
     def target_row(self, name: str, dtype: Any) -> dtypes.Dtype:
-        """The dtype of a merged tensor.
-
-        Args:
-            name: of the tensor.
-            dtype: that is asked for; None to keep its own.
+        """Return the dtype of a merged tensor: ``dtype``, or the tensor's own.
 
         Raises:
-            UnsupportedError: it is packed, and no dtype is asked for.
+            UnsupportedError: the tensor is packed, and ``dtype`` is None.
         """
         row = parse_target(dtype) or self._base.target(name).row
         if row is None:
-            raise error_about(
-                UnsupportedError,
-                'is packed, and an adapter changes it: pass dtype=, such as dtype="bfloat16", to merge its true values',
-                path=self._base.title,
-                tensor=name,
+            text = (
+                'is packed, and an adapter changes it: pass dtype=, such as dtype="bfloat16", to merge its true values'
             )
+            raise error_about(UnsupportedError, text, path=self._base.title, tensor=name)
         return row
 
     def values(self, name: str, row: dtypes.Dtype, out: Array | None = None, threads: int | None = None) -> Array:
-        """A merged tensor.
+        """Return a merged tensor.
 
         Args:
-            name: one of `changes`.
-            row: its dtype.
-            out: an array of that dtype and of its shape to fill; None for a new one.
-            threads: for rounding; None: chosen automatically.
+            name: must be in `changes`.
+            row: the result's dtype.
+            out: array of that dtype and of the tensor's shape to fill.
+            threads: for rounding.
 
         Raises:
             FormatError, OSError: a file cannot be read.
@@ -219,18 +343,19 @@ class Merge:
         """
         target, changes = self._base.target(name), self.changes[name]
         result = target_array(target.shape, dtypes.array_dtype(row.number), out)
-        last = max((k for k, one in enumerate(changes) if VALUE in one.parts), default=-1)
-        if last >= 0:  # what came before is replaced
+        last = max((k for k, change in enumerate(changes) if VALUE in change.parts), default=-1)
+        if last >= 0:  # the replacement discards earlier changes
             target, changes = _replaced(target, changes[last]), changes[last + 1 :]
-        stacked = any(one.stacked for one in changes)
+        stacked = any(change.stacked for change in changes)
         flat = result.reshape(_flat(target.shape, 2 if stacked else 1))
-        for begin, tile in (_matrices if stacked else _merged)(target, changes, self._stacks):
+        tiles = (_stack_tiles if stacked else _merged_tiles)(target, changes, self._stack_factors)
+        for begin, tile in tiles:
             astype(tile, result.dtype, out=flat[begin : begin + len(tile)], threads=threads)
         return result
 
 
 @contextmanager
-def _gathered(problems: list[SafeloadError] | None) -> Iterator[None]:
+def _collected(problems: list[SafeloadError] | None) -> Iterator[None]:
     try:
         yield
     except SafeloadError as error:
@@ -239,25 +364,51 @@ def _gathered(problems: list[SafeloadError] | None) -> Iterator[None]:
         problems.append(error)
 
 
+# ---- values ----
+
+
+class _Factors(NamedTuple):
+    """A change with its tensors in memory: rows a to b get scaling * (left[a:b] @ right)."""
+
+    left: Array  # [rows, r]
+    right: Array  # [r, columns]
+    scaling: float
+    magnitude: Array | None = None  # new norms of the rows, or columns
+    by_columns: bool = False  # the magnitude belongs to columns
+    norms: Array | None = None  # current norms of the columns, if the magnitude belongs to columns
+
+
+class _Stack(NamedTuple):
+    """Names that identify the factors of a stack of matrices; the key under which `Merge` caches the factors."""
+
+    adapter: Adapter
+    a: str
+    b: str
+    matrices: int
+    by_columns: bool
+
+
+_StackFactors: TypeAlias = Callable[[_Stack, str], tuple[Array, Array]]
+
+
 def _flat(shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
-    """The shape as that of a matrix, whose rows are the indices of the first axes."""
+    """Return a shape as a matrix, with the first axes joined into rows."""
     return math.prod(shape[:axes]), math.prod(shape[axes:])
 
 
-# ---- the values ----
-
-
 def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
-    """The tensor with the values that an adapter has for it."""
+    """Return the target with the values that an adapter stores for it."""
     lazy = change.adapter.checkpoint.get_slice(change.parts[VALUE], dtype=target.work.name)
     return target._replace(read=lazy.__getitem__, together=False)
 
 
-def _merged(target: AdapterTarget, changes: Sequence[Change], stacks: _Stacks) -> Iterator[tuple[int, Array]]:
-    """The tiles of a merged tensor as [rows, columns], each with its first row; the memory is used again."""
+def _merged_tiles(
+    target: AdapterTarget, changes: Sequence[Change], stack_factors: _StackFactors
+) -> Iterator[tuple[int, Array]]:
+    """Yield the tiles [rows, columns] of a merged tensor with their first rows; their memory is reused."""
     steps: list[_Factors] = []
     for change in changes:
-        step = _factors(change, target) if change.part is None else _part(change, target, stacks)
+        step = _factors(change, target) if change.part is None else _expert_factors(change, target, stack_factors)
         if step.magnitude is not None and step.by_columns:
             squares = np.zeros(step.right.shape[1])
             for _, tile in _tiles(target, [*steps, step._replace(magnitude=None)]):
@@ -267,24 +418,26 @@ def _merged(target: AdapterTarget, changes: Sequence[Change], stacks: _Stacks) -
     yield from _tiles(target, steps)
 
 
-def _matrices(target: AdapterTarget, changes: Sequence[Change], stacks: _Stacks) -> Iterator[tuple[int, Array]]:
-    """The tiles of a stack of merged matrices, of one after the other; see `_merged`."""
+def _stack_tiles(
+    target: AdapterTarget, changes: Sequence[Change], stack_factors: _StackFactors
+) -> Iterator[tuple[int, Array]]:
+    """Like `_merged_tiles`, for a stack of matrices, one matrix after another."""
     count, rows, columns = target.shape
-    factors = [(*stacks(*_stack_of(change), target.work.name), change.scaling) for change in changes]
+    factors = [(*stack_factors(_stack_of(change), target.work.name), change.scaling) for change in changes]
     whole = target.read(slice(0, count)) if target.together else None
     for k in range(count):
         matrix = target._replace(shape=(rows, columns), together=target.row is None)
         if whole is not None:
             matrix = matrix._replace(read=whole[k].__getitem__)
         elif target.row is None:  # its rows cannot be dequantized alone
-            matrix = matrix._replace(read=partial(_matrix, target, k))
+            matrix = matrix._replace(read=partial(_matrix_rows, target, k))
         else:
             matrix = matrix._replace(read=partial(_rows, target, k))
         for begin, tile in _tiles(matrix, [_Factors(left[k], right[k], scaling) for left, right, scaling in factors]):
             yield k * rows + begin, tile
 
 
-def _matrix(target: AdapterTarget, k: int, rows: slice) -> Array:
+def _matrix_rows(target: AdapterTarget, k: int, rows: slice) -> Array:
     values: Array = target.read(slice(k, k + 1))[0][rows]
     return values
 
@@ -301,8 +454,8 @@ def _tiles(target: AdapterTarget, steps: Sequence[_Factors]) -> Iterator[tuple[i
     product = np.empty((min(rows, max(1, _PRODUCT // max(1, columns))), columns), target.work)
     for begin in range(0, rows, height) if rows and columns else ():
         end = min(rows, begin + height)
-        read = target.read(slice(begin, end) if target.shape else ...)
-        tile = read.reshape(end - begin, columns)
+        values = target.read(slice(begin, end) if target.shape else ...)
+        tile = values.reshape(end - begin, columns)
         with np.errstate(all="ignore"):
             for step in steps:
                 _apply(step, tile, begin, product)
@@ -310,13 +463,11 @@ def _tiles(target: AdapterTarget, steps: Sequence[_Factors]) -> Iterator[tuple[i
 
 
 def _apply(step: _Factors, tile: Array, begin: int, product: Array) -> None:
-    """Changes a tile in place, in parts whose products fit the given memory.
+    """Change a tile in place.
 
     Args:
-        step: the change.
-        tile: rows of the tensor.
-        begin: the first of them.
-        product: memory of some rows.
+        begin: the tile's first row in the tensor.
+        product: scratch memory; its rows limit how many rows of the tile change at a time.
     """
     for first in range(begin, begin + len(tile), len(product)):
         part = tile[first - begin : first - begin + len(product)]
@@ -334,46 +485,142 @@ def _apply(step: _Factors, tile: Array, begin: int, product: Array) -> None:
 
 
 def _factors(change: Change, target: AdapterTarget) -> _Factors:
-    """Reads the tensors of a change."""
+    """Read the tensors of a change."""
     parts, mlx = change.parts, change.adapter.settings.mlx
-    wanted = [name for part, name in parts.items() if part != A or BIAS not in parts]
-    read = change.adapter.checkpoint.load(wanted, dtype=target.work.name, backend="pread")
+    names = [name for part, name in parts.items() if part != A or BIAS not in parts]
+    arrays = change.adapter.checkpoint.load(names, dtype=target.work.name, backend="pread")
     if BIAS in parts:
-        return _Factors(read[parts[BIAS]].reshape(-1, 1), np.ones((1, 1), target.work), change.scaling)
-    a, b = (read[parts[part]] for part in ((EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)))
+        return _Factors(arrays[parts[BIAS]].reshape(-1, 1), np.ones((1, 1), target.work), change.scaling)
+    a, b = (arrays[parts[part]] for part in ((EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)))
     if mlx:
         a, b = a.T, b.T
     a, b = a.reshape(_flat(a.shape)), b.reshape(_flat(b.shape))
     left, right = (a.T, b.T) if change.by_columns else (b, a)
-    magnitude = read[parts[MAGNITUDE]].reshape(-1).astype(np.float64) if MAGNITUDE in parts else None
+    magnitude = arrays[parts[MAGNITUDE]].reshape(-1).astype(np.float64) if MAGNITUDE in parts else None
     return _Factors(
         np.ascontiguousarray(left), np.ascontiguousarray(right), change.scaling, magnitude, change.by_columns
     )
 
 
-def _part(change: Change, target: AdapterTarget, stacks: _Stacks) -> _Factors:
-    """The factors of a tensor that holds a part of a stack."""
+def _expert_factors(change: Change, target: AdapterTarget, stack_factors: _StackFactors) -> _Factors:
+    """Return the factors of a tensor that holds part of a stack."""
     assert change.part is not None
     matrix, rows = change.part
-    left, right = stacks(*_stack_of(change), target.work.name)
+    left, right = stack_factors(_stack_of(change), target.work.name)
     return _Factors(left[matrix, rows], right[matrix], change.scaling)
 
 
-def _stack_of(change: Change) -> tuple[Adapter, str, str, int, bool]:
-    """What the factors of a stack depend on."""
-    return change.adapter, change.parts[A], change.parts[B], change.matrices, change.by_columns
+def _stack_of(change: Change) -> _Stack:
+    return _Stack(change.adapter, change.parts[A], change.parts[B], change.matrices, change.by_columns)
 
 
-def _stacks(
-    adapter: Adapter, name_a: str, name_b: str, count: int, by_columns: bool, dtype: str
-) -> tuple[Array, Array]:
-    """The factors of a stack of matrices, [count, rows, r] and [count, r, columns].
+def _stack_factors(stack: _Stack, dtype: str) -> tuple[Array, Array]:
+    """Return the factors of a stack, [matrices, rows, r] and [matrices, r, columns].
 
-    PEFT has the rows of A matrix by matrix, and the columns of B rank by rank.
+    PEFT stores the rows of A matrix by matrix, and the columns of B rank by rank.
     """
-    read = adapter.checkpoint.load([name_a, name_b], dtype=dtype, backend="pread")
-    a, b = read[name_a], read[name_b]
+    count = stack.matrices
+    arrays = stack.adapter.checkpoint.load([stack.a, stack.b], dtype=dtype, backend="pread")
+    a, b = arrays[stack.a], arrays[stack.b]
     rank = len(a) // count
     a, b = a.reshape(count, rank, a.shape[1]), b.reshape(len(b), rank, count).transpose(2, 0, 1)
-    left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if by_columns else (b, a)
+    left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if stack.by_columns else (b, a)
     return np.ascontiguousarray(left), np.ascontiguousarray(right)
+
+
+# ---- loading ----
+
+
+@contextmanager
+def merging(
+    checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None = None
+) -> Iterator[tuple[Checkpoint, Merge | None]]:
+    """Open adapters and fit them to a base.
+
+    Args:
+        adapters: a path, a pair (path, weight), or a list of these.
+
+    Yields:
+        The base, including the heads that adapters untie, and the fitted adapters (None without adapters).
+
+    Raises:
+        TypeError, ValueError: see `listed`.
+        SafeloadError, OSError: see `Adapter` and `Merge`.
+    """
+    weighted = listed(adapters)
+    if not weighted:
+        yield checkpoint, None
+        return
+    with ExitStack() as stack:
+        base, merge = fit(checkpoint, opened(stack, weighted, storage_options))
+        warn_of_untied(merge.heads, checkpoint.config)
+        yield base, merge
+
+
+def fit(
+    checkpoint: Checkpoint, adapters: Sequence[Adapter], problems: list[SafeloadError] | None = None
+) -> tuple[Checkpoint, Merge]:
+    """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
+    heads = heads_of(adapters, checkpoint.config, checkpoint)
+    absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
+    base = checkpoint.with_aliases(absent) if absent else checkpoint
+    return base, Merge(CheckpointBase(base), adapters, problems=problems, heads=heads)
+
+
+def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
+    """Warn if the merged tensors need a config other than the base's."""
+    for head, embedding in heads.untied.items():
+        place = "the model's config" if config is None else "config.json"
+        log.warning(
+            "the adapter gives %s and %s different values: load them into a model whose %s has "
+            '"tie_word_embeddings": false',
+            show(head),
+            show(embedding),
+            place,
+        )
+
+
+def load_merged(
+    checkpoint: Checkpoint,
+    merge: Merge,
+    names: Iterable[str] | None = None,
+    *,
+    only: Patterns = None,
+    drop: Patterns = None,
+    dtype: Any = None,
+    backend: Any = "mmap",
+    out: Mapping[str, Array] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """Like `Checkpoint.load`, with adapters merged.
+
+    Raises:
+        UnsupportedError: an adapter changes a packed tensor, and ``dtype`` is None.
+        SafeloadError, ValueError, OSError: see `Checkpoint.load`.
+    """
+    check_backend(backend)
+    check_threads(threads)
+    all_names = [part[0] for part in chosen(checkpoint, names, only, drop, dtype)]
+    rows = {name: merge.target_row(name, dtype) for name in all_names if name in merge}
+    shapes = {name: tuple(checkpoint.tensors[name].shape) for name in rows}
+    merged: dict[str, Array] = {}
+    plain_out = None
+    if out is not None:
+        check_out_names(out, all_names, "load")
+        refuse_own_files(out, checkpoint.weight_files)
+        for name, row in rows.items():
+            check_given(name, dtypes.array_dtype(row.number), shapes[name], out)
+            merged[name] = out[name]
+        plain_out = {name: array for name, array in out.items() if name not in rows}
+    plain = [name for name in all_names if name not in rows]
+    sizes = [rows[name].nbytes(math.prod(shapes[name])) for name in rows]
+    arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)
+    done = sum(array.nbytes for array in arrays.values())
+    with reporter(progress, done + sum(sizes)) as report:
+        report(done)
+        for (name, row), size in zip(rows.items(), sizes, strict=True):
+            merged[name] = merge.values(name, row, merged.get(name), threads)
+            done += size
+            report(done)
+    return {name: merged[name] if name in merged else arrays[name] for name in all_names}

@@ -28,7 +28,7 @@ from builders import gguf_build
 
 import safeload
 import safeload.base.missing_path
-import safeload.loading.merged  # imported when first needed, as some below, which counts as forbidden
+import safeload.loading.merge  # imported when first needed, as some below, which counts as forbidden
 import safeload.operations.validate.run
 import safeload.packed.codes_without_scale  # imported when first needed, as the next, which counts as forbidden below
 import safeload.packed.families_to_tables

@@ -311,7 +311,7 @@ def test_square_experts_of_a_model_that_is_known(tmp_path):
             {"down": (3, 7, 5), "up": (3, 7, 5)},
             [(7, 5), (7, 5)],
             {},
-            ["shapes do not tell", "experts.up"],
+            ["neither shapes nor names tell", "experts.up"],
         ),
         ({"down": (3, 7, 5), "up": (3, 14, 7)}, [(7, 5)], {}, ["has 1 of this module", "names 2 tensors"]),
         ({"down": (3, 7, 5), "up": (3, 14, 7)}, [(7, 5), (9, 9)], {}, ["base_layer.lora_A", "[6, 9]", "it needs"]),

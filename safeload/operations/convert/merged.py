@@ -19,11 +19,8 @@ from ...engine.read.plan import Entry
 from ...errors import FormatError
 from ...loading.adapter import Adapter, Weighted, listed, opened
 from ...loading.adapter_base import AdapterTarget, check_floating, model_type_of, of_file
-from ...loading.adapter_experts import Apart
-from ...loading.adapter_fit import Fit
-from ...loading.adapter_heads import Heads, heads_of
-from ...loading.merge import Merge
-from ...loading.merged import warn_of_untied
+from ...loading.adapter_fit import Apart, Fit, Heads, heads_of
+from ...loading.merge import Merge, warn_of_untied
 from ...models.tied import untied
 from ...stores.local import check_unchanged
 from ..sources.catalog import Catalog
@@ -99,7 +96,7 @@ class MergedCatalog(Catalog):
         self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)
-        self._merge = Merge(_Base(whole), adapters, among, fits, heads=heads)
+        self._merge = Merge(_Base(whole), adapters, among=among, fits=fits, heads=heads)
         self.heads = heads
         if heads.untied and self.config is not None:
             self.config = untied(self.config)
