@@ -10,7 +10,7 @@ from ..engine.run.threads import check_threads
 from ..errors import FormatError
 from .convert import run_plan
 from .measure import diff, stats
-from .sources.plan import field
+from .sources.plan import INVALID_PIECE
 from .validate import gathering, manifest
 
 # By the name of the operation.
@@ -55,8 +55,7 @@ def run_piece(
         'model-00001-of-00005.safetensors'
     """
     check_threads(threads)
-    operation = field(piece, "operation", str)
-    function = _FUNCTIONS.get(operation)
-    if function is None:
-        raise FormatError(f"a piece of a plan has an operation, {', '.join(_FUNCTIONS)}; found {show(operation)}")
-    return function(piece, threads, storage_options)
+    operation = piece.get("operation") if isinstance(piece, Mapping) else None
+    if not isinstance(operation, str) or operation not in _FUNCTIONS:
+        raise FormatError(f"{INVALID_PIECE}: operation must be {', '.join(_FUNCTIONS)}, got {show(operation)}")
+    return _FUNCTIONS[operation](piece, threads, storage_options)

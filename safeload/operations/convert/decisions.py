@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from ..._version import __version__
 from ...base import dtypes
 from ...base.scheme import SCHEMES
 from ...base.text import show
 from ...errors import FormatError
 from ...models.layout import StackedTensor
-from ..sources.plan import field, texts
+from ..sources.plan import Piece, bare_name
+from ..sources.sources import FileVersion, PlannedPath
 
 
 class Decision(NamedTuple):
@@ -31,28 +34,127 @@ class Decision(NamedTuple):
     kept: str | None = None
     stack: StackedTensor | None = None
 
+    @property
+    def how(self) -> tuple[str | None, str | None, str | None]:
+        """Dtype, scheme, and why it stays unquantized."""
+        return self.dtype, self.scheme, self.kept
 
-def runs_of(decisions: Mapping[str, Decision]) -> list[dict[str, Any]]:
-    """Decisions as plain data: neighbours with the same decision stand together."""
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TensorRun:
+    """Neighbouring tensors in a piece that are converted alike."""
+
+    names: tuple[str, ...]  # in the result; the layers of `stack`
+    dtype: str | None = None  # this and the next two: see `Decision`
+    scheme: str | None = None
+    kept: str | None = None
+    stack: StackedTensor | None = None
+    of: str | None = None  # name in the source, if it differs
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            row_of(self.dtype)
+        if self.scheme is not None and self.scheme not in SCHEMES:
+            raise ValueError(f"unknown scheme {show(self.scheme)}")
+        if self.stack is not None and self.dtype is None:
+            raise ValueError(f"stack {show(self.stack.name)} must have a dtype")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConversionPiece(Piece):
+    """A shard of a conversion."""
+
+    file: str
+    nbytes: int  # of all tensors
+    tensors: tuple[TensorRun, ...]
+    metadata: dict[str, str] | None = None
+    rename: tuple[tuple[str, str], ...] = ()  # patterns and replacements
+    adapters: tuple[Any, ...] = ()  # see `merged.PlannedAdapter`
+    continued: bool = False  # the shard is complete, and its sources are gone
+    id: str  # hash of options and sources
+    plan: str  # id of the plan
+    folder: str
+    options: dict[str, Any] = field(default_factory=dict)  # for the record
+    in_place: str | None = None  # id of a conversion that replaces its own source
+    storage_options: dict[str, Any] | None = None  # of the folder
+
+    def __post_init__(self) -> None:
+        bare_name(self.file)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedConfig:
+    """Where the ``config.json`` of the result comes from, and what changes in it."""
+
+    content: dict[str, Any] | None = None
+    source: FileVersion | None = None  # instead of its content
+    dtype: str | None = None  # code of the new dtype
+    restored: bool = False  # whether packed tensors are dequantized
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            row_of(self.dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedSummary:
+    """What the summary of a quantization needs beside the pieces."""
+
+    before: int  # bytes
+    kept: dict[str, str]  # why tensors of no piece stay unquantized
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConversionPlan:
+    """A conversion to a folder of shards; see `Plan`."""
+
+    safeload_plan: int = 1
+    operation: str
+    version: str = __version__
+    options: dict[str, Any]
+    pieces: tuple[ConversionPiece, ...]
+    id: str
+    folder: str
+    in_place: bool = False  # whether it replaces its own source
+    call: str | None = None  # id of the call, if it replaces its own source
+    outdated: tuple[str, ...] = ()  # files to remove
+    tensors: int
+    config: PlannedConfig | None = None
+    extras: dict[str, str | PlannedPath]
+    quantized: PlannedSummary | None = None
+    storage_options: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in (*self.outdated, *self.extras):
+            bare_name(name)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardResult:
+    """What `run_piece` returns for a shard."""
+
+    plan: str
+    file: str
+    nbytes: int
+    size: int
+    sha256: str
+    identity: list[int] | None = None  # see `Folder.identity`
+    written: bool
+    seconds: float
+
+
+def runs_of(decisions: Mapping[str, Decision]) -> tuple[TensorRun, ...]:
+    """Return decisions as runs; neighbours with the same decision share one."""
     runs = []
-    for (how, _), several in groupby(decisions.items(), key=lambda item: (_how(*item), _alone(*item))):
-        group = list(several)
+    for _, items in groupby(decisions.items(), key=lambda item: (item[1].how, _alone(*item))):
+        group = list(items)
         name, first = group[0]
-        run: dict[str, Any] = dict(how)
-        if first.stack is not None:
-            run["stack"] = {"name": name, "source": first.stack.source, "transpose": first.stack.transpose}
-            run["names"] = list(first.sources)
-        elif first.sources != (name,):
-            run.update(names=[name], of=first.sources[0])
-        else:
-            run["names"] = [name for name, _ in group]
-        runs.append(run)
-    return runs
-
-
-def _how(name: str, decision: Decision) -> tuple[tuple[str, str], ...]:
-    how = {"dtype": decision.dtype, "scheme": decision.scheme, "kept": decision.kept}
-    return tuple((key, value) for key, value in how.items() if value is not None)
+        alone = first.stack is None and first.sources != (name,)
+        names = first.sources if first.stack is not None else tuple(name for name, _ in group)
+        dtype, scheme, kept = first.how
+        of = first.sources[0] if alone else None
+        runs.append(TensorRun(names=names, dtype=dtype, scheme=scheme, kept=kept, stack=first.stack, of=of))
+    return tuple(runs)
 
 
 def _alone(name: str, decision: Decision) -> str | None:
@@ -60,29 +162,17 @@ def _alone(name: str, decision: Decision) -> str | None:
     return None if decision.sources == (name,) and decision.stack is None else name
 
 
-def decisions_of(piece: Mapping[str, Any]) -> dict[str, Decision]:
+def decisions_of(runs: Iterable[TensorRun]) -> dict[str, Decision]:
     """The inverse of `runs_of`."""
-    found: dict[str, Decision] = {}
-    for run in field(piece, "tensors", list):
-        names = texts(run, "names")
-        dtype, scheme, kept = (None if run.get(key) is None else field(run, key, str) for key in _HOW)
-        if dtype is not None:
-            dtype = row_of(dtype).code
-        if scheme is not None and scheme not in SCHEMES:
-            raise FormatError(f"a piece of a plan quantizes to a scheme, found {show(scheme)}")
-        if "stack" in run:
-            entry = field(run, "stack", dict)
-            try:
-                stack = StackedTensor(**entry)
-            except (TypeError, ValueError) as error:
-                raise FormatError(f"a piece of a plan stacks layers: {error}") from None
-            if dtype is None:
-                raise FormatError(f"a piece of a plan stacks layers of a dtype, {show(stack.name)} without one")
-            found[stack.name] = Decision(tuple(names), dtype, scheme, kept, stack)
+    decisions: dict[str, Decision] = {}
+    for run in runs:
+        if run.stack is not None:
+            decisions[run.stack.name] = Decision(run.names, run.dtype, run.scheme, run.kept, run.stack)
             continue
-        for name in names:
-            found[name] = Decision((field(run, "of", str) if "of" in run else name,), dtype, scheme, kept)
-    return found
+        for name in run.names:
+            source = name if run.of is None else run.of
+            decisions[name] = Decision((source,), run.dtype, run.scheme, run.kept)
+    return decisions
 
 
 def row_of(code: str) -> dtypes.Dtype:
@@ -92,8 +182,5 @@ def row_of(code: str) -> dtypes.Dtype:
         FormatError: there is no such dtype.
     """
     if code not in dtypes.BY_CODE:
-        raise FormatError(f"a plan converts to a dtype, found {show(code)}")
+        raise FormatError(f"invalid plan: unknown dtype {show(code)}")
     return dtypes.BY_CODE[code]
-
-
-_HOW = ("dtype", "scheme", "kept")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,17 +17,16 @@ from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
 from ...engine.read.plan import Entry
-from ...errors import FormatError
 from ...loading.adapter import Adapter, Weighted, listed, opened
 from ...loading.adapter_base import AdapterTarget, check_floating, model_type_of, of_file
 from ...loading.adapter_fit import Apart, Fit, Heads, heads_of
 from ...loading.merge import Merge, warn_of_untied
 from ...models.tied import untied
-from ...stores.local import check_unchanged
 from ..sources.catalog import Catalog
+from ..sources.codec import decode
 from ..sources.description import TensorDescription
-from ..sources.plan import field, texts
-from ..sources.sources import files_of, identified, in_memory, source_of
+from ..sources.plan import INVALID_PIECE
+from ..sources.sources import FileVersion, in_memory
 
 
 class _Base:
@@ -182,88 +182,86 @@ def merged(
 # ---- as plain data ----
 
 
-def as_plain(catalog: Catalog) -> list[dict[str, Any]] | None:
-    """The adapters as a plan has them: where each is, its weight, and its files with size and version.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedAdapter:
+    """An adapter in a plan; see `Fit`."""
+
+    files: tuple[FileVersion, ...]  # its configuration last
+    weight: float
+    parameters: dict[str, str] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
+    apart: dict[str, Apart] = field(default_factory=dict)
+    mirrored: dict[str, str] = field(default_factory=dict)
+    untied: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.files) < 2:
+            raise ValueError("an adapter must have its weights and its configuration as files")
+        for stack in self.apart.values():
+            if min(stack.experts, stack.rows, stack.columns) <= 0:
+                raise ValueError(f"a stack of experts must have a size, got {show(tuple(stack))}")
+
+
+def planned_adapters(catalog: Catalog) -> tuple[PlannedAdapter, ...]:
+    """Return the adapters of a catalog as a plan has them.
 
     Raises:
         ValueError: an adapter that is not a path.
     """
     if not isinstance(catalog, MergedCatalog):
-        return None
-    found = []
-    for one, fit in zip(catalog.adapters, catalog.fits, strict=True):
-        if one.checkpoint.weight_files[0].files.remote:
+        return ()
+    adapters = []
+    for adapter, fit in zip(catalog.adapters, catalog.fits, strict=True):
+        if adapter.checkpoint.weight_files[0].files.remote:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
-        paths = [file.place for file in one.checkpoint.weight_files]
-        files = [source_of(path) for path in (*paths, one.config_at.path)]
-        used = {name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart}
-        apart = {
-            name: [experts, [*layers], rows, columns, outer]
-            for name, (experts, layers, rows, columns, outer) in used.items()
-        }
-        known = {
-            "parameters": dict(fit.parameters),
-            "transposed": sorted(fit.transposed),
-            "apart": apart,
-            "mirrored": dict(fit.mirrored),
-            "untied": catalog.aliases,
-            "renamed": dict(fit.renamed),
-        }
-        found.append({"files": files, "weight": one.weight, **{key: value for key, value in known.items() if value}})
-    return found
+        paths = [file.place for file in adapter.checkpoint.weight_files]
+        adapters.append(
+            PlannedAdapter(
+                files=tuple(FileVersion.of(path) for path in (*paths, adapter.config_at.path)),
+                weight=adapter.weight,
+                parameters=dict(fit.parameters),
+                transposed=tuple(sorted(fit.transposed)),
+                apart={name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart},
+                mirrored=dict(fit.mirrored),
+                untied=catalog.aliases,
+                renamed=dict(fit.renamed),
+            )
+        )
+    return tuple(adapters)
 
 
-def reopened(stack: ExitStack, catalog: Catalog, plain: Any, among: Container[str]) -> Catalog:
-    """The inverse of `as_plain`, for the tensors of a piece.
+def decode_adapters(plain: Sequence[Any]) -> list[PlannedAdapter]:
+    """Return the adapters of a piece.
 
     Raises:
-        FormatError: a file has changed since the plan was made, or this is something else.
+        FormatError: a field is missing, unknown, or of the wrong type.
     """
-    if plain is None:
-        return catalog
-    if not isinstance(plain, list):
-        raise FormatError("the adapters of a piece are a list")
-    given, fits, heads = [], [], {}
-    for one in plain:
-        paths = []
-        for file in field(one, "files", list):
-            path, identity, _ = identified(file)
-            files_of({}, path, None)
-            check_unchanged(path, identity)
-            paths.append(path)
-        if len(paths) < 2:
-            raise FormatError("an adapter of a piece has its weights and its configuration")
-        given.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], field(one, "weight", float)))
-        transposed = texts(one, "transposed") if "transposed" in one else []
-        apart = field(one, "apart", dict) if "apart" in one else {}
-        stacks = {name: _apart(apart, name) for name in apart}
-        mirrored = _texts_by_name(one, "mirrored")
-        renamed, parameters = _texts_by_name(one, "renamed"), _texts_by_name(one, "parameters")
-        fits.append(Fit(parameters, frozenset(transposed), {}, stacks, mirrored, renamed=renamed))
-        heads.update(_texts_by_name(one, "untied"))
+    return [decode(PlannedAdapter, adapter, f"{INVALID_PIECE}: adapters[{k}]") for k, adapter in enumerate(plain)]
+
+
+def reopened(
+    stack: ExitStack, catalog: Catalog, adapters: Sequence[PlannedAdapter], among: Container[str]
+) -> MergedCatalog:
+    """Return a catalog with the adapters of a piece.
+
+    Raises:
+        FormatError: a file has changed since the plan was made.
+    """
+    weighted, fits, heads = [], [], {}
+    for adapter in adapters:
+        for file in adapter.files:
+            file.check_unchanged()
+        paths = [file.path for file in adapter.files]
+        weighted.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], adapter.weight))
+        transposed = frozenset(adapter.transposed)
+        fits.append(Fit(adapter.parameters, transposed, {}, adapter.apart, adapter.mirrored, renamed=adapter.renamed))
+        heads.update(adapter.untied)
     here = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
-    return MergedCatalog(catalog, opened(stack, given), among, fits, Heads(heads, here))
+    return MergedCatalog(catalog, opened(stack, weighted), among, fits, Heads(heads, here))
 
 
-def stored_names(plain: Any, names: Sequence[str]) -> list[str]:
-    """The names under which files store the tensors of a piece: a head that was tied is stored as the embedding."""
-    adapters = [one for one in plain if isinstance(one, dict)] if isinstance(plain, list) else []
-    heads = {head: embedding for one in adapters for head, embedding in _texts_by_name(one, "untied").items()}
+def stored_names(adapters: Iterable[PlannedAdapter], names: Sequence[str]) -> list[str]:
+    """Return the names under which files store the tensors of a piece: a tied head is stored as the embedding."""
+    heads = {head: embedding for adapter in adapters for head, embedding in adapter.untied.items()}
     return [heads.get(name, name) for name in names]
-
-
-def _texts_by_name(given: Mapping[str, Any], key: str) -> dict[str, str]:
-    found = field(given, key, dict) if key in given else {}
-    return {name: field(found, name, str) for name in found}
-
-
-def _apart(given: Mapping[str, Any], name: str) -> Apart:
-    stack: list[Any] = field(given, name, list)
-    if len(stack) != 5:
-        stack = [0, [], 0, 0, ""]
-    experts, layers, rows, columns, outer = stack
-    whole = all(type(size) is int and size > 0 for size in (experts, rows, columns))
-    texts_only = isinstance(layers, list) and all(isinstance(text, str) for text in (*layers, outer))
-    if not whole or not texts_only:
-        raise FormatError(f"a stack of a piece must be [experts, layers, rows, columns, module], got {show(stack)}")
-    return Apart(experts, tuple(layers), rows, columns, outer)

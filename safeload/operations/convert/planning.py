@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..._version import __version__
@@ -21,11 +22,13 @@ from ..folders.destinations import Destination
 from ..folders.shard_folder import Folder
 from ..folders.shards import divide, weight_map
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.plan import Plan, piece_of
-from ..sources.sources import Sources, location_as_plain, source_of
-from .decisions import runs_of
+from ..sources.codec import encode
+from ..sources.plan import Plan
+from ..sources.sources import FileVersion, Sources, path_in_plan
+from .decisions import ConversionPiece, ConversionPlan, PlannedConfig, PlannedSummary, runs_of
 from .make import Outputs, prepare
 from .request import ConvertOptions, ConvertRequest, open_sources, request_of
+from .run_plan import versions_of
 from .write import config_without_codes
 
 if TYPE_CHECKING:
@@ -114,24 +117,46 @@ def _continued(folder: Folder, call: str) -> Plan | None:
     Raises:
         ValueError: one of them is gone.
     """
-    plan = unfinished.continued(folder, call)
-    if plan is None:
+    note = unfinished.continued(folder, call)
+    if note is None or note.pieces is None:
         return None
-    plan.update({KEY: VERSION, "folder": folder.place})
-    files = {piece["id"]: piece["file"] for piece in plan.pieces}
+    files = {piece.id: piece.file for piece in note.pieces}
     present = folder.names()
     places = _found(folder, present, journal.recorded(folder, present), files)
-    for piece in plan.pieces:
-        if piece["file"] not in places:
+    options = note.options or {}
+    pieces = []
+    for piece in note.pieces:
+        if piece.file not in places:
             raise ValueError(
-                f"resume: {show(folder.shown(piece['file']))} is gone, and the conversion has replaced its sources: "
+                f"resume: {show(folder.shown(piece.file))} is gone, and the conversion has replaced its sources: "
                 f"restore them, and delete {unfinished.NAME}"
             )
-        place, name = places[piece["file"]]
-        piece.update(plan=plan.id, folder=place.place, file=name, options=plan.get("options"))
-    outdated = folder.outdated([piece["file"] for piece in plan.pieces])
-    if outdated:
-        plan["outdated"] = outdated
+        place, name = places[piece.file]
+        content = {"id": piece.id, "nbytes": piece.nbytes, "tensors": piece.tensors, "sources": [], "continued": True}
+        where = {"plan": note.id, "folder": place.place, "file": name, "options": options}
+        pieces.append({"operation": "convert", "version": __version__, **content, **where})
+    plan = Plan(
+        {
+            KEY: VERSION,
+            "operation": "convert",
+            "version": __version__,
+            "options": options,
+            "pieces": pieces,
+            "id": note.id,
+            "folder": folder.place,
+            "in_place": True,
+            "call": call,
+            "tensors": note.tensors,
+            "extras": {},
+        }
+    )
+    outdated = folder.outdated([name for _, name in places.values()])
+    optional = {
+        "outdated": outdated,
+        "config": None if note.config is None else {"content": note.config},
+        "quantized": note.quantized,
+    }
+    plan.update({key: value for key, value in optional.items() if value})
     return plan
 
 
@@ -143,52 +168,69 @@ def _plan(
     shards = divide(prepared.tensors, request.limit)
     weight_map(shards)  # refuses two tensors of one name
     before = dict(zip(prepared.tensors, prepared.decisions.items(), strict=True))
-    common = {"metadata": as_texts(prepared.metadata) or None, "rename": _texts_of(request.options.get("rename"))}
+    common: dict[str, Any] = {
+        "metadata": as_texts(prepared.metadata) or None,
+        "rename": tuple((old, new) for old, new in _texts_of(request.options.get("rename")) or ()),
+    }
     if request.options.get("adapters") is not None:
-        from .merged import as_plain  # only here: most conversions merge nothing
+        from .merged import planned_adapters  # only here: most conversions merge nothing
 
-        common["adapters"] = as_plain(prepared.catalog)  # type: ignore[assignment]
+        common["adapters"] = planned_adapters(prepared.catalog)
     pieces = []
     for file, shard in shards.items():
         decisions = dict(before[name] for name in shard)
-        read = sources.of(name for one in decisions.values() for name in one.sources)
-        nbytes = sum(output.nbytes for output in shard.values())
-        pieces.append(piece_of("convert", read, file=file, nbytes=nbytes, tensors=runs_of(decisions), **common))
-    for piece in pieces:  # a shard depends on the sources of its own piece, not on those of others
-        piece["id"] = _id_of([options, piece])
-    plan = Plan({KEY: VERSION, "operation": "convert", "version": __version__, "options": options, "pieces": pieces})
-    plan["id"] = _id_of([__version__, options, [piece["id"] for piece in pieces]])
-    plan["folder"] = folder.place
+        piece = ConversionPiece(
+            operation="convert",
+            id="",  # this and the next two follow
+            plan="",
+            folder="",
+            sources=sources.of(name for decision in decisions.values() for name in decision.sources),
+            file=file,
+            nbytes=sum(output.nbytes for output in shard.values()),
+            tensors=runs_of(decisions),
+            **common,
+        )
+        # A shard depends on the sources of its own piece, not on those of other pieces.
+        pieces.append(replace(piece, id=_id_of([options, encode(piece)])))
+    plan_id = _id_of([__version__, options, [piece.id for piece in pieces]])
+    in_place = None
     if unfinished.is_source(folder, prepared.catalog):
         if folder.files.remote:
             unfinished.check_remote(folder)
-        plan.update(in_place=True, call=call)
-        repeats = _id_of([call, common.get("adapters")])
-        for piece in pieces:
-            piece["in_place"] = repeats
+        in_place = _id_of([call, encode(common.get("adapters"))])
         if resume and {"adapters", "rename"} & options.keys():
-            _check_not_applied(folder, prepared.catalog, repeats)
-    places = _places(plan, folder, overwrite=overwrite, resume=resume)
-    for piece in pieces:
-        place, name = places[piece["file"]]
-        piece.update(plan=plan["id"], folder=place.place, file=name, options=options)
-    outdated = folder.outdated([name for _, name in places.values()]) if overwrite else []
-    if outdated:
-        plan["outdated"] = outdated
-    plan["tensors"] = prepared.tensor_count
-    plan["config"] = _config(prepared, request, in_place="in_place" in plan)
-    if plan["config"] is None and overwrite:
-        config = config_without_codes(prepared, folder, request.target)
-        plan["config"] = None if config is None else {"content": config}
-    plan["extras"] = {name: location_as_plain(location) for name, location in prepared.extras.items()}
+            _check_not_applied(folder, prepared.catalog, in_place)
+    pieces = [replace(piece, plan=plan_id, options=options, in_place=in_place) for piece in pieces]
+    places = _places(pieces, folder, overwrite=overwrite, resume=resume)
+    pieces = [replace(piece, folder=places[piece.file][0].place, file=places[piece.file][1]) for piece in pieces]
+    config = _config(prepared, request, in_place=in_place is not None)
+    if config is None and overwrite:
+        content = config_without_codes(prepared, folder, request.target)
+        config = None if content is None else PlannedConfig(content=content)
+    plan = ConversionPlan(
+        operation="convert",
+        options=options,
+        pieces=tuple(pieces),
+        id=plan_id,
+        folder=folder.place,
+        in_place=in_place is not None,
+        call=None if in_place is None else call,
+        outdated=tuple(folder.outdated([piece.file for piece in pieces]) if overwrite else ()),
+        tensors=prepared.tensor_count,
+        config=config,
+        extras={name: path_in_plan(location) for name, location in prepared.extras.items()},
+        quantized=_summary(prepared),
+    )
+    return Plan(encode(plan))
+
+
+def _summary(prepared: Outputs) -> PlannedSummary | None:
     summary = prepared.summary
-    if summary is not None:
-        told = {name for name, one in prepared.decisions.items() if one.kept is not None}
-        plan["quantized"] = {
-            "before": summary.bytes_before,
-            "kept": {name: why for name, why in summary.kept.items() if name not in told},
-        }
-    return plan
+    if summary is None:
+        return None
+    in_pieces = {name for name, decision in prepared.decisions.items() if decision.kept is not None}
+    kept = {name: why for name, why in summary.kept.items() if name not in in_pieces}
+    return PlannedSummary(before=summary.bytes_before, kept=kept)
 
 
 def _id_of(value: Any) -> str:
@@ -255,7 +297,7 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
     return pairs
 
 
-def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> dict[str, Any] | None:
+def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> PlannedConfig | None:
     """Where the configuration comes from, and what `finalize` changes in it.
 
     Args:
@@ -266,17 +308,19 @@ def _config(prepared: Outputs, request: ConvertRequest, *, in_place: bool) -> di
     config = prepared.catalog.config
     if config is None:
         return None
-    change = {"dtype": None if request.target is None else request.target.code, "restored": prepared.decider.restored}
+    dtype = None if request.target is None else request.target.code
     folder = next((one.folder for one in prepared.catalog.checkpoints if one.config is config), None)
     if folder is None or folder.files.remote or in_place:
-        return {"content": config, **change}
-    return {"source": source_of((folder / CONFIG).path), **change}
+        return PlannedConfig(content=config, dtype=dtype, restored=prepared.decider.restored)
+    return PlannedConfig(source=FileVersion.of((folder / CONFIG).path), dtype=dtype, restored=prepared.decider.restored)
 
 
 # ---- the destination ----
 
 
-def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dict[str, tuple[Folder, str]]:
+def _places(
+    pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: bool, resume: bool
+) -> dict[str, tuple[Folder, str]]:
     """The folder that each piece writes into, and the name of its file there.
 
     That is where its shard is already, or else the usual name in the destination, unless the destination has other
@@ -285,27 +329,30 @@ def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dic
     Raises:
         FileExistsError, ValueError: see `plan_convert`.
     """
-    files = [piece["file"] for piece in plan.pieces]
+    files = [piece.file for piece in pieces]
+    first = pieces[0]  # there is always a shard
     usual = {file: (folder, file) for file in files}
     present = folder.names()
     if not present:
         folder.check_free(overwrite)
         return usual
-    begun = folder.waits(plan.id)
+    begun = folder.waits(first.plan)
     records = journal.recorded(folder, present)
-    ids = {piece["id"]: piece["file"] for piece in plan.pieces}
-    ours = {file for file, record in records.items() if record["piece"] in ids}
+    ids = {piece.id: piece.file for piece in pieces}
+    ours = {file for file, record in records.items() if record.piece in ids}
     if resume and not overwrite:
 
         def may_be_written_again(file: str) -> bool:
             """A shard in the way whose sources changed: only as long as the folder is incomplete."""
-            return begun or (INDEX not in present and journal.same_work(records[file], plan))
+            same_work = journal.same_work(records[file], first.version, first.options)
+            return begun or (INDEX not in present and same_work)
 
         others = [file for file in records if file not in ours]
         if ours:
             others = [file for file in others if file in files and not may_be_written_again(file)]
         if others:
-            differs = journal.difference(records[others[0]], plan, others[0])
+            versions = [version for piece in pieces if piece.file == others[0] for version in versions_of(piece)]
+            differs = journal.difference(records[others[0]], first.version, first.options, versions)
             raise ValueError(f"resume: {show(folder.shown(others[0]))} was written {differs}: pass overwrite=True")
         if not ours:
             _check_unfinished(folder, present, files)
@@ -318,8 +365,8 @@ def _places(plan: Plan, folder: Folder, *, overwrite: bool, resume: bool) -> dic
             raise FileExistsError(errno.EEXIST, message, folder.title)
         folder.check_free(overwrite)
     found = _found(folder, present, records, ids)
-    replaces = begun or (overwrite and ("in_place" in plan or present & ({INDEX, *files} - ours)))
-    return {**(folder.apart(plan.id, files) if replaces else usual), **found}
+    replaces = begun or (overwrite and (first.in_place is not None or present & ({INDEX, *files} - ours)))
+    return {**(folder.apart(first.plan, files) if replaces else usual), **found}
 
 
 def _check_not_applied(folder: Folder, catalog: Catalog, repeats: str) -> None:
@@ -336,7 +383,9 @@ def _check_not_applied(folder: Folder, catalog: Catalog, repeats: str) -> None:
     for file in catalog.weight_files:
         name = file.files.split(file.place)[1]
         record = journal.read(folder, name)
-        if record is not None and record.get("in_place") == repeats and folder.holds(name, record):
+        if record is None or record.in_place != repeats:
+            continue
+        if folder.holds(name, record.size, record.sha256, record.object):
             raise ValueError(
                 f"resume: {show(folder.shown(name))} is a result of this call already, and nothing is left to do: "
                 "pass overwrite=True without resume=True to apply it once more"
@@ -344,7 +393,7 @@ def _check_not_applied(folder: Folder, catalog: Catalog, repeats: str) -> None:
 
 
 def _found(
-    folder: Folder, present: Set[str], records: Mapping[str, Mapping[str, Any]], ids: Mapping[str, str]
+    folder: Folder, present: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
 ) -> dict[str, tuple[Folder, str]]:
     """Where the shards of a plan are that need not be written again; see `_kept`."""
     found: dict[str, tuple[Folder, str]] = {}
@@ -355,7 +404,7 @@ def _found(
 
 
 def _kept(
-    place: Folder, names: Set[str], records: Mapping[str, Mapping[str, Any]], ids: Mapping[str, str]
+    place: Folder, names: Set[str], records: Mapping[str, journal.ShardRecord], ids: Mapping[str, str]
 ) -> dict[str, tuple[Folder, str]]:
     """The shards in a folder that a plan need not write again, by their usual names.
 
@@ -367,8 +416,8 @@ def _kept(
     """
     found: dict[str, tuple[Folder, str]] = {}
     for name, record in records.items():
-        file = ids.get(record["piece"])
-        if file is not None and name in names and name in place.names_for(file, record["plan"]):
+        file = ids.get(record.piece)
+        if file is not None and name in names and name in place.names_for(file, record.plan):
             found[file] = place, name
     return found
 

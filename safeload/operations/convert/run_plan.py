@@ -16,15 +16,17 @@ from ...errors import FormatError
 from ...formats.folder import CONFIG, INDEX
 from ...formats.registry import SAFETENSORS
 from ..folders import journal, unfinished
-from ..folders.destinations import of_piece
-from ..folders.shard_folder import Folder, shared_identity
+from ..folders.destinations import folder_at
+from ..folders.shard_folder import Folder, LocalFolder, shared_identity
 from ..folders.shards import Beside, config_with, write_beside, write_shard, writer_of
 from ..quantize.checkpoint import Summary
 from ..sources import executors
+from ..sources.catalog import Catalog
+from ..sources.codec import decode, encode
 from ..sources.executors import Executor
-from ..sources.plan import Plan, bare_name, check_version, field, texts
-from ..sources.sources import config_from, location_of, opened
-from .decisions import decisions_of, row_of
+from ..sources.plan import INVALID_PLAN, Plan, check_version, decode_piece
+from ..sources.sources import config_from, location_of, opened, version_of
+from .decisions import ConversionPiece, ConversionPlan, ShardResult, decisions_of, row_of
 from .make import Maker
 from .write import ConvertReport
 
@@ -48,7 +50,7 @@ def run_all(
         for place in {piece["folder"]: run.folder_of(piece) for piece in plan.pieces}.values():
             stack.enter_context(place.undone())
         results = executors.run(run, plan.pieces, executor, sizes=sizes, threads=threads, progress=progress)
-    return complete(plan, results, folder, storage_options, at_once=True)
+    return complete(decode_plan(plan), results, folder, storage_options, at_once=True)
 
 
 def run(
@@ -63,32 +65,58 @@ def run(
         storage_options: options of this process.
         folder: folder of the piece; None to derive it from the piece.
     """
-    check_version(piece)
     started = time.perf_counter()
-    field(piece, "id", str)
-    plan, file, nbytes = field(piece, "plan", str), bare_name(field(piece, "file", str)), field(piece, "nbytes", int)
-    folder = of_piece(piece, storage_options) if folder is None else folder
+    decoded = decode_piece(ConversionPiece, piece)
+    plan, file = decoded.plan, decoded.file
+    if folder is None:
+        folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
     places = folder.places(plan)  # `finalize` may have moved the shard
-    record = next((record for place in places if (record := journal.is_whole(place, file, piece)) is not None), None)
+    records = (journal.is_whole(place, file, decoded.id) for place in places)
+    record = next((record for record in records if record is not None), None)
     identity = next((identity for place in places if (identity := place.identity(file)) is not None), None)
-    if record is None and piece.get("continued"):
+    if record is None and decoded.continued:
         message = "the shard does not match its record, and the conversion has replaced its sources: restore them"
         raise FormatError(message, folder.shown(file))
     if record is None:
-        size, digest, identity = _write(piece, folder, file, threads, storage_options)
-        journal.write(folder, file, piece, size, digest)
+        size, digest, identity = _write(decoded, folder, threads, storage_options)
+        journal.write(folder, file, _record_of(decoded, size, digest))
     else:
-        size, digest = record["size"], record["sha256"]
-    return {
-        "plan": plan,
-        "file": file,
-        "nbytes": nbytes,
-        "size": size,
-        "sha256": digest,
-        "identity": identity,
-        "written": record is None,
-        "seconds": round(time.perf_counter() - started, 3),
-    }
+        size, digest = record.size, record.sha256
+    result = ShardResult(
+        plan=plan,
+        file=file,
+        nbytes=decoded.nbytes,
+        size=size,
+        sha256=digest,
+        identity=identity,
+        written=record is None,
+        seconds=round(time.perf_counter() - started, 3),
+    )
+    plain: dict[str, Any] = encode(result)
+    return plain
+
+
+def _record_of(piece: ConversionPiece, size: int, digest: str) -> journal.ShardRecord:
+    return journal.ShardRecord(
+        plan=piece.plan,
+        version=piece.version,
+        options=piece.options,
+        piece=piece.id,
+        sources=versions_of(piece),
+        in_place=piece.in_place,
+        size=size,
+        sha256=digest,
+    )
+
+
+def versions_of(piece: ConversionPiece) -> list[list[Any]]:
+    """Bare name, size and version of each file that a piece reads."""
+    versions = [version for source in piece.sources for version in source.versions()]
+    if piece.adapters:
+        from .merged import decode_adapters  # only here: most conversions merge nothing
+
+        versions += [version_of(*file) for adapter in decode_adapters(piece.adapters) for file in adapter.files]
+    return versions
 
 
 class PieceRunner:
@@ -103,66 +131,45 @@ class PieceRunner:
 
     def folder_of(self, piece: Mapping[str, Any]) -> Folder:
         """Return the folder of a piece."""
-        return self._folder if self._folder.files.remote else of_piece(piece)
+        return self._folder if self._folder.files.remote else LocalFolder(piece["folder"])
 
     def __call__(self, piece: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
         return run(piece, threads, self._storage_options, self.folder_of(piece))
 
 
 def _write(
-    piece: Mapping[str, Any],
-    folder: Folder,
-    file: str,
-    threads: int | None,
-    storage_options: Mapping[str, Any] | None,
+    piece: ConversionPiece, folder: Folder, threads: int | None, storage_options: Mapping[str, Any] | None
 ) -> tuple[int, str, list[int] | None]:
     """Write a shard; return its size, SHA-256 and identity."""
-    decisions = decisions_of(piece)
+    decisions, file = decisions_of(piece.tensors), piece.file
     names = [name for decision in decisions.values() for name in decision.sources]
     with ExitStack() as stack, Digest() as digest:
-        stored = names
-        if piece.get("adapters") is not None:
-            from .merged import reopened, stored_names  # only here: most conversions merge nothing
+        if piece.adapters:
+            from .merged import decode_adapters, reopened, stored_names  # only here: most conversions merge nothing
 
-            stored = stored_names(piece["adapters"], names)
-        catalog = stack.enter_context(opened(field(piece, "sources", list), stored, storage_options))
-        if piece.get("adapters") is not None:
-            catalog = reopened(stack, catalog, piece["adapters"], frozenset(names))
+            adapters = decode_adapters(piece.adapters)
+            stored = stack.enter_context(opened(piece.sources, stored_names(adapters, names), storage_options))
+            catalog: Catalog = reopened(stack, stored, adapters, frozenset(names))
+        else:
+            catalog = stack.enter_context(opened(piece.sources, names, storage_options))
         outputs = Maker(catalog, decisions, SAFETENSORS, threads).outputs()
-        new = renamed(outputs, _renames(piece))
+        new = renamed(outputs, piece.rename)
         outputs = {new[name]: output for name, output in outputs.items()}
         total = sum(output.nbytes for output in outputs.values())
-        if total != piece["nbytes"]:
+        if total != piece.nbytes:
             raise FormatError(
-                f"the shard was planned with {piece['nbytes']:,} bytes of tensors, but has {total:,}",
+                f"the shard was planned with {piece.nbytes:,} bytes of tensors, but has {total:,}",
                 folder.shown(file),
             )
-        writer, identity = writer_of(outputs, _metadata(piece)), None
+        writer, identity = writer_of(outputs, piece.metadata), None
         try:
             with ExitStack() as written:
                 shard = write_shard(written, writer, folder, file, overwrite=True, digest=digest)
             identity = None if folder.files.remote else shared_identity(shard.identity)
         except PermissionError:  # Windows: another process that runs this piece is reading the shard it just wrote
-            if folder.files.remote or not folder.holds(file, {"size": writer.size, "sha256": digest.hexdigest()}):
+            if folder.files.remote or not folder.holds(file, writer.size, digest.hexdigest()):
                 raise
         return writer.size, digest.hexdigest(), identity
-
-
-def _renames(piece: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the pairs of ``rename``."""
-    pairs = field(piece, "rename", list) if "rename" in piece else []
-    for pair in pairs:
-        if not isinstance(pair, (list, tuple)) or [type(text) for text in pair] != [str, str]:
-            raise FormatError(f"invalid plan: rename must be pairs of text, got {show(pair)}")
-    return [tuple(pair) for pair in pairs]
-
-
-def _metadata(piece: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return the metadata of a shard."""
-    if "metadata" not in piece:
-        return None
-    metadata = field(piece, "metadata", dict)
-    return {key: field(metadata, key, str) for key in metadata}
 
 
 def finalize(
@@ -197,9 +204,20 @@ def finalize(
         >>> safeload.finalize(plan, map(safeload.run_piece, plan.pieces)).tensors
         30
     """
-    if not isinstance(plan, Mapping):
-        raise FormatError(f"a plan must be an object, got {show(plan)}")
-    return complete(plan, results, of_piece(plan, storage_options), storage_options)
+    decoded = decode_plan(plan)
+    folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
+    return complete(decoded, results, folder, storage_options)
+
+
+def decode_plan(plan: Any) -> ConversionPlan:
+    """Return a plan that may come from anywhere.
+
+    Raises:
+        UnsupportedError: another version of safeload made it.
+        FormatError: a field is missing, unknown, or of the wrong type.
+    """
+    check_version(plan)
+    return decode(ConversionPlan, plan, INVALID_PLAN)
 
 
 class _Shard(NamedTuple):
@@ -218,7 +236,7 @@ class _Shard(NamedTuple):
 
 
 def complete(
-    plan: Mapping[str, Any],
+    plan: ConversionPlan,
     results: Iterable[Mapping[str, Any]],
     folder: Folder,
     storage_options: Mapping[str, Any] | None,
@@ -231,13 +249,9 @@ def complete(
         folder: the folder of the plan.
         at_once: True in the call that ran the pieces: shards that still have their reported identity are not read.
     """
-    plan = Plan(plan)
-    check_version(plan)
     shards = _shards_of(plan, results, folder, at_once=at_once)
-    tensors = field(plan, "tensors", int)
-    config, extras = _config_of(plan), field(plan, "extras", dict)
-    extras = {bare_name(name): location_of(plain, storage_options) for name, plain in extras.items()}
-    outdated = [bare_name(name) for name in texts(plan, "outdated")] if "outdated" in plan else []
+    config = _config_of(plan)
+    extras = {name: location_of(planned, storage_options) for name, planned in plan.extras.items()}
     weight_map, total = _check_shards(shards, folder)
     summary = _summary(plan, total)
     places = {file: shard.folder for file, shard in shards.items()}
@@ -245,49 +259,69 @@ def complete(
     with ExitStack() as stack, ExitStack() as first:
         # The other files come first: if copying them fails, an existing checkpoint is still complete.
         beside = Beside(weight_map, total, config, extras)
-        write_beside(stack, beside, folder, overwrite=True, outdated=outdated, extras=first)
+        write_beside(stack, beside, folder, overwrite=True, outdated=plan.outdated, extras=first)
         first.close()
-        if waiting or "in_place" in plan:
-            unfinished.note(folder, plan, config)
+        if waiting or plan.in_place:
+            unfinished.note(folder, _note_of(plan, config))
         for file, source, target in folder.moves(plan.id, places):
             journal.move(file, source, target)
     names = [*shards, INDEX, CONFIG, *extras]
-    waited = [*places.values(), *journal.superseded(folder, plan)]
+    waited = [*places.values(), *journal.superseded(folder, plan.version, plan.options)]
     folder.tidy(plan.id, [*names, *(file + journal.SUFFIX for file in names)], waited)
-    if waiting or outdated or "in_place" in plan or not folder.files.remote:
+    if waiting or plan.outdated or plan.in_place or not folder.files.remote:
         unfinished.forget(folder)  # last: once it is gone, the same call may refuse to continue
     nbytes, seconds = (sum(shard.size for shard in shards.values()), sum(shard.seconds for shard in shards.values()))
     files = [folder.shown(file) for file in shards]
-    return ConvertReport(folder.title, SAFETENSORS, files, tensors, nbytes, seconds, summary)
+    return ConvertReport(folder.title, SAFETENSORS, files, plan.tensors, nbytes, seconds, summary)
 
 
-def _shards_of(plan: Plan, results: Iterable[Mapping[str, Any]], folder: Folder, *, at_once: bool) -> dict[str, _Shard]:
+def _note_of(plan: ConversionPlan, config: dict[str, Any] | None) -> unfinished.UnfinishedNote:
+    """The note of a conversion; see `unfinished`.
+
+    Args:
+        plan: the plan.
+        config: the future ``config.json``.
+    """
+    pieces = [
+        unfinished.NotedPiece(id=piece.id, file=piece.file, nbytes=piece.nbytes, tensors=encode(piece.tensors))
+        for piece in plan.pieces
+    ]
+    return unfinished.UnfinishedNote(
+        id=plan.id,
+        version=plan.version,
+        options=plan.options,
+        call=plan.call,
+        tensors=plan.tensors,
+        quantized=encode(plan.quantized),
+        pieces=tuple(pieces) if plan.in_place else None,
+        config=config if plan.in_place else None,
+    )
+
+
+def _shards_of(
+    plan: ConversionPlan, results: Iterable[Mapping[str, Any]], folder: Folder, *, at_once: bool
+) -> dict[str, _Shard]:
     """Return the shard of each piece by file name.
 
     Raises:
         ValueError: a piece has no result.
     """
-    runner = PieceRunner(folder, None)
-    by_file = {
-        field(result, "file", str): result
-        for result in results
-        if isinstance(result, Mapping) and result.get("plan") == plan.id
-    }
-    pieces = {bare_name(field(piece, "file", str)): piece for piece in plan.pieces}
-    missing = [file for file in pieces if file not in by_file]
+    by_file = {}
+    for plain in results:
+        if isinstance(plain, Mapping) and plain.get("plan") == plan.id:
+            result = decode(ShardResult, plain, "invalid result of a piece", extra=True)
+            by_file[result.file] = result
+    missing = [piece.file for piece in plan.pieces if piece.file not in by_file]
     if missing:
-        raise ValueError(f"{plural(len(missing), 'piece')} of {len(pieces):,} without a result: {show(missing[0])}")
-    return {
-        file: _Shard(
-            field(piece, "id", str),
-            runner.folder_of(piece),
-            field(by_file[file], "size", int),
-            field(by_file[file], "sha256", str),
-            field(by_file[file], "seconds", float),
-            by_file[file].get("identity") if at_once else None,
-        )
-        for file, piece in pieces.items()
-    }
+        count = f"{plural(len(missing), 'piece')} of {len(plan.pieces):,}"
+        raise ValueError(f"{count} without a result: {show(missing[0])}")
+    shards = {}
+    for piece in plan.pieces:
+        result = by_file[piece.file]
+        place = folder if folder.files.remote else LocalFolder(piece.folder)
+        identity = result.identity if at_once else None
+        shards[piece.file] = _Shard(piece.id, place, result.size, result.sha256, result.seconds, identity)
+    return shards
 
 
 def _check_shards(shards: Mapping[str, _Shard], folder: Folder) -> tuple[dict[str, str], int]:
@@ -318,13 +352,13 @@ def _check_shards(shards: Mapping[str, _Shard], folder: Folder) -> tuple[dict[st
 def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int]:
     """Check a shard; return its tensor names and the bytes of its tensors."""
     place, record = shard.folder, journal.read(shard.folder, file)
-    if record is not None and record["piece"] != shard.piece:
+    if record is not None and record.piece != shard.piece:
         raise FormatError("another conversion has written the shard since: run its piece again", place.shown(file))
     try:
         weight_file = place.open_shard(file)
     except FileNotFoundError:
         moved = None if place.place == folder.place else journal.read(folder, file)
-        if moved is None or moved["piece"] != shard.piece:  # otherwise `finalize` was interrupted
+        if moved is None or moved.piece != shard.piece:  # otherwise `finalize` was interrupted
             advice = "run its piece again, on a machine that shares this folder"
             raise FormatError(f"the shard is gone: {advice}", place.shown(file)) from None
         place, record = folder, moved
@@ -333,9 +367,9 @@ def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int
         if weight_file.size != shard.size:
             message = f"the shard has {weight_file.size:,} bytes, its piece wrote {shard.size:,}"
             raise FormatError(message, weight_file.path)
-        expected = {**(record or {}), "size": shard.size, "sha256": shard.sha256}
-        recorded = record is None or record["sha256"] == shard.sha256
-        if not recorded or not (shard.is_in(place, file) or place.holds(file, expected)):
+        version = None if record is None else record.object
+        recorded = record is None or record.sha256 == shard.sha256
+        if not recorded or not (shard.is_in(place, file) or place.holds(file, shard.size, shard.sha256, version)):
             raise FormatError(
                 f"the shard is not what its piece wrote: run its piece again (expected SHA-256 {shard.sha256[:16]}...)",
                 weight_file.path,
@@ -343,22 +377,21 @@ def _header_of(file: str, shard: _Shard, folder: Folder) -> tuple[list[str], int
         return [*weight_file.table.names], sum(weight_file.table.sizes())
 
 
-def _config_of(plan: Plan) -> dict[str, Any] | None:
+def _config_of(plan: ConversionPlan) -> dict[str, Any] | None:
     """Return the ``config.json`` that a plan describes."""
-    if plan.get("config") is None:
+    planned = plan.config
+    if planned is None:
         return None
-    recipe = field(plan, "config", dict)
-    config = field(recipe, "content", dict) if "content" in recipe else config_from(recipe.get("source"))
-    target = None if recipe.get("dtype") is None else row_of(field(recipe, "dtype", str))
-    return None if config is None else config_with(config, target, restored=bool(recipe.get("restored")))
+    config = config_from(planned.source if planned.content is None else planned.content)
+    target = None if planned.dtype is None else row_of(planned.dtype)
+    return None if config is None else config_with(config, target, restored=planned.restored)
 
 
-def _summary(plan: Plan, total: int) -> Summary | None:
+def _summary(plan: ConversionPlan, total: int) -> Summary | None:
     """Return the summary of a plan whose result has ``total`` bytes."""
-    if plan.get("quantized") is None:
+    if plan.quantized is None:
         return None
-    recipe = field(plan, "quantized", dict)
-    decisions = {name: decision for piece in plan.pieces for name, decision in decisions_of(piece).items()}
+    decisions = {name: decision for piece in plan.pieces for name, decision in decisions_of(piece.tensors).items()}
     quantized = {name: decision.scheme for name, decision in decisions.items() if decision.scheme is not None}
     kept = {name: decision.kept for name, decision in decisions.items() if decision.kept is not None}
-    return Summary(field(recipe, "before", int), total, quantized, {**kept, **field(recipe, "kept", dict)})
+    return Summary(plan.quantized.before, total, quantized, {**kept, **plan.quantized.kept})

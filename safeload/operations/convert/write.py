@@ -145,7 +145,7 @@ def write(
         else:
             replacing = None
             if in_place and not folder.files.remote:  # a store keeps the source's shards: new ones get other names
-                replacing = partial(unfinished.note, folder, {}, None)
+                replacing = partial(unfinished.note, folder, unfinished.UnfinishedNote())
             files, nbytes = _write_folder(conversion, request, folder, written, replacing, overwrite=overwrite)
     return ConvertReport(path, request.format, files, conversion.tensor_count, nbytes, 0.0, conversion.summary)
 

@@ -13,8 +13,7 @@ from ...formats.registry import SUFFIXES, WEIGHT_SUFFIXES
 from ...stores import url as urls
 from ...stores.files import LOCAL, Location
 from ...stores.places import Located, places_of
-from ..sources.plan import field
-from ..sources.sources import files_of
+from ..sources.sources import files_at
 from .shard_folder import Folder, LocalFolder
 
 # What a conversion writes to.
@@ -72,19 +71,9 @@ def of(location: Location) -> Folder:
     return StoreFolder(files, path)
 
 
-def of_piece(piece: Mapping[str, Any], storage_options: Mapping[str, Any] | None = None) -> Folder:
-    """The folder of a piece, or of a plan.
-
-    Args:
-        piece: has "folder", and "storage_options" where a URL needs some.
-        storage_options: of this process, which win.
-
-    Raises:
-        FormatError: it has no folder.
-        UnsupportedError: see `where`.
-    """
-    path = field(piece, "folder", str)
-    files = files_of(piece, path, storage_options)
+def folder_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Folder:
+    """Return the folder of a plan; see `files_at`."""
+    files = files_at(path, planned, storage_options)
     if not files.remote:
         return LocalFolder(path)
     from ...stores.remote_files import RemoteFiles

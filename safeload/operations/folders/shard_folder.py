@@ -82,13 +82,13 @@ class Folder(Protocol):
     def same_file(self, name: str, other: Location) -> bool:
         """Whether a file of the folder is the one at another path."""
 
-    def stamp(self, name: str) -> dict[str, Any]:
+    def stamp(self, name: str) -> list[Any] | None:
         """What the record of a file has beside its size and digest."""
 
     def identity(self, name: str) -> list[int] | None:
         """Identify a file without reading it, by a plain list that other machines can compare; None if impossible."""
 
-    def holds(self, name: str, record: Mapping[str, Any]) -> bool:
+    def holds(self, name: str, size: int, sha256: str, version: Any = None) -> bool:
         """Whether a file is still what its record says."""
 
     # ---- writing ----
@@ -216,9 +216,8 @@ class LocalFolder:
         path = self.shown(name)
         return not other.files.remote and os.path.exists(path) and os.path.samefile(other.path, path)
 
-    def stamp(self, name: str) -> dict[str, Any]:
+    def stamp(self, name: str) -> None:
         """See `Folder`: nothing, as the digest is compared."""
-        return {}
 
     def identity(self, name: str) -> list[int] | None:
         """See `Folder`."""
@@ -227,11 +226,11 @@ class LocalFolder:
         except OSError:
             return None
 
-    def holds(self, name: str, record: Mapping[str, Any]) -> bool:
+    def holds(self, name: str, size: int, sha256: str, version: Any = None) -> bool:
         """See `Folder`."""
         path = self.shown(name)
         try:
-            return os.path.getsize(path) == record["size"] and bool(_digest_of(path) == record["sha256"])
+            return os.path.getsize(path) == size and bool(_digest_of(path) == sha256)
         except OSError:
             return False
 

@@ -127,23 +127,23 @@ class StoreFolder:
         """See `Folder`."""
         return other.files.remote and other.shown == self.shown(name)
 
-    def stamp(self, name: str) -> dict[str, Any]:
+    def stamp(self, name: str) -> list[Any]:
         """See `Folder`: size and version of the object, so that it need not be read to be known again."""
         with closing(self._store.open(self._url(name))) as store:
-            return {"object": list(store.version[:2])}
+            return list(store.version[:2])
 
     def identity(self, name: str) -> None:
         """See `Folder`: `holds` compares the version of the object."""
 
-    def holds(self, name: str, record: Mapping[str, Any]) -> bool:
+    def holds(self, name: str, size: int, sha256: str, version: Any = None) -> bool:
         """See `Folder`. The object is read only where the store gives no version, or has another one."""
         try:
             with closing(self._store.open(self._url(name))) as store:
-                if store.size != record["size"]:
+                if store.size != size:
                     return False
-                version = list(store.version[:2])
-                known = version[-1] is not None and version == record.get("object")
-                return known or _digest_of(store) == record["sha256"]
+                present = list(store.version[:2])
+                known = present[-1] is not None and present == version
+                return known or _digest_of(store) == sha256
         except (FileNotFoundError, FormatError):
             return False
 

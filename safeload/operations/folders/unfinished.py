@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...base.text import printable, show
@@ -19,30 +20,51 @@ from ...stores import url as urls
 from ...stores.files import Location
 from ...stores.local import identity_of
 from ..sources.catalog import Catalog, Given
-from ..sources.plan import Plan, bare_name, check_version, field, piece_of
+from ..sources.codec import decode, encode
+from ..sources.plan import bare_name, check_version
 from .shard_folder import Folder, LocalFolder
 
 NAME = ".safeload-unfinished.json"
 KEY, VERSION = "safeload_unfinished", 1
 
 _ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_OF_PLAN = ("id", "version", "options", "call", "tensors", "quantized")
-_OF_PIECE = ("id", "file", "nbytes", "tensors")
 
 
-def note(folder: Folder, plan: Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
-    """Write the note of a conversion whose shards are all complete.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NotedPiece:
+    """A shard of a conversion that replaces its own source."""
 
-    Args:
-        folder: the destination.
-        plan: the plan. Without an id the conversion cannot be continued.
-        config: what ``config.json`` will be.
-    """
-    content: dict[str, Any] = {KEY: VERSION, **{key: plan[key] for key in _OF_PLAN if key in plan}}
-    if plan.get("in_place"):
-        content["pieces"] = [{key: piece[key] for key in _OF_PIECE} for piece in plan["pieces"]]
-        content["config"] = config
-    text = (json.dumps(content) + "\n").encode()
+    id: str
+    file: str
+    nbytes: int
+    tensors: list[Any]  # plain data
+
+    def __post_init__(self) -> None:
+        bare_name(self.file)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnfinishedNote:
+    """A note. Without an id and pieces the conversion cannot be continued."""
+
+    safeload_unfinished: int = VERSION
+    id: str | None = None  # of the plan
+    version: str | None = None
+    options: dict[str, Any] | None = None
+    call: str | None = None  # id of the call
+    tensors: int = 0
+    quantized: dict[str, Any] | None = None  # plain data
+    pieces: tuple[NotedPiece, ...] | None = None
+    config: dict[str, Any] | None = None  # the future config.json
+
+    def __post_init__(self) -> None:
+        if self.id is not None and not _ID.fullmatch(self.id):
+            raise ValueError(f"id must be 16 hexadecimal digits, got {show(self.id)}")
+
+
+def note(folder: Folder, content: UnfinishedNote) -> None:
+    """Write the note of a conversion whose shards are all complete."""
+    text = (json.dumps(encode(content)) + "\n").encode()
     with folder.writing(NAME, len(text), overwrite=True) as file, file.stream() as stream:
         stream.write(text)
 
@@ -52,8 +74,8 @@ def forget(folder: Folder) -> None:
     folder.remove([NAME])
 
 
-def continued(folder: Folder, call: str) -> Plan | None:
-    """The plan of an interrupted conversion that replaces its own source; its pieces name no sources.
+def continued(folder: Folder, call: str) -> UnfinishedNote | None:
+    """Return the note of an interrupted conversion that replaces its own source.
 
     Anyone can have written the note: only names, ids and numbers are taken from it, no paths.
 
@@ -65,27 +87,11 @@ def continued(folder: Folder, call: str) -> Plan | None:
         FormatError: the note is malformed.
         UnsupportedError: another version of safeload wrote it.
     """
-    said = _read(folder)
-    if said is None or said.get(KEY) != VERSION or said.get("call") != call or "pieces" not in said:
+    plain = _read(folder)
+    if plain is None or plain.get(KEY) != VERSION or plain.get("call") != call or "pieces" not in plain:
         return None
-    check_version(said)
-    if not _ID.fullmatch(field(said, "id", str)):
-        raise FormatError(f"the note of a conversion has an id, got {show(said['id'])}", folder.shown(NAME))
-    pieces = [
-        piece_of(
-            "convert",
-            [],
-            file=bare_name(field(piece, "file", str)),
-            id=field(piece, "id", str),
-            nbytes=field(piece, "nbytes", int),
-            tensors=field(piece, "tensors", list),
-            continued=True,
-        )
-        for piece in field(said, "pieces", list)
-    ]
-    kept = {key: said[key] for key in _OF_PLAN if key in said}
-    config = None if said.get("config") is None else {"content": field(said, "config", dict)}
-    return Plan({**kept, "operation": "convert", "in_place": True, "pieces": pieces, "config": config, "extras": {}})
+    check_version(plain, "invalid note")
+    return decode(UnfinishedNote, plain, f"invalid {NAME}")
 
 
 def _read(folder: Folder) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,10 +22,12 @@ from ...engine.read.tensors import Tensors
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import is_remote
-from ..sources import executors, plan, sources
+from ..sources import executors, sources
 from ..sources.catalog import Catalog, Given
+from ..sources.codec import decode, encode
 from ..sources.description import TensorDescription
 from ..sources.executors import Executor
+from ..sources.plan import TensorPiece, open_piece
 from . import diff_columns
 from .diff_report import DiffReport, TensorDiff
 from .diff_values import Sums, sum_up, summary
@@ -185,32 +188,35 @@ def _in_pieces(
 ) -> dict[str, TensorDiff]:
     against = sources.Sources(b, executors.EXECUTOR)
     sizes = {name: _size(shape) for name, shape in shapes.items()}
-    found = executors.by_tensor(
+    plain = executors.by_tensor(
         run,
-        "diff",
+        lambda names, read: DiffPiece(operation="diff", names=names, sources=read, against=against.of(names)),
         a,
         sizes,
         executor,
         threads=threads,
         progress=progress,
-        more=lambda names: {"against": against.of(names)},
     )
-    return {name: TensorDiff._make(plan.of_plain(found[name])) for name in sizes}
+    return {name: decode(TensorDiff, plain[name], "invalid result") for name in sizes}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DiffPiece(TensorPiece):
+    """A piece of `diff`."""
+
+    against: tuple[sources.Source, ...]
 
 
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Compares the tensors of a piece; see `run_piece`."""
-    plan.check_version(piece)
-    names = plan.texts(piece, "names")
+    """Compare the tensors of a piece; see `run_piece`."""
     with (
-        sources.opened(plan.field(piece, "sources", list), names, storage_options) as a,
-        sources.opened(plan.field(piece, "against", list), names, storage_options) as b,
+        open_piece(DiffPiece, piece, storage_options) as (decoded, a),
+        sources.opened(decoded.against, decoded.names, storage_options) as b,
     ):
-        shapes = {name: a.about(name).shape for name in names}
-        found = _values(a, b, (a.plain(), b.plain()), shapes, threads, None)
-        return {"tensors": {name: plan.as_plain(one) for name, one in found.items()}}
+        shapes = {name: a.about(name).shape for name in decoded.names}
+        return {"tensors": encode(_values(a, b, (a.plain(), b.plain()), shapes, threads, None))}
 
 
 def _dtype(about: TensorDescription) -> str:

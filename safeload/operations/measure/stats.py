@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -21,9 +22,11 @@ from ...engine.run.progress import Progress
 from ...engine.run.runner import struct_dtype
 from ...engine.run.threads import check_threads
 from ...errors import UnsupportedError
-from ..sources import executors, plan, sources
+from ..sources import executors, sources
 from ..sources.catalog import Catalog, Given, has_names
+from ..sources.codec import decode, encode
 from ..sources.executors import Executor
+from ..sources.plan import TensorPiece, open_piece
 
 _RECORD = struct_dtype("sl_stats")
 _F32 = dtypes.BY_CODE["F32"]
@@ -231,6 +234,13 @@ def measure(
 # ---- in pieces ----
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StatsPiece(TensorPiece):
+    """A piece of `stats`."""
+
+    histogram: bool = False
+
+
 def _in_pieces(
     catalog: Catalog,
     wanted: Sequence[str],
@@ -240,40 +250,37 @@ def _in_pieces(
     progress: Progress,
 ) -> dict[str, TensorStats]:
     sizes = {name: catalog.about(name).nbytes for name in wanted}
-    found = executors.by_tensor(
+    plain = executors.by_tensor(
         run,
-        "stats",
+        lambda names, sources: StatsPiece(operation="stats", names=names, sources=sources, histogram=histogram),
         catalog,
         sizes,
         executor,
         threads=threads,
         progress=progress,
-        more=lambda _: {"histogram": histogram},
     )
-    return {name: of_plain(found[name]) for name in wanted if name in found}
+    return {name: of_plain(plain[name]) for name in wanted if name in plain}
 
 
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Statistics of the tensors of a piece, as plain data; see `run_piece`."""
-    plan.check_version(piece)
-    names = plan.texts(piece, "names")
-    with sources.opened(plan.field(piece, "sources", list), names, storage_options) as catalog:
-        found = measure(catalog, names, bool(piece.get("histogram")), threads)
-    return {"tensors": {name: as_plain(one) for name, one in found.items()}}
+    """Return the statistics of the tensors of a piece; see `run_piece`."""
+    with open_piece(StatsPiece, piece, storage_options) as (decoded, catalog):
+        statistics = measure(catalog, decoded.names, decoded.histogram, threads)
+    return {"tensors": {name: as_plain(row) for name, row in statistics.items()}}
 
 
-def as_plain(found: TensorStats) -> list[Any]:
-    """Statistics as plain data, as JSON has it."""
-    *numbers, histogram = found
-    return [*plan.as_plain(numbers), None if histogram is None else histogram.tolist()]
+def as_plain(row: TensorStats) -> list[Any]:
+    """Return statistics as plain data."""
+    plain: list[Any] = encode(row._replace(histogram=None))
+    return [*plain[:-1], None if row.histogram is None else row.histogram.tolist()]
 
 
 def of_plain(plain: Sequence[Any]) -> TensorStats:
     """The inverse of `as_plain`."""
-    *numbers, histogram = plain
-    return TensorStats._make([*plan.of_plain(numbers), None if histogram is None else np.array(histogram, np.int64)])
+    histogram = None if plain[-1] is None else np.array(plain[-1], np.int64)
+    return decode(TensorStats, [*plain[:-1], None], "invalid result")._replace(histogram=histogram)
 
 
 # ---- one tensor ----

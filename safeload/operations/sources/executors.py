@@ -10,8 +10,9 @@ from typing import Any, Protocol, TypeVar
 from ...base import log
 from ...engine.run.progress import Progress, reporter
 from .catalog import Catalog
-from .plan import piece_of
-from .sources import Sources, groups
+from .codec import encode
+from .plan import TensorPiece
+from .sources import Source, Sources, groups
 
 # The argument, for messages.
 EXECUTOR = "executor="
@@ -78,41 +79,34 @@ def run(
 
 def by_tensor(
     function: Callable[[Mapping[str, Any], int | None], Mapping[str, Any]],
-    operation: str,
+    piece_of: Callable[[tuple[str, ...], tuple[Source, ...]], TensorPiece],
     catalog: Catalog,
     sizes: Mapping[str, int],
     executor: Executor,
     *,
     threads: int | None,
     progress: Progress,
-    more: Callable[[list[str]], Mapping[str, Any]] = lambda names: {},
 ) -> dict[str, Any]:
-    """Runs an operation on groups of tensors.
+    """Run an operation on groups of tensors and return its results by tensor name.
 
     Args:
-        function: of a piece; see `run`. Its result has "tensors": what it has found, by name.
-        operation: its name.
+        function: see `run`. Its result holds "tensors": plain data by tensor name.
+        piece_of: makes the piece for some names and their sources.
         catalog: has the tensors.
-        sizes: the tensors, and the bytes of each.
+        sizes: bytes of each tensor.
         executor: runs the pieces.
         threads: see `run`.
         progress: see `run`.
-        more: what a piece of these names has beside them and the files that hold them.
-
-    Returns:
-        What was found, by name.
 
     Raises:
-        ValueError: tensors in memory; see `Sources`.
-        Exception: see `run`.
+        ValueError: a tensor is in memory, where other processes cannot read it.
     """
     sources = Sources(catalog, EXECUTOR)
-    pieces = [
-        piece_of(operation, sources.of(names), names=names, **more(names)) for names in groups(sizes, sources.file_of)
-    ]
-    nbytes = [sum(sizes[name] for name in piece["names"]) for piece in pieces]
-    results = run(function, pieces, executor, sizes=nbytes, threads=threads, progress=progress)
-    return {name: found for result in results for name, found in result["tensors"].items()}
+    pieces = [piece_of(tuple(names), sources.of(names)) for names in groups(sizes, sources.file_of)]
+    nbytes = [sum(sizes[name] for name in piece.names) for piece in pieces]
+    plain = [encode(piece) for piece in pieces]
+    results = run(function, plain, executor, sizes=nbytes, threads=threads, progress=progress)
+    return {name: value for result in results for name, value in result["tensors"].items()}
 
 
 def _submit(

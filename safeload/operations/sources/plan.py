@@ -6,14 +6,23 @@ them, each with the size and the time of the last change that it had when the pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..._version import __version__
 from ...base.text import plural, printable, show
 from ...errors import FormatError, UnsupportedError
+from .catalog import Catalog
+from .codec import decode
+from .sources import Source, opened
 
-_T = TypeVar("_T")
+# Beginnings of messages.
+INVALID_PLAN, INVALID_PIECE = "invalid plan", "invalid piece"
+
+_AnyPiece = TypeVar("_AnyPiece", bound="Piece")
+_AnyTensorPiece = TypeVar("_AnyTensorPiece", bound="TensorPiece")
 
 # What `os.fspath` of a piece's file may not have: a piece writes only into the folder of its plan.
 _NOT_BARE = frozenset("/\\:\0")
@@ -35,44 +44,24 @@ class Plan(dict[str, Any]):
     @property
     def pieces(self) -> list[dict[str, Any]]:
         """The pieces, each an argument of `run_piece`. They may be done in any order, anywhere, and more than once."""
-        found: list[dict[str, Any]] = field(self, "pieces", list)
-        return found
+        pieces: list[dict[str, Any]] = self._checked("pieces", list, "a list")
+        return pieces
 
     @property
     def id(self) -> str:
         """Differs where options, sources, or safeload's version differ."""
-        found: str = field(self, "id", str)
-        return found
+        plan_id: str = self._checked("id", str, "a string")
+        return plan_id
+
+    def _checked(self, key: str, kind: type, described: str) -> Any:
+        value = self.get(key)
+        if not isinstance(value, kind):
+            raise FormatError(f"{INVALID_PLAN}: {key} must be {described}, got {show(value)}")
+        return value
 
     def __repr__(self) -> str:
         what = f"{self.get('operation')}, {plural(len(self.get('pieces', ())), 'piece')}"
         return f"<Plan {show(self.get('folder'))}: {what}>"
-
-
-def field(piece: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
-    """A field of a plan or of one of its pieces.
-
-    Raises:
-        FormatError: it is missing, or of another type.
-    """
-    value = piece.get(key) if isinstance(piece, Mapping) else None
-    if kind is float and type(value) is int:
-        value = float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise FormatError(f"a piece of a plan has {show(key)}, {_KINDS[kind]}; found {show(value)}")
-    return value
-
-
-_KINDS: Mapping[type, str] = {str: "text", int: "an integer", float: "a number", list: "a list", dict: "an object"}
-
-
-def texts(piece: Mapping[str, Any], key: str) -> list[str]:
-    """A field that is a list of text; see `field`."""
-    found = field(piece, key, list)
-    for item in found:
-        if not isinstance(item, str):
-            raise FormatError(f"a piece of a plan has {show(key)}, a list of text; found {show(item)} in it")
-    return found
 
 
 def bare_name(name: str) -> str:
@@ -82,36 +71,59 @@ def bare_name(name: str) -> str:
         FormatError: it leads elsewhere.
     """
     if not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
-        raise FormatError(f"a piece of a plan writes files with bare names; found {show(name)}")
+        raise FormatError(f"a plan names files by bare names, got {show(name)}")
     return name
 
 
-def check_version(piece: Mapping[str, Any]) -> None:
-    """Refuses a plan, or a piece of it, that another version has made.
+def check_version(plan: Any, what: str = INVALID_PLAN) -> None:
+    """Refuse a plan, or a piece of one, that another version of safeload made.
 
     Raises:
         UnsupportedError: of another version.
-        FormatError: it is neither.
+        FormatError: it has no version.
     """
-    made = field(piece, "version", str)
-    if made != __version__:
+    version = plan.get("version") if isinstance(plan, Mapping) else None
+    if not isinstance(version, str):
+        raise FormatError(f"{what}: version must be a string, got {show(version)}")
+    if version != __version__:
         raise UnsupportedError(
-            f"safeload {printable(made)} made the plan, and this is safeload {__version__}: "
+            f"safeload {printable(version)} made the plan, and this is safeload {__version__}: "
             "every worker needs the same version"
         )
 
 
-def piece_of(operation: str, sources: Sequence[Mapping[str, Any]], **content: Any) -> dict[str, Any]:
-    """A piece of an operation; fields that are None are left out."""
-    given = {key: value for key, value in content.items() if value is not None}
-    return {"operation": operation, "version": __version__, **given, "sources": list(sources)}
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Piece:
+    """A piece of an operation: the fields of all operations."""
+
+    operation: str
+    version: str = __version__
+    sources: tuple[Source, ...]
 
 
-def as_plain(fields: Iterable[Any]) -> list[Any]:
-    """The fields of a result as plain data: JSON has lists, and no tuples."""
-    return [list(value) if isinstance(value, tuple) else value for value in fields]
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TensorPiece(Piece):
+    """A piece that reads tensors."""
+
+    names: tuple[str, ...]
 
 
-def of_plain(fields: Iterable[Any]) -> list[Any]:
-    """The inverse of `as_plain`."""
-    return [tuple(value) if isinstance(value, (list, tuple)) else value for value in fields]
+def decode_piece(cls: type[_AnyPiece], plain: Any) -> _AnyPiece:
+    """Return a piece that may come from anywhere.
+
+    Raises:
+        UnsupportedError: another version of safeload planned it.
+        FormatError: a field is missing, unknown, or of the wrong type.
+    """
+    check_version(plain, INVALID_PIECE)
+    return decode(cls, plain, INVALID_PIECE)
+
+
+@contextmanager
+def open_piece(
+    cls: type[_AnyTensorPiece], plain: Any, storage_options: Mapping[str, Any] | None
+) -> Iterator[tuple[_AnyTensorPiece, Catalog]]:
+    """Decode a piece that reads tensors, and open its files; see `decode_piece` and `opened`."""
+    piece = decode_piece(cls, plain)
+    with opened(piece.sources, piece.names, storage_options) as catalog:
+        yield piece, catalog

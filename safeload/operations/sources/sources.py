@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from ...base import dtypes
 from ...base.paths import absolute
@@ -20,7 +21,6 @@ from ...stores import url as urls
 from ...stores.files import LOCAL, Files, Location
 from ...stores.local import check_unchanged, identity_of
 from .catalog import Catalog
-from .plan import field, texts
 
 _K = TypeVar("_K")
 
@@ -51,6 +51,84 @@ def check_paths(catalog: Catalog, what: str) -> None:
 def in_memory(found: str, what: str) -> ValueError:
     """The error for tensors in memory."""
     return ValueError(f"{what} needs the path of a checkpoint, or an open one: {found} in this process only")
+
+
+class FileVersion(NamedTuple):
+    """A local file in a plan: a worker refuses it if it has changed."""
+
+    path: str  # absolute
+    size: int  # bytes
+    version: int | float | str | None  # time of the last change in ns
+
+    @classmethod
+    def of(cls, path: str) -> FileVersion:
+        """The present version of a file."""
+        return cls(absolute(path), *identity_of(os.stat(path))[:2])
+
+    def check_unchanged(self) -> None:
+        """Refuse another version of the file.
+
+        Raises:
+            FormatError: the file has changed.
+        """
+        _check_path(self.path)
+        check_unchanged(self.path, (self.size, self.version))  # type: ignore[arg-type]
+
+
+class SourceFile(NamedTuple):
+    """A weight file in a plan."""
+
+    path: str  # a name in the folder of the source, or a whole path
+    size: int  # bytes
+    version: int | float | str | None  # of an object in a store; of a local file its mtime in ns
+    first: int = 0  # index of the first tensor of the piece that this file holds
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Size and version."""
+        return self.size, self.version
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Files of a checkpoint that a piece reads, and how the checkpoint was opened."""
+
+    folder: str
+    files: tuple[SourceFile, ...]
+    storage_options: dict[str, Any] | None = None
+    config: FileVersion | dict[str, Any] | None = None  # needed by packed tensors
+    beside: tuple[FileVersion, ...] = ()  # configurations that are read with a file of their folder
+    unlisted: dict[str, list[str]] = field(default_factory=dict)  # see `_unlisted`
+    format: str | None = None  # this and the next ones: see `safeload.open`
+    root: str | None = None
+    unknown_globals: str = "refuse"
+    stored: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ValueError("a source must have files")
+        for path in (self.folder, *(file.path for file in self.files)):
+            _check_path(path)
+        if self.format is not None and self.format not in FORMATS:
+            raise ValueError(f"format must be a name of safeload.open, got {show(self.format)}")
+        if self.unknown_globals not in ("refuse", "inert"):
+            raise ValueError(f'unknown_globals must be "refuse" or "inert", got {show(self.unknown_globals)}')
+
+    def versions(self) -> list[list[Any]]:
+        """Bare name, size and version of each file and configuration."""
+        config = [self.config] if isinstance(self.config, FileVersion) else []
+        files: list[SourceFile | FileVersion] = [*self.files, *config, *self.beside]
+        return [version_of(file.path, file.size, file.version) for file in files]
+
+
+def _check_path(path: str) -> None:
+    if "\0" in path:
+        raise FormatError(f"invalid plan: a path must not contain NUL, got {show(path)}")
+
+
+def version_of(path: str, size: int, version: Any) -> list[Any]:
+    """Bare name, size and version of a file."""
+    return [urls.shown(path).replace("\\", "/").rpartition("/")[2], size, version]
 
 
 class Sources:
@@ -88,18 +166,13 @@ class Sources:
         parts = () if packed is None else packed.parts.values()
         return list(dict.fromkeys((place.file, *(part.file for part in parts))))
 
-    def of(self, names: Iterable[str]) -> list[dict[str, Any]]:
-        """What `opened` needs to open the files of these tensors.
-
-        Returns:
-            For each checkpoint {"folder": text, "files": [[name, bytes, version, index of the first of the names],
-            ...]}, and what else it takes to open them as the checkpoint was opened. The version of a local file is its
-            mtime in ns. URLs come without secrets.
+    def of(self, names: Iterable[str]) -> tuple[Source, ...]:
+        """Return the sources that `opened` needs for these tensors: one for each checkpoint.
 
         Raises:
             UnsupportedError: a URL that leads nowhere without its query; a store of this process.
         """
-        found: dict[int, dict[str, Any]] = {}
+        sources: dict[int, dict[str, Any]] = {}
         seen: set[str] = set()
         for k, name in enumerate(names):
             for file in self.files_of(name):
@@ -109,25 +182,32 @@ class Sources:
                 owner = self._owners[file]
                 whole = file.files.public(file.place)
                 folder, path = file.files.split(whole)
-                source = found.setdefault(id(owner), {"folder": folder, "files": [], **_options_of(file.files)})
+                source = sources.setdefault(id(owner), {"folder": folder, "files": [], "beside": [], "unlisted": {}})
+                source["storage_options"] = file.files.public_options()
                 path = path if folder == source["folder"] else whole
-                source["files"].append([path, *file.identity[:2], k])
+                source["files"].append(SourceFile(path, file.identity[0], file.identity[1], k))
                 if file.place in self._unlisted:
-                    source.setdefault("unlisted", {})[whole] = self._unlisted[file.place]
+                    source["unlisted"][whole] = self._unlisted[file.place]
                 if dtypes.may_hold_codes(file.table.numbers):
                     if "config" not in source:
-                        source.update(_config_of(owner))
-                    for one in _beside(file):
-                        if one != source.get("config") and one not in source.setdefault("beside", []):
-                            source["beside"].append(one)
-        for key, source in found.items():
-            recipe = self._recipes[key]
-            source.update((k, v) for k, v in recipe._asdict().items() if k in _OPTIONS and v != _OPTIONS[k])
-        return list(found.values())
-
-
-# Options of `safeload.open` that a piece has, and their values by default.
-_OPTIONS: Mapping[str, Any] = {"format": None, "root": None, "unknown_globals": "refuse", "stored": False}
+                        source["config"] = _config_of(owner)
+                    files = (one for one in _beside(file) if one != source["config"])
+                    source["beside"] += [one for one in files if one not in source["beside"]]
+        return tuple(
+            Source(
+                folder=source["folder"],
+                files=tuple(source["files"]),
+                storage_options=source["storage_options"],
+                config=source.get("config"),
+                beside=tuple(source["beside"]),
+                unlisted=source["unlisted"],
+                format=self._recipes[key].format,
+                root=self._recipes[key].root,
+                unknown_globals=self._recipes[key].unknown_globals,
+                stored=self._recipes[key].stored,
+            )
+            for key, source in sources.items()
+        )
 
 
 def _unlisted(opened: Checkpoint) -> dict[str, list[str]]:
@@ -141,69 +221,39 @@ def _unlisted(opened: Checkpoint) -> dict[str, list[str]]:
     return found
 
 
-def _config_of(opened: Checkpoint) -> dict[str, Any]:
-    """The configuration that packed tensors need; nothing for files without one of their folder."""
-    if opened.config is None:
-        return {}
+def _config_of(opened: Checkpoint) -> FileVersion | dict[str, Any] | None:
+    """The configuration that packed tensors need: a local file, or its content."""
     folder = opened.folder
-    if folder is None or folder.files.remote:  # a list of folders, with that of any of them
-        return {"config": opened.config}
-    return {"config": source_of((folder / CONFIG).path)}
+    if opened.config is None or folder is None or folder.files.remote:  # no folder: a list of them
+        return opened.config
+    return FileVersion.of((folder / CONFIG).path)
 
 
-def _beside(file: WeightFile) -> list[list[Any]]:
+def _beside(file: WeightFile) -> list[FileVersion]:
     """The configurations in the folder of a file, which are read with it unless that of a checkpoint is given."""
     from ...packed.config_files import BESIDE  # only here: most checkpoints do not need it
 
     if file.files.remote:
         return []
     paths = (os.path.join(os.path.dirname(file.place), name) for name in BESIDE)
-    return [source_of(path) for path in paths if os.path.exists(path)]
-
-
-def source_of(path: str) -> list[Any]:
-    """A small local file that is read when it is needed: path, bytes, mtime in ns."""
-    return [absolute(path), *identity_of(os.stat(path))[:2]]
-
-
-def versions_of(piece: Mapping[str, Any]) -> list[list[Any]]:
-    """The files that a piece reads, adapters included: bare name, bytes and version of each."""
-    listed: list[Any] = []
-    for source in (*field(piece, "sources", list), *(piece.get("adapters") or ())):
-        if isinstance(source, Mapping):
-            configs = [source["config"]] if isinstance(source.get("config"), list) else []
-            listed += [*field(source, "files", list), *configs, *source.get("beside", ())]
-    identities = (identified(file) for file in listed)
-    return [[urls.shown(path).replace("\\", "/").rpartition("/")[2], *identity] for path, identity, _ in identities]
+    return [FileVersion.of(path) for path in paths if os.path.exists(path)]
 
 
 # ---- where paths lead ----
 
-_STORAGE_OPTIONS = "storage_options"
 
-
-def _options_of(files: Files) -> dict[str, Any]:
-    """The public options of URLs; nothing for local files."""
-    options = files.public_options()
-    return {} if options is None else {_STORAGE_OPTIONS: options}
-
-
-def files_of(source: Mapping[str, Any], path: str, storage_options: Mapping[str, Any] | None) -> Files:
-    """Where the paths of a source lead.
+def files_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Files:
+    """Return the files that a path in a plan leads to.
 
     Args:
-        source: has "storage_options" where URLs need some.
-        path: one of the paths.
-        storage_options: of this process, which win.
-
-    Raises:
-        FormatError: these are not options.
+        path: a path or a URL.
+        planned: storage options of the plan, without secrets.
+        storage_options: of this process; they take precedence.
     """
     if not urls.is_url(path):
         return LOCAL
     from ...stores.remote_files import RemoteFiles  # only here: most paths are local
 
-    planned = field(source, _STORAGE_OPTIONS, dict) if _STORAGE_OPTIONS in source else None
     if planned is None and storage_options is None:
         return RemoteFiles()
     return RemoteFiles(_merged(planned or {}, storage_options or {}))
@@ -217,57 +267,52 @@ def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
-def file_as_plain(file: WeightFile) -> str | dict[str, Any]:
-    """The path of an open file; see `location_as_plain`."""
-    return location_as_plain(Location(file.files, file.place))
+@dataclass(frozen=True, eq=False)
+class PlannedPath:
+    """A URL with storage options."""
+
+    path: str  # public
+    storage_options: dict[str, Any]
 
 
-def file_of(plain: Any, storage_options: Mapping[str, Any] | None) -> tuple[Location, tuple[Any, ...]]:
-    """A file that is given as [what `location_as_plain` returns, bytes, version], and its version.
-
-    Raises:
-        FormatError: it is something else.
-    """
-    first, *more = plain if isinstance(plain, (list, tuple)) and plain else [None]
-    location = location_of(first, storage_options)
-    return location, identified([location.path, *more])[1]
-
-
-def location_as_plain(location: Location) -> str | dict[str, Any]:
-    """A file as a plan has it: a path; of a URL with options an object.
+def path_in_plan(location: Location) -> str | PlannedPath:
+    """Return a location as plans carry it; see `location_of`.
 
     Raises:
         UnsupportedError: see `Sources.of`.
     """
-    path, options = location.files.public(location.files.absolute(location.path)), _options_of(location.files)
-    return {"path": path, **options} if options else path
+    path, options = location.files.public(location.files.absolute(location.path)), location.files.public_options()
+    return path if options is None else PlannedPath(path, options)
 
 
-def location_of(plain: Any, storage_options: Mapping[str, Any] | None = None) -> Location:
-    """The inverse of `location_as_plain`.
+def location_of(planned: str | PlannedPath, storage_options: Mapping[str, Any] | None = None) -> Location:
+    """Return the location that a plan carries.
 
-    Raises:
-        FormatError: it is something else.
+    Args:
+        planned: see `path_in_plan`.
+        storage_options: of this process; they take precedence.
     """
-    source = plain if isinstance(plain, Mapping) else {"path": plain}
-    path = field(source, "path", str)
-    return Location(files_of(source, path, storage_options), path)
+    path, options = (planned, None) if isinstance(planned, str) else (planned.path, planned.storage_options)
+    _check_path(path)
+    return Location(files_at(path, options, storage_options), path)
 
 
 # ---- in a worker ----
 
 
 @contextmanager
-def opened(sources: Any, names: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Iterator[Catalog]:
-    """Opens the files of a piece, and closes them again. They are read through descriptors, never through a mapping.
+def opened(
+    sources: Iterable[Source], names: Sequence[str], storage_options: Mapping[str, Any] | None = None
+) -> Iterator[Catalog]:
+    """Open the files of a piece, and close them again. They are read through descriptors, never through a mapping.
 
     Args:
-        sources: what `Sources.of` has returned.
+        sources: made by `Sources.of`.
         names: the tensors of the piece.
-        storage_options: of this process, which win over those of the sources.
+        storage_options: of this process; they take precedence over those of the sources.
 
     Raises:
-        FormatError: a file has changed since the plan was made, or is gone; or these are not sources.
+        FormatError: a file has changed since the plan was made, or is gone.
         SafeloadError, OSError: see `safeload.open`.
     """
     with ExitStack() as stack:
@@ -278,39 +323,35 @@ def opened(sources: Any, names: Sequence[str], storage_options: Mapping[str, Any
         yield catalog
 
 
-def _find(source: Any, names: Sequence[str], storage_options: Mapping[str, Any] | None) -> Any:
-    files = field(source, "files", list)
+def _find(source: Source, names: Sequence[str], storage_options: Mapping[str, Any] | None) -> Any:
     seen = []
-    tensors: dict[str, str] = {}  # the first one of each file
-    folder = field(source, "folder", str)
-    place = files_of(source, folder, storage_options)
-    if not files:
-        raise FormatError("a source of a piece has files, found none")
-    for file in files:
-        name, identity, first = identified(file)
-        path = name if urls.is_url(name) and place.remote else place.join(folder, name)
-        tensor = names[first] if first < len(names) else ""
-        tensors[place.shown(path)] = tensor
-        if not place.remote:
+    tensors: dict[str, str] = {}  # the first tensor of each file
+    files = files_at(source.folder, source.storage_options, storage_options)
+    for file in source.files:
+        path = file.path if urls.is_url(file.path) and files.remote else files.join(source.folder, file.path)
+        tensors[files.shown(path)] = names[file.first] if 0 <= file.first < len(names) else ""
+        if not files.remote:
             with _of_tensor(tensors, names):
                 if not os.path.exists(path):
                     raise FileNotFoundError(path)
-                check_unchanged(path, identity)
-        seen.append((path, identity))
-    for beside in field(source, "beside", list) if "beside" in source else ():
-        path, identity, _ = identified(beside)
-        if not os.path.exists(path):
-            raise FormatError("the configuration is gone", path)
-        check_unchanged(path, identity)
-    options = {key: source.get(key, usual) for key, usual in _OPTIONS.items()}
-    for key, value in options.items():
-        if value != _OPTIONS[key] and not _fits(key, value):
-            raise FormatError(f"a source of a piece has {show(key)} as safeload.open, found {show(value)}")
-    unlisted = field(source, "unlisted", dict) if "unlisted" in source else {}
-    recipe = Recipe(tuple(path for path, _ in seen), True, **options, files=place)
-    config = config_from(source.get("config"))
+                check_unchanged(path, file.identity)
+        seen.append((path, file.identity))
+    for beside in source.beside:
+        if not os.path.exists(beside.path):
+            raise FormatError("the configuration is gone", beside.path)
+        beside.check_unchanged()
+    recipe = Recipe(
+        tuple(path for path, _ in seen),
+        True,
+        source.format,
+        source.root,
+        source.unknown_globals,  # type: ignore[arg-type] # checked
+        source.stored,
+        files,
+    )
+    config = config_from(source.config)
     with _of_tensor(tensors, names):
-        return reopen_subset(tuple(seen), config, recipe, {path: texts(unlisted, path) for path in unlisted})
+        return reopen_subset(tuple(seen), config, recipe, source.unlisted)
 
 
 @contextmanager
@@ -338,41 +379,19 @@ def _of_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[Non
         raise FormatError(message, path, error.offset, tensor=tensors[path]) from None
 
 
-def _fits(key: str, value: Any) -> bool:
-    """Whether an option may have a value other than the usual one."""
-    if key == "format":
-        return isinstance(value, str) and value in FORMATS
-    return isinstance(value, str) if key == "root" else value == ("inert" if key == "unknown_globals" else True)
-
-
-def identified(file: Any) -> tuple[str, tuple[Any, ...], int]:
-    """The path of a file, its size and version, and the index of the first tensor in it (0 where that is not given).
+def config_from(config: FileVersion | dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a configuration that a plan has, or the content of its file.
 
     Raises:
-        FormatError: it is something else.
-    """
-    path, size, version, *first = file if isinstance(file, (list, tuple)) and len(file) > 2 else [None] * 3
-    integers = type(size) is int and all(type(number) is int for number in first)
-    plain = integers and isinstance(version, (int, float, str, type(None)))
-    if not isinstance(path, str) or "\0" in path or not plain:
-        raise FormatError(f"a source of a piece is [path, bytes, mtime in ns or version, ...], found {show(file)}")
-    return path, (size, version), max(0, sum(first[:1]))
-
-
-def config_from(file: Any) -> dict[str, Any] | None:
-    """The configuration in a file, given by `source_of`, or itself; None for None.
-
-    Raises:
-        FormatError: the file has changed, or does not hold one.
+        FormatError: the file has changed, or holds no configuration.
         OSError: the file cannot be read.
     """
-    if file is None or isinstance(file, dict):
-        return file
+    if not isinstance(config, FileVersion):
+        return config
     from ...stores.json_file import read_json
 
-    path, identity, _ = identified(file)
-    check_unchanged(path, identity)
-    return read_json(path, CONFIG)
+    config.check_unchanged()
+    return read_json(config.path, CONFIG)
 
 
 # ---- groups ----

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ...base.scheme import INT8
 from ...base.text import show
 from ...errors import FormatError, one_line
+from ...stores.files import Location
 from ..measure.stats import TensorStats, as_plain, of_plain
 from ..sources import executors
 from ..sources.catalog import Catalog
+from ..sources.codec import encode
 from ..sources.executors import EXECUTOR, Executor
-from ..sources.plan import check_version, field, piece_of, texts
-from ..sources.sources import Sources, file_as_plain, file_of, groups, opened
+from ..sources.plan import INVALID_PIECE, Piece, TensorPiece, decode_piece
+from ..sources.sources import PlannedPath, Source, Sources, groups, location_of, opened, path_in_plan
 from . import files
 from .contents import Contents, readable
 from .files import FileEntry
@@ -99,6 +102,43 @@ def _got(result: Mapping[str, Any], key: str, name: str | None = None) -> Any:
 
 # ---- pieces ----
 
+
+class Archive(NamedTuple):
+    """An archive whose entries a piece reads."""
+
+    path: str | PlannedPath
+    size: int  # bytes
+    version: int | float | str | None  # see `SourceFile`
+    entries: dict[str, str]  # names, by the number of the entry
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArchivesPiece(Piece):
+    """A piece that compares checksums of archives."""
+
+    check: str
+    sources: tuple[Source, ...] = ()
+    archives: tuple[Archive, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ValuesPiece(TensorPiece):
+    """A piece that checks values; see `Limits`."""
+
+    check: str
+    histogram: bool = False
+    scale: float | dict[str, float] | None = None
+    absmax: float | dict[str, float] | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TiedPiece(Piece):
+    """A piece that compares a tied head with its embedding."""
+
+    check: str
+    names: tuple[str, str]
+
+
 # A piece, its bytes, and what it is about: entries by index, names of tensors, pairs of them.
 _Planned = tuple[dict[str, Any], int, Sequence[Any]]
 
@@ -106,13 +146,15 @@ _Planned = tuple[dict[str, Any], int, Sequence[Any]]
 def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[_Planned]:
     sizes = {k: entry.info.packed for k, entry in enumerate(entries)}
     for group in groups(sizes, lambda k: entries[k].file):
-        archives: dict[str, list[Any]] = {}
+        archives: dict[str, Archive] = {}
         for k in group:
             file = entries[k].file
-            archive = archives.setdefault(file.place, [file_as_plain(file), *file.identity[:2], {}])
-            archive[-1][str(k)] = entries[k].name
-        piece = piece_of(_OPERATION, [], check="archives", archives=list(archives.values()))
-        yield piece, sum(sizes[k] for k in group), group
+            if file.place not in archives:
+                path = path_in_plan(Location(file.files, file.place))
+                archives[file.place] = Archive(path, file.identity[0], file.identity[1], {})
+            archives[file.place].entries[str(k)] = entries[k].name
+        piece = ArchivesPiece(operation=_OPERATION, check="archives", archives=tuple(archives.values()))
+        yield encode(piece), sum(sizes[k] for k in group), group
 
 
 def _value_pieces(
@@ -121,11 +163,16 @@ def _value_pieces(
     sizes = {name: catalog.about(name).nbytes for name in names}
     for group in groups(sizes, sources.file_of):
         int8 = [name for name in group if catalog.about(name).scheme == INT8]
-        limits = {"scale": _numbers(wanted.limits.scale, int8), "absmax": _numbers(wanted.limits.absmax, int8)}
-        piece = piece_of(
-            _OPERATION, sources.of(group), check="values", names=group, histogram=wanted.histogram, **limits
+        piece = ValuesPiece(
+            operation=_OPERATION,
+            check="values",
+            names=tuple(group),
+            sources=sources.of(group),
+            histogram=wanted.histogram,
+            scale=_numbers(wanted.limits.scale, int8),
+            absmax=_numbers(wanted.limits.absmax, int8),
         )
-        yield piece, sum(sizes[name] for name in group), group
+        yield encode(piece), sum(sizes[name] for name in group), group
 
 
 def _numbers(limit: Any, names: Sequence[str]) -> Any:
@@ -139,19 +186,17 @@ def _numbers(limit: Any, names: Sequence[str]) -> Any:
 
 def _tied_pieces(catalog: Catalog, pairs: Mapping[str, str], sources: Sources) -> Iterator[_Planned]:
     for pair in pairs.items():
-        names = list(pair)
-        piece = piece_of(_OPERATION, sources.of(names), check="tied", names=names)
-        yield piece, sum(catalog.about(name).nbytes for name in names), [pair]
+        piece = TiedPiece(operation=_OPERATION, check="tied", names=pair, sources=sources.of(pair))
+        yield encode(piece), sum(catalog.about(name).nbytes for name in pair), [pair]
 
 
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Reads what a piece names; see `run_piece`."""
-    check_version(piece)
-    check = field(piece, "check", str)
-    if check not in _CHECKS:
-        raise FormatError(f"a piece of validate checks {', '.join(_CHECKS)}; found {show(check)}")
+    check = piece.get("check") if isinstance(piece, Mapping) else None
+    if not isinstance(check, str) or check not in _CHECKS:
+        raise FormatError(f"{INVALID_PIECE}: check must be {', '.join(_CHECKS)}, got {show(check)}")
     return _CHECKS[check](piece, threads, storage_options)
 
 
@@ -165,27 +210,26 @@ def _told(found: dict[str, Any]) -> Iterator[None]:
 
 def _check_archives(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    archives = field(piece, "archives", list)
+    decoded = decode_piece(ArchivesPiece, piece)
     with _told(found):
         faults: dict[str, str] = {}
-        for archive in archives:
-            location, identity = file_of(archive[:3] if isinstance(archive, list) else archive, storage_options)
-            names = field({"entries": archive[-1]}, "entries", dict)
+        for archive in decoded.archives:
+            location, identity = location_of(archive.path, storage_options), (archive.size, archive.version)
             location.files.check_unchanged(location.path, identity)
-            with files.reopened(location, identity, list(names.values())) as entries:
-                several = zip(names, files.faults_of(entries, threads), strict=True)
-                faults.update((k, fault) for k, fault in several if fault is not None)
+            with files.reopened(location, identity, list(archive.entries.values())) as entries:
+                by_number = zip(archive.entries, files.faults_of(entries, threads), strict=True)
+                faults.update((number, fault) for number, fault in by_number if fault is not None)
         found["faults"] = faults
     return found
 
 
 def _check_values(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
-    names, sources = texts(piece, "names"), field(piece, "sources", list)
-    limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
-    wanted = settings(limits=limits, threads=threads, histogram=bool(piece.get("histogram")))
+    decoded = decode_piece(ValuesPiece, piece)
+    names, limits = decoded.names, Limits(scale=decoded.scale, absmax=decoded.absmax)
+    wanted = settings(limits=limits, threads=threads, histogram=decoded.histogram)
     scales: dict[str, list[list[Any]]] = {}
     found: dict[str, Any] = {"scales": scales}
-    with _told(found), opened(sources, names, storage_options) as catalog:
+    with _told(found), opened(decoded.sources, names, storage_options) as catalog:
         contents = Contents(catalog, wanted)
         known = {name: catalog.about(name) for name in names}
         for name in names:
@@ -198,12 +242,10 @@ def _check_values(piece: Mapping[str, Any], threads: int | None, storage_options
 
 
 def _check_tied(piece: Mapping[str, Any], threads: int | None, storage_options: _Options) -> dict[str, Any]:
-    names, sources = texts(piece, "names"), field(piece, "sources", list)
-    if len(names) != 2:
-        raise FormatError(f"a piece of validate compares two tensors; found {show(names)}")
+    decoded = decode_piece(TiedPiece, piece)
     found: dict[str, Any] = {}
-    with _told(found), opened(sources, names, storage_options) as catalog:
-        finding = Contents(catalog, settings(threads=threads)).tied(*names)
+    with _told(found), opened(decoded.sources, decoded.names, storage_options) as catalog:
+        finding = Contents(catalog, settings(threads=threads)).tied(*decoded.names)
         found["tied"] = [] if finding is None else [list(finding)]
     return found
 

@@ -29,9 +29,11 @@ from ...engine.run.jobs import native_order
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import FormatError
-from ..sources import executors, plan, sources
+from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
+from ..sources.plan import TensorPiece, open_piece
+from ..sources.sources import Source
 from .findings import Finding, error, note
 
 KEY, VERSION = "safeload_manifest", 1
@@ -72,19 +74,22 @@ def make(
         if executor is None:
             found = _entries(catalog, sizes, threads, progress)
         else:
-            made = executors.by_tensor(run, "manifest", catalog, sizes, executor, threads=threads, progress=progress)
-            found = {name: made[name] for name in sizes}
+            by_name = executors.by_tensor(run, _piece, catalog, sizes, executor, threads=threads, progress=progress)
+            found = {name: by_name[name] for name in sizes}
         return {KEY: VERSION, "tensors": found}
 
 
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The entries of the tensors of a piece; see `run_piece`."""
-    plan.check_version(piece)
-    names = plan.texts(piece, "names")
-    with sources.opened(plan.field(piece, "sources", list), names, storage_options) as catalog:
-        return {"tensors": _entries(catalog, {name: catalog.about(name).nbytes for name in names}, threads, None)}
+    """Return the entries of the tensors of a piece; see `run_piece`."""
+    with open_piece(TensorPiece, piece, storage_options) as (decoded, catalog):
+        sizes = {name: catalog.about(name).nbytes for name in decoded.names}
+        return {"tensors": _entries(catalog, sizes, threads, None)}
+
+
+def _piece(names: tuple[str, ...], sources: tuple[Source, ...]) -> TensorPiece:
+    return TensorPiece(operation="manifest", names=names, sources=sources)
 
 
 def _entries(
