@@ -108,7 +108,8 @@ def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, 
     """
     if names is not None and only is not None:
         raise ValueError("names= are exact names and only= are patterns of names: pass one of them")
-    return select(known if names is None else list(distinct(names)), only, drop)
+    chosen = known if names is None else list(distinct(names))
+    return list(chosen) if only is None and drop is None else select(chosen, only, drop)
 
 
 def _listed(what: str, patterns: Patterns) -> list[str]:

@@ -84,7 +84,8 @@ class Spans:
 
     def joined(self) -> Spans:
         """The same bytes in as few ranges as possible, without empty ones."""
-        some = self.pick(self.columns[2] > 0)
+        sizes = self.columns[2]
+        some = self if sizes.all() else self.pick(sizes > 0)
         return some.merged(np.flatnonzero(np.concatenate([[True], ~some.follows()]))) if len(some) else some
 
     def divided(self, most: int) -> Spans:
@@ -143,9 +144,8 @@ class Spans:
         if not total:
             return
         if total <= IN_TURN:
-            buffers = [aligned_bytes(max(SMALLEST_BUFFER, total))]
-            for task in self._tasks(buffers, threads):
-                yield task.run(nothing)
+            buffer = aligned_bytes(max(SMALLEST_BUFFER, total))  # alive while the consumer uses its address
+            yield _fill(self.joined(), buffer, threads, nothing)
             return
         buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
         workers = REMOTE_WORKERS if any(file.remote for file in self.files) else 1

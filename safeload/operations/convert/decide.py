@@ -41,7 +41,7 @@ class Decider:
         model = ModelRules.of(catalog)
         tied = {} if rules is None or names is not None else model.tied_heads()
         chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
-        self._descriptions = {name: catalog.about(name) for name in chosen if name in catalog}
+        self.descriptions = {name: catalog.about(name) for name in chosen if name in catalog}
         self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
         self._ignored = [name for name in catalog.ignored if name in chosen]
         self._quantized: dict[str, str] = {}
@@ -51,12 +51,12 @@ class Decider:
         if self._target is not None or rules is not None or self._format != SAFETENSORS:
             cause = f"the format {self._format}" if self._target is None else "dtype="
             cause = cause if rules is None else "quantize="
-            codes_without_scale.refuse(catalog.codes, self._descriptions, f"convert with {cause}")
+            codes_without_scale.refuse(catalog.codes, self.descriptions, f"convert with {cause}")
 
     @property
     def names(self) -> list[str]:
         """Source names of the tensors to convert, and the tied heads that the result may get."""
-        return [*self._descriptions, *self._heads]
+        return [*self.descriptions, *self._heads]
 
     def config(self) -> dict[str, Any] | None:
         """Return the ``config.json`` of the result, or None if the source has none."""
@@ -66,7 +66,7 @@ class Decider:
     def restored(self) -> bool:
         """True if packed tensors are dequantized."""
         converts = self._target is not None or self._rules is not None
-        return converts and any(tensor.packed for tensor in self._descriptions.values())
+        return converts and any(tensor.packed for tensor in self.descriptions.values())
 
     def summary(self, nbytes: int) -> Summary | None:
         """Return the summary of quantized and kept tensors, or None without ``quantize``.
@@ -76,7 +76,7 @@ class Decider:
         """
         if self._rules is None:
             return None
-        before = sum(tensor.nbytes for tensor in self._descriptions.values())
+        before = sum(tensor.nbytes for tensor in self.descriptions.values())
         return Summary(before, nbytes, self._quantized, self._kept)
 
     def of_tensors(self) -> dict[str, Decision]:
@@ -84,8 +84,8 @@ class Decider:
 
         Activation scales are copied only if all tensors stay packed.
         """
-        self._catalog.refuse_unknown(self._descriptions)
-        decisions = {name: self._decide(name, tensor) for name, tensor in self._descriptions.items()}
+        self._catalog.refuse_unknown(self.descriptions)
+        decisions = {name: self._decide(name, tensor) for name, tensor in self.descriptions.items()}
         if self._rules is None and self._target is None and self._format in (SAFETENSORS, "gguf"):
             decisions.update((name, Decision((name,))) for name in self._ignored)
         for head, embedding in self._heads.items():
@@ -95,14 +95,14 @@ class Decider:
             scheme = self._planned(head, tensor).scheme
             if scheme is not None:
                 decisions[head] = Decision((embedding,), scheme=scheme)
-            elif embedding not in self._descriptions:  # a reader has no embedding in the result to tie the head to
+            elif embedding not in self.descriptions:  # a reader has no embedding in the result to tie the head to
                 decisions[head] = self._decide(embedding, tensor)
         return decisions
 
     def of_layout(self, layout: Layout) -> dict[str, Decision]:
         """Decide about the tensors of a layout."""
         decisions: dict[str, Decision] = {}
-        for stack in plan(self._descriptions, layout, self._target):
+        for stack in plan(self.descriptions, layout, self._target):
             name = stack.entry.name
             codes_without_scale.refuse(self._catalog.codes, stack.names, "convert with layout=")
             planned = None if self._rules is None else self._planned(name, _description_of(stack))

@@ -131,21 +131,22 @@ def _prepared(catalog: Catalog, request: ConvertRequest, rules: Rules | None, th
     options, format = request.options, request.format
     keep, layout = options.get("keep"), options.get("layout")
     decider = Decider(catalog, request, rules)
-    if not callable(keep):
+    if keep is not None and not callable(keep):
         check_matches("keep", keep, decider.names)
     decisions = decider.of_layout(layout) if layout is not None else decider.of_tensors()
-    if request.target is None and rules is None and layout is None:
+    converts = request.target is not None or rules is not None
+    if options.get("adapters") is not None and not converts and layout is None:
         for source in {source for decision in decisions.values() for source in decision.sources}:
             catalog.check_kept(source)
-    outputs = Maker(catalog, decisions, format, threads).outputs()
-    names = renamed(outputs, options.get("rename"))
-    for name, output in outputs.items():
+    outputs = Maker(catalog, decisions, format, threads, decider.descriptions).outputs()
+    rename = options.get("rename")
+    names = {name: name for name in outputs} if rename is None else renamed(outputs, rename)
+    for name, output in outputs.items() if rename is not None else ():
         _check_rename(name, names[name], output)
     if decider.restored:
         _warn_of_stacks(catalog, names, request.path)
     outputs = {names[name]: output for name, output in outputs.items()}
     metadata = metadata_for(catalog, request)
-    converts = request.target is not None or rules is not None
     if format == "gguf" and converts and file_type.KEY not in (options.get("metadata") or {}):
         metadata = file_type.updated(metadata, outputs.values())
     return Outputs(catalog, decider, decisions, outputs, metadata, extras_for(catalog, request), format)
@@ -198,11 +199,20 @@ class Maker:
     Args:
         decisions: by the tensor names to use in messages.
         format: of the result.
+        descriptions: descriptions of tensors, as far as the caller has them.
     """
 
-    def __init__(self, catalog: Catalog, decisions: Mapping[str, Decision], format: str, threads: int | None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        decisions: Mapping[str, Decision],
+        format: str,
+        threads: int | None,
+        descriptions: Mapping[str, TensorDescription] | None = None,
+    ) -> None:
         self._catalog = catalog
         self._decisions = decisions
+        self._descriptions = {} if descriptions is None else descriptions
         self._format = format
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
@@ -223,7 +233,7 @@ class Maker:
         (source,) = decision.sources
         if source not in self._catalog:
             return _stored(self._catalog.ignored[source], self._threads)
-        tensor = self._catalog.about(source)
+        tensor = self._about(source)
         if decision.scheme is not None:
             return self._quantized(decision.scheme, tensor.shape, partial(self._values, source, name))
         if decision.dtype is None and tensor.packed:
@@ -236,6 +246,9 @@ class Maker:
         dtype, shape = dtypes.array_dtype(row.number), tensor.shape
         staged = self._staged(source, decision.dtype, row)
         return Lazy(dtype, shape, lambda: self._read(source, dtype, shape, row), staged)
+
+    def _about(self, source: str) -> TensorDescription:
+        return self._descriptions.get(source) or self._catalog.about(source)
 
     def _values(self, source: str, name: str) -> Source | QuantizedTensor:
         """Return a tensor's values; jobs dequantize packed tensors as they read."""
@@ -267,7 +280,7 @@ class Maker:
     def _stacked(self, name: str, decision: Decision) -> Output:
         assert decision.stack is not None
         assert decision.dtype is not None
-        layers = {source: self._catalog.about(source) for source in decision.sources}
+        layers = {source: self._about(source) for source in decision.sources}
         (stack,) = plan(layers, Layout(name, [decision.stack]), dtypes.BY_CODE[decision.dtype])
 
         def make() -> Array:

@@ -240,12 +240,12 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     targets = _targets(tensors.ranges.numbers, target)
     if targets is None:
         return None
-    rename = options.get("rename")
+    rename, texts = options.get("rename"), as_texts(metadata_for(catalog, request))
     return Copies(
         tensors.names if rename is None else [*renamed(tensors.names, rename).values()],
         tensors.shapes,
         Spans.of(tensors, targets),
-        pack({}, as_texts(metadata_for(catalog, request)) or None)[1],
+        pack({}, texts)[1] if texts else None,  # without keys that describe quantized tensors
         config_with(catalog.config, target),
         extras_for(catalog, request),
         threads,

@@ -444,6 +444,8 @@ class OldShards:
         Raises:
             FileExistsError: a source is one of the shards, and tensors would be lost.
         """
+        if not self._folders:
+            return
         shards = [os.path.join(title, name) for title, names in self._folders.items() for name in names]
         shards = [path for path in shards if path.endswith(".safetensors") and os.path.exists(path)]
         sources = [path for path in paths if os.path.exists(path)] if shards else []
