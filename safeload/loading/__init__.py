@@ -1,1 +1,1 @@
-"""Open checkpoints and load arrays, with adapters merged into them."""
+"""Open checkpoints and load arrays, with or without adapters."""

@@ -21,7 +21,7 @@ from ..stores.files import Location
 from ..stores.json_file import read_json
 from ..stores.places import Located
 
-# What `adapters=` takes: a path, a path with its weight, or a sequence of these in order.
+# The `adapters=` argument: a path, a path with its weight, or a sequence of these in order.
 One = PathLike | Located | tuple[PathLike | Located, float]
 Adapters = One | Sequence[One] | None
 
@@ -29,30 +29,30 @@ CONFIG = "adapter_config.json"
 
 # ---- settings ----
 
-# Defaults of PEFT's LoraConfig for keys that its files omit.
+# PEFT's LoraConfig defaults, for keys missing in the file.
 _RANK, _ALPHA = 8, 8
 _MAX_RANK = 1 << 20
 # Initializations that change the base, unless the adapter was converted after training.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-# Settings that change which tensors the adapter belongs to.
+# Settings under which the adapter changes tensors of other names.
 _REFUSED = {
     "layer_replication": "repeats layers of the base",
     "trainable_token_indices": "changes rows of embeddings",
 }
-# Variants that compute something other than s * B A, or that change the base when training begins.
+# Variants with a formula other than s * B A, or with a base changed when training begins.
 _VARIANTS = (
     "use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config",
 )  # fmt: skip
 # Limits on lists of names, which are compared with the names of modules.
 _MAX_NAMES, _MAX_NAME_LENGTH = 10_000, 1000
-# A plain pattern: the end of a name, in which "." matches any character. There can be one for each module.
+# A plain pattern: the end of a name; "." matches any character. There can be as many as modules.
 _PLAIN = re.compile(r"\^?[\w.]+", re.ASCII)
 # Limit on patterns of any other form, because each is tried on each module.
 _MAX_PATTERNS = 256
 
 
 class AdapterSettings(NamedTuple):
-    """The settings in ``adapter_config.json`` that affect the values of merged tensors."""
+    """The settings of ``adapter_config.json`` behind the values of merged tensors."""
 
     path: str  # the config file, for messages
     mlx: bool  # written by MLX, not PEFT
@@ -63,8 +63,8 @@ class AdapterSettings(NamedTuple):
     transposed: bool  # weights of the base are [in, out]
     ranks: Mapping[str, int]  # module pattern -> rank
     alphas: Mapping[str, float]  # module pattern -> alpha
-    parameters: Sequence[str] = ()  # name endings of target tensors that are not a module's ``weight``
-    saved: Sequence[str] = ()  # name endings of modules that PEFT copied and trained
+    parameters: Sequence[str] = ()  # name endings of target tensors other than a module's ``weight``
+    saved: Sequence[str] = ()  # name endings of the modules copied and trained by PEFT
     tying: bool = False  # PEFT kept the head and the embedding of a tied model equal
 
     def alpha_of(self, module: str) -> float:
@@ -242,7 +242,7 @@ _PARTNERS = {
     BIAS: {B},
     MAGNITUDE: {B, EMBEDDING_B},
 }
-# Parts of names that PEFT wraps around a module, and names of other methods and tools.
+# Wrappers in PEFT's module names, and names of other methods and tools.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
 _WRAPPED = (".base_layer.", _SAVED)
 _FOREIGN = ("lora_down", "lora_up", "lora.down", "lora.up", "lora_unet_", "lora_te", "_lora.", "hada_", "lokr_")
@@ -341,7 +341,7 @@ def opened(
 
 
 def _check_names(checkpoint: Checkpoint) -> None:
-    """Refuse the names of other tools, whose adapters lack a configuration too."""
+    """Refuse the names of other tools before their missing configuration becomes the error."""
     name = next((name for name in checkpoint if any(part in name for part in _FOREIGN)), None)
     if name is not None and not name.startswith(_PREFIX):
         text = "is named in the style of diffusers and kohya, not of PEFT or MLX; convert the adapter to PEFT first"
@@ -370,7 +370,7 @@ def _modules(checkpoint: Checkpoint, settings: AdapterSettings) -> dict[str, dic
 
 
 def _check_parts(parts: Mapping[str, str], settings: AdapterSettings, path: str) -> None:
-    """Refuse roles of a module that do not fit together."""
+    """Refuse inconsistent roles of a module."""
     if {A, EMBEDDING_A} <= parts.keys():
         both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
         raise FormatError(f"{both} of the adapter change one module in two ways", path)

@@ -1,4 +1,4 @@
-"""Base tensors that adapters change: their shapes, and their rows as floats."""
+"""Base tensors to merge adapters into: their shapes, and their rows as floats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AdapterTarget(NamedTuple):
 
 
 class Base(Protocol):
-    """Tensors that adapters can be merged into."""
+    """The tensors of a model to merge adapters into."""
 
     @property
     def title(self) -> str:
@@ -86,7 +86,7 @@ def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> 
     """Return a tensor of an open checkpoint as a target.
 
     Raises:
-        UnsupportedError: the tensor is not floating, or holds codes that safeload cannot dequantize.
+        UnsupportedError: the tensor is not floating, or holds codes of a scheme without dequantization.
     """
     codes_without_scale.refuse(checkpoint.codes(), [name], "adapters=", checkpoint.path)
     packed, row = file.table.packed(index), file.table.row(index)

@@ -23,7 +23,7 @@ from .adapter_base import Base
 # PEFT changes modules, not weights. A trained copy of a module (`modules_to_save`) and the factors of a module do not
 # reach the module it is tied to. Only tensors that replace the weights of the base reach both.
 
-# The end of the name of an embedding that an encoder, a decoder and a head share.
+# The end of the name of an embedding shared by an encoder, a decoder and a head.
 _SHARED = "shared.weight"
 
 
@@ -34,7 +34,7 @@ class Heads(NamedTuple):
     untied: Mapping[str, str]  # head -> embedding, if the head gets weights of its own
 
     def mirrored(self, adapter: Adapter) -> dict[str, str]:
-        """Return the adapter tensors that also replace a tied tensor, by the name of the tied tensor."""
+        """Return the adapter tensors whose values also replace a tied tensor, by the tied tensor's name."""
         replaced: dict[str, str] = {}
         for pair in self.pairs.items():
             for name, tied in (pair, pair[::-1]):
@@ -44,7 +44,7 @@ class Heads(NamedTuple):
         return replaced
 
     def redundant(self, adapter: Adapter) -> set[str]:
-        """Return the heads that stay tied although the adapter stores values for them, equal to the embedding's."""
+        """Return the heads that stay tied because the adapter repeats the embedding's values for them."""
         return {head for head in self.pairs if head not in self.untied and VALUE in adapter.modules.get(head, {})}
 
 
@@ -57,7 +57,7 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
         names: of the base's tensors.
 
     Raises:
-        FormatError: an adapter has different values for a head and an embedding that stay tied.
+        FormatError: an adapter stores different values for a head and its tied embedding.
         UnsupportedError: the embedding is shared by an encoder, a decoder and a head, or by a head of unknown name.
     """
     pairs = tied_heads(config, names)
@@ -80,7 +80,7 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
 
 
 def _check_embeddings(adapters: Iterable[Adapter]) -> None:
-    """Refuse changes of an embedding that is tied to an unknown head."""
+    """Refuse changes of an embedding with an unknown tied head."""
     for adapter in adapters:
         for module, parts in adapter.modules.items():
             if EMBEDDING_A in parts:
@@ -93,7 +93,7 @@ def _check_embeddings(adapters: Iterable[Adapter]) -> None:
 
 
 def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
-    """Return the tensor of a tied pair that an adapter changes alone; None if it changes neither or both."""
+    """Return the changed tensor of a tied pair, or None if the adapter changes neither or both."""
     if adapter.settings.mlx:  # its embeddings are their own heads
         return None
     modules = adapter.modules
@@ -131,7 +131,7 @@ def _equal(adapter: Adapter, first: str, second: str) -> bool:
 
 # transformers renames or stacks some weights when it loads them. Adapters use the model's names, files the stored ones.
 
-# Layers whose rows transformers concatenates to a stack, in order, by the last part of the stack's name.
+# Layers concatenated by transformers, row by row and in order, under the last part of the stack's name.
 _LAYERS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",),),  # Nemotron-H has no gate
@@ -152,10 +152,10 @@ class Apart(NamedTuple):
     """A stack stored expert by expert."""
 
     experts: int
-    layers: tuple[str, ...]  # names of the layers whose rows form each matrix, in order
+    layers: tuple[str, ...]  # names of the layers concatenated in each matrix, in order
     rows: int  # of each layer
     columns: int  # of each layer
-    outer: str  # name of the module that has the experts
+    outer: str  # name of the experts' module
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ def _expert_name(outer: str, expert: int, layer: str) -> str:
 
 
 class WithStacks:
-    """A base under the names of the model: renamed tensors, and stacks of experts that are stored apart."""
+    """A base under the names of the model: renamed tensors, and stacks of separately stored experts."""
 
     apart: dict[str, Apart]  # stacks looked up so far, by name
     renamed: dict[str, str]  # model name -> stored name, for tensors looked up so far
@@ -227,7 +227,7 @@ def _stored_names(name: str) -> Iterator[str]:
 
 # ---- modules ----
 
-# Models of transformers whose layers of class Conv1D store weights as [in, out], and the last names of these layers.
+# Models of transformers with Conv1D layers, which store weights as [in, out], and the last names of these layers.
 _CONV1D_MODELS = frozenset(("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"))
 _CONV1D = frozenset(("c_attn", "c_fc", "c_proj", "q_attn"))
 # Models that store experts as [experts, in, out], which every version of PEFT knows.
@@ -235,7 +235,7 @@ _IN_FIRST = frozenset(("gpt_oss",))
 
 # PEFT adds this to a module's name for each further parameter it changes.
 _INSIDE = ".base_layer"
-# Changes of one module that can be told apart by shape; every order is tried.
+# Limit on the changes of one module to tell apart by shape, because every order is tried.
 _MAX_PARAMETERS = 6
 
 
@@ -243,9 +243,9 @@ class Fit(NamedTuple):
     """How the modules of an adapter map to a base."""
 
     parameters: Mapping[str, str]  # module -> tensor named by ``target_parameters``; all other modules: ``weight``
-    transposed: frozenset[str]  # modules whose weights are stored as [in, out]
+    transposed: frozenset[str]  # modules with weights stored as [in, out]
     unclear: Mapping[str, str]  # module -> reason why it cannot be merged
-    apart: Mapping[str, Apart]  # parameters that the base stores expert by expert
+    apart: Mapping[str, Apart]  # parameters stored expert by expert in the base
     mirrored: Mapping[str, str] = {}  # tied tensor -> the adapter's value for the tensor it is tied to
     redundant: Set[str] = frozenset()  # tied heads for which the adapter repeats the embedding's values
     renamed: Mapping[str, str] = {}  # name in the model -> name in the base
@@ -255,7 +255,7 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
     """Find the tensors of a base that an adapter changes.
 
     Args:
-        adapter: can name modules that the base lacks.
+        adapter: can name modules missing in the base.
         whole: the base, with all its tensors and the heads in `Heads.untied`.
         heads: the tied heads of the base.
     """
@@ -296,7 +296,7 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
 
 
 def tensor_of(module: str, parameters: Mapping[str, str]) -> str:
-    """Return the base tensor that the factors of a module change."""
+    """Return the base tensor changed by the factors of a module."""
     return parameters.get(module, f"{module}.weight")
 
 
@@ -333,7 +333,7 @@ def _parameters(adapter: Adapter, base: WithStacks, unclear: dict[str, str]) -> 
 
 
 def outermost(module: str) -> str:
-    """Return the name of the module that PEFT wrapped."""
+    """Return the name of the module inside PEFT's wrappers."""
     end = len(module)
     while module.endswith(_INSIDE, 0, end):
         end -= len(_INSIDE)
@@ -392,7 +392,7 @@ class _Clues:
     """Evidence for the order of the axes of a square weight.
 
     Args:
-        transposed: for modules with weights that are not square, whether these are stored as [in, out].
+        transposed: by module, True if its weight is stored as [in, out]. Has no modules with square weights.
         parameters: see `Fit`.
     """
 
@@ -412,7 +412,7 @@ class _Clues:
         self._all_conv1d = all(_last(module) in _CONV1D for module in layers)
 
     def experts(self, module: str) -> bool | None:
-        """Return whether experts are stored as [experts, in, out], or None if that is ambiguous.
+        """Return whether experts are stored as [experts, in, out], or None if the order is ambiguous.
 
         All parameters of a module have one order, because PEFT asks the module. PEFT's default order has changed.
         """
@@ -422,7 +422,7 @@ class _Clues:
         return True if self._model_type in _IN_FIRST else None
 
     def layer(self, module: str) -> bool | None:
-        """Return whether the weight of a layer is stored as [in, out], or None if that is ambiguous.
+        """Return whether the weight of a layer is stored as [in, out], or None if the order is ambiguous.
 
         PEFT asks each layer, and stores the ``fan_in_fan_out`` of the last one.
         """
@@ -448,7 +448,7 @@ def _united(orders: Mapping[str, set[bool]]) -> set[bool]:
 
 
 def _ambiguous(adapter: Adapter, module: str, name: str, base: WithStacks, experts: bool) -> str:
-    """Return the message that refuses a square weight."""
+    """Return the reason to refuse a square weight."""
     shape, tensor = list(base.shape(name)), adapter.modules[module][A]
     orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
     message = f"tensor {show(tensor)} of the adapter changes {show(name)} of {base.title}, which is {shape}: {orders}? "

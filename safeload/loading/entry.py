@@ -1,4 +1,4 @@
-"""`open` and `load`: the entry points from a path to a checkpoint, or to a dict of arrays."""
+"""`open` and `load`: open a checkpoint of any format, or load its arrays."""
 
 from __future__ import annotations
 
@@ -30,43 +30,40 @@ def open(
     stored: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Opens a weight file, a folder of them, an ``index.json`` or a list of files; no tensor is read.
+    """Open a weight file, a folder of weight files, an ``index.json`` or a list of files. No tensor is read.
 
-    No code in a file is executed: an interpreter that builds only plain values and descriptions of tensors reads the
-    pickle of a torch checkpoint. Nested containers give names with dots: ``{"model": {"w": ...}}`` gives "model.w", the
-    third item of a list is "2". An array that is the whole content is named "tensor", whatever the format.
+    No code in a file is executed. Pickles of torch checkpoints are read by an interpreter limited to plain values and
+    tensor descriptions. Nested containers become dotted names: ``{"model": {"w": ...}}`` gives "model.w", and the third
+    item of a list is "2". If the whole content is a single array, its name is "tensor".
 
     Args:
-        path: what to open: a path, a URL ("hf://owner/name", "s3://bucket/folder", "https://..."), whose bytes are read
-            when they are needed, or a path or store of another library, see `safeload.remote`. The format is recognised
-            by the content, not by the suffix. A list opens the union of its files; a name that two of them have is an
-            error. Any part of a split GGUF file opens all of them.
-        format: requires a format, such as "safetensors", "gguf" or "torch" (either of "torch zip" and "torch legacy");
-            the guide lists all values, as does the error for an unknown one.
-        root: name of the nested dict to take tensors and metadata from, such as "state_dict" or "model.ema"; names
-            leave it out. For torch checkpoints.
-        unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
-            "refuse" it with an error that names them all, or keep them "inert", as placeholders, and read the tensors
-            around them. They are neither imported nor called. In the names of tensors inside a placeholder its state
-            appears as ``<state>``, its arguments as ``<args>``.
-        stored: whether to show the tensors as the files name them. Otherwise tensors are what they mean: a packed
-            weight of a quantized checkpoint appears once, under its logical name, as a `QuantizedTensor`, and its
-            scales vanish into it.
-        storage_options: for URLs: options of the filesystem that a URL leads to, as fsspec takes them (keys,
-            ``endpoint_url``, ``token``, ...); for https ``headers``, ``timeout``, ``retries`` and others. Options, also
-            empty ones, allow schemes beyond https, http, hf, s3, gs, az, file and memory, and chains such as
-            ``filecache::s3://...``.
+        path: a path, a URL ("hf://owner/name", "s3://bucket/folder", "https://..."), or a path or store of another
+            library (see `safeload.remote`). From a URL, bytes are fetched when they are needed. The format is
+            recognized by content, not by suffix. A list opens the union of its files; two files must not share a name.
+            Any part of a split GGUF file opens all parts.
+        format: required format, such as "safetensors", "gguf" or "torch" ("torch zip" or "torch legacy"). The guide and
+            the error for an unknown value list all formats.
+        root: nested dict of a torch checkpoint to take tensors and metadata from, such as "state_dict" or "model.ema".
+            Names omit it.
+        unknown_globals: how to treat a pickle that names classes or functions outside the allowlist. "refuse" raises an
+            error with all their names. "inert" replaces them by placeholders, which are never imported or called, and
+            reads the tensors. Inside a placeholder, tensor names contain ``<state>`` or ``<args>``.
+        stored: True shows tensors as the files name them. Otherwise a packed weight of a quantized checkpoint appears
+            once, under its logical name, as a `QuantizedTensor` with its scales inside.
+        storage_options: options of the filesystem behind a URL, as fsspec takes them (keys, ``endpoint_url``,
+            ``token``, ...); for https also ``headers``, ``timeout`` and ``retries``. If given, even empty, schemes
+            beyond https, http, hf, s3, gs, az, file and memory can be used, and chains such as ``filecache::s3://...``.
 
     Returns:
-        The open checkpoint; ``with safeload.open(path) as checkpoint:`` closes it.
+        The open checkpoint. ``with safeload.open(path) as checkpoint:`` closes it.
 
     Raises:
         FormatError: the file breaks its format, or an index does not match its folder.
-        ForbiddenError: a pickle names globals off the list of harmless ones.
-        UnsupportedError: a format or a tensor that this version does not read, or a folder without weights.
+        ForbiddenError: a pickle names globals outside the allowlist.
+        UnsupportedError: safeload cannot read the format or a tensor, or a folder has no weights.
         LimitError: a named limit is exceeded.
-        TensorNotFoundError: an unknown ``root``; the message lists the existing ones.
-        RemoteError: the network, or the server of a URL, fails.
+        TensorNotFoundError: ``root`` does not exist; the message lists the existing roots.
+        RemoteError: the network or the server of a URL fails.
         OSError: a system error, such as FileNotFoundError or PermissionError.
         ImportError: a URL needs a package that is not installed.
 
@@ -113,48 +110,49 @@ def load(
     threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Opens a checkpoint of any format, loads its tensors as numpy arrays and closes it.
+    """Load the tensors of a checkpoint of any format as NumPy arrays.
 
-    Packed weights of quantized checkpoints get their true values with ``dtype``; without it they are
-    `QuantizedTensor`. No code in a file is executed.
+    Packed weights of quantized checkpoints are dequantized if ``dtype`` is given, and `QuantizedTensor` otherwise. No
+    code in a file is executed.
 
     Args:
-        path: a weight file, a folder of them, an ``index.json``, a URL of any of these, or a list of files. The format
-            is recognised by the content, not by the suffix.
-        names: exact names of the tensors to load; None for all.
-        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; instead of ``names``.
-        drop: shell pattern, or several, of names to leave out.
-        format: requires a format, such as "safetensors", "gguf" or "torch"; None for any.
-        root: name of the nested dict of a torch checkpoint to take tensors from, such as "state_dict".
-        unknown_globals: what to do with a pickle that names classes or functions off the list of harmless ones:
-            "refuse" it, or keep them "inert", as placeholders, and read the tensors around them.
-        stored: True for the tensors as the files name them: codes and scales of packed weights apart.
-        adapters: LoRA adapters to merge while loading: the path of one (PEFT's or MLX's), a pair (path, weight), or a
-            list of these, which are merged in order. Sums are made in float32 and rounded once, to ``dtype`` or to the
-            dtype of the tensor; packed tensors that an adapter changes need ``dtype``.
-        storage_options: for URLs: options of the filesystem that a URL leads to, see `open`.
-        dtype: dtype that floating tensors are converted to, and packed ones dequantized to, while they are read:
-            "float32", "bf16", a numpy or ml_dtypes type, ...; None to convert nothing. Integer, bool and complex
-            tensors are not converted.
-        backend: "mmap" for copy-on-write views of tensors that are not converted, "pread" to read into private memory
-            on all cores, "direct" to do so past the page cache, for weights that are not in it and will not soon be
-            read again. What the system cannot read so (some network file systems, Windows, macOS) is read as by
-            "pread". From URLs all read.
-        out: arrays to fill, by name, each C-contiguous and of the dtype and shape of its tensor.
-        threads: for reading; None: chosen automatically.
-        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+        path: a weight file, a folder of weight files, an ``index.json``, a URL of any of these, or a list of files. The
+            format is recognized by content, not by suffix.
+        names: exact names of the tensors to load; None loads all.
+        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined with
+            ``names``.
+        drop: shell pattern, or several, of the names to skip.
+        format: required format, such as "safetensors", "gguf" or "torch"; None accepts any.
+        root: nested dict of a torch checkpoint to take tensors from, such as "state_dict".
+        unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
+            read its tensors with "inert" placeholders for the unknown objects.
+        stored: True loads tensors as the files name them, with codes and scales of packed weights apart.
+        adapters: LoRA adapters (PEFT or MLX) to merge while loading: a path, a pair (path, weight), or a list of these,
+            merged in order. Sums are computed in float32 and rounded once, to ``dtype`` or to the tensor's dtype.
+            Changes of packed tensors need ``dtype``.
+        storage_options: options of the filesystem behind a URL, see `open`.
+        dtype: dtype to convert floating tensors and dequantize packed tensors to, while they are read: "float32",
+            "bf16", a NumPy or ml_dtypes type, ... None converts nothing. Integer, bool and complex tensors keep their
+            dtype.
+        backend: "mmap" returns copy-on-write views unless a tensor is converted. "pread" reads into private memory
+            on all cores. "direct" also bypasses the page cache, for weights outside the cache that will not be read
+            again soon; it falls back to "pread" if the system has no direct I/O (some network file systems, Windows,
+            macOS). URLs are always read.
+        out: arrays to fill, by name. Each must be C-contiguous and have its tensor's dtype and shape.
+        threads: number of reading threads; None chooses it.
+        progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
 
     Returns:
-        Name to array: writable, and C-contiguous except for strided tensors of torch.
+        Arrays by name. They are writable, and C-contiguous except for strided torch tensors.
 
     Raises:
-        FormatError: a file breaks its format or ends too early, with path and byte.
-        ForbiddenError: a pickle names globals off the list of harmless ones.
-        UnsupportedError: a format, a tensor or a conversion that this version does not support.
-        TensorNotFoundError: an unknown name or ``root``, a pattern that matches no name, or an adapter for a module
-            that the checkpoint does not have.
-        ValueError: an array of ``out`` that does not fit; both ``names`` and ``only``.
-        RemoteError: the network, or the server of a URL, fails.
+        FormatError: a file breaks its format or ends too early; the message has path and byte.
+        ForbiddenError: a pickle names globals outside the allowlist.
+        UnsupportedError: safeload does not support the format, a tensor or a conversion.
+        TensorNotFoundError: a name or ``root`` does not exist, a pattern matches no name, or the checkpoint lacks a
+            module of an adapter.
+        ValueError: an array in ``out`` does not fit, or both ``names`` and ``only`` are given.
+        RemoteError: the network or the server of a URL fails.
         OSError: a system error, such as FileNotFoundError.
 
     Example:
@@ -163,31 +161,15 @@ def load(
         >>> weights["model.norm.weight"].dtype
         dtype('float32')
     """
-    with open(
-        path,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        storage_options=storage_options,
-    ) as checkpoint:
-        if adapters is not None:
-            from .merge import load_merged, merging  # only here: most programs merge nothing
+    opening: dict[str, Any] = {"format": format, "root": root, "unknown_globals": unknown_globals, "stored": stored}
+    selection: dict[str, Any] = {"names": names, "only": only, "drop": drop, "dtype": dtype}
+    reading: dict[str, Any] = {"backend": backend, "out": out, "threads": threads, "progress": progress}
+    with open(path, storage_options=storage_options, **opening) as checkpoint:
+        if adapters is None:
+            return checkpoint.load(**selection, **reading)
+        from .merge import load_merged, merging  # only here: most programs merge nothing
 
-            with merging(checkpoint, adapters, storage_options) as (base, merge):
-                if merge is not None:
-                    return load_merged(
-                        base,
-                        merge,
-                        names,
-                        only=only,
-                        drop=drop,
-                        dtype=dtype,
-                        backend=backend,
-                        out=out,
-                        threads=threads,
-                        progress=progress,
-                    )
-        return checkpoint.load(
-            names, only=only, drop=drop, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress
-        )
+        with merging(checkpoint, adapters, storage_options) as (base, merge):
+            if merge is None:
+                return checkpoint.load(**selection, **reading)
+            return load_merged(base, merge, **selection, **reading)

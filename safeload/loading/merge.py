@@ -31,28 +31,28 @@ from .adapter_fit import Fit, Heads, fitted, heads_of, tensor_of
 _TILE = 1 << 22
 # Rows of a tall tile are a multiple of this, because blocks of scales have at most this many rows.
 _BLOCK = 128
-# Elements of a product B A, whose memory is reused before it leaves the cache.
+# Elements of a product B A: small enough for the cache, because its memory is reused.
 _PRODUCT = 1 << 20
-# Problems that get a list of similar names: comparing thousands of names takes milliseconds.
+# Limit on problems with a list of similar names: comparing thousands of names takes milliseconds.
 _MAX_COMPARED = 3
-# Name endings of weights that a head may be tied to.
+# Name endings of the weights a head may be tied to.
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _NO_HEADS = Heads({}, {})
-# Factors kept in memory for stacks whose experts the base stores apart: those of a layer or two.
+# Stacks of separately stored experts to keep factors of in memory: enough for a layer or two.
 _CACHED_STACKS = 4
 
 # ---- changes of a tensor ----
 
 
 class Change(NamedTuple):
-    """An adapter's change of one tensor, with shapes that fit."""
+    """An adapter's change of a base tensor, with fitting shapes."""
 
     adapter: Adapter
     parts: Mapping[str, str]  # role -> tensor name
     scaling: float  # factor of the product, including the adapter's weight
     by_columns: bool = False  # rows of the tensor are columns of A
     stacked: bool = False  # the tensor is a stack of matrices (experts), each with its own factors
-    matrices: int = 1  # in the stack that the change is for
+    matrices: int = 1  # number of matrices in the stack
     part: tuple[int, slice] | None = None  # matrix number and rows, if the tensor holds part of a stack
 
 
@@ -84,7 +84,7 @@ def change_of(
     """Return the change of a base tensor by a module of an adapter.
 
     Args:
-        parts: the module's tensors that change this base tensor, by role.
+        parts: the module's tensors for this base tensor, by role.
         base: path of the base, for messages.
 
     Raises:
@@ -202,8 +202,8 @@ class Merge:
         base: must include the heads in `Heads.untied`, under names of their own.
         adapters: in merge order.
         among: names of the base tensors to consider. None considers all, and requires a base tensor for each module.
-        fits: one for each adapter. None computes them, for which the base must be complete.
-        problems: receives the errors of modules that do not fit, which are then skipped. None raises the first.
+        fits: per adapter. None computes the fits, which requires a complete base.
+        problems: receives the errors of misfitting modules, which are skipped. None raises the first.
         heads: the tied heads.
 
     Raises:
@@ -212,8 +212,8 @@ class Merge:
         UnsupportedError: a tensor cannot be merged.
     """
 
-    changes: dict[str, list[Change]]  # by base tensor, in order; includes untied heads that no adapter changes
-    fits: Sequence[Fit]  # one for each adapter
+    changes: dict[str, list[Change]]  # by base tensor, in order; untied heads are included even if unchanged
+    fits: Sequence[Fit]  # per adapter
     heads: Heads
 
     def __init__(
@@ -244,7 +244,7 @@ class Merge:
     def _fit(
         self, adapter: Adapter, module: str, parts: Mapping[str, str], among: Container[str] | None, fit: Fit
     ) -> None:
-        """Add the changes of one module."""
+        """Add the changes of a module."""
         if module in fit.unclear and VALUE not in parts:
             raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
         if VALUE in parts:
@@ -285,7 +285,7 @@ class Merge:
     def _fit_apart(
         self, adapter: Adapter, module: str, parts: Mapping[str, str], among: Container[str] | None, fit: Fit
     ) -> None:
-        """Like `_fit`, for a stacked adapter weight whose experts the base stores separately."""
+        """Like `_fit`, for a stacked adapter weight with separate experts in the base."""
         stack = fit.parameters[module]
         apart = fit.apart[stack]
         change: Change | None = None
@@ -379,7 +379,7 @@ class _Factors(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """Names that identify the factors of a stack of matrices; the key under which `Merge` caches the factors."""
+    """The key under which `Merge` caches the factors of a stack of matrices."""
 
     adapter: Adapter
     a: str
@@ -397,7 +397,7 @@ def _flat(shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
 
 
 def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
-    """Return the target with the values that an adapter stores for it."""
+    """Return the target with the adapter's values in place of its own."""
     lazy = change.adapter.checkpoint.get_slice(change.parts[VALUE], dtype=target.work.name)
     return target._replace(read=lazy.__getitem__, together=False)
 
@@ -421,7 +421,7 @@ def _merged_tiles(
 def _stack_tiles(
     target: AdapterTarget, changes: Sequence[Change], stack_factors: _StackFactors
 ) -> Iterator[tuple[int, Array]]:
-    """Like `_merged_tiles`, for a stack of matrices, one matrix after another."""
+    """Like `_merged_tiles`, for each matrix of a stack in turn."""
     count, rows, columns = target.shape
     factors = [(*stack_factors(_stack_of(change), target.work.name), change.scaling) for change in changes]
     whole = target.read(slice(0, count)) if target.together else None
@@ -503,7 +503,7 @@ def _factors(change: Change, target: AdapterTarget) -> _Factors:
 
 
 def _expert_factors(change: Change, target: AdapterTarget, stack_factors: _StackFactors) -> _Factors:
-    """Return the factors of a tensor that holds part of a stack."""
+    """Return the factors of a tensor with part of a stack."""
     assert change.part is not None
     matrix, rows = change.part
     left, right = stack_factors(_stack_of(change), target.work.name)
@@ -535,13 +535,13 @@ def _stack_factors(stack: _Stack, dtype: str) -> tuple[Array, Array]:
 def merging(
     checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[Checkpoint, Merge | None]]:
-    """Open adapters and fit them to a base.
+    """Open adapters, and fit these to a base.
 
     Args:
         adapters: a path, a pair (path, weight), or a list of these.
 
     Yields:
-        The base, including the heads that adapters untie, and the fitted adapters (None without adapters).
+        The base, with newly untied heads added, and the fitted adapters (None without adapters).
 
     Raises:
         TypeError, ValueError: see `listed`.
