@@ -21,8 +21,7 @@ from ..engine.run.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError
 from .npy import SUFFIX, check_writable, read_array
 from .registry import Candidate, Content, OpenRequest, check_whole
-from .zip import Archive
-from .zip_directory import STORED
+from .zip import STORED, Archive
 
 if TYPE_CHECKING:
     import zipfile  # elsewhere where it is used: it takes milliseconds, which opening a torch checkpoint would pay

@@ -1,38 +1,65 @@
-"""Zip archives whose entries are mapped: locates the bytes of each entry and checks everything.
+"""Zip archives with mapped entries: read the directory, locate the bytes of each entry and check everything.
 
-zip_directory.py reads the directory. The rest is checked here, so that all readers see the same contents: the archive
-is the whole file, names are unique, no two entries overlap, and the local header of an entry that is used agrees with
-the directory.
+All readers must see the same contents, so the archive is the whole file, names are unique, entries do not overlap, and
+the local header of each entry in use agrees with the directory.
+
+The standard library's zipfile decides how to read a directory, but makes an object of many fields for each entry. If a
+directory has nothing unusual, so that every reader agrees on it, its fields are read as columns instead.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from operator import le
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..base.messages import error_about
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..stores.remote import RemoteStore
-from .zip_directory import DEFLATED, STORED, Columns, End, read_directory
 
-# Bytes that a compressed entry may inflate to in memory: pickles have a few MiB and are usually not compressed.
+# Largest directory in bytes: an entry takes 46 bytes plus its name, and becomes Python objects of about 600 bytes. The
+# limit allows a million entries; the largest real checkpoints have some ten thousand.
+MAX_DIRECTORY = 64 << 20
+# Largest size in memory of a compressed entry: pickles have a few MiB and are usually not compressed.
 MAX_INFLATED = 256 << 20
 
+# Compression methods.
+STORED, DEFLATED = 0, 8
 # Largest ratio of deflate: a copy of 258 bytes takes two bits.
 _DEFLATE_RATIO = 1032
+# Flags of an entry.
+_ENCRYPTED, _UTF8 = 0x1, 0x800
+
+# The fields of an entry in the directory; its name follows, then an extra field and a comment.
+_FIELDS = np.dtype(
+    {
+        "names": ["magic", "version", "flags", "method", "crc", "packed", "size", "extra", "at"],
+        "formats": ["<u4", "u1", "<u2", "<u2", "<u4", "<u4", "<u4", "<u2", "<u4"],
+        "offsets": [0, 6, 8, 10, 16, 20, 24, 30, 42],
+        "itemsize": 46,
+    }
+)
+Columns: TypeAlias = np.ndarray[Any, Any]  # of `_FIELDS`
+_MAGIC = int.from_bytes(b"PK\x01\x02", "little")
+_LENGTHS = struct.Struct("<3H").unpack_from  # of name, extra field and comment
+_LENGTHS_AT = 28
+# Newest version of the format that zipfile accepts.
+_NEWEST = 63
 
 # The local header: flags, method, compressed and full size, lengths of name and extra field; then the name.
 _LOCAL = struct.Struct("<6x2H8x2I2H").unpack_from
 _LOCAL_SIZE = 30
-# The same as columns.
-_FIELDS = np.dtype(
+# The local header as columns.
+_LOCAL_FIELDS = np.dtype(
     {
         "names": ["magic", "flags", "method", "packed", "size", "name", "extra"],
         "formats": ["<u4", "<u2", "<u2", "<u4", "<u4", "<u2", "<u2"],
@@ -40,38 +67,224 @@ _FIELDS = np.dtype(
         "itemsize": _LOCAL_SIZE,
     }
 )
-_MAGIC = int.from_bytes(b"PK\x03\x04", "little")
-# Stands for a size in a ZIP64 field.
+_LOCAL_MAGIC = int.from_bytes(b"PK\x03\x04", "little")
+# A size that a ZIP64 field replaces.
 _LARGE = 0xFFFFFFFF
-# Bytes read for a local header: a page, which the system reads anyway.
+
+# The end record: numbers of two disks, entries on this disk and in total, size and offset of the directory, length of
+# the comment that follows. If a field is too small for its value, a ZIP64 record (of the size that all writers use) and
+# a locator with the offset of that record precede it.
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+
+# Bytes to read for a local header: a page, because the system reads a page anyway.
 _WINDOW = 4096
-# Bytes read for the local headers of entries that lie close together.
+# Bytes to read for the local headers of small entries.
 _BLOCK = 1 << 20
-# The same over the network: what a local header and that of an array behind it take.
+# Bytes to read over the network: a local header, and the header of an array behind it.
 _NEAR = 512
+# Bytes of an entry to inflate at a time.
+_CHUNK = 1 << 20
 
-# Bytes of an entry that are inflated at a time.
-_PIECE = 1 << 20
 
-_ENCRYPTED, _UTF8 = 0x1, 0x800
+class ZipEntry(NamedTuple):
+    """An entry of the directory."""
+
+    name: str
+    flags: int
+    method: int  # of compression
+    crc: int  # CRC-32 of the content
+    packed: int  # bytes in the archive
+    size: int  # bytes of the content
+    at: int  # offset of the local header
+
+
+# ---- the directory ----
+
+
+class End(NamedTuple):
+    """The end record of an archive."""
+
+    at: int  # first byte of the record; the directory must end there
+    entries: int  # number of entries in the directory
+    size: int  # of the directory in bytes
+    offset: int  # of the directory in the file
+    usual: bool = True  # one disk, and a ZIP64 record of the usual size, so that every reader agrees
+
+
+class Directory(NamedTuple):
+    """The directory of an archive."""
+
+    entries: list[ZipEntry]  # in order; names can occur several times
+    begin: int  # first byte of the directory in the file
+    end: End | None  # None if no record ends with the file
+    columns: Columns | None  # the entries' fields; None if a name is not ASCII or a field is outside the entry itself
+
+
+def read_directory(file: WeightFile) -> Directory:
+    """Read the directory of an archive.
+
+    Raises:
+        FormatError: the file is not a zip archive.
+        LimitError: the directory has more than `MAX_DIRECTORY` bytes.
+        OSError: the file cannot be read.
+    """
+    end = _read_end(file)
+    if end is not None:
+        if end.size > MAX_DIRECTORY:
+            text = f"the directory of the zip archive has {end.size} bytes, the limit is {MAX_DIRECTORY}"
+            raise error_about(LimitError, text, path=file.path)
+        if end.usual and end.offset + end.size == end.at:
+            plain = _read_plain(file.read_at(end.offset, end.size))
+            if plain is not None:
+                return Directory(plain[0], end.offset, end, plain[1])
+    return _read_any(file, end)
+
+
+def _read_end(file: WeightFile) -> End | None:
+    """Find the end record of an archive as zipfile does; None if no record ends with the file."""
+    start = max(0, file.size - _END.size - 0xFFFF)
+    tail = file.read_at(start, file.size - start)
+    found = tail.rfind(b"PK\x05\x06")
+    if found < 0 or found + _END.size > len(tail):
+        return None
+    _, _, _, _, *small, comment = _END.unpack_from(tail, found)
+    at = start + found
+    if at + _END.size + comment != file.size:
+        return None
+    locator = file.read_at(at - _LOCATOR.size, _LOCATOR.size) if at >= _LOCATOR.size + _END64.size else b""
+    if locator[:4] != b"PK\x06\x07":
+        return End(at, *small)
+    record_at = at - _LOCATOR.size - _END64.size
+    record = _END64.unpack(file.read_at(record_at, _END64.size))
+    large = record[-3:]
+    _, disk, offset, disks = _LOCATOR.unpack(locator)
+    if record[0] != b"PK\x06\x06" or offset != record_at:
+        raise FormatError("the zip archive's ZIP64 record is not where its locator says", file.path, record_at)
+    for label, short, long, full in zip(
+        ("entries", "bytes of directory", "as its offset"), small, large, (0xFFFF, _LARGE, _LARGE), strict=True
+    ):
+        if short not in (long, full):
+            message = f"the zip archive's end says {short} {label}, but its ZIP64 record says {long}"
+            raise FormatError(message, file.path, record_at)
+    return End(record_at, large[0], large[1], large[2], disk == 0 and disks <= 1 and record[1] == _END64.size - 12)
+
+
+def _read_plain(data: bytes) -> tuple[list[ZipEntry], Columns] | None:
+    """Return the entries of a directory, or None if an entry is unusual."""
+    text = str(data, "latin-1")
+    names, begins, at = [], [], 0
+    try:
+        while at < len(data):
+            name, extra, comment = _LENGTHS(data, at + _LENGTHS_AT)
+            begins.append(at)
+            at += _FIELDS.itemsize
+            names.append(text[at : at + name])
+            at += name + extra + comment
+    except struct.error:
+        return None
+    if not begins or at != len(data) or not all(map(str.isascii, names)):
+        return None
+    rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), _FIELDS.itemsize)[begins]
+    fields = rows.view(_FIELDS)[:, 0]
+    if (fields["magic"] != _MAGIC).any() or (fields["version"] > _NEWEST).any() or fields["extra"].any():
+        return None
+    columns = (fields[name].tolist() for name in ("flags", "method", "crc", "packed", "size", "at"))
+    return list(map(ZipEntry, names, *columns)), fields
+
+
+def _read_any(file: WeightFile, end: End | None) -> Directory:
+    """Read the directory of any archive with zipfile."""
+    import zipfile  # takes milliseconds, and few archives need it
+
+    errors = (
+        zipfile.BadZipFile,
+        zipfile.LargeZipFile,
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        EOFError,
+        OverflowError,
+    )
+    stream = _Stream(file)
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            infos = archive.infolist()
+            begin = archive.start_dir
+    except FormatError:
+        raise
+    except (*errors, OSError) as error:
+        if stream.failures:
+            raise stream.failures.pop() from None  # it refers to this frame and to the stream
+        cause = show(str(error)) if str(error) else type(error).__name__
+        # The expected begin of the directory; without an end record, the end of the file.
+        at = file.size if end is None else min(end.offset, file.size)
+        hint = "" if end is not None else ": the file is truncated, or its end was never written"
+        raise FormatError(f"the zip archive's directory cannot be read: {cause}{hint}", file.path, at) from None
+    return Directory(list(map(_entry_of, infos)), begin, end, None)
+
+
+def _entry_of(info: Any) -> ZipEntry:
+    fields = info.flag_bits, info.compress_type, info.CRC, info.compress_size, info.file_size, info.header_offset
+    return ZipEntry(info.orig_filename, *fields)
+
+
+class _Stream(io.RawIOBase):
+    """The file as a stream for zipfile.
+
+    Attributes:
+        failures: the errors of failed reads, because zipfile reports them as an invalid archive.
+    """
+
+    def __init__(self, file: WeightFile) -> None:
+        self.failures: list[OSError] = []
+        self._file = file
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self._at, self._file.size)[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, f"position {at}")  # as files do: zipfile seeks before the start of small files
+        self._at = at
+        return at
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            data = self._file.read_at(self._at, self._file.size if size < 0 else size)
+        except OSError as error:
+            self.failures.append(error)
+            raise
+        self._at += len(data)
+        return data
+
+
+# ---- the entries ----
 
 
 class Archive:
     """The entries of an archive by name.
 
-    Args:
-        file: the archive.
-
     Raises:
-        FormatError: the file is not a zip archive, or holds more than one; a duplicate name, or entries that overlap.
-        LimitError: a directory of more than `MAX_DIRECTORY` bytes.
+        FormatError: the file is not exactly one zip archive, has a duplicate name, or entries that overlap.
+        LimitError: the directory has more than `MAX_DIRECTORY` bytes.
         OSError: the file cannot be read.
     """
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
-        self._used: dict[str, int] = {}  # the first byte of each entry that was located
-        self._sound: dict[str, int] = {}  # the same of entries whose local headers `prefetch` has checked
+        self._used: dict[str, int] = {}  # first byte of each located entry
+        self._sound: dict[str, int] = {}  # first byte of each entry with a local header that `prefetch` has checked
         self._window, self._window_at = b"", 0
         self._step = _NEAR if file.remote else _WINDOW
         entries, self._directory, end, self._fields = read_directory(file)
@@ -85,7 +298,7 @@ class Archive:
         self._check_whole(end)
 
     def _check_whole(self, end: End | None) -> None:
-        """Refuses overlapping entries, and an archive that is not the whole file: other readers may find another.
+        """Refuse overlapping entries, and an archive that is not the whole file: other readers may see another archive.
 
         zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
         """
@@ -109,7 +322,7 @@ class Archive:
         self._check_apart(list(self.entries), begins, [entry.at + _LOCAL_SIZE + entry.packed for entry in entries])
 
     def locate(self, name: str) -> int:
-        """The offset of the first byte of an entry.
+        """Return the offset of the first byte of an entry.
 
         Raises:
             FormatError: local header and directory disagree, or the entry extends past the data.
@@ -121,17 +334,17 @@ class Archive:
             return sound
         info = self.entries[name]
         at = info.at
-        wanted = name.encode("utf-8" if info.flags & _UTF8 else "cp437", "surrogateescape")
-        head = self._head(at, _LOCAL_SIZE + len(wanted))
+        encoded = name.encode("utf-8" if info.flags & _UTF8 else "cp437", "surrogateescape")
+        head = self._head(at, _LOCAL_SIZE + len(encoded))
         if len(head) < _LOCAL_SIZE or head[:4] != b"PK\x03\x04":
             raise self._fault(name, "there is no local header at its offset", 0)
         flags, method, packed, size, name_size, extra_size = _LOCAL(head)
         if (flags | info.flags) & _ENCRYPTED:
-            raise UnsupportedError(f"{self._file.path}: zip entry {show(name)} is encrypted")
-        if name_size != len(wanted) or head[_LOCAL_SIZE:] != wanted:
+            raise self._unsupported(name, "is encrypted")
+        if name_size != len(encoded) or head[_LOCAL_SIZE:] != encoded:
             local = self._file.read_at(at + _LOCAL_SIZE, name_size)
             raise self._fault(name, f"it is called {show(local)} in its local header", _LOCAL_SIZE)
-        # A size of 0 stands for one that follows the data, the largest value for one in a ZIP64 field.
+        # A size of 0 means that the size follows the data, the largest value that it is in a ZIP64 field.
         if method != info.method:
             raise self._differ(name, "compression", method, info.method, 8)
         if packed not in (0, _LARGE, info.packed):
@@ -147,7 +360,7 @@ class Archive:
         return begin
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Reads local headers that `locate` will be asked for, many at a time: on the network, and of small entries."""
+        """Read local headers for `locate`, many at a time, if the file is remote or its entries are small."""
         if isinstance(self._file.store, RemoteStore):
             begins = [self.entries[name].at for name in names]
             self._file.store.prefetch((begin, begin + self._step) for begin in begins)
@@ -155,7 +368,7 @@ class Archive:
             self._check_heads(self._fields)
 
     def _check_heads(self, fields: Columns) -> None:
-        """Locates all entries about which nothing is unusual; the others are left to `locate`."""
+        """Locate all entries that have nothing unusual; `locate` takes the rest."""
         names = list(self.entries)
         lengths = np.array(list(map(len, names)))
         order = np.argsort(fields["at"], kind="stable")
@@ -165,23 +378,23 @@ class Archive:
         while at < len(begins):
             start = int(begins[at])
             block = self._file.read_at(start, _BLOCK)
-            # Up to the last entry whose local header is in the block; one that has none in its own block is skipped.
+            # Up to the last entry with a whole local header in the block; skip an entry that is too long for any block.
             end = int(np.searchsorted(begins, start + len(block) - _LOCAL_SIZE, "right"))
             while end > at and begins[end - 1] + _LOCAL_SIZE + lengths[end - 1] > start + len(block):
                 end -= 1
             if end > at:
                 part = slice(at, end)
                 heads = begins[part] - start
-                found = start + _sound(block, heads, fields[part], lengths[part])
-                found[found + fields[part]["packed"] > self._directory] = -1
+                contents = start + _contents(block, heads, fields[part], lengths[part])
+                contents[contents + fields[part]["packed"] > self._directory] = -1
                 text = str(block, "latin-1")
-                for k, head, begin in zip(order[part].tolist(), heads.tolist(), found.tolist(), strict=True):
+                for k, head, begin in zip(order[part].tolist(), heads.tolist(), contents.tolist(), strict=True):
                     if begin >= start and text.startswith(names[k], head + _LOCAL_SIZE):
                         self._sound[names[k]] = begin
             at = max(end, at + 1)
 
     def _head(self, at: int, size: int) -> bytes:
-        """Bytes of a local header, from the last read if it covers them: small storages lie close together."""
+        """Return bytes of a local header, from the last read if possible: small storages lie close together."""
         start = at - self._window_at
         if not 0 <= start <= len(self._window) - size:
             self._window = self._file.read_at(at, max(size, self._step)) if at >= 0 else b""
@@ -189,17 +402,20 @@ class Archive:
         return self._window[start : start + size]
 
     def _place(self, name: str, at: int = 0) -> int:
-        """The offset of a byte of the local header, clamped to the file: the directory may hold any value."""
+        """Return the offset of a byte of the local header, clamped to the file because the directory can be wrong."""
         return min(max(0, self.entries[name].at + at), self._file.size)
 
     def _fault(self, name: str, message: str, at: int) -> FormatError:
         return FormatError(f"zip entry {show(name)}: {message}", self._file.path, self._place(name, at))
 
-    def _differ(self, name: str, what: str, local: int, central: int, at: int) -> FormatError:
-        return self._fault(name, f"{what} {local} in its local header, but {central} in the directory", at)
+    def _differ(self, name: str, field: str, local: int, central: int, at: int) -> FormatError:
+        return self._fault(name, f"{field} {local} in its local header, but {central} in the directory", at)
+
+    def _unsupported(self, name: str, text: str) -> UnsupportedError:
+        return error_about(UnsupportedError, f"zip entry {show(name)} {text}", path=self._file.path)
 
     def check_overlap(self) -> None:
-        """Refuses overlaps of the entries located so far. Only now is the size of their extra fields known."""
+        """Refuse overlaps of the entries located so far, because only now the size of their extra fields is known."""
         used = [self.entries[name] for name in self._used]
         ends = [begin + entry.packed for begin, entry in zip(self._used.values(), used, strict=True)]
         self._check_apart(list(self._used), [entry.at for entry in used], ends)
@@ -213,7 +429,7 @@ class Archive:
                 raise FormatError(message, self._file.path, min(max(0, begin), self._file.size))
 
     def read(self, name: str) -> tuple[bytes, int | None]:
-        """The bytes of an entry, and their offset in the file; None where they are compressed.
+        """Return the bytes of an entry, and their offset in the file or None if they are compressed.
 
         Raises:
             FormatError, UnsupportedError: see `inflate`.
@@ -225,26 +441,27 @@ class Archive:
             self.check_stored(name)
             return file.read_at(begin, info.size), begin
         if info.size > MAX_INFLATED:
-            raise LimitError(f"{file.path}: zip entry {show(name)} inflates to more than {MAX_INFLATED} bytes")
+            text = f"zip entry {show(name)} inflates to more than {MAX_INFLATED} bytes"
+            raise error_about(LimitError, text, path=file.path)
         return b"".join(self.inflate(name)), None
 
     def check_packed(self, name: str) -> None:
-        """Refuses, before inflating it, an entry that cannot have the size in the directory.
+        """Refuse, before inflating it, an entry that cannot have the size in the directory.
 
         Raises:
-            FormatError: it is stored with two different sizes, or the size exceeds the largest ratio of deflate.
+            FormatError: it is stored with two different sizes, or its size exceeds the largest ratio of deflate.
             UnsupportedError: its compression is not deflate.
         """
-        info, file = self.entries[name], self._file
+        info = self.entries[name]
         if info.method == STORED:
             self.check_stored(name)
         elif info.method != DEFLATED:
-            raise UnsupportedError(f"{file.path}: zip entry {show(name)} has compression {info.method}")
+            raise self._unsupported(name, f"has compression {info.method}")
         elif info.size > info.packed * _DEFLATE_RATIO:
             raise self._fault(name, f"{info.packed} bytes cannot inflate to the {info.size} in the directory", 0)
 
     def inflate(self, name: str) -> Iterator[bytes]:
-        """The bytes of an entry in pieces, at most as many as the directory says.
+        """Iterate over the bytes of an entry in chunks, at most as many bytes as the directory says.
 
         Raises:
             FormatError: the entry is damaged.
@@ -256,60 +473,56 @@ class Archive:
         self.check_packed(name)
         if info.method == STORED:
             while at < end:
-                yield file.read_at(at, min(_PIECE, end - at))
-                at += _PIECE
+                yield file.read_at(at, min(_CHUNK, end - at))
+                at += _CHUNK
             return
         machine = zlib.decompressobj(-15)
         left = info.size
         while not machine.eof:
             data = machine.unconsumed_tail
             if not data:
-                data = file.read_at(at, min(_PIECE, end - at))
+                data = file.read_at(at, min(_CHUNK, end - at))
                 at += len(data)
             try:
-                # Also without input: zlib may hold output beyond the limit of the last call.
-                piece = machine.decompress(data, min(_PIECE, left + 1))
+                # Also without input, because zlib may hold output beyond the limit of the last call.
+                chunk = machine.decompress(data, min(_CHUNK, left + 1))
             except zlib.error as error:
                 raise FormatError(f"zip entry {show(name)} is damaged: {error}", file.path, at) from None
-            if not piece and not data:
+            if not chunk and not data:
                 break
-            left -= len(piece)
+            left -= len(chunk)
             if left < 0:
                 message = f"zip entry {show(name)} inflates to more than the {info.size} bytes in the directory"
                 raise FormatError(message, file.path, self._place(name))
-            if piece:
-                yield piece
+            if chunk:
+                yield chunk
         if left:
             message = f"zip entry {show(name)} inflates to {info.size - left} bytes, the directory says {info.size}"
             raise FormatError(message, file.path, self._place(name))
 
     def check_stored(self, name: str) -> None:
-        """Refuses an entry that is compressed."""
+        """Refuse a compressed entry."""
         info = self.entries[name]
         if info.method != STORED:
-            raise UnsupportedError(
-                f"{self._file.path}: zip entry {show(name)} is compressed; torch stores tensors uncompressed, and so "
-                "must other writers"
+            raise self._unsupported(
+                name, "is compressed; torch stores tensors uncompressed, and so must other writers of checkpoints"
             )
         if info.packed != info.size:
             message = f"zip entry {show(name)} is stored, but has {info.packed} and {info.size} bytes"
             raise FormatError(message, self._file.path, self._place(name))
 
 
-def _sound(block: bytes, heads: Any, fields: Columns, lengths: Any) -> Any:
-    """Where the contents of entries begin in a block; far below 0 where a local header differs from the directory.
-
-    Names are not compared, only their lengths.
+def _contents(block: bytes, heads: Any, fields: Columns, lengths: Any) -> Any:
+    """Return the positions of entries' contents; far below 0 if a local header differs from the directory.
 
     Args:
         block: bytes of the file.
-        heads: where the local headers are in it.
-        fields: what the directory says.
-        lengths: of the names.
+        heads: positions of the local headers in ``block``.
+        lengths: of the names; the names themselves are not compared.
     """
     rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(block, np.uint8), _LOCAL_SIZE)[heads]
-    local = rows.view(_FIELDS)[:, 0]
-    sound = (local["magic"] == _MAGIC) & (local["method"] == fields["method"]) & (local["name"] == lengths)
+    local = rows.view(_LOCAL_FIELDS)[:, 0]
+    sound = (local["magic"] == _LOCAL_MAGIC) & (local["method"] == fields["method"]) & (local["name"] == lengths)
     sound &= (local["flags"] | fields["flags"]) & _ENCRYPTED == 0
     for size in ("packed", "size"):
         sound &= (local[size] == fields[size]) | (local[size] == 0) | (local[size] == _LARGE)

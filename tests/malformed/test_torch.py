@@ -458,7 +458,7 @@ def with_zip64(entries=None, size=None, offset=None, place=None, small=None):
 
 
 ZIP64 = with_zip64()
-fault("ZIP64: another count", "its ZIP64 record 1", with_zip64(entries=1))
+fault("ZIP64: another count", "its ZIP64 record says 1", with_zip64(entries=1))
 fault("ZIP64: another size", "ZIP64 record ", with_zip64(size=46))
 fault("ZIP64: another offset", "'s end says ", with_zip64(offset=3))
 fault("ZIP64: a locator that leads elsewhere", "not where its locator says", with_zip64(place=END - 1))

@@ -11,7 +11,6 @@ from builders.torch_build import Storage, tensor, zip_entries, zip_file
 from safeload import SafeloadError
 from safeload.engine.run.weight_file import open_without_table
 from safeload.formats import zip as zips
-from safeload.formats import zip_directory
 from safeload.formats.zip import Archive
 
 BYTES = (0, 1, 2, 8, 0x50, 0x7F, 0xFF)
@@ -68,7 +67,7 @@ def both(file, monkeypatch):
     """What is found through columns, and without them."""
     columns = found(file, ahead=True)
     with monkeypatch.context() as patch:
-        patch.setattr(zip_directory, "_read_plain", lambda data: None)
+        patch.setattr(zips, "_read_plain", lambda data: None)
         return columns, found(file, ahead=False)
 
 
@@ -115,10 +114,10 @@ def test_what_is_unusual_is_left_to_zipfile(tmp_path):
     """Names that are not ASCII, and fields that may change the meaning of others."""
     content = archive({"\N{SNOWMAN}": b"12"})
     named = opened(tmp_path / "named.zip", content)
-    assert zip_directory.read_directory(named).columns is None
+    assert zips.read_directory(named).columns is None
     assert list(Archive(named).entries) == ["\N{SNOWMAN}"]
     padded = opened(tmp_path / "padded.pt", zip_file(VALUE))  # fields after the names
-    assert zip_directory.read_directory(padded).columns is None
+    assert zips.read_directory(padded).columns is None
     assert "archive/data/0" in Archive(padded).entries
 
 
@@ -136,7 +135,7 @@ def test_entries_in_another_order_than_the_directory(tmp_path, monkeypatch):
     """The directory of two entries, exchanged."""
     content = archive({"a": b"1", "b": b"22"})
     start = content.index(b"PK\x01\x02")
-    size = zip_directory._FIELDS.itemsize + 1
+    size = zips._FIELDS.itemsize + 1
     first, second = content[start : start + size], content[start + size : start + 2 * size]
     columns, single = both(
         opened(tmp_path / "a.zip", content[:start] + second + first + content[start + 2 * size :]), monkeypatch

@@ -24,8 +24,7 @@ from ..foreign import is_binary_pickle
 from ..unpickle import run as unpickler
 from ..unpickle.machine import Fault, Foreign, Inert, describe
 from ..unpickle.run import Unpickled, check_foreign, unpickle
-from ..zip import Archive
-from ..zip_directory import DEFLATED, STORED
+from ..zip import DEFLATED, STORED, Archive
 from .globals import ALLOWED, Storage, read_persistent_id
 
 KIND = "a torch.package archive"

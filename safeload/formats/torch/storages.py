@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ...base.text import show
 from ...errors import FormatError
-from ..zip import Archive
-from ..zip_directory import STORED
+from ..zip import STORED, Archive
 from .globals import Storage
 
 

@@ -15,8 +15,7 @@ from ...engine.codes.pieces import file_pieces, in_order
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, SafeloadError, one_line
 from ...formats.foreign import is_zip
-from ...formats.zip import Archive
-from ...formats.zip_directory import STORED, ZipEntry
+from ...formats.zip import STORED, Archive, ZipEntry
 from ...stores.files import Location
 from ..sources.catalog import Catalog
 from .findings import Finding, error, warning
