@@ -1,4 +1,4 @@
-"""Conversion of metadata from one format to another."""
+"""Names and metadata as files store them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from ..base.text import show
+from ..errors import SafeloadError
+
 
 def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
-    """Metadata for safetensors: strings unchanged, other values as JSON; values that JSON cannot hold are left out."""
-    import json  # only here: it takes a millisecond that every import would pay
+    """Convert metadata to text: strings stay, other values become JSON. Values that JSON cannot hold are dropped."""
+    import json  # takes a millisecond that every import would pay
 
     texts = {}
     for key, value in metadata.items():
@@ -23,3 +26,21 @@ def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
         except (TypeError, ValueError, RecursionError):
             continue
     return texts
+
+
+def encode(text: str, subject: str, errors: str = "strict", *, tensor: str | None = None) -> bytes:
+    """Encode a text as UTF-8.
+
+    Args:
+        subject: begins the message of an error.
+        errors: "surrogateescape" to write bytes that were not UTF-8 when they were read.
+        tensor: its name, if the text belongs to a tensor.
+
+    Raises:
+        SafeloadError: the text holds a lone surrogate.
+    """
+    try:
+        return text.encode("utf-8", errors)
+    except UnicodeEncodeError:
+        message = f"{subject} {show(text)} holds a lone surrogate, which UTF-8 cannot write"
+        raise SafeloadError(message, tensor=tensor) from None

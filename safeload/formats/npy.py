@@ -25,6 +25,7 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
 from ..base.listed_table import ListedTable, Listing
+from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import check_name, show
 from ..engine.read.lazy import Lazy, materialize
@@ -36,18 +37,18 @@ from .registry import Candidate, Content, OpenRequest
 
 SUFFIX = ".npy"
 
-# Name of the only tensor of a file, as in a torch checkpoint that is one tensor.
+# Name of the only tensor of a file, as for a torch checkpoint that is one tensor.
 NAME = "tensor"
 
-# Largest header that is read, in bytes: numpy itself reads no header of more than 10,000 bytes.
+# Largest header to read, in bytes: numpy itself reads at most 10,000.
 _HEADER_SIZE = 10_240
-# Bytes read at first for a header: numpy writes 128 for most arrays.
+# Bytes to read first for a header: numpy writes 128 for most arrays.
 _WINDOW = 256
 
-# What Python's and numpy's parsers raise for invalid headers.
+# Errors of Python's and numpy's parsers for invalid headers.
 _HEADER_ERRORS = (ValueError, TypeError, SyntaxError, LookupError, RecursionError, MemoryError, OverflowError)
 
-# A dtype that is not a record, as numpy writes it: byte order, kind, size in bytes.
+# A dtype without fields, as numpy writes it: byte order, kind, size in bytes.
 _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.ASCII)
 
 
@@ -60,36 +61,38 @@ class _Header(NamedTuple):
     shape: tuple[Any, ...]
 
 
-def read(candidate: Candidate, wanted: OpenRequest) -> Content:
-    """An open file with its table; see `read_table`."""
+class ArraySource(NamedTuple):
+    """Where an array is stored: an npy file, or an entry of an npz archive."""
+
+    subject: str  # the array, for messages
+    holder: str  # the file or entry, for messages
+    begin: int  # first byte of the header
+    size: int  # bytes of header and data together
+
+
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of an open file; see `read_table`."""
     candidate.file.table = read_table(candidate.file)
     return Content(candidate.file)
 
 
 def read_table(file: WeightFile) -> ListedTable:
-    """The array of an open file, as a table of one tensor.
+    """Return the array of an open file as a table of one tensor.
 
     Raises:
-        FormatError: the file breaks the format; the error has the byte position.
-        UnsupportedError: an array of Python objects, or of a dtype that weights do not have.
+        FormatError: the file breaks the format; has the byte position.
+        UnsupportedError: the array holds Python objects, or has a dtype that weights do not have.
     """
-    return ListedTable([read_array(file, NAME, "the array", "the file", 0, file.size)])
+    return ListedTable([read_array(file, NAME, ArraySource("the array", "the file", 0, file.size))])
 
 
-def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: int, size: int) -> Listing:
-    """Parses the header at ``begin`` and checks it against the bytes that follow.
-
-    Args:
-        file: that contains the array.
-        name: of the tensor.
-        subject: the array, for messages.
-        holder: the file or entry that contains it, for messages.
-        begin: first byte of the header.
-        size: bytes of header and data together.
+def read_array(file: WeightFile, name: str, source: ArraySource) -> Listing:
+    """Parse the header of an array and check it against the bytes that follow.
 
     Raises:
         FormatError, UnsupportedError: see `read_table`.
     """
+    subject, holder, begin, size = source
     try:
         raw, header_size = _find_header(file, begin, size)
         dtype, fortran, shape = _parse_header(raw)
@@ -97,11 +100,12 @@ def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: in
         message = f"{subject}: its npy header cannot be read: {show(str(error))}"
         raise FormatError(message, file.path, begin) from None
     if dtype.hasobject:
-        raise UnsupportedError(f"{file.path}: {subject} holds Python objects, which are a pickle: refused")
+        text = f"{subject} holds Python objects, which are pickled: refused"
+        raise error_about(UnsupportedError, text, path=file.path)
     row = dtypes.BY_NAME.get(dtype.name)
     if row is None or row.packed:
         hint = ": numpy forgets bfloat16 and float8" if dtype.kind == "V" and dtype.names is None else ""
-        raise UnsupportedError(f"{file.path}: {subject} is {dtype}, not a dtype of weights{hint}")
+        raise error_about(UnsupportedError, f"{subject} is {dtype}, not a dtype of weights{hint}", path=file.path)
     possible = all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
     if possible and 0 in shape:
         possible = array_fits(shape, dtype.itemsize)
@@ -110,8 +114,8 @@ def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: in
     data = begin + header_size
     end, left = data + math.prod(shape) * dtype.itemsize, begin + size - data
     if end != begin + size:
-        wanted = f"{row.code} {list(shape)} needs {end - data} bytes"
-        message = f"{subject}: {wanted}, but {holder} has {left} after the header"
+        expected = f"{row.code} {list(shape)} needs {end - data} bytes"
+        message = f"{subject}: {expected}, but {holder} has {left} after the header"
         raise FormatError(message, file.path, min(end, begin + size))
     strides = None
     if fortran and sum(dim > 1 for dim in shape) > 1 and 0 not in shape:
@@ -121,10 +125,10 @@ def read_array(file: WeightFile, name: str, subject: str, holder: str, begin: in
 
 
 def _find_header(file: WeightFile, begin: int, size: int) -> tuple[bytes, int]:
-    """The header, starting at its magic, and its size."""
+    """Return the header, starting at its magic number, and its size."""
     head = file.read_at(begin, min(size, _WINDOW))
     if head[:6] != b"\x93NUMPY" or len(head) < 12:
-        raise ValueError("it does not begin with the magic of npy")
+        raise ValueError("it does not begin with the magic number of npy")
     if head[6] not in (1, 2, 3) or head[7] != 0:
         raise ValueError(f"npy version {head[6]}.{head[7]}")
     end = _start(head) + int.from_bytes(head[8 : _start(head)], "little")
@@ -136,14 +140,14 @@ def _find_header(file: WeightFile, begin: int, size: int) -> tuple[bytes, int]:
 
 
 def _start(head: bytes) -> int:
-    """Where the text of a header begins."""
+    """Return the position of the text in a header."""
     return 10 if head[6] == 1 else 12
 
 
-# Cached: archives hold many arrays of few shapes.
+# Cached because archives hold many arrays of few shapes.
 @lru_cache(maxsize=256)
 def _parse_header(head: bytes) -> _Header:
-    """Parses a header. Unlike numpy's own reader, it does not repair headers of Python 2 (numpy warns there)."""
+    """Parse a header. Headers of Python 2, which numpy repairs with a warning, are refused."""
     fields = ast.literal_eval(head[_start(head) :].decode("latin1" if head[6] < 3 else "utf-8"))
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("it must have the keys descr, fortran_order and shape")
@@ -166,34 +170,32 @@ def write(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes tensors for `convert`; metadata is left out, as the format has none."""
+    """Write tensors for `convert`; metadata is dropped, because the format has none."""
     save(tensors, path, overwrite=overwrite, durable=durable)
 
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
-    """Writes an array in C order and little-endian, atomically.
+    """Write an array in C order and little-endian, atomically.
 
     Args:
-        tensors: exactly one, whose name is not written.
-        path: of the file to write.
-        overwrite: False to raise FileExistsError where something exists.
+        tensors: exactly one; its name is not written.
+        path: the destination.
+        overwrite: False to raise FileExistsError if the destination exists.
         durable: False to skip the fsync of file and folder.
 
     Raises:
         SafeloadError: there is not exactly one tensor.
-        UnsupportedError: a tensor whose dtype numpy does not have.
-        OSError: the file cannot be written; an existing one is unchanged.
+        UnsupportedError: numpy does not have the tensor's dtype.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     check_mapping(tensors, "tensors")
     if len(tensors) != 1:
-        raise SafeloadError(
-            f"an npy file holds one array, but there are {len(tensors)} tensors: choose one by its name"
-        )
+        raise SafeloadError(f"an npy file holds one array, got {len(tensors)} tensors: choose one by its name")
     ((name, value),) = tensors.items()
     value = check_writable(name, value, "npy")
     out = io.BytesIO()
-    described = {"descr": value.dtype.newbyteorder("<").str, "fortran_order": False, "shape": tuple(value.shape)}
-    np.lib.format.write_array_header_1_0(out, described)
+    header = {"descr": value.dtype.newbyteorder("<").str, "fortran_order": False, "shape": tuple(value.shape)}
+    np.lib.format.write_array_header_1_0(out, header)
     head = np.frombuffer(out.getvalue(), np.uint8)
     size = head.size + math.prod(value.shape) * value.dtype.itemsize
     with AtomicFile(path, size, overwrite=overwrite, durable=durable) as file:
@@ -204,11 +206,11 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
 
 
 def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
-    """The array to write, checked.
+    """Return the array to write, checked.
 
     Raises:
-        TypeError: the name is not a str, or the value is not an array, or a masked one.
-        UnsupportedError: numpy's format cannot hold it.
+        TypeError: the name is not a str, or the value is not an array or is masked.
+        UnsupportedError: numpy's format cannot hold the array.
     """
     check_name(name)
     if isinstance(value, np.generic):
@@ -216,11 +218,11 @@ def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
     if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
         raise not_an_array(f"tensor {show(name)}", value)
     if not isinstance(value, (np.ndarray, Lazy)):
-        message = f'tensor {show(name)} is {value.scheme}, which {format} does not have: pass dtype="float32"'
-        raise UnsupportedError(message, tensor=name)
+        text = f'is {value.scheme}, which {format} does not have: pass dtype="float32"'
+        raise error_about(UnsupportedError, text, tensor=name)
     refuse_masked(value, f"tensor {show(name)}")
     if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
         advice = ': pass dtype="float32"' if value.dtype.name in dtypes.BY_NAME else ""
-        message = f"tensor {show(name)} is {dtypes.shown(value.dtype)}, which {format} does not have{advice}"
-        raise UnsupportedError(message, tensor=name)
+        text = f"is {dtypes.shown(value.dtype)}, which {format} does not have{advice}"
+        raise error_about(UnsupportedError, text, tensor=name)
     return value

@@ -1,7 +1,7 @@
 """The npz format of numpy.savez: a zip archive of ``<name>.npy`` entries.
 
-Stored (uncompressed) entries become views. An archive with a compressed entry is unpacked into a temporary file
-when it is opened.
+Stored (uncompressed) entries become views. An archive with a compressed entry is unpacked into a temporary file when it
+is opened.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ import numpy as np
 
 from ..base.arrays import check_mapping
 from ..base.listed_table import ListedTable, Listing
+from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
 from ..engine.read.lazy import materialize
 from ..engine.run.atomic_file import AtomicFile, reserve
 from ..engine.run.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError
-from .npy import SUFFIX, check_writable, read_array
+from .metadata import encode
+from .npy import SUFFIX, ArraySource, check_writable, read_array
 from .registry import Candidate, Content, OpenRequest, check_whole
 from .zip import STORED, Archive
 
 if TYPE_CHECKING:
-    import zipfile  # elsewhere where it is used: it takes milliseconds, which opening a torch checkpoint would pay
+    import zipfile  # at run time only where it is used, because it takes milliseconds
 
-# Longest name of an entry in bytes: zip counts them in 16 bits.
+# Longest name of an entry in bytes: its length is a u16.
 _MAX_NAME = (1 << 16) - 1
 
-# Alignment of arrays in the temporary file that a compressed archive is unpacked into.
+# Alignment of arrays in the temporary file of a compressed archive.
 _ALIGNMENT = 64
 
-# The oldest time that zip can hold, as numpy writes it: the same tensors give the same bytes.
+# The oldest time in zip, as numpy writes it, so that equal tensors give equal bytes.
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
 
 
@@ -40,15 +42,15 @@ _NO_TIME = (1980, 1, 1, 0, 0, 0)
 
 
 def claims(candidate: Candidate) -> bool:
-    """Whether an archive holds numpy arrays and no torch pickle, or is empty, as ``numpy.savez(path)`` writes it."""
+    """Return True if an archive holds arrays and no pickle, or is empty, as ``numpy.savez(path)`` writes it."""
     names = candidate.archive.entries
     if any(name.endswith(".pkl") for name in names):
         return False
     return not names or any(name.endswith(SUFFIX) for name in names)
 
 
-def read(candidate: Candidate, wanted: OpenRequest) -> Content:
-    """An open archive with its table, or the temporary file that stands for it; see `open_archive`."""
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of an archive, or unpack it into a temporary file; see `open_archive`."""
     opened = open_archive(candidate.archive, candidate.file)
     if opened is not candidate.file:
         opened.stand_for(candidate.file)
@@ -56,11 +58,11 @@ def read(candidate: Candidate, wanted: OpenRequest) -> Content:
 
 
 def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
-    """The file with its table; where entries are compressed, an unnamed temporary file instead.
+    """Return the file with its table or, if an entry is compressed, an unnamed temporary file.
 
     Raises:
         FormatError: an entry breaks the format.
-        UnsupportedError: an array of Python objects, or of a dtype that weights do not have.
+        UnsupportedError: an array holds Python objects, or has a dtype that weights do not have.
     """
     names = [name for name in archive.entries if name.endswith(SUFFIX)]
     archive.prefetch(names)
@@ -81,7 +83,7 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
 
 
 def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFile:
-    """Unpacks entries into an unnamed temporary file, closes the archive and returns the file with its table."""
+    """Unpack entries into an unnamed temporary file, close the archive and return the file with its table."""
     places, size = [], 0
     for name in names:
         archive.check_packed(name)
@@ -92,8 +94,8 @@ def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFil
         reserve(out.fileno(), size, path)  # fails before writing if the disk is too small
         for name, begin in zip(names, places, strict=True):
             out.write(bytes(begin - out.tell()))
-            for piece in archive.inflate(name):
-                out.write(piece)
+            for chunk in archive.inflate(name):
+                out.write(chunk)
 
     unpacked = open_temporary("safeload-npz-", write, shown=file.path)
     arrays = [
@@ -107,7 +109,7 @@ def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFil
 
 def _read_array(file: WeightFile, entry: str, begin: int, size: int) -> Listing:
     name = entry.removesuffix(SUFFIX)
-    return read_array(file, name, f"array {show(name)}", "its entry", begin, size)
+    return read_array(file, name, ArraySource(f"array {show(name)}", "its entry", begin, size))
 
 
 # ---- write ----
@@ -121,24 +123,24 @@ def write(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Writes tensors for `convert`; metadata is left out, as the format has none."""
+    """Write tensors for `convert`; metadata is dropped, because the format has none."""
     save(tensors, path, overwrite=overwrite, durable=durable)
 
 
 def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
-    """Writes an uncompressed npz archive atomically.
+    """Write an uncompressed npz archive atomically.
 
     Args:
         tensors: name to array.
-        path: of the file to write.
-        overwrite: False to raise FileExistsError where something exists.
+        path: the destination.
+        overwrite: False to raise FileExistsError if the destination exists.
         durable: False to skip the fsync of file and folder.
 
     Raises:
         TypeError: a name is not a str.
-        UnsupportedError: a tensor whose dtype npz does not have.
-        SafeloadError: a name that npz cannot hold.
-        OSError: the file cannot be written; an existing one is unchanged.
+        UnsupportedError: npz does not have the dtype of a tensor.
+        SafeloadError: npz cannot hold a name.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     import zipfile
 
@@ -154,27 +156,21 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
             with archive.open(info, "w", force_zip64=True) as entry:
                 array = materialize(value)
                 np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
-                del array  # freed before the next one is made
+                del array  # frees it before the next is made
 
 
 def _entry(name: str) -> zipfile.ZipInfo:
-    """The zip entry for a tensor.
+    """Return the zip entry for a tensor.
 
     Raises:
-        SafeloadError: a name that zip cannot hold, or that other readers would truncate.
+        SafeloadError: zip cannot hold the name, or other readers would truncate it.
     """
-    try:
-        size = len((name + SUFFIX).encode())
-    except UnicodeEncodeError:
-        message = f"tensor name {name[:40]!r} holds a lone surrogate, which UTF-8 cannot write"
-        raise SafeloadError(message, tensor=name) from None
+    size, limit = len(encode(name, "tensor name", tensor=name)), _MAX_NAME - len(SUFFIX)
     if "\0" in name:
-        raise SafeloadError(f"tensor name {name[:40]!r} holds a NUL, at which readers of npz end it", tensor=name)
-    if size > _MAX_NAME:
-        most = _MAX_NAME - len(SUFFIX)
-        raise SafeloadError(
-            f"tensor {name[:40]!r}: its name has {size - len(SUFFIX)} bytes, but npz has at most {most}", tensor=name
-        )
+        raise SafeloadError(f"tensor name {show(name)} holds a NUL, where readers of npz would cut it", tensor=name)
+    if size > limit:
+        text = f"has a name of {size} bytes, but npz allows at most {limit}"
+        raise error_about(SafeloadError, text, tensor=name)
     import zipfile
 
     info = zipfile.ZipInfo(SUFFIX, _NO_TIME)

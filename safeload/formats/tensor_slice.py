@@ -6,8 +6,8 @@ from typing import Any
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..base.messages import error_about
 from ..base.packing import Packed
-from ..base.text import show
 from ..engine.codes.packed_rows import read_index
 from ..engine.codes.quantized_tensor import dequantize_index
 from ..engine.read.load import parse_target
@@ -21,9 +21,9 @@ from .registry import OpenRequest
 
 
 class TensorSlice:
-    """A tensor that has not been read. Basic indexing as in numpy reads only the elements that it returns.
+    """A tensor that has not been read. Basic NumPy indexing reads only the selected elements.
 
-    It is pickled as the path of its file, as a `Checkpoint` is.
+    Pickling stores the path of the file, as for a `Checkpoint`.
 
     Attributes:
         shape: of the array that loading the whole tensor returns.
@@ -36,10 +36,10 @@ class TensorSlice:
         ((96, 64), (2, 4))
     """
 
-    def __init__(self, file: WeightFile, index: int, wanted: OpenRequest, target: dtypes.Dtype | None = None) -> None:
+    def __init__(self, file: WeightFile, index: int, request: OpenRequest, target: dtypes.Dtype | None = None) -> None:
         self._file = file
         self._index = index
-        self._wanted = wanted
+        self._request = request
         self._target = target
         self.dtype, self.shape, *_ = file.layout(index)
         if target is not None:
@@ -48,11 +48,11 @@ class TensorSlice:
     def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...], str | None]:
         self._file.check_open()
         dtype = None if self._target is None else self._target.name
-        return self._file.place, tuple(self._wanted), self._file.table.names[self._index], seen, dtype
+        return self._file.place, tuple(self._request), self._file.table.names[self._index], seen, dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
-        place, *how = self._copied(tuple(self._file.identity[:2]))
-        return _reopen_slice, (self._file.files.public(place), *how)
+        place, *arguments = self._copied(tuple(self._file.identity[:2]))
+        return _reopen_slice, (self._file.files.public(place), *arguments)
 
     def __copy__(self) -> TensorSlice:
         return _reopen_slice(*self._copied(self._file.identity))
@@ -61,8 +61,8 @@ class TensorSlice:
         return self.__copy__()
 
     def __getitem__(self, index: Any) -> Array:
-        given = index if isinstance(index, tuple) else (index,)
-        values = read_slice(self._file, self._index, given, "checkpoint[name]")
+        indices = index if isinstance(index, tuple) else (index,)
+        values = read_slice(self._file, self._index, indices, "checkpoint[name]")
         return values if self._target is None else astype(values, self.dtype)
 
     def __len__(self) -> int:
@@ -75,10 +75,9 @@ class TensorSlice:
 
 
 def _reopen_slice(
-    path: str, wanted: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
+    path: str, request: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
 ) -> TensorSlice:
-    """Opens the slice of the same file again."""
-    options = OpenRequest(*wanted)
+    options = OpenRequest(*request)
     options.files.check_unchanged(path, seen)
     with rather_changed(options.files, [(path, seen)]):
         files = registry.open_file(path, options).files
@@ -87,16 +86,15 @@ def _reopen_slice(
     return TensorSlice(file, file.table.index(name), options, parse_target(dtype))
 
 
-def slice_of(file: WeightFile, index: int, wanted: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
-    """A lazy tensor of a checkpoint.
+def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
+    """Return a lazy tensor of a checkpoint.
 
     Args:
-        file: the file that holds it.
-        index: its index in the file's table.
-        wanted: how the file was opened.
-        dtype: floating dtype that a floating tensor is converted to, and a packed one dequantized; None to convert
-            nothing, and for a packed one float32.
-        checkpoint: what it belongs to.
+        file: the file that holds the tensor.
+        index: of the tensor in the file's table.
+        request: how the file was opened.
+        dtype: floating dtype of the result for floating and packed tensors. If None, packed tensors are dequantized to
+            float32 and all other tensors keep their dtype.
 
     Raises:
         UnsupportedError: ``dtype`` for elements of less than a byte.
@@ -108,20 +106,18 @@ def slice_of(file: WeightFile, index: int, wanted: OpenRequest, dtype: Any, chec
         return QuantizedSlice(name, shape, packed, target or parse_target("float32"), checkpoint)
     row = file.table.row(index)
     if target is not None and row.packed:
-        what = f"is {row.code}, whose elements share bytes: load it with dtype= and slice the array"
-        raise UnsupportedError(f"tensor {show(name)} {what}", path=file.path, tensor=name)
-    return TensorSlice(file, index, wanted, target if row.floating else None)
+        text = f"is {row.code}, whose elements share bytes: load it with dtype= and slice the array"
+        raise error_about(UnsupportedError, text, path=file.path, tensor=name)
+    return TensorSlice(file, index, request, target if row.floating else None)
 
 
 class QuantizedSlice(TensorSlice):
     """A lazy quantized tensor: indexing it dequantizes the rows that the first index selects.
 
     Args:
-        name: of the tensor.
-        shape: of the tensor.
-        packed: what its codes mean, and where they are; None for int8 and blocks.
+        packed: codes and scales; None for int8 and blocks.
         row: the dtype of the arrays.
-        checkpoint: what it belongs to; it is copied with the slice.
+        checkpoint: is pickled with the slice.
     """
 
     def __init__(
@@ -139,12 +135,12 @@ class QuantizedSlice(TensorSlice):
         return QuantizedSlice(self._name, self.shape, self._packed, self._row, self._checkpoint)
 
     def __getitem__(self, index: Any) -> Array:
-        given = index if isinstance(index, tuple) else (index,)
+        indices = index if isinstance(index, tuple) else (index,)
         if self._packed is None:
-            return dequantize_index(self._checkpoint[self._name], given, self.dtype)
-        return read_index(self._packed, given, self.dtype, self._name)
+            return dequantize_index(self._checkpoint[self._name], indices, self.dtype)
+        return read_index(self._packed, indices, self.dtype, self._name)
 
 
 def _slice_of(checkpoint: Any, name: str, dtype: str) -> QuantizedSlice:
-    found: QuantizedSlice = checkpoint.get_slice(name, dtype=dtype)
-    return found
+    tensor: QuantizedSlice = checkpoint.get_slice(name, dtype=dtype)
+    return tensor

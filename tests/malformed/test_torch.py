@@ -464,7 +464,7 @@ fault("ZIP64: another offset", "'s end says ", with_zip64(offset=3))
 fault("ZIP64: a locator that leads elsewhere", "not where its locator says", with_zip64(place=END - 1))
 fault(
     "ZIP64: a directory of gigabytes",
-    "has more than",
+    "bytes, the limit is",
     with_zip64(size=1 << 40, small=b"\xff" * 10 + bytes(2)),
     LimitError,
 )

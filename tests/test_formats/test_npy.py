@@ -136,7 +136,7 @@ def test_faults(path, content, fragment, offset):
 @pytest.mark.parametrize(
     ("value", "fragment"),
     [
-        (np.array([1, "a", None], object), "the array holds Python objects, which are a pickle"),
+        (np.array([1, "a", None], object), "the array holds Python objects, which are pickled"),
         (np.array(["a", "b"]), "the array is <U1, not a dtype of weights"),
         (np.ones(3, ml_dtypes.bfloat16), "numpy forgets bfloat16 and float8"),
         (np.zeros(3, [("a", "f4")]), r"not a dtype of weights$"),

@@ -400,8 +400,8 @@ def test_an_end_that_is_cut_off(path, content, end):
         ("a\0b", r"'a\\x00b' holds a NUL"),
         ("\0", "holds a NUL"),
         ("\ud800", "holds a lone surrogate"),
-        ("x" * 65_532, "has 65532 bytes, but npz has at most 65531"),
-        ("é" * 32_766, "has 65532 bytes"),
+        ("x" * 65_532, "has a name of 65532 bytes, but npz allows at most 65531"),
+        ("é" * 32_766, "has a name of 65532 bytes"),
     ],
 )
 def test_names_that_zip_cannot_hold(path, name, fragment):
