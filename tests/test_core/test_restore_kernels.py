@@ -12,7 +12,7 @@ from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, Ma
 from safeload import FormatError, RangeError, SafeloadError
 from safeload.base import dtypes
 from safeload.base.native import available_tiers, ffi, lib, tier_name
-from safeload.engine.run import jobs, runner
+from safeload.engine.run import jobs
 from safeload.engine.run.job import Channels, Job
 
 NUMBERS = {code: row.number for code, row in dtypes.BY_CODE.items()}
@@ -112,7 +112,7 @@ CASES = {
 @pytest.fixture
 def on(monkeypatch):
     """Chooses the tier of the jobs that follow."""
-    return lambda tier: monkeypatch.setattr(runner, "TIER", tier)
+    return lambda tier: monkeypatch.setattr(jobs, "TIER", tier)
 
 
 def handle_of(file):

@@ -18,7 +18,7 @@ from builders import torch_build
 from builders.random import rng
 
 import safeload
-from safeload.engine.run import runner
+from safeload.engine.run import jobs
 from safeload.numpy import load_file, save_file
 
 THREADS = 8
@@ -137,7 +137,7 @@ def test_closing_while_others_read_gives_the_whole_or_says_that_it_is_closed(pat
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_a_load_reads_its_own_file_although_it_is_closed_and_another_one_opened_meanwhile(tmp_path, monkeypatch, dtype):
     """The system gives the number of a closed descriptor to the next file."""
-    monkeypatch.setattr(runner, "SLICE_MS", 1)
+    monkeypatch.setattr(jobs, "SLICE_MS", 1)
     for value in (1, 2):
         save_file({"x": np.full(20_000_000, value, np.float16)}, tmp_path / str(value), durable=False)
     checkpoint, opened = safeload.open(tmp_path / "1"), []

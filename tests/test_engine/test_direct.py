@@ -15,7 +15,7 @@ from builders.http_server import Server
 from builders.random import rng
 
 import safeload
-from safeload.engine.run import jobs, runner
+from safeload.engine.run import jobs
 from safeload.engine.run.memory import PAGE, address_of
 from safeload.engine.run.threads import DIRECT_READERS, available_cpus, thread_count
 from safeload.errors import FormatError
@@ -153,7 +153,7 @@ def test_last_load_says_which_it_was(on_disk, monkeypatch):
         assert checkpoint.last_load.backend == "direct"
         checkpoint.load(["f32"], out={"f32": np.empty((1100, 1000), np.float32)}, backend="direct")
         assert checkpoint.last_load.backend == "direct"
-        monkeypatch.setattr(runner, "direct_of", lambda store: None)
+        monkeypatch.setattr(jobs, "direct_of", lambda store: None)
         want = checkpoint.load(backend="pread")
         same(checkpoint.load(backend="direct"), want)
         assert checkpoint.last_load.backend == "pread"
@@ -168,7 +168,7 @@ def test_a_disk_that_refuses_while_it_is_read_is_read_through_the_cache(path, mo
     empty.touch()
     other = os.open(empty, os.O_RDONLY)
     number = {"a pipe": reading, "closed": 1 << 20, "another file": other}[how]
-    monkeypatch.setattr(runner, "direct_of", lambda store: number)
+    monkeypatch.setattr(jobs, "direct_of", lambda store: number)
     same(load_file(path, backend="direct"), load_file(path, backend="pread"))
     same(load_file(path, backend="direct", dtype="f4"), load_file(path, backend="pread", dtype="f4"))
     for descriptor in (reading, writing, other):

@@ -13,7 +13,7 @@ import safeload.numpy
 from safeload.base import dtypes
 from safeload.base.scheme import SCHEMES
 from safeload.engine.codes import restore
-from safeload.engine.run import fetch, jobs, runner
+from safeload.engine.run import fetch, jobs
 from safeload.engine.run.memory import address_of
 from safeload.errors import FormatError, RemoteError
 from safeload.stores import thread_group
@@ -282,9 +282,9 @@ def test_nothing_is_converted_after_ctrl_c(monkeypatch):
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     store = Served({URL: safeload.numpy.save(tensors), "mem://model/config.json": json.dumps(config).encode()})
     opened = safeload.open(store.at(URL))
-    core = SlowCore(runner.lib)
-    monkeypatch.setattr(runner, "lib", core)
-    monkeypatch.setattr(runner, "SLICE_MS", 1)
+    core = SlowCore(jobs.lib)
+    monkeypatch.setattr(jobs, "lib", core)
+    monkeypatch.setattr(jobs, "SLICE_MS", 1)
     monkeypatch.setattr(thread_group, "_GRACE", 0.0)
     out = {"model.w.weight": np.zeros(shape, np.float32)}
 

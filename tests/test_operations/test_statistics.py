@@ -18,7 +18,7 @@ from safeload import FormatError, TensorNotFoundError, UnsupportedError, stats
 from safeload.base.dtypes import BY_NAME
 from safeload.base.native import available_tiers, lib, tier_name
 from safeload.cli import main
-from safeload.engine.run import jobs, runner
+from safeload.engine.run import jobs
 from safeload.engine.run.job import Job
 from safeload.numpy import save_file
 from safeload.operations.measure.stats import _RECORD, HISTOGRAM_EDGES
@@ -324,15 +324,15 @@ def odd(name, length):
 def test_tiers_give_scalars_bits(name, histogram, tier, monkeypatch):
     for length in (*range(0, 131, 13), 4097, 300_007):
         for x in (normal(name, length), odd(name, length)):
-            monkeypatch.setattr(runner, "TIER", SCALAR)
+            monkeypatch.setattr(jobs, "TIER", SCALAR)
             wanted = stats(x, histogram=histogram)
-            monkeypatch.setattr(runner, "TIER", tier)
+            monkeypatch.setattr(jobs, "TIER", tier)
             same(stats(x, histogram=histogram), wanted)
 
 
 def record(monkeypatch, tier, name, address, length):
     """The record of one segment of bytes anywhere in memory, as bytes."""
-    monkeypatch.setattr(runner, "TIER", tier)
+    monkeypatch.setattr(jobs, "TIER", tier)
     row = BY_NAME[name]
     out = np.full(1, 0x5A, np.uint8).repeat(_RECORD.itemsize)
     job = Job(None, address, out.ctypes.data, row.nbytes(length), row.number, op=lib.SL_OP_STATS)
@@ -361,9 +361,9 @@ def test_any_alignment_between_guard_pages(name, tier, monkeypatch):
 def test_random_bits(name, tier, monkeypatch):
     x = F32_RANDOM.view(dtype_of(name)) if name != "float32" else np.concatenate([F32_SPECIALS, F32_RANDOM])
     for part in (x[:4096], x[:5000], x):
-        monkeypatch.setattr(runner, "TIER", SCALAR)
+        monkeypatch.setattr(jobs, "TIER", SCALAR)
         wanted = stats(part, histogram=True)
-        monkeypatch.setattr(runner, "TIER", tier)
+        monkeypatch.setattr(jobs, "TIER", tier)
         same(stats(part, histogram=True), wanted)
         with np.errstate(invalid="ignore"):  # signalling NaN, where ml_dtypes widens first
             assert wanted.first_nan == first(np.isnan(part))
@@ -491,7 +491,7 @@ def test_refusals():
     for x in (np.array(["a"]), np.array([object()]), np.array(["2026-01-01"], "M8[D]"), np.zeros(2, "V3")):
         with pytest.raises(TypeError, match="it does not hold numbers"):
             stats(x)
-    with pytest.raises(ValueError, match="threads is 0"):
+    with pytest.raises(ValueError, match="threads must be >= 1, got 0"):
         stats([1.0], threads=0)
     with pytest.raises(ValueError, match="names=, only= and drop= are for checkpoints and dicts"):
         stats([1.0], names=["x"])

@@ -123,7 +123,17 @@ class Spans:
             jobs = (Job(self.files[k], at, to, n, x, y, moving(x, y)) for k, at, to, n, x, y in rows)
             Batch(jobs).run(threads=threads, progress=lambda done, total: check())
         else:
-            move(self.files, file, begins, memory, sizes, sources, targets, threads=threads, check=check)
+            move(
+                self.files,
+                file,
+                offsets=begins,
+                memory=memory,
+                sizes=sizes,
+                sources=sources,
+                targets=targets,
+                threads=threads,
+                check=check,
+            )
         return int(ends[-1])
 
     def read(self, threads: int | None) -> Generator[tuple[int, int]]:

@@ -1,1 +1,1 @@
-"""Tensors of files as arrays: the columns, the plan, the batch that reads them."""
+"""Tensors of files as arrays: columns, read plans, and the batches that execute the plans."""

@@ -1,7 +1,7 @@
-"""Memory of large arrays that is used again once the arrays are gone.
+"""Reuse the memory of dropped arrays.
 
-New memory comes as pages of zeros, and the system takes as long to write these as a read takes to fill them: a stream
-that uses the memory of dropped arrays again is 1.5 times as fast.
+The system fills new memory with zeros, which takes as long as reading the bytes. A stream is faster if it reuses the
+memory of arrays that were dropped.
 """
 
 from __future__ import annotations
@@ -18,51 +18,48 @@ from ...base.arrays import Array, array_over
 from ...base.native import ffi, short
 from ..run.memory import POOLED_BELOW, aligned_bytes
 
-# Memory is not used for an array that is smaller by more than this part of it.
+# Memory is not reused if more than this part of it would be wasted.
 _WASTE = 4
 
 
 class Recycler:
-    """Makes arrays, and keeps the memory of those that are dropped for the next ones.
+    """Allocate arrays, and keep the memory of dropped arrays for new arrays.
 
-    Any thread may use it, and drop the arrays. Its owner closes it: the arrays refer to it, so that it may outlive its
-    owner by far.
+    Any thread may use it and drop its arrays. The owner must close it, because the arrays refer to it and may live much
+    longer than the owner.
 
     Args:
-        limit: most bytes that are kept, less what is used.
-
-    Attributes:
-        used: bytes of arrays that count towards the limit.
+        limit: most bytes to keep, less the bytes in use.
     """
 
     def __init__(self, limit: int) -> None:
-        self.used = 0
+        self.used = 0  # bytes of arrays that count towards the limit
         self._limit = limit
-        self._kept: list[tuple[int, int]] = []  # size and address, the oldest first
-        self._returned: deque[tuple[int, int]] = deque()  # those of arrays dropped since
+        self._kept: list[tuple[int, int]] = []  # size and address, oldest first
+        self._returned: deque[tuple[int, int]] = deque()  # of dropped arrays
         self._closed = False
-        self._lock = Lock()  # of what is kept
-        self._free = short.sl_memory_free  # globals may be gone before the last array is, when Python ends
+        self._lock = Lock()  # protects `_kept`
+        self._free = short.sl_memory_free  # at exit, globals may disappear before the last array
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array with undefined values, aligned to a page; a small one is always new, and aligned to a cache line.
+        """Return an array with undefined values, aligned to a page. A small array is new, and aligned to a cache line.
 
         Raises:
             MemoryError: the memory cannot be allocated.
-            UnsupportedError: numpy does not support an array of this shape.
+            UnsupportedError: NumPy does not support an array of this shape.
         """
         size = dtype.itemsize * math.prod(shape)
         if size < POOLED_BELOW:
             return array_over(aligned_bytes(size), dtype, shape, 0)
-        held, address = self._take(size)
-        memory = ffi.gc(ffi.cast("void *", address), partial(self._give_back, held, address))
+        capacity, address = self._take(size)
+        memory = ffi.gc(ffi.cast("void *", address), partial(self._give_back, capacity, address))
         return array_over(ffi.buffer(memory, size), dtype, shape, 0)
 
     def _take(self, size: int) -> tuple[int, int]:
-        """Size and address of memory for ``size`` bytes."""
+        """Return the capacity and address of memory for ``size`` bytes."""
         best = None
         with self._lock:
-            fitting = [one for one in self._kept if size <= one[0] <= size + size // _WASTE]
+            fitting = [block for block in self._kept if size <= block[0] <= size + size // _WASTE]
             if fitting:
                 best = min(fitting)
                 self._kept.remove(best)
@@ -79,13 +76,13 @@ class Recycler:
         self._settle()
 
     def _settle(self, trim: bool = False) -> None:
-        """Keeps what was returned, and frees the oldest memory that there is no room for.
+        """Keep returned memory, and free the oldest memory above the limit.
 
-        It never waits. An array may be dropped anywhere, even by a collection of garbage in the middle of these lines,
-        or after a fork while a thread that the child does not have was in them. Whoever has the lock looks again.
+        This never waits. An array may be dropped anywhere: by garbage collection in the middle of this method, or in a
+        child after a fork while another thread was here. The holder of the lock checks again.
 
         Args:
-            trim: whether to look although nothing was returned.
+            trim: True to check the limit even if nothing was returned.
         """
         while (trim or self._returned) and self._lock.acquire(blocking=False):
             trim = False
@@ -102,6 +99,6 @@ class Recycler:
                 self._lock.release()
 
     def close(self) -> None:
-        """Frees what is kept; arrays stay valid, and their memory is freed with them."""
+        """Free the kept memory. Arrays stay valid and own their memory from now on."""
         self._closed = True
         self._settle(True)

@@ -1,6 +1,6 @@
-"""The tensors of a file whose bytes are in memory as a dict of arrays: views of these bytes, or copies.
+"""Arrays of a file that is in memory: views of its bytes, or copies.
 
-Where a table is `Table.plain`, its columns become arrays without a step of Python per tensor.
+The columns of a `Table.plain` table become arrays without running Python code per tensor.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ _BYTES = np.dtype(np.uint8)
 
 
 def views_of(table: Table, buffer: Any) -> dict[str, Array]:
-    """All tensors, by name in the order of their bytes, as views where they are aligned.
+    """Return all tensors, by name in the order of their bytes, as views if they are aligned.
 
     Args:
-        table: of the file.
-        buffer: the file. Where it is writable, arrays are.
+        buffer: the file; arrays are writable if it is.
 
     Raises:
-        UnsupportedError: too many axes for this numpy.
+        UnsupportedError: too many axes for this NumPy.
     """
     if not table.plain:
         return dict(_each(table, buffer))
@@ -45,14 +44,13 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
 
 
 def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
-    """The same, as writable arrays in new memory, which small tensors share.
+    """Return all tensors, by name in the order of their bytes, as writable copies; small tensors share memory.
 
     Args:
-        table: of the file.
         content: the file.
 
     Raises:
-        UnsupportedError: too many axes for this numpy.
+        UnsupportedError: too many axes for this NumPy.
     """
     if not table.plain:
         return {name: array if array.base is None else array.copy() for name, array in _each(table, content)}
@@ -64,7 +62,7 @@ def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
 
 
 def _each(table: Table, buffer: Any) -> Iterator[tuple[str, Array]]:
-    """Each tensor as a view, or in memory of its own where it cannot be one."""
+    """Yield each tensor as a view, or in its own memory if it cannot be a view."""
     for name, spec in zip(table.names, layouts(table, range(table.count)), strict=True):
         if spec.begin == spec.end:
             yield name, np.empty(spec.shape, spec.dtype)
@@ -73,14 +71,14 @@ def _each(table: Table, buffer: Any) -> Iterator[tuple[str, Array]]:
 
 
 def _in_pools(table: Table, content: memoryview) -> dict[str, Array]:
-    """Copies in which each large tensor has memory of its own, and those between them share pools."""
+    """Copy each large tensor into its own memory, and the small tensors between them into pools."""
     names = table.names
     numbers, shapes, begins, ends = table.columns(range(table.count))
     alone = [k for k, size in enumerate(map(sub, ends, begins)) if size >= POOLED_BELOW]
     arrays: dict[str, Array] = {}
     k = 0
     while k < table.count:
-        start = begins[k] - begins[k] % ALIGNMENT  # what is aligned in the file is aligned in the pool
+        start = begins[k] - begins[k] % ALIGNMENT  # aligned tensors of the file are aligned in the pool
         full = bisect_right(ends, start + POOL_SIZE)
         large = next(iter(alone[bisect_left(alone, k) :]), table.count)
         stop = max(k + 1, min(full, large))

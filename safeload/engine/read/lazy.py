@@ -1,4 +1,4 @@
-"""Tensors that are created when a writer reaches them, so that writing a file takes the memory of one at most."""
+"""Tensors that are created when a writer reaches them, so that a file is written in the memory of a single tensor."""
 
 from __future__ import annotations
 
@@ -16,27 +16,19 @@ if TYPE_CHECKING:
 
 
 class Staged(NamedTuple):
-    """A tensor of a file whose bytes are those of a `Lazy`: writers read many of them ahead, in chunks.
-
-    Attributes:
-        entry: the tensor.
-        threads: for reading; None: chosen automatically.
-        written: called when its bytes have been handed over; None for nothing to do.
-    """
+    """A file tensor with the bytes of a `Lazy`: writers read many of these ahead, in chunks."""
 
     entry: Entry
-    threads: int | None
-    written: Callable[[], object] | None = None
+    threads: int | None  # for reading
+    written: Callable[[], object] | None = None  # called when the writer has received the bytes
 
 
 class Lazy:
     """An array that is created later.
 
     Args:
-        dtype: of the array.
-        shape: of the array.
-        make: creates it, C-contiguous; a call may overwrite the array that it returned before.
-        staged: how a writer gets its bytes without `make`; None if only `make` knows.
+        make: creates the array, C-contiguous; a call may overwrite the array of the call before.
+        staged: reads the bytes without `make`; None if only `make` can.
     """
 
     def __init__(
@@ -54,7 +46,7 @@ class Lazy:
 
 
 class LazyQuantized:
-    """A `QuantizedTensor` that is created later: the same attributes, with data and scale as `Lazy`."""
+    """A `QuantizedTensor` that is created later: data and scale are `Lazy`."""
 
     def __init__(
         self, scheme: str, shape: tuple[int, ...], data: Lazy, scale: Lazy | None = None, axis: int | None = None
@@ -72,11 +64,10 @@ class LazyQuantized:
 
 
 class LazyPacked:
-    """A packed `QuantizedTensor` that is written as it is stored.
+    """A packed `QuantizedTensor` that is written unchanged.
 
     Args:
-        packing: what its codes mean.
-        names: names of its parts by role.
+        names: names of the parts by role.
         parts: the parts by role.
     """
 
@@ -94,5 +85,5 @@ class LazyPacked:
 
 
 def materialize(value: Array | Lazy) -> Array:
-    """The array, created now if it is `Lazy`."""
+    """Return the array, creating it if it is `Lazy`."""
     return value.make() if isinstance(value, Lazy) else value

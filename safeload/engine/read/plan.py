@@ -1,4 +1,4 @@
-"""Decide how each tensor of a file becomes an array: as a view, read, converted or copied."""
+"""Decide how each tensor of a file becomes an array: as a view, read, converted, restored or copied."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..run.weight_file import WeightFile
 from .tensors import FileTensor, Tensors, packed_of
 
 # How a tensor becomes an array.
-EMPTY = 0  # it has no bytes
-VIEW = 1  # a view of the mapped file
-READ = 2  # its bytes are read unchanged
-CONVERT = 3  # its values are converted while they are read, blocks dequantized
-DEQUANTIZE = 4  # its int8 values are multiplied by their scales while they are read
-STRIDED = 5  # non-contiguous, big-endian or sharing bytes with others: see strided.py
+EMPTY = 0  # no bytes
+VIEW = 1  # view of the mapped file
+READ = 2  # bytes are read unchanged
+CONVERT = 3  # values are converted while they are read, and blocks dequantized
+DEQUANTIZE = 4  # int8 values are multiplied by their scales while they are read
+STRIDED = 5  # non-contiguous, big-endian or sharing bytes: see `batch.Block`
 
-# Dtypes whose arrays show bytes, not elements.
+# Dtypes with arrays of bytes, not of elements.
 _IN_BYTES = frozenset(number for number, row in dtypes.BY_NUMBER.items() if row.bits < 8)
 
 
@@ -63,11 +63,11 @@ class ReadPlan(NamedTuple):
         return self.tensors.columns.ends
 
     def dtype(self, k: int) -> np.dtype[Any]:
-        """Dtype of the k-th array."""
+        """Return the dtype of the k-th array."""
         return dtypes.array_dtype(self.targets[k])
 
     def spec(self, k: int) -> ArraySpec:
-        """The `ArraySpec` of the k-th tensor."""
+        """Return the `ArraySpec` of the k-th tensor."""
         table = self.file.table
         place = self.begins[k], self.ends[k], self.sources[k], self.targets[k]
         index = self.tensors.indices[k]
@@ -75,11 +75,11 @@ class ReadPlan(NamedTuple):
         return ArraySpec(self.dtype(k), self.shapes[k], *place, strides, big_endian)
 
     def of_way(self, way: int) -> Sequence[int]:
-        """Positions of the tensors with this way."""
+        """Return the positions of the tensors with this way."""
         count = self.ways.count(way)
         if count == len(self.ways):
             return range(count)
-        return [k for k, other in enumerate(self.ways) if other == way] if count else ()
+        return [k for k, own in enumerate(self.ways) if own == way] if count else ()
 
 
 def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
@@ -103,7 +103,7 @@ def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPla
             for source, to, shape, begin, end in zip(sources, targets, shapes, begins, ends, strict=True)
         ]
     if view:
-        masks = bytearray(256)  # by dtype: bits that must be zero in an aligned address
+        masks = bytearray(256)  # by dtype: bits to be zero in an aligned address
         for number in present:
             masks[number] = dtypes.array_dtype(number).alignment - 1
         unaligned = sources.translate(masks)
@@ -128,7 +128,7 @@ def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPla
 
 
 def _convert(tensors: Tensors, target: dtypes.Dtype, plain: int) -> tuple[bytes, bytearray]:
-    """Targets and ways when floating and quantized tensors are converted; the others get the way ``plain``."""
+    """Return targets and ways if floating and quantized tensors are converted; unconverted tensors get ``plain``."""
     file, sources = tensors.files[0], tensors.columns.numbers
     become, way = bytearray(range(256)), bytearray(256)
     refused = []
@@ -150,7 +150,7 @@ def _convert(tensors: Tensors, target: dtypes.Dtype, plain: int) -> tuple[bytes,
         k = min(refused)
         row = dtypes.BY_NUMBER[sources[k]]
         raise UnsupportedError(
-            f"tensor {show(tensors.names[k])}: there is no conversion from {row.code} to {target.code}",
+            f"tensor {show(tensors.names[k])}: cannot convert {row.code} to {target.code}",
             path=file.path,
             tensor=tensors.names[k],
         )
@@ -162,13 +162,13 @@ class Entry(NamedTuple):
 
     name: str
     file: WeightFile
-    at: int  # index in the file's table
-    begin: int  # first byte in the file, of the codes if it is packed
+    at: int  # index in the table of the file
+    begin: int  # first byte in the file, or of the codes of a packed tensor
     end: int  # one past the last byte
     shape: tuple[int, ...]  # of the array
     source: int  # number of the dtype in the file
-    target: int | None  # number of the array's dtype; None for packed codes that stay as they are stored
-    packed: Packed | None = None  # codes and scales that the values are restored from
+    target: int | None  # dtype number of the array; None for packed codes that are not restored
+    packed: Packed | None = None  # codes and scales of the values
     strided: bool = False  # non-contiguous or big-endian in the file
 
     @property
@@ -178,13 +178,13 @@ class Entry(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of its array, of a tensor that has one."""
+        """Dtype of the array; only if there is a single array."""
         assert self.target is not None
         return dtypes.array_dtype(self.target)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its array, or of its parts."""
+        """Bytes of the array, or of the packed parts."""
         if self.target is None:
             assert self.packed is not None
             return self.packed.nbytes
@@ -192,12 +192,12 @@ class Entry(NamedTuple):
 
     @property
     def repeated(self) -> bool:
-        """Whether some of its elements are the same bytes of the file, and it is not converted."""
+        """True if elements share bytes of the file, and are not converted."""
         return self.strided and self.source == self.target and self.nbytes > self.end - self.begin
 
 
 def in_file_order(entries: Iterable[Entry], files: Iterable[WeightFile]) -> list[Entry]:
-    """Tensors in the order of their bytes, file after file; files may be listed more than once."""
+    """Sort tensors by their bytes, file after file; files may be listed more than once."""
     rank = {file: k for k, file in enumerate(dict.fromkeys(files))}
     return sorted(entries, key=lambda entry: (rank[entry.file], entry.begin))
 
@@ -206,7 +206,7 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
     """Describe tensors one by one, in their order.
 
     Args:
-        target: dtype that floating tensors are converted to and quantized ones dequantized to; None to convert nothing.
+        target: dtype for floating and quantized tensors; None to convert nothing.
 
     Raises:
         UnsupportedError: an unsupported conversion.
@@ -227,8 +227,8 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
             strided = way == STRIDED and (table.strides(index) is not None or table.big_endian(index))
             entries[name] = Entry(name, file, index, begin, end, shape, source, to, codes, strided)
         indices = dict(zip(own.names, own.indices, strict=True)) if packed else {}
-        for name, one in packed.items():
+        for name, tensor in packed.items():
             index = indices[name]
-            place = *table.byte_range(index), one.packing.shape, table.row(index).number
-            entries[name] = Entry(name, file, index, *place, None if target is None else target.number, one)
+            place = *table.byte_range(index), tensor.packing.shape, table.row(index).number
+            entries[name] = Entry(name, file, index, *place, None if target is None else target.number, tensor)
     return [entries[name] for name in tensors.names]

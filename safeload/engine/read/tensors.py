@@ -1,4 +1,4 @@
-"""Tensors of files as columns: a file may have 100,000, which get no object each."""
+"""Tensors of files as columns, because a file with 100,000 tensors should not need 100,000 objects."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ class Ranges(NamedTuple):
 
 
 class Tensors(Sequence[FileTensor]):
-    """Tensors of one or more files. Its items are `FileTensor`; its columns are decoded when they are first used.
+    """Tensors of one or more files, as a sequence of `FileTensor`. Columns are decoded on first use.
 
     Args:
-        files: the files.
-        names: names of the tensors.
-        indices: their indices in the tables of their files.
-        file: for each tensor the position of its file in ``files``; None if all are in the first.
+        indices: positions of the tensors in the tables of their files.
+        file: for each tensor, the position of its file in ``files``; None if all are in the first file.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Tensors(Sequence[FileTensor]):
 
     @classmethod
     def of(cls, tensors: Iterable[FileTensor]) -> Tensors:
-        """The columns of tensors that are given one by one."""
+        """Collect tensors into columns."""
         if isinstance(tensors, Tensors):
             return tensors
         names, files, indices = [*zip(*tensors, strict=True)] or [(), (), ()]
@@ -64,7 +62,7 @@ class Tensors(Sequence[FileTensor]):
 
     @classmethod
     def located(cls, where: Mapping[str, tuple[WeightFile, int]]) -> Tensors:
-        """The tensors of a mapping from names to files and indices there."""
+        """Return the tensors of a mapping from names to files and indices."""
         files, indices = [*zip(*where.values(), strict=True)] or [(), ()]
         return cls._in_files([*where], files, indices)
 
@@ -75,7 +73,7 @@ class Tensors(Sequence[FileTensor]):
 
     @classmethod
     def in_file(cls, file: WeightFile, names: Iterable[str] | None = None) -> Tensors:
-        """The tensors of these names, or all in the order of their bytes.
+        """Return the tensors with these names, or all tensors in the order of their bytes.
 
         Raises:
             TensorNotFoundError: an unknown name.
@@ -105,11 +103,10 @@ class Tensors(Sequence[FileTensor]):
         return self.names[k], self.files[0 if self.file is None else self.file[k]], self.indices[k]
 
     def pick(self, rows: Iterable[int], names: Sequence[str] | None = None) -> Tensors:
-        """Some of the tensors, in this order.
+        """Return the tensors at these positions, in this order.
 
         Args:
-            rows: their positions.
-            names: their names, if at hand.
+            names: the names, if the caller has them.
         """
         rows = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
         indices, file = self.indices, self.file
@@ -121,14 +118,14 @@ class Tensors(Sequence[FileTensor]):
         )
 
     def named(self, names: Sequence[str]) -> Tensors:
-        """The tensors of these names, in their order."""
+        """Return the tensors with these names, in this order."""
         if len(names) == len(self.names) and list(names) == list(self.names):
             return self
         places = {name: k for k, name in enumerate(self.names)}
         return self.pick([places[name] for name in names], names)
 
     def by_file(self) -> list[Tensors]:
-        """The tensors of each file apart, in the order of the first tensor of each."""
+        """Return the tensors of each file, ordered by the first tensor of each file."""
         if self.file is None:
             return [self] if len(self) else []
         rows: list[list[int]] = [[] for _ in self.files]
@@ -169,12 +166,12 @@ class Tensors(Sequence[FileTensor]):
 
     @property
     def remote(self) -> bool:
-        """True if any of the files is read by requests."""
+        """True if any file is read by requests."""
         return any(file.remote for file in self.files)
 
     @property
     def plain(self) -> bool:
-        """True if the bytes of all tensors of the files are C-contiguous, little-endian, whole elements, not codes."""
+        """True if all tensors of the files are C-contiguous, little-endian and not packed."""
         tables = [file.table for file in self.files]
         return not any(
             table.shaped or table.quantized or table.numbers.translate(None, _PACKED) != table.numbers
@@ -182,16 +179,16 @@ class Tensors(Sequence[FileTensor]):
         )
 
     def without_packed(self) -> tuple[Tensors, Mapping[str, Packed]]:
-        """The tensors that are not packed, and the packed ones by name."""
+        """Return the tensors that are not packed, and the packed tensors by name."""
         if not any(file.table.quantized for file in self.files):
             return self, {}
         codes = [file.table.packed(index) for _, file, index in self]
-        packed = {name: one for name, one in zip(self.names, codes, strict=True) if one is not None}
-        return (self.pick([k for k, one in enumerate(codes) if one is None]) if packed else self), packed
+        packed = {name: tensor for name, tensor in zip(self.names, codes, strict=True) if tensor is not None}
+        return (self.pick([k for k, tensor in enumerate(codes) if tensor is None]) if packed else self), packed
 
 
 def packed_of(file: WeightFile, index: int) -> Packed | None:
-    """The codes and scales of a tensor that is packed, or int8; None for any other."""
+    """Return the codes and scales of a packed or int8 tensor; None for plain tensors."""
     table = file.table
     scale = table.scale(index)
     if scale is None:

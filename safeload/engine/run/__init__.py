@@ -1,1 +1,1 @@
-"""Files, and the jobs that read, write and convert their bytes on threads."""
+"""Files, and jobs to read, write and convert their bytes on threads."""

@@ -1,4 +1,4 @@
-"""Atomic, durable files: a path holds the complete old file or the complete new one at any moment."""
+"""Write files atomically: at any moment the path holds the complete old file or the complete new file."""
 
 from __future__ import annotations
 
@@ -24,33 +24,29 @@ from .memory import address_of
 if TYPE_CHECKING:
     from .digest import Digest
 
-# Bytes of the buffer through which a tensor that is not in C order is written, so that it is not copied whole.
+# Buffer for tensors in another order than C, so they are not copied whole.
 _COPY_BUFFER = 16 << 20
 
-# A temporary name is ".NAME.RANDOM.tmp", with this many hexadecimal digits.
+# A temporary name is ".NAME.RANDOM.tmp". RANDOM has this many hexadecimal digits.
 _RANDOM, _SUFFIX = 16, ".tmp"
-# The longest name of most filesystems (NAME_MAX) minus what the temporary name adds.
+# The longest name of most filesystems (NAME_MAX) minus the additions of a temporary name.
 _LONGEST_STEM = 255 - len(".") - len(".") - _RANDOM - len(_SUFFIX)
 
 
 class AtomicFile:
     """A file under construction. Leaving the ``with`` block puts it in place; an exception leaves no trace.
 
-    A new file gets mode 0666 less the umask; an existing one is replaced keeping its mode and owner; a symbolic link
-    is followed. Devices and pipes are written through, in order.
+    A new file gets mode 0666 less the umask. A replaced file keeps its mode and owner, and symbolic links are followed.
+    Devices and pipes are written directly, in order.
 
     Args:
-        path: of the file.
-        size: its final size in bytes, reserved before the first byte is written.
+        size: final size in bytes, reserved before the first byte is written.
         overwrite: False to raise FileExistsError if the path exists.
         durable: False to skip the fsync of file and folder.
-        digest: gets what `write` writes; None for none.
-
-    Attributes:
-        identity: of the complete file, after `seal`.
+        digest: hashes the bytes of `write`.
     """
 
-    identity: Identity | None = None
+    identity: Identity | None = None  # of the complete file, after `seal`
 
     def __init__(
         self,
@@ -72,11 +68,11 @@ class AtomicFile:
             self._begin(size)
             return
         except OSError as error:
-            ours = unwritable(error, self.path)
+            refusal = unwritable(error, self.path)
         try:
-            raise ours
+            raise refusal
         finally:
-            del ours  # which refers to this frame
+            del refusal  # which refers to this frame
 
     def _begin(self, size: int) -> None:
         try:
@@ -90,7 +86,7 @@ class AtomicFile:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         self._in_order = existing is not None and not stat.S_ISREG(existing.st_mode)
         flags = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        if self._in_order:  # by the unresolved path: /dev/stdout resolves to something that cannot be opened
+        if self._in_order:  # by the unresolved path, because realpath of /dev/stdout may not be openable
             self._descriptor = os.open(self.path, flags)
             return
         self._target = _resolved(self.path)
@@ -107,7 +103,7 @@ class AtomicFile:
             raise
 
     def _create(self, flags: int) -> None:
-        """Creates the temporary file. The exception of a signal may come when it is there already."""
+        """Create the temporary file. The exception of a signal may arrive after the file exists."""
         assert self._temporary is not None
         try:
             self._descriptor = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, 0o666)
@@ -117,7 +113,7 @@ class AtomicFile:
             raise type(error)(error.errno, error.strerror, self.path) from None
 
     def __del__(self) -> None:
-        """Removes the file if the exception of a signal came before the block that would have removed it began."""
+        """Remove the file if the exception of a signal arrived before the ``with`` block began."""
         if getattr(self, "_temporary", None) is not None and self._process == os.getpid():
             self._abandon()
 
@@ -127,40 +123,39 @@ class AtomicFile:
             if (mine.st_uid, mine.st_gid) != (existing.st_uid, existing.st_gid):
                 with contextlib.suppress(PermissionError):  # only root can change the owner
                     os.fchown(self._descriptor, existing.st_uid, existing.st_gid)
-        # Not on Windows, where os.fchmod (since Python 3.13) would make the temporary file read-only: such a file can
-        # neither be renamed over another nor deleted.
+        # Not on Windows: os.fchmod (since Python 3.13) would make the temporary file read-only, and such a file can
+        # neither replace another file nor be deleted.
         if os.name != "nt":
             os.fchmod(self._descriptor, stat.S_IMODE(existing.st_mode))
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
-        """Appends memory, given as pairs of address and size in bytes. The caller keeps it alive."""
+        """Append memory, as pairs of address and size in bytes. The caller keeps it alive."""
         batch = jobs.Batch(path=self.path)
         op = lib.SL_OP_APPEND if self._in_order else lib.SL_OP_WRITE
         position = self._position
         for address, size in pieces:
             batch.add(Job(_handle(self._descriptor), position, address, size, op=op))
             position += size
-        # One thread: buffered writes to one file are serialized by its lock (ext4, xfs). Two threads were no faster and
-        # less steady: 0.16 to 0.42 s for 1 GiB, against 0.14 to 0.20 s.
+        # A single thread is enough: ext4 and xfs serialize buffered writes to one file by its lock.
         if self._digest is not None:
             self._digest.begin(pieces)
         try:
             batch.run(threads=1)
         finally:
             if self._digest is not None:
-                self._digest.wait()  # the caller may use the memory again
+                self._digest.wait()  # the caller may reuse the memory
         self._position = position
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[BinaryIO]:
-        """A binary stream to the file, for Python's own libraries."""
+        """Yield a binary stream to the file, for Python's own libraries."""
         with self._naming(), os.fdopen(os.dup(self._descriptor), "wb") as stream:
             yield stream
 
     def seal(self) -> None:
-        """Closes the file, whose content is complete; the end of the block puts it in place.
+        """Close the complete file before the end of the block puts it in place.
 
-        When many files are put in place together, each holds a descriptor only while it is written.
+        If many files are put in place together, each needs a descriptor only while it is written.
         """
         with self._naming():
             self._close(identify=True)
@@ -203,12 +198,12 @@ class AtomicFile:
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """Makes errors name the caller's path where the system names no path, the temporary or the resolved one."""
-        ours = (None, self._temporary, self._target if self._temporary is not None else self.path)
+        """Name the caller's path in errors without a path, with the temporary path or the resolved path."""
+        internal = (None, self._temporary, self._target if self._temporary is not None else self.path)
         try:
             yield
         except OSError as error:
-            if error.errno is None or error.filename not in ours:
+            if error.errno is None or error.filename not in internal:
                 raise
             raise type(error)(error.errno, error.strerror, self.path) from None
 
@@ -228,14 +223,14 @@ class AtomicFile:
 def _resolved(path: str) -> str:
     try:
         return os.path.realpath(path)
-    except OSError:  # Windows: a file system that cannot say where its files are
+    except OSError:  # Windows: a filesystem without path resolution
         if os.path.islink(path):
             raise
         return os.path.abspath(path)
 
 
 def check_place(path: str) -> None:
-    """Refuses, as open(2) does, a new path that realpath would change: "new/", "new/." or "missing/../new".
+    """Refuse, like open(2), a new path that realpath would change: "new/", "new/." or "missing/../new".
 
     Raises:
         FileNotFoundError, IsADirectoryError: no file can be created at this path.
@@ -249,7 +244,7 @@ def check_place(path: str) -> None:
 
 
 def reserve(descriptor: int, size: int, path: str) -> None:
-    """Reserves space for a file's bytes, where the filesystem can.
+    """Reserve space for a file's bytes if the filesystem can.
 
     Raises:
         OSError: not enough space.
@@ -259,7 +254,7 @@ def reserve(descriptor: int, size: int, path: str) -> None:
 
 
 def _handle(descriptor: int) -> int:
-    """The C core's file handle for a descriptor."""
+    """Return the C core's file handle for a descriptor."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -268,7 +263,7 @@ def _handle(descriptor: int) -> int:
 
 
 def write_text(path: PathLike, text: str, *, overwrite: bool) -> int:
-    """Writes a text file in UTF-8, atomically, and returns its bytes. Lone surrogates (from paths) are escaped."""
+    """Write a UTF-8 text file atomically, and return its size. Lone surrogates (from paths) are escaped."""
     encoded = text.encode("utf-8", "backslashreplace")
     with AtomicFile(path, len(encoded), overwrite=overwrite) as file, file.stream() as stream:
         stream.write(encoded)
@@ -276,20 +271,19 @@ def write_text(path: PathLike, text: str, *, overwrite: bool) -> int:
 
 
 def written_as_is(array: Array) -> bool:
-    """Whether an array's bytes can be written unchanged: it is in C order and little-endian."""
+    """Return True if an array is in C order and little-endian: its bytes can be written unchanged."""
     return bool(array.flags.c_contiguous) and not _must_swap(array)
 
 
 def pieces_of(array: Array) -> Iterator[tuple[Any, int, int]]:
-    """The bytes of an array as files hold them, in order: tuples of owner, address and size in bytes.
+    """Yield the bytes of an array as files store them: tuples of owner, address and size in bytes.
 
     Each piece must be used before the next is requested, unless the array is `written_as_is`.
     """
     if written_as_is(array):
         yield array, address_of(array), array.nbytes
     elif array.size:
-        # Iterates in C order whatever the strides, through one small buffer: a broadcast or transposed array is never
-        # copied whole.
+        # Iterates in C order through a small buffer: a broadcast or transposed array is not copied whole.
         count = max(1, _COPY_BUFFER // array.dtype.itemsize)
         for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
             piece = np.ascontiguousarray(block)
@@ -302,14 +296,14 @@ def _must_swap(array: Array) -> bool:
 
 
 def _stem(name: str) -> str:
-    """What the temporary names of a file begin with; short enough for them to be legal, cut between characters."""
+    """Return the beginning of a file's temporary names, shortened to legal names if necessary."""
     while len(os.fsencode(name)) > _LONGEST_STEM:
         name = name[:-1]
     return f".{name}."
 
 
 def leftovers(folder: str, names: Iterable[str]) -> list[str]:
-    """Paths of temporary files in a folder, which processes that were killed while they wrote these files have left."""
+    """Return the paths of temporary files left by killed processes that were writing these files."""
     stems = {_stem(name) for name in names}
     return [
         os.path.join(folder, entry)
@@ -319,9 +313,9 @@ def leftovers(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def _move_without_replacing(source: str, target: str) -> None:
-    """Renames a file by link(2), which does not replace an existing target as rename(2) does.
+    """Rename a file by link(2), which, unlike rename(2), does not replace an existing target.
 
-    On a filesystem without links there remains a race between the check and the rename.
+    On a filesystem without links, a race remains between the check and the rename.
     """
     try:
         os.link(source, target)
@@ -336,14 +330,14 @@ def _move_without_replacing(source: str, target: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Makes the rename durable. Windows has no descriptors of folders and does not need them."""
+    """Make the rename durable. Windows neither has descriptors of folders nor needs them."""
     if os.name == "nt":
         return
     descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a filesystem that does not sync folders
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a filesystem without sync of folders
             raise
     finally:
         os.close(descriptor)

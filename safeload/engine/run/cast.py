@@ -1,4 +1,4 @@
-"""Conversion of arrays between dtypes, on several threads."""
+"""Convert arrays between dtypes, on several threads."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     too large becomes NaN, as in ml_dtypes.
 
     Args:
-        x: array of any layout, or anything that NumPy converts to one.
+        x: array of any layout, or any input of ``numpy.asarray``.
         dtype: type of NumPy, ml_dtypes, torch or JAX; name ("bfloat16", "bf16") or safetensors code ("BF16").
-        out: C-contiguous array of that dtype and of x's shape to fill; it may overlap x. None for a new one.
-        threads: None: chosen automatically.
+        out: C-contiguous array of that dtype and of x's shape to fill; it may overlap x. None for a new array.
+        threads: number of threads; None to choose automatically.
 
     Returns:
         A C-contiguous array of x's shape that shares no memory with x; ``out`` if given.
@@ -63,7 +63,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
 
 
 def _real(array: Array) -> Array:
-    """Complex numbers without their imaginary part (NumPy warns), long doubles as float64 rounded to odd."""
+    """Drop the imaginary part of complex numbers (NumPy warns), and round long doubles to odd float64."""
     if array.dtype.kind == "c":
         array = array.astype(array.dtype.char.lower())
     if array.dtype.kind != "f" or array.dtype.itemsize <= _F64.block_bytes:
@@ -78,7 +78,7 @@ def _real(array: Array) -> Array:
 
 
 def _convert(array: Array, out: Array, source: dtypes.Dtype, target: int, threads: int | None) -> None:
-    """Convert an array of any strides and byte order into a C-contiguous one in the core."""
+    """Convert an array of any strides and byte order into a C-contiguous array in the core."""
     if array.dtype.itemsize > 1 and array.dtype.isnative != (sys.byteorder == "little"):
         array = byteswapped(array)
     if np.may_share_memory(array, out) or _planes(array) > _MAX_PLANES:
@@ -89,7 +89,7 @@ def _convert(array: Array, out: Array, source: dtypes.Dtype, target: int, thread
 
 
 def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None) -> Array:
-    """The array for a result of this shape and dtype: ``out`` if it fits, a new one for None.
+    """Return ``out`` if it fits a result of this shape and dtype, or a new array for None.
 
     Raises:
         TypeError: ``out`` is a masked array.
@@ -108,22 +108,22 @@ def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
 _F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
 _F32_ODD = dtypes.of_number(lib.SL_F32_ODD)  # float32, rounded to odd
 
-# Axes of at least this many elements fill the cache lines that a copy along them touches.
+# A copy along an axis of this many elements fills the cache lines it touches.
 _LINE = 16
-# Arrays of more planes than this are copied by numpy: a job for each plane would take longer.
+# Arrays of more planes are copied by NumPy: a job for each plane would take longer.
 _MAX_PLANES = 1 << 14
 
 
 class _StridedAxis(NamedTuple):
-    """One axis of a copy: number of elements, stride in bytes in the source and in the destination."""
+    """An axis of a copy."""
 
-    length: int
-    stride: int
-    target_stride: int
+    length: int  # number of elements
+    stride: int  # in the source, in bytes
+    target_stride: int  # in the destination, in bytes
 
 
 def _merged_axes(array: Array, itemsize: int) -> list[_StridedAxis]:
-    """The array's axes, innermost first, merged into as few as visit its elements in C order, the destination's."""
+    """Return the array's axes, innermost first; axes are merged if C order visits them as a single axis."""
     axes: list[_StridedAxis] = []
     for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         if length == 1:
@@ -137,7 +137,7 @@ def _merged_axes(array: Array, itemsize: int) -> list[_StridedAxis]:
 
 
 def _take_plane(axes: list[_StridedAxis]) -> tuple[_StridedAxis, _StridedAxis]:
-    """Removes rows and columns from the axes: columns along the destination's memory if that fills cache lines."""
+    """Remove rows and columns from the axes: columns along the destination's memory if they fill cache lines."""
     while len(axes) < 2:
         axes.append(_StridedAxis(1, 0, 0))
     columns = axes.pop(0 if axes[0].length >= _LINE else axes.index(max(axes)))
@@ -152,7 +152,7 @@ def _planes(array: Array) -> int:
 
 
 def _jobs(array: Array, out: Array, source: int, target: int) -> list[Job]:
-    """Jobs that copy an array of any strides to a C-contiguous one: one job per plane of two axes."""
+    """Return jobs that copy an array of any strides to a C-contiguous array: a job per plane of two axes."""
     axes = _merged_axes(array, out.dtype.itemsize)
     begin, memory = array.__array_interface__["data"][0], address_of(out)
     if len(axes) == 0 or (len(axes) == 1 and axes[0].stride == array.dtype.itemsize):
@@ -169,11 +169,11 @@ def _jobs(array: Array, out: Array, source: int, target: int) -> list[Job]:
 
 
 def _in_core(source: dtypes.Dtype, target: dtypes.Dtype, array: Array) -> bool:
-    """Whether the C core converts this array in one rounding: its jobs take elements of whole bytes."""
+    """Return True if the C core converts this array with a single rounding; its jobs take elements of whole bytes."""
     if source.packed or target.packed or array.size == 0:
         return False
     if source is target:
         return True
-    if not source.floating and not (target.floating and target.bits <= _F32.bits):  # it would go through float32
+    if not source.floating and not (target.floating and target.bits <= _F32.bits):  # float32 lies between
         return False
     return source.converts_to(target)

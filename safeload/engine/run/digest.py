@@ -1,4 +1,4 @@
-"""SHA-256 of a file while it is written: a thread hashes what another one writes."""
+"""Compute the SHA-256 of a file while it is written: a thread hashes written bytes meanwhile."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import TracebackType
 
 from ...base.native import ffi
 
-# Less than this is hashed sooner than a thread is told to do it.
+# Fewer bytes are hashed sooner than a thread can start.
 _ALONE = 1 << 20
 
 
 class Digest:
-    """SHA-256 of memory that is given in order. A context manager, which ends its thread."""
+    """SHA-256 of consecutive memory. Leaving the ``with`` block ends its thread."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -22,7 +22,7 @@ class Digest:
         self._running: Future[None] | None = None
 
     def begin(self, pieces: Sequence[tuple[int, int]]) -> None:
-        """Adds memory, given as pairs of address and size in bytes, which must stay as it is until `wait` returns."""
+        """Add memory, as pairs of address and size in bytes. It must not change until `wait` returns."""
         if sum(size for _, size in pieces) < _ALONE:
             self._add(pieces)
             return
@@ -36,13 +36,13 @@ class Digest:
                 self._digest.update(ffi.buffer(ffi.cast("char *", address), size))
 
     def wait(self) -> None:
-        """Waits until all memory is hashed."""
+        """Wait until all memory is hashed."""
         if self._running is not None:
             self._running.result()
             self._running = None
 
     def hexdigest(self) -> str:
-        """The digest, in hexadecimal digits."""
+        """Return the digest in hexadecimal digits."""
         self.wait()
         return self._digest.hexdigest()
 

@@ -1,7 +1,7 @@
-"""Brings the bytes that jobs read from stores on the network: in few large requests, many of them in flight.
+"""Fetch the bytes of jobs from stores on the network: in few large requests, many of them in flight.
 
-What is copied unchanged lands in the memory of its array. All else lands in staging memory, where its jobs run as soon
-as their last byte is there, while other requests go on.
+Unconverted bytes land directly in the array. All other bytes land in staging memory, and a job runs as
+soon as its last byte has arrived, while other requests continue.
 """
 
 from __future__ import annotations
@@ -25,68 +25,64 @@ from .job import Job, Origin
 from .memory import ALIGNMENT, address_of, aligned_bytes
 from .weight_file import WeightFile, is_remote
 
-# Bytes of a request, and of one of many: as object stores advise. More makes nothing faster, and what is broken off, or
-# waits for the slowest, is more.
+# Bytes of a request, and of a request of a long download, as object stores advise. Larger requests are no faster, and
+# more is lost if a request is aborted.
 RANGE, LONG_RANGE = 8 << 20, 16 << 20
 _LONG_FROM = 1 << 30
-# Bytes between two tensors that are read and dropped, to save a request: as many as come in the time that it takes. Not
-# if they were most of the request, unless that is little.
+# Largest gap between two tensors to read and drop to save a request: about the bytes received in the time of a
+# request. Gaps must not be most of a request, unless it is small.
 _GAP, _SMALL_GAP = 1 << 20, 64 << 10
-# Bytes of jobs that are planned together, which is also what callers ask for that read in pieces: enough for many
-# requests. Bytes of staging memory in use, but at least what one job needs.
+# Bytes of jobs planned together, enough for many requests; callers reading in pieces use the same size. Then the
+# limit of staging memory, which a single job may exceed.
 WINDOW, _STAGED = 64 << 20, 192 << 20
-# Seconds after which a thread that waits for staging memory looks whether it is still wanted.
+# Seconds after which a thread waiting for staging memory checks if its call was stopped.
 _POLL = 0.05
 
 
 class Fetch:
-    """The jobs of one call.
+    """The jobs of a call.
 
     Args:
-        jobs: all of them; `run` returns those that read nothing from the network.
-        execute: runs jobs whose sources are in memory; gets the path of their file for errors. Called in several
-            threads, where it looks at `stop.current` now and then.
-        threads: of those, at most so many run jobs at a time.
+        execute: runs jobs with sources in memory, given the path of their file for errors. Several threads call it; it
+            checks `stop.current` now and then.
+        threads: limit of the calls of ``execute`` at a time.
     """
 
     def __init__(self, jobs: Iterable[Job], execute: Callable[[Sequence[Job], str], object], threads: int) -> None:
-        self._others: list[Job] = []
-        found: list[Job] = []
+        self._local: list[Job] = []
+        remote: list[Job] = []
         for job in jobs:
-            (found if _reads_remote(job) else self._others).append(job)
+            (remote if _reads_remote(job) else self._local).append(job)
         self.done = 0  # bytes of the jobs
         self._execute = execute
         self._turns = threading.BoundedSemaphore(threads)
         self._lock = threading.Lock()
         self._freed = threading.Condition()
-        self._staged = 0  # bytes of staging memory, whether in use or not
+        self._staged = 0  # bytes of staging memory, in use or free
         self._free: list[Array] = []
-        self._total = sum(map(_extent, found))
-        self._files = list(dict.fromkeys(file for job in found for file in job.files))
+        self._total = sum(map(_extent, remote))
+        self._files = list(dict.fromkeys(file for job in remote for file in job.files))
         rank = {file: k for k, file in enumerate(self._files)}
-        self._jobs = sorted(found, key=lambda job: (rank.get(job.file, 0), job.offset))  # type: ignore[arg-type]
-        self._most = RANGE if sum(job.size for job in found) < _LONG_FROM else LONG_RANGE
+        self._jobs = sorted(remote, key=lambda job: (rank.get(job.file, 0), job.offset))  # type: ignore[arg-type]
+        self._most = RANGE if sum(job.size for job in remote) < _LONG_FROM else LONG_RANGE
 
     def run(self, report: Callable[[int], object]) -> list[Job]:
-        """Runs all jobs that read from the network.
+        """Run all jobs that read from the network, and return the remaining jobs.
 
         Args:
-            report: called in this thread, now and then, with the bytes done.
-
-        Returns:
-            The other jobs.
+            report: called in this thread now and then, with the bytes done.
 
         Raises:
             FormatError: a file has changed since it was opened.
-            RemoteError, OSError: bytes cannot be had; with the tensor, URL and range.
-            SafeloadError: what the jobs raise.
+            RemoteError, OSError: bytes cannot be read; with the tensor, URL and range.
+            SafeloadError: a job failed.
         """
         windows = _windows(self._jobs, self._most)
         first = list(islice(windows, 2))
         tasks = self._tasks(chain(first, windows))
         if len(first) < 2:
             begun = list(tasks)
-            if len(begun) < 2:  # a request on its own needs no other thread
+            if len(begun) < 2:  # a single request needs no other thread
                 for task in begun:
                     task()
                 begun = []
@@ -94,7 +90,7 @@ class Fetch:
         run(tasks, RANGES, lambda: report(self.done))
         stores = [file.store for file in self._files if isinstance(file.store, RemoteStore)]
         each(lambda store: store.confirm(), stores)
-        return self._others
+        return self._local
 
     def _tasks(self, windows: Iterable[_Window]) -> Iterator[Callable[[], object]]:
         for window in windows:
@@ -104,7 +100,7 @@ class Fetch:
                 yield partial(self._serve, window, request)
 
     def _take(self, nbytes: int) -> Array:
-        """Staging memory: some that was used before, as new pages cost as much as a copy; it may have to wait."""
+        """Return staging memory, waiting if necessary. It is reused, because new pages cost as much as a copy."""
         with self._freed:
             while True:
                 for k, memory in enumerate(self._free):
@@ -114,14 +110,14 @@ class Fetch:
                     memory = aligned_bytes(max(nbytes, min(WINDOW, self._total)))
                     self._staged += memory.size
                     return memory
-                if self._free:  # too small: room for a larger one
+                if self._free:  # too small: make room for a larger array
                     self._staged -= self._free.pop().size
                     continue
                 self._freed.wait(_POLL)
                 current().check()
 
     def _serve(self, window: _Window, request: Sequence[tuple[_Piece, int, int]]) -> None:
-        """Reads the bytes of a request, and runs the jobs that waited for them alone."""
+        """Read the bytes of a request, and run the jobs whose bytes are complete."""
         file = request[0][0].file
         spans = [
             Span(begin, _memory(piece.address + begin - piece.begin, end - begin)) for piece, begin, end in request
@@ -144,7 +140,7 @@ class Fetch:
                         if not work.waits:
                             ready.append(work)
         if ready:
-            with self._turns, current().filling():  # as it writes where the caller can see it
+            with self._turns, current().filling():  # because jobs write into the caller's memory
                 for path, works in groupby(ready, lambda work: work.path):
                     self._execute([work.placed() for work in works], path)
             with self._lock:
@@ -158,48 +154,38 @@ class Fetch:
 
 
 class _Piece:
-    """Bytes of a file that one place in memory wants.
-
-    Attributes:
-        file: the file.
-        begin: the first byte.
-        end: one past the last byte.
-        address: of the memory.
-        works: what waits for them; nothing if they are where they belong.
-        left: bytes that are not there.
-        name: of the tensor, if it is known.
-    """
+    """A byte range of a file with its place in memory."""
 
     __slots__ = ("address", "begin", "end", "file", "left", "name", "works")
 
     def __init__(self, file: WeightFile, begin: int, end: int, address: int = 0, name: str | None = None) -> None:
-        self.file, self.begin, self.end, self.address, self.name = file, begin, end, address, name
-        self.works: list[_FetchWork] = []
-        self.left = end - begin
+        self.file = file
+        self.begin = begin
+        self.end = end  # one past the last byte
+        self.address = address  # in memory
+        self.name = name  # of the tensor, if known
+        self.works: list[_FetchWork] = []  # jobs waiting for the bytes; empty if the bytes belong to an array
+        self.left = end - begin  # missing bytes
 
 
 class _FetchWork:
-    """A job that runs when its bytes are in staging memory.
-
-    Attributes:
-        job: it, as it reads from the file.
-        pieces: what it needs, by role of a packed tensor; under "" what it reads itself.
-        waits: number of pieces that are not there.
-    """
+    """A job to run when its bytes are in staging memory."""
 
     __slots__ = ("job", "pieces", "waits")
 
     def __init__(self, job: Job, pieces: dict[str, _Piece]) -> None:
-        self.job, self.pieces, self.waits = job, pieces, len(pieces)
+        self.job = job  # reads from the file
+        self.pieces = pieces  # by role of a packed tensor; under "" the bytes of the job itself
+        self.waits = len(pieces)  # missing pieces
 
     @property
     def path(self) -> str:
-        """The path of the file that has the values or codes of the tensor, as messages show it."""
+        """Path of the file with the values or codes of the tensor, for messages."""
         file = self.job.file
         return file.path if isinstance(file, WeightFile) else next(iter(self.pieces.values())).file.path
 
     def placed(self) -> Job:
-        """The job, as it reads from memory."""
+        """Return the job with its sources in memory."""
         job, pieces = self.job, self.pieces
         if job.packed is not None:
             job = job._replace(packed=job.packed.moved({role: piece.address for role, piece in pieces.items() if role}))
@@ -212,25 +198,18 @@ class _FetchWork:
 
 
 class _Window:
-    """Neighbouring jobs, whose bytes are asked for together.
+    """Neighbouring jobs whose bytes are requested together."""
 
-    Attributes:
-        pieces: their bytes.
-        works: number of jobs that have not run and need staging memory.
-        staged: bytes of staging memory.
-        memory: the staging memory.
-    """
-
-    memory: Array
+    memory: Array  # the staging memory
 
     def __init__(self) -> None:
         self.pieces: list[_Piece] = []
-        self.works = 0
-        self.staged = 0
+        self.works = 0  # pending jobs with staging memory
+        self.staged = 0  # bytes of staging memory
         self._shared: dict[tuple[WeightFile, int, int], _Piece] = {}
 
     def add(self, job: Job) -> None:
-        """Adds a job."""
+        """Add a job."""
         file = job.file
         name = None if job.origin is None else job.origin.tensor
         if _is_direct(job):
@@ -251,7 +230,7 @@ class _Window:
         self.works += 1
 
     def place(self, memory: Array) -> None:
-        """Gives the pieces their places in staging memory."""
+        """Assign places in staging memory to the pieces."""
         self.memory = memory
         address = address_of(memory)
         for piece in self._shared.values():
@@ -259,24 +238,24 @@ class _Window:
             address += -(-(piece.end - piece.begin) // ALIGNMENT) * ALIGNMENT
 
     def requests(self, most: int) -> Iterator[list[tuple[_Piece, int, int]]]:
-        """Bytes of pieces, in the order of the file, that are asked for together."""
+        """Yield requests: byte ranges of pieces, in the order of the file."""
         rank = {file: k for k, file in enumerate(dict.fromkeys(piece.file for piece in self.pieces))}
         request: list[tuple[_Piece, int, int]] = []
-        first = reach = wanted = 0
+        first = reach = used = 0
         for piece in sorted(self.pieces, key=lambda piece: (rank[piece.file], piece.begin)):
             at = piece.begin
             while at < piece.end:
                 if request:
                     gap = at - reach
-                    near = 0 <= gap <= max(_SMALL_GAP, min(_GAP, wanted))
+                    near = 0 <= gap <= max(_SMALL_GAP, min(_GAP, used))
                     if request[0][0].file is not piece.file or not near or at - first >= most:
                         yield request
                         request = []
                 if not request:
-                    first, wanted = at, 0
+                    first, used = at, 0
                 end = min(piece.end, first + most)
                 request.append((piece, at, end))
-                wanted += end - at
+                used += end - at
                 at = reach = end
         if request:
             yield request
@@ -300,11 +279,11 @@ def _reads_remote(job: Job) -> bool:
 
 
 def _remote_parts(job: Job) -> dict[str, tuple[Any, int, int]]:
-    """What a job reads from the network: by role the file and the bytes; under "" what it reads itself."""
-    wanted: dict[str, tuple[Any, int, int]] = {"": (job.file, job.offset, job.offset + _extent(job))}
+    """Return the remote byte ranges of a job by role of a packed tensor; under "" the bytes of the job itself."""
+    places: dict[str, tuple[Any, int, int]] = {"": (job.file, job.offset, job.offset + _extent(job))}
     if job.packed is not None:
-        wanted.update(job.packed.stored())
-    return {role: place for role, place in wanted.items() if is_remote(place[0]) and place[1] < place[2]}
+        places.update(job.packed.stored())
+    return {role: place for role, place in places.items() if is_remote(place[0]) and place[1] < place[2]}
 
 
 def _is_direct(job: Job) -> bool:
@@ -312,7 +291,7 @@ def _is_direct(job: Job) -> bool:
 
 
 def _extent(job: Job) -> int:
-    """Bytes from the first to the last that a job reads from its own file."""
+    """Return the length of the byte range that a job reads from its own file."""
     if job.packed is not None:
         return job.packed.nbytes
     if job.grid is not None:
@@ -322,7 +301,7 @@ def _extent(job: Job) -> int:
 
 
 def _divided(job: Job, most: int) -> Iterator[Job]:
-    """A large job as several, where one can be divided: each runs while others wait for their bytes."""
+    """Divide a large job if possible: a part can run while the next part is fetched."""
     if _is_direct(job):
         unit = to = 1
     elif job.op == lib.SL_OP_CONVERT:
@@ -346,11 +325,11 @@ def _memory(address: int, size: int) -> memoryview:
 
 
 def _tensor_at(request: Iterable[tuple[_Piece, int, int]], position: int) -> str | None:
-    """Name of the tensor that a byte belongs to; of the first one where it lies between tensors."""
-    named = None
+    """Return the name of the tensor at a byte, or of the first tensor if the byte lies between tensors."""
+    name = None
     for piece, begin, end in request:
-        if named is None or begin <= position < end:
-            named = piece.name or piece.file.tensor_at(max(position, begin)) or piece.file.tensor_at(begin)
+        if name is None or begin <= position < end:
+            name = piece.name or piece.file.tensor_at(max(position, begin)) or piece.file.tensor_at(begin)
         if begin <= position < end:
-            return named
-    return named
+            return name
+    return name

@@ -1,4 +1,4 @@
-"""What the C core does to the bytes of one tensor: a job, and what describes it."""
+"""Job records: operations of the C core on the bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -12,110 +12,77 @@ from .weight_file import WeightFile
 
 
 class JobGrid(NamedTuple):
-    """One ``sl_grid``: a strided 2-D copy, whose elements are not contiguous on both sides.
-
-    Attributes:
-        rows: number of rows.
-        columns: number of elements in each row.
-        strides: in bytes: row and column of the source, row and column of the destination.
-    """
+    """An ``sl_grid``: a strided 2-D copy between elements that are not contiguous on both sides."""
 
     rows: int
-    columns: int
-    strides: tuple[int, int, int, int]
+    columns: int  # elements in each row
+    strides: tuple[int, int, int, int]  # in bytes: row and column of the source, row and column of the destination
 
     def described(self) -> tuple[int, ...]:
-        """The fields of an ``sl_grid``."""
+        """Return the fields of an ``sl_grid``."""
         return self.rows, self.columns, *self.strides
 
 
 class Channels(NamedTuple):
-    """One ``sl_channels``: the per-axis scales of values, or the channels to compute absmax of.
+    """An ``sl_channels``: per-axis scales, or the channels to compute absmax of."""
 
-    Attributes:
-        number: number of channels.
-        inner: number of consecutive elements (in C order) of one channel.
-        factors: scales, f32 of shape [number]; None to compute absmax only.
-    """
-
-    number: int
-    inner: int
-    factors: Array | None = None
+    number: int  # of channels
+    inner: int  # consecutive elements (in C order) of a channel
+    factors: Array | None = None  # scales, f32 of shape [number]; None to compute absmax only
 
     def described(self) -> tuple[int, ...]:
-        """The fields of an ``sl_channels``."""
+        """Return the fields of an ``sl_channels``."""
         return self.number, self.inner, 0 if self.factors is None else address_of(self.factors)
 
 
 class PreparedCodes(Protocol):
-    """Codes, and the numbers that they stand for: what becomes an ``sl_packed`` just before its job runs."""
+    """Packed codes with their scales, which become an ``sl_packed`` just before the job runs."""
 
     @property
     def cost(self) -> int:
-        """About the bytes that `prepare` allocates."""
+        """Approximate number of bytes allocated by `prepare`."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the codes, from the job's offset on."""
 
     def stored(self) -> Mapping[str, tuple[Any, int, int]]:
-        """What `prepare` reads from files: by role the file, the first byte, and one past the last one."""
+        """Return the stored parts read by `prepare`, by role: file, first byte, and one past the last."""
 
     def moved(self, addresses: Mapping[str, int]) -> PreparedCodes:
-        """The same, where parts of these roles are in memory."""
+        """Return a copy with the parts of these roles in memory."""
 
     def prepare(self) -> Mapping[str, Any]:
-        """The fields of an ``sl_packed``; an array stands for the address of its first element, None for NULL."""
+        """Return the fields of an ``sl_packed``; arrays stand for the addresses of their memory, None for NULL."""
 
 
 class Origin(NamedTuple):
-    """The tensor that a job works on.
+    """The tensor of a job."""
 
-    Attributes:
-        tensor: its name, for errors; "" for a single array.
-        shape: its shape, so that errors can give the index of a value.
-        owner: keeps the memory of the source alive.
-        first: the element of the tensor that the job begins with.
-    """
-
-    tensor: str
-    shape: tuple[int, ...] = ()
-    owner: Any = None
-    first: int = 0
+    tensor: str  # name for errors; "" for a single array
+    shape: tuple[int, ...] = ()  # for indices in errors
+    owner: Any = None  # keeps the memory of the source alive
+    first: int = 0  # first element of the job in the tensor
 
 
 class Job(NamedTuple):
-    """One ``sl_job``.
+    """An ``sl_job``."""
 
-    Attributes:
-        file: the file of the source, None for memory; a handle of the C core's if there is no `WeightFile`.
-        offset: in the file, or the address of the source.
-        memory: address of the destination (of the source of a write).
-        size: size of all elements at the source in bytes.
-        source: number of the source's dtype.
-        target: number of the destination's dtype, for operations that have one.
-        op: the operation, ``lib.SL_OP_COPY`` and the like.
-        grid: of a strided 2-D copy.
-        channels: for operations that take channels.
-        origin: the tensor; None if the file can find it by the failing byte.
-        packed: for operations on packed codes; ``source`` is then F32, and ``size`` that of the values.
-    """
-
-    file: WeightFile | int | None
-    offset: int
-    memory: int
-    size: int
-    source: int = 0
-    target: int = 0
+    file: WeightFile | int | None  # of the source: None for memory, a handle of the C core if there is no `WeightFile`
+    offset: int  # in the file, or the address of the source
+    memory: int  # address of the destination (of the source of a write)
+    size: int  # bytes of all elements at the source
+    source: int = 0  # dtype number of the source
+    target: int = 0  # dtype number of the destination, if the operation has one
     op: int = lib.SL_OP_COPY
-    grid: JobGrid | None = None
-    channels: Channels | None = None
-    origin: Origin | None = None
-    packed: PreparedCodes | None = None
+    grid: JobGrid | None = None  # for strided 2-D copies
+    channels: Channels | None = None  # for operations with channels
+    origin: Origin | None = None  # None if the file can find the tensor by the failing byte
+    packed: PreparedCodes | None = None  # for operations on packed codes: `source` is F32, `size` counts values
 
     @property
     def files(self) -> list[WeightFile]:
-        """The files that it reads from."""
+        """The files to read."""
         files = [self.file] if isinstance(self.file, WeightFile) else []
         if self.packed is not None:
             files += [file for file, _, _ in self.packed.stored().values() if file is not None]
@@ -123,7 +90,7 @@ class Job(NamedTuple):
 
 
 def moving(source: int, target: int, grid: JobGrid | None = None) -> int:
-    """The operation that moves values from one dtype to another: a strided 2-D copy if ``grid`` is given."""
+    """Return the operation for moving values from a dtype to another."""
     if grid is not None:
         return int(lib.SL_OP_GRID)
     return int(lib.SL_OP_COPY if source == target else lib.SL_OP_CONVERT)

@@ -1,84 +1,216 @@
-"""Python's side of the engine: describes jobs, runs them in groups, reports progress and whose job has failed."""
+"""Describe jobs to the C core, run them in groups, and name the file and tensor of a failed job."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, ArraySpec, byteswapped, empty_array, swappable
-from ...base.native import check, ffi, lib, pointer, short
+from ...base.native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
 from ...base.table import Entry
 from ...base.text import subject
 from ...errors import RangeError
-from ...stores.local import LocalStore
+from ...stores.local import Claim, LocalStore, direct_of, none_free
 from ...stores.stop import current
 from .job import Channels, Job, JobGrid, Origin
 from .memory import address_of
 from .progress import Progress, reporter
-from .runner import JOB, Runner, struct_dtype
 from .threads import thread_count
 from .weight_file import WeightFile, is_remote
 
-# Whether this machine's byte order is not the one of files.
+# Length of a time slice in C, after which signals are handled and progress is reported.
+SLICE_MS = 50
+# Direct reads get longer slices, because the disk is idle from the end of a slice until all readers are back.
+DIRECT_SLICE_MS = 200
+# True if this machine is not little-endian like the files.
 _SWAPS = sys.byteorder == "big"
+# File handle of a job before its file is opened.
+_NO_FILE = -2
+# Memory for the scales of packed codes in a group of jobs.
+_PREPARED_BYTES = 64 << 20
 
 
+def struct_dtype(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of a struct of the C core, with the compiler's offsets; pointers are uint64."""
+    kind = ffi.typeof(name)
+    fields = [(field, info.offset, info.type) for field, info in kind.fields]
+    codes = {"int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8", "double": "f8"}
+    return np.dtype(
+        {
+            "names": [field for field, _, _ in fields],
+            "formats": ["u8" if of.kind == "pointer" else codes[of.cname] for _, _, of in fields],
+            "offsets": [offset for _, offset, _ in fields],
+            "itemsize": ffi.sizeof(kind),
+        }
+    )
+
+
+# A job, with its fields in the order of `Job`.
+JOB = struct_dtype("sl_job")[
+    ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct"]
+]
 _GRID = struct_dtype("sl_grid")
 _CHANNELS = struct_dtype("sl_channels")
 _PACKED = struct_dtype("sl_packed")
 
+# The source of a job: a file, a handle kept open by the caller, or None for memory.
+JobFile = WeightFile | int | None
+# Types of sources that are open already.
+_OPEN = frozenset((int, type(None)))
+
+
+class Runner:
+    """Run groups of jobs in turn.
+
+    Args:
+        total: bytes of all groups.
+        report: called with the number of bytes moved, after each time slice.
+        fail: raises an error, given the status, the core's error and the index of the failed job in all groups.
+        done: bytes moved before the first group.
+        direct: True to read past the page cache if the system allows it.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        threads: int | None,
+        *,
+        report: Callable[[int], object],
+        fail: Callable[[int, Any, int], None],
+        done: int = 0,
+        direct: bool = False,
+    ) -> None:
+        self.refused = False  # True if the system refused a direct read
+        self._total = total
+        self._threads = threads
+        self._report = report
+        self._fail = fail
+        self._done = done
+        self._first = 0  # index of the next job in all groups
+        self._direct = direct
+        self._room: Any = None
+
+    def run(self, group: Array, files: Sequence[JobFile]) -> None:
+        """Run a group of jobs, in parts if the process may not open all of their files at once.
+
+        Args:
+            group: the jobs, of dtype `JOB`; the columns of files are filled here.
+            files: the file of each job, opened if its descriptor was closed.
+
+        Raises:
+            OSError: a file cannot be opened again.
+        """
+        if _OPEN.issuperset(map(type, files)):
+            self._run(group, files, {file: _descriptor(file) for file in dict.fromkeys(files)})
+            return
+        begin = 0
+        with Claim() as claim:
+            while True:
+                left = files[begin:] if begin else files
+                handles, complete = self._open(left, claim)
+                if complete:
+                    self._run(group[begin:], left, handles)
+                    return
+                count = next(k for k, file in enumerate(left) if file not in handles)
+                self._run(group[begin : begin + count], left[:count], handles)
+                begin += count
+                del handles  # before further files are opened
+
+    def _open(self, files: Sequence[JobFile], claim: Claim) -> tuple[dict[JobFile, int], bool]:
+        """Open as many files as the budget and the system allow, at least one; return handles, and True if all."""
+        distinct = dict.fromkeys(files)
+        each = 2 if self._direct else 1  # for direct reads a file has a second handle
+        most = max(1, claim.share(each * len(distinct)) // each)
+        handles = claim.held
+        try:
+            for file in distinct if most >= len(distinct) else islice(distinct, most):
+                handles[file] = _descriptor(file)
+        except OSError as error:
+            if not handles or not none_free(error):
+                raise
+        return handles, len(handles) == len(distinct)
+
+    def _run(self, group: Array, files: Sequence[JobFile], handles: Mapping[JobFile, int]) -> None:
+        """Run jobs whose files are open."""
+        group["file"] = [handles[file] for file in files]
+        direct = self._open_direct(files, group) if self._direct else {}
+        count = thread_count(self._total, self._threads, direct=bool(direct))
+        slice_ms = DIRECT_SLICE_MS if direct else SLICE_MS
+        described = ffi.from_buffer("sl_job[]", group)
+        cursor = ffi.new("sl_cursor *")
+        error = Error()
+        if direct:
+            group["direct"] = [direct.get(file, 0) for file in files]
+            if self._room is None:
+                self._room = ffi.from_buffer(private_buffer(count * lib.SL_DIRECT_ROOM))
+            cursor.room, cursor.rooms = self._room, count
+        while not cursor.finished:
+            status = lib.sl_jobs_run(described, len(group), TIER, count, slice_ms, cursor, error)
+            if status != lib.SL_OK:
+                self._fail(status, error, self._first + cursor.failed_job)
+            self._report(self._done + cursor.bytes_done)
+        self._done += int(cursor.bytes_done)
+        self._first += len(group)
+
+    def _open_direct(self, files: Sequence[JobFile], group: Array) -> dict[JobFile, int]:
+        """Return handles for direct reads, which are valid for as long as the dict lives."""
+        plain = (group["grid"] == 0) & (group["packed"] == 0) & (group["size"] > 0)
+        distinct = dict.fromkeys(file for file, usable in zip(files, plain.tolist(), strict=True) if usable)
+        handles = {file: direct_of(file.store) for file in distinct if isinstance(file, WeightFile)}
+        self.refused |= None in handles.values()
+        return {file: handle for file, handle in handles.items() if handle is not None}
+
+
+def _descriptor(file: JobFile) -> int:
+    if file is None:
+        return int(lib.SL_MEMORY)
+    return file.descriptor if isinstance(file, WeightFile) else file
+
 
 class Batch:
-    """Jobs that run together. The memory that they refer to must stay alive until they have run.
+    """Jobs to run together. Their memory must stay alive until they have run.
 
     ``Origin.owner`` keeps the memory of a source alive; the caller keeps the rest.
 
     Args:
-        jobs: initial jobs.
-        path: for errors: the file of jobs that have a handle instead of a `WeightFile`.
-        direct: whether files are read past the page cache where the system allows it.
-
-    Attributes:
-        refused: whether a file that was to be read past the page cache had to be read through it.
+        path: for errors: the file of jobs with a handle instead of a `WeightFile`.
+        direct: True to read files past the page cache if the system allows it.
     """
 
     def __init__(self, jobs: Iterable[Job] = (), path: str | None = None, *, direct: bool = False) -> None:
         self.jobs = list(jobs)
-        self.refused = False
+        self.refused = False  # True if the system refused a direct read
         self._path = path
         self._direct = direct
         self._results: list[Array] = []
 
     def add(self, job: Job) -> None:
-        """Adds a job."""
+        """Add a job."""
         self.jobs.append(job)
 
     def into(self, array: Array) -> int:
-        """The address of an array that jobs fill. Its values are in this machine's byte order after `run`."""
+        """Return the address of an array for jobs to fill; `run` leaves its values in this machine's byte order."""
         if _SWAPS:
             self.results((array,))
         return address_of(array)
 
     def results(self, arrays: Iterable[Array]) -> None:
-        """Registers arrays over memory that jobs fill: the core writes them in the byte order of files, `run` swaps."""
+        """Register arrays over memory of jobs for `run`, which swaps bytes if this machine is not little-endian."""
         self._results += (array for array in arrays if _SWAPS and array.dtype.itemsize > 1)
 
     def run(self, *, threads: int | None = None, progress: Progress = None) -> int:
-        """Runs all jobs. Returns the number of bytes moved.
+        """Run all jobs and return the number of bytes moved.
 
         Files are opened if their descriptors were closed. If the process may not have enough descriptors, the jobs run
-        in groups that need fewer files.
-
-        Args:
-            threads: None for `thread_count`'s choice.
-            progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+        in groups with fewer files.
 
         Raises:
-            RangeError: a value that the target cannot represent, with tensor and index.
+            RangeError: the target cannot represent a value, with tensor and index.
             FormatError: a file ends too early, with its path and the offset.
             OSError: a file cannot be read or written.
             MemoryError: the core's scratch memory cannot be allocated.
@@ -86,14 +218,14 @@ class Batch:
         total = sum(job.size for job in self.jobs)
         count = thread_count(total, threads)
         with reporter(progress, total) as report:
-            here = self._fetch(count, report)
-            self._run(here, threads, total - sum(job.size for job in here), total, report)
+            local = self._fetch(count, report)
+            self._run(local, threads, total - sum(job.size for job in local), total, report)
         for result in self._results:
             swappable(result).byteswap(inplace=True)
         return total
 
     def _fetch(self, threads: int, report: Callable[[int], object]) -> list[Job]:
-        """Runs the jobs that read from stores on the network. Returns the others."""
+        """Run the jobs on remote files, and return the remaining jobs."""
         files = {job.file for job in self.jobs}
         if not any(map(is_remote, files)) and not any(
             job.packed and any(map(is_remote, job.files)) for job in self.jobs
@@ -108,32 +240,32 @@ class Batch:
         return Fetch(self.jobs, execute, threads).run(report)
 
     def _run(
-        self, given: Sequence[Job], threads: int | None, done: int, total: int, report: Callable[[int], object]
+        self, jobs: Sequence[Job], threads: int | None, done: int, total: int, report: Callable[[int], object]
     ) -> None:
-        """Runs jobs on files of this machine, and in memory, after others of ``done`` bytes of ``total``."""
-        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0, 0) for job in given]
+        """Run jobs on local files and in memory, after ``done`` bytes of ``total``."""
+        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0, 0) for job in jobs]
         array = np.array(rows, dtype=JOB)
-        kept = [
-            _point_at([job.grid for job in given], array["grid"], _GRID),
-            _point_at([job.channels for job in given], array["channels"], _CHANNELS),
+        descriptions = [
+            _point_at([job.grid for job in jobs], array["grid"], _GRID),
+            _point_at([job.channels for job in jobs], array["channels"], _CHANNELS),
         ]
-        files = [job.file for job in given]
-        runner = Runner(total, threads, direct=self._direct)
-        for begin, end in _affordable(given):
-            part = array[begin:end]
-            prepared = _prepare(given[begin:end], part["packed"])
+        files = [job.file for job in jobs]
 
-            def fail(status: int, error: Any, index: int, first: int = begin) -> None:
-                self._fail(status, error, given[first + index] if given else None)
+        def fail(status: int, error: Any, index: int) -> None:
+            self._fail(status, error, jobs[index] if jobs else None)
 
-            done = runner.run(part, files[begin:end], done, report, fail)
+        runner = Runner(total, threads, report=report, fail=fail, done=done, direct=self._direct)
+        for begin, end in _affordable(jobs):
+            group = array[begin:end]
+            prepared = _prepare(jobs[begin:end], group["packed"])
+            runner.run(group, files[begin:end])
             del prepared
         self.refused |= runner.refused
-        del kept
+        del descriptions
 
     def _fail(self, status: int, error: Any, job: Job | None) -> None:
-        """Raises the core's error with the file and the tensor of the job that failed."""
-        if status == lib.SL_E_MEMORY or job is None:  # that error belongs to no single job
+        """Raise the core's error with the file and the tensor of the failed job."""
+        if status == lib.SL_E_MEMORY or job is None:  # not the error of a single job
             check(status, error)
             return
         path = job.file.path if isinstance(job.file, WeightFile) else self._path
@@ -153,73 +285,62 @@ class Batch:
 def move(
     files: Sequence[WeightFile],
     file: Array,
+    *,
     offsets: Array,
     memory: Array,
     sizes: Array,
     sources: Array,
     targets: Array,
-    *,
     threads: int | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> None:
-    """Reads ranges of local files, described in columns: what a `Batch` does with jobs of which there are few.
+    """Read ranges of local files, described in columns: faster than a `Batch` if there are many.
 
     Args:
-        files: the files.
-        file: index of the file of each range.
-        offsets: its first byte there.
-        memory: address that it is read to.
-        sizes: its bytes in the file.
-        sources: number of the dtype of its elements.
-        targets: number of the dtype that they are converted to; never one of blocks.
-        threads: None for `thread_count`'s choice.
+        file: for each range, the index of its file.
+        offsets: first bytes in the files.
+        memory: addresses to read to.
+        sizes: bytes in the files.
+        sources: dtype numbers of the elements.
+        targets: dtype numbers of the results; no block types.
         check: called after each time slice.
 
     Raises:
         FormatError, OSError: a file cannot be read.
     """
     order = np.lexsort((offsets, file))
-    file = file[order]
     array = np.zeros(len(order), JOB)
     array["op"] = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT)[order]
     columns = {"offset": offsets, "memory": memory, "size": sizes, "from": sources, "to": targets}
     for field, column in columns.items():
         array[field] = column[order]
-    opened = [files[k] for k in file.tolist()]
-    runner = Runner(int(sizes.sum()), threads)
+    ordered = [files[k] for k in file[order].tolist()]
 
     def fail(status: int, error: Any, index: int) -> None:
-        Batch()._fail(status, error, Job(opened[index], int(array["offset"][index]), 0, int(array["size"][index])))
+        Batch()._fail(status, error, Job(ordered[index], int(array["offset"][index]), 0, int(array["size"][index])))
 
-    runner.run(array, opened, 0, lambda done: check(), fail)
-
-
-# File handle of a job before its file is opened.
-_NO_FILE = -2
-# Memory for the scales of the packed codes of all jobs that run together.
-_PREPARED_BYTES = 64 << 20
+    Runner(int(sizes.sum()), threads, report=lambda done: check(), fail=fail).run(array, ordered)
 
 
-def _affordable(given: Sequence[Job]) -> Iterator[tuple[int, int]]:
-    """Divide jobs into ranges [begin, end), so that the scales of packed codes take little memory."""
+def _affordable(jobs: Sequence[Job]) -> Iterator[tuple[int, int]]:
+    """Divide jobs into ranges [begin, end) with little memory for scales of packed codes."""
     begin, cost = 0, 0
-    for k, job in enumerate(given):
+    for k, job in enumerate(jobs):
         if job.packed is None:
             continue
         if cost and cost + job.packed.cost > _PREPARED_BYTES:
             yield begin, k
             begin, cost = k, 0
         cost += job.packed.cost
-    yield begin, len(given)
+    yield begin, len(jobs)
 
 
-def _prepare(given: Sequence[Job], column: Array) -> list[Any]:
-    """Prepares the packed codes of jobs, and fills a column with the addresses of their descriptions.
+def _prepare(jobs: Sequence[Job], column: Array) -> list[Any]:
+    """Prepare the packed codes of jobs, fill a column with the addresses of their descriptions, and return the owners.
 
-    Returns:
-        What must stay alive until the jobs have run.
+    The owners must stay alive until the jobs have run.
     """
-    packed = [(k, job.packed.prepare()) for k, job in enumerate(given) if job.packed is not None]
+    packed = [(k, job.packed.prepare()) for k, job in enumerate(jobs) if job.packed is not None]
     if not packed:
         return []
     table = np.zeros(len(packed), _PACKED)
@@ -230,24 +351,26 @@ def _prepare(given: Sequence[Job], column: Array) -> list[Any]:
     return [table, packed]
 
 
-def _point_at(given: Sequence[JobGrid | Channels | None], column: Array, dtype: np.dtype[Any]) -> Array | None:
-    """Fills a column of jobs with addresses of their grids or channels, each described once.
+def _point_at(values: Sequence[JobGrid | Channels | None], column: Array, dtype: np.dtype[Any]) -> Array | None:
+    """Fill a column of jobs with the addresses of their grids or channels, and return the described array.
 
-    Returns:
-        The array of descriptions, which must stay alive until the jobs have run; None if there are none.
+    The array must stay alive until the jobs have run; it is None if no job has a grid or channels.
     """
-    if not any(given):
+    if not any(values):
         return None
-    distinct = {id(one): one for one in given if one is not None}
-    table = np.array([one.described() for one in distinct.values()], dtype=dtype)
+    distinct = {id(value): value for value in values if value is not None}
+    table = np.array([value.described() for value in distinct.values()], dtype=dtype)
     begin = address_of(table)
     places = {key: begin + k * table.itemsize for k, key in enumerate(distinct)}
-    column[...] = [0 if one is None else places[id(one)] for one in given]
+    column[...] = [0 if value is None else places[id(value)] for value in values]
     return table
 
 
+# ---- small tensors ----
+
+
 def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None) -> Array:
-    """One small tensor in private memory, read immediately without releasing the GIL; not converted."""
+    """Read a small tensor into private memory, without releasing the GIL and without converting it."""
     array = empty_array(layout.shape, layout.dtype)
     size = layout.end - layout.begin
     if size and file.remote:
@@ -259,7 +382,7 @@ def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None
 
 
 def read_plain(file: WeightFile, index: int, entry: Entry) -> Array:
-    """`read_small` of a tensor of a table that is `Table.plain`, with its entry there."""
+    """Like `read_small`, for a tensor of a `Table.plain` table, given its entry."""
     number, shape, begin, end = entry
     array = empty_array(shape, dtypes.array_dtype(number))
     store = file.store
@@ -271,7 +394,7 @@ def read_plain(file: WeightFile, index: int, entry: Entry) -> Array:
 
 
 def native_order(array: Array) -> Array:
-    """A little-endian array in this machine's byte order, copied if it is not aligned."""
+    """Return a little-endian array in this machine's byte order, copied if it is not aligned."""
     if _SWAPS and array.dtype.itemsize > 1:
         array = byteswapped(array)
     return array if array.flags.aligned else array.copy()

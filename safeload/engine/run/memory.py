@@ -1,4 +1,4 @@
-"""Memory that tensors are read into."""
+"""Allocate memory for tensors."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 from ...base.arrays import Array, array_over, empty_array
 from ...base.native import ffi, pointer, private_buffer
 
-# Tensors of at least this size get memory of their own. Smaller ones share a pool, so that 100,000 of them do not take
-# 100,000 allocations and reads.
+# Tensors of at least this size get memory of their own. Smaller tensors share a pool: 100,000 tensors should not
+# take 100,000 allocations and reads.
 POOLED_BELOW = 1 << 20
-# Arrays of at least this size, a huge page, get memory in huge pages. Below it there is none to get, and malloc reuses
-# pages: 1 MiB of new ones takes ten times as long to touch as to fill.
+# Arrays of at least this size, a huge page, get memory in huge pages. Smaller arrays come from malloc, which reuses
+# pages: new pages take much longer to touch than to fill.
 HUGE_FROM = 2 << 20
-# Alignment of pools: a cache line, which is more than any dtype needs.
+# Alignment of pools: a cache line, more than any dtype needs.
 ALIGNMENT = 64
-# What reads past the page cache move: see SL_DIRECT_PAGE in the core.
+# Unit of direct reads: SL_DIRECT_PAGE in the core.
 PAGE = 4096
 
 
 def address_of(array: Array) -> int:
-    """Address of a contiguous array's first element. Numpy's own ways to get it take four times as long."""
+    """Return the address of a contiguous array's first element, faster than NumPy's own attributes."""
     return pointer(ffi.from_buffer(array))
 
 
 def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:
-    """Names of the targets whose memory, gaps between elements included, overlaps that of a source."""
+    """Return the names of targets overlapping the memory of a source, gaps between elements included."""
     ends: list[int] = []
     begins: list[int] = []
     for begin, end in sorted(map(_bounds, sources)):
@@ -41,14 +41,14 @@ def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[s
     names = set()
     for name, target in targets.items():
         begin, end = _bounds(target)
-        at = bisect_right(ends, begin)  # the first run of sources that ends behind the target's beginning
+        at = bisect_right(ends, begin)  # the first merged source with an end behind the target's beginning
         if target.size and at < len(begins) and begins[at] < end:
             names.add(name)
     return names
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """The first byte that an array of any strides uses, and the one past the last."""
+    """Return the first byte that an array of any strides uses, and one past the last."""
     begin = end = array.__array_interface__["data"][0]
     if not array.size:
         return begin, end
@@ -59,17 +59,17 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def aligned_bytes(size: int) -> Array:
-    """New memory aligned to `ALIGNMENT`, in huge pages if it is large."""
+    """Return new memory aligned to `ALIGNMENT`, in huge pages if it is large."""
     raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
     start = -address_of(raw) % ALIGNMENT
     return raw[start : start + size]
 
 
 def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array with undefined values, in huge pages if it is large.
+    """Return a new array with undefined values, in huge pages if it is large.
 
     Raises:
-        UnsupportedError: numpy does not support an array of this shape.
+        UnsupportedError: NumPy does not support an array of this shape.
     """
     size = dtype.itemsize
     for dim in shape:
@@ -78,16 +78,15 @@ def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def paged_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> Array:
-    """A new array that can be read past the page cache without a copy: what fills a page of the file fills one of it.
+    """Return a new array for direct reads without a copy: pages of the file fill pages of the array.
+
+    The array and the tensor in its file begin at the same offset within a page, if the dtype's alignment allows it.
 
     Args:
-        shape: of the array.
-        dtype: of the array.
-        begin: its first byte in the file. It lies there within a page as the array does in memory, unless the dtype's
-            alignment forbids it.
+        begin: the tensor's first byte in the file.
 
     Raises:
-        UnsupportedError: numpy does not support an array of this shape.
+        UnsupportedError: NumPy does not support an array of this shape.
     """
     size = dtype.itemsize
     for dim in shape:

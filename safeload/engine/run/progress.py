@@ -1,7 +1,7 @@
 """Progress bars on stderr, for ``progress=True`` and the command line: tqdm's if it is installed, else our own.
 
-On a terminal and in a notebook the bar is animated. Anywhere else (a file, a pipe, a log) it prints a line every ten
-seconds and one at the end; without a stderr it prints nothing.
+On a terminal and in a notebook the bar is animated. Anywhere else (a file, a pipe, a log) a line is printed every ten
+seconds and at the end. Nothing is printed if there is no stderr.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ...base.text import size
 
 Report = Callable[[int, int], object]
-# Type of the argument ``progress``: True for a bar, or a callable that gets (bytes_done, bytes_total).
+# Type of the argument ``progress``: True for a bar, or a callable for (bytes_done, bytes_total).
 Progress = bool | Report | None
 
 # Seconds between two updates of the plain bar, and between two lines.
@@ -23,7 +23,7 @@ _INTERVAL, _LINE_INTERVAL = 0.1, 10.0
 
 
 def on_terminal() -> bool:
-    """Whether stderr is a terminal."""
+    """Return True if stderr is a terminal."""
     try:
         return sys.stderr is not None and sys.stderr.isatty()
     except ValueError:  # stderr was closed
@@ -31,7 +31,7 @@ def on_terminal() -> bool:
 
 
 def _in_notebook() -> bool:
-    """Whether output goes to a notebook, which is not a terminal but can animate bars."""
+    """Return True if output goes to a notebook, which can animate bars although it is no terminal."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     return "IPKernelApp" in getattr(shell, "config", ())
@@ -39,11 +39,11 @@ def _in_notebook() -> bool:
 
 @contextmanager
 def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
-    """A progress bar. Yields a function that draws it, given the bytes done and the total, which may change.
+    """Show a progress bar. Yields a function of the bytes done and the total, which may change.
 
     Args:
         label: text before the bar.
-        leave: whether the bar stays visible when it is finished.
+        leave: True to leave the finished bar on the screen.
     """
     notebook = _in_notebook()
     if not notebook and not on_terminal():
@@ -81,7 +81,7 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
 
 @contextmanager
 def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
-    """Yields a function that takes the number of bytes done and reports it as ``progress`` specifies."""
+    """Yield a function of the number of bytes done, which reports it as ``progress`` specifies."""
     if callable(progress):
         report = progress
         yield lambda done: report(done, total)
@@ -93,7 +93,7 @@ def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]
 
 
 def _write(text: str) -> None:
-    """Writes text to stderr. Errors are ignored: work must not fail because its bar cannot be shown."""
+    """Write text to stderr. Errors are ignored: work must not fail because its bar cannot be shown."""
     try:
         if sys.stderr is not None:
             sys.stderr.write(text)
@@ -134,7 +134,7 @@ def _lines(label: str) -> Iterator[Report]:
             _write(f"{label}: {_percent(done, total)}% of {size(total)}\n")
 
     yield draw
-    if last[0] >= last[1] > 0:  # not if the work has failed
+    if last[0] >= last[1] > 0:  # unless the work failed
         _write(f"{label}: 100% of {size(last[1])} in {time.monotonic() - started:.1f} s\n")
 
 

@@ -1,4 +1,4 @@
-"""Basic indexing of a tensor in a file: only the selected elements are read."""
+"""Read slices of tensors in files: only the selected elements are read."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .job import Job, Origin
 from .memory import address_of
 from .weight_file import WeightFile
 
-# Rows at most this far apart are read with the gaps between them: the system reads whole pages anyway.
+# Rows at most this far apart are read with their gaps: the system reads whole pages anyway.
 _DENSE_PITCH = 4096
-# Bytes read at once when rows are read with the gaps between them, from a file of this machine.
+# Bytes read at once if rows of a local file are read with their gaps.
 _BLOCK = 1 << 20
 
 
 class _SliceAxis(NamedTuple):
-    """Selected positions of one axis, ascending: start, start + step, ... (length of them)."""
+    """Selected positions of an axis, ascending: start, start + step, ..."""
 
     start: int
     step: int
-    length: int
+    length: int  # number of positions
 
 
 def as_index(item: Any) -> int | None:
-    """An integer of any type as int; None for values that numpy does not accept as an integer, including booleans."""
+    """Return an integer of any type as int; None if NumPy would not accept it as an index, such as a boolean."""
     if isinstance(item, (bool, np.bool_)):
         return None
     try:
@@ -40,19 +40,18 @@ def as_index(item: Any) -> int | None:
 
 
 def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[list[_SliceAxis], tuple[Any, ...]]:
-    """The positions to read along each axis, and the index that turns the elements read into the requested array.
+    """Return the positions to read along each axis, and the index of the requested array in the elements.
 
     Args:
         index: the items of a basic index.
-        shape: of the tensor.
-        whole: the expression that gives the tensor as an array, for messages.
+        whole: the expression for the whole tensor, for messages.
 
     Raises:
         IndexError: too many indices, an index out of bounds, or not a basic index.
     """
-    given = sum(item is not None and item is not Ellipsis for item in index)
-    if given > len(shape):
-        raise IndexError(f"too many indices: tensor is {len(shape)}-dimensional, but {given} were indexed")
+    count = sum(item is not None and item is not Ellipsis for item in index)
+    if count > len(shape):
+        raise IndexError(f"too many indices: tensor is {len(shape)}-dimensional, but {count} were indexed")
     if sum(item is Ellipsis for item in index) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
     if not any(item is Ellipsis for item in index):
@@ -61,19 +60,19 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[l
     after: list[Any] = []
     for item in index:
         if item is Ellipsis:
-            for size in shape[len(axes) : len(axes) + len(shape) - given]:
+            for size in shape[len(axes) : len(axes) + len(shape) - count]:
                 axes.append(_SliceAxis(0, 1, size))
                 after.append(slice(None))
         elif item is None:
             after.append(None)
         elif isinstance(item, slice):
             start, stop, step = item.indices(shape[len(axes)])
-            count = len(range(start, stop, step))
+            length = len(range(start, stop, step))
             if step > 0:
-                axes.append(_SliceAxis(start, step, count))
+                axes.append(_SliceAxis(start, step, length))
                 after.append(slice(None))
             else:
-                axes.append(_SliceAxis(start + (count - 1) * step if count else 0, -step, count))
+                axes.append(_SliceAxis(start + (length - 1) * step if length else 0, -step, length))
                 after.append(slice(None, None, -1))
         elif (position := as_index(item)) is not None:
             size = shape[len(axes)]
@@ -90,7 +89,7 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> tuple[l
 
 
 def check_index(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> None:
-    """Refuses what is not a basic index of a tensor of this shape; see `_axes`.
+    """Check that an index is a basic index of a tensor of this shape.
 
     Raises:
         IndexError: too many indices, an index out of bounds, or not a basic index.
@@ -99,35 +98,27 @@ def check_index(index: tuple[Any, ...], shape: tuple[int, ...], whole: str) -> N
 
 
 class _Run(NamedTuple):
-    """One read.
+    """A read."""
 
-    Attributes:
-        at: index of its elements in the result.
-        offset: of its first byte in the tensor.
-        size: bytes.
-        pitch: 0 if all of them are selected, in order. Otherwise the bytes are rows this far apart, along the last axis
-            of ``at``, from which the selected elements are copied.
-    """
-
-    at: tuple[Any, ...]
-    offset: int
-    size: int
+    at: tuple[Any, ...]  # index of the elements in the result
+    offset: int  # first byte in the tensor
+    size: int  # in bytes
+    # 0 if all bytes are selected, in order. Otherwise the bytes are rows this far apart, along the last axis of `at`,
+    # from which the selected elements are copied.
     pitch: int
 
 
 def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[_Run]:
-    """The reads that cover the selected elements of a tensor in C order.
+    """Yield reads of the selected elements of a tensor in C order.
 
     Args:
-        axes: what is selected.
-        shape: of the tensor.
-        itemsize: bytes of an element.
-        block: bytes read at once when rows are read with the gaps between them.
+        axes: the selected positions.
+        block: bytes read at once if rows are read with their gaps.
     """
     strides = c_strides(shape, itemsize)
 
     def walk(k: int, index: tuple[Any, ...], offset: int) -> Iterator[_Run]:
-        """The reads for the axes from the k-th, at one index of those before it and its byte offset."""
+        """Yield the reads for axis k and the axes after it, at an index of the axes before it."""
         rest = k
         while rest < len(axes) and axes[rest].length == shape[rest]:
             rest += 1
@@ -158,17 +149,17 @@ def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: 
 
 
 def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], whole: str) -> Array:
-    """The selected elements in private memory, read through the descriptor; see `_axes`.
+    """Read the selected elements into private memory.
 
     Raises:
-        IndexError: see `_axes`.
+        IndexError: too many indices, an index out of bounds, or not a basic index.
         FormatError, OSError: the file ends too early, or cannot be read.
     """
     layout = file.layout(tensor)
     axes, after = _axes(index, layout.shape, whole)
     origin = Origin(file.table.names[tensor], layout.shape)
     if layout.strides is None:
-        result = _read_dense(file, layout.dtype, layout.shape, layout.begin, axes, origin)
+        result = _read_dense(file, layout, axes, origin)
     else:
         result = _read_strided(file, layout, layout.strides, axes, origin)
     if layout.big_endian:
@@ -177,20 +168,14 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], whole: str
     return view if view.flags.c_contiguous else view.copy()
 
 
-def _read_dense(
-    file: WeightFile,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    begin: int,
-    axes: list[_SliceAxis],
-    origin: Origin,
-) -> Array:
-    """Selected elements of a tensor in C order."""
+def _read_dense(file: WeightFile, layout: ArraySpec, axes: list[_SliceAxis], origin: Origin) -> Array:
+    """Read the selected elements of a tensor in C order."""
+    dtype, shape, begin = layout.dtype, layout.shape, layout.begin
     result: Array = np.empty(tuple(axis.length for axis in axes), dtype)
     if result.size:
         direct = jobs.Batch()
         for run in _runs(axes, shape, dtype.itemsize, WINDOW if file.remote else _BLOCK):
-            at = (*run.at, ...)  # the ellipsis makes the result an array even if a single element is selected
+            at = (*run.at, ...)  # the ellipsis returns an array even for a single element
             target = result[at]
             if run.pitch == 0:
                 direct.add(Job(file, begin + run.offset, address_of(target), run.size, origin=origin))
@@ -209,16 +194,16 @@ def _read_dense(
 def _read_strided(
     file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_SliceAxis], origin: Origin
 ) -> Array:
-    """Selected elements of a tensor with strides of its own."""
-    # Sorted by stride, its axes are usually in C order, as those of a transposed matrix are. Axes of length 1 go last:
-    # their strides mean nothing.
+    """Read the selected elements of a tensor with strides of its own."""
+    # Sorted by stride, the axes of most tensors are in C order, for example of a transposed matrix. Axes of length 1 go
+    # last, because their strides mean nothing.
     order = sorted(range(len(strides)), key=lambda k: (layout.shape[k] == 1, -strides[k]))
     shape = tuple(layout.shape[k] for k in order)
-    wanted = c_strides(shape, layout.dtype.itemsize)
-    if all(layout.shape[k] == 1 or strides[k] == stride for k, stride in zip(order, wanted, strict=True)):
-        dense = _read_dense(file, layout.dtype, shape, layout.begin, [axes[k] for k in order], origin)
-        turned: Array = dense.transpose([order.index(k) for k in range(len(order))])
-        return turned
+    dense_strides = c_strides(shape, layout.dtype.itemsize)
+    if all(layout.shape[k] == 1 or strides[k] == stride for k, stride in zip(order, dense_strides, strict=True)):
+        dense = _read_dense(file, layout._replace(shape=shape), [axes[k] for k in order], origin)
+        transposed: Array = dense.transpose([order.index(k) for k in range(len(order))])
+        return transposed
     selected = tuple(axis.length for axis in axes)
     if 0 in selected:
         return np.empty(selected, layout.dtype)
@@ -232,5 +217,5 @@ def _read_strided(
 
 
 def _strided(block: Array, dtype: np.dtype[Any], shape: tuple[int, ...], pitch: int) -> Array:
-    """Rows ``pitch`` bytes apart."""
+    """Return a view of rows ``pitch`` bytes apart."""
     return array_over(block, dtype, shape, 0, (pitch, *c_strides(shape, dtype.itemsize)[1:]))

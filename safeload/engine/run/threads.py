@@ -1,4 +1,4 @@
-"""The number of threads: as requested, else chosen from the size of the job, the processors and their quota."""
+"""Choose the number of threads: as requested, or by the size of the job, the processors and their quota."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from functools import cache
 
 from ...base.text import show
 
-# Most threads that are chosen automatically: this many saturate any memory system or disk.
+# Largest automatic choice: this many threads saturate any memory system or disk.
 MAX_THREADS = 16
-# Most threads that can be requested: the core starts the requested number, whatever the machine has.
+# Largest request: the core starts the requested number of threads on any machine.
 MOST_THREADS = 4096
-# Threads that read past the page cache, however few processors there are: they wait for the disk, which is fast only
-# while it has several large reads to do, and for which no readahead asks.
+# Threads for direct reads, even on fewer processors: a disk is fast only with several large reads in flight, and direct
+# reads have no readahead.
 DIRECT_READERS = 8
-# A thread for fewer bytes than this costs more to start than it saves.
+# A thread for fewer bytes costs more to start than it saves.
 BYTES_PER_THREAD = 4 << 20
-# One that waits for the disk is worth it for fewer.
+# A thread for direct reads waits for the disk, so it pays for fewer bytes.
 BYTES_PER_READER = 2 << 20
 
 
 def _cgroup_cpus() -> float:
-    """CPU quota of this process's cgroup, infinity without one.
+    """Return the CPU quota of this process's cgroup; infinity if it has none.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, file cpu.max; in cgroup v1 cpu.cfs_quota_us.
     """
@@ -46,29 +46,29 @@ def _cgroup_cpus() -> float:
 
 @cache
 def available_cpus() -> int:
-    """CPUs that this process may use, at least 1: those of its affinity, limited by its cgroup's quota."""
+    """Return the number of CPUs for this process: its affinity, limited by the quota of its cgroup."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cpus, _cgroup_cpus())))
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuses invalid numbers of threads: TypeError if not an integer, ValueError if below 1 or too many."""
+    """Check a number of threads: TypeError if it is no integer, ValueError if it is below 1 or too large."""
     if threads is None:
         return
     number = operator.index(threads)
     if number < 1:
-        raise ValueError(f"threads is {show(number)}, but at least one is needed")
+        raise ValueError(f"threads must be >= 1, got {show(number)}")
     if number > MOST_THREADS:
-        raise ValueError(f"threads is {show(number)}, but at most {MOST_THREADS:,} are started")
+        raise ValueError(f"threads must be <= {MOST_THREADS:,}, got {show(number)}")
 
 
 def thread_count(nbytes: int, threads: int | None, *, direct: bool = False) -> int:
-    """Threads for a job of ``nbytes``: as requested, else ``SAFELOAD_NUM_THREADS``, else chosen automatically.
+    """Return the number of threads for a job: as requested, else ``SAFELOAD_NUM_THREADS``, else by its size.
 
     Args:
-        nbytes: bytes that are moved.
-        threads: as requested; None for no wish.
-        direct: whether they read past the page cache.
+        nbytes: bytes to move.
+        threads: the requested number, or None to choose.
+        direct: True for direct reads.
     """
     check_threads(threads)
     if threads is not None:
@@ -78,7 +78,7 @@ def thread_count(nbytes: int, threads: int | None, *, direct: bool = False) -> i
         if direct:
             return max(1, min(nbytes // BYTES_PER_READER, max(available_cpus(), DIRECT_READERS), MAX_THREADS))
         return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
-    # The length is checked first: int() refuses thousands of digits with an error message of its own.
+    # The length is checked first, because int() refuses thousands of digits with an error message of its own.
     if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
-        raise ValueError(f"SAFELOAD_NUM_THREADS is {show(setting)}, but a number from 1 to {MOST_THREADS:,} is wanted")
+        raise ValueError(f"SAFELOAD_NUM_THREADS must be a number from 1 to {MOST_THREADS:,}, got {show(setting)}")
     return int(setting)

@@ -1,4 +1,4 @@
-"""A weight file: the table of its tensors, and the store that has their bytes."""
+"""Weight files: a table of tensors, and the store with their bytes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,12 @@ from ...stores.store import ByteStore, read_at
 
 
 class WeightFile:
-    """The tensors of one file, which is open for reading. Any thread may use it.
+    """The tensors of an open file. Any thread may use it.
 
     Args:
         path: as messages show it.
-        store: its bytes.
-        table: its tensors.
-        files: where it was found.
-        place: the path that leads to it there; of a local file it is that of its store.
-
-    Attributes:
-        path: as messages show it.
-        store: its bytes.
-        size: bytes.
-        table: its tensors.
-        files: where other files of its folder are found.
-        remote: whether jobs cannot read it themselves: each read is a request.
+        files: finds the other files of the folder.
+        place: the path in ``files``; a local file has the path of its store.
     """
 
     _origin: tuple[str, tuple[Any, ...]] | None = None
@@ -48,39 +38,39 @@ class WeightFile:
     def __init__(self, path: str, store: ByteStore, table: Table, files: Files = LOCAL, place: str = "") -> None:
         self.path = path
         self.store = store
-        self.size = store.size
+        self.size = store.size  # in bytes
         self.table = table
         self.files = files
-        self.remote = not isinstance(store, LocalStore)
+        self.remote = not isinstance(store, LocalStore)  # True if jobs cannot read it: each read is a request
         self._place = place or path
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
     def stand_for(self, origin: WeightFile) -> None:
-        """Makes `place`, `files` and `identity` those of another file, of which this one is the unpacked content."""
+        """Take `place`, `files` and `identity` from the packed file of this unpacked content."""
         self._origin = origin.place, origin.identity
         self.files = origin.files
 
     @property
     def unpacked(self) -> bool:
-        """Whether it is the unpacked content of another file."""
+        """True if this is the unpacked content of another file."""
         return self._origin is not None
 
     @property
     def place(self) -> str:
-        """The path that leads to it from any working directory."""
+        """Path of the file from any working directory."""
         if self._origin is not None:
             return self._origin[0]
         return self.store.place if self.files is LOCAL and isinstance(self.store, LocalStore) else self._place
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The version of the file when it was first opened; see `ByteStore.version`."""
+        """Version of the file when it was first opened; see `ByteStore.version`."""
         return self.store.version if self._origin is None else self._origin[1]
 
     def check_identity(self, seen: tuple[Any, ...]) -> None:
-        """Compares the file with an earlier opening of it: ``seen`` is an `identity` or the beginning of one.
+        """Check that the file has not changed since ``seen``, which is an `identity` or its first fields.
 
         Raises:
             FormatError: another program has changed the file.
@@ -88,19 +78,15 @@ class WeightFile:
         compare(self.identity, seen, self.path)
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """Bytes of the file, fewer at its end; meant for small reads.
-
-        Raises:
-            FormatError, OSError: the file cannot be read.
-        """
+        """Return bytes of the file, fewer at its end; meant for small reads."""
         return read_at(self.store, offset, size)
 
     @property
     def descriptor(self) -> Descriptor:
-        """The C core's file handle, for jobs and parsers; what can do without asks `descriptor_of` instead.
+        """The C core's file handle, for jobs and parsers; `descriptor_of` returns None instead of raising.
 
         Raises:
-            UnsupportedError: its store has none.
+            UnsupportedError: the store has no handle.
         """
         descriptor = descriptor_of(self.store)
         if descriptor is None:
@@ -108,18 +94,18 @@ class WeightFile:
         return descriptor
 
     def check_open(self) -> None:
-        """Raises ValueError after `close`."""
+        """Raise ValueError after `close`."""
         if isinstance(self.store, RemoteStore):
             self.store.check_open()
         else:
             _ = self.descriptor
 
     def close(self) -> None:
-        """Closes the store; arrays over mappings stay valid."""
+        """Close the store. Arrays over mappings stay valid."""
         self.store.close()
 
     def infos(self) -> list[TensorInfo]:
-        """The description of each tensor, in the order of the table."""
+        """Return the description of each tensor, in the order of the table."""
         table = self.table
         with paused(table.count):
             names = table.names
@@ -141,14 +127,14 @@ class WeightFile:
         return infos
 
     def tensor_at(self, position: int) -> str | None:
-        """Name of the tensor that a byte belongs to."""
+        """Return the name of the tensor at a byte."""
         for name, (begin, end) in zip(self.table.names, self.table.byte_ranges(), strict=True):
             if begin <= position < end:
                 return name
         return None
 
     def layout(self, index: int) -> ArraySpec:
-        """How one tensor becomes an array."""
+        """Return the `ArraySpec` of a tensor."""
         layout = array_spec(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
         return _shaped(self.table, index, layout) if self.table.shaped else layout
 
@@ -156,40 +142,39 @@ class WeightFile:
 def infos_of(
     files: Sequence[WeightFile], where: Mapping[str, tuple[WeightFile, int]] | None
 ) -> Iterable[tuple[str, TensorInfo]]:
-    """Name and description of each tensor of files.
+    """Return the name and description of each tensor of files.
 
     Args:
-        files: the files.
-        where: file and index of each tensor; None for all of the only file.
+        where: file and index of each tensor; None for all tensors of the only file.
     """
     if where is None:
         return zip(files[0].table.names, files[0].infos(), strict=True)
-    known = {file: file.infos() for file in files}
-    return ((name, known[file][index]) for name, (file, index) in where.items())
+    infos = {file: file.infos() for file in files}
+    return ((name, infos[file][index]) for name, (file, index) in where.items())
 
 
 def is_remote(file: object) -> bool:
-    """Whether jobs cannot read a file themselves: each read is a request."""
+    """Return True if jobs cannot read a file: each read is a request."""
     return isinstance(file, WeightFile) and file.remote
 
 
 def quantization_in(files: Iterable[WeightFile]) -> str | None:
-    """The configuration by which the packed tensors of files are dequantized, as JSON; None without any."""
+    """Return the dequantization configuration of the packed tensors of files, as JSON; None if none is packed."""
     tables = [file.table for file in files if file.table.quantized]
     packed = (table.packed(index) for table in tables for index in range(table.count))
-    return next((one.packing.config for one in packed if one is not None), None)
+    return next((codes.packing.config for codes in packed if codes is not None), None)
 
 
-# A `TensorInfo` from a tuple of its fields, without a step of Python; and the codes of dtypes by number.
+# `_INFO` makes a `TensorInfo` from a tuple of its fields without running Python code.
 _INFO = partial(tuple.__new__, TensorInfo)
 _CODES = {number: row.code for number, row in dtypes.BY_NUMBER.items()}
 
-# Up to this many tensors are looked up one by one, which is faster than decoding columns.
+# Up to this many tensors are looked up singly, which is faster than decoding columns.
 _FEW = 4
 
 
 def layouts(table: Table, indices: Sequence[int]) -> list[ArraySpec]:
-    """How tensors of a table become arrays; where they are many each column is decoded once."""
+    """Return the `ArraySpec` of tensors of a table; for many tensors, each column is decoded once."""
     if len(indices) <= _FEW and not table.shaped:
         return [array_spec(table.row(i), table.shape(i), *table.byte_range(i)) for i in indices]
     rows, shapes, ranges = table.rows, table.shapes, table.byte_ranges()
@@ -203,11 +188,11 @@ def _shaped(table: Table, index: int, layout: ArraySpec) -> ArraySpec:
 
 
 def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown: str) -> WeightFile:
-    """A new file without a name, whose table is still empty.
+    """Write a temporary file, and return it open, without a name and with an empty table.
 
     Args:
-        prefix: what its name begins with while it has one.
-        write: writes the content, and gets the path as well.
+        prefix: of the temporary name.
+        write: writes the content, given a stream and the path.
         shown: the path in later messages.
 
     Raises:
@@ -221,17 +206,16 @@ def open_temporary(prefix: str, write: Callable[[BinaryIO, str], None], *, shown
             write(out, path)
         return open_without_table(path, shown=shown)
     finally:
-        with suppress(OSError):  # on Windows an open file cannot be deleted: it stays until the folder is cleaned
+        with suppress(OSError):  # on Windows an open file cannot be deleted, and stays until the folder is cleaned
             os.unlink(path)
 
 
 def open_without_table(path: PathLike, *, shown: str | None = None, files: Files = LOCAL) -> WeightFile:
-    """An open file whose table is still empty, for formats that are read in Python.
+    """Open a file with an empty table, for formats that are read in Python.
 
     Args:
-        path: of the file.
-        shown: the path in later messages, where that is another.
-        files: where the path leads.
+        shown: the path in later messages, if it differs.
+        files: opens the path.
 
     Raises:
         FormatError: not a regular file.
@@ -239,7 +223,7 @@ def open_without_table(path: PathLike, *, shown: str | None = None, files: Files
     """
     if files is not LOCAL:
         place = os.fspath(path)
-        found = files.open(place)
-        return WeightFile(getattr(found, "path", place), found, ListedTable([]), files, place)
-    store = open_local(path, shown=shown)
-    return WeightFile(store.path, store, ListedTable([]))
+        store = files.open(place)
+        return WeightFile(getattr(store, "path", place), store, ListedTable([]), files, place)
+    local = open_local(path, shown=shown)
+    return WeightFile(local.path, local, ListedTable([]))

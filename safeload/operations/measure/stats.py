@@ -17,9 +17,8 @@ from ...base.scheme import row_of
 from ...base.selecting import Patterns
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, address, of_numbers, of_packed, of_reals
-from ...engine.run.jobs import Batch
+from ...engine.run.jobs import Batch, struct_dtype
 from ...engine.run.progress import Progress
-from ...engine.run.runner import struct_dtype
 from ...engine.run.threads import check_threads
 from ...errors import UnsupportedError
 from ..sources import executors, sources
